@@ -1,0 +1,117 @@
+"""Every difference between JAX versions, and every use of `jax._src`.
+
+The rest of the package sees one JAX: sub-jaxprs as `(jaxpr, consts)` pairs, scan
+operands as counts, equations bound by one call. Supported: JAX 0.10, 0.11, 0.12.
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import Primitive
+from jax.extend.core import primitives as _public_primitives
+
+# `jax.extend.core.primitives` leaves out a few collectives and linear-algebra
+# primitives that a policy has to name.
+_PRIVATE_PRIMITIVE_MODULES = (
+    "jax._src.lax.lax",
+    "jax._src.lax.parallel",
+    "jax._src.lax.linalg",
+    "jax._src.lax.slicing",
+    "jax._src.pjit",
+)
+
+
+@functools.cache
+def primitives() -> dict[str, Primitive]:
+    """Returns every primitive that this JAX names, by `Primitive.name`."""
+    modules = [importlib.import_module(name) for name in _PRIVATE_PRIMITIVE_MODULES]
+    found = {}
+    for module in (*modules, jax.lax, _public_primitives):
+        for attribute in dir(module):
+            value = getattr(module, attribute) if attribute.endswith("_p") else None
+            if isinstance(value, Primitive):
+                found[value.name] = value
+    return found
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns `(jaxpr, consts)` of an open or closed jaxpr.
+
+    JAX 0.12 has one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
+    """
+    return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns `(num_consts, num_carry)` of a scan equation."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # JAX 0.12
+    return len(consts), len(carry)
+
+
+def scan_options(eqn: Any) -> dict[str, Any]:
+    """Returns the keyword arguments that rebuild a scan with `jax.lax.scan`."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    return {name: eqn.params[name] for name in names if name in eqn.params}
+
+
+def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Binds `eqn.primitive` to other operands and parameters."""
+    primitive = eqn.primitive
+    bind_params = primitive.get_bind_params(params)
+    subfuns: Sequence[Any] = ()
+    if isinstance(bind_params, tuple):  # JAX before 0.9.2
+        subfuns, bind_params = bind_params
+    outs = primitive.bind(*subfuns, *operands, **bind_params)
+    return list(outs) if primitive.multiple_results else [outs]
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Restores an equation's scopes, source line and JAX context around its bind."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    with (
+        source_info_util.user_context(traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def scope_names(eqn: Any) -> tuple[str, ...]:
+    """Returns the `jax.named_scope` names around an equation, outermost first.
+
+    Names are relative to the jaxpr that holds the equation. Entries that JAX's own
+    transformations add (`jvp`, `transpose`, ...) are not scopes and are left out.
+    """
+    stack = eqn.source_info.name_stack.stack
+    return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
+
+
+def struct_of(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns what `jax.make_jaxpr` needs to trace an operand like `aval`.
+
+    Keeps the sharding type and the manual (`shard_map`) axes of `aval`.
+    """
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        dtype,
+        sharding=getattr(aval, "sharding", None),
+        weak_type=False,
+        manual_axis_type=getattr(aval, "mat", None),
+    )
+
+
+def hoist_consts(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a closed jaxpr as an open one that takes its consts as first inputs."""
+    jaxpr, consts = open_jaxpr(closed)
+    if not consts:
+        return jaxpr, ()
+    partial_eval = importlib.import_module("jax._src.interpreters.partial_eval")
+    return partial_eval.convert_constvars_jaxpr(jaxpr), consts

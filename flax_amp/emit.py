@@ -1,0 +1,169 @@
+"""The evaluator: runs a plan, equation by equation, on arrays or tracers.
+
+Every cast stands at the use that needs it, also inside loop bodies, and is never kept
+for the next use. XLA merges the converts of straight code anyway, whereas one shared
+half-precision copy of a weight would make its cotangents add up in half precision.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+from flax_amp._cast import cast_constant, saturating_cast
+from flax_amp.paint import Painter, call_precision_function
+from flax_amp.plan import (
+    LEAF,
+    Mode,
+    Paint,
+    Plan,
+    Rule,
+    Step,
+    Value,
+    Values,
+    like,
+    value_of,
+)
+from flax_amp.policy import LOW_OPS, with_result_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitter:
+    """Evaluates plans.
+
+    Args:
+      painter: plans what is only known while emitting: custom derivative rules.
+      rules: the rules of structured primitives, by primitive name.
+    """
+
+    painter: Painter
+    rules: Mapping[str, Rule]
+    # Rewritten bodies of jit, one per (plan, operand types): a block that is called
+    # 24 times is rewritten and lowered once.
+    bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype of `LOW` values."""
+        return self.painter.compute_dtype
+
+    def emit(self, plan: Plan, operands: Sequence[Any]) -> list[Any]:
+        """Evaluates a plan.
+
+        Args:
+          plan: the plan.
+          operands: one per input, in the dtype that `plan.ins` says.
+
+        Returns:
+          The results, in the dtypes that `plan.outs` says.
+        """
+        env = _Environment(plan, operands)
+        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+            values = tuple(env.value(v) for v in eqn.invars)
+            arrays = [env.array(v) for v in eqn.invars]
+            with _compat.equation_context(eqn):
+                outs = self._emit_step(eqn, step, arrays, values)
+                outs = self.land(outs, step.outs)
+            env.write(eqn, outs, step.outs)
+        return [env.array(v) for v in plan.jaxpr.outvars]
+
+    def _emit_step(
+        self, eqn: Any, step: Step, arrays: Sequence[Any], values: Values
+    ) -> Sequence[Any]:
+        if step.mode is Mode.RULE:
+            rule = self.rules[eqn.primitive.name]
+            return rule.emit(self, eqn, step, arrays, values)
+        if step.mode is Mode.CALL:
+            return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
+        params = eqn.params
+        if step.mode is Mode.LOW:
+            spare = eqn.primitive.name in LOW_OPS
+            pairs = zip(arrays, values, strict=True)
+            arrays = [self.lower(x, v, spare) for x, v in pairs]
+            params = with_result_dtype(params, self.compute_dtype)
+        elif step.mode is Mode.FULL:
+            arrays = list(map(self.restore, arrays, values))
+        return _compat.bind(eqn, arrays, params)
+
+    def lower(self, x: Any, value: Value | None, spare: bool = False) -> Any:
+        """Casts an operand to the compute dtype.
+
+        Args:
+          x: the operand.
+          value: what is known of it; `None` leaves it as it is.
+          spare: whether bfloat16 weights may skip the range check, since their range
+            is that of float32 (but for the last half step that rounds up to infinity,
+            which masks use and weights do not).
+        """
+        if value is None or x.dtype == self.compute_dtype:
+            return x
+        if value.constant is not None and np.ndim(x) == 0:
+            return cast_constant(value.constant, self.compute_dtype)
+        saturates = value.paint is Paint.LEAF and not (
+            spare and self.compute_dtype == jnp.bfloat16
+        )
+        if saturates:
+            return saturating_cast(x, self.compute_dtype)
+        return jax.lax.convert_element_type(x, self.compute_dtype)
+
+    def restore(self, x: Any, value: Value | None) -> Any:
+        """Casts an operand back to float32."""
+        if value is None or x.dtype == jnp.float32:
+            return x
+        return jax.lax.convert_element_type(x, jnp.float32)
+
+    def land(
+        self, arrays: Sequence[Any], values: Values, origins: Values | None = None
+    ) -> list[Any]:
+        """Casts arrays to the dtypes that `values` says.
+
+        Args:
+          arrays: the arrays.
+          values: the values that they become.
+          origins: the values that they are, if they may be leaves.
+        """
+        return [
+            self.lower(x, origin or v)
+            if v is not None and v.paint is Paint.LOW
+            else self.restore(x, v)
+            for x, v, origin in zip(
+                arrays, values, origins or (None,) * len(arrays), strict=True
+            )
+        ]
+
+
+class _Environment:
+    """The live arrays of a plan and their values; an array goes after its last use."""
+
+    def __init__(self, plan: Plan, operands: Sequence[Any]):
+        jaxpr = plan.jaxpr
+        self._arrays = dict(zip(jaxpr.invars, operands, strict=True))
+        self._values = dict(zip(jaxpr.invars, plan.ins, strict=True))
+        self._arrays |= dict(zip(jaxpr.constvars, plan.consts, strict=True))
+        leaves = like([v.aval for v in jaxpr.constvars], LEAF)
+        self._values |= dict(zip(jaxpr.constvars, leaves, strict=True))
+        reads = [v for eqn in jaxpr.eqns for v in eqn.invars]
+        atoms = (*reads, *jaxpr.outvars)
+        self._uses = Counter(v for v in atoms if not isinstance(v, Literal))
+
+    def array(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else self._arrays[atom]
+
+    def value(self, atom: Any) -> Value | None:
+        return value_of(atom, self._values)
+
+    def write(self, eqn: Any, arrays: Sequence[Any], values: Values) -> None:
+        for v, array, value in zip(eqn.outvars, arrays, values, strict=True):
+            if v in self._uses:
+                self._arrays[v], self._values[v] = array, value
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                self._uses[v] -= 1
+                if not self._uses[v]:
+                    del self._arrays[v], self._values[v]

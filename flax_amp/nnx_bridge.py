@@ -1,0 +1,82 @@
+"""Functions of `nnx.Module` arguments as pure functions, and the way back.
+
+A jaxpr transform sees arrays only. Without this bridge a module argument would be
+rebuilt for the trace and thrown away with its new batch statistics and random state.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionalCall:
+    """A call of a user's function, in terms of a flat list of inputs.
+
+    Attributes:
+      function: takes the inputs; returns the result and the new state of the modules.
+      inputs: the leaves of the arguments and of the state of the modules.
+      finish: takes what `function` returned, updates the modules, returns the result.
+    """
+
+    function: Callable[[list[Any]], Any]
+    inputs: list[Any]
+    finish: Callable[[Any], Any]
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def functional(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FunctionalCall:
+    """Makes `fun(*args, **kwargs)` a pure function of a flat list of leaves.
+
+    Args:
+      fun: the user's function.
+      args: its arguments; modules and variables may stand anywhere in them, and may
+        share state.
+      kwargs: its keyword arguments, likewise.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    nodes = [x for x in leaves if _is_node(x)]
+    if not nodes:
+        return FunctionalCall(
+            lambda inputs: _call(fun, treedef, inputs), leaves, lambda out: out
+        )
+    graphdef, state = nnx.split(nodes)
+    state_leaves, state_def = jax.tree.flatten(state)
+    others = [x for x in leaves if not _is_node(x)]
+
+    def function(inputs: list[Any]) -> Any:
+        rest = iter(inputs[len(state_leaves) :])
+        new_state = jax.tree.unflatten(state_def, inputs[: len(state_leaves)])
+        merged = nnx.merge(graphdef, new_state)
+        modules = iter(merged)
+        filled = [next(modules) if _is_node(x) else next(rest) for x in leaves]
+        out = _call(fun, treedef, filled)
+        new_graphdef, updated = nnx.split(merged)
+        if new_graphdef != graphdef:
+            raise ValueError(
+                f"amp: {getattr(fun, '__name__', fun)!s} changed the structure of its "
+                "nnx.Module argument (it added or removed a variable or a module); "
+                "expected changes of values only. Create all variables in __init__, or "
+                "call the function once before amp so that they exist."
+            )
+        return out, updated
+
+    def finish(result: Any) -> Any:
+        out, updated = result
+        nnx.update(nodes, updated)
+        return out
+
+    return FunctionalCall(function, [*state_leaves, *others], finish)
+
+
+def _call(fun: Callable[..., Any], treedef: Any, leaves: list[Any]) -> Any:
+    args, kwargs = jax.tree.unflatten(treedef, leaves)
+    return fun(*args, **kwargs)

@@ -1,0 +1,198 @@
+"""What the analysis says of a program: values, uses, steps, plans. Data only.
+
+`flax_amp.paint` makes it, `flax_amp.emit` follows it; the rules of structured
+primitives do both.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from flax_amp.policy import Decision
+
+
+class Paint(enum.Enum):
+    """Where a float32 value of the original program lives in the rewritten one."""
+
+    LEAF = "leaf"  # float32, straight from an argument or constant
+    LOW = "low"  # in the compute dtype
+    FULL = "full"  # float32, computed so on purpose
+
+
+class Value(NamedTuple):
+    """What the analysis knows of one float32 value.
+
+    Attributes:
+      paint: the precision in which it lives.
+      applied: of a `FULL` value: a statistic has been applied to low-precision data
+        (`x - mean`), so the value may return to the compute dtype.
+      constant: of a `LEAF` value: the number that every element has, if known.
+    """
+
+    paint: Paint
+    applied: bool = False
+    constant: float | None = None
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether the value keeps what it is combined with in full precision."""
+        return self.paint is Paint.FULL and not self.applied
+
+    def settled(self) -> "Value":
+        """The value as it leaves a loop or branch: an applied one goes back low."""
+        return LOW if self.applied else self
+
+
+LEAF = Value(Paint.LEAF)
+LOW = Value(Paint.LOW)
+FULL = Value(Paint.FULL)
+APPLIED = Value(Paint.FULL, applied=True)
+
+
+class Use(enum.Flag):
+    """How the consumers of a value read it; the union over all of them."""
+
+    NONE = 0
+    LOW = enum.auto()  # in the compute dtype
+    FULL = enum.auto()  # in float32
+    MEASURE = enum.auto()  # in float32, for a statistic of it
+    APPLY = enum.auto()  # in float32, to apply a statistic to it
+
+    def wants_full(self, has_leaf: bool) -> bool:
+        """Whether the equation that computes the value should run in full precision.
+
+        Args:
+          has_leaf: whether a float32 leaf would have to be cast down for it.
+        """
+        if self is Use.NONE or Use.LOW in self:
+            return False
+        if Use.MEASURE in self and Use.APPLY in self:
+            return False
+        # A statistic that is only applied comes from elsewhere, such as the running
+        # averages of a BatchNorm: what counts is not to round those.
+        return has_leaf or self is not Use.APPLY
+
+
+Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is
+Uses = tuple[Use, ...]
+
+
+class Mode(enum.Enum):
+    """How an equation is emitted."""
+
+    LOW = "low"  # float32 operands cast to the compute dtype
+    FULL = "full"  # float32 operands restored to float32
+    KEEP = "keep"  # operands as they arrive
+    CALL = "call"  # a user's precision function decides
+    RULE = "rule"  # a structured primitive, by its own rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The plan of one equation.
+
+    Attributes:
+      mode: how it is emitted.
+      outs: the values of its results.
+      reason: the deciding rule, for people.
+      use: how it reads its operands; `None` if as its consumers read the results.
+      uses: of a rule: how it reads each operand.
+      detail: what the mode needs: a precision function, or the plans of sub-jaxprs.
+    """
+
+    mode: Mode
+    outs: Values
+    reason: str
+    use: Use | None = Use.FULL
+    uses: Uses = ()
+    detail: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The plan of one jaxpr for given operand values.
+
+    Attributes:
+      jaxpr: the original jaxpr; `consts` are the values of its `constvars`.
+      ins: the values of its inputs.
+      outs: the values of its results.
+      uses: how each input is read.
+      steps: one `Step` per equation.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    ins: Values
+    outs: Values
+    uses: Uses
+    steps: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Where a sub-jaxpr stands.
+
+    Attributes:
+      scopes: the scopes around it, kept only if a policy key can span several.
+      forced: the decision of an enclosing scope, which holds for all inside.
+    """
+
+    scopes: tuple[str, ...] = ()
+    forced: Decision | None = None
+
+
+class Rule(Protocol):
+    """How a structured primitive is painted and emitted (see `flax_amp.rules`)."""
+
+    def paint(
+        self, painter: Any, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step: ...
+
+    def emit(
+        self,
+        emitter: Any,
+        eqn: Any,
+        step: Step,
+        operands: Sequence[Any],
+        values: Values,
+    ) -> Sequence[Any]: ...
+
+
+def is_painted(aval: Any) -> bool:
+    """Whether a value is painted at all: only float32 arrays are."""
+    return isinstance(aval, jax.core.ShapedArray) and aval.dtype == jnp.float32
+
+
+def like(avals: Iterable[Any], value: Value) -> Values:
+    """Returns `value` for every painted aval, `None` for the others."""
+    return tuple(value if is_painted(aval) else None for aval in avals)
+
+
+def out_avals(eqn: Any) -> list[Any]:
+    """Returns the avals of an equation's results."""
+    return [v.aval for v in eqn.outvars]
+
+
+def join(values: Iterable[Value | None]) -> Value | None:
+    """Returns the value of what several branches or iterations agree on."""
+    present = [v.settled() for v in values if v is not None]
+    if not present:
+        return None
+    for paint in (Paint.FULL, Paint.LOW):
+        if any(v.paint is paint for v in present):
+            return Value(paint)
+    return present[0] if len(set(present)) == 1 else LEAF
+
+
+def value_of(atom: Any, values: Mapping[Any, Value | None]) -> Value | None:
+    """Returns the value of a variable or literal of a jaxpr."""
+    if not isinstance(atom, Literal):
+        return values[atom]
+    if not is_painted(atom.aval):
+        return None
+    return Value(Paint.LEAF, constant=float(atom.val))

@@ -1,0 +1,385 @@
+"""Which equation runs in which precision: precision functions, families, policies.
+
+A *policy* is a plain dict. Its keys are JAX primitives and scope strings, its values
+*precision functions*
+
+    (compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)
+
+which cast the operands of one equation and adapt its parameters. `amp` recognizes the
+functions of this module and paints the whole program with them (`flax_amp.paint`); any
+other function is called as it is on the equations that its key selects.
+
+How the function of an equation is found:
+
+1. the outermost `jax.named_scope` (or Flax module) around it that a key matches;
+2. its primitive;
+3. `"amp_default"`.
+"""
+
+import dataclasses
+import enum
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.typing import DTypeLike
+
+from flax_amp import _compat
+
+PrecisionFunction = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
+
+# --- precision functions -------------------------------------------------------------
+
+# Parameters by which a primitive fixes the dtype of its own result.
+DTYPE_PARAMS = ("preferred_element_type", "out_dtype")
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _cast(x: Any, dtype: DTypeLike) -> Any:
+    return x.astype(dtype) if _is_float(x) and x.dtype != dtype else x
+
+
+def with_result_dtype(
+    bind_params: Mapping[str, Any], dtype: DTypeLike
+) -> dict[str, Any]:
+    """Returns `bind_params` with the float result dtypes they fix set to `dtype`."""
+    return {
+        name: jnp.dtype(dtype) if name in DTYPE_PARAMS and value is not None else value
+        for name, value in bind_params.items()
+    }
+
+
+def use_compute_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **bind_params: Any,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Runs the equation in the compute dtype.
+
+    Args:
+      compute_dtype: the `compute_dtype` given to `amp`.
+      original_dtypes: the operand dtypes of the untransformed program.
+      *invars: the operands as they arrive, already cast by earlier equations.
+      **bind_params: the parameters of the primitive.
+
+    Returns:
+      The operands and parameters to bind the primitive with.
+    """
+    del original_dtypes
+    invars_ = [_cast(x, compute_dtype) for x in invars]
+    return invars_, with_result_dtype(bind_params, compute_dtype)
+
+
+def use_original_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **bind_params: Any,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Runs the equation in the dtypes of the untransformed program.
+
+    Arguments and result as in `use_compute_precision`.
+    """
+    del compute_dtype
+    pairs = zip(invars, original_dtypes, strict=True)
+    return [_cast(x, dtype) for x, dtype in pairs], bind_params
+
+
+def use_widest_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **bind_params: Any,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Runs the equation in the widest float dtype of its original operands.
+
+    Arguments and result as in `use_compute_precision`.
+    """
+    floats = [d for d in original_dtypes if jnp.issubdtype(d, jnp.floating)]
+    widest = functools.reduce(jnp.promote_types, floats, floats[0]) if floats else None
+    if widest is None:
+        return list(invars), bind_params
+    return use_compute_precision(widest, original_dtypes, *invars, **bind_params)
+
+
+@dataclasses.dataclass(frozen=True)
+class use_precision:  # noqa: N801 - reads as a function in a policy
+    """Runs the equation in one given dtype, whatever the compute dtype.
+
+    A result in a dtype that is neither float32 nor the compute dtype returns to
+    float32.
+
+    Args:
+      dtype: a float dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, flax_amp
+      >>> policy = flax_amp.default_amp_policy | {
+      ...     "lm_head": flax_amp.use_precision(jnp.bfloat16)}
+    """
+
+    dtype: Any
+
+    def __post_init__(self) -> None:
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise TypeError(
+                f"use_precision: got {self.dtype!r}; expected a float dtype such as "
+                "jnp.float32 or jnp.bfloat16."
+            )
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+
+    def __call__(
+        self,
+        compute_dtype: DTypeLike,
+        original_dtypes: Sequence[Any],
+        *invars: Any,
+        **bind_params: Any,
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments and result as in `use_compute_precision`."""
+        del compute_dtype
+        return use_compute_precision(
+            self.dtype, original_dtypes, *invars, **bind_params
+        )
+
+
+def follow_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **bind_params: Any,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Runs the equation in the precision of its operands.
+
+    In a policy: full as soon as one operand was computed in full precision; else in
+    the compute dtype as soon as one operand is in it, and float32 parameters and
+    constants are then cast down. Called on its own it knows dtypes only, and promotes
+    to the widest that arrives. Arguments and result as in `use_compute_precision`.
+    """
+    del compute_dtype
+    floats = [x.dtype for x in invars if _is_float(x)]
+    if not floats:
+        return list(invars), bind_params
+    widest = functools.reduce(jnp.promote_types, floats)
+    return use_compute_precision(widest, original_dtypes, *invars, **bind_params)
+
+
+def keep_precision(
+    compute_dtype: DTypeLike,
+    original_dtypes: Sequence[Any],
+    *invars: Any,
+    **bind_params: Any,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Moves or compares data in whatever precision it arrives.
+
+    Arguments and result as in `use_compute_precision`.
+    """
+    return follow_precision(compute_dtype, original_dtypes, *invars, **bind_params)
+
+
+# The functions that the analysis understands; any other is called equation by equation.
+BUILT_IN = (
+    use_compute_precision,
+    use_original_precision,
+    use_widest_precision,
+    follow_precision,
+    keep_precision,
+)
+
+# --- families of primitives ----------------------------------------------------------
+
+# Matrix products and convolutions: what the hardware speeds up in half precision. It
+# accumulates in float32 whatever the dtype of the result.
+LOW_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+# |f(x)| much larger than |x|, or digits lost near a pole: half precision overflows.
+RANGE_OPS = """
+    exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt sinh cosh tan asin acos
+    asinh acosh atanh erf_inv lgamma digamma polygamma zeta igamma igammac
+    igamma_grad_a bessel_i0e bessel_i1e regularized_incomplete_beta polynomial
+""".split()
+
+# Long sums lose small terms: 70 000 ones add up to inf in float16.
+ACCUMULATION_OPS = """
+    reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum scatter-add
+    scatter-sub scatter-mul psum psum_invariant unreduced_psum reduce_scatter
+""".split()
+
+# No half-precision kernels exist, and conditioning needs the digits.
+LINALG_OPS = """
+    cholesky cholesky_update lu qr geqrf geqp3 ormqr householder_product eig eigh svd
+    schur hessenberg triangular_solve tridiagonal tridiagonal_solve fft
+""".split()
+
+# Elementwise arithmetic that is as safe as its operands are.
+FOLLOW_OPS = """
+    add sub mul div neg max min abs sign floor ceil round clamp tanh logistic erf erfc
+    sin cos atan atan2 sqrt cbrt rem add_any one_minus_square select_and_scatter_add
+    select_and_gather_add
+""".split()
+
+# Data movement, selection and comparison: exact in any dtype.
+KEEP_OPS = """
+    reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice gather split
+    unstack tile copy copy_p reduce_max reduce_min reduce_window_max reduce_window_min
+    cummax cummin argmax argmin sort top_k approx_top_k stop_gradient
+    optimization_barrier sharding_constraint layout_constraint reshard device_put name
+    all_gather all_gather_invariant all_to_all ragged_all_to_all ppermute pmax pmin
+    pvary pbroadcast concatenate pad stack select_n dynamic_update_slice scatter
+    scatter-max scatter-min eq ne lt le gt ge is_finite
+""".split()
+
+# What a scope with `use_compute_precision` may lower. The rest (casts, random numbers,
+# callbacks, linear algebra, unknown primitives) runs in its original dtypes even there.
+LOWERABLE_OPS = frozenset(
+    (*LOW_OPS, *RANGE_OPS, *ACCUMULATION_OPS, *FOLLOW_OPS, *KEEP_OPS)
+)
+
+
+def _family(names: Sequence[str], fn: PrecisionFunction) -> dict[Any, Any]:
+    # Names that this JAX version does not have are left out.
+    known = _compat.primitives()
+    return {known[name]: fn for name in names if name in known}
+
+
+_SPECIAL_SCOPES = {
+    "amp_stop": use_original_precision,
+    "amp_default": use_original_precision,
+}
+
+default_amp_policy: dict[Any, PrecisionFunction] = {
+    **_family(LOW_OPS, use_compute_precision),
+    **_family((*RANGE_OPS, *ACCUMULATION_OPS, *LINALG_OPS), use_original_precision),
+    **_family(FOLLOW_OPS, follow_precision),
+    **_family(KEEP_OPS, keep_precision),
+    **_SPECIAL_SCOPES,
+}
+
+# The small default of jaxamp: four primitives low, four full, the rest untouched.
+jaxamp_policy: dict[Any, PrecisionFunction] = {
+    **_family(
+        ("add", "sub", "dot_general", "conv_general_dilated"), use_compute_precision
+    ),
+    **_family(("exp", "log", "mul", "div"), use_precision(jnp.float32)),
+    **_SPECIAL_SCOPES,
+}
+
+
+# --- looking a policy up -------------------------------------------------------------
+
+
+class Origin(enum.Enum):
+    """What selected a precision function."""
+
+    SCOPE = "scope"
+    PRIMITIVE = "primitive"
+    DEFAULT = "default"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The precision function of one equation and the policy key that selected it."""
+
+    function: PrecisionFunction
+    origin: Origin
+    key: str
+
+
+class Policy:
+    """A checked policy dict, ready to be looked up equation by equation.
+
+    Args:
+      entries: `{primitive or scope string: precision function}`.
+
+    Raises:
+      TypeError: if an entry has the wrong type; all wrong entries are listed.
+    """
+
+    def __init__(self, entries: Mapping[Any, PrecisionFunction]):
+        _check_entries(entries)
+        # By name: two JAX modules may hold two objects for one primitive.
+        self._primitives = {
+            key.name: Decision(fn, Origin.PRIMITIVE, key.name)
+            for key, fn in entries.items()
+            if isinstance(key, Primitive)
+        }
+        self._scopes = {
+            key: Decision(fn, Origin.SCOPE, key)
+            for key, fn in entries.items()
+            if isinstance(key, str)
+        }
+        default = entries.get("amp_default", use_original_precision)
+        self._default = Decision(default, Origin.DEFAULT, "amp_default")
+        self._match = functools.cache(self._match_scopes)
+        # A key that spans several scopes can match across the border of a sub-jaxpr,
+        # whose own scope names start afresh; only then is the outer path needed there.
+        self.spans_scopes = any(set("/*?[") & set(key) for key in self._scopes)
+
+    def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
+        """Returns the decision for one equation.
+
+        Args:
+          primitive: the equation's primitive.
+          scopes: the names of the scopes around it, outermost first.
+        """
+        by_scope = self._match(scopes) if scopes else None
+        return by_scope or self._primitives.get(primitive.name) or self._default
+
+    def _match_scopes(self, scopes: tuple[str, ...]) -> Decision | None:
+        for depth in range(1, len(scopes) + 1):
+            path = "/".join(scopes[:depth])
+            for key, decision in self._scopes.items():
+                if fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(
+                    path, f"*/{key}"
+                ):
+                    return decision
+        return None
+
+
+def _check_entries(entries: Any) -> None:
+    if not isinstance(entries, Mapping):
+        raise TypeError(
+            f"amp_policy: got {type(entries).__name__}; expected a dict "
+            "{primitive or scope string: precision function}, such as "
+            "flax_amp.default_amp_policy."
+        )
+    wrong = [
+        f"  key {key!r} of type {type(key).__name__}"
+        for key in entries
+        if not isinstance(key, str | Primitive)
+    ] + [
+        f"  value {fn!r} of key {key!r}"
+        for key, fn in entries.items()
+        if not callable(fn) or fn is use_precision
+    ]
+    if wrong:
+        raise TypeError(
+            "amp_policy: wrong entries:\n" + "\n".join(wrong) + "\nexpected keys that "
+            "are JAX primitives (jax.lax.exp_p) or scope strings ('*/LayerNorm_*'), "
+            "and precision functions as values (flax_amp.use_original_precision, "
+            "flax_amp.use_precision(jnp.float32))."
+        )
+
+
+def check_compute_dtype(dtype: Any) -> Any:
+    """Returns `dtype` as a numpy dtype.
+
+    Raises:
+      TypeError: if it is not float16, bfloat16 or float32.
+    """
+    try:
+        checked = jnp.dtype(dtype)
+    except TypeError:
+        checked = None
+    if checked not in (jnp.float16, jnp.bfloat16, jnp.float32):
+        raise TypeError(
+            f"compute_dtype: got {dtype!r}; expected jnp.float16, jnp.bfloat16, or "
+            "jnp.float32 for a run without mixed precision."
+        )
+    return checked

@@ -1,0 +1,290 @@
+"""Structured primitives: one class each, its paint and its emit side by side.
+
+The paint flows through the border of a sub-jaxpr as if it were not there; nothing is
+cast back to float32 at it. Each rule changes only what it has to (the sub-jaxpr, the
+dtypes at its border) and keeps everything else: names, shardings, donation, policies,
+unrolling, custom derivatives.
+
+A structured primitive without a rule here runs untouched in its original dtypes.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_amp import _compat
+from flax_amp.custom_rules import CustomJvp, CustomVjp, Inner, split
+from flax_amp.emit import Emitter
+from flax_amp.paint import Painter
+from flax_amp.plan import (
+    FULL,
+    LEAF,
+    Context,
+    Mode,
+    Plan,
+    Rule,
+    Step,
+    Use,
+    Uses,
+    Value,
+    Values,
+    is_painted,
+    join,
+    like,
+    out_avals,
+)
+
+
+def _retrace(emitter: Emitter, plan: Plan, operands: Sequence[Any]) -> Any:
+    """Returns the rewritten closed jaxpr of a plan for operands of given types."""
+    key = (plan, tuple(jax.typeof(x) for x in operands))
+    if key not in emitter.bodies:
+        emitter.bodies[key] = jax.make_jaxpr(lambda *xs: emitter.emit(plan, xs))(
+            *operands
+        )
+    return emitter.bodies[key]
+
+
+class _Jit(Inner):
+    """A jit stays a jit: same name, shardings, layouts, donation."""
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> list[Any]:
+        body = _retrace(emitter, step.detail, operands)
+        return _compat.bind(eqn, operands, {**eqn.params, self.param: body})
+
+
+class _Checkpoint(Inner):
+    """A checkpoint keeps its policy and `prevent_cse`."""
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> list[Any]:
+        closed = _retrace(emitter, step.detail, operands)
+        body, consts = _compat.hoist_consts(closed)
+        params = {**eqn.params, self.param: body}
+        return _compat.bind(eqn, [*consts, *operands], params)
+
+
+class _Call(Inner):
+    """A plain call is evaluated in place."""
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> list[Any]:
+        return emitter.emit(step.detail, operands)
+
+
+class _ShardMap(Inner):
+    """A shard_map keeps its mesh, specs, manual axes and checks."""
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        params = eqn.params
+        return jax.shard_map(
+            lambda *xs: tuple(emitter.emit(step.detail, xs)),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            check_vma=params["check_vma"],
+            axis_names=set(params["newly_manual_axes"]),
+        )(*operands)
+
+
+# --- loops and branches --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoopPlan:
+    body: Plan
+    carry: Values
+    condition: Plan | None = None
+
+
+def _enter_carry(value: Value | None) -> Value | None:
+    # A carry that starts as a constant is an accumulator or a recurrent state: small
+    # terms add up in it over many steps, so it stays in float32.
+    if value is not None and value.constant is not None:
+        return FULL
+    return None if value is None else value.settled()
+
+
+def _plan_loop(
+    painter: Painter,
+    jaxpr: Any,
+    consts: Values,
+    carry: Values,
+    xs: Values,
+    context: Context,
+) -> tuple[Plan, Values]:
+    """Plans a loop body with the carry values that one iteration gives back.
+
+    A carry only ever moves from LEAF to LOW to FULL, so the search ends.
+    """
+    carry = tuple(_enter_carry(v) for v in carry)
+    while True:
+        plan = painter.plan(jaxpr, (*consts, *carry, *xs), None, context)
+        again = tuple(
+            join(pair) for pair in zip(carry, plan.outs[: len(carry)], strict=True)
+        )
+        if again == carry:
+            return plan, carry
+        carry = again
+
+
+class _Scan:
+    """A scan casts its weights inside the body, at each use."""
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        consts, carry, xs = split(ins, *_compat.scan_counts(eqn))
+        plan, carry = _plan_loop(
+            painter, eqn.params["jaxpr"], consts, carry, xs, context
+        )
+        ys = tuple(v and v.settled() for v in plan.outs[len(carry) :])
+        return Step(
+            Mode.RULE,
+            (*carry, *ys),
+            "inside scan",
+            uses=(Use.LOW,) * len(ins),
+            detail=_LoopPlan(plan, carry),
+        )
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> list[Any]:
+        counts = _compat.scan_counts(eqn)
+        consts, init, xs = split(operands, *counts)
+        _, init_values, _ = split(values, *counts)
+        body_plan, carry = step.detail.body, step.detail.carry
+
+        def body(carry_in: Any, x: Any) -> Any:
+            outs = emitter.emit(body_plan, (*consts, *carry_in, *x))
+            outs = emitter.land(outs, step.outs, body_plan.outs)
+            return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
+
+        carry_out, ys = jax.lax.scan(
+            body,
+            tuple(emitter.land(init, carry, init_values)),
+            tuple(xs),
+            **_compat.scan_options(eqn),
+        )
+        return [*carry_out, *ys]
+
+
+class _While:
+    """A while loop; its condition sees the carry in the body's dtypes."""
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        of_cond, of_body, carry = split(ins, *self._counts(eqn))
+        body, carry = _plan_loop(
+            painter, eqn.params["body_jaxpr"], of_body, carry, (), context
+        )
+        condition = painter.plan(
+            eqn.params["cond_jaxpr"], (*of_cond, *carry), None, context
+        )
+        return Step(
+            Mode.RULE,
+            carry,
+            "inside while",
+            uses=(Use.LOW,) * len(ins),
+            detail=_LoopPlan(body, carry, condition),
+        )
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        loop = step.detail
+        of_cond, of_body, init = split(operands, *self._counts(eqn))
+        _, _, init_values = split(values, *self._counts(eqn))
+
+        def condition(carry: Any) -> Any:
+            return emitter.emit(loop.condition, (*of_cond, *carry))[0]
+
+        def body(carry: Any) -> Any:
+            outs = emitter.emit(loop.body, (*of_body, *carry))
+            return tuple(emitter.land(outs, loop.carry, loop.body.outs))
+
+        init = tuple(emitter.land(init, loop.carry, init_values))
+        return jax.lax.while_loop(condition, body, init)
+
+    def _counts(self, eqn: Any) -> tuple[int, int]:
+        return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+
+class _Cond:
+    """Branches agree on the dtype of each result."""
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        plans = [
+            painter.plan(branch, ins[1:], uses, context)
+            for branch in eqn.params["branches"]
+        ]
+        outs = tuple(map(join, zip(*(plan.outs for plan in plans), strict=True)))
+        reads = zip(*(plan.uses for plan in plans), strict=True)
+        together = [functools.reduce(operator.or_, read) for read in reads]
+        return Step(
+            Mode.RULE, outs, "inside cond", uses=(Use.NONE, *together), detail=plans
+        )
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        def branch(plan: Plan, *xs: Any) -> Any:
+            return tuple(emitter.land(emitter.emit(plan, xs), step.outs, plan.outs))
+
+        index, *xs = operands
+        branches = [functools.partial(branch, plan) for plan in step.detail]
+        return jax.lax.switch(index, branches, *xs)
+
+
+# --- casts ---------------------------------------------------------------------------
+
+
+class _ConvertElementType:
+    """The user's own casts are commands; only float32 to float32 is mere movement."""
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        operand = eqn.invars[0].aval
+        if is_painted(operand) and is_painted(eqn.outvars[0].aval):
+            return Step(Mode.RULE, ins, "weak type only", uses=uses)
+        if operand.dtype == jnp.bool_:  # a mask: exact in any dtype
+            return Step(Mode.FULL, like(out_avals(eqn), LEAF), "mask")
+        return Step(Mode.FULL, like(out_avals(eqn), FULL), "explicit cast")
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        (x,) = operands
+        # Not bound: there is nothing to convert, and the dtype parameter would undo
+        # the paint. A weak type ends here, as it does in the original.
+        return [jnp.asarray(x, dtype=x.dtype)]
+
+
+RULES: dict[str, Rule] = {
+    "jit": _Jit("jaxpr"),
+    "remat2": _Checkpoint("jaxpr"),
+    "shard_map": _ShardMap("jaxpr"),
+    "closed_call": _Call("call_jaxpr"),
+    "core_call": _Call("call_jaxpr"),
+    "scan": _Scan(),
+    "while": _While(),
+    "cond": _Cond(),
+    "custom_jvp_call": CustomJvp("call_jaxpr"),
+    "custom_vjp_call": CustomVjp("call_jaxpr"),
+    "convert_element_type": _ConvertElementType(),
+}

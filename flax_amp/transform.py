@@ -1,0 +1,180 @@
+"""`amp`: mixed precision for any function, and `amp_stop` to keep code out of it."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from flax_amp import nnx_bridge
+from flax_amp.emit import Emitter
+from flax_amp.paint import Painter
+from flax_amp.plan import LEAF, Use, like
+from flax_amp.policy import (
+    Policy,
+    PrecisionFunction,
+    check_compute_dtype,
+    default_amp_policy,
+)
+from flax_amp.rules import RULES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def amp(
+    fun: F,
+    *,
+    compute_dtype: DTypeLike = ...,
+    amp_policy: Mapping[Any, PrecisionFunction] = ...,
+) -> F: ...
+@overload
+def amp(
+    fun: None = None,
+    *,
+    compute_dtype: DTypeLike = ...,
+    amp_policy: Mapping[Any, PrecisionFunction] = ...,
+) -> Callable[[F], F]: ...
+def amp(
+    fun: Any = None,
+    *,
+    compute_dtype: DTypeLike = jnp.float16,
+    amp_policy: Mapping[Any, PrecisionFunction] = default_amp_policy,
+) -> Any:
+    """Transforms a float32 function into one that computes in mixed precision.
+
+    Matrix products and convolutions run in `compute_dtype`; sums, exponentials and
+    whatever else needs the range or the digits stay in float32; the rest follows its
+    operands. The rewriting reaches into `jit`, `scan`, `while_loop`, `cond`,
+    `checkpoint`, `shard_map` and custom derivatives. Arguments and results keep their
+    structure and dtypes, and so do gradients through the transformed function.
+
+    Put `amp` inside `grad` (`jax.grad(amp(loss))`): parameters stay float32 and their
+    gradients add up in float32.
+
+    Args:
+      fun: the function, or nothing to use `amp` as a decorator with arguments. Arrays
+        among its arguments are traced; everything else (strings, numbers, functions)
+        is static. `nnx.Module` arguments are updated as `fun` updates them.
+      compute_dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32` to change nothing.
+      amp_policy: which primitive or scope runs how: `{primitive or scope string:
+        precision function}`, usually `flax_amp.default_amp_policy | {...}`.
+
+    Returns:
+      The transformed function.
+
+    Raises:
+      TypeError: if `compute_dtype` or an entry of `amp_policy` is of a wrong kind.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, flax_amp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> loss_amp = flax_amp.amp(loss, compute_dtype=jnp.bfloat16)
+      >>> value, grad = jax.value_and_grad(loss_amp)(jnp.ones((4, 2)), jnp.ones((3, 4)))
+      >>> value.dtype, grad.dtype
+      (dtype('float32'), dtype('float32'))
+
+    References:
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2017.
+    """
+    compute_dtype = check_compute_dtype(compute_dtype)
+    policy = Policy(amp_policy)
+    if fun is None:
+        return functools.partial(
+            amp, compute_dtype=compute_dtype, amp_policy=amp_policy
+        )
+
+    @functools.wraps(fun)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        call = nnx_bridge.functional(fun, args, kwargs)
+        closed, rebuild = _trace(call.function, call.inputs)
+        jaxpr = getattr(closed, "jaxpr", closed)
+        painter = Painter(policy, compute_dtype, RULES)
+        ins = like([v.aval for v in jaxpr.invars], LEAF)
+        plan = painter.plan(closed, ins, (Use.NONE,) * len(jaxpr.outvars))
+        emitter = Emitter(painter, RULES)
+        outs = emitter.emit(plan, [x for x in call.inputs if _is_array(x)])
+        outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
+        return call.finish(rebuild(outs))
+
+    return transformed
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _trace(
+    function: Callable[[list[Any]], Any], inputs: list[Any]
+) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """Traces a function of a flat list of inputs, of which the arrays are dynamic.
+
+    Returns:
+      The closed jaxpr of its arrays, and a function that puts the arrays of its result
+      back among the other leaves.
+    """
+    treedef: Any = None
+    static: list[Any] = []
+    mask = [_is_array(x) for x in inputs]
+
+    def pure(*arrays: Any) -> list[Any]:
+        nonlocal treedef, static
+        rest = iter(arrays)
+        out = function(
+            [next(rest) if m else x for m, x in zip(mask, inputs, strict=True)]
+        )
+        leaves, treedef = jax.tree.flatten(out)
+        static = [None if _is_array(x) else x for x in leaves]
+        return [x for x in leaves if _is_array(x)]
+
+    closed = jax.make_jaxpr(pure)(*[x for x in inputs if _is_array(x)])
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        leaves = [next(rest) if x is None else x for x in static]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return closed, rebuild
+
+
+def amp_stop(fun: Any = None) -> Any:
+    """Keeps code in its original precision, its backward pass included.
+
+    Args:
+      fun: a function to decorate, or nothing to get a context manager.
+
+    Returns:
+      The decorated function, or a context manager.
+
+    Example:
+      >>> import flax_amp, jax.numpy as jnp
+      >>> @flax_amp.amp_stop
+      ... def exact(w, x):
+      ...     return w @ x
+      >>> def f(w, x):
+      ...     y = w @ x                    # low precision
+      ...     with flax_amp.amp_stop():
+      ...         return exact(w, y) + w @ y   # float32
+      >>> flax_amp.amp(f)(jnp.eye(2), jnp.ones(2))
+      Array([2., 2.], dtype=float32)
+    """
+    if fun is None:
+        return jax.named_scope("amp_stop")
+    if not callable(fun):
+        raise TypeError(
+            f"amp_stop: got {type(fun).__name__}; expected a function to decorate, or "
+            "no argument for a context manager (`with flax_amp.amp_stop(): ...`)."
+        )
+
+    # A new scope per call: one scope object cannot be entered twice.
+    @functools.wraps(fun)
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope("amp_stop"):
+            return fun(*args, **kwargs)
+
+    return stopped

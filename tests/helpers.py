@@ -1,0 +1,92 @@
+"""What the tests share: walking jaxprs, comparing trees, tolerances."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+# Relative L2 error against a float64 or float32 reference: values, gradients.
+TOLERANCE = {
+    jnp.dtype(jnp.float32): (1e-5, 1e-5),
+    jnp.dtype(jnp.float16): (2e-3, 1e-2),
+    jnp.dtype(jnp.bfloat16): (1.5e-2, 6e-2),
+}
+
+
+def equations(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yields `(path, equation)` of a jaxpr and of every jaxpr inside it.
+
+    `path` names the structured primitives around the equation, outermost first.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        yield path, eqn
+        for param in eqn.params.values():
+            for item in param if isinstance(param, tuple | list) else (param,):
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, (*path, eqn.primitive.name))
+
+
+def dtypes_of(
+    fn: Callable[..., Any], *args: Any, primitive: str | tuple[str, ...] = MATMULS
+) -> list[tuple[str, ...]]:
+    """Returns the operand dtypes of each equation of a primitive in `fn(*args)`."""
+    names = (primitive,) if isinstance(primitive, str) else primitive
+    return [
+        tuple(str(v.aval.dtype) for v in eqn.invars)
+        for _, eqn in equations(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name in names
+    ]
+
+
+def assert_all_in(fn: Callable[..., Any], *args: Any, dtype: Any, count: int) -> None:
+    """Asserts that `fn(*args)` runs `count` matmuls, each with operands of `dtype`."""
+    name = str(jnp.dtype(dtype))
+    found = dtypes_of(fn, *args)
+    assert len(found) == count, f"{len(found)} matmuls, expected {count}: {found}"
+    assert all(set(dtypes) == {name} for dtypes in found), found
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """Returns the relative L2 distance of two trees, over all leaves together."""
+    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
+    as64 = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    difference = sum(float(np.sum((a - b) ** 2)) for a, b in as64)
+    size = sum(float(np.sum(b**2)) for _, b in as64)
+    return float(np.sqrt(difference) / max(np.sqrt(size), 1e-30))
+
+
+def assert_close(
+    actual: Any, expected: Any, dtype: Any, *, gradient: bool = False
+) -> None:
+    """Asserts the tolerance that the table allows to a computation in `dtype`."""
+    bound = TOLERANCE[jnp.dtype(dtype)][gradient]
+    error = relative_error(actual, expected)
+    assert error <= bound, f"relative error {error:.2e} above {bound:.0e}"
+
+
+def assert_same_avals(actual: Any, expected: Any) -> None:
+    """Asserts equal structure, shapes and dtypes."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (jnp.shape(a), jnp.result_type(a)) == (jnp.shape(b), jnp.result_type(b))
+
+
+def assert_identical(actual: Any, expected: Any) -> None:
+    """Asserts that two trees are equal bit for bit (keys by their data)."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    flat = jax.tree_util.tree_flatten_with_path(actual)[0]
+    for (path, a), b in zip(flat, jax.tree.leaves(expected), strict=True):
+        a, b = map(_bits, (a, b))
+        same = a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        assert same, f"{jax.tree_util.keystr(path)}: {a} is not {b}"
+
+
+def _bits(x: Any) -> np.ndarray:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)

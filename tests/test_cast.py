@@ -1,0 +1,48 @@
+"""Casts: what is finite stays so, infinities and NaN survive, rules stay linear."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_amp._cast import cast_constant, finfo, saturating_cast
+
+HALVES = (jnp.float16, jnp.bfloat16)
+FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("value", [-1e9, 1e30, FLOAT32_MIN, 3.0, 0.0])
+def test_finite_stays_finite(dtype, value):
+    limit = float(finfo(dtype).max)
+    expected = np.clip(value, -limit, limit)
+    constant = cast_constant(value, dtype)
+    array = saturating_cast(jnp.full(3, value, jnp.float32), dtype)
+    assert constant.dtype == array.dtype == dtype
+    np.testing.assert_allclose(np.float64(constant), expected, rtol=1e-2)
+    np.testing.assert_allclose(np.asarray(array, np.float64), expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_non_finite_survives(dtype, value):
+    np.testing.assert_equal(float(cast_constant(value, dtype)), value)
+    array = saturating_cast(jnp.float32(value), dtype)
+    np.testing.assert_equal(float(array), value)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_derivative_is_that_of_the_plain_cast(dtype):
+    x = jnp.array([1.0, 1e9, -1e9], jnp.float32)
+    out, vjp = jax.vjp(lambda x: saturating_cast(x, dtype), x)
+    (grad,) = vjp(jnp.full(3, 0.5, dtype))
+    assert grad.dtype == jnp.float32
+    np.testing.assert_array_equal(grad, 0.5)
+    _, tangent = jax.jvp(lambda x: saturating_cast(x, dtype), (x,), (x,))
+    assert tangent.dtype == out.dtype == dtype
+
+
+def test_nothing_is_kept_for_the_backward_pass():
+    x = jnp.ones(3)
+    _, vjp = jax.vjp(lambda x: saturating_cast(x, jnp.float16), x)
+    assert not [leaf for leaf in jax.tree.leaves(vjp) if jnp.shape(leaf)]

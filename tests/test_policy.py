@@ -1,0 +1,152 @@
+"""Policies: families, precision functions, lookup by scope, primitive and default."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_amp
+from flax_amp import _compat, policy
+from flax_amp.policy import Origin, Policy
+
+FAMILIES = {
+    name: getattr(policy, name)
+    for name in (
+        "LOW_OPS",
+        "RANGE_OPS",
+        "ACCUMULATION_OPS",
+        "LINALG_OPS",
+        "FOLLOW_OPS",
+        "KEEP_OPS",
+    )
+}
+F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
+
+
+def decide(entries, primitive, *scopes):
+    return Policy(entries).decide(_compat.primitives()[primitive], scopes)
+
+
+def test_families_do_not_overlap():
+    names = [name for family in FAMILIES.values() for name in family]
+    assert len(names) == len(set(names))
+
+
+def test_nearly_every_name_exists_in_this_jax():
+    # A misspelled name would silently fall to amp_default. The rest belongs to other
+    # supported versions.
+    others = {"log2", "polynomial", "one_minus_square", "copy_p", "pvary"}
+    names = {name for family in FAMILIES.values() for name in family}
+    assert names - set(_compat.primitives()) <= others
+
+
+def test_default_policy_is_a_plain_dict_of_functions():
+    for entries in (flax_amp.default_amp_policy, flax_amp.jaxamp_policy):
+        assert type(entries) is dict
+        assert all(callable(fn) for fn in entries.values())
+        assert entries["amp_stop"] is flax_amp.use_original_precision
+        assert entries["amp_default"] is flax_amp.use_original_precision
+    assert flax_amp.default_amp_policy[jax.lax.dot_general_p] is (
+        flax_amp.use_compute_precision
+    )
+
+
+# --- precision functions, called as the seed calls them -------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "arriving", "original", "expected"),
+    [
+        (flax_amp.use_compute_precision, (F32, F32), (F32, F32), (F16, F16)),
+        (flax_amp.use_original_precision, (F16, F32), (F32, F32), (F32, F32)),
+        (flax_amp.use_original_precision, (F16, F16), (F32, BF16), (F32, BF16)),
+        (flax_amp.use_widest_precision, (F16, F16), (F32, BF16), (F32, F32)),
+        (flax_amp.use_precision(BF16), (F32, F16), (F32, F32), (BF16, BF16)),
+        (flax_amp.follow_precision, (F16, F32), (F32, F32), (F32, F32)),
+        (flax_amp.follow_precision, (F16, F16), (F32, F32), (F16, F16)),
+        (flax_amp.keep_precision, (F16, F16), (F32, F32), (F16, F16)),
+        (flax_amp.use_widest_precision, (jnp.int32,), (jnp.int32,), (jnp.int32,)),
+        (flax_amp.use_compute_precision, (jnp.int32,), (jnp.int32,), (jnp.int32,)),
+        (flax_amp.follow_precision, (jnp.int32,), (jnp.int32,), (jnp.int32,)),
+    ],
+)
+def test_precision_function(function, arriving, original, expected):
+    operands = [jnp.ones(2, dtype) for dtype in arriving]
+    invars, params = function(F16, original, *operands, axes=(0,))
+    assert tuple(x.dtype for x in invars) == expected
+    assert params["axes"] == (0,)
+
+
+def test_result_dtype_parameters_follow():
+    params = dict(preferred_element_type=jnp.dtype(F32), out_dtype=None, precision=None)
+    _, new = flax_amp.use_compute_precision(F16, (F32,), jnp.ones(2), **params)
+    assert new == dict(params, preferred_element_type=jnp.dtype(F16))
+
+
+def test_use_precision_is_a_value():
+    assert flax_amp.use_precision(F32) == flax_amp.use_precision("float32")
+    with pytest.raises(TypeError, match="use_precision: got .*int32.*expected a float"):
+        flax_amp.use_precision(jnp.int32)
+
+
+# --- lookup --------------------------------------------------------------------------
+
+ORIGINAL, COMPUTE = flax_amp.use_original_precision, flax_amp.use_compute_precision
+
+
+@pytest.mark.parametrize(
+    ("keys", "scopes", "winner"),
+    [
+        (["Dense_0"], ("Model", "Dense_0"), "Dense_0"),
+        (["Dense_0"], ("Model", "Dense_01"), None),
+        (["*/LayerNorm_*"], ("Model", "block", "LayerNorm_3"), "*/LayerNorm_*"),
+        (["LayerNorm_*"], ("Model", "block", "LayerNorm_3"), "LayerNorm_*"),
+        (["block/attn"], ("Model", "block", "attn", "query"), "block/attn"),
+        (["block/attn"], ("Model", "block", "mlp"), None),
+        (["Model/block"], ("Model", "block"), "Model/block"),
+        (["inner", "outer"], ("outer", "inner"), "outer"),  # the outermost wins
+        (["outer", "inner"], ("outer", "inner"), "outer"),
+        (["amp_stop"], ("Model", "amp_stop"), "amp_stop"),
+        (["block_[01]"], ("Model", "block_1"), "block_[01]"),
+    ],
+)
+def test_scope_keys(keys, scopes, winner):
+    decision = decide(dict.fromkeys(keys, ORIGINAL), "exp", *scopes)
+    assert (decision.key if decision.origin is Origin.SCOPE else None) == winner
+
+
+def test_scope_before_primitive_before_default():
+    entries = {"here": ORIGINAL, jax.lax.exp_p: COMPUTE, "amp_default": BF16_ONLY}
+    assert decide(entries, "exp", "here").function is ORIGINAL
+    assert decide(entries, "exp", "there").function is COMPUTE
+    assert decide(entries, "log", "there").function is BF16_ONLY
+    assert decide({}, "log").function is ORIGINAL
+
+
+BF16_ONLY = flax_amp.use_precision(BF16)
+
+
+def test_user_entry_wins_over_default():
+    entries = flax_amp.default_amp_policy | {jax.lax.dot_general_p: ORIGINAL}
+    assert decide(entries, "dot_general").function is ORIGINAL
+
+
+def test_wrong_entries_are_listed_together():
+    entries = {3: ORIGINAL, jnp.exp: ORIGINAL, "scope": "float32", "s": BF16}
+    with pytest.raises(TypeError) as error:
+        Policy(entries | {"raw": flax_amp.use_precision})
+    message = str(error.value)
+    for part in ("key 3 of type int", "'float32'", "'scope'", "use_precision", "'raw'"):
+        assert part in message
+    with pytest.raises(TypeError, match="amp_policy: got list; expected a dict"):
+        Policy([ORIGINAL])
+
+
+@pytest.mark.parametrize("dtype", ["int8", jnp.float64, "half-float", None, object()])
+def test_unknown_compute_dtype(dtype):
+    with pytest.raises(TypeError, match="compute_dtype: got .*; expected jnp.float16"):
+        policy.check_compute_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype(jnp.bfloat16)])
+def test_known_compute_dtype(dtype):
+    assert policy.check_compute_dtype(dtype) == jnp.bfloat16
