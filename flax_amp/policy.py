@@ -253,6 +253,7 @@ _SPECIAL_SCOPES = {
     "amp_default": use_original_precision,
 }
 
+# What `amp` uses by default; extend it with `default_amp_policy | {...}`.
 default_amp_policy: dict[Any, PrecisionFunction] = {
     **_family(LOW_OPS, use_compute_precision),
     **_family((*RANGE_OPS, *ACCUMULATION_OPS, *LINALG_OPS), use_original_precision),

@@ -247,7 +247,16 @@ class _Cond:
 
         index, *xs = operands
         branches = [functools.partial(branch, plan) for plan in step.detail]
-        return jax.lax.switch(index, branches, *xs)
+        platforms = eqn.params.get("branches_platforms")
+        if not platforms:
+            return jax.lax.switch(index, branches, *xs)
+        # The backend chooses when it compiles; it must not see the other branches.
+        named = {
+            name: chosen
+            for names, chosen in zip(platforms, branches, strict=True)
+            for name in names or ("default",)
+        }
+        return jax.lax.platform_dependent(*xs, **named)
 
 
 # --- casts ---------------------------------------------------------------------------
