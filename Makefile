@@ -1,0 +1,75 @@
+# Every target makes the environment it needs; `make demo` or `make test` is the
+# only command to type in a fresh clone. `make PYTHON=/path/to/python3.12 test`
+# chooses the interpreter (`make clean` first if another one made .venv).
+PYTHON ?= python3
+VENV ?= .venv
+# One worker per core, at most four: every worker compiles with all the cores.
+PYTEST_ARGS ?= -n auto --maxprocesses 4
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RUN_READY := $(VENV)/.ready-test
+DEV_READY := $(VENV)/.ready-dev
+export JAX_PLATFORMS ?= cpu
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast check lint format types doctest layering clean
+
+help: ## Lists the targets.
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(RUN_READY) ## Trains on real data in float16, is killed, resumes; prints a table.
+	$(BIN)/python -m examples.digits.demo
+
+test: $(RUN_READY) ## The whole test suite, doctests included.
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(RUN_READY) ## The test suite without its slow part.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+check: lint types test ## Lint, types, layering, doctests and the test suite.
+
+lint: $(DEV_READY) ## ruff: rules and formatting.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV_READY) ## Formats, and fixes what ruff can fix.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV_READY) ## mypy.
+	$(BIN)/mypy
+
+doctest: $(RUN_READY) ## Only the examples in docstrings.
+	$(BIN)/python -m pytest flax_amp
+
+layering: $(RUN_READY) ## Only the one-way imports.
+	$(BIN)/python -m pytest tests/test_layering.py
+
+clean: ## Removes the environments and what the tools left.
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the environment: made once, again when pyproject.toml changes -------------------
+
+$(VENV)/.made:
+	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making $(VENV) with $$("$$python" --version)"; \
+	    "$$python" -m venv --clear "$(VENV)" && touch $@ && exit 0; \
+	    echo "error: '$$python -m venv' failed; on Debian: apt-get install python3-venv" >&2; \
+	    exit 1; \
+	  fi; \
+	done; \
+	echo "error: no Python >= 3.11 (tried $(PYTHON), python3, python3.13, python3.12," >&2; \
+	echo "  python3.11). Install one, or name it: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
+	exit 1
+
+$(RUN_READY): pyproject.toml | $(VENV)/.made
+	$(PIP) install --quiet --editable '.[test]'
+	@touch $@
+
+$(DEV_READY): pyproject.toml | $(RUN_READY)
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
