@@ -1,0 +1,53 @@
+"""Leaf helpers for pytrees; they know nothing of policies, scalers or Flax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is a JAX or NumPy array, typed PRNG keys and tracers included."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_inexact_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of floating or complex numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Returns bool[]: no floating or complex leaf of `tree` holds an inf or a NaN.
+
+    A tree without such leaves is finite.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)]
+    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+
+
+def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
+    """Returns every leaf of one of two trees, bit for bit; typed keys included."""
+    return jax.tree.map(
+        lambda new, old: jnp.where(predicate, new, old), on_true, on_false
+    )
+
+
+def partition(tree: PyTree, where: Any) -> tuple[PyTree, PyTree]:
+    """Splits a tree into `(matching, rest)`, with `None` in place of what is absent."""
+    matching = jax.tree.map(lambda leaf: leaf if where(leaf) else None, tree)
+    rest = jax.tree.map(lambda leaf: None if where(leaf) else leaf, tree)
+    return matching, rest
+
+
+def combine(matching: PyTree, rest: PyTree) -> PyTree:
+    """Puts the two trees of `partition` together again."""
+    return jax.tree.map(
+        lambda left, right: right if left is None else left,
+        matching,
+        rest,
+        is_leaf=lambda leaf: leaf is None,
+    )
