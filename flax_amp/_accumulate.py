@@ -1,0 +1,147 @@
+"""One gradient from many passes: over micro-batches in turn, over devices at once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_amp import _tree
+
+PyTree = Any
+AxisName = Any
+
+
+class Result(NamedTuple):
+    """What one pass over a batch, or over a micro-batch, gives."""
+
+    grads: PyTree  # unscaled, float32, `None` for integer parameters
+    overwrite: PyTree  # fp8 statistics that travel as gradients; usually `None`
+    loss: jax.Array
+    variables: PyTree
+    aux: dict[str, Any]
+
+
+# Micro-batches and devices
+
+
+def accumulate(
+    one_pass: Callable[[PyTree, PyTree, Any], Result],
+    zeros: PyTree,
+    variables: PyTree,
+    batch: PyTree,
+    steps: int,
+) -> Result:
+    """Averages `one_pass(variables, micro_batch, index)` over the micro-batches.
+
+    Args:
+      one_pass: one forward and backward pass; variables go from one to the next.
+      zeros: zero gradients to add to.
+      variables: those to begin with.
+      batch: arrays whose leading axis is split.
+      steps: number of micro-batches.
+
+    Returns:
+      Mean gradients and loss, the last variables, and `aux` reduced or stacked.
+    """
+
+    def body(carry: Any, x: Any) -> Any:
+        total, variables = carry
+        index, part = x
+        result = one_pass(variables, part, index)
+        total = jax.tree.map(jnp.add, total, result.grads)
+        return (total, result.variables), (result.overwrite, result.loss, result.aux)
+
+    parts = _split_batch(batch, steps)
+    (total, variables), (overwrite, losses, aux) = jax.lax.scan(
+        body, (zeros, variables), (jnp.arange(steps), parts)
+    )
+    return Result(
+        grads=jax.tree.map(lambda g: g / steps, total),
+        overwrite=jax.tree.map(functools.partial(jnp.max, axis=0), overwrite),
+        loss=losses.mean(),
+        variables=variables,
+        aux=jax.tree.map(_reduce_aux, aux, is_leaf=_reduces_itself),
+    )
+
+
+def _split_batch(batch: PyTree, steps: int) -> PyTree:
+    """Turns every leaf [n, ...] into [steps, n / steps, ...]."""
+    bad = [
+        f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if not np.shape(leaf) or np.shape(leaf)[0] % steps
+    ]
+    if bad:
+        raise ValueError(
+            f"train_step: {'; '.join(bad)}; expected a leading axis divisible by "
+            f"accum_steps={steps}. Change the batch size or accum_steps."
+        )
+
+    # Every steps-th example, not the first n / steps: a batch that is sharded over
+    # devices then gives micro-batches that are sharded over all of them.
+    def split(leaf: jax.Array) -> jax.Array:
+        shape = (leaf.shape[0] // steps, steps, *leaf.shape[1:])
+        return jnp.swapaxes(leaf.reshape(shape), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def _reduces_itself(node: Any) -> bool:
+    return callable(getattr(node, "reduce", None))
+
+
+def _reduce_aux(stacked: Any) -> Any:
+    if _reduces_itself(stacked):
+        return stacked.reduce()
+    scalars = stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.inexact)
+    return stacked.mean() if scalars else stacked
+
+
+def vary(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Marks arrays as varying over the axes where `shard_map` keeps track of it."""
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in axes if axis in manual)
+
+    def vary_leaf(leaf: Any) -> Any:
+        # A key is left alone: it cannot be averaged back to one that does not vary.
+        if not axes or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        varying = getattr(getattr(jax.typeof(leaf), "mat", None), "varying", ())
+        missing = tuple(axis for axis in axes if axis not in varying)
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary_leaf, tree)
+
+
+def synchronize(result: Result, axis: AxisName) -> Result:
+    """Makes a result the same on every device of one or several mapped axes.
+
+    A mean over devices is not finite when one of them is not, so all of them decide
+    alike whether to skip.
+    """
+
+    def mean(tree: PyTree) -> PyTree:
+        return jax.lax.pmean(vary(tree, axis), axis)
+
+    def agree(leaf: jax.Array) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        if _tree.is_inexact_array(leaf):
+            return mean(leaf)
+        return jax.lax.pmax(vary(leaf, axis), axis)
+
+    def mean_scalar(leaf: Any) -> Any:
+        scalar = _tree.is_inexact_array(leaf) and leaf.ndim == 0
+        return mean(leaf) if scalar else leaf
+
+    return Result(
+        grads=mean(result.grads),
+        overwrite=jax.tree.map(agree, result.overwrite),
+        loss=mean(result.loss),
+        variables=jax.tree.map(agree, result.variables),
+        aux=jax.tree.map(mean_scalar, result.aux, is_leaf=_reduces_itself),
+    )

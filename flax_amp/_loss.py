@@ -1,0 +1,131 @@
+"""The user's loss function as a pure function of arrays."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_amp import scaler
+from flax_amp.train_state import AmpTrainState, merge_model, split_model
+
+PyTree = Any
+
+# What the step itself reports among its metrics.
+RESERVED = ("loss", "grads_finite", "scaler", "grad_norm", "skipped_total")
+
+
+def pure_loss(
+    loss_fn: Callable[..., Any], has_aux: bool, state: AmpTrainState
+) -> Callable[..., Any]:
+    """Returns `(params, variables, batch, rngs) -> (loss, new variables, aux)`."""
+    name = f"make_train_step: {getattr(loss_fn, '__name__', 'loss_fn')}"
+
+    def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
+        target = target_of(state, params, variables)
+        keywords = keywords_of(loss_fn, state, params, variables, rngs)
+        out = loss_fn(target, batch, **keywords)
+        loss, aux = _split_output(out, has_aux, name)
+        updates = aux.pop("variables", {})
+        if state.graphdef is not None:
+            if updates:
+                raise ValueError(
+                    f"{name} returned aux['variables'] for an NNX model; expected "
+                    "none: the model's own state is collected. Drop it from aux."
+                )
+            _, _, updates = split_model(target)
+            updates = _conform(variables, updates, name)
+        elif updates:
+            updates = {**variables, **_conform_collections(variables, updates, name)}
+        return loss, updates or variables, aux
+
+    return pure
+
+
+def target_of(state: AmpTrainState, params: PyTree, variables: PyTree) -> Any:
+    """Returns what the user's function takes first: the parameters or the module."""
+    if state.graphdef is None:
+        return params
+    return merge_model(state.graphdef, params, variables)
+
+
+def keywords_of(
+    fn: Callable[..., Any],
+    state: AmpTrainState,
+    params: PyTree,
+    variables: PyTree,
+    rngs: PyTree,
+) -> dict[str, Any]:
+    """Returns those of the keywords `state` and `rngs` that `fn` declares."""
+    try:
+        declared = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return {}
+    offered = {
+        "state": state.replace(params=params, variables=variables),
+        "rngs": rngs,
+    }
+    return {name: value for name, value in offered.items() if name in declared}
+
+
+def _split_output(out: Any, has_aux: bool, name: str) -> tuple[Any, dict[str, Any]]:
+    loss, aux = scaler.split_aux(out, has_aux, name)
+    if not has_aux:
+        return loss, {}
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"{name} returned a {type(aux).__name__} as aux; expected a dict, whose "
+            "entries become metrics. Return e.g. (loss, {'accuracy': accuracy})."
+        )
+    if taken := sorted(set(aux) & set(RESERVED)):
+        raise ValueError(
+            f"{name} returned aux with the reserved names {taken}; expected others "
+            f"than {list(RESERVED)}, which the step reports itself. Rename them."
+        )
+    return loss, dict(aux)
+
+
+def _conform_collections(old: PyTree, updates: Any, name: str) -> PyTree:
+    """Checks the Linen collections that a loss returned against those of the state."""
+    seen = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+    if not isinstance(updates, Mapping) or set(updates) - set(old):
+        raise ValueError(
+            f"{name} returned aux['variables'] with {seen}; expected a dict with some "
+            f"of the collections {sorted(old)} of state.variables. Pass them to "
+            "AmpTrainState.create(variables=...) or leave them out of aux."
+        )
+    updates = jax.tree.map(lambda x: x, _plain(updates))
+    return {key: _conform(old[key], new, name, key) for key, new in updates.items()}
+
+
+def _plain(tree: Any) -> Any:
+    """Turns mappings of any kind (FrozenDict) into dicts."""
+    if isinstance(tree, Mapping):
+        return {key: _plain(value) for key, value in tree.items()}
+    return tree
+
+
+def _conform(old: PyTree, new: PyTree, name: str, where: str = "") -> PyTree:
+    """Returns `new` strongly typed, or raises an error that lists what differs."""
+    before, after = _describe(old), _describe(new)
+    if before != after:
+        lines = [
+            f"{where}{path}: {before.get(path, 'absent')} before, "
+            f"{after.get(path, 'absent')} now"
+            for path in sorted(before | after)
+            if before.get(path) != after.get(path)
+        ]
+        raise ValueError(
+            f"{name} changed the structure of the variables: {'; '.join(lines)}; "
+            "expected the same leaves, shapes and dtypes after each step. Create the "
+            "state with the variables that the model has after a call."
+        )
+    return jax.tree.map(lambda x, y: jnp.asarray(x).astype(y.dtype), new, old)
+
+
+def _describe(tree: PyTree) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -1,0 +1,263 @@
+"""`AmpTrainState`: Flax's `TrainState` with the scaler and everything else that trains.
+
+The state is all there is to save: restored from a checkpoint, it goes on as if it had
+never stopped. From its first moment every leaf is a strongly typed `jax.Array`, so a
+step is traced once, and none shares its memory with the user's arrays or with another
+leaf, so that donating the state deletes nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import core, nnx, struct
+from flax.training import train_state
+
+from flax_amp import _tree
+from flax_amp.scaler import Scaler, complete_scaler
+
+PyTree = Any
+
+# What optax names a number of errors in a row after which it applies the NaN after
+# all. A skipped step is the scaler's ordinary way to find its scale: never give up.
+_NEVER = int(np.iinfo(np.int32).max)
+
+
+class AmpTrainState(train_state.TrainState):
+    """A train state for mixed precision, for Linen and for NNX models.
+
+    Subclass it to add fields, as with `TrainState`; a step that is not finite leaves
+    them as they were.
+
+    Attributes:
+      step: int32[], steps taken, skipped ones included.
+      apply_fn: usually `model.apply` (Linen); `None` for NNX.
+      params: the float32 master weights; for NNX a nested dict of plain arrays.
+      tx: the optimizer, inside `optax.apply_if_finite`.
+      opt_state: its state, an `optax.ApplyIfFiniteState`.
+      scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
+      variables: every other collection. Linen: `{"batch_stats": ...}`. NNX: the state
+        that is not an `nnx.Param`, such as batch statistics and random streams.
+      rngs: typed PRNG keys by the name of their stream.
+      graphdef: the structure of the NNX model; `None` for Linen.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> model = nn.Dense(2)
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+      >>> state = AmpTrainState.create(
+      ...     apply_fn=model.apply, params=params, tx=optax.adamw(3e-4)
+      ... )
+      >>> float(state.scaler["scaler"])
+      32768.0
+    """
+
+    # No defaults: a subclass may then add fields that have none either.
+    scaler: Scaler
+    variables: PyTree
+    rngs: dict[str, jax.Array]
+    graphdef: Any = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(  # type: ignore[override]  # TrainState requires the first two
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None = None,
+        params: PyTree = None,
+        tx: Any,
+        model: nnx.Module | None = None,
+        variables: Mapping[str, Any] | None = None,
+        rngs: Mapping[str, jax.Array] | None = None,
+        scaler: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes the state of a new run.
+
+        Works under `jax.jit`, with `out_shardings` for a state that is born sharded,
+        and under `jax.eval_shape`.
+
+        Args:
+          apply_fn: usually `model.apply` of a Linen model.
+          params: its parameters, float32.
+          tx: an optax optimizer; it is wrapped in `optax.apply_if_finite` unless it
+            already is. It then skips, however often, what is not finite.
+          model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
+            `merge_model` gives the trained one.
+          variables: the other collections of a Linen model, `{"batch_stats": ...}`.
+          rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
+          scaler: a loss scaler, by default `flax_amp.init_scaler()`; for bfloat16 and
+            float32, `flax_amp.no_scaler()` scales nothing.
+          **kwargs: the fields of a subclass.
+
+        Returns:
+          A state at step 0.
+
+        Raises:
+          TypeError: if a model is missing, or `rngs` or `variables` is no dict.
+          ValueError: if a parameter is not float32; integers are allowed.
+        """
+        graphdef = None
+        if model is not None:
+            _check_model(model, params, variables)
+            graphdef, params, collections = split_model(model)
+        else:
+            collections = _as_collections(params, variables)
+        _check_params(params)
+        state = super().create(
+            apply_fn=apply_fn,
+            params=_own(params),
+            tx=_wrap(tx, params),
+            scaler=complete_scaler({} if scaler is None else scaler),
+            variables=collections,
+            rngs=_as_streams(rngs),
+            graphdef=graphdef,
+            **kwargs,
+        )
+        # Once more, now for all of it: `init` may have put the parameters themselves
+        # into its state, and a buffer must not be donated twice.
+        return _own(state).replace(step=jnp.zeros((), jnp.int32))
+
+    def merge_model(self) -> nnx.Module:
+        """Returns the NNX model as it is now; training goes on without touching it.
+
+        Raises:
+          TypeError: if the state was made from a Linen model.
+
+        Example:
+          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+          >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+          >>> state.merge_model()(jnp.ones((1, 3))).shape
+          (1, 2)
+        """
+        if self.graphdef is None:
+            raise TypeError(
+                "merge_model: the state was made from apply_fn and params; expected "
+                "one made with create(model=...). Use state.apply_fn(...) instead."
+            )
+        return merge_model(self.graphdef, _own(self.params), _own(self.variables))
+
+
+def split_model(model: nnx.Module) -> tuple[Any, PyTree, PyTree]:
+    """Returns `(graphdef, params, variables)` of a module, as nested dicts of arrays.
+
+    Plain dicts and not `nnx.State`: they hold no Variable objects, which an eager
+    merge would share and mutate, optax and Orbax see bare arrays, and on disk the
+    paths are those of a Linen model (`l1/kernel`, not `l1/kernel/value`).
+    """
+    graphdef, *states = nnx.split(model, nnx.Param, ...)
+    params, variables = map(nnx.to_pure_dict, states)
+    return graphdef, params, variables
+
+
+def merge_model(graphdef: Any, params: PyTree, variables: PyTree) -> nnx.Module:
+    """Undoes `split_model`."""
+    return nnx.merge(graphdef, params, variables)
+
+
+def _own(tree: PyTree) -> PyTree:
+    """Copies every leaf into a strongly typed array of its own."""
+    return jax.tree.map(_own_leaf, tree)
+
+
+def _own_leaf(leaf: Any) -> Any:
+    if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+        return leaf
+    array = jnp.asarray(leaf)
+    return jnp.array(array, dtype=array.dtype, copy=True)
+
+
+def _wrap(tx: Any, params: PyTree) -> Any:
+    """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
+    if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
+        raise TypeError(
+            f"AmpTrainState.create: tx is a {type(tx).__name__}; expected an optax "
+            "optimizer with init and update, such as optax.adamw(3e-4)."
+        )
+    if not all(map(_tree.is_inexact_array, jax.tree.leaves(params))):
+        # Optimizers give an integer moment a float update; `apply_if_finite`, which
+        # compares dtypes, then fails.
+        tx = optax.masked(tx, lambda tree: jax.tree.map(_tree.is_inexact_array, tree))
+    if isinstance(jax.eval_shape(tx.init, params), optax.ApplyIfFiniteState):
+        return tx
+    return optax.apply_if_finite(tx, max_consecutive_errors=_NEVER)
+
+
+def _check_model(model: Any, params: PyTree, variables: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"AmpTrainState.create: model is a {type(model).__name__}; expected an "
+            "nnx.Module. For a Linen model pass apply_fn=model.apply and params."
+        )
+    if params is not None or variables is not None:
+        raise TypeError(
+            "AmpTrainState.create: got model together with params or variables; "
+            "expected model alone, which holds both. Drop the others."
+        )
+
+
+def _check_params(params: PyTree) -> None:
+    """Raises one ValueError that lists every parameter of a wrong dtype."""
+    bad = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+        if floating and dtype not in (jnp.float32, jnp.complex64):
+            bad.append(f"{jax.tree_util.keystr(path)}: {dtype}")
+    if bad:
+        raise ValueError(
+            f"AmpTrainState.create: parameters are not float32: {', '.join(bad)}; "
+            "expected float32 master weights, which amp casts where it computes with "
+            "them. Make the model with param_dtype=jnp.float32 or cast them with "
+            "jax.tree.map(lambda x: x.astype(jnp.float32), params)."
+        )
+
+
+def _as_collections(params: PyTree, variables: Any) -> PyTree:
+    """Returns the collections of a Linen model next to its parameters."""
+    if params is None:
+        raise TypeError(
+            "AmpTrainState.create: got neither params nor model; expected params (and "
+            "apply_fn) of a Linen model, or an nnx.Module as model."
+        )
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"AmpTrainState.create: variables is a {type(variables).__name__}; "
+            "expected a dict of collections such as {'batch_stats': ...}."
+        )
+    if "params" in variables:
+        raise ValueError(
+            "AmpTrainState.create: variables holds the collection 'params'; expected "
+            "the other collections only. Take it out and pass it as params."
+        )
+    return core.unfreeze(dict(variables))
+
+
+def _as_streams(rngs: Any) -> dict[str, jax.Array]:
+    if rngs is None:
+        return {}
+    if not isinstance(rngs, Mapping):
+        raise TypeError(
+            f"AmpTrainState.create: rngs is a {type(rngs).__name__}; expected a "
+            "dict of keys by the name of their stream, such as "
+            "{'dropout': jax.random.key(0)}."
+        )
+    return {name: _as_key(name, key) for name, key in rngs.items()}
+
+
+def _as_key(name: str, key: Any) -> jax.Array:
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if key.shape == ():
+            return key
+    elif dtype == jnp.uint32 and key.ndim == 1:  # from jax.random.PRNGKey
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    seen = type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"
+    raise TypeError(
+        f"AmpTrainState.create: rngs[{name!r}] is {seen}; expected one PRNG key. "
+        "Make it with jax.random.key(seed)."
+    )
