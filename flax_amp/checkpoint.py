@@ -1,0 +1,349 @@
+"""Orbax helpers: a manager, saving, and a restore that says what does not fit.
+
+The state itself saves and restores with plain Orbax calls; what stands here is what
+people otherwise write around them. A restore compares first and reads afterwards, and
+never writes: whatever fails, the state in hand and the files stay as they were.
+
+Sharp edges:
+  Orbax casts silently to the dtype of its target and leaves sharding to it; `restore`
+  checks the one and passes on the other.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from flax_amp import _tree
+from flax_amp.scaler import complete_scaler
+from flax_amp.train_state import AmpTrainState
+
+PyTree = Any
+# (shape, dtype name) of a leaf, by its path on disk.
+Layout = dict[tuple[str, ...], tuple[tuple[int, ...], str]]
+
+_ITEM = "default"  # where CheckpointManager puts what is not given a name
+
+
+class _Manager(ocp.CheckpointManager):
+    best_metric: str | None = None
+
+
+def manager(
+    directory: Any,
+    *,
+    max_to_keep: int | None = 3,
+    save_interval_steps: int = 1,
+    best_metric: str | None = None,
+    best_mode: str = "max",
+    **options: Any,
+) -> ocp.CheckpointManager:
+    """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
+
+    It saves in the background. Use it as a context manager, which waits for the last
+    save and closes it.
+
+    Args:
+      directory: where the steps are kept; may be relative, is made if it is absent.
+      max_to_keep: how many checkpoints to keep; `None` keeps all.
+      save_interval_steps: `save` does nothing for steps between; the first is saved.
+      best_metric: keep the checkpoints that are best by this metric, not the newest;
+        `save` then needs it among its metrics.
+      best_mode: "max" or "min".
+      **options: further `orbax.checkpoint.CheckpointManagerOptions`.
+
+    Returns:
+      The manager, with all of Orbax's own methods.
+
+    Raises:
+      ValueError: if `best_mode` is neither "max" nor "min".
+    """
+    if best_mode not in ("max", "min"):
+        raise ValueError(
+            f"checkpoint.manager: {best_mode=}; expected 'max' or 'min'. Say whether "
+            "a larger or a smaller metric is better."
+        )
+    settings = dict(
+        max_to_keep=max_to_keep,
+        save_interval_steps=save_interval_steps,
+        best_fn=None if best_metric is None else lambda metrics: metrics[best_metric],
+        best_mode=best_mode,
+        # Created in the background, a directory whose save fails at once leaves a
+        # thread behind that keeps the process from ending for five minutes.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
+    opened = _Manager(
+        # Orbax refuses a relative path, but only at the first save.
+        epath.Path(directory).expanduser().resolve(),
+        options=ocp.CheckpointManagerOptions(**(settings | options)),
+    )
+    opened.best_metric = best_metric
+    return opened
+
+
+def save(
+    manager: ocp.CheckpointManager,
+    state: AmpTrainState,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    force: bool = False,
+) -> bool:
+    """Saves a state under its own step, in the background.
+
+    The state may be donated to the next step as soon as this returns.
+
+    Args:
+      manager: from `manager`, or any `orbax.checkpoint.CheckpointManager`.
+      state: the state that the last step returned.
+      metrics: scalars to keep beside it, for `best_metric`.
+      force: save although `save_interval_steps` says not to.
+
+    Returns:
+      Whether it was saved: False between intervals and for a step that is not newer
+      than the newest checkpoint.
+
+    Raises:
+      ValueError: if a leaf cannot be saved (all of them are listed), or if the
+        `best_metric` of the manager is missing; nothing is written then.
+
+    Example:
+      >>> import tempfile, optax
+      >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with manager(directory) as checkpoints:
+      ...         saved = save(checkpoints, state)
+      ...     restored = restore(directory, state)
+      >>> saved, float(restored.scaler["scaler"])
+      (True, 32768.0)
+    """
+    if bad := [
+        f"{_name(path)}: {problem}"
+        for path, leaf in ocp.tree.to_flat_dict(state).items()
+        if (problem := _unsaveable(leaf))
+    ]:
+        raise ValueError(
+            f"checkpoint.save: {'; '.join(bad)}; expected arrays that hold something. "
+            "Save the state that the last step returned, not the one it was given."
+        )
+    numbers = _numbers(metrics, getattr(manager, "best_metric", None))
+    step = int(state.step)
+    newest = manager.latest_step()
+    if newest is not None and step <= newest:
+        return False
+    return manager.save(
+        step, args=ocp.args.StandardSave(state), metrics=numbers, force=force
+    )
+
+
+def restore(
+    manager: Any, target: AmpTrainState, *, step: int | None = None
+) -> AmpTrainState:
+    """Reads a checkpoint into a state like `target`.
+
+    The arrays get the shardings of `target`, so that a checkpoint fits another mesh,
+    and the first step on them is not traced again. Keys of the scaler that are missing
+    on disk, because an older version saved it, keep those of `target`.
+
+    Args:
+      manager: from `manager`, any `orbax.checkpoint.CheckpointManager`, or the path of
+        its directory.
+      target: a state of the same model and optimizer, or its `jax.eval_shape`; it is
+        not changed, and its arrays may have been donated.
+      step: which step; the newest by default.
+
+    Returns:
+      `target` with every array replaced.
+
+    Raises:
+      TypeError: if `target` is no `AmpTrainState`.
+      FileNotFoundError: if there is no such checkpoint.
+      ValueError: if it does not fit; every path that differs is listed.
+    """
+    if not isinstance(target, AmpTrainState):
+        raise TypeError(
+            f"checkpoint.restore: target is a {type(target).__name__}; expected an "
+            "AmpTrainState. Make it with AmpTrainState.create, as for a new run."
+        )
+    directory = _finish_saving(manager)
+    with _reader(directory) as reader:
+        step = _choose_step(reader, directory, step)
+        tree = _metadata(reader, directory, step)
+        _check_fit(_layout(tree), target, f"step {step} in {directory}")
+        abstract = {
+            field.name: jax.tree.map(_abstract, getattr(target, field.name))
+            for field in _tree_fields(target)
+            if field.name in tree
+        }
+        if "scaler" in abstract:
+            on_disk = tree["scaler"]
+            abstract["scaler"] = {k: abstract["scaler"][k] for k in on_disk}
+        read = reader.restore(step, args=ocp.args.StandardRestore(abstract))
+    fresh = _fresh_scaler(target.scaler)
+    read["scaler"] = fresh | read.get("scaler", {})
+    like = {name: getattr(target, name) for name in read}
+    return target.replace(**jax.tree.map(_commit_like, read, like))
+
+
+def _numbers(
+    metrics: Mapping[str, Any] | None, best: str | None
+) -> dict[str, float] | None:
+    """Returns metrics as floats, or raises an error if the best one is missing."""
+    names = sorted(metrics or ())
+    if best is not None and best not in names:
+        raise ValueError(
+            f"checkpoint.save: metrics has {names}; expected the best_metric {best!r} "
+            f"of the manager. Pass metrics={{{best!r}: ...}}."
+        )
+    return None if metrics is None else {k: float(v) for k, v in metrics.items()}
+
+
+def _unsaveable(leaf: Any) -> str:
+    """Says why Orbax could not save a leaf; the empty string if it could."""
+    if not _tree.is_array(leaf):
+        return f"a {type(leaf).__name__}"
+    if isinstance(leaf, jax.core.Tracer):
+        return "traced"
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "deleted, its memory was donated"
+    return "" if leaf.size else f"empty, its shape is {leaf.shape}"
+
+
+def _finish_saving(manager: Any) -> epath.Path:
+    """Waits for a manager's last save and returns its directory."""
+    if isinstance(manager, ocp.CheckpointManager):
+        manager.wait_until_finished()
+        manager = manager.directory
+    return epath.Path(manager).expanduser().resolve()
+
+
+def _reader(directory: epath.Path) -> ocp.CheckpointManager:
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"checkpoint.restore: {directory} is not a directory; expected one that "
+            "a manager has saved to. Check the path."
+        )
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(read_only=True),
+        item_handlers=ocp.StandardCheckpointHandler(),
+    )
+
+
+def _choose_step(
+    reader: ocp.CheckpointManager, directory: epath.Path, step: int | None
+) -> int:
+    steps = list(reader.all_steps())
+    if not steps or (step is not None and step not in steps):
+        wanted = "a checkpoint" if step is None else f"step {step}"
+        raise FileNotFoundError(
+            f"checkpoint.restore: {directory} holds the steps {sorted(steps)}; "
+            f"expected {wanted}. Save one first, or choose one of these."
+        )
+    return max(steps) if step is None else step
+
+
+def _metadata(
+    reader: ocp.CheckpointManager, directory: epath.Path, step: int
+) -> dict[str, Any]:
+    """Returns what is on disk, as a nested dict of shapes and dtypes."""
+    try:
+        tree = getattr(reader.item_metadata(step), "tree", None)
+    except ValueError:  # the step has items, but not this one
+        tree = None
+    if not isinstance(tree, Mapping):
+        raise ValueError(
+            f"checkpoint.restore: step {step} in {directory} holds no item {_ITEM!r} "
+            "with a tree; expected a state saved with StandardSave. Restore it with "
+            "the Orbax calls that match how it was saved."
+        )
+    return dict(tree)
+
+
+def _tree_fields(state: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
+
+
+def _layout(tree: PyTree) -> Layout:
+    """Describes the leaves of a tree under the paths that Orbax gives them."""
+    layout = {}
+    for path, leaf in ocp.tree.to_flat_dict(tree).items():
+        if _is_key(leaf):  # stored as its key data
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        layout[path] = tuple(leaf.shape), np.dtype(leaf.dtype).name
+    return layout
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _check_fit(on_disk: Layout, target: AmpTrainState, where: str) -> None:
+    """Raises one ValueError that lists all that differs, with both sides."""
+    wanted = _layout(target)
+    problems = []
+    for path in sorted(wanted | on_disk):
+        disk, here = on_disk.get(path), wanted.get(path)
+        if disk == here or (disk is None and path[0] == "scaler"):
+            continue
+        if here is None:
+            problems.append(f"{_name(path)}: {_show(disk)} on disk, not in the target")
+        elif disk is None:
+            problems.append(f"{_name(path)}: not on disk, {_show(here)} in the target")
+        else:
+            problems.append(
+                f"{_name(path)}: {_show(disk)} on disk, {_show(here)} in the target"
+            )
+    if problems:
+        raise ValueError(
+            f"checkpoint.restore: {where} does not fit the target:\n  "
+            + "\n  ".join(problems)
+            + "\nexpected the checkpoint of the same model and optimizer. Make the "
+            "target with the model and tx that were saved, or restore another step."
+        )
+
+
+def _name(path: tuple[str, ...]) -> str:
+    return "/".join(path)
+
+
+def _show(leaf: tuple[tuple[int, ...], str] | None) -> str:
+    assert leaf is not None
+    return f"{leaf[1]}{list(leaf[0])}"
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Describes a leaf with the sharding to restore it to."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _fresh_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a scaler key is when it is not on disk."""
+    known = {
+        key: value
+        for key, value in scaler.items()
+        if isinstance(value, jax.Array) and not value.is_deleted()
+    }
+    return complete_scaler(known)
+
+
+def _commit_like(leaf: jax.Array, like: Any) -> jax.Array:
+    """Undoes Orbax's commitment to a device where `like` is not committed to one.
+
+    Whether an array is committed is part of what a compiled step is looked up by: the
+    step would be compiled a second time after each restore.
+    """
+    committed = isinstance(like, jax.Array) and like.committed
+    if committed or getattr(like, "sharding", None) and not isinstance(like, jax.Array):
+        return leaf
+    if _is_key(leaf):
+        data = jnp.array(np.asarray(jax.random.key_data(leaf)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.array(np.asarray(leaf), leaf.dtype)
