@@ -1,0 +1,1 @@
+"""One file for each example; `get_config()` returns its settings."""

@@ -1,0 +1,1 @@
+"""Examples, each self-contained in its folder: copy one and change it."""

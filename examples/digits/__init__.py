@@ -1,0 +1,1 @@
+"""Handwritten digits with a convolutional network: the whole way, small."""

@@ -1,0 +1,144 @@
+"""The example four times over, and what came of it, in about a minute.
+
+float16 is killed (SIGKILL, no warning) midway and started again; float32 runs
+undisturbed. Then a loss so small that float16 gradients underflow, with and without
+loss scaling. Ends with exit code 1 if a claim of the tables does not hold.
+
+    python -m examples.digits.demo
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NUM_STEPS = 600
+KILL_AFTER = 330  # between two checkpoints
+TINY_LOSS = "--config.loss_weight=1e-5"
+console = Console(highlight=False)
+
+
+def run(
+    workdir: pathlib.Path,
+    *flags: str,
+    kill_after: int | None = None,
+    overview: bool = False,
+) -> int:
+    """Runs the example; returns the last step it told of. Kills it if asked to."""
+    command = [sys.executable, "-m", "examples.digits.main", f"--workdir={workdir}"]
+    command += [f"--config.num_steps={NUM_STEPS}"]
+    step = 0
+    with subprocess.Popen(
+        [*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if overview or line[0] not in "+|T":  # the table of parameters, once
+                console.print(line.rstrip(), markup=False)
+            if told := re.match(r"step +(\d+)", line):
+                step = int(told[1])
+            if kill_after is not None and step >= kill_after and saved(workdir):
+                process.kill()
+                return step
+    if process.returncode != 0:
+        sys.exit(f"error: the run ended with exit code {process.returncode}")
+    if kill_after is not None:
+        sys.exit("error: the run ended before it could be killed")
+    return step
+
+
+def saved(workdir: pathlib.Path) -> list[int]:
+    """The steps of the complete checkpoints: one being written has a longer name."""
+    return [int(p.name) for p in workdir.glob("checkpoints/*") if p.name.isdigit()]
+
+
+def summary(workdir: pathlib.Path) -> dict[str, Any]:
+    return json.loads((workdir / "summary.json").read_text())
+
+
+def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs examples/digits four times.")
+    parser.add_argument("--workdir", type=pathlib.Path, default=ROOT / "runs")
+    began = time.monotonic()
+    work = parser.parse_args().workdir / time.strftime("demo-%Y%m%d-%H%M%S")
+    half, full = work / "float16", work / "float32"
+    scaled, unscaled = work / "tiny_scaled", work / "tiny_unscaled"
+
+    console.rule(f"float16, to be killed after step {KILL_AFTER}")
+    half_precision = "--precision=float16"
+    killed_at = run(half, half_precision, kill_after=KILL_AFTER, overview=True)
+    console.print(f"killed (SIGKILL) after step {killed_at}")
+    console.rule("float16, the same command again")
+    run(half, half_precision)
+    console.rule("float32")
+    run(full, "--precision=float32")
+    console.rule("float16, the loss times 1e-5, with loss scaling")
+    run(scaled, half_precision, TINY_LOSS)
+    console.rule("float16, the loss times 1e-5, without loss scaling")
+    run(unscaled, half_precision, TINY_LOSS, "--config.loss_scaling=False")
+
+    # A row for each run, then what must hold.
+    results = {path.name: summary(path) for path in (half, full, scaled, unscaled)}
+
+    def row(name: str, label: str, *more: str) -> list[str]:
+        r = results[name]
+        numbers = [f"{r['test_accuracy']:.2%}", f"{r['skipped']}", f"{r['scale']:.0f}"]
+        return [label, *numbers, *more]
+
+    resumed = results["float16"]["resumed_from"]
+    columns = ["precision", "test accuracy", "skipped steps", "final scale"]
+    console.rule()
+    show(
+        f"Handwritten digits, {NUM_STEPS} steps",
+        [*columns, "killed, resumed"],
+        [
+            row("float32", "float32", "-"),
+            row("float16", "float16", f"at {killed_at}, from {resumed}"),
+        ],
+    )
+    show(
+        "The same, the loss times 1e-5",
+        columns,
+        [
+            row("tiny_scaled", "float16, dynamic loss scale"),
+            row("tiny_unscaled", "float16, no loss scale"),
+        ],
+    )
+    accuracy = {name: result["test_accuracy"] for name, result in results.items()}
+    claims = {
+        "float16 was killed midway and resumed": 0 < resumed <= killed_at < NUM_STEPS,
+        "float32 above 97 %": accuracy["float32"] > 0.97,
+        "float16 above 97 %": accuracy["float16"] > 0.97,
+        "float16 within 1 point of float32": (
+            abs(accuracy["float16"] - accuracy["float32"]) <= 0.01
+        ),
+        "tiny loss: scaling rescues float16": (
+            accuracy["tiny_scaled"] > 0.97 > accuracy["tiny_unscaled"] + 0.2
+        ),
+    }
+    for claim, holds in claims.items():
+        console.print(f"{'[green]ok[/]    ' if holds else '[red]FAILED[/]'} {claim}")
+    took = time.monotonic() - began
+    console.print(f"{took:.0f} s; checkpoints and TensorBoard files: {work}")
+    return 0 if all(claims.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

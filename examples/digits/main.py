@@ -1,0 +1,51 @@
+"""Command line of the example: flags, one call, a summary.
+
+python -m examples.digits.main --precision=float16 --workdir=runs/digits
+"""
+
+import json
+import pathlib
+import signal
+import threading
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from examples.digits import train
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WORKDIR = flags.DEFINE_string(
+    "workdir", "runs/digits", "Checkpoints and TensorBoard files; resumes what is there"
+)
+PRECISION = flags.DEFINE_enum(
+    "precision", None, [*train.PRECISIONS], "Overrides config.precision"
+)
+CONFIG = config_flags.DEFINE_config_file(
+    "config", str(ROOT / "configs" / "digits.py"), "Settings", lock_config=True
+)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"too many arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # one save is 59 lines of INFO otherwise
+    config = CONFIG.value
+    if PRECISION.value is not None:
+        config.precision = PRECISION.value
+    workdir = pathlib.Path(WORKDIR.value).resolve()
+    workdir.mkdir(parents=True, exist_ok=True)
+
+    # SIGTERM (a machine that is taken away): finish the step, save, end.
+    told_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
+
+    _, summary = train.train_and_evaluate(
+        config, workdir, should_stop=lambda step: told_to_stop.is_set()
+    )
+    summary = {"precision": config.precision, **summary}
+    (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"{config.precision}: test accuracy {summary['test_accuracy']:.2%}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,69 @@
+"""Model, loss and metrics, in float32: nothing in here is about precision."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax
+import jax
+import optax
+from clu import metrics
+from flax import linen as nn
+
+
+class ConvNet(nn.Module):
+    """Convolutions with BatchNorm and relu, then dropout and one dense layer."""
+
+    num_classes: int
+    features: Sequence[int] = (16, 32, 64)
+    dropout_rate: float = 0.2
+
+    @nn.compact
+    def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
+        x = images
+        for index, features in enumerate(self.features):
+            strides = (1, 1) if index == 0 else (2, 2)
+            x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+            x = nn.relu(x)
+        x = x.mean(axis=(1, 2))
+        x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+        return nn.Dense(self.num_classes)(x)
+
+
+@flax.struct.dataclass
+class Metrics(metrics.Collection):
+    """Sums, kept on the device over many steps; `compute()` divides."""
+
+    accuracy: metrics.Accuracy
+    loss: metrics.Average.from_output("loss")  # type: ignore[valid-type]
+
+
+def make_loss_fn(weight: float = 1.0) -> Callable[..., Any]:
+    """The loss of one batch, times `weight`; its aux updates the batch statistics."""
+
+    def loss_fn(params, batch, *, state, rngs):
+        logits, updated = state.apply_fn(
+            {"params": params, **state.variables},
+            batch["image"],
+            train=True,
+            mutable=["batch_stats"],
+            rngs=rngs,
+        )
+        loss, batch_metrics = _loss_and_metrics(logits, batch["label"])
+        return weight * loss, {"variables": updated, "batch_metrics": batch_metrics}
+
+    return loss_fn
+
+
+def eval_fn(params, batch, *, state):
+    """The metrics of one batch, with the running statistics and without dropout."""
+    variables = {"params": params, **state.variables}
+    logits = state.apply_fn(variables, batch["image"], train=False)
+    return _loss_and_metrics(logits, batch["label"])[1]
+
+
+def _loss_and_metrics(logits, labels):
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss, Metrics.single_from_model_output(
+        logits=logits, labels=labels, loss=loss
+    )

@@ -1,0 +1,147 @@
+"""Trains and evaluates; picks up from the newest checkpoint of its `workdir`."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from clu import parameter_overview
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+import flax_amp
+from examples.digits import data
+from examples.digits.metrics_writer import TensorBoardWriter
+from examples.digits.model import ConvNet, Metrics, eval_fn, make_loss_fn
+
+PRECISIONS = {
+    "float32": jnp.float32,
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+}
+LINE = "loss {loss:.4f} accuracy {accuracy:.4f} scale {scale:.0f} skipped {skipped:.0f}"
+
+
+def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
+    """The state at step 0; `images` is any batch of the right shape."""
+    model = ConvNet(data.NUM_CLASSES, tuple(config.features), config.dropout_rate)
+    params_key, dropout_key = jax.random.split(jax.random.key(config.seed))
+    variables = jax.jit(model.init, static_argnames="train")(
+        params_key, images, train=False
+    )
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.num_steps
+    )
+    scaler = flax_amp.no_scaler()
+    if config.precision == "float16" and config.loss_scaling:
+        scaler = flax_amp.init_scaler(patience=config.scale_patience)
+    return flax_amp.AmpTrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        variables={"batch_stats": variables["batch_stats"]},
+        rngs={"dropout": dropout_key},
+        tx=optax.chain(
+            optax.clip_by_global_norm(config.clip_norm),
+            optax.adamw(schedule, weight_decay=config.weight_decay),
+        ),
+        scaler=scaler,
+    )
+
+
+def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The jitted training and evaluation steps, in the precision of the config."""
+    if config.precision not in PRECISIONS:
+        raise ValueError(
+            f"config.precision={config.precision!r}; expected one of {[*PRECISIONS]}"
+        )
+    compute_dtype = PRECISIONS[config.precision]
+    loss_fn = make_loss_fn(config.loss_weight)
+    return (
+        flax_amp.make_train_step(loss_fn, has_aux=True, compute_dtype=compute_dtype),
+        flax_amp.make_eval_step(eval_fn, compute_dtype=compute_dtype),
+    )
+
+
+def train_and_evaluate(
+    config: ConfigDict,
+    workdir: str | os.PathLike[str],
+    *,
+    should_stop: Callable[[int], bool] = lambda step: False,
+) -> tuple[flax_amp.AmpTrainState, dict[str, float]]:
+    """Trains up to `config.num_steps`, or until `should_stop(step)`; then evaluates.
+
+    Returns the state, and a summary in plain numbers.
+    """
+    console = Console(highlight=False)
+    train_data, test_data = data.load(config.split_seed)
+    train_step, eval_step = make_steps(config)
+    state = create_state(config, train_data["image"][:1])
+    print(parameter_overview.get_parameter_overview(state.params))
+
+    manager = flax_amp.checkpoint.manager(
+        os.path.join(workdir, "checkpoints"), max_to_keep=config.checkpoints_to_keep
+    )
+    if manager.latest_step() is not None:
+        state = flax_amp.checkpoint.restore(manager, state)
+        console.print(f"resuming from step {int(state.step)}")
+    start = int(state.step)
+    writer = TensorBoardWriter(workdir, first_step=start)
+    if start == 0:
+        writer.write_hparams(config.to_dict())
+
+    def evaluate() -> dict[str, float]:
+        result = eval_step(state, test_data).compute()
+        scalars = {f"test/{name}": float(value) for name, value in result.items()}
+        writer.write_scalars(int(state.step), scalars)
+        return scalars
+
+    progress = Progress(
+        TextColumn("{task.completed:>5}/{task.total}"),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[now]}"),
+        console=console,
+        disable=not console.is_terminal,  # a log file gets the lines only
+    )
+    with manager, progress:
+        bar = progress.add_task("", total=config.num_steps, completed=start, now="")
+        window = Metrics.empty()
+        for step in range(start + 1, config.num_steps + 1):
+            batch = data.batch_at(
+                train_data, step - 1, batch_size=config.batch_size, seed=config.seed
+            )
+            # Returns before the step has run: nothing below reads a value of the
+            # device but every `log_every` steps.
+            state, metrics = train_step(state, batch)
+            window = window.merge(metrics["batch_metrics"])
+            progress.update(bar, completed=step)
+            last = step == config.num_steps or should_stop(step)
+
+            if last or step % config.log_every == 0:
+                now = {name: float(value) for name, value in window.compute().items()}
+                now["scale"] = float(metrics["scaler"])
+                now["skipped"] = float(metrics["skipped_total"])
+                window = Metrics.empty()
+                writer.write_scalars(step, {f"train/{k}": v for k, v in now.items()})
+                line = LINE.format(**now)
+                progress.update(bar, now=line)
+                console.print(f"step {step:>5} {line}")
+            if last or step % config.checkpoint_every == 0:
+                flax_amp.checkpoint.save(manager, state)
+            if not last and step % config.eval_every == 0:
+                evaluate()
+            if last:
+                break
+
+        test = evaluate()
+    writer.close()
+    return state, {
+        "step": int(state.step),
+        "resumed_from": start,
+        "test_accuracy": test["test/accuracy"],
+        "test_loss": test["test/loss"],
+        "skipped": int(state.opt_state.total_notfinite),
+        "scale": float(state.scaler["scaler"]),
+    }
