@@ -1,0 +1,52 @@
+"""Automatic mixed precision for Flax training loops.
+
+`amp` rewrites a float32 function so that it computes in float16 or bfloat16 where that
+is safe; a dynamic loss scaler guards the gradients; `make_train_step` makes of both one
+jitted step over an `AmpTrainState`, which Orbax saves and restores.
+"""
+
+from flax_amp import checkpoint as checkpoint
+from flax_amp.policy import default_amp_policy as default_amp_policy
+from flax_amp.policy import follow_precision as follow_precision
+from flax_amp.policy import jaxamp_policy as jaxamp_policy
+from flax_amp.policy import keep_precision as keep_precision
+from flax_amp.policy import use_compute_precision as use_compute_precision
+from flax_amp.policy import use_original_precision as use_original_precision
+from flax_amp.policy import use_precision as use_precision
+from flax_amp.policy import use_widest_precision as use_widest_precision
+from flax_amp.scaler import DynamicScalerState as DynamicScalerState
+from flax_amp.scaler import dynamic_scale_grad as dynamic_scale_grad
+from flax_amp.scaler import dynamic_scale_value_and_grad as dynamic_scale_value_and_grad
+from flax_amp.scaler import init_scaler as init_scaler
+from flax_amp.scaler import no_scaler as no_scaler
+from flax_amp.scaler import static_scaler as static_scaler
+from flax_amp.train_state import AmpTrainState as AmpTrainState
+from flax_amp.train_step import make_eval_step as make_eval_step
+from flax_amp.train_step import make_train_step as make_train_step
+from flax_amp.transform import amp as amp
+from flax_amp.transform import amp_stop as amp_stop
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpTrainState",
+    "DynamicScalerState",
+    "amp",
+    "amp_stop",
+    "checkpoint",
+    "default_amp_policy",
+    "dynamic_scale_grad",
+    "dynamic_scale_value_and_grad",
+    "follow_precision",
+    "init_scaler",
+    "jaxamp_policy",
+    "keep_precision",
+    "make_eval_step",
+    "make_train_step",
+    "no_scaler",
+    "static_scaler",
+    "use_compute_precision",
+    "use_original_precision",
+    "use_precision",
+    "use_widest_precision",
+]

@@ -1,0 +1,77 @@
+"""The public surface: listed, importable, documented; one version number.
+
+The examples in docstrings are run by pytest itself (`--doctest-modules`).
+"""
+
+import ast
+import importlib
+import inspect
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+import flax_amp
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(p.stem for p in (ROOT / "flax_amp").glob("*.py"))
+MODULES.remove("__init__")
+
+
+def test_all_is_complete():
+    public = {
+        name
+        for name, value in vars(flax_amp).items()
+        if not name.startswith("_")
+        # a submodule is an attribute of its package merely by being imported
+        and not isinstance(value, types.ModuleType)
+    }
+    missing = public - set(flax_amp.__all__)
+    assert not missing, f"importable but not in flax_amp.__all__: {sorted(missing)}"
+    assert len(flax_amp.__all__) == len(set(flax_amp.__all__))
+
+
+def has_comment(name):
+    """True if the value `name` is assigned right below a comment, or above a string."""
+    for path in (ROOT / "flax_amp").glob("*.py"):
+        lines = path.read_text().splitlines()
+        body = ast.parse("\n".join(lines)).body
+        for node, after in zip(body, [*body[1:], None], strict=True):
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                above = lines[node.lineno - 2] if node.lineno > 1 else ""
+                below = after.value if isinstance(after, ast.Expr) else None
+                return above.startswith("#") or isinstance(below, ast.Constant)
+    return False
+
+
+@pytest.mark.parametrize("name", [n for n in flax_amp.__all__ if n[:2] != "__"])
+def test_public_name_is_documented(name):
+    value = getattr(flax_amp, name)
+    if callable(value) or isinstance(value, types.ModuleType):
+        doc = inspect.getdoc(value) or ""
+        assert len(doc.split()) >= 5, f"flax_amp.{name} has no docstring worth the name"
+    else:
+        assert has_comment(name), f"nothing in the source says what flax_amp.{name} is"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_says_what_it_is_for(name):
+    module = importlib.import_module(f"flax_amp.{name}")
+    assert module.__doc__, f"flax_amp/{name}.py has no docstring"
+
+
+def test_one_version_number():
+    declared = re.search(
+        r'(?m)^version = "(.+)"', (ROOT / "pyproject.toml").read_text()
+    )
+    assert declared is not None
+    assert flax_amp.__version__ == declared.group(1)
+
+
+def test_public_names_are_in_the_readme_or_the_changelog():
+    files = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    text = "".join(path.read_text() for path in files if path.exists())
+    unnamed = {n for n in flax_amp.__all__ if n[:2] != "__" and n not in text}
+    assert not unnamed, f"neither README.md nor CHANGELOG.md names {sorted(unnamed)}"

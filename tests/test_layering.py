@@ -1,0 +1,95 @@
+"""Imports run one way; the core knows no framework; examples use public names."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import flax_amp
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = sorted((ROOT / "flax_amp").glob("*.py"))
+USERS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "configs").glob("*.py")])
+
+# module -> the modules directly below it; it may import those and all below them.
+# Nothing names checkpoint, explain or debug: they stand on top.
+BELOW = {
+    "_compat": set(),
+    "_cast": set(),
+    "_tree": {"_compat"},
+    "policy": {"_tree"},
+    "plan": {"policy"},
+    "paint": {"plan", "_cast"},
+    "emit": {"paint"},
+    "custom_rules": {"emit"},
+    "rules": {"custom_rules"},
+    "nnx_bridge": {"_tree"},
+    "transform": {"rules", "nnx_bridge"},
+    "scaler": {"_tree"},
+    "optim": {"_tree"},
+    "train_state": {"scaler", "optim", "nnx_bridge"},
+    "_accumulate": {"_tree"},
+    "_loss": {"train_state"},
+    "train_step": {"_accumulate", "_loss", "transform"},
+    "checkpoint": {"train_step"},
+    "explain": {"train_step"},
+    "debug": {"train_step"},
+}
+CORE = set("_cast _tree policy plan paint emit custom_rules rules transform".split())
+FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
+
+
+def imports(path):
+    """Every module that the file imports, in full, wherever in the file it does."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = ["flax_amp"] if node.level else []
+            base = ".".join(package + ([node.module] if node.module else []))
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def allowed(module):
+    if module not in BELOW:
+        raise AssertionError(
+            f"flax_amp/{module}.py is not in BELOW of {Path(__file__).name}: add it, "
+            "with the modules that stand directly below it"
+        )
+    return BELOW[module].union(*map(allowed, BELOW[module]))
+
+
+def named(paths):
+    return [pytest.param(p, id=str(p.relative_to(ROOT))) for p in paths]
+
+
+@pytest.mark.parametrize("path", named(p for p in PACKAGE if p.stem != "__init__"))
+def test_imports_run_one_way(path):
+    inside = {n.split(".")[1] for n in imports(path) if n.startswith("flax_amp.")}
+    upward = inside & set(BELOW) - allowed(path.stem)
+    assert not upward, (
+        f"{path.name} imports {sorted(upward)}; may: {allowed(path.stem)}"
+    )
+    assert inside <= set(BELOW), f"unknown modules: {sorted(inside - set(BELOW))}"
+
+
+@pytest.mark.parametrize("path", named(PACKAGE))
+def test_only_compat_touches_jax_src(path):
+    if path.stem != "_compat":
+        tree = ast.parse(path.read_text())
+        by_name = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        assert "_src" not in by_name.union(*(n.split(".") for n in imports(path)))
+
+
+@pytest.mark.parametrize("path", named(p for p in PACKAGE if p.stem in CORE))
+def test_core_knows_no_framework(path):
+    assert not {n.split(".")[0] for n in imports(path)} & FRAMEWORKS
+
+
+@pytest.mark.parametrize("path", named(USERS))
+def test_examples_use_public_names_only(path):
+    used = {n.split(".", 1)[1] for n in imports(path) if n.startswith("flax_amp.")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used |= {node.attr} if node.value.id == "flax_amp" else set()
+    assert used <= set(flax_amp.__all__), sorted(used - set(flax_amp.__all__))

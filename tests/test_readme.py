@@ -1,0 +1,43 @@
+"""The code of README.md runs as it is printed, in order, in one namespace."""
+
+import re
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+class WithBatchNorm(nn.Module):
+    """A model for the block that shows batch statistics and dropout."""
+
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+        return nn.Dense(10)(nn.Dropout(0.1, deterministic=not train)(x))
+
+
+def test_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # it saves to "run"
+    example, policy, step, resume = BLOCKS
+    names = {}
+    exec(example, names)
+    assert "'grads_finite': True" in capsys.readouterr().out
+    exec(policy, names)
+    _, metrics = names["train_step"](names["state"], names["batch"])
+    assert metrics["grads_finite"]
+
+    model = WithBatchNorm()
+    names |= dict(model=model, tx=optax.sgd(0.1))
+    names["variables"] = model.init(jax.random.key(0), jnp.ones((1, 64)), train=False)
+    # Identical images have no variance: their BatchNorm amplifies gradients by 316.
+    names["batch"]["image"] = jax.random.normal(jax.random.key(1), (32, 64))
+    exec(step, names)
+    names["state"], metrics = names["train_step"](names["state"], names["batch"])
+    assert metrics["grads_finite"]
+    exec(resume, names)
+    assert int(names["state"].step) == 1
