@@ -14,9 +14,11 @@ from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
+from flax_amp.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
+from flax_amp.scaled_grad import (
+    dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
+)
 from flax_amp.scaler import DynamicScalerState as DynamicScalerState
-from flax_amp.scaler import dynamic_scale_grad as dynamic_scale_grad
-from flax_amp.scaler import dynamic_scale_value_and_grad as dynamic_scale_value_and_grad
 from flax_amp.scaler import init_scaler as init_scaler
 from flax_amp.scaler import no_scaler as no_scaler
 from flax_amp.scaler import static_scaler as static_scaler

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_amp import scaler
+from flax_amp import scaled_grad
 from flax_amp.train_state import AmpTrainState, merge_model, split_model
 
 PyTree = Any
@@ -70,7 +70,7 @@ def keywords_of(
 
 
 def _split_output(out: Any, has_aux: bool, name: str) -> tuple[Any, dict[str, Any]]:
-    loss, aux = scaler.split_aux(out, has_aux, name)
+    loss, aux = scaled_grad.split_aux(out, has_aux, name)
     if not has_aux:
         return loss, {}
     if not isinstance(aux, Mapping):

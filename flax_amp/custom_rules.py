@@ -158,10 +158,10 @@ def _emit_jvp(call: _CustomCall, primals: Any, tangents: Any) -> Any:
     outs = call.emitter.emit(jvp_plan, (*primals, *_pick(tangents, mask)))
     primals_out, tangents_out = split(outs, len(plan.outs))
     out_values = [_tangent_like(v) for v in _pick(plan.outs, call.out_differentiable)]
-    tangents_out = call.emitter.land(tangents_out, tuple(out_values))
+    landed = call.emitter.land(tangents_out, tuple(out_values))
     return (
         tuple(call.emitter.land(primals_out, plan.outs)),
-        tuple(_fill(tangents_out, call.out_differentiable, call.zero_tangents())),
+        tuple(_fill(landed, call.out_differentiable, call.zero_tangents())),
     )
 
 
@@ -217,8 +217,8 @@ def _trace_vjp(call: _CustomCall, operands: Sequence[Any]) -> _VjpPlans:
 
 
 def _emit_forward(call: _CustomCall, plans: _VjpPlans, operands: Any) -> Any:
-    outs = call.emitter.emit(plans.forward, operands)
-    outs, residuals = split(outs, len(call.plan.outs))
+    results = call.emitter.emit(plans.forward, operands)
+    outs, residuals = split(results, len(call.plan.outs))
     return tuple(call.emitter.land(outs, call.plan.outs)), residuals
 
 

@@ -20,10 +20,11 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
-from flax_amp import _tree, scaler
+from flax_amp import _tree, scaled_grad
 from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
 from flax_amp._loss import keywords_of, pure_loss, target_of
 from flax_amp.policy import default_amp_policy
+from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
 
@@ -109,7 +110,7 @@ def make_train_step(
         loss_fn=_check_function(loss_fn, "make_train_step: loss_fn"),
         has_aux=has_aux,
         lower=amp(compute_dtype=compute_dtype, amp_policy=amp_policy),
-        redo_on_nan=scaler.check_retries(redo_on_nan, "make_train_step"),
+        redo_on_nan=scaled_grad.check_retries(redo_on_nan, "make_train_step"),
         accum_steps=accum_steps,
         axis_name=axis_name,
     )
@@ -119,11 +120,11 @@ def make_train_step(
     ) -> tuple[AmpTrainState, dict[str, Any]]:
         _check_state(state, "train_step")
 
-        def attempt(scale: scaler.Scaler) -> tuple[jax.Array, Result]:
+        def attempt(scale: Scaler) -> tuple[jax.Array, Result]:
             result = _compute(options, state, scale, batch)
             return _tree.all_finite(result[:3]), result
 
-        new_scaler, finite, result = scaler.retry_until_finite(
+        new_scaler, finite, result = scaled_grad.retry_until_finite(
             attempt, state.scaler, options.redo_on_nan
         )
         new_state = _advance(state, new_scaler, finite, result)
@@ -194,7 +195,7 @@ def make_eval_step(
 
 
 def _compute(
-    options: _Options, state: AmpTrainState, scale: scaler.Scaler, batch: PyTree
+    options: _Options, state: AmpTrainState, scale: Scaler, batch: PyTree
 ) -> Result:
     """Returns the gradients of one batch, over all micro-batches and devices."""
     axis = options.axis_name
@@ -222,7 +223,7 @@ def _compute(
 
 def _differentiate(
     loss_fn: Callable[..., Any],
-    scale: scaler.Scaler,
+    scale: Scaler,
     params: PyTree,
     variables: PyTree,
     batch: PyTree,
@@ -234,13 +235,13 @@ def _differentiate(
         params = _tree.combine(floating, rest)
         loss, new_variables, aux = loss_fn(params, variables, batch, rngs)
         loss = jnp.asarray(loss)
-        return scaler.scale_loss(loss, scale), (loss, new_variables, aux)
+        return scaled_grad.scale_loss(loss, scale), (loss, new_variables, aux)
 
     (_, (loss, variables, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(
         floating
     )
     grads, overwrite = _split_overwrite(grads)
-    grads = scaler.unscale_grads(grads, scale, loss)
+    grads = scaled_grad.unscale_grads(grads, scale, loss)
     return Result(grads, overwrite, loss.astype(jnp.float32), variables, aux)
 
 
@@ -260,7 +261,7 @@ def _fold_in(rngs: dict[str, jax.Array], data: Any) -> dict[str, jax.Array]:
 
 
 def _advance(
-    state: AmpTrainState, new_scaler: scaler.Scaler, finite: jax.Array, result: Result
+    state: AmpTrainState, new_scaler: Scaler, finite: jax.Array, result: Result
 ) -> AmpTrainState:
     """Applies the gradients, or skips the step and leaves the rest as it was."""
     # `apply_if_finite` looks at the gradients only: tell it about everything else.
@@ -269,7 +270,7 @@ def _advance(
         grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
     _, rest = _tree.partition(state.params, _tree.is_inexact_array)
     grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
-    grads = scaler.cast_like(grads, state.params)
+    grads = scaled_grad.cast_like(grads, state.params)
     new = state.apply_gradients(
         grads=grads, scaler=new_scaler, variables=result.variables
     )

@@ -11,16 +11,18 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from jax.test_util import check_grads
 
+from flax_amp.scaled_grad import (
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    scale_loss,
+    unscale_grads,
+)
 from flax_amp.scaler import (
     DynamicScalerState,
     complete_scaler,
-    dynamic_scale_grad,
-    dynamic_scale_value_and_grad,
     init_scaler,
     no_scaler,
-    scale_loss,
     static_scaler,
-    unscale_grads,
     update_scaler,
 )
 
