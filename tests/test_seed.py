@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import dtypes_of
 
 import flax_amp as jaxamp
+from helpers import dtypes_of
 
 F16, F32 = jnp.float16, jnp.float32
 POLICIES = (jaxamp.default_amp_policy, jaxamp.jaxamp_policy)

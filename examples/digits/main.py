@@ -28,7 +28,7 @@ CONFIG = config_flags.DEFINE_config_file(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"too many arguments: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # one save is 59 lines of INFO otherwise
+    logging.set_verbosity(logging.ERROR)  # Orbax: 59 lines for one save otherwise
     config = CONFIG.value
     if PRECISION.value is not None:
         config.precision = PRECISION.value
