@@ -14,37 +14,48 @@ def finfo(dtype: Any) -> Any:
     return ml_dtypes.finfo(dtype)
 
 
-def cast_constant(value: Any, dtype: Any) -> np.ndarray:
+def cast_constant(value: Any, dtype: Any, headroom: bool = False) -> np.ndarray:
     """Casts a scalar constant; a finite value out of range becomes the limit.
 
     A mask of `-1e9` or `finfo(float32).min` stays a finite, very negative number, so
     that a fully masked softmax row gives no NaN. True infinities stay infinite.
+
+    Args:
+      value: the number.
+      dtype: float16, bfloat16 or float32.
+      headroom: saturate at half the limit: what is added to the mask may then not
+        push it over.
     """
-    limit = float(finfo(dtype).max)
     constant = np.asarray(value, np.float64)
-    if np.isfinite(constant):
-        constant = np.clip(constant, -limit, limit)
+    largest, limit = _limits(dtype, headroom)
+    if np.isfinite(constant) and abs(constant) > largest:
+        constant = np.copysign(limit, constant)
     return constant.astype(dtype)
 
 
-def saturating_cast(x: jax.Array, dtype: Any) -> jax.Array:
+def saturating_cast(x: jax.Array, dtype: Any, headroom: bool = False) -> jax.Array:
     """Casts a float32 array down; finite values out of range become the limit.
 
     The derivative is that of the plain cast, so no mask is kept for the backward
-    pass and the rule stays linear.
+    pass and the rule stays linear. Arguments as in `cast_constant`.
     """
-    return _saturating_cast(jnp.dtype(dtype))(x)
+    return _saturating_cast(jnp.dtype(dtype), headroom)(x)
+
+
+def _limits(dtype: Any, headroom: bool) -> tuple[float, float]:
+    largest = float(finfo(dtype).max)
+    return largest, largest / 2 if headroom else largest
 
 
 @functools.cache
-def _saturating_cast(dtype: Any) -> Any:
-    limit = float(finfo(dtype).max)
+def _saturating_cast(dtype: Any, headroom: bool) -> Any:
+    largest, limit = _limits(dtype, headroom)
 
     @jax.custom_jvp
     @jax.jit
     def saturating_cast(x: jax.Array) -> jax.Array:
-        bounded = jax.lax.clamp(-limit, x, limit)
-        return jnp.where(jnp.isinf(x), x, bounded).astype(dtype)
+        is_over = (jnp.abs(x) > largest) & ~jnp.isinf(x)
+        return jnp.where(is_over, jax.lax.sign(x) * limit, x).astype(dtype)
 
     @saturating_cast.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:

@@ -155,7 +155,9 @@ def _emit_jvp(call: _CustomCall, primals: Any, tangents: Any) -> Any:
     closed = jax.make_jaxpr(rule)(structs, _pick(structs, mask))
     tangent_values = [_tangent_like(v) for v in _pick(plan.ins, mask)]
     jvp_plan = call.replan(closed, (*plan.ins, *tangent_values))
-    outs = call.emitter.emit(jvp_plan, (*primals, *_pick(tangents, mask)))
+    # jax.jvp hands a Python number on as one.
+    operands = [jnp.asarray(x) for x in (*primals, *_pick(tangents, mask))]
+    outs = call.emitter.emit(jvp_plan, operands)
     primals_out, tangents_out = split(outs, len(plan.outs))
     out_values = [_tangent_like(v) for v in _pick(plan.outs, call.out_differentiable)]
     landed = call.emitter.land(tangents_out, tuple(out_values))

@@ -19,7 +19,6 @@ from flax_amp import _compat
 from flax_amp._cast import cast_constant, saturating_cast
 from flax_amp.paint import Painter, call_precision_function
 from flax_amp.plan import (
-    LEAF,
     Mode,
     Paint,
     Plan,
@@ -27,7 +26,7 @@ from flax_amp.plan import (
     Step,
     Value,
     Values,
-    like,
+    const_values,
     value_of,
 )
 from flax_amp.policy import LOW_OPS, with_result_dtype
@@ -83,33 +82,33 @@ class Emitter:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
         params = eqn.params
         if step.mode is Mode.LOW:
-            spare = eqn.primitive.name in LOW_OPS
+            name = eqn.primitive.name
             pairs = zip(arrays, values, strict=True)
-            arrays = [self.lower(x, v, spare) for x, v in pairs]
+            arrays = [self.lower(x, v, name) for x, v in pairs]
             params = with_result_dtype(params, self.compute_dtype)
         elif step.mode is Mode.FULL:
             arrays = list(map(self.restore, arrays, values))
         return _compat.bind(eqn, arrays, params)
 
-    def lower(self, x: Any, value: Value | None, spare: bool = False) -> Any:
-        """Casts an operand to the compute dtype.
+    def lower(self, x: Any, value: Value | None, primitive: str = "") -> Any:
+        """Casts an operand to the compute dtype; a leaf saturates.
 
         Args:
           x: the operand.
           value: what is known of it; `None` leaves it as it is.
-          spare: whether bfloat16 weights may skip the range check, since their range
-            is that of float32 (but for the last half step that rounds up to infinity,
-            which masks use and weights do not).
+          primitive: the name of the primitive that takes it, if one does.
         """
         if value is None or x.dtype == self.compute_dtype:
             return x
+        headroom = primitive in ("add", "sub")
         if value.constant is not None and np.ndim(x) == 0:
-            return cast_constant(value.constant, self.compute_dtype)
-        saturates = value.paint is Paint.LEAF and not (
-            spare and self.compute_dtype == jnp.bfloat16
-        )
-        if saturates:
-            return saturating_cast(x, self.compute_dtype)
+            return cast_constant(value.constant, self.compute_dtype, headroom)
+        # The range of bfloat16 is that of float32, but for the last half step that
+        # rounds up to infinity. Masks stand there, weights do not: theirs is a plain
+        # convert, which collectives can be moved across.
+        is_weight = primitive in LOW_OPS and self.compute_dtype == jnp.bfloat16
+        if value.paint is Paint.LEAF and not is_weight:
+            return saturating_cast(x, self.compute_dtype, headroom)
         return jax.lax.convert_element_type(x, self.compute_dtype)
 
     def restore(self, x: Any, value: Value | None) -> Any:
@@ -146,7 +145,7 @@ class _Environment:
         self._arrays = dict(zip(jaxpr.invars, operands, strict=True))
         self._values = dict(zip(jaxpr.invars, plan.ins, strict=True))
         self._arrays |= dict(zip(jaxpr.constvars, plan.consts, strict=True))
-        leaves = like([v.aval for v in jaxpr.constvars], LEAF)
+        leaves = const_values(jaxpr, plan.consts)
         self._values |= dict(zip(jaxpr.constvars, leaves, strict=True))
         reads = [v for eqn in jaxpr.eqns for v in eqn.invars]
         atoms = (*reads, *jaxpr.outvars)

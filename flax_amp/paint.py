@@ -9,7 +9,8 @@ The rules, in the order in which they apply to an equation:
 - **low** (matrix products, convolutions): operands cast down, result `LOW`.
 - **full** (sums, `exp`, linear algebra): operands in float32, result `FULL`.
 - **follow** (elementwise arithmetic):
-    1. a `FULL` operand that is a *statistic* makes the result `FULL`;
+    1. a `FULL` operand that is a *statistic*, or the float32 state of a loop, makes
+       the result `FULL`;
     2. a `FULL` operand to which its statistic *has been applied* (`Value.applied`: the
        output of a normalization) stays `FULL` while float32 leaves (scale, bias) join
        it, and goes back to `LOW` with anything else. Without this exit the residual
@@ -43,6 +44,7 @@ from flax_amp import _compat
 from flax_amp._cast import cast_constant, finfo
 from flax_amp.plan import (
     APPLIED,
+    CARRIED,
     FULL,
     LEAF,
     LOW,
@@ -56,6 +58,7 @@ from flax_amp.plan import (
     Uses,
     Value,
     Values,
+    const_values,
     is_painted,
     like,
     out_avals,
@@ -78,6 +81,13 @@ from flax_amp.policy import (
 
 # What measures a value, so that the result can be applied to it.
 _MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
+
+
+# Movement whose result has no element that its operand does not have. A gather out of
+# bounds fills in, and a ppermute leaves zeros where nobody sends.
+_KEEP_CONSTANT = frozenset(
+    "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
+)
 
 
 class _Forward(NamedTuple):
@@ -132,7 +142,7 @@ class Painter:
     def _plan(
         self, jaxpr: Any, consts: Any, ins: Values, out_uses: Uses, context: Context
     ) -> Plan:
-        const_ins = like([v.aval for v in jaxpr.constvars], LEAF)
+        const_ins = const_values(jaxpr, consts)
         known = dict(zip(jaxpr.invars, ins, strict=True))
         known |= dict(zip(jaxpr.constvars, const_ins, strict=True))
         forward = self._forward(jaxpr, known, {}, context)
@@ -202,6 +212,8 @@ class Painter:
         rule = self._rules.get(eqn.primitive.name)
         if rule is not None and not (stops and decision.origin is not Origin.DEFAULT):
             _check_structured(eqn, decision)
+            if decision.origin is Origin.SCOPE and _takes_no_data(ins):
+                return _full(eqn, FULL, "makes its numbers itself")
             inner = Context(
                 scopes if self._policy.spans_scopes else (),
                 decision if decision.origin is Origin.SCOPE else None,
@@ -214,12 +226,14 @@ class Painter:
     ) -> Step:
         function = decision.function
         because = f"{decision.origin.value} {decision.key}"
-        if function in BUILT_IN and not any(ins):
+        is_fixed = isinstance(function, use_precision)
+        if (function in BUILT_IN or is_fixed) and not any(ins):
             return _full(eqn, FULL, "no float32 operand")
         if isinstance(function, use_precision):
+            is_lowerable = eqn.primitive.name in LOWERABLE_OPS
             if function.dtype == self.compute_dtype:
                 function = use_compute_precision
-            elif function.dtype == jnp.float32:
+            elif function.dtype == jnp.float32 or not is_lowerable:
                 function = use_original_precision
         if function in (use_original_precision, use_widest_precision):
             return _full(eqn, FULL, because)
@@ -257,6 +271,8 @@ class Painter:
         any_low = any(v.paint is Paint.LOW for v in operands)
         applied = any(v.applied for v in operands)
         has_leaf = any(v.paint is Paint.LEAF and v.constant is None for v in operands)
+        if any(v.carried for v in operands):
+            return _full(eqn, CARRIED, "float32 state of a loop")
         if any(v.is_statistic for v in operands):
             if any_low or applied:
                 return _full(eqn, APPLIED, "applies a full-precision value", Use.APPLY)
@@ -265,11 +281,11 @@ class Painter:
             return _full(eqn, APPLIED, "float32 leaf joins a normalized value")
         if not (any_low or applied):
             return _full(eqn, LEAF, "float32 leaves only")
-        if _union(uses).wants_full(has_leaf):
-            return _full(eqn, APPLIED, "every consumer runs in full precision", None)
         for v in operands:
             if v.constant is not None and not self._bears(eqn, v.constant):
-                return _full(eqn, FULL, f"constant {v.constant:g} is out of range")
+                return _full(eqn, FULL, f"constant {v.constant:g} would not survive")
+        if _union(uses).wants_full(has_leaf):
+            return _full(eqn, APPLIED, "every consumer runs in full precision", None)
         outs = like(out_avals(eqn), LOW)
         # Were all consumers to read it in full, it would be computed in full above.
         return Step(Mode.LOW, outs, "follows a low-precision operand", use=None)
@@ -277,15 +293,21 @@ class Painter:
     def _bears(self, eqn: Any, constant: float) -> bool:
         """Whether an equation still means the same with the constant cast down.
 
-        An epsilon that the compute dtype rounds to zero no longer guards a division,
-        and a large factor may not saturate. A large summand or bound may: it is a mask.
+        An epsilon that the compute dtype rounds to zero no longer guards a division, a
+        bound of `1 - 1e-7` that it rounds to one no longer guards a logarithm, and a
+        large factor may not saturate. A large summand or bound may: it is a mask.
         """
-        limits = finfo(self.compute_dtype)
-        size = abs(constant)
+        name, limits, size = (
+            eqn.primitive.name,
+            finfo(self.compute_dtype),
+            abs(constant),
+        )
         if not np.isfinite(size) or size == 0:
             return True
         if size > float(limits.max):
-            return eqn.primitive.name not in ("mul", "div", "rem", "atan2")
+            return name not in ("mul", "div", "rem", "atan2")
+        if name in ("max", "min", "clamp"):
+            return self._is_exact(constant)
         return size >= float(limits.smallest_normal)
 
     def _paint_keep(self, eqn: Any, ins: Values, uses: Uses) -> Step:
@@ -294,7 +316,8 @@ class Painter:
         if not any(is_painted(aval) for aval in avals):
             return self._paint_compare(eqn, operands)
         if len(operands) == 1:
-            outs = like(avals, operands[0])
+            keeps = eqn.primitive.name in _KEEP_CONSTANT
+            outs = like(avals, operands[0] if keeps else operands[0].varied())
         elif eqn.primitive.multiple_results and len(ins) == len(avals):
             outs = ins
         else:
@@ -337,6 +360,12 @@ class Painter:
         """Returns the dtype in which a value of the original `aval` is emitted."""
         is_low = value is not None and value.paint is Paint.LOW
         return self.compute_dtype if is_low else aval.dtype
+
+
+def _takes_no_data(ins: Values) -> bool:
+    # Random numbers and positions: a scope that wants all in low precision means what
+    # is computed with them, not how they are made.
+    return all(v is None or v.constant is not None for v in ins)
 
 
 def call_precision_function(

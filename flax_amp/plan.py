@@ -31,17 +31,24 @@ class Value(NamedTuple):
       paint: the precision in which it lives.
       applied: of a `FULL` value: a statistic has been applied to low-precision data
         (`x - mean`), so the value may return to the compute dtype.
+      carried: of a `FULL` value: it is, or was computed from, the float32 carry of a
+        loop. Such a state never goes back low within the loop, whatever meets it.
       constant: of a `LEAF` value: the number that every element has, if known.
     """
 
     paint: Paint
     applied: bool = False
+    carried: bool = False
     constant: float | None = None
 
     @property
     def is_statistic(self) -> bool:
         """Whether the value keeps what it is combined with in full precision."""
         return self.paint is Paint.FULL and not self.applied
+
+    def varied(self) -> "Value":
+        """The value without the number that all its elements have."""
+        return self._replace(constant=None)
 
     def settled(self) -> "Value":
         """The value as it leaves a loop or branch: an applied one goes back low."""
@@ -52,6 +59,7 @@ LEAF = Value(Paint.LEAF)
 LOW = Value(Paint.LOW)
 FULL = Value(Paint.FULL)
 APPLIED = Value(Paint.FULL, applied=True)
+CARRIED = Value(Paint.FULL, carried=True)
 
 
 class Use(enum.Flag):
@@ -187,6 +195,16 @@ def join(values: Iterable[Value | None]) -> Value | None:
         if any(v.paint is paint for v in present):
             return Value(paint)
     return present[0] if len(set(present)) == 1 else LEAF
+
+
+def const_values(jaxpr: Any, consts: Sequence[Any]) -> Values:
+    """Returns the values of the consts that a jaxpr closes over."""
+    values = like([v.aval for v in jaxpr.constvars], LEAF)
+    known = [jnp.ndim(x) == 0 and not isinstance(x, jax.core.Tracer) for x in consts]
+    return tuple(
+        LEAF._replace(constant=float(x)) if value and is_known else value
+        for x, value, is_known in zip(consts, values, known, strict=True)
+    )
 
 
 def value_of(atom: Any, values: Mapping[Any, Value | None]) -> Value | None:

@@ -283,9 +283,12 @@ class Origin(enum.Enum):
     DEFAULT = "default"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Decision:
-    """The precision function of one equation and the policy key that selected it."""
+    """The precision function of one equation and the policy key that selected it.
+
+    Compared by identity: a user's function need not be hashable.
+    """
 
     function: PrecisionFunction
     origin: Origin

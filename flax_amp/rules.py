@@ -22,10 +22,12 @@ from flax_amp.custom_rules import CustomJvp, CustomVjp, Inner, split
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import (
+    CARRIED,
     FULL,
     LEAF,
     Context,
     Mode,
+    Paint,
     Plan,
     Rule,
     Step,
@@ -116,6 +118,11 @@ def _enter_carry(value: Value | None) -> Value | None:
     return None if value is None else value.settled()
 
 
+def _inside(value: Value | None) -> Value | None:
+    # Seen from the body, a float32 carry is no statistic of something, but data.
+    return CARRIED if value is not None and value.paint is Paint.FULL else value
+
+
 def _plan_loop(
     painter: Painter,
     jaxpr: Any,
@@ -130,7 +137,8 @@ def _plan_loop(
     """
     carry = tuple(_enter_carry(v) for v in carry)
     while True:
-        plan = painter.plan(jaxpr, (*consts, *carry, *xs), None, context)
+        ins = (*consts, *map(_inside, carry), *xs)
+        plan = painter.plan(jaxpr, ins, None, context)
         again = tuple(
             join(pair) for pair in zip(carry, plan.outs[: len(carry)], strict=True)
         )

@@ -24,6 +24,20 @@ def test_finite_stays_finite(dtype, value):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("value", [-1e39, -3.39e38, 3.0])
+def test_headroom_is_left_to_what_saturates(dtype, value):
+    value = np.float32(value) if abs(value) < 3.4e38 else FLOAT32_MIN
+    limit = float(finfo(dtype).max)
+    expected = np.copysign(limit / 2, value) if abs(value) > limit else value
+    casts = (
+        cast_constant(value, dtype, True),
+        saturating_cast(jnp.float32(value), dtype, True),
+    )
+    for cast in casts:
+        np.testing.assert_allclose(np.float64(cast), expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_non_finite_survives(dtype, value):
     np.testing.assert_equal(float(cast_constant(value, dtype)), value)

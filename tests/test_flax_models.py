@@ -1,0 +1,469 @@
+"""Unmodified float32 Flax models under `amp`: what runs in which precision."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import flax_amp
+from flax_amp import amp, default_amp_policy
+from helpers import MATMULS, assert_same_avals, dtypes_of, equations
+from helpers import relative_error as error
+
+HALVES = (jnp.float16, jnp.bfloat16)
+BATCH, LENGTH, WIDTH, CLASSES = 4, 8, 16, 5
+both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+
+
+# --- Linen models, with `dtype` for the hand-set competitor only ---------------------
+
+
+class Mlp(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(2 * WIDTH, dtype=self.dtype)(x)
+        x = nn.LayerNorm(dtype=self.dtype)(nn.gelu(x))
+        return nn.Dense(WIDTH, dtype=self.dtype)(x)
+
+
+class Block(nn.Module):
+    """Pre-norm, as in a ViT or a GPT; it marks its stream and its normed values."""
+
+    dtype: Any = None
+    causal: bool = False
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None
+        y = checkpoint_name(nn.LayerNorm(dtype=self.dtype)(x), "normed")
+        y = nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(y, y, mask=mask)
+        y = nn.Dropout(self.rate, deterministic=self.rate == 0)(y)
+        x = checkpoint_name(x + y, "stream")
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        x = checkpoint_name(x + Mlp(self.dtype)(y), "stream")
+        return (x, None) if self.causal else x
+
+
+class Vit(nn.Module):
+    dtype: Any = None
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, dtype=self.dtype)(x)
+        where = self.param("where", nn.initializers.normal(0.1), (LENGTH, WIDTH))
+        x = checkpoint_name(x + where[None].astype(x.dtype), "stream")
+        for _ in range(2):
+            x = Block(self.dtype, rate=self.rate)(x)
+        return nn.Dense(CLASSES, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+class PostNorm(nn.Module):
+    """As in a BERT: x = LayerNorm(x + f(x))."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, dtype=self.dtype)(x)
+        for _ in range(3):
+            x = checkpoint_name(x + Mlp(self.dtype)(x), "stream")
+            x = nn.LayerNorm(dtype=self.dtype)(x)
+        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+
+
+class Gpt(nn.Module):
+    """Scanned and rematerialized blocks over embedded tokens."""
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(CLASSES, WIDTH, dtype=self.dtype)
+        block = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        x, _ = block(self.dtype, causal=True)(embed(tokens), None)
+        return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+class Lstm(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.RNN(nn.LSTMCell(WIDTH, dtype=self.dtype))(x)
+        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+
+
+class Jitted(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.jit(Mlp)(self.dtype)(x)
+        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+
+
+class ResNet(nn.Module):
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype
+        )
+        conv = functools.partial(nn.Conv, WIDTH, (3, 3), dtype=self.dtype)
+        x = nn.relu(norm()(conv(use_bias=False)(x)))
+        for _ in range(2):
+            y = nn.relu(norm()(conv(use_bias=False)(x)))
+            y = norm()(conv(use_bias=False)(y))
+            x = nn.relu(checkpoint_name(x, "stream") + y)
+        return nn.Dense(CLASSES, dtype=self.dtype)(x.mean((1, 2)))
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+class Case(NamedTuple):
+    model: Callable[..., nn.Module]
+    inputs: np.ndarray
+    matmuls: int
+    streams: int  # marked values between blocks that must be low
+
+
+SEQUENCE = normal(BATCH, LENGTH, WIDTH)
+MODELS = {
+    "mlp": Case(Mlp, SEQUENCE, 2, 0),
+    "vit": Case(Vit, SEQUENCE, 18, 5),
+    "post_norm": Case(PostNorm, SEQUENCE, 8, 3),
+    "gpt": Case(Gpt, np.arange(BATCH * LENGTH).reshape(BATCH, -1) % CLASSES, 9, 2),
+    "lstm": Case(Lstm, SEQUENCE, 9, 0),
+    "jitted": Case(Jitted, SEQUENCE, 5, 0),
+    "resnet": Case(ResNet, normal(BATCH, LENGTH, LENGTH, 3), 6, 2),
+}
+
+
+def make_loss(model, inputs):
+    """Returns `loss(params)` with the new batch statistics as auxiliary output."""
+
+    def loss(params, state):
+        logits, updates = model.apply(
+            {"params": params, **state}, inputs, mutable=["batch_stats"]
+        )
+        logits = logits.astype(jnp.float32)
+        labels = jnp.arange(logits[..., 0].size).reshape(logits.shape[:-1]) % CLASSES
+        cost = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return cost.mean(), updates
+
+    return loss
+
+
+def jit(fn):
+    """As `jax.jit`, without the optimizations that make compiling slow."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def initializer(name):
+    return jit(MODELS[name].model().init)
+
+
+@functools.cache
+def setup(name, seed=0):
+    case = MODELS[name]
+    variables = dict(initializer(name)(jax.random.key(seed), case.inputs))
+    return make_loss(case.model(), case.inputs), variables.pop("params"), variables
+
+
+def grad_of(loss):
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def marked(jaxpr, name):
+    """The dtypes of the values that `checkpoint_name` has given a name."""
+    return [
+        str(e.invars[0].aval.dtype)
+        for _, e in equations(jaxpr)
+        if e.primitive.name == "name" and e.params["name"] == name
+    ]
+
+
+def operands(jaxpr, primitives):
+    """The operand dtypes of each equation of some primitives."""
+    return [
+        {str(v.aval.dtype) for v in e.invars}
+        for _, e in equations(jaxpr)
+        if e.primitive.name in primitives
+    ]
+
+
+FULL_PRECISION = ("exp", "log", "rsqrt", "reduce_sum", "logistic_grad", "erf_inv")
+
+
+@both_halves
+@pytest.mark.parametrize("name", MODELS)
+def test_structure(name, dtype):
+    """Matmuls and stream low; statistics, softmax and loss in float32; same avals."""
+    case, (loss, *args) = MODELS[name], setup(name)
+    lowered, half = amp(loss, compute_dtype=dtype), jnp.dtype(dtype).name
+    jaxpr = jax.make_jaxpr(lowered)(*args)
+    assert operands(jaxpr, MATMULS) == [{half}] * case.matmuls
+    assert marked(jaxpr, "stream") == [half] * case.streams
+    full = operands(jaxpr, FULL_PRECISION)
+    assert full and set().union(*full) <= {"float32", "int32"}
+    grads, shapes = jax.make_jaxpr(grad_of(lowered), return_shape=True)(*args)
+    original, expected = jax.make_jaxpr(grad_of(loss), return_shape=True)(*args)
+    assert operands(grads, MATMULS) == [{half}] * len(operands(original, MATMULS))
+    assert_same_avals(shapes, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt", "lstm", "resnet"])
+def test_gradients_are_as_good_as_hand_set(name):
+    """Error to float32 no larger than that of the model with dtype=bfloat16."""
+    case, (loss, *_) = MODELS[name], setup(name)
+    by_hand = make_loss(case.model(jnp.bfloat16), case.inputs)
+    lowered = amp(loss, compute_dtype=jnp.bfloat16)
+    functions = [jit(grad_of(fn)) for fn in (loss, lowered, by_hand)]
+    errors = []
+    for seed in range(6):
+        exact, ours, theirs = (fn(*setup(name, seed)[1:])[1] for fn in functions)
+        errors.append((error(ours, exact), error(theirs, exact)))
+    ours, theirs = np.mean(errors, axis=0)
+    # What is left to chance after six seeds.
+    assert 0 < ours <= 1.15 * theirs, errors
+
+
+@both_halves
+def test_batch_statistics(dtype):
+    """Running statistics are float32 and those of the float32 model."""
+    loss, *args = setup("resnet")
+    (_, expected), (_, actual) = (
+        jit(fn)(*args) for fn in (loss, amp(loss, compute_dtype=dtype))
+    )
+    assert_same_avals(actual, expected)
+    assert {v.dtype for v in jax.tree.leaves(actual)} == {jnp.dtype(jnp.float32)}
+    assert error(actual, expected) < 1e-2
+
+
+def test_dropout_drops_the_same():
+    """The same key drops the same entries with and without amp."""
+    model = nn.Sequential([nn.Dense(WIDTH), nn.Dropout(0.5, deterministic=False)])
+    key = jax.random.key(0)
+    params = jit(model.init)({"params": key, "dropout": key}, SEQUENCE)
+    apply = functools.partial(model.apply, rngs={"dropout": key})
+    dropped = jit(apply)(params, SEQUENCE) == 0
+    assert 0.4 < dropped.mean() < 0.6
+    assert bool(((jit(amp(apply))(params, SEQUENCE) == 0) == dropped).all())
+    vit = Vit(rate=0.2)
+    params = jit(vit.init)({"params": key, "dropout": key}, SEQUENCE)
+    run = lambda params: vit.apply(params, SEQUENCE, rngs={"dropout": key}).mean()  # noqa: E731
+    jaxpr = jax.make_jaxpr(amp(run))(params)
+    assert marked(jaxpr, "stream") == ["float16"] * 5
+    assert all(d[0] != "float32" for d in dtypes_of(jax.grad(amp(run)), params))
+
+
+# --- scope keys ----------------------------------------------------------------------
+
+SCOPES = {  # model, key: matmuls in float32, forward, of how many
+    ("mlp", "Dense_0"): 1,
+    ("mlp", "Dense_*"): 2,
+    ("mlp", "Mlp/Dense_1"): 1,
+    ("mlp", "Dense_7"): 0,
+    ("vit", "Dense_1"): 3,
+    ("vit", "Mlp_0/Dense_1"): 2,
+    ("vit", "*/Mlp_0/Dense_1"): 2,
+    ("vit", "Block_1"): 8,
+    ("vit", "Block_1/Mlp_0"): 2,
+    ("vit", "*/MultiHeadDotProductAttention_0/query"): 2,
+    ("vit", "MultiHeadDotProductAttention_0"): 12,
+    ("gpt", "Mlp_0/Dense_0"): 1,
+    ("gpt", "*/Mlp_0"): 2,
+    ("gpt", "MultiHeadDotProductAttention_0"): 6,
+    ("jitted", "Dense_1"): 2,
+    ("jitted", "JitMlp_1"): 2,
+    ("lstm", "hi"): 1,
+}
+
+
+@pytest.mark.parametrize(("name", "key"), SCOPES)
+def test_scope_keys_select_what_they_name(name, key):
+    """Through jit, scan and remat; forward, and backward with it."""
+    loss, *args = setup(name)
+    policy = default_amp_policy | {key: flax_amp.use_original_precision}
+    lowered = amp(loss, amp_policy=policy)
+    full = ("float32",) * 2
+    assert dtypes_of(lowered, *args).count(full) == SCOPES[name, key]
+    after = dtypes_of(grad_of(lowered), *args).count(full)
+    assert (after >= 2 * SCOPES[name, key]) and (after > 0) == (SCOPES[name, key] > 0)
+    if name in ("mlp", "gpt"):
+        inside = dtypes_of(amp(grad_of(loss), amp_policy=policy), *args)
+        assert inside.count(full) == after
+
+
+def test_scope_key_lowers_a_norm():
+    """'*/LayerNorm_*' under use_compute_precision takes the statistics down too."""
+    loss, *args = setup("vit")
+    lower = {"LayerNorm_*": flax_amp.use_compute_precision}
+    found = dtypes_of(
+        amp(loss, amp_policy=default_amp_policy | lower), *args, primitive="rsqrt"
+    )
+    assert found == [("float16",)] * 7
+    nested = {"*/LayerNorm_*": flax_amp.use_compute_precision}
+    found = dtypes_of(
+        amp(loss, amp_policy=default_amp_policy | nested), *args, primitive="rsqrt"
+    )
+    assert found.count(("float16",)) >= 6
+
+
+def test_amp_stop_inside_a_scanned_module():
+    """amp_stop around a call in a scanned, rematerialized module, and only there."""
+
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            x = nn.tanh(nn.Dense(WIDTH)(x))
+            with flax_amp.amp_stop():
+                return nn.Dense(WIDTH)(x), None
+
+    scanned = nn.scan(
+        nn.remat(Half),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=3,
+    )()
+    params = jit(scanned.init)(jax.random.key(0), SEQUENCE, None)
+    loss = lambda params: scanned.apply(params, SEQUENCE, None)[0].mean()  # noqa: E731
+    assert dtypes_of(amp(loss), params) == [("float16",) * 2, ("float32",) * 2]
+    for grad in (jax.grad(amp(loss)), amp(jax.grad(loss))):
+        counts = [
+            dtypes_of(grad, params).count((d,) * 2) for d in ("float16", "float32")
+        ]
+        assert counts[0] >= 3 and counts[1] >= 3
+        assert sum(counts) == len(dtypes_of(grad, params))
+
+
+# --- NNX -----------------------------------------------------------------------------
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs, attends=True):
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.again = self.first  # shared
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        heads = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.attend = heads if attends else jnp.tanh
+        self.last = nnx.List([nnx.Linear(WIDTH, CLASSES, rngs=rngs)])
+
+    def __call__(self, x):
+        x = self.drop(nnx.relu(self.norm(self.again(self.first(x)))))
+        return self.last[0](x + self.attend(x))
+
+
+def nnx_loss(model, x):
+    labels = jnp.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % CLASSES
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), labels).mean()
+
+
+def leaves(model):
+    _, state = nnx.split(model)
+    return [
+        jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v
+        for v in jax.tree.leaves(state)
+    ]
+
+
+WRAPPERS = {
+    "plain": lambda fn: fn,
+    "jit": nnx.jit,
+    "jit_of_grad": lambda fn: nnx.jit(lambda m, x: nnx.value_and_grad(fn)(m, x)[0]),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nnx_mutations_reach_the_caller(wrapper):
+    """Statistics and random state after two calls are those of the float32 module."""
+    plain, lowered = (NnxNet(nnx.Rngs(0), attends=False) for _ in range(2))
+    wrap = WRAPPERS[wrapper]
+    expected_fn, actual_fn = wrap(nnx_loss), wrap(amp(nnx_loss))
+    before = leaves(plain)
+    for _ in range(2):
+        expected, actual = expected_fn(plain, SEQUENCE), actual_fn(lowered, SEQUENCE)
+        assert abs(float(actual - expected)) < 0.05
+    assert lowered.again is lowered.first
+    after = leaves(lowered)
+    assert_same_avals(after, leaves(plain))
+    assert error(after, leaves(plain)) < 1e-2
+    changed = [not np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert 3 <= sum(changed) < len(changed)  # mean, var and counters; no weights
+    for a, b in zip(after, leaves(plain), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            assert np.array_equal(a, b)
+
+
+@both_halves
+def test_nnx_gradients(dtype):
+    """Float32 gradients of the module's own structure, matmuls in half."""
+    graphdef, state = nnx.split(NnxNet(nnx.Rngs(0)))
+    value_and_grad = nnx.value_and_grad(amp(nnx_loss, compute_dtype=dtype))
+
+    def step(state, x):
+        return value_and_grad(nnx.merge(graphdef, state), x)
+
+    found = dtypes_of(step, state, SEQUENCE)
+    assert len(found) > 9
+    assert {d for row in found for d in row} == {jnp.dtype(dtype).name}
+    grads, expected = (
+        nnx.jit(nnx.grad(fn))(NnxNet(nnx.Rngs(0)), SEQUENCE)
+        for fn in (amp(nnx_loss, compute_dtype=dtype), nnx_loss)
+    )
+    assert_same_avals(grads, expected)
+    assert error(grads, expected) < (2e-2 if dtype == jnp.float16 else 0.1)
+
+
+def test_nnx_modules_anywhere_among_the_arguments():
+    """In keywords, in containers, twice, beside static arguments; all are updated."""
+
+    def fn(pair, x, *, model, mode):
+        assert mode == "train" and pair["a"] is model
+        return pair["a"](x) + pair["b"][0](x), mode
+
+    a, b = NnxNet(nnx.Rngs(0)), nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(1))
+    b_before = b.mean[...]
+    last = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(2))
+    pair = {"a": a, "b": [nnx.Sequential(b, last)]}
+    out, mode = amp(fn)(pair, SEQUENCE, model=a, mode="train")
+    assert (out.shape, out.dtype, mode) == (
+        (BATCH, LENGTH, CLASSES),
+        jnp.float32,
+        "train",
+    )
+    assert not np.array_equal(b.mean[...], b_before)
+
+
+def test_nnx_structure_changes_are_refused():
+    """A module that grows during the call: an error that says so."""
+
+    def grow(model, x):
+        model.extra = nnx.Param(x)
+        return x
+
+    with pytest.raises(ValueError, match="changed the structure of its nnx.Module"):
+        amp(grow)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2))

@@ -1,0 +1,86 @@
+"""Loops: what adds up over many steps, and in which dtype a carry travels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from flax_amp import amp
+from helpers import assert_close, equations, relative_error
+
+HALVES = (jnp.float16, jnp.bfloat16)
+# Without the optimizations that make compiling slow.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+SIZE = 8
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(2, SIZE, SIZE)).astype(np.float32)
+    return w / np.sqrt(SIZE).astype(np.float32), x
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def equations_named(fn, *args, primitive):
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    return [e for _, e in equations(jaxpr) if e.primitive.name == primitive]
+
+
+@both_halves
+def test_weight_shared_by_4096_steps_accumulates_in_float32(dtype):
+    """A weight cast outside the loop would give a gradient that is 84 % wrong."""
+
+    def fn(w, xs):
+        return lax.scan(lambda c, x: (c + x @ w, None), jnp.zeros(2), xs)[0].sum()
+
+    # Exact in half precision: only the accumulation can be wrong.
+    w, xs = jnp.full((4, 2), 0.25), jnp.ones((4096, 4))
+    grad = jit(jax.grad(amp(fn, compute_dtype=dtype)))(w, xs)
+    assert relative_error(grad, np.full((4, 2), 4096.0)) < 1e-3
+
+
+def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+CARRIES = {  # name: (body of (w, carry, x), first carry from x, is it low?)
+    "accumulator": (lambda w, c, x: c + x @ w, jnp.zeros_like, False),
+    "recurrent_state": (lambda w, c, x: jnp.tanh(c @ w + x), jnp.zeros_like, False),
+    "residual_stream": (lambda w, c, x: c + layer(w, c), lambda x: x, True),
+    "pre_norm": (lambda w, c, x: c + layer(w, norm(c)), lambda x: x, True),
+    "post_norm": (lambda w, c, x: norm(c + layer(w, c)), lambda x: x, True),
+    "learned_state": (lambda w, c, x: jnp.tanh(c @ w + x), lambda x: x * 0.5, True),
+}
+
+
+@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+@pytest.mark.parametrize("name", CARRIES)
+def test_carry_dtype(name, loop):
+    """Accumulators and zero states stay in float32, streams of activations go low."""
+    body, first, is_low = CARRIES[name]
+    dtype = HALVES[len(name + loop) % 2]
+
+    def fn(w, x):
+        if loop == "scan":
+            return lax.scan(lambda c, _: (body(w, c, x), None), first(x), None, 3)[0]
+        steps = 3 if loop == "fori" else jnp.int32(3)
+        return lax.fori_loop(0, steps, lambda _, c: body(w, c, x), first(x))
+
+    args = arguments()
+    lowered = amp(fn, compute_dtype=dtype)
+    (eqn,) = equations_named(
+        lowered, *args, primitive="while" if loop == "while" else "scan"
+    )
+    carries = [v.aval.dtype for v in eqn.outvars if v.aval.ndim == 2]
+    assert carries == [dtype if is_low else jnp.float32]
+    counters = [v.aval.dtype for v in eqn.outvars if v.aval.ndim == 0]
+    assert all(d == jnp.int32 for d in counters)
+    assert_close(jit(lowered)(*args), jit(fn)(*args), dtype, gradient=True)

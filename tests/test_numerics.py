@@ -1,0 +1,232 @@
+"""Range and digits: what half precision must not spoil, bit by bit or by tolerance."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from flax_amp import amp
+from helpers import assert_close, assert_identical, assert_same_avals
+
+HALVES = (jnp.float16, jnp.bfloat16)
+# Without the optimizations that make compiling slow.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+ROWS, SIZE = 8, 4
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+W, X = normal(0, SIZE, SIZE) / 2, normal(1, ROWS, SIZE)
+
+
+KEY = jax.random.key(7)
+FP8 = jnp.float8_e4m3fn
+EXACT = {  # name: (function, arguments); the result has the very bits of the original
+    "unchanged_input": (lambda x, i: (x, i, x), (X, jnp.arange(3))),
+    "unused_input": (lambda x, y: x * 1.0, (X, W)),
+    "no_input": (lambda: jnp.arange(300.0) + 0.5, ()),
+    "integers": (lambda a: (a @ a, a.sum(), a // 2), (jnp.arange(9).reshape(3, 3),)),
+    "int8_dot": (
+        lambda a: lax.dot(a, a, preferred_element_type=jnp.int32),
+        (jnp.full((16, 16), 100, jnp.int8),),
+    ),
+    "int8_dot_float_result": (
+        lambda a: lax.dot(a, a, preferred_element_type=jnp.float32),
+        (jnp.full((16, 16), 120, jnp.int8),),
+    ),
+    "booleans": (lambda a: (a & ~a, a.any(), a.sum()), (X > 0,)),
+    "fp8": (
+        lambda a: (a, a.astype(jnp.float32) * 3, lax.dot(a, a)),
+        (normal(2, 4, 4).astype(FP8),),
+    ),
+    "explicit_half": (lambda x: x.astype(jnp.float16).astype(jnp.float32) * 3.1, (X,)),
+    "explicit_bfloat16_dot": (
+        lambda w, x: lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), (W, X)
+    ),
+    "highest": (lambda w, x: jnp.dot(x, w, precision="highest"), (W, X)),
+    "high": (lambda w, x: jnp.dot(x, w, precision=lax.Precision.HIGH), (W, X)),
+    "fft": (lambda x: jnp.fft.ifft(jnp.fft.fft(x) * 1j).real, (X,)),
+    "complex_dot": (lambda x: (x * 1j) @ (x.T + 2j), (X,)),
+    "random": (
+        lambda k: (jax.random.normal(k, (9,)), jax.random.bernoulli(k, 0.3, (9,))),
+        (KEY,),
+    ),
+    "keys": (lambda k: (jax.random.split(k), jax.random.fold_in(k, 3)), (KEY,)),
+    "dropout_mask": (
+        lambda k, w: jax.random.bernoulli(k, 0.9, (w @ w).shape), (KEY, W)
+    ),
+    "empty": (lambda x: (x[:0] @ x.T, x[:0].sum(), x[:0]), (X,)),
+    "linalg": (lambda w: jnp.linalg.cholesky(jnp.eye(SIZE) + w * w.T), (W,)),
+    "arange": (lambda x: jnp.arange(300.0) * x[0, 0], (X,)),
+    "cumsum": (lambda x: jnp.cumsum(jnp.ones(5000) * x[0, 0]), (X,)),
+    "sum_of_70000": (lambda x: jnp.sum(x), (jnp.ones(70_000),)),
+    "square_of_300": (lambda x: (x**2, jnp.square(x)), (jnp.full((3,), 300.0),)),
+    "segment_sum": (
+        lambda x: jax.ops.segment_sum(x, jnp.zeros(5000, int), 1), (jnp.ones(5000),)
+    ),
+    "one_hot_mean": (
+        lambda i: jax.nn.one_hot(i, 3).mean(0), (jnp.arange(4096) % 3,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(name):
+    """What amp has no business with keeps its dtypes and every bit."""
+    fn, args = EXACT[name]
+    actual, expected = jit(amp(fn))(*args), jit(fn)(*args)
+    assert_same_avals(actual, expected)
+    assert_identical(actual, expected)
+
+
+# The same behind a matmul, where values arrive in half precision.
+IN_HALF = {
+    "square_of_300": lambda y: y**2 * 300.0**2,
+    "sum_of_70000": lambda y: jnp.sum(jnp.broadcast_to(y[None], (70_000, *y.shape))),
+    "cumsum": lambda y: jnp.cumsum(jnp.broadcast_to(y[None], (5000, *y.shape)), 0),
+    "segment_sum": lambda y: jax.ops.segment_sum(
+        jnp.broadcast_to(y[None], (5000, *y.shape)), jnp.zeros(5000, int), 1
+    ),
+    "arange": lambda y: y.sum() * jnp.arange(300.0),
+    "norm": lambda y: jnp.linalg.norm(y * 300),
+    "softmax_mean": lambda y: jax.nn.softmax(y * 50).mean(),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("name", IN_HALF)
+def test_long_sums_of_half_values(name, dtype):
+    """Sums, squares and norms of low-precision values are as in float32."""
+    fn = lambda w: IN_HALF[name](w @ w)  # noqa: E731
+    w = jnp.eye(2)
+    assert_close(jit(amp(fn, compute_dtype=dtype))(w), jit(fn)(w), jnp.float32)
+
+
+# --- range and guards ----------------------------------------------------------------
+
+MASKS = {"-1e9": -1e9, "finfo": float(jnp.finfo(jnp.float32).min), "inf": -jnp.inf}
+
+
+def masked_rows(mask, masked):
+    """Softmax with the mask as a branch constant, a summand, a leaf array."""
+
+    def fn(w, x, leaf):
+        s = x @ w
+        chosen = jnp.where(masked, mask, s)
+        added = s + jnp.where(masked, mask, 0.0)
+        soft = [jax.nn.softmax(v) for v in (chosen, added, s + leaf)]
+        return soft, jax.nn.logsumexp(chosen, -1), [p @ w for p in soft]
+
+    return fn
+
+
+@both_halves
+@pytest.mark.parametrize("rows", ["some", "all"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_give_no_nan(mask, rows, dtype):
+    """Masked entries get probability 0; fully masked rows what float32 gives."""
+    masked = jnp.tri(SIZE, k=-1, dtype=bool) | (rows == "all")
+    x, leaf = X[:SIZE] * 20, jnp.where(masked, MASKS[mask], 0.0)
+    fn = masked_rows(MASKS[mask], masked)
+    actual = jit(amp(fn, compute_dtype=dtype))(W, x, leaf)
+    expected = jit(fn)(W, x, leaf)
+    nans = lambda tree: [bool(jnp.isnan(v).any()) for v in jax.tree.leaves(tree)]  # noqa: E731
+    assert nans(actual) == nans(expected)
+    total = lambda w: sum(v.sum() for v in amp(fn, compute_dtype=dtype)(w, x, leaf)[2])  # noqa: E731
+    grad = jit(jax.grad(total))(W)
+    if mask != "inf":
+        assert not nans(actual).count(True) and bool(jnp.isfinite(grad).all())
+        zero = jnp.where(masked, actual[0][0], 0.0)
+        assert rows == "all" or not zero.any()
+
+
+def test_masked_scores_with_a_second_reader():
+    """A fully masked row of scores that a matmul reads too gives no NaN."""
+
+    def fn(w, x, leaf):
+        s = x @ w + leaf
+        return jax.nn.softmax(s), s @ w
+
+    args = jnp.eye(2) * -40, jnp.ones((2, 2)), jnp.full((2, 2), -1e9)
+    assert not jnp.isnan(amp(fn)(*args)[0]).any()
+
+
+EPS = jnp.float32(1e-12)
+EPS_ARRAY = np.full((2, 2), 1e-12, np.float32)
+GUARDS = {
+    "divide": lambda y: y / (jnp.abs(y) + 1e-12),
+    "divide_1e-8": lambda y: y / (y + 1e-8),
+    "maximum": lambda y: y / jnp.maximum(jnp.abs(y), 1e-12),
+    "closed_over_scalar": lambda y: y / (jnp.abs(y) + EPS),
+    "broadcast": lambda y: y / (jnp.abs(y) + jnp.full_like(y, 1e-12)),
+    "sqrt": lambda y: y / jnp.sqrt(y + 1e-12),
+    "rsqrt": lambda y: y * lax.rsqrt(y + 1e-12),
+    "log": lambda y: y * jnp.log(y + 1e-12),
+    "norm": lambda y: y / (jnp.linalg.norm(y) + 1e-12),
+    "clip_log": lambda y: jnp.log(jnp.clip(y, 1e-12, 1.0)) * 1e-2,
+    "clip_below_1": lambda y: jnp.log(1 - jnp.clip(y + 1, 1e-7, 1 - 1e-7)) * (y + 1),
+    "where": lambda y: y / jnp.where(y > 0, y, 1e-12),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("name", GUARDS)
+def test_epsilons_still_guard(name, dtype):
+    """A small constant that half precision rounds away still prevents 0 / 0."""
+    fn = lambda w, x: GUARDS[name](x @ w)  # noqa: E731
+    zeros = jnp.zeros((2, 2))
+    actual = jit(amp(fn, compute_dtype=dtype))(zeros, zeros)
+    assert_close(actual, jit(fn)(zeros, zeros), dtype)
+
+
+def test_guard_with_a_second_reader():
+    """clip(p, eps, 1 - eps) guards the logarithm also when a matmul reads p."""
+
+    def fn(w, x):
+        p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
+        return -jnp.log(1 - p), p @ w
+
+    for dtype in HALVES:
+        out = amp(fn, compute_dtype=dtype)(jnp.eye(2) * 40, jnp.eye(2))
+        assert jnp.isfinite(out[0]).all()
+
+
+def test_constant_gathered_out_of_bounds():
+    """A constant array read out of bounds is the fill value, not the constant."""
+
+    def fn(w, i):
+        return (w @ w)[0, 0] * jnp.ones(4).at[i].get(mode="fill", fill_value=3.0)
+
+    assert float(amp(fn)(jnp.eye(2), jnp.int32(9))) == 3.0
+
+
+@both_halves
+def test_leaves_saturate_and_results_overflow(dtype):
+    """A weight of 1e6 becomes the limit; inf, NaN and a computed overflow stay."""
+    limit = float(jnp.finfo(dtype).max)
+    dot = amp(lambda w, x: x @ w, compute_dtype=dtype)
+    one = jnp.ones((1, 1))
+    big = 1e6 if dtype == jnp.float16 else 1.5e38
+    expected = limit if dtype == jnp.float16 else float(jnp.bfloat16(big))
+    assert float(dot(one * big, one)[0, 0]) == expected
+    assert float(dot(one * jnp.inf, one)[0, 0]) == np.inf
+    assert float(dot(one * -jnp.inf, one)[0, 0]) == -np.inf
+    assert np.isnan(dot(one * jnp.nan, one)[0, 0])
+    # A mask that only low-precision equations read is clamped, too.
+    masked = amp(
+        lambda w, x: jnp.where(x > 9, x @ w, -1e38 * 3.4) @ w, compute_dtype=dtype
+    )
+    assert np.isfinite(masked(one * 0.25, one)[0, 0])
+    overflow = amp(lambda w, x: (x @ w) @ w, compute_dtype=dtype)
+    root = 300.0 if dtype == jnp.float16 else 2e19
+    assert float(overflow(one * root, one * 1.0)[0, 0]) == np.inf
+    twice = amp(lambda w, x: (x @ w) * 2.0 * (x @ w), compute_dtype=dtype)
+    assert float(twice(one * root, one)[0, 0]) == np.inf
+    grad = jax.grad(lambda w: dot(w, one)[0, 0] * 2.0)(one * big)
+    assert float(grad[0, 0]) == 2.0

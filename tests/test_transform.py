@@ -1,0 +1,444 @@
+"""`amp` as a transform: under and over the others, on every kind of argument."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import flax_amp
+from flax_amp import amp, amp_stop, default_amp_policy
+from helpers import (
+    assert_all_in,
+    assert_close,
+    assert_identical,
+    assert_same_avals,
+    dtypes_of,
+    equations,
+    relative_error,
+)
+
+HALVES = (jnp.float16, jnp.bfloat16)
+# Without the optimizations that make compiling slow.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+ROWS, SIZE = 8, 4
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+W, X = normal(0, SIZE, SIZE) / 2, normal(1, ROWS, SIZE)
+KEY = jax.random.key(7)
+
+# --- programs and transforms ---------------------------------------------------------
+
+
+def mlp(w, x):
+    h = jax.nn.gelu(x @ w + w[0][None])
+    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-6)
+    return jnp.tanh(h @ w)
+
+
+def attention(w, x):
+    scores = jnp.where(jnp.tri(len(x), dtype=bool), (x @ w) @ x.T, -1e9)
+    return jax.nn.softmax(scores / 2) @ x
+
+
+def recurrent(w, x):
+    step = lambda h, v: (jnp.tanh(h @ w + v), None)  # noqa: E731
+    return lax.scan(step, jnp.zeros(w.shape[:1]), x)[0]
+
+
+def convolution(w, x):
+    kernel = jnp.broadcast_to(w[:2, None, :, None], (2, 1, SIZE, 1))
+    image = x.reshape(1, ROWS, SIZE, 1)
+    window = jnp.broadcast_to(kernel[:, :, :1], (2, 1, 1, 1))
+    dims = ("NHWC", "HWIO", "NHWC")
+    return jax.nn.relu(
+        lax.conv_general_dilated(image, window, (1, 1), "SAME", dimension_numbers=dims)
+    )
+
+
+def scattered(w, x):
+    segments = jax.ops.segment_sum(x @ w, jnp.arange(ROWS) // 2, num_segments=4)
+    return jnp.cumsum(jnp.sort(segments, axis=0), axis=0).at[0].max(w[0])
+
+
+PROGRAMS = {
+    "mlp": mlp,
+    "attention": attention,
+    "recurrent": recurrent,
+    "convolution": convolution,
+    "scattered": scattered,
+}
+
+
+def loss_of(fn):
+    return lambda w, x: jnp.mean(fn(w, x) ** 2)
+
+
+def over_scan(fn):
+    return lambda w, x: lax.scan(lambda c, _: (c, fn(w, x)), 0, None, 2)[1]
+
+
+def over_shard_map(fn):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(
+        lambda w, x: jax.tree.map(lambda y: lax.pmean(y, "data"), fn(w, x)),
+        mesh=mesh,
+        in_specs=(P(), P()),
+        out_specs=P(),
+    )
+
+
+TRANSFORMS = {
+    "plain": lambda fn: fn,
+    "jit": jax.jit,
+    "grad": lambda fn: jax.value_and_grad(loss_of(fn), argnums=(0, 1)),
+    "vmap": lambda fn: lambda w, x: jax.vmap(fn)(jnp.stack([w, -w]), jnp.stack([x, x])),
+    "jvp": lambda fn: lambda w, x: jax.jvp(fn, (w, x), (w, x)),
+    "linearize": lambda fn: lambda w, x: jax.linearize(fn, w, x)[1](w, x),
+    "vjp": lambda fn: lambda w, x: jax.vjp(fn, w, x)[1](jnp.ones_like(fn(w, x))),
+    "hessian": lambda fn: jax.hessian(loss_of(fn)),
+    "checkpoint": lambda fn: jax.grad(loss_of(jax.checkpoint(fn))),
+    "scan": over_scan,
+    "shard_map": over_shard_map,
+    "vmap_of_grad": lambda fn: lambda w, x: jax.vmap(
+        jax.grad(loss_of(fn)), in_axes=(None, 0)
+    )(w, x[:, None]),
+}  # fmt: skip
+CHEAP = ("plain", "grad", "vmap", "jvp")
+PAIRS = [
+    (program, transform)
+    for program in PROGRAMS
+    for transform in TRANSFORMS
+    if transform in CHEAP or program == "attention"
+]
+
+
+@pytest.mark.parametrize(("program", "transform"), PAIRS)
+def test_under_and_over(program, transform):
+    """transform(amp(f)) and amp(transform(f)): avals, and nearly values, of f."""
+    fn, wrap = PROGRAMS[program], TRANSFORMS[transform]
+    dtype = HALVES[len(program) % 2]
+    expected = jit(wrap(fn))(W, X)
+    for lowered in (
+        wrap(amp(fn, compute_dtype=dtype)),
+        amp(wrap(fn), compute_dtype=dtype),
+    ):
+        actual = jit(lowered)(W, X)
+        assert_same_avals(actual, expected)
+        # Second derivatives and recurrences lose a few digits more.
+        bound = 6e-2 if transform == "hessian" or dtype == jnp.bfloat16 else 1e-2
+        assert relative_error(actual, expected) < bound
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_float32_changes_no_bit(program):
+    """compute_dtype=float32: the same values and gradients, and no half anywhere."""
+    fn = PROGRAMS[program]
+    same = amp(fn, compute_dtype=jnp.float32)
+    grad = TRANSFORMS["grad"]
+    assert_identical(jit(grad(same))(W, X), jit(grad(fn))(W, X))
+    text = str(jax.make_jaxpr(grad(same))(W, X))
+    assert "f16[" not in text and "bf16[" not in text
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_idempotent(program):
+    """amp(amp(f)) is amp(f), and so is amp(jit(amp(f)))."""
+    dtype = HALVES[len(program) % 2]
+    once = amp(PROGRAMS[program], compute_dtype=dtype)
+    expected = jit(once)(W, X)
+    for twice in (
+        amp(once, compute_dtype=dtype),
+        amp(jax.jit(once), compute_dtype=dtype),
+    ):
+        assert relative_error(jit(twice)(W, X), expected) < 1e-6
+
+
+POLICIES = {
+    "default": (default_amp_policy, "{}"),
+    "jaxamp": (flax_amp.jaxamp_policy, "{}"),
+    "stopped": ({"*": flax_amp.use_original_precision}, "float32"),
+    "nothing": ({}, "float32"),
+    "dot_full": (
+        default_amp_policy | {lax.dot_general_p: flax_amp.use_widest_precision},
+        "float32",
+    ),
+    "dot_bfloat16": (
+        default_amp_policy | {lax.dot_general_p: flax_amp.use_precision(jnp.bfloat16)},
+        "bfloat16",
+    ),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy, dtype):
+    """Each policy puts the matmuls where it says, and keeps the avals."""
+    entries, name = POLICIES[policy]
+    lowered = amp(mlp, compute_dtype=dtype, amp_policy=entries)
+    name = name.format(jnp.dtype(dtype).name)
+    assert_all_in(lowered, W, X, dtype=name, count=2)
+    grads = jit(jax.grad(loss_of(lowered), argnums=(0, 1)))(W, X)
+    assert_same_avals(grads, (W, X))
+    reference = jit(jax.grad(loss_of(mlp), argnums=(0, 1)))(W, X)
+    assert relative_error(grads, reference) < 0.1
+
+
+def test_one_trace_over_many_calls(count_traces):
+    """Under jit, amp traces the function once; other values do not retrace."""
+    fn, traces = count_traces(mlp)
+    step = jax.jit(jax.value_and_grad(loss_of(amp(fn))))
+    for i in range(4):
+        step(W * i, X)
+    assert traces() == 1
+    assert step._cache_size() == 1
+
+
+def test_no_tracer_leaks(no_leaks):
+    """Nothing that amp keeps outlives its trace, in custom rules and loops either."""
+    fn = jax.checkpoint(lambda w, x: jax.nn.relu(recurrent(w, jnp.sin(x))))
+    jax.make_jaxpr(jax.grad(loss_of(amp(fn))))(W, X)
+
+
+def test_rewriting_is_quick():
+    """The rewritten jaxpr stays within a few casts of the original's size."""
+
+    def deep(w, x):
+        for _ in range(12):
+            x = jax.jit(mlp)(w, x)
+        return x
+
+    sizes = [len(list(equations(jax.make_jaxpr(f)(W, X)))) for f in (deep, amp(deep))]
+    assert sizes[1] < 3 * sizes[0]
+
+
+# --- arguments, results, closures ----------------------------------------------------
+
+
+class Config(NamedTuple):
+    act: Any
+    name: str
+
+
+def keyworded(w, *, x, mode="plain", flag=True, act=None, extra=None):
+    assert mode in ("plain", "other") and extra is None and isinstance(flag, bool)
+    y = x @ w if flag else x
+    return {"y": act(y) if act else y, "mode": mode, "none": None, "n": 3, "act": act}
+
+
+def test_arguments_and_results_of_any_kind():
+    """Keywords, strings, booleans, functions and None pass through unharmed."""
+    out = amp(keyworded)(W, x=X, mode="other", act=jnp.tanh)
+    assert (out["mode"], out["none"], out["n"], out["act"]) == (
+        "other",
+        None,
+        3,
+        jnp.tanh,
+    )
+    assert_close(out["y"], jnp.tanh(X @ W), jnp.float16)
+    assert_identical(amp(keyworded)(W, x=X, flag=False)["y"], X)
+    config = Config(jnp.sin, "sin")
+    out = amp(lambda c, w, s: (c.act(w @ w) * s, c))(config, W, 2.0)
+    assert out[1] == config
+
+
+def run_on(fn, *args):
+    """Runs amp(fn) and fn, asserts equal avals, returns both results."""
+    actual, expected = amp(fn)(*args), fn(*args)
+    assert_same_avals(actual, expected)
+    return actual, expected
+
+
+def test_float64():
+    """With x64 on, float64 stays float64 and float32 is lowered beside it."""
+    with jax.enable_x64(True):
+        w64, w32 = np.eye(3) / 3, np.eye(3, dtype=np.float32)
+        fn = lambda a, b: (a @ a, jnp.tanh(a), b @ b, a @ b)  # noqa: E731
+        actual, expected = run_on(fn, w64, w32)
+        assert_identical(actual[:2], expected[:2])
+        assert sorted(dtypes_of(amp(fn), w64, w32)) == [
+            ("float16", "float16"), ("float64", "float32"), ("float64", "float64")
+        ]  # fmt: skip
+
+
+def test_numpy_and_scalar_inputs():
+    """numpy arrays and scalars are arrays; Python scalars stay weak."""
+    w = np.eye(3)  # float64, which JAX reads as float32
+    actual, expected = run_on(lambda w, s: (jnp.tanh(w @ w) * s, w), w, np.float32(2))
+    assert_close(actual[0], expected[0], jnp.float16)
+    loop = lambda w, n: lax.fori_loop(0, n, lambda _, c: c @ w, w)  # noqa: E731
+    run_on(loop, w, np.int32(2))
+    half = jnp.ones((3,), jnp.float16)
+    run_on(lambda x, s: (x * s, x + 1, jnp.where(x > 0, x, 2.0)), half, 2.5)
+    assert float(jax.grad(amp(lambda x: x * x))(3.0)) == 6.0
+    assert float(jax.jvp(amp(jax.nn.relu), (3.0,), (1.0,))[1]) == 1.0
+
+
+def test_closures():
+    """Arrays and tracers of an enclosing transform may be closed over."""
+    grad = jax.grad(lambda w: amp(lambda x: jnp.sum(jnp.tanh(x @ w)))(X))(W)
+    expected = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(W)
+    assert_close(grad, expected, jnp.float16, gradient=True)
+    assert_all_in(lambda x: amp(lambda: x @ W)(), X, dtype=jnp.float16, count=1)
+    inner = lambda w: lax.scan(  # noqa: E731
+        lambda c, x: (c, amp(jax.jit(lambda x: x @ w))(x)), 0, X
+    )[1].sum()
+    assert_close(jax.grad(inner)(W), jax.grad(lambda w: (X @ w).sum())(W), jnp.float16)
+
+
+# --- amp_stop and scopes -------------------------------------------------------------
+
+
+def test_amp_stop_as_decorator_and_context():
+    """What is inside is float32, its backward pass included; what is outside is not."""
+
+    @amp_stop
+    def exact(w, x):
+        return x @ w
+
+    def fn(w, x):
+        y = exact(w, x @ w)
+        with amp_stop():
+            return jnp.sum(y @ w)
+
+    half, full = ("float16",) * 2, ("float32",) * 2
+    assert dtypes_of(amp(fn), W, X) == [half, full, full]
+    for grad in (jax.grad(amp(fn)), amp(jax.grad(fn))):
+        found = dtypes_of(grad, W, X)
+        # Of x @ w inside exact(w, ...) only w needs a gradient.
+        assert (found.count(half), found.count(full)) == (2, 6)
+
+
+def test_amp_stop_around_structured_primitives():
+    """scan, jit and custom derivatives under amp_stop stay in float32 throughout."""
+
+    @amp_stop
+    def fn(w, x):
+        x = lax.scan(lambda c, _: (jax.jit(jnp.dot)(c, w), None), x, None, 2)[0]
+        return jax.checkpoint(lambda x: jax.nn.relu(x @ w))(x)
+
+    for lowered in (amp(fn), jax.grad(loss_of(amp(fn))), amp(jax.grad(loss_of(fn)))):
+        assert {d for row in dtypes_of(lowered, W, X) for d in row} == {"float32"}
+
+
+@pytest.mark.parametrize("function", ["compute", "bfloat16", "float16"])
+def test_forced_scope_spares_what_cannot_be_lowered(function):
+    """Linear algebra and random numbers, which rounding would turn into infinities."""
+    functions = {"compute": flax_amp.use_compute_precision}
+    chosen = functions.get(function) or flax_amp.use_precision(function)
+
+    def fn(w, k):
+        with jax.named_scope("head"):
+            root = jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(SIZE))
+            return root, jax.random.normal(k, (10_000,)), jax.random.bits(k)
+
+    lowered = amp(fn, amp_policy=default_amp_policy | {"head": chosen})
+    (root, *numbers), (expected, *exact) = lowered(W, KEY), fn(W, KEY)
+    assert_close(root, expected, jnp.bfloat16)
+    assert jnp.isfinite(numbers[0]).all()
+    assert_identical(numbers, exact)
+
+
+def test_user_written_precision_function():
+    """A function of the user's decides for its key, in any callable form."""
+
+    class Tenfold:
+        """Not hashable, as a mutable dataclass would be."""
+
+        __hash__ = None
+
+        def __call__(self, compute_dtype, original_dtypes, *invars, **params):
+            return [x * 10 for x in invars], params
+
+    policy = default_amp_policy | {"scope": Tenfold()}
+
+    def fn(w):
+        with jax.named_scope("scope"):
+            return jax.jit(jnp.dot)(w, w)
+
+    assert_close(amp(fn, amp_policy=policy)(W), 100 * W @ W, jnp.float32)
+
+
+# --- bad input -----------------------------------------------------------------------
+
+BAD = {
+    "unknown dtype": (dict(compute_dtype="float12"), "compute_dtype: got 'float12'"),
+    "integer dtype": (dict(compute_dtype=jnp.int8), "compute_dtype: .*expected"),
+    "double": (dict(compute_dtype=jnp.float64), "compute_dtype: .*float64"),
+    "no dtype": (dict(compute_dtype=None), "compute_dtype: got None"),
+    "list": (dict(amp_policy=[1]), "amp_policy: got list; expected a dict"),
+    "key": (dict(amp_policy={3: flax_amp.follow_precision}), "key 3 of type int"),
+    "function key": (
+        dict(amp_policy={jnp.dot: flax_amp.follow_precision}), "wrong entries"
+    ),
+    "value": (dict(amp_policy={"a": jnp.float32(1)}), "of key 'a'"),
+    "class value": (dict(amp_policy={"a": flax_amp.use_precision}), "of key 'a'"),
+    "string value": (dict(amp_policy={lax.exp_p: "float32"}), "'float32' of key"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options(name):
+    """Wrong options fail when amp is applied, by name."""
+    options, message = BAD[name]
+    with pytest.raises(TypeError, match=message):
+        amp(mlp, **options)
+    with pytest.raises(TypeError, match=message):
+        amp(**options)
+
+
+def test_all_wrong_entries_are_listed():
+    with pytest.raises(TypeError, match=r"(?s)key 3 .*key 4 .*of key 'a'"):
+        amp(mlp, amp_policy={3: flax_amp.follow_precision, 4: amp, "a": 5})
+
+
+def test_structured_primitive_as_key():
+    """A scan or jit can only be left untouched as a whole."""
+    scan_p = jax.extend.core.primitives.scan_p
+    policy = default_amp_policy | {scan_p: flax_amp.use_compute_precision}
+    with pytest.raises(TypeError, match="'scan' is a structured primitive"):
+        amp(recurrent, amp_policy=policy)(W, X)
+    policy = default_amp_policy | {scan_p: flax_amp.use_original_precision}
+    assert_all_in(amp(recurrent, amp_policy=policy), W, X, dtype=jnp.float32, count=1)
+
+
+@pytest.mark.parametrize("wrong", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_use_precision_wants_a_float(wrong):
+    with pytest.raises(TypeError, match="use_precision: got .*expected a float dtype"):
+        flax_amp.use_precision(wrong)
+
+
+def test_amp_stop_wants_a_function():
+    with pytest.raises(TypeError, match="amp_stop: got str; expected a function"):
+        amp_stop("scope")
+
+
+def test_amp_as_decorator():
+    """With and without arguments; name and docstring stay."""
+
+    @amp
+    def plain(w):
+        """Says something."""
+        return w @ w
+
+    @functools.partial(amp, compute_dtype=jnp.bfloat16)
+    def other(w):
+        return w @ w
+
+    @amp(compute_dtype=jnp.bfloat16)
+    def third(w):
+        return w @ w
+
+    assert (plain.__name__, plain.__doc__) == ("plain", "Says something.")
+    assert_all_in(plain, W, dtype=jnp.float16, count=1)
+    for fn in (other, third):
+        assert_all_in(fn, W, dtype=jnp.bfloat16, count=1)
