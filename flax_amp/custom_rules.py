@@ -51,7 +51,7 @@ def _tangent_like(value: Value | None) -> Value | None:
     """
     if value is None or value.paint is Paint.LOW:
         return value
-    return Value(Paint.FULL, applied=value.applied)
+    return value._replace(paint=Paint.FULL, constant=None)
 
 
 def _is_differentiable(aval: Any) -> bool:

@@ -82,7 +82,6 @@ from flax_amp.policy import (
 # What measures a value, so that the result can be applied to it.
 _MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
 
-
 # Movement whose result has no element that its operand does not have. A gather out of
 # bounds fills in, and a ppermute leaves zeros where nobody sends.
 _KEEP_CONSTANT = frozenset(

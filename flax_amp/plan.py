@@ -52,7 +52,7 @@ class Value(NamedTuple):
 
     def settled(self) -> "Value":
         """The value as it leaves a loop or branch: an applied one goes back low."""
-        return LOW if self.applied else self
+        return LOW if self.applied else self._replace(carried=False)
 
 
 LEAF = Value(Paint.LEAF)

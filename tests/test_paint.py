@@ -122,6 +122,28 @@ def test_the_residual_stream_stays_low_through_unrolled_norms():
     assert streams == [Paint.LOW] * 3
 
 
+def test_a_recurrent_state_is_full_inside_its_loop_only():
+    def fn(w, x):
+        def cell(c, _):
+            c = jax.nn.sigmoid(low(w, c)) * c + jnp.tanh(low(w, x))
+            return c, jnp.tanh(c)
+
+        _, states = jax.lax.scan(cell, jnp.zeros_like(x), None, length=4)
+        return jnp.tanh(states + low(w, states)) @ w
+
+    plan = plan_of(fn, W, X)
+    steps = dict(
+        zip([e.primitive.name for e in plan.jaxpr.eqns], plan.steps, strict=True)
+    )
+    inside = steps["scan"].detail.body
+    names = [e.primitive.name for e in inside.jaxpr.eqns]
+    found = dict(zip(names, inside.steps, strict=True))
+    assert found["add"].outs[0].carried
+    assert found["tanh"].mode is Mode.FULL  # the last one, of the state
+    assert steps["scan"].outs[1] == Value(Paint.FULL)
+    assert steps["tanh"].mode is Mode.LOW
+
+
 # --- backward demand -----------------------------------------------------------------
 
 
