@@ -1,8 +1,9 @@
 """The evaluator: runs a plan, equation by equation, on arrays or tracers.
 
-Every cast stands at the use that needs it, also inside loop bodies, and is never kept
-for the next use. XLA merges the converts of straight code anyway, whereas one shared
-half-precision copy of a weight would make its cotangents add up in half precision.
+Every cast down stands at the use that needs it, also inside loop bodies, and is never
+kept for the next use. XLA merges the converts of straight code anyway, whereas one
+shared half-precision copy of a weight would make its cotangents add up in half
+precision. A cast up is shared within a jaxpr, for the same reason.
 """
 
 import dataclasses
@@ -65,8 +66,9 @@ class Emitter:
         env = _Environment(plan, operands)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
             values = tuple(env.value(v) for v in eqn.invars)
-            arrays = [env.array(v) for v in eqn.invars]
             with _compat.equation_context(eqn):
+                read = env.full if step.mode is Mode.FULL else env.array
+                arrays = [read(v) for v in eqn.invars]
                 outs = self._emit_step(eqn, step, arrays, values)
                 outs = self.land(outs, step.outs)
             env.write(eqn, outs, step.outs)
@@ -86,8 +88,6 @@ class Emitter:
             pairs = zip(arrays, values, strict=True)
             arrays = [self.lower(x, v, name) for x, v in pairs]
             params = with_result_dtype(params, self.compute_dtype)
-        elif step.mode is Mode.FULL:
-            arrays = list(map(self.restore, arrays, values))
         return _compat.bind(eqn, arrays, params)
 
     def lower(self, x: Any, value: Value | None, primitive: str = "") -> Any:
@@ -111,12 +111,6 @@ class Emitter:
             return saturating_cast(x, self.compute_dtype, headroom)
         return jax.lax.convert_element_type(x, self.compute_dtype)
 
-    def restore(self, x: Any, value: Value | None) -> Any:
-        """Casts an operand back to float32."""
-        if value is None or x.dtype == jnp.float32:
-            return x
-        return jax.lax.convert_element_type(x, jnp.float32)
-
     def land(
         self, arrays: Sequence[Any], values: Values, origins: Values | None = None
     ) -> list[Any]:
@@ -130,11 +124,18 @@ class Emitter:
         return [
             self.lower(x, origin or v)
             if v is not None and v.paint is Paint.LOW
-            else self.restore(x, v)
+            else _restore(x, v)
             for x, v, origin in zip(
                 arrays, values, origins or (None,) * len(arrays), strict=True
             )
         ]
+
+
+def _restore(x: Any, value: Value | None) -> Any:
+    """Casts an operand back to float32."""
+    if value is None or x.dtype == jnp.float32:
+        return x
+    return jax.lax.convert_element_type(x, jnp.float32)
 
 
 class _Environment:
@@ -144,6 +145,7 @@ class _Environment:
         jaxpr = plan.jaxpr
         self._arrays = dict(zip(jaxpr.invars, operands, strict=True))
         self._values = dict(zip(jaxpr.invars, plan.ins, strict=True))
+        self._full: dict[Any, Any] = {}
         self._arrays |= dict(zip(jaxpr.constvars, plan.consts, strict=True))
         leaves = const_values(jaxpr, plan.consts)
         self._values |= dict(zip(jaxpr.constvars, leaves, strict=True))
@@ -153,6 +155,18 @@ class _Environment:
 
     def array(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self._arrays[atom]
+
+    def full(self, atom: Any) -> Any:
+        """Returns the array in float32; all readers share one cast.
+
+        What a norm sends back to its input then adds up in float32 and is rounded
+        once, not at each of the three places where the norm reads it.
+        """
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self._full:
+            self._full[atom] = _restore(self._arrays[atom], self._values[atom])
+        return self._full[atom]
 
     def value(self, atom: Any) -> Value | None:
         return value_of(atom, self._values)
@@ -166,3 +180,4 @@ class _Environment:
                 self._uses[v] -= 1
                 if not self._uses[v]:
                     del self._arrays[v], self._values[v]
+                    self._full.pop(v, None)

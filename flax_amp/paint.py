@@ -67,6 +67,7 @@ from flax_amp.plan import (
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
+    LOW_OPS,
     LOWERABLE_OPS,
     Decision,
     Origin,
@@ -253,11 +254,15 @@ class Painter:
     def _obstacle_to_low(self, eqn: Any) -> str | None:
         if eqn.primitive.name not in LOWERABLE_OPS:
             return f"{eqn.primitive.name} runs in its original dtypes only"
-        dtypes = [getattr(v.aval, "dtype", None) for v in eqn.invars]
+        dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:
             is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
             if is_inexact and dtype not in (jnp.float32, self.compute_dtype):
                 return f"{dtype} operand"
+        if eqn.primitive.name in LOW_OPS:
+            for dtype in dtypes[:2]:  # the two factors; a quantized weight has a range
+                if not jnp.issubdtype(dtype, jnp.floating):
+                    return f"{dtype} operand"
         if not _is_default_precision(eqn.params.get("precision")):
             return f"precision={eqn.params['precision']}"
         preferred = eqn.params.get("preferred_element_type")

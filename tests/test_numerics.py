@@ -219,10 +219,10 @@ def test_leaves_saturate_and_results_overflow(dtype):
     assert float(dot(one * -jnp.inf, one)[0, 0]) == -np.inf
     assert np.isnan(dot(one * jnp.nan, one)[0, 0])
     # A mask that only low-precision equations read is clamped, too.
-    masked = amp(
-        lambda w, x: jnp.where(x > 9, x @ w, -1e38 * 3.4) @ w, compute_dtype=dtype
-    )
-    assert np.isfinite(masked(one * 0.25, one)[0, 0])
+    lowest = -3.4e38
+    for mask in (lambda y: jnp.where(y > 9, y, lowest), lambda y: y + lowest):
+        masked = amp(lambda w, x, mask=mask: mask(x @ w) @ w, compute_dtype=dtype)
+        assert np.isfinite(masked(one * 0.25, one)[0, 0])
     overflow = amp(lambda w, x: (x @ w) @ w, compute_dtype=dtype)
     root = 300.0 if dtype == jnp.float16 else 2e19
     assert float(overflow(one * root, one * 1.0)[0, 0]) == np.inf

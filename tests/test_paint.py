@@ -256,6 +256,14 @@ def test_a_half_that_the_user_asked_for_is_left_alone():
     assert [step.mode for step in plan.steps].count(Mode.LOW) == 0
 
 
+def test_a_quantized_factor_keeps_its_matmul_in_full():
+    def fn(w, x):
+        numbers = (((1,), (0,)), ((), ()))
+        return jax.lax.dot_general(x, w.astype(jnp.int8), numbers)
+
+    assert modes(fn, W, X)["dot_general"] is Mode.FULL
+
+
 def test_a_requested_accumulation_dtype_is_left_alone():
     def fn(w, x):
         w, x = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
