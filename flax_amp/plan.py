@@ -51,7 +51,7 @@ class Value(NamedTuple):
         return self._replace(constant=None)
 
     def settled(self) -> "Value":
-        """The value as it leaves a loop or branch: an applied one goes back low."""
+        """The value as it leaves a loop: an applied one goes back low."""
         return LOW if self.applied else self._replace(carried=False)
 
 
@@ -188,12 +188,13 @@ def out_avals(eqn: Any) -> list[Any]:
 
 def join(values: Iterable[Value | None]) -> Value | None:
     """Returns the value of what several branches or iterations agree on."""
-    present = [v.settled() for v in values if v is not None]
+    present = [LOW if v.applied else v for v in values if v is not None]
     if not present:
         return None
+    carried = any(v.carried for v in present)
     for paint in (Paint.FULL, Paint.LOW):
         if any(v.paint is paint for v in present):
-            return Value(paint)
+            return Value(paint, carried=carried)
     return present[0] if len(set(present)) == 1 else LEAF
 
 

@@ -118,6 +118,12 @@ def _enter_carry(value: Value | None) -> Value | None:
     return None if value is None else value.settled()
 
 
+def _leave(value: Value | None, init: Value | None) -> Value | None:
+    # What was the state of an outer loop before this one is so behind it, too.
+    outer = init is not None and init.carried
+    return _inside(value) if outer else value
+
+
 def _inside(value: Value | None) -> Value | None:
     # Seen from the body, a float32 carry is no statistic of something, but data.
     return CARRIED if value is not None and value.paint is Paint.FULL else value
@@ -139,9 +145,8 @@ def _plan_loop(
     while True:
         ins = (*consts, *map(_inside, carry), *xs)
         plan = painter.plan(jaxpr, ins, None, context)
-        again = tuple(
-            join(pair) for pair in zip(carry, plan.outs[: len(carry)], strict=True)
-        )
+        joined = map(join, zip(carry, plan.outs[: len(carry)], strict=True))
+        again = tuple(v and v.settled() for v in joined)
         if again == carry:
             return plan, carry
         carry = again
@@ -153,14 +158,14 @@ class _Scan:
     def paint(
         self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
     ) -> Step:
-        consts, carry, xs = split(ins, *_compat.scan_counts(eqn))
+        consts, init, xs = split(ins, *_compat.scan_counts(eqn))
         plan, carry = _plan_loop(
-            painter, eqn.params["jaxpr"], consts, carry, xs, context
+            painter, eqn.params["jaxpr"], consts, init, xs, context
         )
         ys = tuple(v and v.settled() for v in plan.outs[len(carry) :])
         return Step(
             Mode.RULE,
-            (*carry, *ys),
+            (*map(_leave, carry, init), *ys),
             "inside scan",
             uses=(Use.LOW,) * len(ins),
             detail=_LoopPlan(plan, carry),
@@ -194,16 +199,16 @@ class _While:
     def paint(
         self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
     ) -> Step:
-        of_cond, of_body, carry = split(ins, *self._counts(eqn))
+        of_cond, of_body, init = split(ins, *self._counts(eqn))
         body, carry = _plan_loop(
-            painter, eqn.params["body_jaxpr"], of_body, carry, (), context
+            painter, eqn.params["body_jaxpr"], of_body, init, (), context
         )
         condition = painter.plan(
             eqn.params["cond_jaxpr"], (*of_cond, *carry), None, context
         )
         return Step(
             Mode.RULE,
-            carry,
+            tuple(map(_leave, carry, init)),
             "inside while",
             uses=(Use.LOW,) * len(ins),
             detail=_LoopPlan(body, carry, condition),

@@ -84,3 +84,29 @@ def test_carry_dtype(name, loop):
     counters = [v.aval.dtype for v in eqn.outvars if v.aval.ndim == 0]
     assert all(d == jnp.int32 for d in counters)
     assert_close(jit(lowered)(*args), jit(fn)(*args), dtype, gradient=True)
+
+
+def through_cond(w, c, x):
+    return lax.cond(x.sum() > 0, lambda c: c + x @ w, lambda c: c - x @ w, c)
+
+
+def through_inner_loop(w, c, x):
+    return lax.scan(lambda c, _: (c + x @ w, None), c, None, length=2)[0]
+
+
+@pytest.mark.parametrize("inner", [through_cond, through_inner_loop])
+def test_a_state_stays_full_behind_what_is_nested_in_its_loop(inner):
+    """Sums that follow a branch or an inner loop are float32 ones, too."""
+
+    def fn(w, xs):
+        def body(c, x):
+            return inner(w, c, x) + layer(w, x) + layer(w, x), None
+
+        return lax.scan(body, jnp.zeros(SIZE), xs)[0]
+
+    sums = [
+        tuple(str(v.aval.dtype) for v in eqn.invars)
+        for eqn in equations_named(amp(fn), *arguments(), primitive="add")
+        if eqn.outvars[0].aval.shape == (SIZE,)
+    ]
+    assert len(sums) >= 3 and set(sums) == {("float32", "float32")}
