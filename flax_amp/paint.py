@@ -229,6 +229,8 @@ class Painter:
         is_fixed = isinstance(function, use_precision)
         if (function in BUILT_IN or is_fixed) and not any(ins):
             return _full(eqn, FULL, "no float32 operand")
+        if eqn.params.get("update_jaxpr") is not None:  # of a scatter
+            return _full(eqn, FULL, "its update function is a float32 one")
         if isinstance(function, use_precision):
             is_lowerable = eqn.primitive.name in LOWERABLE_OPS
             if function.dtype == self.compute_dtype:

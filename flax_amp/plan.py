@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp.policy import Decision
@@ -201,11 +202,18 @@ def join(values: Iterable[Value | None]) -> Value | None:
 def const_values(jaxpr: Any, consts: Sequence[Any]) -> Values:
     """Returns the values of the consts that a jaxpr closes over."""
     values = like([v.aval for v in jaxpr.constvars], LEAF)
-    known = [jnp.ndim(x) == 0 and not isinstance(x, jax.core.Tracer) for x in consts]
     return tuple(
-        LEAF._replace(constant=float(x)) if value and is_known else value
-        for x, value, is_known in zip(consts, values, known, strict=True)
+        value and LEAF._replace(constant=_uniform(x))
+        for x, value in zip(consts, values, strict=True)
     )
+
+
+def _uniform(x: Any) -> float | None:
+    """The number that every element of a small concrete array is, if it is one."""
+    if isinstance(x, jax.core.Tracer) or not 0 < np.size(x) <= 4096:
+        return None
+    array = np.asarray(x)
+    return float(array.flat[0]) if (array == array.flat[0]).all() else None
 
 
 def value_of(atom: Any, values: Mapping[Any, Value | None]) -> Value | None:

@@ -41,6 +41,13 @@ def _is_float(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _as_dtype(dtype: Any) -> Any:
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        return None
+
+
 def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.astype(dtype) if _is_float(x) and x.dtype != dtype else x
 
@@ -50,7 +57,11 @@ def with_result_dtype(
 ) -> dict[str, Any]:
     """Returns `bind_params` with the float result dtypes they fix set to `dtype`."""
     return {
-        name: jnp.dtype(dtype) if name in DTYPE_PARAMS and value is not None else value
+        name: jnp.dtype(dtype)
+        if name in DTYPE_PARAMS
+        and value is not None
+        and jnp.issubdtype(value, jnp.floating)
+        else value
         for name, value in bind_params.items()
     }
 
@@ -128,12 +139,14 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
     dtype: Any
 
     def __post_init__(self) -> None:
-        if not jnp.issubdtype(self.dtype, jnp.floating):
+        # numpy reads None as float64
+        checked = None if self.dtype is None else _as_dtype(self.dtype)
+        if checked is None or not jnp.issubdtype(checked, jnp.floating):
             raise TypeError(
                 f"use_precision: got {self.dtype!r}; expected a float dtype such as "
                 "jnp.float32 or jnp.bfloat16."
             )
-        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "dtype", checked)
 
     def __call__(
         self,
@@ -377,10 +390,7 @@ def check_compute_dtype(dtype: Any) -> Any:
     Raises:
       TypeError: if it is not float16, bfloat16 or float32.
     """
-    try:
-        checked = jnp.dtype(dtype)
-    except TypeError:
-        checked = None
+    checked = _as_dtype(dtype)
     if checked not in (jnp.float16, jnp.bfloat16, jnp.float32):
         raise TypeError(
             f"compute_dtype: got {dtype!r}; expected jnp.float16, jnp.bfloat16, or "

@@ -110,12 +110,19 @@ class _LoopPlan:
     condition: Plan | None = None
 
 
-def _enter_carry(value: Value | None) -> Value | None:
-    # A carry that starts as a constant is an accumulator or a recurrent state: small
-    # terms add up in it over many steps, so it stays in float32.
-    if value is not None and value.constant is not None:
+def _enter_carry(value: Value | None, is_stack: bool) -> Value | None:
+    """The value with which the search for the value of a carry begins.
+
+    A carry that starts as a constant is an accumulator or a recurrent state, and one
+    that the same weights are applied to again and again is an iterate: small terms add
+    up in both, and both stay in float32. The stream through a stack of layers goes as
+    the layers send it on.
+    """
+    if value is None:
+        return None
+    if value.constant is not None or not is_stack:
         return FULL
-    return None if value is None else value.settled()
+    return LEAF if value.paint is Paint.FULL else value
 
 
 def _leave(value: Value | None, init: Value | None) -> Value | None:
@@ -141,7 +148,13 @@ def _plan_loop(
 
     A carry only ever moves from LEAF to LOW to FULL, so the search ends.
     """
-    carry = tuple(_enter_carry(v) for v in carry)
+    inputs = _compat.open_jaxpr(jaxpr)[0].invars[len(consts) + len(carry) :]
+    # Layers come with weights of their own: a matrix for each step.
+    is_stack = any(
+        x is not None and x.paint is Paint.LEAF and v.aval.ndim >= 2
+        for x, v in zip(xs, inputs, strict=True)
+    )
+    carry = tuple(_enter_carry(v, is_stack) for v in carry)
     while True:
         ins = (*consts, *map(_inside, carry), *xs)
         plan = painter.plan(jaxpr, ins, None, context)
@@ -150,6 +163,13 @@ def _plan_loop(
         if again == carry:
             return plan, carry
         carry = again
+
+
+def _strong(x: Any) -> Any:
+    """Ends a weak type: the body's results must have the types of its inputs."""
+    aval = jax.typeof(x)
+    weak = getattr(aval, "weak_type", False)
+    return jax.lax.convert_element_type(x, aval.dtype) if weak else x
 
 
 class _Scan:
@@ -221,15 +241,21 @@ class _While:
         of_cond, of_body, init = split(operands, *self._counts(eqn))
         _, _, init_values = split(values, *self._counts(eqn))
 
-        def condition(carry: Any) -> Any:
-            return emitter.emit(loop.condition, (*of_cond, *carry))[0]
+        def land(carry: Any, origins: Values) -> list[Any]:
+            return [_strong(x) for x in emitter.land(carry, loop.carry, origins)]
 
-        def body(carry: Any) -> Any:
-            outs = emitter.emit(loop.body, (*of_body, *carry))
-            return tuple(emitter.land(outs, loop.carry, loop.body.outs))
+        def body(*xs: Any) -> list[Any]:
+            return land(emitter.emit(loop.body, xs), loop.body.outs)
 
-        init = tuple(emitter.land(init, loop.carry, init_values))
-        return jax.lax.while_loop(condition, body, init)
+        # Bound, not called: under vmap the condition is one per example, which
+        # jax.lax.while_loop does not take.
+        start = land(init, init_values)
+        params = {
+            **eqn.params,
+            "cond_jaxpr": _retrace(emitter, loop.condition, (*of_cond, *start)),
+            "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
+        }
+        return _compat.bind(eqn, [*of_cond, *of_body, *start], params)
 
     def _counts(self, eqn: Any) -> tuple[int, int]:
         return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

@@ -225,6 +225,11 @@ def _saturating_increment(count: jax.Array) -> jax.Array:
 
 
 def _as_scalar(key: str, value: Any, dtype: Any) -> jax.Array:
+    _check_scalar(key, value)
+    return jnp.asarray(value, dtype)
+
+
+def _check_scalar(key: str, value: Any) -> None:
     shape = getattr(value, "shape", ())
     if not isinstance(value, bool | int | float) and not _tree.is_array(value):
         raise ValueError(
@@ -236,7 +241,6 @@ def _as_scalar(key: str, value: Any, dtype: Any) -> jax.Array:
             f"scaler[{key!r}] has shape {shape}; expected a scalar. For several "
             "scalers at once, use jax.vmap."
         )
-    return jnp.asarray(value, dtype)
 
 
 def _check_hyperparameters(
@@ -252,6 +256,8 @@ def _check_hyperparameters(
     )
     if any(isinstance(value, jax.core.Tracer) for value in values.values()):
         return
+    for name, value in values.items():
+        _check_scalar(name, value)
     rules = {
         "min_scaler": (low >= _SMALLEST_SCALE, "at least 2**-126"),
         "max_scaler": (high <= _LARGEST_SCALE, "at most 2**126"),

@@ -101,7 +101,7 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    if not isinstance(accum_steps, int) or accum_steps < 1:
+    if type(accum_steps) is not int or accum_steps < 1:
         raise ValueError(
             f"make_train_step: {accum_steps=}; expected an integer of at least 1, the "
             "number of micro-batches."

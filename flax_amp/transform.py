@@ -89,6 +89,12 @@ def amp(
             amp, compute_dtype=compute_dtype, amp_policy=amp_policy
         )
 
+    if not callable(fun):
+        raise TypeError(
+            f"amp: got {type(fun).__name__}; expected a function of float32 arrays, or "
+            "no positional argument to use amp as a decorator with arguments."
+        )
+
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         call = nnx_bridge.functional(fun, args, kwargs)

@@ -51,7 +51,7 @@ def norm(x):
     return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
 
 
-CARRIES = {  # name: (body of (w, carry, x), first carry from x, is it low?)
+CARRIES = {  # name: (body of (w, carry, x), first carry from x, low in a stack?)
     "accumulator": (lambda w, c, x: c + x @ w, jnp.zeros_like, False),
     "recurrent_state": (lambda w, c, x: jnp.tanh(c @ w + x), jnp.zeros_like, False),
     "residual_stream": (lambda w, c, x: c + layer(w, c), lambda x: x, True),
@@ -61,14 +61,19 @@ CARRIES = {  # name: (body of (w, carry, x), first carry from x, is it low?)
 }
 
 
-@pytest.mark.parametrize("loop", ["scan", "fori", "while"])
+@pytest.mark.parametrize("loop", ["stack", "scan", "fori", "while"])
 @pytest.mark.parametrize("name", CARRIES)
 def test_carry_dtype(name, loop):
-    """Accumulators and zero states stay in float32, streams of activations go low."""
+    """The stream through a stack of layers goes low; what the same weights are applied
+    to again and again, accumulators and zero states stay in float32."""
     body, first, is_low = CARRIES[name]
+    is_low = is_low and loop == "stack"
     dtype = HALVES[len(name + loop) % 2]
 
     def fn(w, x):
+        if loop == "stack":
+            ws = jnp.stack([w, -w, w])
+            return lax.scan(lambda c, w: (body(w, c, x), None), first(x), ws)[0]
         if loop == "scan":
             return lax.scan(lambda c, _: (body(w, c, x), None), first(x), None, 3)[0]
         steps = 3 if loop == "fori" else jnp.int32(3)
@@ -84,6 +89,45 @@ def test_carry_dtype(name, loop):
     counters = [v.aval.dtype for v in eqn.outvars if v.aval.ndim == 0]
     assert all(d == jnp.int32 for d in counters)
     assert_close(jit(lowered)(*args), jit(fn)(*args), dtype, gradient=True)
+
+
+def test_a_normalized_embedding_enters_a_stack_low():
+    """The norm of a leaf is float32; the layers behind it send a low stream on."""
+
+    def fn(w, x):
+        ws = jnp.stack([w, w])
+        return lax.scan(lambda c, w: (c + layer(w, norm(c)), None), norm(x), ws)[0]
+
+    (eqn,) = equations_named(amp(fn), *arguments(), primitive="scan")
+    assert eqn.outvars[0].aval.dtype == jnp.float16
+
+
+@both_halves
+def test_small_steps_are_not_lost(dtype):
+    """An integrator that starts from data moves as it does in float32."""
+
+    def fn(w, x):
+        move = lambda y, _: (y + 1e-3 * jnp.tanh(y @ w), None)  # noqa: E731
+        return lax.scan(move, x, None, length=300)[0] - x
+
+    args = arguments()
+    actual, expected = jit(amp(fn, compute_dtype=dtype))(*args), jit(fn)(*args)
+    assert relative_error(actual, expected) < 2e-2
+
+
+@both_halves
+def test_a_condition_for_each_example(dtype):
+    """vmap makes a while loop with a condition per example, which is kept."""
+
+    def halve(w, row):
+        step = lambda r: 0.5 * jnp.tanh(w @ r)  # noqa: E731
+        return lax.while_loop(lambda r: jnp.sum(r * r) > 1e-2, step, row)
+
+    fn = jax.vmap(halve, (None, 0))
+    w, x = arguments()
+    assert_close(jit(amp(fn, compute_dtype=dtype))(w, x), jit(fn)(w, x), dtype)
+    batched = jax.vmap(amp(halve, compute_dtype=dtype), (None, 0))
+    assert_close(jit(batched)(w, x), jit(fn)(w, x), dtype)
 
 
 def through_cond(w, c, x):

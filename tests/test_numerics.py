@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import flax_amp
 from flax_amp import amp
 from helpers import assert_close, assert_identical, assert_same_avals
 
@@ -230,3 +231,46 @@ def test_leaves_saturate_and_results_overflow(dtype):
     assert float(twice(one * root, one)[0, 0]) == np.inf
     grad = jax.grad(lambda w: dot(w, one)[0, 0] * 2.0)(one * big)
     assert float(grad[0, 0]) == 2.0
+
+
+SCATTERS = {
+    "segment_max": lambda y: jax.ops.segment_max(y, jnp.array([0, 1]), 2),
+    "segment_sum": lambda y: jax.ops.segment_sum(y, jnp.array([0, 0]), 2),
+    "at_min": lambda y: y.at[0].min(0.5),
+    "at_multiply": lambda y: y.at[0].multiply(0.5),
+    "at_set": lambda y: y.at[0].set(0.5),
+    "at_apply": lambda y: y.at[0].apply(jnp.sin),
+}
+
+
+@pytest.mark.parametrize("policy", ["default", "compute", "bfloat16"])
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatters_of_low_values(name, policy):
+    """A scatter carries an update function that was traced in float32."""
+    functions = {
+        "compute": flax_amp.use_compute_precision,
+        "bfloat16": flax_amp.use_precision(jnp.bfloat16),
+    }
+    policies = flax_amp.default_amp_policy | (
+        {"here": functions[policy]} if policy in functions else {}
+    )
+
+    def fn(w, x):
+        y = x @ w
+        with jax.named_scope("here"):
+            return SCATTERS[name](y)
+
+    lowered = amp(fn, amp_policy=policies)
+    args = jnp.eye(2) * 0.3, jnp.array([[1.0, -2.0], [3.0, 0.5]])
+    assert_close(jit(lowered)(*args), jit(fn)(*args), jnp.bfloat16)
+    if name != "at_apply":  # JAX has no derivative for it
+        grads = jit(jax.grad(lambda *a: lowered(*a).sum()))(*args)
+        assert bool(jnp.isfinite(grads).all())
+
+
+def test_an_epsilon_for_each_feature():
+    """A closed-over array of one small number guards like that number."""
+    epsilon = np.full(2, 1e-8, np.float32)
+    fn = lambda w, x: (x @ w) / (jnp.abs(x @ w) + epsilon[None])  # noqa: E731
+    zeros = jnp.zeros((2, 2))
+    np.testing.assert_array_equal(amp(fn)(zeros, zeros), 0.0)

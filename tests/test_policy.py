@@ -84,8 +84,9 @@ def test_result_dtype_parameters_follow():
 
 def test_use_precision_is_a_value():
     assert flax_amp.use_precision(F32) == flax_amp.use_precision("float32")
-    with pytest.raises(TypeError, match="use_precision: got .*int32.*expected a float"):
-        flax_amp.use_precision(jnp.int32)
+    for wrong in (jnp.int32, "bf8", 3, None):
+        with pytest.raises(TypeError, match="use_precision: got .*; expected a float"):
+            flax_amp.use_precision(wrong)
 
 
 # --- lookup --------------------------------------------------------------------------
@@ -150,3 +151,8 @@ def test_unknown_compute_dtype(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype(jnp.bfloat16)])
 def test_known_compute_dtype(dtype):
     assert policy.check_compute_dtype(dtype) == jnp.bfloat16
+
+
+def test_amp_needs_a_function():
+    with pytest.raises(TypeError, match="amp: got int; expected a function"):
+        flax_amp.amp(3)

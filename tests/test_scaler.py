@@ -539,3 +539,13 @@ def test_eager_and_jitted_updates_agree(outcomes):
         eager = update_scaler(eager, finite)
         compiled = jax.jit(update_scaler)(compiled, finite)
     assert jax.tree.map(float, eager) == jax.tree.map(float, compiled)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("a", "is a str; expected a scalar"), (jnp.ones(3), "has shape")],
+)
+def test_hyperparameters_are_numbers_before_they_are_in_range(value, message):
+    for name in ("scaler", "adjust_factor", "patience"):
+        with pytest.raises(ValueError, match=message):
+            init_scaler(**{name: value})
