@@ -148,13 +148,18 @@ def _plan_loop(
 
     A carry only ever moves from LEAF to LOW to FULL, so the search ends.
     """
-    inputs = _compat.open_jaxpr(jaxpr)[0].invars[len(consts) + len(carry) :]
+    body = _compat.open_jaxpr(jaxpr)[0]
+    _, states, inputs = split(body.invars, len(consts), len(carry))
     # Layers come with weights of their own: a matrix for each step.
     is_stack = any(
         x is not None and x.paint is Paint.LEAF and v.aval.ndim >= 2
         for x, v in zip(xs, inputs, strict=True)
     )
-    carry = tuple(_enter_carry(v, is_stack) for v in carry)
+    carry = tuple(
+        # What the body hands on untouched, such as weights, is what it was.
+        (value and value.settled()) if out is state else _enter_carry(value, is_stack)
+        for value, state, out in zip(carry, states, body.outvars, strict=False)
+    )
     while True:
         ins = (*consts, *map(_inside, carry), *xs)
         plan = painter.plan(jaxpr, ins, None, context)

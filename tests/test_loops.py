@@ -102,6 +102,24 @@ def test_a_normalized_embedding_enters_a_stack_low():
     assert eqn.outvars[0].aval.dtype == jnp.float16
 
 
+def test_weights_in_a_carry_stay_leaves():
+    """A carry that the body hands on untouched does not promote what it meets."""
+
+    def fn(w, x):
+        def body(carry):
+            i, w, bias, x = carry
+            return i + 1, w, bias, jnp.tanh(x @ w + bias) @ w
+
+        start = jnp.int32(0), w, jnp.ones((SIZE, SIZE)) * x, x
+        return lax.while_loop(lambda c: c[0] < 3, body, start)[-1]
+
+    dtypes = [
+        eqn.invars[0].aval.dtype
+        for eqn in equations_named(amp(fn), *arguments(), primitive="tanh")
+    ]
+    assert dtypes == [jnp.float16]
+
+
 @both_halves
 def test_small_steps_are_not_lost(dtype):
     """An integrator that starts from data moves as it does in float32."""
