@@ -27,7 +27,6 @@ from flax_amp.plan import (
     Step,
     Value,
     Values,
-    const_values,
     value_of,
 )
 from flax_amp.policy import LOW_OPS, with_result_dtype
@@ -147,8 +146,7 @@ class _Environment:
         self._values = dict(zip(jaxpr.invars, plan.ins, strict=True))
         self._full: dict[Any, Any] = {}
         self._arrays |= dict(zip(jaxpr.constvars, plan.consts, strict=True))
-        leaves = const_values(jaxpr, plan.consts)
-        self._values |= dict(zip(jaxpr.constvars, leaves, strict=True))
+        self._values |= dict(zip(jaxpr.constvars, plan.const_ins, strict=True))
         reads = [v for eqn in jaxpr.eqns for v in eqn.invars]
         atoms = (*reads, *jaxpr.outvars)
         self._uses = Counter(v for v in atoms if not isinstance(v, Literal))

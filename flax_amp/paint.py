@@ -152,6 +152,7 @@ class Painter:
         return Plan(
             jaxpr=jaxpr,
             consts=consts,
+            const_ins=const_ins,
             ins=ins,
             outs=tuple(value_of(v, forward.values) for v in jaxpr.outvars),
             uses=tuple(uses.get(v, Use.NONE) for v in jaxpr.invars),
@@ -164,7 +165,7 @@ class Painter:
         known: dict[Any, Value | None],
         uses: Mapping[Any, Use],
         context: Context,
-    ) -> "_Forward":
+    ) -> _Forward:
         forward = _Forward([], [], dict(known))
         for eqn in jaxpr.eqns:
             ins = tuple(value_of(v, forward.values) for v in eqn.invars)
@@ -176,7 +177,7 @@ class Painter:
         return forward
 
     def _backward(
-        self, jaxpr: Any, forward: "_Forward", out_uses: Uses, context: Context
+        self, jaxpr: Any, forward: _Forward, out_uses: Uses, context: Context
     ) -> dict[Any, Use]:
         """Returns how each variable is read."""
         uses: dict[Any, Use] = {}

@@ -127,7 +127,9 @@ class Plan:
     """The plan of one jaxpr for given operand values.
 
     Attributes:
-      jaxpr: the original jaxpr; `consts` are the values of its `constvars`.
+      jaxpr: the original jaxpr.
+      consts: the arrays of its `constvars`.
+      const_ins: their values.
       ins: the values of its inputs.
       outs: the values of its results.
       uses: how each input is read.
@@ -136,6 +138,7 @@ class Plan:
 
     jaxpr: Any
     consts: Sequence[Any]
+    const_ins: Values
     ins: Values
     outs: Values
     uses: Uses

@@ -6,10 +6,9 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from flax_amp import nnx_bridge
+from flax_amp import _tree, nnx_bridge
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import LEAF, Use, like
@@ -104,15 +103,11 @@ def amp(
         ins = like([v.aval for v in jaxpr.invars], LEAF)
         plan = painter.plan(closed, ins, (Use.NONE,) * len(jaxpr.outvars))
         emitter = Emitter(painter, RULES)
-        outs = emitter.emit(plan, [x for x in call.inputs if _is_array(x)])
+        outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
         outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
         return call.finish(rebuild(outs))
 
     return transformed
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
 def _trace(
@@ -126,7 +121,7 @@ def _trace(
     """
     treedef: Any = None
     static: list[Any] = []
-    mask = [_is_array(x) for x in inputs]
+    mask = [_tree.is_array(x) for x in inputs]
 
     def pure(*arrays: Any) -> list[Any]:
         nonlocal treedef, static
@@ -135,10 +130,10 @@ def _trace(
             [next(rest) if m else x for m, x in zip(mask, inputs, strict=True)]
         )
         leaves, treedef = jax.tree.flatten(out)
-        static = [None if _is_array(x) else x for x in leaves]
-        return [x for x in leaves if _is_array(x)]
+        static = [None if _tree.is_array(x) else x for x in leaves]
+        return [x for x in leaves if _tree.is_array(x)]
 
-    closed = jax.make_jaxpr(pure)(*[x for x in inputs if _is_array(x)])
+    closed = jax.make_jaxpr(pure)(*[x for x in inputs if _tree.is_array(x)])
 
     def rebuild(arrays: list[Any]) -> Any:
         rest = iter(arrays)

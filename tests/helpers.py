@@ -1,11 +1,19 @@
 """What the tests share: walking jaxprs, comparing trees, tolerances."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+HALVES = (jnp.float16, jnp.bfloat16)
+both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+
+# Without the optimizations that make compiling slow.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

@@ -9,11 +9,7 @@ import pytest
 from jax import lax
 
 from flax_amp import amp
-
-HALVES = (jnp.float16, jnp.bfloat16)
-# Without the optimizations that make compiling slow.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
+from helpers import both_halves, jit
 
 
 @jax.custom_vjp

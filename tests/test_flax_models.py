@@ -15,12 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import flax_amp
 from flax_amp import amp, default_amp_policy
-from helpers import MATMULS, assert_same_avals, dtypes_of, equations
+from helpers import MATMULS, assert_same_avals, both_halves, dtypes_of, equations, jit
 from helpers import relative_error as error
 
-HALVES = (jnp.float16, jnp.bfloat16)
 BATCH, LENGTH, WIDTH, CLASSES = 4, 8, 16, 5
-both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 
 
 # --- Linen models, with `dtype` for the hand-set competitor only ---------------------
@@ -173,11 +171,6 @@ def make_loss(model, inputs):
         return cost.mean(), updates
 
     return loss
-
-
-def jit(fn):
-    """As `jax.jit`, without the optimizations that make compiling slow."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """Loops: what adds up over many steps, and in which dtype a carry travels."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +7,8 @@ import pytest
 from jax import lax
 
 from flax_amp import amp
-from helpers import assert_close, equations, relative_error
+from helpers import HALVES, assert_close, both_halves, equations, jit, relative_error
 
-HALVES = (jnp.float16, jnp.bfloat16)
-# Without the optimizations that make compiling slow.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 SIZE = 8
 
 

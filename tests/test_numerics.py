@@ -1,7 +1,5 @@
 """Range and digits: what half precision must not spoil, bit by bit or by tolerance."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +8,15 @@ from jax import lax
 
 import flax_amp
 from flax_amp import amp
-from helpers import assert_close, assert_identical, assert_same_avals
+from helpers import (
+    HALVES,
+    assert_close,
+    assert_identical,
+    assert_same_avals,
+    both_halves,
+    jit,
+)
 
-HALVES = (jnp.float16, jnp.bfloat16)
-# Without the optimizations that make compiling slow.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 ROWS, SIZE = 8, 4
 
 

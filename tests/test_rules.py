@@ -18,16 +18,14 @@ from helpers import (
     assert_close,
     assert_identical,
     assert_same_avals,
+    both_halves,
     dtypes_of,
     equations,
+    jit,
     relative_error,
 )
 
-HALVES = (jnp.float16, jnp.bfloat16)
 SIZE = 8
-# Without the optimizations that make compiling slow.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 
 
 def layer(w, x):

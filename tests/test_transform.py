@@ -13,19 +13,18 @@ from jax.sharding import PartitionSpec as P
 import flax_amp
 from flax_amp import amp, amp_stop, default_amp_policy
 from helpers import (
+    HALVES,
     assert_all_in,
     assert_close,
     assert_identical,
     assert_same_avals,
+    both_halves,
     dtypes_of,
     equations,
+    jit,
     relative_error,
 )
 
-HALVES = (jnp.float16, jnp.bfloat16)
-# Without the optimizations that make compiling slow.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 ROWS, SIZE = 8, 4
 
 
