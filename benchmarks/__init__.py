@@ -1,0 +1,1 @@
+"""Costs of mixed precision: compiled programs, host time, errors of gradients."""

@@ -1,0 +1,1 @@
+"""The models of the benchmarks: plain Flax, as a user writes them."""

@@ -1,0 +1,111 @@
+"""A GPT in Linen: scanned or unrolled over its layers, with or without remat."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from benchmarks.models import base
+from benchmarks.models.vit import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a GPT and of its batch, and how its layers are run."""
+
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    vocab: int = 50304
+    length: int = 1024
+    batch: int = 8
+    tied: bool = True
+    scan: bool = True
+    remat: bool = True
+
+
+TINY: dict[str, Any] = dict(width=48, heads=4, vocab=128, length=32, batch=4)
+LAYERS: dict[str, dict[str, Any]] = {
+    "gpt_scan": {},
+    "gpt_unroll": dict(scan=False),
+    "gpt_scan_noremat": dict(remat=False),
+}
+
+
+class Step(nn.Module):
+    """A block in the form that `nn.scan` wants."""
+
+    heads: int
+    dtype: DTypeLike | None = None
+    softmax_dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+        return Block(self.heads, self.dtype, self.softmax_dtype)(x, mask), None
+
+
+class GPT(nn.Module):
+    """A decoder with learned positions."""
+
+    config: Config
+    dtype: DTypeLike | None = None
+    softmax_dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        embed = nn.Embed(config.vocab, config.width, dtype=dtype)
+        x = embed(tokens)
+        positions = nn.Embed(config.length, config.width, dtype=dtype)
+        x = x + positions(jnp.arange(tokens.shape[1]))
+        x = self._layers(x, nn.make_causal_mask(tokens[:1], dtype=bool))
+        x = nn.LayerNorm(dtype=dtype)(x)
+        if config.tied:
+            return embed.attend(x)
+        return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
+
+    def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        config = self.config
+        arguments = (config.heads, self.dtype, self.softmax_dtype)
+        step: Any = Step
+        if config.remat:
+            step = nn.remat(Step, prevent_cse=not config.scan)
+        if not config.scan:
+            for _ in range(config.layers):
+                x, _ = step(*arguments)(x, mask)
+            return x
+        scanned = nn.scan(
+            step,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=config.layers,
+        )
+        return scanned(*arguments)(x, mask)[0]
+
+
+def problem(
+    name: str,
+    size: str = "full",
+    dtype: DTypeLike | None = None,
+    softmax_dtype: DTypeLike | None = None,
+    **sizes: Any,
+) -> base.Problem:
+    """Makes the problem of `gpt_scan`, `gpt_unroll` or `gpt_scan_noremat`.
+
+    Args:
+      name: one of them.
+      size: "full" or "tiny".
+      dtype: of a hand-set model.
+      softmax_dtype: of its softmax.
+      **sizes: fields of `Config` to override.
+
+    Returns:
+      The problem.
+    """
+    config = Config(**((TINY if size == "tiny" else {}) | LAYERS[name] | sizes))
+    data = base.tokens(config.batch, config.length, config.vocab)
+    return base.linen_problem(name, GPT(config, dtype, softmax_dtype), data)

@@ -1,0 +1,68 @@
+"""ResNet-50 in Linen, with batch statistics."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from benchmarks.models import base
+
+STAGES = (3, 4, 6, 3)
+# (image, width, classes, batch)
+CONFIGS = {"full": (224, 64, 1000, 32), "tiny": (32, 8, 10, 8)}
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions and a shortcut."""
+
+    width: int
+    stride: int
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(
+            nn.BatchNorm, use_running_average=False, momentum=0.9, dtype=self.dtype
+        )
+        strides = (self.stride, self.stride)
+        y = nn.relu(norm()(conv(self.width, (1, 1))(x)))
+        y = nn.relu(norm()(conv(self.width, (3, 3), strides)(y)))
+        y = norm(scale_init=nn.initializers.zeros)(conv(4 * self.width, (1, 1))(y))
+        if x.shape != y.shape:
+            x = norm()(conv(4 * self.width, (1, 1), strides)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """ResNet-50, version 1.5."""
+
+    width: int
+    classes: int
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = self.dtype
+        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False, dtype=dtype)(x)
+        x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=dtype)(x)
+        x = nn.max_pool(nn.relu(x), (3, 3), (2, 2), padding="SAME")
+        for stage, blocks in enumerate(STAGES):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                x = Bottleneck(self.width * 2**stage, stride, dtype)(x)
+        return nn.Dense(self.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
+
+
+def problem(
+    name: str,
+    size: str = "full",
+    dtype: DTypeLike | None = None,
+    softmax_dtype: DTypeLike | None = None,
+) -> base.Problem:
+    """Makes the problem of `resnet50`; it has no softmax but the one in its loss."""
+    image, width, classes, batch = CONFIGS[size]
+    data = base.vectors((batch, image, image, 3), classes)
+    return base.linen_problem(name, ResNet(width, classes, dtype), data)
