@@ -42,6 +42,30 @@ def saturating_cast(x: jax.Array, dtype: Any, headroom: bool = False) -> jax.Arr
     return _saturating_cast(jnp.dtype(dtype), headroom)(x)
 
 
+def rounded_exp(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns `exp(x)`, computed in float32 and rounded to `dtype`.
+
+    The derivative reads the rounded result, so that the float32 one need not be stored
+    for the backward pass.
+    """
+    return _rounded_exp(jnp.dtype(dtype))(x)
+
+
+@functools.cache
+def _rounded_exp(dtype: Any) -> Any:
+    @jax.custom_jvp
+    @jax.jit
+    def rounded_exp(x: jax.Array) -> jax.Array:
+        return jnp.exp(x).astype(dtype)
+
+    @rounded_exp.defjvp
+    def _jvp(primals: Any, tangents: Any) -> Any:
+        y = rounded_exp(*primals)
+        return y, (tangents[0] * y.astype(tangents[0].dtype)).astype(dtype)
+
+    return rounded_exp
+
+
 def _limits(dtype: Any, headroom: bool) -> tuple[float, float]:
     largest = float(finfo(dtype).max)
     return largest, largest / 2 if headroom else largest

@@ -9,7 +9,7 @@ no longer be.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,17 @@ import numpy as np
 from flax_amp import _compat
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
-from flax_amp.plan import Context, Mode, Paint, Plan, Step, Uses, Value, Values
+from flax_amp.plan import (
+    Context,
+    Mode,
+    Paint,
+    Plan,
+    Site,
+    Step,
+    Uses,
+    Value,
+    Values,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +36,12 @@ class Inner:
     """Paint of a primitive with one sub-jaxpr that takes its operands as they are."""
 
     param: str
+    site: ClassVar[Site | None] = None  # None: that of the surroundings
 
     def paint(
         self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
     ) -> Step:
+        context = context.of(self.site or context.site)
         plan = painter.plan(eqn.params[self.param], ins, uses, context)
         name = eqn.primitive.name
         return Step(Mode.RULE, plan.outs, f"inside {name}", uses=plan.uses, detail=plan)
@@ -123,10 +135,13 @@ class _CustomCall:
 class _Custom(Inner):
     """Paint of a call with a custom derivative: that of the function itself."""
 
+    site = Site.CLOSED
+
     def paint(
         self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
     ) -> Step:
         step = super().paint(painter, eqn, ins, uses, context)
+        context = context.of(self.site)
         return dataclasses.replace(step, detail=(step.detail, context))
 
 

@@ -1,9 +1,10 @@
 """The evaluator: runs a plan, equation by equation, on arrays or tracers.
 
 Every cast down stands at the use that needs it, also inside loop bodies, and is never
-kept for the next use. XLA merges the converts of straight code anyway, whereas one
-shared half-precision copy of a weight would make its cotangents add up in half
-precision. A cast up is shared within a jaxpr, for the same reason.
+kept for the next use, where a weight is concerned. XLA merges the converts of straight
+code anyway, whereas one shared half-precision copy of a weight would make its
+cotangents add up in half precision. A cast up is shared within a jaxpr, for the same
+reason, and so is the cast down of what was computed, such as the output of a norm.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._cast import cast_constant, saturating_cast
+from flax_amp._cast import cast_constant, rounded_exp, saturating_cast
+from flax_amp._keep import keep
 from flax_amp.paint import Painter, call_precision_function
 from flax_amp.plan import (
     Mode,
@@ -30,6 +32,8 @@ from flax_amp.plan import (
     value_of,
 )
 from flax_amp.policy import LOW_OPS, with_result_dtype
+from flax_amp.regions import Recompute, Region, schedule
+from flax_amp.residuals import is_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +47,12 @@ class Emitter:
 
     painter: Painter
     rules: Mapping[str, Rule]
+    recompute: Recompute = Recompute.AUTO
     # Rewritten bodies of jit, one per (plan, operand types): a block that is called
     # 24 times is rewritten and lowered once.
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # The regions of each plan.
+    schedules: dict[Plan, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def compute_dtype(self) -> Any:
@@ -62,16 +69,82 @@ class Emitter:
         Returns:
           The results, in the dtypes that `plan.outs` says.
         """
-        env = _Environment(plan, operands)
-        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
-            values = tuple(env.value(v) for v in eqn.invars)
-            with _compat.equation_context(eqn):
-                read = env.full if step.mode is Mode.FULL else env.array
-                arrays = [read(v) for v in eqn.invars]
-                outs = self._emit_step(eqn, step, arrays, values)
-                outs = self.land(outs, step.outs)
-            env.write(eqn, outs, step.outs)
-        return [env.array(v) for v in plan.jaxpr.outvars]
+        jaxpr = plan.jaxpr
+        env = _Environment(
+            {
+                **dict(zip(jaxpr.invars, operands, strict=True)),
+                **dict(zip(jaxpr.constvars, plan.consts, strict=True)),
+            },
+            {
+                **dict(zip(jaxpr.invars, plan.ins, strict=True)),
+                **dict(zip(jaxpr.constvars, plan.const_ins, strict=True)),
+            },
+            [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars),
+        )
+        for item in self._schedule(plan):
+            if isinstance(item, Region):
+                self._emit_region(plan, item, env)
+            else:
+                self._emit_equation(plan, item, env)
+        return [env.array(v) for v in jaxpr.outvars]
+
+    def _schedule(self, plan: Plan) -> list[Region | int]:
+        if plan not in self.schedules:
+            self.schedules[plan] = schedule(plan, self.recompute, self.compute_dtype)
+        return self.schedules[plan]
+
+    def _emit_region(self, plan: Plan, region: Region, env: "_Environment") -> None:
+        values = {v: env.value(v) for v in region.ins}
+        eqns = [plan.jaxpr.eqns[i] for i in region.indices]
+        # What is inside of a region is recomputed with it.
+        inner = dataclasses.replace(self, recompute=Recompute.NEVER, schedules={})
+
+        def evaluate(*operands: Any) -> list[Any]:
+            reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
+            arrays = dict(zip(region.ins, operands, strict=True))
+            first = region.barriers_at(region.indices[0])
+            arrays |= {v: keep(arrays[v], first) for v in region.kept & arrays.keys()}
+            inside = _Environment(arrays, dict(values), reads)
+            for i in region.indices:
+                inner._emit_equation(plan, i, inside, region)
+            values.update((v, inside.value(v)) for v in region.outs)
+            return [inside.array(v) for v in region.outs]
+
+        recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
+        outs = recomputed(*[env.array(v) for v in region.ins])
+        env.write(region.outs, outs, [values[v] for v in region.outs])
+        for eqn in eqns:
+            env.release(eqn.invars)
+
+    def _emit_equation(
+        self,
+        plan: Plan,
+        index: int,
+        env: "_Environment",
+        region: Region | None = None,
+    ) -> None:
+        eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
+        values = tuple(env.value(v) for v in eqn.invars)
+        with _compat.equation_context(eqn):
+            if step.mode in (Mode.FULL, Mode.EXP):
+                arrays = [env.full(v) for v in eqn.invars]
+            elif step.mode is Mode.LOW:
+                keeps = (
+                    eqn.primitive.name in LOW_OPS and region and region.keeps_operands
+                )
+                barriers = region.barriers_at(index) if keeps else None
+                arrays = [env.low(v, self.compute_dtype, barriers) for v in eqn.invars]
+            else:
+                arrays = [env.array(v) for v in eqn.invars]
+            outs = self._emit_step(eqn, step, arrays, values)
+            outs = self.land(outs, step.outs)
+            if region is not None:
+                outs = [
+                    keep(x, region.barriers_at(index)) if v in region.kept else x
+                    for v, x in zip(eqn.outvars, outs, strict=True)
+                ]
+        env.write(eqn.outvars, outs, step.outs)
+        env.release(eqn.invars)
 
     def _emit_step(
         self, eqn: Any, step: Step, arrays: Sequence[Any], values: Values
@@ -79,6 +152,8 @@ class Emitter:
         if step.mode is Mode.RULE:
             rule = self.rules[eqn.primitive.name]
             return rule.emit(self, eqn, step, arrays, values)
+        if step.mode is Mode.EXP:
+            return [rounded_exp(arrays[0], self.compute_dtype)]
         if step.mode is Mode.CALL:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
         params = eqn.params
@@ -100,8 +175,13 @@ class Emitter:
         if value is None or x.dtype == self.compute_dtype:
             return x
         headroom = primitive in ("add", "sub")
-        if value.constant is not None and np.ndim(x) == 0:
-            return cast_constant(value.constant, self.compute_dtype, headroom)
+        if value.constant is not None:
+            number = cast_constant(value.constant, self.compute_dtype, headroom)
+            if np.ndim(x) == 0:
+                return number
+            # Made anew, not cast: XLA would hoist the float32 array out of a loop.
+            if not getattr(jax.typeof(x), "vma", None):
+                return jax.lax.full_like(x, number, dtype=self.compute_dtype)
         # The range of bfloat16 is that of float32, but for the last half step that
         # rounds up to infinity. Masks stand there, weights do not: theirs is a plain
         # convert, which collectives can be moved across.
@@ -138,18 +218,25 @@ def _restore(x: Any, value: Value | None) -> Any:
 
 
 class _Environment:
-    """The live arrays of a plan and their values; an array goes after its last use."""
+    """The live arrays of a plan and their values; an array goes after its last use.
 
-    def __init__(self, plan: Plan, operands: Sequence[Any]):
-        jaxpr = plan.jaxpr
-        self._arrays = dict(zip(jaxpr.invars, operands, strict=True))
-        self._values = dict(zip(jaxpr.invars, plan.ins, strict=True))
+    Args:
+      arrays: the arrays of the inputs, by variable.
+      values: their values.
+      reads: every read of a variable, results included.
+    """
+
+    def __init__(
+        self,
+        arrays: dict[Any, Any],
+        values: dict[Any, Value | None],
+        reads: Sequence[Any],
+    ):
+        self._arrays = arrays
+        self._values = values
         self._full: dict[Any, Any] = {}
-        self._arrays |= dict(zip(jaxpr.constvars, plan.consts, strict=True))
-        self._values |= dict(zip(jaxpr.constvars, plan.const_ins, strict=True))
-        reads = [v for eqn in jaxpr.eqns for v in eqn.invars]
-        atoms = (*reads, *jaxpr.outvars)
-        self._uses = Counter(v for v in atoms if not isinstance(v, Literal))
+        self._low: dict[Any, Any] = {}
+        self._uses = Counter(v for v in reads if not isinstance(v, Literal))
 
     def array(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self._arrays[atom]
@@ -166,16 +253,39 @@ class _Environment:
             self._full[atom] = _restore(self._arrays[atom], self._values[atom])
         return self._full[atom]
 
+    def low(self, atom: Any, dtype: Any, barriers: Sequence[str] | None) -> Any:
+        """Returns the array, a full one in low precision; all readers share one cast.
+
+        Leaves stay as they are: each use of a weight has a cast of its own.
+
+        Args:
+          atom: the variable or literal.
+          dtype: the compute dtype.
+          barriers: if given, the cast is kept for the backward pass with these.
+        """
+        value = self.value(atom)
+        if isinstance(atom, Literal) or value is None or value.paint is not Paint.FULL:
+            return self.array(atom)
+        if atom not in self._low:
+            x = jax.lax.convert_element_type(self._arrays[atom], dtype)
+            self._low[atom] = x if barriers is None else keep(x, barriers)
+        return self._low[atom]
+
     def value(self, atom: Any) -> Value | None:
         return value_of(atom, self._values)
 
-    def write(self, eqn: Any, arrays: Sequence[Any], values: Values) -> None:
-        for v, array, value in zip(eqn.outvars, arrays, values, strict=True):
+    def write(
+        self, variables: Sequence[Any], arrays: Sequence[Any], values: Sequence[Any]
+    ) -> None:
+        for v, array, value in zip(variables, arrays, values, strict=True):
             if v in self._uses:
                 self._arrays[v], self._values[v] = array, value
-        for v in eqn.invars:
+
+    def release(self, atoms: Sequence[Any]) -> None:
+        """Notes that an equation has read its operands."""
+        for v in atoms:
             if not isinstance(v, Literal):
                 self._uses[v] -= 1
                 if not self._uses[v]:
-                    del self._arrays[v], self._values[v]
-                    self._full.pop(v, None)
+                    for held in (self._arrays, self._values, self._full, self._low):
+                        held.pop(v, None)

@@ -30,6 +30,7 @@ Structured primitives (scan, jit, custom derivatives, ...) have rules of their o
 `flax_amp.rules`, which are handed to the `Painter`.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,6 +68,7 @@ from flax_amp.plan import (
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
+    KEEP_OPS,
     LOW_OPS,
     LOWERABLE_OPS,
     Decision,
@@ -88,6 +90,9 @@ _MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
 _KEEP_CONSTANT = frozenset(
     "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
 )
+
+# Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
+_CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
 
 
 class _Forward(NamedTuple):
@@ -147,7 +152,9 @@ class Painter:
         known |= dict(zip(jaxpr.constvars, const_ins, strict=True))
         forward = self._forward(jaxpr, known, {}, context)
         uses = self._backward(jaxpr, forward, out_uses, context)
-        if any(use.wants_full(has_leaf=True) for use in uses.values()):
+        if any(
+            use.wants_full(has_leaf=True) or use.is_numerator for use in uses.values()
+        ):
             forward = self._forward(jaxpr, known, uses, context)
         return Plan(
             jaxpr=jaxpr,
@@ -157,6 +164,7 @@ class Painter:
             outs=tuple(value_of(v, forward.values) for v in jaxpr.outvars),
             uses=tuple(uses.get(v, Use.NONE) for v in jaxpr.invars),
             steps=tuple(forward.steps),
+            site=context.site,
         )
 
     def _forward(
@@ -218,9 +226,13 @@ class Painter:
             inner = Context(
                 scopes if self._policy.spans_scopes else (),
                 decision if decision.origin is Origin.SCOPE else None,
+                context.site,
             )
             return rule.paint(self, eqn, ins, uses, inner)
-        return self._paint_plain(eqn, ins, uses, decision)
+        if _is_softmax_numerator(eqn, ins, uses, decision):
+            outs = like(out_avals(eqn), LOW)
+            return Step(Mode.EXP, outs, "numerator of a softmax")
+        return _noted(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
 
     def _paint_plain(
         self, eqn: Any, ins: Values, uses: Uses, decision: Decision
@@ -291,6 +303,9 @@ class Painter:
         for v in operands:
             if v.constant is not None and not self._bears(eqn, v.constant):
                 return _full(eqn, FULL, f"constant {v.constant:g} would not survive")
+        if self._only_chooses(eqn, operands):
+            outs = like(out_avals(eqn), LOW)
+            return Step(Mode.LOW, outs, "chooses among low-precision values", use=None)
         if _union(uses).wants_full(has_leaf):
             return _full(eqn, APPLIED, "every consumer runs in full precision", None)
         outs = like(out_avals(eqn), LOW)
@@ -316,6 +331,18 @@ class Painter:
         if name in ("max", "min", "clamp"):
             return self._is_exact(constant)
         return size >= float(limits.smallest_normal)
+
+    def _only_chooses(self, eqn: Any, operands: Sequence[Value]) -> bool:
+        """Whether every element of the result is one of an operand, none rounded."""
+        limit = float(finfo(self.compute_dtype).max)
+        return eqn.primitive.name in _CHOOSE and all(
+            v.paint is not Paint.LEAF
+            or (
+                v.constant is not None
+                and (self._is_exact(v.constant) or abs(v.constant) > limit)
+            )
+            for v in operands
+        )
 
     def _paint_keep(self, eqn: Any, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
@@ -367,6 +394,36 @@ class Painter:
         """Returns the dtype in which a value of the original `aval` is emitted."""
         is_low = value is not None and value.paint is Paint.LOW
         return self.compute_dtype if is_low else aval.dtype
+
+
+def _is_softmax_numerator(
+    eqn: Any, ins: Values, uses: Uses, decision: Decision
+) -> bool:
+    # Computed in float32, but what the quotient and the backward pass read is rounded:
+    # it lies between 0 and 1, and it is by far the largest array of a transformer.
+    return (
+        eqn.primitive.name == "exp"
+        and decision.function is use_original_precision
+        and decision.origin is Origin.PRIMITIVE
+        and ins[0] is not None
+        and ins[0].below_zero
+        and uses[0].is_numerator
+    )
+
+
+def _noted(eqn: Any, ins: Values, step: Step) -> Step:
+    """Notes of the results of a step whether they are maxima, or below zero."""
+    name = eqn.primitive.name
+    maximum = name == "reduce_max" or (
+        name == "max" and any(v is not None and v.maximum for v in ins)
+    )
+    below_zero = name == "sub" and ins[1] is not None and ins[1].maximum
+    if not (maximum or below_zero):
+        return step
+    outs = tuple(
+        v and v._replace(maximum=maximum, below_zero=below_zero) for v in step.outs
+    )
+    return dataclasses.replace(step, outs=outs)
 
 
 def _takes_no_data(ins: Values) -> bool:

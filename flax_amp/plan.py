@@ -35,12 +35,16 @@ class Value(NamedTuple):
       carried: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. Such a state never goes back low within the loop, whatever meets it.
       constant: of a `LEAF` value: the number that every element has, if known.
+      maximum: whether it is the maximum of something.
+      below_zero: whether a maximum was subtracted from it: `x - max(x)`.
     """
 
     paint: Paint
     applied: bool = False
     carried: bool = False
     constant: float | None = None
+    maximum: bool = False
+    below_zero: bool = False
 
     @property
     def is_statistic(self) -> bool:
@@ -63,6 +67,14 @@ APPLIED = Value(Paint.FULL, applied=True)
 CARRIED = Value(Paint.FULL, carried=True)
 
 
+class Site(enum.Enum):
+    """What a jaxpr is the body of; it decides what its backward pass stores."""
+
+    STRAIGHT = "straight code"
+    LOOP = "a loop"  # forward and backward pass are two loops
+    CLOSED = "a checkpoint or a custom derivative"  # whose own rules say what is stored
+
+
 class Use(enum.Flag):
     """How the consumers of a value read it; the union over all of them."""
 
@@ -71,6 +83,11 @@ class Use(enum.Flag):
     FULL = enum.auto()  # in float32
     MEASURE = enum.auto()  # in float32, for a statistic of it
     APPLY = enum.auto()  # in float32, to apply a statistic to it
+
+    @property
+    def is_numerator(self) -> bool:
+        """Whether a statistic of the value is taken and the value itself read, too."""
+        return Use.MEASURE in self and self is not Use.MEASURE
 
     def wants_full(self, has_leaf: bool) -> bool:
         """Whether the equation that computes the value should run in full precision.
@@ -96,6 +113,7 @@ class Mode(enum.Enum):
 
     LOW = "low"  # float32 operands cast to the compute dtype
     FULL = "full"  # float32 operands restored to float32
+    EXP = "exp"  # the same, its result rounded for good
     KEEP = "keep"  # operands as they arrive
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
@@ -134,6 +152,7 @@ class Plan:
       outs: the values of its results.
       uses: how each input is read.
       steps: one `Step` per equation.
+      site: what the jaxpr is the body of.
     """
 
     jaxpr: Any
@@ -143,6 +162,7 @@ class Plan:
     outs: Values
     uses: Uses
     steps: tuple[Step, ...]
+    site: Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,10 +172,16 @@ class Context:
     Attributes:
       scopes: the scopes around it, kept only if a policy key can span several.
       forced: the decision of an enclosing scope, which holds for all inside.
+      site: what it is the body of.
     """
 
     scopes: tuple[str, ...] = ()
     forced: Decision | None = None
+    site: Site = Site.STRAIGHT
+
+    def of(self, site: Site) -> "Context":
+        """Returns the context of a body of another kind."""
+        return dataclasses.replace(self, site=site)
 
 
 class Rule(Protocol):

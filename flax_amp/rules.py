@@ -30,6 +30,7 @@ from flax_amp.plan import (
     Paint,
     Plan,
     Rule,
+    Site,
     Step,
     Use,
     Uses,
@@ -44,7 +45,7 @@ from flax_amp.plan import (
 
 def _retrace(emitter: Emitter, plan: Plan, operands: Sequence[Any]) -> Any:
     """Returns the rewritten closed jaxpr of a plan for operands of given types."""
-    key = (plan, tuple(jax.typeof(x) for x in operands))
+    key = (plan, emitter.recompute, tuple(jax.typeof(x) for x in operands))
     if key not in emitter.bodies:
         emitter.bodies[key] = jax.make_jaxpr(lambda *xs: emitter.emit(plan, xs))(
             *operands
@@ -64,6 +65,8 @@ class _Jit(Inner):
 
 class _Checkpoint(Inner):
     """A checkpoint keeps its policy and `prevent_cse`."""
+
+    site = Site.CLOSED
 
     def emit(
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
@@ -185,7 +188,7 @@ class _Scan:
     ) -> Step:
         consts, init, xs = split(ins, *_compat.scan_counts(eqn))
         plan, carry = _plan_loop(
-            painter, eqn.params["jaxpr"], consts, init, xs, context
+            painter, eqn.params["jaxpr"], consts, init, xs, context.of(Site.LOOP)
         )
         ys = tuple(v and v.settled() for v in plan.outs[len(carry) :])
         return Step(
@@ -225,6 +228,7 @@ class _While:
         self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
     ) -> Step:
         of_cond, of_body, init = split(ins, *self._counts(eqn))
+        context = context.of(Site.CLOSED)  # there is no backward pass
         body, carry = _plan_loop(
             painter, eqn.params["body_jaxpr"], of_body, init, (), context
         )

@@ -18,6 +18,7 @@ from flax_amp.policy import (
     check_compute_dtype,
     default_amp_policy,
 )
+from flax_amp.regions import check_recompute
 from flax_amp.rules import RULES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,6 +30,7 @@ def amp(
     *,
     compute_dtype: DTypeLike = ...,
     amp_policy: Mapping[Any, PrecisionFunction] = ...,
+    recompute: str = ...,
 ) -> F: ...
 @overload
 def amp(
@@ -36,12 +38,14 @@ def amp(
     *,
     compute_dtype: DTypeLike = ...,
     amp_policy: Mapping[Any, PrecisionFunction] = ...,
+    recompute: str = ...,
 ) -> Callable[[F], F]: ...
 def amp(
     fun: Any = None,
     *,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: Mapping[Any, PrecisionFunction] = default_amp_policy,
+    recompute: str = "auto",
 ) -> Any:
     """Transforms a float32 function into one that computes in mixed precision.
 
@@ -61,12 +65,20 @@ def amp(
       compute_dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32` to change nothing.
       amp_policy: which primitive or scope runs how: `{primitive or scope string:
         precision function}`, usually `flax_amp.default_amp_policy | {...}`.
+      recompute: what the backward pass computes again from low-precision values
+        instead of storing it in float32: elementwise arithmetic, norms, softmaxes,
+        never matrix products, convolutions, long sums or random numbers. Gradients are
+        the same. `"auto"`, the default: inside loops all of that; elsewhere what fuses
+        into its reader, and only on GPUs (on a TPU the barriers that it takes cost more
+        than they save). `"always"`: everywhere and all of it, for the least memory.
+        `"never"`: nothing. The bodies of your own `jax.checkpoint` keep their policy.
 
     Returns:
       The transformed function.
 
     Raises:
       TypeError: if `compute_dtype` or an entry of `amp_policy` is of a wrong kind.
+      ValueError: if `recompute` is none of its three values.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -83,9 +95,13 @@ def amp(
     """
     compute_dtype = check_compute_dtype(compute_dtype)
     policy = Policy(amp_policy)
+    recompute_ = check_recompute(recompute)
     if fun is None:
         return functools.partial(
-            amp, compute_dtype=compute_dtype, amp_policy=amp_policy
+            amp,
+            compute_dtype=compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
         )
 
     if not callable(fun):
@@ -102,7 +118,7 @@ def amp(
         painter = Painter(policy, compute_dtype, RULES)
         ins = like([v.aval for v in jaxpr.invars], LEAF)
         plan = painter.plan(closed, ins, (Use.NONE,) * len(jaxpr.outvars))
-        emitter = Emitter(painter, RULES)
+        emitter = Emitter(painter, RULES, recompute_)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
         outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
         return call.finish(rebuild(outs))

@@ -1,0 +1,204 @@
+"""Groups the equations of a plan into the regions that are recomputed as one.
+
+A region is emitted under `jax.checkpoint`: of it the backward pass stores what
+`flax_amp.residuals` chooses. What has a body with expensive equations of its own (a
+loop, a jitted block, a user's checkpoint, a custom derivative) stands between regions.
+"""
+
+import dataclasses
+import enum
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from flax_amp import _keep
+from flax_amp.plan import Plan, Site, Value
+from flax_amp.policy import LOW_OPS
+from flax_amp.residuals import choose, is_light
+
+
+class Recompute(enum.Enum):
+    """How much the backward pass computes again instead of storing it.
+
+    `AUTO` is what pays on every backend: inside loops all that is cheap, in straight
+    code what fuses, and that only on GPUs.
+    """
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
+
+
+def check_recompute(recompute: Any) -> Recompute:
+    """Returns the `Recompute` of this value.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    try:
+        return Recompute(recompute)
+    except ValueError:
+        expected = ", ".join(repr(mode.value) for mode in Recompute)
+        raise ValueError(
+            f"recompute: got {recompute!r}; expected one of {expected}."
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """Equations that are recomputed together.
+
+    Attributes:
+      indices: their places in the plan.
+      ins: the variables that they read.
+      outs: the variables that others read of them.
+      kept: the variables that the backward pass stores.
+      keeps_operands: whether it also stores the low-precision copies that matrix
+        products read.
+      barriers: the platforms on which there are barriers at what is stored.
+      barriers_until: from this place in the plan on there are none.
+    """
+
+    indices: Sequence[int]
+    ins: Sequence[Any]
+    outs: Sequence[Any]
+    kept: frozenset[Any]
+    keeps_operands: bool
+    barriers: Sequence[str]
+    barriers_until: int
+
+    def barriers_at(self, index: int) -> Sequence[str]:
+        """Returns the platforms with barriers at what an equation reads or makes."""
+        return self.barriers if index < self.barriers_until else _keep.NOWHERE
+
+
+def schedule(
+    plan: Plan, recompute: Recompute, compute_dtype: Any
+) -> list[Region | int]:
+    """Returns the regions and the places of all other equations, in order.
+
+    Args:
+      plan: the plan.
+      recompute: how much to compute again.
+      compute_dtype: the dtype of low-precision values.
+    """
+    if recompute is Recompute.NEVER or plan.site is Site.CLOSED:
+        return list(range(len(plan.steps)))
+    light, heavy = _levels(plan)
+    readers = _readers(plan, light)
+    values = _values(plan)
+    order: list[Region | int] = []
+    levels = sorted({*light, *heavy})
+    for level in levels:
+        if light[level]:
+            is_last = level == levels[-1] and not heavy[level]
+            region = _region(
+                plan, light[level], values, recompute, compute_dtype, is_last
+            )
+            if region is None:
+                order += light[level]
+            else:
+                outs = [v for v in region.outs if readers[v] - {level}]
+                order.append(dataclasses.replace(region, outs=outs))
+        order += heavy[level]
+    return order
+
+
+def _levels(plan: Plan) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Sorts equations by how many heavy ones stand before them at most.
+
+    The light ones of one level can run in one go: no path between two of them leads
+    through a heavy one.
+    """
+    level_of: dict[Any, int] = defaultdict(int)
+    light: dict[int, list[int]] = defaultdict(list)
+    heavy: dict[int, list[int]] = defaultdict(list)
+    floor = 0  # effects keep their order
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        reads = (v for v in eqn.invars if not isinstance(v, Literal))
+        level = max((level_of[v] for v in reads), default=0)
+        if is_light(eqn):
+            light[level].append(i)
+        else:
+            if eqn.effects:
+                level = floor = max(level, floor)
+            heavy[level].append(i)
+            level += 1
+        level_of.update(dict.fromkeys(eqn.outvars, level))
+    return light, heavy
+
+
+def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Any, set[int | None]]:
+    """Returns the levels whose regions read each variable; `None` stands for others."""
+    level_at = {i: level for level, indices in light.items() for i in indices}
+    readers: dict[Any, set[int | None]] = defaultdict(set)
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                readers[v].add(level_at.get(i))
+    for v in plan.jaxpr.outvars:
+        if not isinstance(v, Literal):
+            readers[v].add(None)
+    return readers
+
+
+def _values(plan: Plan) -> dict[Any, Value | None]:
+    jaxpr = plan.jaxpr
+    values = dict(zip(jaxpr.invars, plan.ins, strict=True))
+    values |= dict(zip(jaxpr.constvars, plan.const_ins, strict=True))
+    for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
+        values |= dict(zip(eqn.outvars, step.outs, strict=True))
+    return values
+
+
+def _region(
+    plan: Plan,
+    indices: list[int],
+    values: dict[Any, Value | None],
+    recompute: Recompute,
+    compute_dtype: Any,
+    is_last: bool,
+) -> Region | None:
+    """Returns the region of some light equations, if recomputing saves anything."""
+    eqns = [plan.jaxpr.eqns[i] for i in indices]
+    in_loop = plan.site is Site.LOOP
+    keeps_operands = not in_loop and recompute is Recompute.AUTO
+    residuals = choose(
+        eqns,
+        [plan.steps[i] for i in indices],
+        values,
+        compute_dtype,
+        keeps_operands=keeps_operands,
+    )
+    if not residuals.saves:
+        return None
+    made = {v for eqn in eqns for v in eqn.outvars}
+    reads = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+    if in_loop:
+        barriers = _keep.NOWHERE
+    elif recompute is Recompute.ALWAYS:
+        barriers = _keep.EVERYWHERE
+    else:
+        barriers = _keep.ON_GPU
+    return Region(
+        indices=indices,
+        ins=list(dict.fromkeys(v for v in reads if v not in made)),
+        outs=[v for eqn in eqns for v in eqn.outvars],
+        kept=residuals.kept,
+        keeps_operands=keeps_operands,
+        barriers=barriers,
+        barriers_until=_start_of_head(plan, indices) if is_last else len(plan.steps),
+    )
+
+
+def _start_of_head(plan: Plan, indices: Sequence[int]) -> int:
+    """Returns where the head of a model begins: behind its last product but one.
+
+    The backward pass of the head follows at once. Nothing of it is stored for long, and
+    there barriers only get in the way of fusions.
+    """
+    eqns = plan.jaxpr.eqns
+    products = [i for i in indices if eqns[i].primitive.name in LOW_OPS]
+    return products[-2] + 1 if len(products) > 1 else 0

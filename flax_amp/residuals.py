@@ -1,0 +1,220 @@
+"""What the backward pass stores, and what it computes again from that.
+
+Elementwise arithmetic, casts and data movement are computed again: they fuse into
+whatever reads them, whereas a stored float32 intermediate is written once and read once
+and takes its memory in between. Matrix products, long reductions, random numbers and
+every primitive that is not known here are never computed again.
+
+Which values to store is a minimum cut. The graph has the values of a piece of a program
+as nodes; paths lead from what can only be stored, not computed again, to what the
+derivatives read; every path must be cut, and cutting a value costs its bytes in the
+precision in which it lives. The float32 inside of a norm or a softmax is so never
+stored if its low-precision input can be. The method is that of PyTorch's AOTAutograd
+("Min-cut optimal recomputation with AOTAutograd", 2022), here with precisions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+from flax_amp._keep import keep_p
+from flax_amp._mincut import min_cut
+from flax_amp.plan import Mode, Paint, Step, Value
+from flax_amp.policy import FOLLOW_OPS, LOW_OPS, RANGE_OPS
+
+_REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
+)
+# From this factor on, a reduction's result is small to store beside its operand.
+_LONG = 8
+
+_MOVES = """
+    reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice split unstack
+    tile copy copy_p concatenate pad stack select_n stop_gradient convert_element_type
+    bitcast_convert_type reduce_precision iota real imag pvary
+    eq ne lt le gt ge is_finite not and or xor shift_left shift_right_logical
+    shift_right_arithmetic
+""".split()
+_CHEAP = (
+    frozenset((*_MOVES, *FOLLOW_OPS, *RANGE_OPS, *_REDUCTIONS))
+    - frozenset("select_and_scatter_add select_and_gather_add".split())
+    # Series and continued fractions: hundreds of operations per element.
+    - frozenset(
+        """lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e
+        bessel_i1e regularized_incomplete_beta""".split()
+    )
+)
+# Calls that are as cheap as what they call.
+_CALLS = frozenset("jit closed_call core_call custom_jvp_call".split())
+# Primitives with bodies that have regions, or rules, of their own.
+_STRUCTURED = frozenset("scan while cond remat2 shard_map custom_vjp_call".split())
+
+# What the derivative of a primitive reads, where it is not all of its operands and
+# results.
+_READS_NOTHING = frozenset(
+    """add sub neg add_any reduce_sum reshape squeeze broadcast_in_dim transpose rev
+    slice split unstack tile copy copy_p concatenate pad stack convert_element_type
+    reduce_precision real imag pvary psum cumsum""".split()
+)
+_READS_RESULT = frozenset("exp exp2 expm1 tanh logistic sqrt cbrt".split())
+_READS_FACTORS = frozenset(("mul", *LOW_OPS))
+
+
+def is_stored(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy of `jax.checkpoint`: whether a result is stored if it is needed."""
+    if primitive is keep_p:
+        return True
+    return not _is_cheap(primitive.name, avals, params)
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an equation may be computed again."""
+    if eqn.effects:
+        return False
+    if eqn.primitive.name in _CALLS:
+        return all(is_cheap(inner) for inner in _body(eqn))
+    avals = [v.aval for v in eqn.invars]
+    return _is_cheap(eqn.primitive.name, avals, eqn.params)
+
+
+def is_light(eqn: Any) -> bool:
+    """Whether an equation may stand in a region: it has no costly body of its own."""
+    name = eqn.primitive.name
+    if eqn.effects or name in _STRUCTURED:
+        return False
+    if name not in _CALLS:
+        return True
+    inner = _body(eqn)
+    return all(is_light(e) and e.primitive.name not in LOW_OPS for e in inner)
+
+
+def _body(eqn: Any) -> Sequence[Any]:
+    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return _compat.open_jaxpr(body)[0].eqns
+
+
+def _is_cheap(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    if name in _REDUCTIONS:
+        return math.prod(avals[0].shape[axis] for axis in params["axes"]) < _LONG
+    return name in _CHEAP or name in _CALLS
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """What the backward pass of a piece of a program stores.
+
+    Attributes:
+      kept: the values to store.
+      saves: whether anything is computed again at all.
+    """
+
+    kept: frozenset[Any]
+    saves: bool
+
+
+def choose(
+    eqns: Sequence[Any],
+    steps: Sequence[Step],
+    values: Mapping[Any, Value | None],
+    compute_dtype: Any,
+    *,
+    keeps_operands: bool,
+) -> Residuals:
+    """Chooses what the backward pass of some equations stores.
+
+    Args:
+      eqns: the equations, in order; none has effects.
+      steps: their steps.
+      values: what is known of each variable.
+      compute_dtype: the dtype of low-precision values.
+      keeps_operands: whether the operands of matrix products are stored in any case.
+        They lie in memory anyway, and to compute one again takes a kernel of its own
+        where the product is a library call.
+    """
+    made = {v for eqn in eqns for v in eqn.outvars}
+    inputs = {v for eqn in eqns for v in _variables(eqn.invars) if v not in made}
+    # Parameters, constants and integers of the outside are there as long as it needs.
+    free = {v for v in inputs if not _is_data(values[v])}
+    reads, operands = _reads(eqns, steps, inputs)
+    if keeps_operands:
+        # One that is full now is stored as the low copy that the product reads.
+        free |= {v for v in operands if _is_low(values[v])}
+    else:
+        reads |= operands
+    costs = {
+        v: 0 if v in free else _bytes(v.aval, values[v], compute_dtype)
+        for v in (*inputs, *made)
+    }
+    fixed = inputs | {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
+    edges = [
+        (v, out)
+        for eqn in eqns
+        for out in eqn.outvars
+        if out not in fixed
+        for v in _variables(eqn.invars)
+    ]
+    cut = min_cut(costs, edges, fixed, reads)
+    stored = (operands & free if keeps_operands else set()) | (cut - free)
+    kept = frozenset(v for v in stored if _is_data(values[v]) or v in made)
+    return Residuals(kept, saves=bool(reads - kept - free))
+
+
+def _reads(
+    eqns: Sequence[Any], steps: Sequence[Step], inputs: Collection[Any]
+) -> tuple[set[Any], set[Any]]:
+    """Returns what the derivatives read: all but, and only, operands of products."""
+    active = {v for v in inputs if _is_inexact(v.aval)}
+    reads: set[Any] = set()
+    operands: set[Any] = set()
+    for eqn, step in zip(eqns, steps, strict=True):
+        name = eqn.primitive.name
+        if name == "stop_gradient" or active.isdisjoint(_variables(eqn.invars)):
+            continue
+        active.update(v for v in eqn.outvars if _is_inexact(v.aval))
+        read = set(_read_by_derivative(eqn, step, active))
+        (operands if name in LOW_OPS else reads).update(read)
+    return reads, operands
+
+
+def _read_by_derivative(eqn: Any, step: Step, active: Collection[Any]) -> Iterator[Any]:
+    name = eqn.primitive.name
+    if name in _READS_NOTHING:
+        return
+    if name in _READS_RESULT:
+        yield from eqn.outvars
+    elif name in _READS_FACTORS and len(eqn.invars) == 2:
+        for factor, other in (eqn.invars, eqn.invars[::-1]):
+            if not isinstance(other, Literal) and other in active:
+                yield from _variables([factor])
+    elif name == "select_n":
+        yield from _variables(eqn.invars[:1])
+    else:
+        yield from _variables(eqn.invars)
+        if step.mode is not Mode.RULE:
+            yield from eqn.outvars
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def _is_inexact(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _is_low(value: Value | None) -> bool:
+    return value is not None and value.paint is Paint.LOW
+
+
+def _is_data(value: Value | None) -> bool:
+    return value is not None and value.paint is not Paint.LEAF
+
+
+def _bytes(aval: Any, value: Value | None, compute_dtype: Any) -> int:
+    dtype = compute_dtype if _is_low(value) else getattr(aval, "dtype", None)
+    return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 8)
