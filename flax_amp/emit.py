@@ -34,6 +34,7 @@ from flax_amp.plan import (
 from flax_amp.policy import LOW_OPS, with_result_dtype
 from flax_amp.regions import Recompute, Region, schedule
 from flax_amp.residuals import is_stored
+from flax_amp.wide_grad import product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,14 @@ class Emitter:
     Args:
       painter: plans what is only known while emitting: custom derivative rules.
       rules: the rules of structured primitives, by primitive name.
+      recompute: how much the backward pass computes again.
+      wide_gradients: whether weights get their gradients in float32.
     """
 
     painter: Painter
     rules: Mapping[str, Rule]
     recompute: Recompute = Recompute.AUTO
+    wide_gradients: bool = False
     # Rewritten bodies of jit, one per (plan, operand types): a block that is called
     # 24 times is rewritten and lowered once.
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -129,10 +133,9 @@ class Emitter:
             if step.mode in (Mode.FULL, Mode.EXP):
                 arrays = [env.full(v) for v in eqn.invars]
             elif step.mode is Mode.LOW:
-                keeps = (
-                    eqn.primitive.name in LOW_OPS and region and region.keeps_operands
-                )
-                barriers = region.barriers_at(index) if keeps else None
+                barriers = None
+                if region and region.keeps_operands and eqn.primitive.name in LOW_OPS:
+                    barriers = region.barriers_at(index)
                 arrays = [env.low(v, self.compute_dtype, barriers) for v in eqn.invars]
             else:
                 arrays = [env.array(v) for v in eqn.invars]
@@ -159,10 +162,27 @@ class Emitter:
         params = eqn.params
         if step.mode is Mode.LOW:
             name = eqn.primitive.name
-            pairs = zip(arrays, values, strict=True)
-            arrays = [self.lower(x, v, name) for x, v in pairs]
             params = with_result_dtype(params, self.compute_dtype)
+            weight = self._wide_weight(eqn, arrays, values)
+            pairs = zip(arrays, values, strict=True)
+            lowered = [self.lower(x, v, name) for x, v in pairs]
+            if weight is not None:
+                x = lowered[1 - weight]
+                return [product(eqn, params, x, arrays[weight], weight == 0)]
+            arrays = lowered
         return _compat.bind(eqn, arrays, params)
+
+    def _wide_weight(
+        self, eqn: Any, arrays: Sequence[Any], values: Values
+    ) -> int | None:
+        """Returns which factor of a product is a weight with a float32 gradient."""
+        if not self.wide_gradients or eqn.primitive.name not in LOW_OPS:
+            return None
+        for i in (1, 0):
+            value = values[i]
+            if value is not None and value.paint is Paint.LEAF and len(arrays) == 2:
+                return i
+        return None
 
     def lower(self, x: Any, value: Value | None, primitive: str = "") -> Any:
         """Casts an operand to the compute dtype; a leaf saturates.

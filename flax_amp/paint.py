@@ -30,7 +30,6 @@ Structured primitives (scan, jit, custom derivatives, ...) have rules of their o
 `flax_amp.rules`, which are handed to the `Painter`.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,11 +37,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._cast import cast_constant, finfo
+from flax_amp.facts import (
+    bears,
+    is_exact,
+    is_softmax_numerator,
+    noted,
+    only_chooses,
+)
 from flax_amp.plan import (
     APPLIED,
     CARRIED,
@@ -68,7 +72,6 @@ from flax_amp.plan import (
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
-    KEEP_OPS,
     LOW_OPS,
     LOWERABLE_OPS,
     Decision,
@@ -90,9 +93,6 @@ _MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
 _KEEP_CONSTANT = frozenset(
     "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
 )
-
-# Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
-_CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
 
 
 class _Forward(NamedTuple):
@@ -229,10 +229,10 @@ class Painter:
                 context.site,
             )
             return rule.paint(self, eqn, ins, uses, inner)
-        if _is_softmax_numerator(eqn, ins, uses, decision):
+        if is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.EXP, outs, "numerator of a softmax")
-        return _noted(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
+        return noted(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
 
     def _paint_plain(
         self, eqn: Any, ins: Values, uses: Uses, decision: Decision
@@ -301,9 +301,11 @@ class Painter:
         if not (any_low or applied):
             return _full(eqn, LEAF, "float32 leaves only")
         for v in operands:
-            if v.constant is not None and not self._bears(eqn, v.constant):
+            if v.constant is not None and not bears(
+                eqn, v.constant, self.compute_dtype
+            ):
                 return _full(eqn, FULL, f"constant {v.constant:g} would not survive")
-        if self._only_chooses(eqn, operands):
+        if only_chooses(eqn, operands, self.compute_dtype):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.LOW, outs, "chooses among low-precision values", use=None)
         if _union(uses).wants_full(has_leaf):
@@ -311,38 +313,6 @@ class Painter:
         outs = like(out_avals(eqn), LOW)
         # Were all consumers to read it in full, it would be computed in full above.
         return Step(Mode.LOW, outs, "follows a low-precision operand", use=None)
-
-    def _bears(self, eqn: Any, constant: float) -> bool:
-        """Whether an equation still means the same with the constant cast down.
-
-        An epsilon that the compute dtype rounds to zero no longer guards a division, a
-        bound of `1 - 1e-7` that it rounds to one no longer guards a logarithm, and a
-        large factor may not saturate. A large summand or bound may: it is a mask.
-        """
-        name, limits, size = (
-            eqn.primitive.name,
-            finfo(self.compute_dtype),
-            abs(constant),
-        )
-        if not np.isfinite(size) or size == 0:
-            return True
-        if size > float(limits.max):
-            return name not in ("mul", "div", "rem", "atan2")
-        if name in ("max", "min", "clamp"):
-            return self._is_exact(constant)
-        return size >= float(limits.smallest_normal)
-
-    def _only_chooses(self, eqn: Any, operands: Sequence[Value]) -> bool:
-        """Whether every element of the result is one of an operand, none rounded."""
-        limit = float(finfo(self.compute_dtype).max)
-        return eqn.primitive.name in _CHOOSE and all(
-            v.paint is not Paint.LEAF
-            or (
-                v.constant is not None
-                and (self._is_exact(v.constant) or abs(v.constant) > limit)
-            )
-            for v in operands
-        )
 
     def _paint_keep(self, eqn: Any, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
@@ -361,16 +331,13 @@ class Painter:
     def _paint_compare(self, eqn: Any, operands: list[Value]) -> Step:
         exact = all(
             v.paint is Paint.LOW
-            or (v.constant is not None and self._is_exact(v.constant))
+            or (v.constant is not None and is_exact(v.constant, self.compute_dtype))
             for v in operands
         )
         # A comparison goes along with whatever the other consumers want.
         outs = like(out_avals(eqn), FULL)
         mode = Mode.LOW if exact else Mode.FULL
         return Step(mode, outs, "compares at the widest dtype", use=Use.NONE)
-
-    def _is_exact(self, constant: float) -> bool:
-        return float(cast_constant(constant, self.compute_dtype)) == constant
 
     def _paint_call(self, eqn: Any, ins: Values, function: Any, because: str) -> Step:
         def call(*operands: Any) -> list[Any]:
@@ -394,36 +361,6 @@ class Painter:
         """Returns the dtype in which a value of the original `aval` is emitted."""
         is_low = value is not None and value.paint is Paint.LOW
         return self.compute_dtype if is_low else aval.dtype
-
-
-def _is_softmax_numerator(
-    eqn: Any, ins: Values, uses: Uses, decision: Decision
-) -> bool:
-    # Computed in float32, but what the quotient and the backward pass read is rounded:
-    # it lies between 0 and 1, and it is by far the largest array of a transformer.
-    return (
-        eqn.primitive.name == "exp"
-        and decision.function is use_original_precision
-        and decision.origin is Origin.PRIMITIVE
-        and ins[0] is not None
-        and ins[0].below_zero
-        and uses[0].is_numerator
-    )
-
-
-def _noted(eqn: Any, ins: Values, step: Step) -> Step:
-    """Notes of the results of a step whether they are maxima, or below zero."""
-    name = eqn.primitive.name
-    maximum = name == "reduce_max" or (
-        name == "max" and any(v is not None and v.maximum for v in ins)
-    )
-    below_zero = name == "sub" and ins[1] is not None and ins[1].maximum
-    if not (maximum or below_zero):
-        return step
-    outs = tuple(
-        v and v._replace(maximum=maximum, below_zero=below_zero) for v in step.outs
-    )
-    return dataclasses.replace(step, outs=outs)
 
 
 def _takes_no_data(ins: Values) -> bool:

@@ -46,6 +46,8 @@ def make_train_step(
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: Mapping[Any, Any] = default_amp_policy,
+    recompute: str = "auto",
+    reduce_dtype: DTypeLike | None = None,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -65,6 +67,9 @@ def make_train_step(
         model is collected from the model itself.
       compute_dtype: see `flax_amp.amp`.
       amp_policy: see `flax_amp.amp`.
+      recompute: see `flax_amp.amp`.
+      reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are averaged in
+        float32 whatever it is.
       redo_on_nan: while loss or gradients are not finite, lower the scale and compute
         the same batch again, at most this many times.
       accum_steps: split the leading axis of every leaf of the batch into so many
@@ -86,7 +91,8 @@ def make_train_step(
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the state is no
         `AmpTrainState`, or the loss or `aux` is not what is expected.
-      ValueError: if `redo_on_nan` or `accum_steps` is out of range; when called, if
+      ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
+        of range; when called, if
         the batch does not split, or updated variables do not fit the state.
 
     Example:
@@ -109,7 +115,12 @@ def make_train_step(
     options = _Options(
         loss_fn=_check_function(loss_fn, "make_train_step: loss_fn"),
         has_aux=has_aux,
-        lower=amp(compute_dtype=compute_dtype, amp_policy=amp_policy),
+        lower=amp(
+            compute_dtype=compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
+            reduce_dtype=reduce_dtype,
+        ),
         redo_on_nan=scaled_grad.check_retries(redo_on_nan, "make_train_step"),
         accum_steps=accum_steps,
         axis_name=axis_name,

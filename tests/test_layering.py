@@ -16,11 +16,17 @@ USERS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "configs").glob("*.
 BELOW = {
     "_compat": set(),
     "_cast": set(),
+    "_keep": set(),
+    "_mincut": set(),
     "_tree": {"_compat"},
     "policy": {"_tree"},
     "plan": {"policy"},
-    "paint": {"plan", "_cast"},
-    "emit": {"paint"},
+    "facts": {"plan", "_cast"},
+    "paint": {"facts"},
+    "residuals": {"plan", "_keep", "_mincut"},
+    "regions": {"residuals"},
+    "wide_grad": {"policy"},
+    "emit": {"paint", "regions", "wide_grad"},
     "custom_rules": {"emit"},
     "rules": {"custom_rules"},
     "nnx_bridge": {"_tree"},
@@ -36,7 +42,10 @@ BELOW = {
     "explain": {"train_step"},
     "debug": {"train_step"},
 }
-CORE = set("_cast _tree policy plan paint emit custom_rules rules transform".split())
+CORE = set(
+    """_cast _keep _mincut _tree policy plan facts paint residuals regions wide_grad
+    emit custom_rules rules transform""".split()
+)
 FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
 
 

@@ -1,0 +1,84 @@
+"""What single equations mean for precision; the rules of `flax_amp.paint` ask here."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_amp._cast import cast_constant, finfo
+from flax_amp.plan import Paint, Step, Uses, Value, Values
+from flax_amp.policy import KEEP_OPS, Decision, Origin, use_original_precision
+
+# Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
+_CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
+
+
+def is_exact(constant: float, compute_dtype: Any) -> bool:
+    """Whether the compute dtype has this very number."""
+    return float(cast_constant(constant, compute_dtype)) == constant
+
+
+def bears(eqn: Any, constant: float, compute_dtype: Any) -> bool:
+    """Whether an equation still means the same with the constant cast down.
+
+    An epsilon that the compute dtype rounds to zero no longer guards a division, a
+    bound of `1 - 1e-7` that it rounds to one no longer guards a logarithm, and a
+    large factor may not saturate. A large summand or bound may: it is a mask.
+    """
+    name, limits, size = (
+        eqn.primitive.name,
+        finfo(compute_dtype),
+        abs(constant),
+    )
+    if not np.isfinite(size) or size == 0:
+        return True
+    if size > float(limits.max):
+        return name not in ("mul", "div", "rem", "atan2")
+    if name in ("max", "min", "clamp"):
+        return is_exact(constant, compute_dtype)
+    return size >= float(limits.smallest_normal)
+
+
+def only_chooses(eqn: Any, operands: Sequence[Value], compute_dtype: Any) -> bool:
+    """Whether every element of the result is one of an operand, none rounded."""
+    limit = float(finfo(compute_dtype).max)
+    return eqn.primitive.name in _CHOOSE and all(
+        v.paint is not Paint.LEAF
+        or (
+            v.constant is not None
+            and (is_exact(v.constant, compute_dtype) or abs(v.constant) > limit)
+        )
+        for v in operands
+    )
+
+
+def is_softmax_numerator(eqn: Any, ins: Values, uses: Uses, decision: Decision) -> bool:
+    """Whether an equation is the exponential of `exp(x - max(x)) / sum(...)`.
+
+    It is computed in float32, but what the quotient and the backward pass read of it is
+    rounded: it lies between 0 and 1, and is by far the largest array of a transformer.
+    """
+    return (
+        eqn.primitive.name == "exp"
+        and decision.function is use_original_precision
+        and decision.origin is Origin.PRIMITIVE
+        and ins[0] is not None
+        and ins[0].below_zero
+        and uses[0].is_numerator
+    )
+
+
+def noted(eqn: Any, ins: Values, step: Step) -> Step:
+    """Notes of the results of a step whether they are maxima, or below zero."""
+    name = eqn.primitive.name
+    maximum = name == "reduce_max" or (
+        name == "max" and any(v is not None and v.maximum for v in ins)
+    )
+    below_zero = name == "sub" and ins[1] is not None and ins[1].maximum
+    if not (maximum or below_zero):
+        return step
+    outs = tuple(
+        v and v._replace(maximum=maximum, below_zero=below_zero) for v in step.outs
+    )
+    return dataclasses.replace(step, outs=outs)
