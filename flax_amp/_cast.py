@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 def finfo(dtype: Any) -> Any:
@@ -39,7 +41,7 @@ def saturating_cast(x: jax.Array, dtype: Any, headroom: bool = False) -> jax.Arr
     The derivative is that of the plain cast, so no mask is kept for the backward
     pass and the rule stays linear. Arguments as in `cast_constant`.
     """
-    return _saturating_cast(jnp.dtype(dtype), headroom)(x)
+    return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=headroom)
 
 
 def rounded_exp(x: jax.Array, dtype: Any) -> jax.Array:
@@ -71,18 +73,30 @@ def _limits(dtype: Any, headroom: bool) -> tuple[float, float]:
     return largest, largest / 2 if headroom else largest
 
 
-@functools.cache
-def _saturating_cast(dtype: Any, headroom: bool) -> Any:
+# A primitive, not a function with a custom derivative: it stands at every use of every
+# bias, and those take JAX much longer to trace.
+saturate_p = Primitive("flax_amp_saturate")
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "headroom"))
+def _saturate(x: jax.Array, *, dtype: Any, headroom: bool) -> jax.Array:
     largest, limit = _limits(dtype, headroom)
+    is_over = (jnp.abs(x) > largest) & ~jnp.isinf(x)
+    return jnp.where(is_over, jax.lax.sign(x) * limit, x).astype(dtype)
 
-    @jax.custom_jvp
-    @jax.jit
-    def saturating_cast(x: jax.Array) -> jax.Array:
-        is_over = (jnp.abs(x) > largest) & ~jnp.isinf(x)
-        return jnp.where(is_over, jax.lax.sign(x) * limit, x).astype(dtype)
 
-    @saturating_cast.defjvp
-    def _jvp(primals: Any, tangents: Any) -> Any:
-        return saturating_cast(*primals), tangents[0].astype(dtype)
+def _saturate_tangent(t: Any, x: Any, *, dtype: Any, headroom: bool) -> Any:
+    return jax.lax.convert_element_type(t, dtype)
 
-    return saturating_cast
+
+def _saturate_batch(args: Any, dims: Any, **params: Any) -> Any:
+    return saturate_p.bind(*args, **params), dims[0]
+
+
+saturate_p.def_impl(_saturate)
+saturate_p.def_abstract_eval(
+    lambda x, *, dtype, headroom: x.update(dtype=dtype, weak_type=False)
+)
+ad.defjvp(saturate_p, _saturate_tangent)
+batching.primitive_batchers[saturate_p] = _saturate_batch
+mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))

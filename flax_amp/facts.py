@@ -26,11 +26,8 @@ def bears(eqn: Any, constant: float, compute_dtype: Any) -> bool:
     bound of `1 - 1e-7` that it rounds to one no longer guards a logarithm, and a
     large factor may not saturate. A large summand or bound may: it is a mask.
     """
-    name, limits, size = (
-        eqn.primitive.name,
-        finfo(compute_dtype),
-        abs(constant),
-    )
+    name, size = eqn.primitive.name, abs(constant)
+    limits = finfo(compute_dtype)
     if not np.isfinite(size) or size == 0:
         return True
     if size > float(limits.max):
@@ -44,7 +41,7 @@ def only_chooses(eqn: Any, operands: Sequence[Value], compute_dtype: Any) -> boo
     """Whether every element of the result is one of an operand, none rounded."""
     limit = float(finfo(compute_dtype).max)
     return eqn.primitive.name in _CHOOSE and all(
-        v.paint is not Paint.LEAF
+        v.paint is Paint.LOW
         or (
             v.constant is not None
             and (is_exact(v.constant, compute_dtype) or abs(v.constant) > limit)

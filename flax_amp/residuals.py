@@ -37,6 +37,7 @@ _MOVES = """
     reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice split unstack
     tile copy copy_p concatenate pad stack select_n stop_gradient convert_element_type
     bitcast_convert_type reduce_precision iota real imag pvary
+    flax_amp_saturate
     eq ne lt le gt ge is_finite not and or xor shift_left shift_right_logical
     shift_right_arithmetic
 """.split()
