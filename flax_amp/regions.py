@@ -172,7 +172,9 @@ def _region(
         compute_dtype,
         keeps_operands=keeps_operands,
     )
-    if not residuals.saves:
+    # Where little is saved, barriers would only force XLA to store what it need not.
+    worth = 0.5 * residuals.stored_bytes if keeps_operands else 0
+    if residuals.saved_bytes <= worth:
         return None
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))

@@ -111,11 +111,13 @@ class Residuals:
 
     Attributes:
       kept: the values to store.
-      saves: whether anything is computed again at all.
+      stored_bytes: their size.
+      saved_bytes: the size of what is computed again instead of being stored.
     """
 
     kept: frozenset[Any]
-    saves: bool
+    stored_bytes: int
+    saved_bytes: int
 
 
 def choose(
@@ -147,10 +149,8 @@ def choose(
         free |= {v for v in operands if _is_low(values[v])}
     else:
         reads |= operands
-    costs = {
-        v: 0 if v in free else _bytes(v.aval, values[v], compute_dtype)
-        for v in (*inputs, *made)
-    }
+    sizes = {v: _bytes(v.aval, values[v], compute_dtype) for v in (*inputs, *made)}
+    costs = {v: 0 if v in free else size for v, size in sizes.items()}
     fixed = inputs | {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
     edges = [
         (v, out)
@@ -162,7 +162,11 @@ def choose(
     cut = min_cut(costs, edges, fixed, reads)
     stored = (operands & free if keeps_operands else set()) | (cut - free)
     kept = frozenset(v for v in stored if _is_data(values[v]) or v in made)
-    return Residuals(kept, saves=bool(reads - kept - free))
+    return Residuals(
+        kept,
+        stored_bytes=sum(sizes[v] for v in kept),
+        saved_bytes=sum(sizes[v] for v in reads - kept - free),
+    )
 
 
 def _reads(
