@@ -5,19 +5,26 @@ PYTHON ?= python3
 VENV ?= .venv
 # One worker per core, at most four: every worker compiles with all the cores.
 PYTEST_ARGS ?= -n auto --maxprocesses 4
+# For every command of the benchmarks: --resume, --models mlp,vit_s16, ...
+BENCH_ARGS ?=
+# Without it the newest Python wins, which gets the newest JAX.
+BENCH_PYTHON ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
+BENCH := .venv-bench
+BENCH_GPU := .venv-bench-gpu
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-fast check lint format types doctest layering clean
+.PHONY: bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(RUN_READY) ## Trains on real data in float16, is killed, resumes; prints a table.
 	$(BIN)/python -m examples.digits.demo
@@ -47,6 +54,21 @@ doctest: $(RUN_READY) ## Only the examples in docstrings.
 layering: $(RUN_READY) ## Only the one-way imports.
 	$(BIN)/python -m pytest tests/test_layering.py
 
+bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and plots.
+	$(BENCH)/bin/python -m benchmarks tpu $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks mesh $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks host $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks error $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks report
+
+bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200, without one.
+	$(BENCH_GPU)/bin/python -m benchmarks gpu-aot $(BENCH_ARGS)
+	$(BENCH_GPU)/bin/python -m benchmarks report
+
+bench-gpu: ## Times on the GPU that is here, with the JAX that is here.
+	PYTHONPATH=. $(PYTHON) -m benchmarks gpu $(BENCH_ARGS)
+	PYTHONPATH=. $(PYTHON) -m benchmarks report
+
 clean: ## Removes the environments and what the tools left.
 	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -72,4 +94,26 @@ $(RUN_READY): pyproject.toml | $(VENV)/.made
 
 $(DEV_READY): pyproject.toml | $(RUN_READY)
 	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+$(BENCH)/.made $(BENCH_GPU)/.made:
+	@for python in $(BENCH_PYTHON) \
+	  python3.13 "$$HOME"/.pyenv/versions/3.13.*/bin/python \
+	  python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python \
+	  python3.11 "$(PYTHON)"; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    echo "making $(@D) with $$("$$python" --version)"; \
+	    "$$python" -m venv --clear "$(@D)" && touch $@ && exit 0; \
+	  fi; \
+	done; \
+	echo "error: no Python >= 3.11 that can make an environment; name one:" >&2; \
+	echo "  make BENCH_PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
+	exit 1
+
+# jax[tpu] and jax[cuda12] bring the plugin that fits their JAX.
+$(BENCH)/.ready-bench: pyproject.toml | $(BENCH)/.made
+$(BENCH_GPU)/.ready-bench-gpu: pyproject.toml | $(BENCH_GPU)/.made
+$(BENCH)/.ready-bench $(BENCH_GPU)/.ready-bench-gpu:
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  --editable '.[$(patsubst .ready-%,%,$(@F))]'
 	@touch $@

@@ -13,7 +13,7 @@ from benchmarks.buffers import Buffer, largest_buffers
 from benchmarks.hlo_text import CONTROL, FREE, Computation, Instruction, parse
 
 if TYPE_CHECKING:
-    from benchmarks.targets import Build
+    from benchmarks.stages import Build
 
 __all__ = [
     "Buffer",
@@ -105,6 +105,7 @@ class Collective:
       count: in the text; parts of one asynchronous collective count once.
       executed: in a run.
       bytes: in a run and for one device, the larger of operands and results.
+      text_bytes: the same with each instruction of the text counted once.
     """
 
     kind: str
@@ -112,6 +113,7 @@ class Collective:
     count: int
     executed: float
     bytes: float
+    text_bytes: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +155,7 @@ def measure(build: "Build") -> Figures:
     """Returns the figures of a compiled step.
 
     Args:
-      build: what `benchmarks.targets.compile_for` gave.
+      build: what `benchmarks.stages.build` or `benchmarks.targets.compile_for` gave.
 
     Returns:
       The figures.
@@ -261,6 +263,7 @@ def collectives(text: str) -> list[Collective]:
     counts: Counter[tuple[str, str]] = Counter()
     executed: defaultdict[tuple[str, str], float] = defaultdict(float)
     moved: defaultdict[tuple[str, str], float] = defaultdict(float)
+    written: Counter[tuple[str, str]] = Counter()
     seen: set[tuple[str, str]] = set()
     for computation, instruction, count in parse(text).everything():
         kind = instruction.opcode.removesuffix("-start")
@@ -275,8 +278,9 @@ def collectives(text: str) -> list[Collective]:
             counts[kind, dtype] += 1
             executed[kind, dtype] += count
             moved[kind, dtype] += count * size
+            written[kind, dtype] += size
     return [
-        Collective(*key, counts[key], executed[key], moved[key])
+        Collective(*key, counts[key], executed[key], moved[key], written[key])
         for key in sorted(counts)
     ]
 

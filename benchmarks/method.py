@@ -54,7 +54,7 @@ class Training:
       variant: the name of the variant.
       model: the name of the model.
       step: `step(carry, batch) -> (carry, loss)`.
-      carry: `carry(key) -> carry`.
+      start: `start(variables) -> carry`, where `variables` is what `init` gives.
       batch: `batch(key) -> batch`.
       gradients: `gradients(params, others, batch) -> (loss, grads)`, to compare
         variants; a loss scale that is too large is lowered until they are finite.
@@ -64,10 +64,19 @@ class Training:
     variant: str
     model: str
     step: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
-    carry: Callable[[jax.Array], PyTree]
+    start: Callable[[dict[str, PyTree]], PyTree]
     batch: Callable[[jax.Array], PyTree]
     gradients: Callable[[PyTree, PyTree, PyTree], tuple[jax.Array, PyTree]]
     init: Callable[[jax.Array], dict[str, PyTree]]
+
+    def carry(self, key: jax.Array) -> PyTree:
+        """Returns the carry of a new run."""
+        return self.start(self.init(key))
+
+    def shapes(self) -> tuple[PyTree, PyTree]:
+        """Returns the shapes and dtypes of a carry and of a batch."""
+        key = jax.random.key(0)
+        return jax.eval_shape(self.carry, key), jax.eval_shape(self.batch, key)
 
 
 class NotInstalledError(ImportError):
@@ -78,8 +87,8 @@ def from_method(variant: str, method: Method) -> Training:
     """Makes the training step around a way to get gradients."""
     task = method.problem
 
-    def carry(key: jax.Array) -> PyTree:
-        others = dict(task.init(key))
+    def start(variables: dict[str, PyTree]) -> PyTree:
+        others = dict(variables)
         params = others.pop("params")
         return params, others, OPTIMIZER.init(params), method.scaler()
 
@@ -108,4 +117,4 @@ def from_method(variant: str, method: Method) -> Training:
             )
         return result.loss, result.grads
 
-    return Training(variant, task.name, step, carry, task.batch, gradients, task.init)
+    return Training(variant, task.name, step, start, task.batch, gradients, task.init)

@@ -13,6 +13,8 @@ _MODULES: dict[str, ModuleType] = {
     "gpt_scan": gpt,
     "gpt_unroll": gpt,
     "gpt_scan_noremat": gpt,
+    "gpt_24": gpt,
+    "gpt_fsdp": gpt,
     "resnet50": resnet,
     "mlp": mlp,
     "lstm": lstm,

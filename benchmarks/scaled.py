@@ -1,18 +1,26 @@
 """float16 with a loss scaler: Flax's own recipe, and the whole step of flax_amp."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax.training.dynamic_scale import DynamicScale
 from jax.typing import DTypeLike
 
 import flax_amp
 from benchmarks.method import OPTIMIZER, Method, Result, Training
+from benchmarks.models.base import Problem
 from benchmarks.problem import problem
 
 PyTree = Any
+
+# As `AmpTrainState.create` does it: never give up. Wrapped here, so that all the states
+# of a training share one optimizer object, and its step is compiled once.
+_NEVER = int(np.iinfo(np.int32).max)
 
 
 def hand_fp16(model: str, size: str) -> Method:
@@ -47,6 +55,7 @@ def amp_step(
     size: str,
     compute_dtype: DTypeLike,
     scaling: bool,
+    branch: bool = False,
     **options: Any,
 ) -> Training:
     """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry.
@@ -57,37 +66,20 @@ def amp_step(
       size: "full" or "tiny".
       compute_dtype: float16 or bfloat16.
       scaling: scale the loss dynamically.
+      branch: skip steps by the `cond` of `optax.apply_if_finite`, not by a select.
       **options: further keywords of `make_train_step`.
 
     Returns:
       The training.
     """
     task = problem(model, size)
-    new_scaler = flax_amp.init_scaler if scaling else flax_amp.no_scaler
-
-    # With `state` and `variables` the same function serves Linen and NNX: both are
-    # pure functions of dicts here.
-    def loss_fn(params: PyTree, batch: PyTree, *, state: Any) -> tuple[Any, PyTree]:
-        loss, others = task.loss(params, state.variables, batch)
-        return loss, {"variables": others}
-
-    train_step = flax_amp.make_train_step(
-        loss_fn,
-        has_aux=True,
-        compute_dtype=compute_dtype,
-        jit=False,
-        donate=False,
-        **options,
+    optimizer = optax.apply_if_finite(OPTIMIZER, _NEVER) if branch else OPTIMIZER
+    train_step = make_train_step(
+        task, compute_dtype=compute_dtype, jit=False, donate=False, **options
     )
 
-    def carry(key: jax.Array) -> PyTree:
-        others = dict(task.init(key))
-        return flax_amp.AmpTrainState.create(
-            params=others.pop("params"),
-            variables=others,
-            tx=OPTIMIZER,
-            scaler=new_scaler(),
-        )
+    def start(variables: dict[str, PyTree]) -> PyTree:
+        return new_state(variables, optimizer, scaling)
 
     def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
         carry, metrics = train_step(carry, batch)
@@ -102,9 +94,54 @@ def amp_step(
         grad = flax_amp.dynamic_scale_value_and_grad(
             loss_amp, has_aux=True, redo_on_nan=24 if scaling else 0
         )
-        _, ((loss, _), grads) = grad(
-            params, others, batch, dynamic_scaler_state=new_scaler()
-        )
+        scaler = flax_amp.init_scaler() if scaling else flax_amp.no_scaler()
+        _, ((loss, _), grads) = grad(params, others, batch, dynamic_scaler_state=scaler)
         return loss, grads
 
-    return Training(variant, task.name, step, carry, task.batch, gradients, task.init)
+    return Training(variant, task.name, step, start, task.batch, gradients, task.init)
+
+
+def make_train_step(task: Problem, **options: Any) -> Callable[..., Any]:
+    """Returns `flax_amp.make_train_step` of a problem's loss.
+
+    Args:
+      task: the problem.
+      **options: further keywords of `make_train_step`.
+
+    Returns:
+      The step, a function of an `AmpTrainState` and a batch.
+    """
+
+    # With `state` and `variables` the same function serves Linen and NNX: both are
+    # pure functions of dicts here.
+    def loss_fn(params: PyTree, batch: PyTree, *, state: Any) -> tuple[Any, PyTree]:
+        loss, others = task.loss(params, state.variables, batch)
+        return loss, {"variables": others}
+
+    return flax_amp.make_train_step(loss_fn, has_aux=True, **options)
+
+
+def new_state(
+    variables: dict[str, PyTree],
+    optimizer: Any,
+    scaling: bool = True,
+    **scaler: Any,
+) -> flax_amp.AmpTrainState:
+    """Returns the `AmpTrainState` of a new run.
+
+    Args:
+      variables: what `Problem.init` gives.
+      optimizer: an optax optimizer.
+      scaling: scale the loss dynamically.
+      **scaler: keywords of `flax_amp.init_scaler`.
+
+    Returns:
+      The state.
+    """
+    others = dict(variables)
+    return flax_amp.AmpTrainState.create(
+        params=others.pop("params"),
+        variables=others,
+        tx=optimizer,
+        scaler=flax_amp.init_scaler(**scaler) if scaling else flax_amp.no_scaler(),
+    )

@@ -6,11 +6,9 @@ environment variables that keep both from looking for a device are set here, whe
 user has not set them.
 """
 
-import dataclasses
 import functools
 import os
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,28 +25,13 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Sharding, SingleDeviceSharding  # noqa: E402
 
+from benchmarks.stages import Build, build  # noqa: E402
+
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # imported before
 
 PyTree = Any
 
 H200 = pathlib.Path(__file__).with_name("h200.txtpb")
-
-
-@dataclasses.dataclass(frozen=True)
-class Build:
-    """A compiled step and what it took to make it.
-
-    Attributes:
-      compiled: the executable; it cannot be called on this machine.
-      trace_s: seconds of tracing (Python to jaxpr).
-      lower_s: seconds of lowering (jaxpr to StableHLO).
-      compile_s: seconds of XLA.
-    """
-
-    compiled: jax.stages.Compiled
-    trace_s: float
-    lower_s: float
-    compile_s: float
 
 
 @functools.cache
@@ -114,14 +97,7 @@ def compile_for(
         shardings = SingleDeviceSharding(devices[0])
     structs = _with_shardings(tuple(args), shardings)
     jitted = jax.jit(step, donate_argnums=donate_argnums, **jit_options)
-    start = time.perf_counter()
-    traced = jitted.trace(*structs)
-    traced_at = time.perf_counter()
-    lowered = traced.lower()
-    lowered_at = time.perf_counter()
-    compiled = lowered.compile()
-    end = time.perf_counter()
-    return Build(compiled, traced_at - start, lowered_at - traced_at, end - lowered_at)
+    return build(jitted, *structs)
 
 
 def _with_shardings(args: tuple[PyTree, ...], shardings: PyTree) -> tuple[PyTree, ...]:

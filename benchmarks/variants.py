@@ -117,6 +117,9 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "amp_fp16": functools.partial(
         scaled.amp_step, compute_dtype=jnp.float16, scaling=True
     ),
+    "amp_fp16_cond": functools.partial(
+        scaled.amp_step, compute_dtype=jnp.float16, scaling=True, branch=True
+    ),
     "jmp_fp16": functools.partial(_method, method=peers.jmp_fp16),
 }
 NAMES = tuple(_BUILDERS)

@@ -71,7 +71,8 @@ class Site(enum.Enum):
     """What a jaxpr is the body of; it decides what its backward pass stores."""
 
     STRAIGHT = "straight code"
-    LOOP = "a loop"  # forward and backward pass are two loops
+    LAYERS = "a scan over layers"  # forward and backward pass are two loops
+    STEPS = "a scan over the steps of a recurrence"
     CLOSED = "a checkpoint or a custom derivative"  # whose own rules say what is stored
 
 

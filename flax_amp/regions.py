@@ -8,15 +8,15 @@ loop, a jitted block, a user's checkpoint, a custom derivative) stands between r
 import dataclasses
 import enum
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 
 from flax_amp import _keep
-from flax_amp.plan import Plan, Site, Value
+from flax_amp.plan import Paint, Plan, Site, Value
 from flax_amp.policy import LOW_OPS
-from flax_amp.residuals import choose, is_light
+from flax_amp.residuals import MOVES, Residuals, choose, is_light
 
 
 class Recompute(enum.Enum):
@@ -86,10 +86,11 @@ def schedule(
     """
     if recompute is Recompute.NEVER or plan.site is Site.CLOSED:
         return list(range(len(plan.steps)))
-    light, heavy = _levels(plan)
-    readers = _readers(plan, light)
     values = _values(plan)
-    order: list[Region | int] = []
+    loose = _loose(plan, values)
+    light, heavy = _levels(plan, loose)
+    readers = _readers(plan, light)
+    order: list[Region | int] = [*loose]
     levels = sorted({*light, *heavy})
     for level in levels:
         if light[level]:
@@ -106,7 +107,30 @@ def schedule(
     return order
 
 
-def _levels(plan: Plan) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _loose(plan: Plan, values: Mapping[Any, Value | None]) -> dict[int, None]:
+    """Returns the equations that only move parameters and other inputs about.
+
+    They stay outside: out of a loop, JAX hoists what is the same at every step.
+    """
+    known = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
+    loose: dict[int, None] = {}  # an ordered set
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        reads = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if eqn.primitive.name in MOVES and all(
+            v in known and _is_leaf(values[v]) for v in reads
+        ):
+            loose[i] = None
+            known.update(eqn.outvars)
+    return loose
+
+
+def _is_leaf(value: Value | None) -> bool:
+    return value is not None and value.paint is Paint.LEAF
+
+
+def _levels(
+    plan: Plan, loose: Collection[int]
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Sorts equations by how many heavy ones stand before them at most.
 
     The light ones of one level can run in one go: no path between two of them leads
@@ -117,6 +141,8 @@ def _levels(plan: Plan) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     heavy: dict[int, list[int]] = defaultdict(list)
     floor = 0  # effects keep their order
     for i, eqn in enumerate(plan.jaxpr.eqns):
+        if i in loose:
+            continue
         reads = (v for v in eqn.invars if not isinstance(v, Literal))
         level = max((level_of[v] for v in reads), default=0)
         if is_light(eqn):
@@ -163,7 +189,7 @@ def _region(
 ) -> Region | None:
     """Returns the region of some light equations, if recomputing saves anything."""
     eqns = [plan.jaxpr.eqns[i] for i in indices]
-    in_loop = plan.site is Site.LOOP
+    in_loop = plan.site is not Site.STRAIGHT
     keeps_operands = not in_loop and recompute is Recompute.AUTO
     residuals = choose(
         eqns,
@@ -172,9 +198,7 @@ def _region(
         compute_dtype,
         keeps_operands=keeps_operands,
     )
-    # Where little is saved, barriers would only force XLA to store what it need not.
-    worth = 0.5 * residuals.stored_bytes if keeps_operands else 0
-    if residuals.saved_bytes <= worth:
+    if residuals.saved_bytes <= _worth(plan.site, keeps_operands, residuals):
         return None
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
@@ -193,6 +217,15 @@ def _region(
         barriers=barriers,
         barriers_until=_start_of_head(plan, indices) if is_last else len(plan.steps),
     )
+
+
+def _worth(site: Site, keeps_operands: bool, residuals: Residuals) -> float:
+    """Returns the bytes that recomputing must save to be worth it."""
+    if keeps_operands:
+        # Where little is saved, barriers only force XLA to store what it need not.
+        return 0.5 * residuals.stored_bytes
+    # The steps of an RNN are small and wait for one another: there time counts.
+    return 4 << 20 if site is Site.STEPS else 0
 
 
 def _start_of_head(plan: Plan, indices: Sequence[int]) -> int:

@@ -33,16 +33,19 @@ _REDUCTIONS = frozenset(
 # From this factor on, a reduction's result is small to store beside its operand.
 _LONG = 8
 
-_MOVES = """
-    reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice split unstack
-    tile copy copy_p concatenate pad stack select_n stop_gradient convert_element_type
-    bitcast_convert_type reduce_precision iota real imag pvary
-    flax_amp_saturate
+# Data movement without choice by indices.
+MOVES = frozenset(
+    """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile copy
+    copy_p concatenate pad stack""".split()
+)
+_SELECTS = """
+    dynamic_slice select_n stop_gradient convert_element_type bitcast_convert_type
+    reduce_precision iota real imag pvary flax_amp_saturate
     eq ne lt le gt ge is_finite not and or xor shift_left shift_right_logical
     shift_right_arithmetic
 """.split()
 _CHEAP = (
-    frozenset((*_MOVES, *FOLLOW_OPS, *RANGE_OPS, *_REDUCTIONS))
+    frozenset((*MOVES, *_SELECTS, *FOLLOW_OPS, *RANGE_OPS, *_REDUCTIONS))
     - frozenset("select_and_scatter_add select_and_gather_add".split())
     # Series and continued fractions: hundreds of operations per element.
     - frozenset(
@@ -57,10 +60,9 @@ _STRUCTURED = frozenset("scan while cond remat2 shard_map custom_vjp_call".split
 
 # What the derivative of a primitive reads, where it is not all of its operands and
 # results.
-_READS_NOTHING = frozenset(
-    """add sub neg add_any reduce_sum reshape squeeze broadcast_in_dim transpose rev
-    slice split unstack tile copy copy_p concatenate pad stack convert_element_type
-    reduce_precision real imag pvary psum cumsum""".split()
+_READS_NOTHING = MOVES | frozenset(
+    """add sub neg add_any reduce_sum convert_element_type reduce_precision real imag
+    pvary psum cumsum""".split()
 )
 _READS_RESULT = frozenset("exp exp2 expm1 tanh logistic sqrt cbrt".split())
 _READS_FACTORS = frozenset(("mul", *LOW_OPS))

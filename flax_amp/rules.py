@@ -180,6 +180,12 @@ def _strong(x: Any) -> Any:
     return jax.lax.convert_element_type(x, aval.dtype) if weak else x
 
 
+def _site(init: Values) -> Site:
+    """A state that starts as a constant is that of an RNN, not the stream of layers."""
+    starts = any(value is not None and value.constant is not None for value in init)
+    return Site.STEPS if starts else Site.LAYERS
+
+
 class _Scan:
     """A scan casts its weights inside the body, at each use."""
 
@@ -188,7 +194,7 @@ class _Scan:
     ) -> Step:
         consts, init, xs = split(ins, *_compat.scan_counts(eqn))
         plan, carry = _plan_loop(
-            painter, eqn.params["jaxpr"], consts, init, xs, context.of(Site.LOOP)
+            painter, eqn.params["jaxpr"], consts, init, xs, context.of(_site(init))
         )
         ys = tuple(v and v.settled() for v in plan.outs[len(carry) :])
         return Step(

@@ -17,6 +17,7 @@ from flax import core, nnx, struct
 from flax.training import train_state
 
 from flax_amp import _tree
+from flax_amp.finite import apply_if_finite
 from flax_amp.scaler import Scaler, complete_scaler
 
 PyTree = Any
@@ -36,7 +37,7 @@ class AmpTrainState(train_state.TrainState):
       step: int32[], steps taken, skipped ones included.
       apply_fn: usually `model.apply` (Linen); `None` for NNX.
       params: the float32 master weights; for NNX a nested dict of plain arrays.
-      tx: the optimizer, inside `optax.apply_if_finite`.
+      tx: the optimizer, inside `flax_amp.finite.apply_if_finite`.
       opt_state: its state, an `optax.ApplyIfFiniteState`.
       scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
       variables: every other collection. Linen: `{"batch_stats": ...}`. NNX: the state
@@ -82,7 +83,7 @@ class AmpTrainState(train_state.TrainState):
         Args:
           apply_fn: usually `model.apply` of a Linen model.
           params: its parameters, float32.
-          tx: an optax optimizer; it is wrapped in `optax.apply_if_finite` unless it
+          tx: an optax optimizer; it is wrapped in `apply_if_finite` unless it
             already is. It then skips, however often, what is not finite.
           model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
             `merge_model` gives the trained one.
@@ -182,7 +183,7 @@ def _wrap(tx: Any, params: PyTree) -> Any:
         tx = optax.masked(tx, lambda tree: jax.tree.map(_tree.is_inexact_array, tree))
     if isinstance(jax.eval_shape(tx.init, params), optax.ApplyIfFiniteState):
         return tx
-    return optax.apply_if_finite(tx, max_consecutive_errors=_NEVER)
+    return apply_if_finite(tx, max_consecutive_errors=_NEVER)
 
 
 def _check_model(model: Any, params: PyTree, variables: Any) -> None:

@@ -195,8 +195,8 @@ class TestGpuText:
 
     def test_asynchronous_collectives_count_once(self):
         assert hlo.collectives(GPU) == [
-            hlo.Collective("all-gather", "f32", 1, 3, 3 * 2048),
-            hlo.Collective("all-reduce", "bf16", 1, 3, 3 * 512),
+            hlo.Collective("all-gather", "f32", 1, 3, 3 * 2048, 2048),
+            hlo.Collective("all-reduce", "bf16", 1, 3, 3 * 512, 512),
         ]
 
     def test_converts_of_asynchronous_fusion(self):

@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from benchmarks.models import base
@@ -32,7 +33,18 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt_scan": {},
     "gpt_unroll": dict(scan=False),
     "gpt_scan_noremat": dict(remat=False),
+    # For the cost of tracing: nothing is shared between the layers.
+    "gpt_24": dict(layers=24, scan=False, remat=False),
+    # For 256 chips: a sequence for each.
+    "gpt_fsdp": dict(width=1024, layers=8, heads=16, batch=256),
 }
+
+
+def over_chips(x: jax.Array) -> jax.Array:
+    """Shards the examples over the axis "data" of the mesh in use, if there is one."""
+    if "data" not in jax.sharding.get_abstract_mesh().axis_names:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec("data"))
 
 
 class Step(nn.Module):
@@ -44,6 +56,7 @@ class Step(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
+        x = over_chips(x)
         return Block(self.heads, self.dtype, self.softmax_dtype)(x, mask), None
 
 
@@ -62,7 +75,7 @@ class GPT(nn.Module):
         positions = nn.Embed(config.length, config.width, dtype=dtype)
         x = x + positions(jnp.arange(tokens.shape[1]))
         x = self._layers(x, nn.make_causal_mask(tokens[:1], dtype=bool))
-        x = nn.LayerNorm(dtype=dtype)(x)
+        x = nn.LayerNorm(dtype=dtype)(over_chips(x))
         if config.tied:
             return embed.attend(x)
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
@@ -94,10 +107,10 @@ def problem(
     softmax_dtype: DTypeLike | None = None,
     **sizes: Any,
 ) -> base.Problem:
-    """Makes the problem of `gpt_scan`, `gpt_unroll` or `gpt_scan_noremat`.
+    """Makes the problem of a GPT.
 
     Args:
-      name: one of them.
+      name: one of `LAYERS`.
       size: "full" or "tiny".
       dtype: of a hand-set model.
       softmax_dtype: of its softmax.
@@ -106,6 +119,6 @@ def problem(
     Returns:
       The problem.
     """
-    config = Config(**((TINY if size == "tiny" else {}) | LAYERS[name] | sizes))
+    config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {}) | sizes))
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen_problem(name, GPT(config, dtype, softmax_dtype), data)

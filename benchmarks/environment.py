@@ -1,0 +1,69 @@
+"""What a figure was measured with: versions, the machine, the command."""
+
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shlex
+import sys
+
+import flax_amp
+
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "numpy",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "jmp",
+    "mixed-precision-for-JAX",
+    "jaxamp",
+    "equinox",
+)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of each package that is installed.
+
+    Of flax_amp also a digest of its sources: it tells one state of a checkout from
+    another, with or without git.
+    """
+    found = {"python": platform.python_version(), "flax_amp": _own_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> str:
+    """Returns the kind and number of the processors of this machine."""
+    name = platform.machine()
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"{os.cpu_count()} x {name}"
+
+
+def command_line() -> str:
+    """Returns the command as it was typed, without the path of the interpreter."""
+    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+
+
+def _own_version() -> str:
+    digest = hashlib.sha256()
+    folder = pathlib.Path(flax_amp.__file__).parent
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return f"{flax_amp.__version__} (sources {digest.hexdigest()[:8]})"

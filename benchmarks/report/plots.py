@@ -1,0 +1,151 @@
+"""Plots of the results, where matplotlib is installed."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.results import Results
+from benchmarks.sections import section
+
+# The colours of Okabe and Ito, told apart without seeing red or green.
+_COLOURS = {
+    "float32": "#999999",
+    "smcast_bf16": "#F0E442",
+    "amp_bf16": "#0072B2",
+    "jmp_bf16": "#E69F00",
+    "mpx_bf16": "#CC79A7",
+    "jaxamp_bf16": "#009E73",
+}
+_HIGHEST = 2.5  # bars that go further are cut and say how far
+
+# name of the file: command, title, panels by column
+_PLOTS = {
+    "tpu-v5e": (
+        "tpu",
+        "Compiled for a TPU v5e",
+        {
+            "est. ms": "estimated time",
+            "GB": "bytes accessed",
+            "temp MB": "temporary memory",
+        },
+    ),
+    "h200-memory": (
+        "gpu-aot",
+        "Compiled for an H200",
+        {"temp MB": "temporary memory"},
+    ),
+}
+
+
+def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
+    """Draws what there are results for.
+
+    Args:
+      found: all the results; of several environments the last one counts.
+      folder: where the plots go.
+
+    Returns:
+      The names of the files; none without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plots: matplotlib is not installed")
+        return []
+    matplotlib.use("svg")
+    names = []
+    for name, (command, title, panels) in _PLOTS.items():
+        ratios: dict[str, dict[str, dict[str, float]]] = {}
+        for results in found:
+            if results.command == command and results.size == "full":
+                ratios = _ratios(results, list(panels))
+        if any(ratios.values()):
+            _draw(folder / f"{name}.png", title, panels, ratios)
+            names.append(f"{name}.png")
+    return names
+
+
+def _ratios(
+    results: Results, columns: Sequence[str]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the ratios to the hand-set model by column, model and variant."""
+    shown = section(results.command, "compiled")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for column in columns:
+        for model, cells in results.parts("compiled"):
+            row = {v: shown.ratio(column, v, cells) for v in _COLOURS}
+            there = {v: ratio for v, ratio in row.items() if ratio is not None}
+            if there:
+                found.setdefault(column, {})[model] = there
+    return found
+
+
+def _draw(
+    path: pathlib.Path,
+    title: str,
+    panels: dict[str, str],
+    ratios: dict[str, dict[str, dict[str, float]]],
+) -> None:
+    import matplotlib.pyplot as plt
+
+    shown = {column: text for column, text in panels.items() if column in ratios}
+    figure, axes = plt.subplots(
+        len(shown),
+        1,
+        figsize=(10, 0.9 + 2.3 * len(shown)),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, (column, text) in zip(axes[:, 0], shown.items(), strict=True):
+        _bars(axis, ratios[column])
+        axis.set_ylabel(f"{text}\n(hand_bf16 = 1)")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    by_label = dict(zip(labels, handles, strict=True))
+    order = [variant for variant in _COLOURS if variant in by_label]
+    figure.legend(
+        [by_label[variant] for variant in order],
+        order,
+        loc="outside lower center",
+        ncols=len(order),
+        frameon=False,
+    )
+    figure.suptitle(f"{title}: ratio to the hand-set bfloat16 model, less is better")
+    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
+    plt.close(figure)
+
+
+def _bars(axis: Any, models: dict[str, dict[str, float]]) -> None:
+    """Draws the variants of each model side by side, amp with its ratio."""
+    most = max(len(row) for row in models.values())
+    highest = max(ratio for row in models.values() for ratio in row.values())
+    top = min(_HIGHEST, highest) * 1.06
+    width = 0.84 / most
+    seen = set()
+    for index, row in enumerate(models.values()):
+        for position, (variant, ratio) in enumerate(row.items()):
+            x = index + (position - (len(row) - 1) / 2) * width
+            axis.bar(
+                x,
+                min(ratio, top),
+                0.92 * width,
+                label=None if variant in seen else variant,
+                color=_COLOURS[variant],
+                zorder=2,
+            )
+            seen.add(variant)
+            inside = dict(ha="center", rotation=90, fontsize=8, zorder=4)
+            if variant == "amp_bf16":
+                text = f"{ratio:.2f}"
+                axis.text(x, 0.04, text, va="bottom", color="white", **inside)
+            elif ratio > top:
+                axis.text(x, 0.97 * top, f"{ratio:.1f}", va="top", **inside)
+    axis.axhline(1, color="black", linewidth=0.9, zorder=3)
+    axis.set_ylim(0, top)
+    axis.set_xlim(-0.5, len(models) - 0.5)
+    names = [m if len(m) < 12 else "\n".join(m.rsplit("_", 1)) for m in models]
+    axis.set_xticks(range(len(models)), names)
+    axis.set_yticks([0, 0.5, 1, 1.5, 2, 2.5][: 1 + int(top / 0.5)])
+    axis.tick_params(axis="x", length=0)
+    axis.grid(axis="y", color="#e0e0e0", linewidth=0.6, zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,319 @@
+"""`benchmarks/`: models and variants build, commands run, the report renders."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as cli
+from benchmarks import problem, request, show, timing, variants
+from benchmarks.commands import error, host, mesh, report
+from benchmarks.models import gpt, resnet, vit
+from benchmarks.report import plots
+from benchmarks.request import Request
+from benchmarks.results import Results, read_all
+from benchmarks.sections import SECTIONS, section
+
+INSTALLED = [name for name in variants.NAMES if variants.reason_missing(name) is None]
+# Sizes of models whose code is that of another one, all of whose variants are built.
+SIZES = ("vit_s16", "gpt_scan_noremat", "gpt_24", "gpt_fsdp")
+FEW = ("float32", "amp_bf16")
+CELLS = [(m, v) for m in problem.NAMES for v in (FEW if m in SIZES else INSTALLED)]
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_has_it():
+    """Models of users add biases of lower rank without a thought."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def shallow(monkeypatch):
+    """Makes the deep models quick to trace: a layer of each kind."""
+    monkeypatch.setattr(gpt, "TINY", gpt.TINY | {"layers": 1})
+    monkeypatch.setattr(resnet, "STAGES", (1,))
+    for key, config in vit.CONFIGS.items():
+        monkeypatch.setitem(vit.CONFIGS, key, dataclasses.replace(config, layers=1))
+
+
+def signature(tree):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
+
+
+class TestTrainings:
+    @pytest.mark.parametrize("model, variant", CELLS)
+    def test_step_keeps_its_carry(self, model, variant, shallow):
+        training = variants.training(variant, model, "tiny")
+        carry, batch = training.shapes()
+        new, loss = jax.eval_shape(training.step, carry, batch)
+        assert signature(new) == signature(carry)
+        assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+    @pytest.mark.parametrize("model", ["gpt_scan", "lstm", "vit_small"])
+    def test_full_size_differs_from_tiny_in_shapes_only(self, model):
+        tiny, full = (
+            jax.eval_shape(problem.problem(model, size).init, jax.random.key(0))
+            for size in problem.SIZES
+        )
+        assert jax.tree.structure(tiny) == jax.tree.structure(full)
+
+    def test_unknown_names(self):
+        with pytest.raises(ValueError, match="expected one of"):
+            variants.training("amp_int8", "mlp")
+        with pytest.raises(ValueError, match="expected one of"):
+            variants.training("float32", "perceptron")
+
+    def test_a_missing_package_is_told(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "jmp", None)
+        assert "pip install jmp" in variants.reason_missing("jmp_bf16")
+
+
+class TestRequest:
+    def test_cells(self):
+        asked = Request(models=("mlp", "vit_small"))
+        hand = ["hand_bf16", "smcast_bf16"]
+        assert asked.cells((), hand) == [("mlp", hand[:1]), ("vit_small", hand)]
+
+    def test_options_are_for_amp_and_show(self):
+        asked = Request(options={"recompute": "never"})
+        assert asked.label("amp_bf16") == "amp_bf16[recompute=never]"
+        assert asked.label("hand_bf16") == "hand_bf16"
+        assert request.plain_name(asked.label("amp_bf16")) == "amp_bf16"
+
+    def test_reason_is_one_line_without_paths(self):
+        text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
+        assert text == "RuntimeError: no x.so: f32[8]/2"
+        assert len(request.reason(ValueError("a" * 1000))) == 240
+
+
+class TestCommandLine:
+    def test_parses(self):
+        line = "gpu --models mlp,lstm --option recompute=never --platform cpu --resume"
+        parsed = cli.parser().parse_args(line.split())
+        assert parsed.models == ("mlp", "lstm")
+        assert parsed.option == [("recompute", "never")]
+        assert (parsed.platform, parsed.resume, parsed.size) == ("cpu", True, "full")
+
+    @pytest.mark.parametrize(
+        "line", ["", "tpus", "tpu --models perceptron", "tpu --option recompute"]
+    )
+    def test_refuses(self, line, capsys):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(line.split())
+        assert "usage" in capsys.readouterr().err
+
+    def test_every_command_is_there(self):
+        assert {s.command for s in SECTIONS} | {"report"} == set(cli.COMMANDS)
+
+
+class TestResults:
+    def test_cells_are_merged(self, tmp_path):
+        first = Results.open(tmp_path, "tpu", "v5e")
+        first.put("mlp", "float32", "compiled", {"temp_mb": 1})
+        first.put("mlp", "amp_bf16", "compiled", {"error": "OOM"})
+        second = Results.open(tmp_path, "tpu", "v5e")
+        assert second.has("mlp", "float32", "compiled")
+        assert not second.has("mlp", "amp_bf16", "compiled")
+        second.put("mlp", "amp_bf16", "compiled", {"temp_mb": [1, 2.5]})
+        (found,) = read_all(tmp_path)
+        assert [run["versions"]["jax"] for run in found.runs] == [jax.__version__] * 2
+        assert found.cells["mlp"] == {
+            "float32": {"compiled": {"run": 0, "temp_mb": 1}},
+            "amp_bf16": {"compiled": {"run": 1, "temp_mb": [1, 2.5]}},
+        }
+
+    def test_runs_without_figures_are_forgotten(self, tmp_path):
+        for value in range(3):
+            results = Results.open(tmp_path, "tpu", "v5e")
+            results.put("mlp", "float32", "compiled", {"temp_mb": value})
+        (found,) = read_all(tmp_path)
+        assert len(found.runs) == 1
+        assert found.cells["mlp"]["float32"]["compiled"] == {"run": 0, "temp_mb": 2}
+
+    def test_other_versions_are_measured_again(self, tmp_path, monkeypatch):
+        results = Results.open(tmp_path, "tpu", "v5e")
+        results.put("mlp", "float32", "compiled", {"temp_mb": 1})
+        monkeypatch.setattr("benchmarks.environment.versions", lambda: {"jax": "0"})
+        assert not results.has("mlp", "float32", "compiled")
+
+
+RUN = {
+    "command": "python -m benchmarks tpu",
+    "date": "2026-01-01T00:00:00+00:00",
+    "machine": "2 x cpu",
+    "versions": {"jax": "0.12"},
+}
+
+
+def compiled(ms, gb, mb):
+    dots = {
+        "bf16": {"count": 1, "executed": 1, "flops": 3.0},
+        "f32": {"count": 1, "executed": 1, "flops": 1.0},
+    }
+    gather = {"kind": "all-gather", "dtype": "bf16", "count": 1, "executed": 8}
+    gather |= {"bytes": 8e6, "text_bytes": 1e6}
+    return {
+        "compiled": {
+            "run": 0,
+            "estimated_ms": ms,
+            "gb_accessed": gb,
+            "temp_mb": mb,
+            "converts": {"count": 1, "executed": 4, "bytes": 1, "standalone": 0},
+            "kernels": {"count": 3, "executed": 30, "by_kind": {}},
+            "dots": dots,
+            "collectives": [gather],
+            "trace_s": 1,
+            "lower_s": 1,
+            "compile_s": 1,
+        }
+    }
+
+
+def write(folder, command, target, cells, runs=1):
+    content = {"command": command, "target": target, "size": "full"}
+    content |= {"runs": [RUN] * runs, "cells": cells}
+    (folder / f"{command}.json").write_text(json.dumps(content))
+
+
+@pytest.fixture
+def figures(tmp_path):
+    """A folder with results of every command."""
+    cells = {
+        "mlp": {
+            "hand_bf16": compiled(2, 4, 100),
+            "amp_bf16": compiled(1, 3, 110),
+            "jmp_bf16": {"compiled": {"run": 0, "error": "XlaRuntimeError: no room"}},
+        }
+    }
+    for command, target in (("tpu", "v5e"), ("gpu-aot", "h200"), ("mesh", "v5e:16x16")):
+        write(tmp_path, command, target, cells)
+    timed = {"temp_mb": 1, "peak_mb": 2, "device_peak_mb": 3, "compile_s": 1}
+    times = {
+        "hand_fp16": {"measured": timed | {"run": 0, "step_ms": [1.0, 2.0, 3.0]}},
+        "amp_fp16": {"measured": timed | {"run": 0, "step_ms": [1.0, 1.0, 3.0]}},
+        "amp_fp16_cond": {"measured": timed | {"run": 1, "step_ms": [1.0, 1.0]}},
+    }
+    write(tmp_path, "gpu", "NVIDIA H200", {"mlp": times}, runs=2)
+    trace = {"run": 0, "trace_s": [1.0, 2.0], "lower_s": [1.0, 1.0], "ops": 10}
+    trace |= {"cpu_s": [2.0, 3.0]}
+    call = {"run": 0, "call_s": [1e-4], "dispatch_s": [2e-4], "step_s": [3e-4]}
+    call |= {"leaves_in": 3, "leaves_out": 4}
+    events = {"run": 0, "steps": 20, "traces": 1, "growths": 4, "skips": 1}
+    host_cell = {"trace": trace, "dispatch": call}
+    host_cell |= {"retraces": events | {"restored_at": 10}}
+    cells = {"float32": host_cell, "amp_bf16": host_cell}
+    write(tmp_path, "host", "cpu", {"gpt_24": cells})
+    seeds = {"run": 0, "seeds": [0, 1]}
+    hand = {"gradients": seeds | {"errors": [0.02, 0.04]}}
+    amp = {"gradients": seeds | {"errors": [0.01, 0.04]}}
+    write(tmp_path, "error", "cpu", {"mlp": {"hand_bf16": hand, "amp_bf16": amp}})
+    return tmp_path
+
+
+class TestReport:
+    def test_tables(self, figures, capsys, monkeypatch):
+        monkeypatch.setattr(plots, "draw_all", lambda *args: [])
+        report.run(Request(folder=figures))
+        text = (figures / "README.md").read_text()
+        assert "| mlp | amp_bf16 | 1.000 (0.50) | 3.00 (0.75) | 110 (1.10) |" in text
+        assert "- No figures for mlp jmp_bf16: `XlaRuntimeError: no room`" in text
+        assert "| mlp | amp_fp16 | 1.000 (0.50) | 1.000 to 3.000 | 1 (1.00) |" in text
+        assert "| mlp | amp_bf16 | 8.0 (1.0) |" in text  # collectives
+        assert "| mlp | amp_bf16 | 2.500 ± 1.500 | 0.750 ± 0.250 | 2 |" in text
+        assert "`python -m benchmarks tpu`, 2026-01-01T00:00:00+00:00" in text
+        for shown in SECTIONS:
+            assert shown.title in text and shown.note in text
+        summary = "| mlp | 0.50 | 0.75 | 1.10 | 1.10 | 0.50 | 0.75 |  |"
+        assert summary in text and summary in capsys.readouterr().out
+
+    def test_times_of_two_runs_are_not_compared(self, figures):
+        cells = json.loads((figures / "gpu.json").read_text())["cells"]["mlp"]
+        parts = {name: cell["measured"] for name, cell in cells.items()}
+        shown = section("gpu", "measured")
+        assert shown.ratio("ms", "amp_fp16", parts) == 0.5
+        assert shown.ratio("ms", "amp_fp16_cond", parts) is None
+
+    def test_tables_in_the_terminal(self, figures, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+        for found in read_all(figures):
+            show.results(found)
+        text = capsys.readouterr().out
+        assert "Compiled for a TPU\nmodel  variant" in text
+        assert "No figures for mlp jmp_bf16: XlaRuntimeError: no room" in text
+
+    def test_plots(self, figures):
+        pytest.importorskip("matplotlib")
+        names = plots.draw_all(read_all(figures), figures)
+        assert names == ["tpu-v5e.png", "h200-memory.png"]
+        assert all((figures / name).stat().st_size > 10000 for name in names)
+
+    def test_no_results(self, tmp_path):
+        with pytest.raises(SystemExit, match="no results"):
+            report.run(Request(folder=tmp_path))
+
+
+class TestCommands:
+    """Those that need no accelerator and no compiler for one, on the smallest model."""
+
+    def test_error(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setenv("XLA_FLAGS", error._EXACT)  # what the command would add
+        chosen = ("amp_bf16",)
+        asked = Request(models=("mlp",), variants=chosen, folder=tmp_path)
+        error.run(asked, seeds=1)
+        (found,) = read_all(tmp_path)
+        (wrong,) = found.cells["mlp"]["amp_bf16"]["gradients"]["errors"]
+        assert 0 < wrong < 0.3
+        error.run(dataclasses.replace(asked, resume=True), seeds=1)
+        assert capsys.readouterr().out.count("there already") == 1
+
+    def test_relative_error(self):
+        grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.zeros(())}
+        assert error.relative_error(grads, grads) == 0
+        wrong = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(())}
+        assert error.relative_error(wrong, grads) == pytest.approx(0.2)
+
+    def test_failures_are_told_and_do_not_stop(self, tmp_path, monkeypatch):
+        def refuse(*args, **kwargs):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(host, "lower", refuse)
+        asked = Request(size="tiny", folder=tmp_path)
+        figures = host._trace(asked, "mlp", ["float32", "amp_bf16"], repeats=1)
+        reason = {"error": "RuntimeError: out of memory"}
+        assert figures == {"float32": reason, "amp_bf16": reason}
+
+    def test_trace(self):
+        asked = Request(size="tiny")
+        figures = host._trace(asked, "mlp", ["float32"], repeats=1)["float32"]
+        assert all(len(figures[key]) == 1 for key in ("trace_s", "lower_s", "cpu_s"))
+        assert figures["ops"] > 100
+
+    def test_one_trace_in_a_run(self):
+        figures = host._retraces(Request(size="tiny"), "mlp", ["amp_fp16"])["amp_fp16"]
+        assert (figures["traces"], figures["skips"]) == (1, 1)
+        assert figures["growths"] > 1
+
+    def test_timing(self):
+        asked = Request(size="tiny")
+        plan = timing.Plan("cpu", rounds=2, burst_s=0.001)
+        (cell,) = timing.measure(asked, plan, "mlp", ["amp_fp16_cond"]).values()
+        assert len(cell["step_ms"]) == 2 and min(cell["step_ms"]) > 0
+        assert cell["peak_mb"] > 0 and np.isfinite(cell["loss"])
+
+    def test_fsdp_takes_the_largest_axis_that_divides(self):
+        over = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        shapes = {"w": (12, 16, 32), "odd": (3, 5), "scalar": ()}
+        tree = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        specs = {k: s.spec for k, s in mesh.fsdp(tree, over).items()}
+        spec = jax.sharding.PartitionSpec
+        assert specs == {
+            "w": spec(None, None, "data"),
+            "odd": spec(),
+            "scalar": spec(),
+        }
