@@ -33,7 +33,7 @@ from flax_amp.plan import (
 )
 from flax_amp.policy import LOW_OPS, with_result_dtype
 from flax_amp.regions import Recompute, Region, schedule
-from flax_amp.residuals import is_stored
+from flax_amp.residuals import LowCopy, is_stored
 from flax_amp.wide_grad import product
 
 
@@ -133,10 +133,10 @@ class Emitter:
             if step.mode in (Mode.FULL, Mode.EXP):
                 arrays = [env.full(v) for v in eqn.invars]
             elif step.mode is Mode.LOW:
-                barriers = None
-                if region and region.keeps_operands and eqn.primitive.name in LOW_OPS:
-                    barriers = region.barriers_at(index)
-                arrays = [env.low(v, self.compute_dtype, barriers) for v in eqn.invars]
+                arrays = [
+                    env.low(v, self.compute_dtype, _copy_barriers(region, v, index))
+                    for v in eqn.invars
+                ]
             else:
                 arrays = [env.array(v) for v in eqn.invars]
             outs = self._emit_step(eqn, step, arrays, values)
@@ -163,26 +163,26 @@ class Emitter:
         if step.mode is Mode.LOW:
             name = eqn.primitive.name
             params = with_result_dtype(params, self.compute_dtype)
-            weight = self._wide_weight(eqn, arrays, values)
             pairs = zip(arrays, values, strict=True)
             lowered = [self.lower(x, v, name) for x, v in pairs]
-            if weight is not None:
-                x = lowered[1 - weight]
-                return [product(eqn, params, x, arrays[weight], weight == 0)]
+            wide = self._wide_factors(eqn, values)
+            if any(wide):
+                triples = zip(arrays, lowered, wide, strict=True)
+                factors = [x if w else low for x, low, w in triples]
+                return [product(eqn, params, self.compute_dtype, factors, wide)]
             arrays = lowered
         return _compat.bind(eqn, arrays, params)
 
-    def _wide_weight(
-        self, eqn: Any, arrays: Sequence[Any], values: Values
-    ) -> int | None:
-        """Returns which factor of a product is a weight with a float32 gradient."""
-        if not self.wide_gradients or eqn.primitive.name not in LOW_OPS:
-            return None
-        for i in (1, 0):
-            value = values[i]
-            if value is not None and value.paint is Paint.LEAF and len(arrays) == 2:
-                return i
-        return None
+    def _wide_factors(self, eqn: Any, values: Values) -> list[bool]:
+        """Returns which factors of a product get their gradients in float32."""
+        is_product = eqn.primitive.name in LOW_OPS and len(values) == 2
+        return [
+            self.wide_gradients
+            and is_product
+            and value is not None
+            and value.paint is Paint.LEAF
+            for value in values
+        ]
 
     def lower(self, x: Any, value: Value | None, primitive: str = "") -> Any:
         """Casts an operand to the compute dtype; a leaf saturates.
@@ -228,6 +228,13 @@ class Emitter:
                 arrays, values, origins or (None,) * len(arrays), strict=True
             )
         ]
+
+
+def _copy_barriers(region: Region | None, atom: Any, index: int) -> Any:
+    """Returns where there are barriers at a kept low copy, `None` if it is not kept."""
+    if region is None or isinstance(atom, Literal) or LowCopy(atom) not in region.kept:
+        return None
+    return region.barriers_at(index)
 
 
 def _restore(x: Any, value: Value | None) -> Any:

@@ -12,6 +12,7 @@ from flax_amp.policy import KEEP_OPS, Decision, Origin, use_original_precision
 
 # Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
 _CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
+_MASK = 1e3  # from this size on, a constant among activations is a mask
 
 
 def is_exact(constant: float, compute_dtype: Any) -> bool:
@@ -38,13 +39,15 @@ def bears(eqn: Any, constant: float, compute_dtype: Any) -> bool:
 
 
 def only_chooses(eqn: Any, operands: Sequence[Value], compute_dtype: Any) -> bool:
-    """Whether every element of the result is one of an operand, none rounded."""
-    limit = float(finfo(compute_dtype).max)
+    """Whether every element of the result is one of an operand, none rounded.
+
+    But for a large constant, a mask, of which the last digits mean nothing.
+    """
     return eqn.primitive.name in _CHOOSE and all(
         v.paint is Paint.LOW
         or (
             v.constant is not None
-            and (is_exact(v.constant, compute_dtype) or abs(v.constant) > limit)
+            and (is_exact(v.constant, compute_dtype) or abs(v.constant) >= _MASK)
         )
         for v in operands
     )

@@ -54,9 +54,8 @@ class Region:
       indices: their places in the plan.
       ins: the variables that they read.
       outs: the variables that others read of them.
-      kept: the variables that the backward pass stores.
-      keeps_operands: whether it also stores the low-precision copies that matrix
-        products read.
+      kept: the variables that the backward pass stores, and the `LowCopy` of those of
+        which it stores the copy that matrix products read.
       barriers: the platforms on which there are barriers at what is stored.
       barriers_until: from this place in the plan on there are none.
     """
@@ -65,7 +64,6 @@ class Region:
     ins: Sequence[Any]
     outs: Sequence[Any]
     kept: frozenset[Any]
-    keeps_operands: bool
     barriers: Sequence[str]
     barriers_until: int
 
@@ -213,7 +211,6 @@ def _region(
         ins=list(dict.fromkeys(v for v in reads if v not in made)),
         outs=[v for eqn in eqns for v in eqn.outvars],
         kept=residuals.kept,
-        keeps_operands=keeps_operands,
         barriers=barriers,
         barriers_until=_start_of_head(plan, indices) if is_last else len(plan.steps),
     )

@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._keep import keep_p
 from flax_amp._mincut import min_cut
-from flax_amp.plan import Mode, Paint, Step, Value
+from flax_amp.plan import LOW, Mode, Paint, Step, Value
 from flax_amp.policy import FOLLOW_OPS, LOW_OPS, RANGE_OPS
 
 _REDUCTIONS = frozenset(
@@ -108,11 +108,18 @@ def _is_cheap(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> boo
 
 
 @dataclasses.dataclass(frozen=True)
+class LowCopy:
+    """The low-precision copy of a full value that matrix products read."""
+
+    variable: Any
+
+
+@dataclasses.dataclass(frozen=True)
 class Residuals:
     """What the backward pass of a piece of a program stores.
 
     Attributes:
-      kept: the values to store.
+      kept: the values to store: variables, and low copies of variables.
       stored_bytes: their size.
       saved_bytes: the size of what is computed again instead of being stored.
     """
@@ -146,12 +153,12 @@ def choose(
     # Parameters, constants and integers of the outside are there as long as it needs.
     free = {v for v in inputs if not _is_data(values[v])}
     reads, operands = _reads(eqns, steps, inputs)
-    if keeps_operands:
-        # One that is full now is stored as the low copy that the product reads.
-        free |= {v for v in operands if _is_low(values[v])}
-    else:
-        reads |= operands
+    copies = {LowCopy(v): v for v in operands if _is_full(values[v])}
+    operands = (operands - set(copies.values())) | copies.keys()
     sizes = {v: _bytes(v.aval, values[v], compute_dtype) for v in (*inputs, *made)}
+    sizes |= {copy: _bytes(v.aval, LOW, compute_dtype) for copy, v in copies.items()}
+    if keeps_operands:
+        free |= operands
     costs = {v: 0 if v in free else size for v, size in sizes.items()}
     fixed = inputs | {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
     edges = [
@@ -161,14 +168,23 @@ def choose(
         if out not in fixed
         for v in _variables(eqn.invars)
     ]
-    cut = min_cut(costs, edges, fixed, reads)
-    stored = (operands & free if keeps_operands else set()) | (cut - free)
-    kept = frozenset(v for v in stored if _is_data(values[v]) or v in made)
+    edges += [(v, copy) for copy, v in copies.items()]
+    kept = min_cut(costs, edges, fixed, reads | operands) - free
+    if keeps_operands:
+        kept |= {v for v in operands if v in copies or _is_data(values[v])}
     return Residuals(
-        kept,
+        frozenset(kept),
         stored_bytes=sum(sizes[v] for v in kept),
-        saved_bytes=sum(sizes[v] for v in reads - kept - free),
+        saved_bytes=sum(sizes[v] for v in (reads | operands) - kept - free)
+        + sum(_inside(eqn) for eqn in eqns),
     )
+
+
+def _inside(eqn: Any) -> int:
+    """Returns the bytes of what a call makes, for want of knowing what it stores."""
+    if eqn.primitive.name not in _CALLS or not is_cheap(eqn):
+        return 0
+    return sum(_bytes(v.aval, None, None) for v in eqn.outvars if _is_inexact(v.aval))
 
 
 def _reads(
@@ -216,6 +232,10 @@ def _is_inexact(aval: Any) -> bool:
 
 def _is_low(value: Value | None) -> bool:
     return value is not None and value.paint is Paint.LOW
+
+
+def _is_full(value: Value | None) -> bool:
+    return value is not None and value.paint is Paint.FULL
 
 
 def _is_data(value: Value | None) -> bool:

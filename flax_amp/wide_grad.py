@@ -18,46 +18,53 @@ from flax_amp import _compat
 from flax_amp.policy import LOW_OPS
 
 
-def product(eqn: Any, params: Any, x: Any, weight: Any, weight_first: bool) -> Any:
-    """Returns the product of low-precision data and a float32 weight.
+def product(
+    eqn: Any,
+    params: Any,
+    dtype: Any,
+    factors: Sequence[Any],
+    wide: Sequence[bool],
+) -> Any:
+    """Returns a product in low precision, of which factors have float32 gradients.
 
     Differentiable in reverse mode only.
 
     Args:
       eqn: the equation of a matrix product or convolution.
       params: its parameters, result dtype included.
-      x: the data, in the compute dtype.
-      weight: the weight, in float32.
-      weight_first: whether the weight is the first factor.
+      dtype: the compute dtype.
+      factors: the two factors; those that are wide in float32.
+      wide: which of them are weights, with float32 gradients.
     """
 
-    def bind(x: Any, weight: Any) -> Any:
-        operands = [weight, x] if weight_first else [x, weight]
-        return _compat.bind(eqn, operands, params)[0]
-
-    dtype = x.dtype
+    def bind(*factors: Any) -> Any:
+        return _compat.bind(eqn, [x.astype(dtype) for x in factors], params)[0]
 
     @jax.custom_vjp
-    def low_product(x: Any, weight: Any) -> Any:
-        return bind(x, weight.astype(dtype))
+    def low_product(*factors: Any) -> Any:
+        return bind(*factors)
 
-    def forward(x: Any, weight: Any) -> Any:
-        return low_product(x, weight), (x, weight)
+    def forward(*factors: Any) -> Any:
+        return low_product(*factors), factors
 
-    def backward(residuals: Any, g: Any) -> Any:
-        x, weight = residuals
-        low = weight.astype(dtype)
-        of_x = jax.linear_transpose(lambda x: bind(x, low), x)
-        of_weight = jax.linear_transpose(lambda w: bind(x, w), low)
-        return of_x(g)[0], _in_float32(lambda g: of_weight(g)[0], g)
+    def backward(factors: Any, g: Any) -> Any:
+        a, b = (x.astype(dtype) for x in factors)
+        transposes = (
+            jax.linear_transpose(lambda a: bind(a, b), a),
+            jax.linear_transpose(lambda b: bind(a, b), b),
+        )
+        return tuple(
+            _in_float32(transpose, g) if is_wide else transpose(g)[0]
+            for transpose, is_wide in zip(transposes, wide, strict=True)
+        )
 
     low_product.defvjp(forward, backward)
-    return low_product(x, weight)
+    return low_product(*factors)
 
 
-def _in_float32(fun: Callable[[Any], Any], g: Any) -> Any:
-    """Calls a function that is one product and data movement; the result is float32."""
-    closed = jax.make_jaxpr(fun)(g)
+def _in_float32(transpose: Callable[[Any], Any], g: Any) -> Any:
+    """Calls a transpose: one product and data movement; the result is float32."""
+    closed = jax.make_jaxpr(transpose)(g)
     jaxpr, consts = _compat.open_jaxpr(closed)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, g), strict=True))
     for eqn in jaxpr.eqns:
