@@ -229,7 +229,8 @@ class Painter:
                 context.site,
             )
             return rule.paint(self, eqn, ins, uses, inner)
-        if is_softmax_numerator(eqn, ins, uses, decision):
+        is_half = self.compute_dtype != jnp.float32
+        if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.EXP, outs, "numerator of a softmax")
         return noted(eqn, ins, self._paint_plain(eqn, ins, uses, decision))

@@ -18,6 +18,8 @@ from flax_amp.plan import Paint, Plan, Site, Value
 from flax_amp.policy import LOW_OPS
 from flax_amp.residuals import MOVES, Residuals, choose, is_light
 
+_SMALL_STEP = 4 << 20  # bytes
+
 
 class Recompute(enum.Enum):
     """How much the backward pass computes again instead of storing it.
@@ -196,7 +198,7 @@ def _region(
         compute_dtype,
         keeps_operands=keeps_operands,
     )
-    if residuals.saved_bytes <= _worth(plan.site, keeps_operands, residuals):
+    if not _is_worth_it(plan.site, keeps_operands, residuals):
         return None
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
@@ -216,13 +218,14 @@ def _region(
     )
 
 
-def _worth(site: Site, keeps_operands: bool, residuals: Residuals) -> float:
-    """Returns the bytes that recomputing must save to be worth it."""
+def _is_worth_it(site: Site, keeps_operands: bool, residuals: Residuals) -> bool:
+    """Whether recomputing saves enough."""
     if keeps_operands:
         # Where little is saved, barriers only force XLA to store what it need not.
-        return 0.5 * residuals.stored_bytes
+        return residuals.saved_bytes > 0.5 * residuals.stored_bytes
+    saved = residuals.saved_bytes + residuals.called_bytes
     # The steps of an RNN are small and wait for one another: there time counts.
-    return 4 << 20 if site is Site.STEPS else 0
+    return saved > (_SMALL_STEP if site is Site.STEPS else 0)
 
 
 def _start_of_head(plan: Plan, indices: Sequence[int]) -> int:

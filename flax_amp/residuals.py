@@ -122,11 +122,14 @@ class Residuals:
       kept: the values to store: variables, and low copies of variables.
       stored_bytes: their size.
       saved_bytes: the size of what is computed again instead of being stored.
+      called_bytes: the size of the results of cheap calls, whose inside is computed
+        again, too, but of which it is not known what they would store.
     """
 
     kept: frozenset[Any]
     stored_bytes: int
     saved_bytes: int
+    called_bytes: int
 
 
 def choose(
@@ -175,13 +178,12 @@ def choose(
     return Residuals(
         frozenset(kept),
         stored_bytes=sum(sizes[v] for v in kept),
-        saved_bytes=sum(sizes[v] for v in (reads | operands) - kept - free)
-        + sum(_inside(eqn) for eqn in eqns),
+        saved_bytes=sum(sizes[v] for v in (reads | operands) - kept - free),
+        called_bytes=sum(_made_by_call(eqn) for eqn in eqns),
     )
 
 
-def _inside(eqn: Any) -> int:
-    """Returns the bytes of what a call makes, for want of knowing what it stores."""
+def _made_by_call(eqn: Any) -> int:
     if eqn.primitive.name not in _CALLS or not is_cheap(eqn):
         return 0
     return sum(_bytes(v.aval, None, None) for v in eqn.outvars if _is_inexact(v.aval))

@@ -18,7 +18,7 @@ from flax_amp.policy import (
     check_compute_dtype,
     default_amp_policy,
 )
-from flax_amp.regions import check_recompute
+from flax_amp.regions import Recompute, check_recompute
 from flax_amp.rules import RULES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -104,6 +104,8 @@ def amp(
     compute_dtype = check_compute_dtype(compute_dtype)
     policy = Policy(amp_policy)
     recompute_ = check_recompute(recompute)
+    if compute_dtype == jnp.float32:  # changes nothing
+        recompute_ = Recompute.NEVER
     wide_gradients = _is_wide(reduce_dtype, compute_dtype)
     if fun is None:
         return functools.partial(

@@ -34,6 +34,7 @@ def gradients(context, mode):
     return exact_jit(jax.value_and_grad(loss, (0, 1)))(weights(), inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "always"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_gradients_are_the_same(context, mode):
@@ -70,6 +71,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("loss", [small, small_scan])
 def test_transforms_of_the_transformed(loss, transform):
@@ -241,14 +243,8 @@ def test_jitted_block_is_rewritten_once(count_traces):
         jax.nn.elu,
         jax.nn.mish,
         jax.nn.softmax,
-        pytest.param(
-            jax.nn.softplus,
-            marks=pytest.mark.xfail(reason="the insides of a custom_jvp do not count"),
-        ),
-        pytest.param(
-            jnp.exp,
-            marks=pytest.mark.xfail(reason="the low copy of a product is no node"),
-        ),
+        jax.nn.softplus,
+        jnp.exp,
     ],
 )
 def test_no_large_float32_between_loops(activation):

@@ -180,6 +180,7 @@ def test_without_it_nothing_is_wide(name):
 # --- numbers -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @both_halves
 @products
 def test_gradients_of_products(loss, shape, dtype):
@@ -192,6 +193,7 @@ def test_gradients_of_products(loss, shape, dtype):
     assert_close(actual[1], expected[1], dtype, gradient=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
 def test_gradients_in_structured_code(name):
     """The same inside loops, calls, checkpoints and branches."""
