@@ -79,6 +79,24 @@ class Training:
         return jax.eval_shape(self.carry, key), jax.eval_shape(self.batch, key)
 
 
+def unscaled(task: Problem, loss: Callable[..., Any] | None = None) -> Method:
+    """Returns the method that differentiates a loss as it is, without a scaler.
+
+    Args:
+      task: the problem.
+      loss: what to differentiate in place of the problem's own loss.
+    """
+    grad = jax.value_and_grad(loss or task.loss, has_aux=True)
+
+    def gradients(
+        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
+    ) -> Result:
+        (value, others), grads = grad(params, others, batch)
+        return Result(value, others, grads)
+
+    return Method(task, gradients)
+
+
 class NotInstalledError(ImportError):
     """A variant needs a package that is not installed, or does not import."""
 

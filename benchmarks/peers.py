@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks.method import Method, NotInstalledError, Result
+from benchmarks.method import Method, NotInstalledError, Result, unscaled
 from benchmarks.problem import problem
 
 PyTree = Any
@@ -29,14 +29,7 @@ def jmp_bf16(model: str, size: str) -> Method:
         loss, others = task.loss(params, others, batch)
         return policy.cast_to_output(loss), others
 
-    def gradients(
-        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
-    ) -> Result:
-        grad = jax.value_and_grad(loss, has_aux=True)
-        (value, others), grads = grad(params, others, batch)
-        return Result(value, others, grads)
-
-    return Method(task, gradients)
+    return unscaled(task, loss)
 
 
 def jmp_fp16(model: str, size: str) -> Method:
@@ -106,14 +99,7 @@ def jaxamp_bf16(model: str, size: str, compute_dtype: DTypeLike = "bfloat16") ->
     task = problem(model, size)
     loss_amp = jaxamp.amp(task.loss, compute_dtype=jnp.dtype(compute_dtype))
 
-    def gradients(
-        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
-    ) -> Result:
-        grad = jax.value_and_grad(loss_amp, has_aux=True)
-        (value, others), grads = grad(params, others, batch)
-        return Result(value, others, grads)
-
-    return Method(task, gradients)
+    return unscaled(task, loss_amp)
 
 
 def _scaler(name: str, value: float) -> PyTree:

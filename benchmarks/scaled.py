@@ -15,12 +15,14 @@ import flax_amp
 from benchmarks.method import OPTIMIZER, Method, Result, Training
 from benchmarks.models.base import Problem
 from benchmarks.problem import problem
+from flax_amp.finite import apply_if_finite
 
 PyTree = Any
 
 # As `AmpTrainState.create` does it: never give up. Wrapped here, so that all the states
 # of a training share one optimizer object, and its step is compiled once.
 _NEVER = int(np.iinfo(np.int32).max)
+GUARDED = apply_if_finite(OPTIMIZER, _NEVER)
 
 
 def hand_fp16(model: str, size: str) -> Method:
@@ -73,7 +75,7 @@ def amp_step(
       The training.
     """
     task = problem(model, size)
-    optimizer = optax.apply_if_finite(OPTIMIZER, _NEVER) if branch else OPTIMIZER
+    optimizer = optax.apply_if_finite(OPTIMIZER, _NEVER) if branch else GUARDED
     train_step = make_train_step(
         task, compute_dtype=compute_dtype, jit=False, donate=False, **options
     )

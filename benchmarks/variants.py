@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -13,9 +12,9 @@ from benchmarks import peers, scaled
 from benchmarks.method import (
     Method,
     NotInstalledError,
-    Result,
     Training,
     from_method,
+    unscaled,
 )
 from benchmarks.problem import problem
 
@@ -63,14 +62,7 @@ def _plain(
     """float32, or hand-set: the model as it is, without a scaler."""
     task = problem(model, size, dtype, softmax_dtype)
 
-    def gradients(
-        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
-    ) -> Result:
-        grad = jax.value_and_grad(task.loss, has_aux=True)
-        (loss, others), grads = grad(params, others, batch)
-        return Result(loss, others, grads)
-
-    return from_method(variant, Method(task, gradients))
+    return from_method(variant, unscaled(task))
 
 
 def _amp(
@@ -80,14 +72,7 @@ def _amp(
     task = problem(model, size)
     loss_amp = flax_amp.amp(task.loss, compute_dtype=compute_dtype, **options)
 
-    def gradients(
-        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
-    ) -> Result:
-        grad = jax.value_and_grad(loss_amp, has_aux=True)
-        (loss, others), grads = grad(params, others, batch)
-        return Result(loss, others, grads)
-
-    return from_method(variant, Method(task, gradients))
+    return from_method(variant, unscaled(task, loss_amp))
 
 
 def _method(

@@ -1,15 +1,17 @@
 """`tpu` and `gpu-aot`: the step as XLA compiles it for a device that is not here."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from benchmarks import hlo, request, show, targets
+from benchmarks.method import Training
 from benchmarks.request import Request
 from benchmarks.results import Results
 from benchmarks.sections import section
+from benchmarks.stages import Build
 
 PART = "compiled"
 
@@ -32,9 +34,30 @@ def _run(
     devices: Sequence[jax.Device],
     variants: Sequence[str],
 ) -> None:
+    def build(training: Training) -> Build:
+        return targets.compile_for(devices, training.step, training.shapes())
+
+    run_cells(asked, command, target, asked.cells(request.MODELS, variants), build)
+
+
+def run_cells(
+    asked: Request,
+    command: str,
+    target: str,
+    cells: Sequence[tuple[str, list[str]]],
+    build: Callable[[Training], Build],
+) -> None:
+    """Compiles the cells, keeps their figures and prints them.
+
+    Args:
+      asked: the request.
+      command: the name of the command.
+      target: what is compiled for.
+      cells: models with their variants.
+      build: compiles a training step.
+    """
     results = Results.open(asked.folder, command, target, asked.size)
     shown = section(command, PART)
-    cells = asked.cells(request.MODELS, variants)
     progress = show.Progress(sum(len(names) for _, names in cells))
     for model, names in cells:
         for variant in names:
@@ -42,7 +65,7 @@ def _run(
             if asked.resume and results.has(model, label, PART):
                 progress.cell(model, label, "there already")
                 continue
-            figures = _figures(asked, devices, model, variant)
+            figures = _figures(asked, model, variant, build)
             results.put(model, label, PART, figures)
             progress.cell(model, label, shown.line(figures))
             request.free_memory()
@@ -50,12 +73,11 @@ def _run(
 
 
 def _figures(
-    asked: Request, devices: Sequence[jax.Device], model: str, variant: str
+    asked: Request, model: str, variant: str, build: Callable[[Training], Build]
 ) -> dict[str, Any]:
     """Returns the figures of one cell, or why there are none."""
     try:
-        training = asked.training(variant, model)
-        built = targets.compile_for(devices, training.step, training.shapes())
+        built = build(asked.training(variant, model))
         return dataclasses.asdict(hlo.measure(built))
     except Exception as error:  # whatever a package or XLA may raise
         return {"error": request.reason(error)}

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import absl.logging
 import jax
 import jax.numpy as jnp
-import optax
 
 from benchmarks import request, show
 from benchmarks.method import OPTIMIZER
 from benchmarks.problem import problem
 from benchmarks.request import Request
 from benchmarks.results import Results
-from benchmarks.scaled import make_train_step, new_state
+from benchmarks.scaled import GUARDED, make_train_step, new_state
 from benchmarks.sections import section
 from benchmarks.stages import lower
 from flax_amp import checkpoint
@@ -238,8 +237,7 @@ def _run_with_events(model: str, options: dict[str, Any]) -> dict[str, Any]:
     train_step = make_train_step(counted, compute_dtype=jnp.float16, **options)
     keys = jax.random.split(jax.random.key(0))
     variables, batch = task.init(keys[0]), task.batch(keys[1])
-    optimizer = optax.apply_if_finite(OPTIMIZER, 1000)
-    state = new_state(variables, optimizer, scaler=1.0, patience=3)
+    state = new_state(variables, GUARDED, scaler=1.0, patience=3)
     bad, restored_at = 5, STEPS // 2
     growths = skips = 0
     for index in range(STEPS):
@@ -249,7 +247,7 @@ def _run_with_events(model: str, options: dict[str, Any]) -> dict[str, Any]:
         growths += float(metrics["scaler"]) > before
         skips = int(metrics["skipped_total"])
         if index + 1 == restored_at:
-            fresh = new_state(variables, optimizer, scaler=1.0, patience=3)
+            fresh = new_state(variables, GUARDED, scaler=1.0, patience=3)
             state = _saved_and_restored(state, fresh)
     return {
         "steps": STEPS,
