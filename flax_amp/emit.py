@@ -29,7 +29,9 @@ from flax_amp.plan import (
     Step,
     Value,
     Values,
+    has_paint,
     value_of,
+    variables,
 )
 from flax_amp.policy import LOW_OPS, with_result_dtype
 from flax_amp.regions import Recompute, Region, schedule
@@ -55,8 +57,8 @@ class Emitter:
     # Rewritten bodies of jit, one per (plan, operand types): a block that is called
     # 24 times is rewritten and lowered once.
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    # The regions of each plan.
-    schedules: dict[Plan, Any] = dataclasses.field(default_factory=dict)
+    # The regions of each (plan, recompute).
+    schedules: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def compute_dtype(self) -> Any:
@@ -79,10 +81,7 @@ class Emitter:
                 **dict(zip(jaxpr.invars, operands, strict=True)),
                 **dict(zip(jaxpr.constvars, plan.consts, strict=True)),
             },
-            {
-                **dict(zip(jaxpr.invars, plan.ins, strict=True)),
-                **dict(zip(jaxpr.constvars, plan.const_ins, strict=True)),
-            },
+            plan.known(),
             [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars),
         )
         for item in self._schedule(plan):
@@ -93,15 +92,16 @@ class Emitter:
         return [env.array(v) for v in jaxpr.outvars]
 
     def _schedule(self, plan: Plan) -> list[Region | int]:
-        if plan not in self.schedules:
-            self.schedules[plan] = schedule(plan, self.recompute, self.compute_dtype)
-        return self.schedules[plan]
+        key = (plan, self.recompute)
+        if key not in self.schedules:
+            self.schedules[key] = schedule(plan, self.recompute, self.compute_dtype)
+        return self.schedules[key]
 
     def _emit_region(self, plan: Plan, region: Region, env: "_Environment") -> None:
         values = {v: env.value(v) for v in region.ins}
         eqns = [plan.jaxpr.eqns[i] for i in region.indices]
         # What is inside of a region is recomputed with it.
-        inner = dataclasses.replace(self, recompute=Recompute.NEVER, schedules={})
+        inner = dataclasses.replace(self, recompute=Recompute.NEVER)
 
         def evaluate(*operands: Any) -> list[Any]:
             reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
@@ -177,10 +177,7 @@ class Emitter:
         """Returns which factors of a product get their gradients in float32."""
         is_product = eqn.primitive.name in LOW_OPS and len(values) == 2
         return [
-            self.wide_gradients
-            and is_product
-            and value is not None
-            and value.paint is Paint.LEAF
+            self.wide_gradients and is_product and has_paint(value, Paint.LEAF)
             for value in values
         ]
 
@@ -263,7 +260,7 @@ class _Environment:
         self._values = values
         self._full: dict[Any, Any] = {}
         self._low: dict[Any, Any] = {}
-        self._uses = Counter(v for v in reads if not isinstance(v, Literal))
+        self._uses = Counter(variables(reads))
 
     def array(self, atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else self._arrays[atom]
@@ -290,8 +287,8 @@ class _Environment:
           dtype: the compute dtype.
           barriers: if given, the cast is kept for the backward pass with these.
         """
-        value = self.value(atom)
-        if isinstance(atom, Literal) or value is None or value.paint is not Paint.FULL:
+        is_full = has_paint(self.value(atom), Paint.FULL)
+        if isinstance(atom, Literal) or not is_full:
             return self.array(atom)
         if atom not in self._low:
             x = jax.lax.convert_element_type(self._arrays[atom], dtype)
@@ -310,9 +307,8 @@ class _Environment:
 
     def release(self, atoms: Sequence[Any]) -> None:
         """Notes that an equation has read its operands."""
-        for v in atoms:
-            if not isinstance(v, Literal):
-                self._uses[v] -= 1
-                if not self._uses[v]:
-                    for held in (self._arrays, self._values, self._full, self._low):
-                        held.pop(v, None)
+        for v in variables(atoms):
+            self._uses[v] -= 1
+            if not self._uses[v]:
+                for held in (self._arrays, self._values, self._full, self._low):
+                    held.pop(v, None)

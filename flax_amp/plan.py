@@ -165,6 +165,12 @@ class Plan:
     steps: tuple[Step, ...]
     site: Site
 
+    def known(self) -> dict[Any, Value | None]:
+        """Returns the values of the inputs and the consts, by variable."""
+        jaxpr = self.jaxpr
+        pairs = zip(jaxpr.invars, self.ins, strict=True)
+        return dict(pairs) | dict(zip(jaxpr.constvars, self.const_ins, strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -200,6 +206,16 @@ class Rule(Protocol):
         operands: Sequence[Any],
         values: Values,
     ) -> Sequence[Any]: ...
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the atoms of a jaxpr that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def has_paint(value: Value | None, *paints: Paint) -> bool:
+    """Whether a value is painted with one of the paints."""
+    return value is not None and value.paint in paints
 
 
 def is_painted(aval: Any) -> bool:

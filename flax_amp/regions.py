@@ -11,10 +11,8 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from flax_amp import _keep
-from flax_amp.plan import Paint, Plan, Site, Value
+from flax_amp.plan import Paint, Plan, Site, Value, has_paint, variables
 from flax_amp.policy import LOW_OPS
 from flax_amp.residuals import MOVES, Residuals, choose, is_light
 
@@ -95,14 +93,12 @@ def schedule(
     for level in levels:
         if light[level]:
             is_last = level == levels[-1] and not heavy[level]
+            made = [v for i in light[level] for v in plan.jaxpr.eqns[i].outvars]
+            outs = [v for v in made if readers[v] - {level}]
             region = _region(
-                plan, light[level], values, recompute, compute_dtype, is_last
+                plan, light[level], outs, values, recompute, compute_dtype, is_last
             )
-            if region is None:
-                order += light[level]
-            else:
-                outs = [v for v in region.outs if readers[v] - {level}]
-                order.append(dataclasses.replace(region, outs=outs))
+            order += light[level] if region is None else [region]
         order += heavy[level]
     return order
 
@@ -115,17 +111,13 @@ def _loose(plan: Plan, values: Mapping[Any, Value | None]) -> dict[int, None]:
     known = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
     loose: dict[int, None] = {}  # an ordered set
     for i, eqn in enumerate(plan.jaxpr.eqns):
-        reads = [v for v in eqn.invars if not isinstance(v, Literal)]
         if eqn.primitive.name in MOVES and all(
-            v in known and _is_leaf(values[v]) for v in reads
+            v in known and has_paint(values[v], Paint.LEAF)
+            for v in variables(eqn.invars)
         ):
             loose[i] = None
             known.update(eqn.outvars)
     return loose
-
-
-def _is_leaf(value: Value | None) -> bool:
-    return value is not None and value.paint is Paint.LEAF
 
 
 def _levels(
@@ -143,8 +135,7 @@ def _levels(
     for i, eqn in enumerate(plan.jaxpr.eqns):
         if i in loose:
             continue
-        reads = (v for v in eqn.invars if not isinstance(v, Literal))
-        level = max((level_of[v] for v in reads), default=0)
+        level = max((level_of[v] for v in variables(eqn.invars)), default=0)
         if is_light(eqn):
             light[level].append(i)
         else:
@@ -161,27 +152,24 @@ def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Any, set[int | Non
     level_at = {i: level for level, indices in light.items() for i in indices}
     readers: dict[Any, set[int | None]] = defaultdict(set)
     for i, eqn in enumerate(plan.jaxpr.eqns):
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                readers[v].add(level_at.get(i))
-    for v in plan.jaxpr.outvars:
-        if not isinstance(v, Literal):
-            readers[v].add(None)
+        for v in variables(eqn.invars):
+            readers[v].add(level_at.get(i))
+    for v in variables(plan.jaxpr.outvars):
+        readers[v].add(None)
     return readers
 
 
 def _values(plan: Plan) -> dict[Any, Value | None]:
-    jaxpr = plan.jaxpr
-    values = dict(zip(jaxpr.invars, plan.ins, strict=True))
-    values |= dict(zip(jaxpr.constvars, plan.const_ins, strict=True))
-    for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
-        values |= dict(zip(eqn.outvars, step.outs, strict=True))
+    values = plan.known()
+    for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
+        values |= zip(eqn.outvars, step.outs, strict=True)
     return values
 
 
 def _region(
     plan: Plan,
     indices: list[int],
+    outs: list[Any],
     values: dict[Any, Value | None],
     recompute: Recompute,
     compute_dtype: Any,
@@ -189,19 +177,21 @@ def _region(
 ) -> Region | None:
     """Returns the region of some light equations, if recomputing saves anything."""
     eqns = [plan.jaxpr.eqns[i] for i in indices]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    reads = [v for eqn in eqns for v in variables(eqn.invars)]
+    ins = list(dict.fromkeys(v for v in reads if v not in made))
     in_loop = plan.site is not Site.STRAIGHT
     keeps_operands = not in_loop and recompute is Recompute.AUTO
     residuals = choose(
         eqns,
         [plan.steps[i] for i in indices],
+        ins,
         values,
         compute_dtype,
         keeps_operands=keeps_operands,
     )
     if not _is_worth_it(plan.site, keeps_operands, residuals):
         return None
-    made = {v for eqn in eqns for v in eqn.outvars}
-    reads = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
     if in_loop:
         barriers = _keep.NOWHERE
     elif recompute is Recompute.ALWAYS:
@@ -210,8 +200,8 @@ def _region(
         barriers = _keep.ON_GPU
     return Region(
         indices=indices,
-        ins=list(dict.fromkeys(v for v in reads if v not in made)),
-        outs=[v for eqn in eqns for v in eqn.outvars],
+        ins=ins,
+        outs=outs,
         kept=residuals.kept,
         barriers=barriers,
         barriers_until=_start_of_head(plan, indices) if is_last else len(plan.steps),

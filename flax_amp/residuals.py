@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._keep import keep_p
 from flax_amp._mincut import min_cut
-from flax_amp.plan import LOW, Mode, Paint, Step, Value
+from flax_amp.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
 from flax_amp.policy import FOLLOW_OPS, LOW_OPS, RANGE_OPS
 
 _REDUCTIONS = frozenset(
@@ -135,6 +135,7 @@ class Residuals:
 def choose(
     eqns: Sequence[Any],
     steps: Sequence[Step],
+    ins: Collection[Any],
     values: Mapping[Any, Value | None],
     compute_dtype: Any,
     *,
@@ -145,6 +146,7 @@ def choose(
     Args:
       eqns: the equations, in order; none has effects.
       steps: their steps.
+      ins: the variables that they read from outside.
       values: what is known of each variable.
       compute_dtype: the dtype of low-precision values.
       keeps_operands: whether the operands of matrix products are stored in any case.
@@ -152,11 +154,11 @@ def choose(
         where the product is a library call.
     """
     made = {v for eqn in eqns for v in eqn.outvars}
-    inputs = {v for eqn in eqns for v in _variables(eqn.invars) if v not in made}
+    inputs = set(ins)
     # Parameters, constants and integers of the outside are there as long as it needs.
-    free = {v for v in inputs if not _is_data(values[v])}
+    free = {v for v in inputs if not has_paint(values[v], Paint.LOW, Paint.FULL)}
     reads, operands = _reads(eqns, steps, inputs)
-    copies = {LowCopy(v): v for v in operands if _is_full(values[v])}
+    copies = {LowCopy(v): v for v in operands if has_paint(values[v], Paint.FULL)}
     operands = (operands - set(copies.values())) | copies.keys()
     sizes = {v: _bytes(v.aval, values[v], compute_dtype) for v in (*inputs, *made)}
     sizes |= {copy: _bytes(v.aval, LOW, compute_dtype) for copy, v in copies.items()}
@@ -169,12 +171,16 @@ def choose(
         for eqn in eqns
         for out in eqn.outvars
         if out not in fixed
-        for v in _variables(eqn.invars)
+        for v in variables(eqn.invars)
     ]
     edges += [(v, copy) for copy, v in copies.items()]
     kept = min_cut(costs, edges, fixed, reads | operands) - free
     if keeps_operands:
-        kept |= {v for v in operands if v in copies or _is_data(values[v])}
+        kept |= {
+            v
+            for v in operands
+            if v in copies or has_paint(values[v], Paint.LOW, Paint.FULL)
+        }
     return Residuals(
         frozenset(kept),
         stored_bytes=sum(sizes[v] for v in kept),
@@ -198,7 +204,7 @@ def _reads(
     operands: set[Any] = set()
     for eqn, step in zip(eqns, steps, strict=True):
         name = eqn.primitive.name
-        if name == "stop_gradient" or active.isdisjoint(_variables(eqn.invars)):
+        if name == "stop_gradient" or active.isdisjoint(variables(eqn.invars)):
             continue
         active.update(v for v in eqn.outvars if _is_inexact(v.aval))
         read = set(_read_by_derivative(eqn, step, active))
@@ -215,35 +221,21 @@ def _read_by_derivative(eqn: Any, step: Step, active: Collection[Any]) -> Iterat
     elif name in _READS_FACTORS and len(eqn.invars) == 2:
         for factor, other in (eqn.invars, eqn.invars[::-1]):
             if not isinstance(other, Literal) and other in active:
-                yield from _variables([factor])
+                yield from variables([factor])
     elif name == "select_n":
-        yield from _variables(eqn.invars[:1])
+        yield from variables(eqn.invars[:1])
     else:
-        yield from _variables(eqn.invars)
+        yield from variables(eqn.invars)
         if step.mode is not Mode.RULE:
             yield from eqn.outvars
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def _is_inexact(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _is_low(value: Value | None) -> bool:
-    return value is not None and value.paint is Paint.LOW
-
-
-def _is_full(value: Value | None) -> bool:
-    return value is not None and value.paint is Paint.FULL
-
-
-def _is_data(value: Value | None) -> bool:
-    return value is not None and value.paint is not Paint.LEAF
-
-
 def _bytes(aval: Any, value: Value | None, compute_dtype: Any) -> int:
-    dtype = compute_dtype if _is_low(value) else getattr(aval, "dtype", None)
+    dtype = (
+        compute_dtype if has_paint(value, Paint.LOW) else getattr(aval, "dtype", None)
+    )
     return math.prod(getattr(aval, "shape", ())) * getattr(dtype, "itemsize", 8)

@@ -92,8 +92,8 @@ def make_train_step(
       TypeError: if an argument is of a wrong kind; when called, if the state is no
         `AmpTrainState`, or the loss or `aux` is not what is expected.
       ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
-        of range; when called, if
-        the batch does not split, or updated variables do not fit the state.
+        of range; when called, if the batch does not split, or updated variables do not
+        fit the state.
 
     Example:
       >>> from flax import nnx
