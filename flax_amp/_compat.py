@@ -94,6 +94,18 @@ def scope_names(eqn: Any) -> tuple[str, ...]:
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
+def scopes(eqn: Any) -> tuple[Any, ...]:
+    """Returns all scopes around an equation within its jaxpr, outermost first."""
+    return tuple(eqn.source_info.name_stack.stack)
+
+
+def with_scopes(eqn: Any, scopes: Sequence[Any]) -> Any:
+    """Returns an equation with other scopes around it."""
+    info = eqn.source_info
+    name_stack = type(info.name_stack)(tuple(scopes))
+    return eqn.replace(source_info=info.replace(name_stack=name_stack))
+
+
 def struct_of(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     """Returns what `jax.make_jaxpr` needs to trace an operand like `aval`.
 

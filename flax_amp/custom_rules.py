@@ -87,7 +87,8 @@ def _fill(items: Sequence[Any], mask: Sequence[bool], others: Sequence[Any]) -> 
     return [next(kept) if keep else next(rest) for keep in mask]
 
 
-@dataclasses.dataclass(frozen=True)
+# JAX shows functions in its debug information: a call must not spell out its plan.
+@dataclasses.dataclass(frozen=True, repr=False)
 class _CustomCall:
     """What the rebuilt call of a function with a custom derivative is made of."""
 

@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._cast import cast_constant, rounded_exp, saturating_cast
 from flax_amp._keep import keep
+from flax_amp.outline import outline
 from flax_amp.paint import Painter, call_precision_function
 from flax_amp.plan import (
     Mode,
@@ -39,7 +40,7 @@ from flax_amp.residuals import LowCopy, is_stored
 from flax_amp.wide_grad import product
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Emitter:
     """Evaluates plans.
 
@@ -59,6 +60,9 @@ class Emitter:
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The regions of each (plan, recompute).
     schedules: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # Each plan with its repeated equations as calls; the functions that are called.
+    outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
+    layers: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def compute_dtype(self) -> Any:
@@ -75,6 +79,9 @@ class Emitter:
         Returns:
           The results, in the dtypes that `plan.outs` says.
         """
+        if plan not in self.outlined:
+            self.outlined[plan] = outline(plan)
+        plan = self.outlined[plan]
         jaxpr = plan.jaxpr
         env = _Environment(
             {
@@ -155,6 +162,8 @@ class Emitter:
         if step.mode is Mode.RULE:
             rule = self.rules[eqn.primitive.name]
             return rule.emit(self, eqn, step, arrays, values)
+        if step.mode is Mode.REPEAT:
+            return self._layer(step.detail)(*arrays)
         if step.mode is Mode.EXP:
             return [rounded_exp(arrays[0], self.compute_dtype)]
         if step.mode is Mode.CALL:
@@ -172,6 +181,17 @@ class Emitter:
                 return [product(eqn, params, self.compute_dtype, factors, wide)]
             arrays = lowered
         return _compat.bind(eqn, arrays, params)
+
+    def _layer(self, plan: Plan) -> Any:
+        """Returns the jitted function of a repeated layer."""
+        key = (plan, self.recompute)
+        if key not in self.layers:
+
+            def repeated(*operands: Any) -> list[Any]:
+                return self.emit(plan, operands)
+
+            self.layers[key] = jax.jit(repeated)
+        return self.layers[key]
 
     def _wide_factors(self, eqn: Any, values: Values) -> list[bool]:
         """Returns which factors of a product get their gradients in float32."""

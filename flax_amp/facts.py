@@ -1,14 +1,23 @@
 """What single equations mean for precision; the rules of `flax_amp.paint` ask here."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from flax_amp._cast import cast_constant, finfo
-from flax_amp.plan import Paint, Step, Uses, Value, Values
-from flax_amp.policy import KEEP_OPS, Decision, Origin, use_original_precision
+from flax_amp.plan import (
+    Paint,
+    Plan,
+    Step,
+    Uses,
+    Value,
+    Values,
+    has_paint,
+    variables,
+)
+from flax_amp.policy import KEEP_OPS, MOVE_OPS, Decision, Origin, use_original_precision
 
 # Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
 _CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
@@ -82,3 +91,28 @@ def noted(eqn: Any, ins: Values, step: Step) -> Step:
         v and v._replace(maximum=maximum, below_zero=below_zero) for v in step.outs
     )
     return dataclasses.replace(step, outs=outs)
+
+
+def moves_of_inputs(plan: Plan, values: Mapping[Any, Value | None]) -> dict[int, None]:
+    """Returns the equations that only move parameters and other inputs about.
+
+    They can stand before all others, and better do: out of a loop, JAX hoists what is
+    the same at every step, and the layers that read them become equal.
+
+    Args:
+      plan: a plan.
+      values: what is known of its variables.
+
+    Returns:
+      Their places, in order, as keys.
+    """
+    known = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
+    loose: dict[int, None] = {}  # an ordered set
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        if eqn.primitive.name in MOVE_OPS and all(
+            v in known and has_paint(values[v], Paint.LEAF)
+            for v in variables(eqn.invars)
+        ):
+            loose[i] = None
+            known.update(eqn.outvars)
+    return loose

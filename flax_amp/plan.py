@@ -73,6 +73,7 @@ class Site(enum.Enum):
     STRAIGHT = "straight code"
     LAYERS = "a scan over layers"  # forward and backward pass are two loops
     STEPS = "a scan over the steps of a recurrence"
+    BLOCK = "one of several equal pieces of straight code"
     CLOSED = "a checkpoint or a custom derivative"  # whose own rules say what is stored
 
 
@@ -118,6 +119,7 @@ class Mode(enum.Enum):
     KEEP = "keep"  # operands as they arrive
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
+    REPEAT = "repeat"  # a call that stands for equal equations (`flax_amp.outline`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Step:
     detail: Any = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The plan of one jaxpr for given operand values.
 
@@ -170,6 +172,13 @@ class Plan:
         jaxpr = self.jaxpr
         pairs = zip(jaxpr.invars, self.ins, strict=True)
         return dict(pairs) | dict(zip(jaxpr.constvars, self.const_ins, strict=True))
+
+    def values(self) -> dict[Any, Value | None]:
+        """Returns the values of all variables."""
+        values = self.known()
+        for eqn, step in zip(self.jaxpr.eqns, self.steps, strict=True):
+            values |= zip(eqn.outvars, step.outs, strict=True)
+        return values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -237,6 +237,12 @@ FOLLOW_OPS = """
     select_and_gather_add
 """.split()
 
+# Data movement without choice by indices.
+MOVE_OPS = frozenset(
+    """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile copy
+    copy_p concatenate pad stack""".split()
+)
+
 # Data movement, selection and comparison: exact in any dtype.
 KEEP_OPS = """
     reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice gather split

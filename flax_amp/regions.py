@@ -8,13 +8,14 @@ loop, a jitted block, a user's checkpoint, a custom derivative) stands between r
 import dataclasses
 import enum
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from flax_amp import _keep
-from flax_amp.plan import Paint, Plan, Site, Value, has_paint, variables
+from flax_amp.facts import moves_of_inputs
+from flax_amp.plan import Plan, Site, Value, variables
 from flax_amp.policy import LOW_OPS
-from flax_amp.residuals import MOVES, Residuals, choose, is_light
+from flax_amp.residuals import Residuals, choose, is_light
 
 _SMALL_STEP = 4 << 20  # bytes
 
@@ -84,15 +85,17 @@ def schedule(
     """
     if recompute is Recompute.NEVER or plan.site is Site.CLOSED:
         return list(range(len(plan.steps)))
-    values = _values(plan)
-    loose = _loose(plan, values)
+    values = plan.values()
+    loose = moves_of_inputs(plan, values)
     light, heavy = _levels(plan, loose)
     readers = _readers(plan, light)
     order: list[Region | int] = [*loose]
     levels = sorted({*light, *heavy})
     for level in levels:
         if light[level]:
-            is_last = level == levels[-1] and not heavy[level]
+            is_last = (
+                plan.site is Site.STRAIGHT and level == levels[-1] and not heavy[level]
+            )
             made = [v for i in light[level] for v in plan.jaxpr.eqns[i].outvars]
             outs = [v for v in made if readers[v] - {level}]
             region = _region(
@@ -101,23 +104,6 @@ def schedule(
             order += light[level] if region is None else [region]
         order += heavy[level]
     return order
-
-
-def _loose(plan: Plan, values: Mapping[Any, Value | None]) -> dict[int, None]:
-    """Returns the equations that only move parameters and other inputs about.
-
-    They stay outside: out of a loop, JAX hoists what is the same at every step.
-    """
-    known = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
-    loose: dict[int, None] = {}  # an ordered set
-    for i, eqn in enumerate(plan.jaxpr.eqns):
-        if eqn.primitive.name in MOVES and all(
-            v in known and has_paint(values[v], Paint.LEAF)
-            for v in variables(eqn.invars)
-        ):
-            loose[i] = None
-            known.update(eqn.outvars)
-    return loose
 
 
 def _levels(
@@ -159,13 +145,6 @@ def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Any, set[int | Non
     return readers
 
 
-def _values(plan: Plan) -> dict[Any, Value | None]:
-    values = plan.known()
-    for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True):
-        values |= zip(eqn.outvars, step.outs, strict=True)
-    return values
-
-
 def _region(
     plan: Plan,
     indices: list[int],
@@ -180,7 +159,7 @@ def _region(
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = [v for eqn in eqns for v in variables(eqn.invars)]
     ins = list(dict.fromkeys(v for v in reads if v not in made))
-    in_loop = plan.site is not Site.STRAIGHT
+    in_loop = plan.site not in (Site.STRAIGHT, Site.BLOCK)
     keeps_operands = not in_loop and recompute is Recompute.AUTO
     residuals = choose(
         eqns,

@@ -25,7 +25,7 @@ from flax_amp import _compat
 from flax_amp._keep import keep_p
 from flax_amp._mincut import min_cut
 from flax_amp.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
-from flax_amp.policy import FOLLOW_OPS, LOW_OPS, RANGE_OPS
+from flax_amp.policy import FOLLOW_OPS, LOW_OPS, MOVE_OPS, RANGE_OPS
 
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
@@ -33,11 +33,6 @@ _REDUCTIONS = frozenset(
 # From this factor on, a reduction's result is small to store beside its operand.
 _LONG = 8
 
-# Data movement without choice by indices.
-MOVES = frozenset(
-    """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile copy
-    copy_p concatenate pad stack""".split()
-)
 _SELECTS = """
     dynamic_slice select_n stop_gradient convert_element_type bitcast_convert_type
     reduce_precision iota real imag pvary flax_amp_saturate
@@ -45,7 +40,7 @@ _SELECTS = """
     shift_right_arithmetic
 """.split()
 _CHEAP = (
-    frozenset((*MOVES, *_SELECTS, *FOLLOW_OPS, *RANGE_OPS, *_REDUCTIONS))
+    frozenset((*MOVE_OPS, *_SELECTS, *FOLLOW_OPS, *RANGE_OPS, *_REDUCTIONS))
     - frozenset("select_and_scatter_add select_and_gather_add".split())
     # Series and continued fractions: hundreds of operations per element.
     - frozenset(
@@ -56,11 +51,13 @@ _CHEAP = (
 # Calls that are as cheap as what they call.
 _CALLS = frozenset("jit closed_call core_call custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
-_STRUCTURED = frozenset("scan while cond remat2 shard_map custom_vjp_call".split())
+_STRUCTURED = frozenset(
+    "scan while cond remat2 shard_map custom_vjp_call flax_amp_repeat".split()
+)
 
 # What the derivative of a primitive reads, where it is not all of its operands and
 # results.
-_READS_NOTHING = MOVES | frozenset(
+_READS_NOTHING = MOVE_OPS | frozenset(
     """add sub neg add_any reduce_sum convert_element_type reduce_precision real imag
     pvary psum cumsum""".split()
 )

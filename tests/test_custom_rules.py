@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from flax_amp import amp
+from flax_amp import amp, emit, transform
 from helpers import both_halves, jit
 
 
@@ -78,3 +78,20 @@ def test_where_guard_keeps_gradients_finite(dtype):
     w, x = jnp.eye(3), jnp.array([[0.0, -1.0, 2.0]])
     grads = jit(jax.grad(amp(fn, compute_dtype=dtype), argnums=(0, 1)))(w, x)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+def test_what_jax_shows_of_a_function_is_short():
+    """JAX writes the repr of callables into its debug information, at every call."""
+    shown = []
+
+    class Recorder(emit.Emitter):
+        def emit(self, plan, operands):
+            shown.extend(map(repr, (self, plan)))
+            return super().emit(plan, operands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transform, "Emitter", Recorder)
+        jax.make_jaxpr(jax.grad(amp(lambda x: jax.nn.relu(x * 2).sum())))(jnp.ones(3))
+
+    assert len(shown) > 2
+    assert max(map(len, shown)) < 200

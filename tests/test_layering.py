@@ -24,9 +24,12 @@ BELOW = {
     "facts": {"plan", "_cast"},
     "paint": {"facts"},
     "residuals": {"plan", "_keep", "_mincut"},
-    "regions": {"residuals"},
+    "regions": {"residuals", "facts"},
+    "equality": {"plan"},
+    "repeats": {"equality", "facts"},
+    "outline": {"repeats"},
     "wide_grad": {"policy"},
-    "emit": {"paint", "regions", "wide_grad"},
+    "emit": {"paint", "regions", "outline", "wide_grad"},
     "custom_rules": {"emit"},
     "rules": {"custom_rules"},
     "nnx_bridge": {"_tree"},
@@ -44,8 +47,8 @@ BELOW = {
     "debug": {"train_step"},
 }
 CORE = set(
-    """_cast _keep _mincut _tree policy plan facts paint residuals regions wide_grad
-    emit custom_rules rules transform""".split()
+    """_cast _keep _mincut _tree policy plan facts paint residuals regions equality
+    repeats outline wide_grad emit custom_rules rules transform""".split()
 )
 FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
 
