@@ -20,6 +20,11 @@ COMMANDS = {
     "host": ("host", "run", "tracing, lowering, dispatch and retraces on the CPU"),
     "error": ("error", "run", "error of the gradients, on the CPU"),
     "mesh": ("mesh", "run", "FSDP on 256 described chips of a TPU v5e"),
+    "casts": (
+        "casts",
+        "run",
+        "lists every cast of a forward pass, and why it is there",
+    ),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flax_amp
 from benchmarks import __main__ as cli
 from benchmarks import problem, request, show, timing, variants
-from benchmarks.commands import error, host, mesh, report
+from benchmarks.commands import casts, error, host, mesh, report
 from benchmarks.models import gpt, resnet, vit
 from benchmarks.report import plots
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
 from benchmarks.sections import SECTIONS, section
+from helpers import equations
 
 INSTALLED = [name for name in variants.NAMES if variants.reason_missing(name) is None]
 # Sizes of models whose code is that of another one, all of whose variants are built.
@@ -109,7 +111,41 @@ class TestCommandLine:
         assert "usage" in capsys.readouterr().err
 
     def test_every_command_is_there(self):
-        assert {s.command for s in SECTIONS} | {"report"} == set(cli.COMMANDS)
+        assert {s.command for s in SECTIONS} | {"casts", "report"} == set(cli.COMMANDS)
+
+
+class TestCasts:
+    @pytest.mark.parametrize("model", ["vit_small", "gpt_scan", "resnet50"])
+    def test_every_cast_is_listed_with_its_reason(self, model):
+        found = casts.forward_casts(model, "tiny")
+        assert all(cast.because for cast in found), found
+        for down in (True, False):
+            listed = sum(t.count for c, t in found.items() if c.down == down)
+            assert listed == self.emitted(model).count(down)
+
+    def emitted(self, model):
+        """Whether down or up, of each cast in the jaxpr; the layers of a scan count."""
+        task = problem.problem(model, "tiny")
+        others = dict(jax.eval_shape(task.init, jax.random.key(0)))
+        batch = jax.eval_shape(task.batch, jax.random.key(0))
+        loss = flax_amp.amp(task.loss, compute_dtype=jnp.bfloat16)
+        closed = jax.make_jaxpr(loss)(others.pop("params"), others, batch)
+        found = []
+        for path, eqn in equations(closed):
+            dtypes = [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
+            is_cast = eqn.primitive.name in (
+                "convert_element_type",
+                "flax_amp_saturate",
+            )
+            if is_cast and {*dtypes} == {"float32", "bfloat16"}:
+                times = gpt.Config().layers if "scan" in path else 1
+                found += [dtypes[-1] == "bfloat16"] * times
+        return found
+
+    def test_command(self, tmp_path):
+        casts.run(Request(("mlp",), size="tiny", folder=tmp_path))
+        text = (tmp_path / "casts.md").read_text()
+        assert "| parameter | dot_general |" in text
 
 
 class TestResults:
