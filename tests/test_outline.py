@@ -20,6 +20,7 @@ LAYERS = 6
 def from_two_equations_on(monkeypatch):
     """Calls also where they save next to nothing: the layers of a test are small."""
     monkeypatch.setattr(repeats, "_WORTH", 2)
+    monkeypatch.setattr(repeats, "_COPIES", 2)
 
 
 def calls(fn, *args):
@@ -57,6 +58,12 @@ def stack(w, x, body=dense):  # the first and the last layer have other neighbou
 
 W = jax.random.normal(jax.random.key(1), (LAYERS, 8, 8)) / 3
 X = jax.random.normal(jax.random.key(2), (4, 8))
+
+
+@pytest.mark.parametrize("limit", ["_WORTH", "_COPIES"])
+def test_what_saves_little_is_left_alone(monkeypatch, limit):
+    monkeypatch.setattr(repeats, limit, 500)
+    assert not calls(bfloat16(unrolled), weights(LAYERS), inputs())
 
 
 def test_equal_layers_are_calls_of_one_function():
