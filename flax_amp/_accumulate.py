@@ -20,7 +20,7 @@ class Result(NamedTuple):
     grads: PyTree  # unscaled, float32, `None` for integer parameters
     overwrite: PyTree  # fp8 statistics that travel as gradients; usually `None`
     loss: jax.Array
-    variables: PyTree
+    variables: PyTree  # `None` for those that did not change
     aux: dict[str, Any]
 
 
@@ -47,12 +47,17 @@ def accumulate(
       Mean gradients and loss, the last variables, and `aux` reduced or stacked.
     """
 
+    changes: PyTree = None
+
     def body(carry: Any, x: Any) -> Any:
+        nonlocal changes
         total, variables = carry
         index, part = x
         result = one_pass(variables, part, index)
+        changes = result.variables
         total = jax.tree.map(jnp.add, total, result.grads)
-        return (total, result.variables), (result.overwrite, result.loss, result.aux)
+        variables = _tree.combine(result.variables, variables)
+        return (total, variables), (result.overwrite, result.loss, result.aux)
 
     parts = _split_batch(batch, steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
@@ -62,7 +67,7 @@ def accumulate(
         grads=jax.tree.map(lambda g: g / steps, total),
         overwrite=jax.tree.map(functools.partial(jnp.max, axis=0), overwrite),
         loss=losses.mean(),
-        variables=variables,
+        variables=_tree.partition_like(variables, changes),
         aux=jax.tree.map(_reduce_aux, aux, is_leaf=_reduces_itself),
     )
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import scaled_grad
-from flax_amp.train_state import AmpTrainState, merge_model, split_model
+from flax_amp.nnx_scopes import module_scopes
+from flax_amp.train_state import AmpTrainState, merge_model, variables_of
 
 PyTree = Any
 
@@ -19,13 +20,14 @@ RESERVED = ("loss", "grads_finite", "scaler", "grad_norm", "skipped_total")
 def pure_loss(
     loss_fn: Callable[..., Any], has_aux: bool, state: AmpTrainState
 ) -> Callable[..., Any]:
-    """Returns `(params, variables, batch, rngs) -> (loss, new variables, aux)`."""
+    """Returns `(params, variables, batch, rngs) -> (loss, updates, aux)`.
+
+    The updates are the new variables, with `None` for those that the loss left alone.
+    """
     name = f"make_train_step: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
     def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
-        target = target_of(state, params, variables)
-        keywords = keywords_of(loss_fn, state, params, variables, rngs)
-        out = loss_fn(target, batch, **keywords)
+        target, out = call(loss_fn, state, params, variables, batch, rngs)
         loss, aux = _split_output(out, has_aux, name)
         updates = aux.pop("variables", {})
         if state.graphdef is not None:
@@ -34,20 +36,39 @@ def pure_loss(
                     f"{name} returned aux['variables'] for an NNX model; expected "
                     "none: the model's own state is collected. Drop it from aux."
                 )
-            _, _, updates = split_model(target)
+            updates = variables_of(target, params)
             updates = _conform(variables, updates, name)
         elif updates:
-            updates = {**variables, **_conform_collections(variables, updates, name)}
-        return loss, updates or variables, aux
+            updates = _conform_collections(variables, updates, name)
+        return loss, _changed({**variables, **updates}, variables), aux
 
     return pure
 
 
-def target_of(state: AmpTrainState, params: PyTree, variables: PyTree) -> Any:
-    """Returns what the user's function takes first: the parameters or the module."""
+def call(
+    fn: Callable[..., Any],
+    state: AmpTrainState,
+    params: PyTree,
+    variables: PyTree,
+    batch: PyTree,
+    rngs: PyTree,
+    *,
+    evaluate: bool = False,
+) -> tuple[Any, Any]:
+    """Returns the parameters or the module that `fn` was given, and its result."""
+    keywords = keywords_of(fn, state, params, variables, rngs)
     if state.graphdef is None:
-        return params
-    return merge_model(state.graphdef, params, variables)
+        return params, fn(params, batch, **keywords)
+    model = merge_model(state.graphdef, params, variables)
+    if evaluate:
+        model.eval()
+    with module_scopes(model):
+        return model, fn(model, batch, **keywords)
+
+
+def _changed(new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new leaves, with `None` for those that are the old ones."""
+    return jax.tree.map(lambda x, y: None if x is y else x, new, old)
 
 
 def keywords_of(
@@ -121,7 +142,9 @@ def _conform(old: PyTree, new: PyTree, name: str, where: str = "") -> PyTree:
             "expected the same leaves, shapes and dtypes after each step. Create the "
             "state with the variables that the model has after a call."
         )
-    return jax.tree.map(lambda x, y: jnp.asarray(x).astype(y.dtype), new, old)
+    return jax.tree.map(
+        lambda x, y: x if x is y else jnp.asarray(x).astype(y.dtype), new, old
+    )
 
 
 def _describe(tree: PyTree) -> dict[str, str]:

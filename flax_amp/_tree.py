@@ -43,6 +43,16 @@ def partition(tree: PyTree, where: Any) -> tuple[PyTree, PyTree]:
     return matching, rest
 
 
+def partition_like(tree: PyTree, matching: PyTree) -> PyTree:
+    """Returns `tree` with `None` where `matching` has it."""
+    return jax.tree.map(
+        lambda leaf, like: None if like is None else leaf,
+        tree,
+        matching,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
 def combine(matching: PyTree, rest: PyTree) -> PyTree:
     """Puts the two trees of `partition` together again."""
     return jax.tree.map(

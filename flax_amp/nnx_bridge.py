@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from flax_amp.nnx_scopes import module_scopes
+
 
 @dataclasses.dataclass(frozen=True)
 class FunctionalCall:
@@ -51,30 +53,54 @@ def functional(
     graphdef, state = nnx.split(nodes)
     state_leaves, state_def = jax.tree.flatten(state)
     others = [x for x in leaves if not _is_node(x)]
+    changed_paths: list[Any] = []
 
     def function(inputs: list[Any]) -> Any:
         rest = iter(inputs[len(state_leaves) :])
         new_state = jax.tree.unflatten(state_def, inputs[: len(state_leaves)])
-        merged = nnx.merge(graphdef, new_state)
+        merged = nnx.merge(graphdef, new_state, copy=True)
         modules = iter(merged)
         filled = [next(modules) if _is_node(x) else next(rest) for x in leaves]
-        out = _call(fun, treedef, filled)
-        new_graphdef, updated = nnx.split(merged)
-        if new_graphdef != graphdef:
+        with module_scopes(merged):
+            before = nnx.graphdef(merged)
+            out = _call(fun, treedef, filled)
+            after, updated = nnx.split(merged)
+        if after != before:
             raise ValueError(
                 f"amp: {getattr(fun, '__name__', fun)!s} changed the structure of its "
                 "nnx.Module argument (it added or removed a variable or a module); "
                 "expected changes of values only. Create all variables in __init__, or "
                 "call the function once before amp so that they exist."
             )
-        return out, updated
+        changed = _changed(updated, new_state)
+        changed_paths[:] = changed
+        return out, list(changed.values())
 
     def finish(result: Any) -> Any:
         out, updated = result
-        nnx.update(nodes, updated)
+        pairs = list(zip(changed_paths, updated, strict=True))
+        nnx.update(nodes, nnx.from_flat_state(pairs))
         return out
 
     return FunctionalCall(function, [*state_leaves, *others], finish)
+
+
+def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
+    """Returns the variables that hold other arrays than before, by their paths.
+
+    To update the others would do harm: a module that the caller has from outside of a
+    trace may be read there, not changed.
+    """
+    before = dict(nnx.to_flat_state(old))
+    return {
+        path: variable
+        for path, variable in nnx.to_flat_state(new)
+        if any(map(_differ, jax.tree.leaves(variable), jax.tree.leaves(before[path])))
+    }
+
+
+def _differ(new: Any, old: Any) -> bool:
+    return new is not old
 
 
 def _call(fun: Callable[..., Any], treedef: Any, leaves: list[Any]) -> Any:

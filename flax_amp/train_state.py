@@ -41,7 +41,8 @@ class AmpTrainState(train_state.TrainState):
       opt_state: its state, an `optax.ApplyIfFiniteState`.
       scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
       variables: every other collection. Linen: `{"batch_stats": ...}`. NNX: the state
-        that is not an `nnx.Param`, such as batch statistics and random streams.
+        that does not train, such as batch statistics, random streams and, with `wrt`,
+        frozen parameters.
       rngs: typed PRNG keys by the name of their stream.
       graphdef: the structure of the NNX model; `None` for Linen.
 
@@ -70,6 +71,7 @@ class AmpTrainState(train_state.TrainState):
         params: PyTree = None,
         tx: Any,
         model: nnx.Module | None = None,
+        wrt: Any = nnx.Param,
         variables: Mapping[str, Any] | None = None,
         rngs: Mapping[str, jax.Array] | None = None,
         scaler: Mapping[str, Any] | None = None,
@@ -87,6 +89,8 @@ class AmpTrainState(train_state.TrainState):
             already is. It then skips, however often, what is not finite.
           model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
             `merge_model` gives the trained one.
+          wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
+            or a function of path and variable. The others go into `variables`.
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
           scaler: a loss scaler, by default `flax_amp.init_scaler()`; for bfloat16 and
@@ -98,12 +102,14 @@ class AmpTrainState(train_state.TrainState):
 
         Raises:
           TypeError: if a model is missing, or `rngs` or `variables` is no dict.
-          ValueError: if a parameter is not float32; integers are allowed.
+          ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
+            selects nothing, or if `tx` accumulates around `apply_if_finite`.
         """
         graphdef = None
         if model is not None:
             _check_model(model, params, variables)
-            graphdef, params, collections = split_model(model)
+            graphdef, params, collections = split_model(model, wrt)
+            _check_selection(params, wrt)
         else:
             collections = _as_collections(params, variables)
         _check_params(params)
@@ -141,16 +147,23 @@ class AmpTrainState(train_state.TrainState):
         return merge_model(self.graphdef, _own(self.params), _own(self.variables))
 
 
-def split_model(model: nnx.Module) -> tuple[Any, PyTree, PyTree]:
+def split_model(model: nnx.Module, wrt: Any = nnx.Param) -> tuple[Any, PyTree, PyTree]:
     """Returns `(graphdef, params, variables)` of a module, as nested dicts of arrays.
 
     Plain dicts and not `nnx.State`: they hold no Variable objects, which an eager
     merge would share and mutate, optax and Orbax see bare arrays, and on disk the
     paths are those of a Linen model (`l1/kernel`, not `l1/kernel/value`).
     """
-    graphdef, *states = nnx.split(model, nnx.Param, ...)
+    graphdef, *states = nnx.split(model, wrt, ...)
     params, variables = map(nnx.to_pure_dict, states)
     return graphdef, params, variables
+
+
+def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
+    """Returns the state of a module beside its parameters, as `split_model` does."""
+    taken = set(nnx.traversals.flatten_mapping(params))
+    rest = nnx.state(model, lambda path, _: path not in taken)
+    return nnx.to_pure_dict(rest)
 
 
 def merge_model(graphdef: Any, params: PyTree, variables: PyTree) -> nnx.Module:
@@ -181,9 +194,28 @@ def _wrap(tx: Any, params: PyTree) -> Any:
         # Optimizers give an integer moment a float update; `apply_if_finite`, which
         # compares dtypes, then fails.
         tx = optax.masked(tx, lambda tree: jax.tree.map(_tree.is_inexact_array, tree))
-    if isinstance(jax.eval_shape(tx.init, params), optax.ApplyIfFiniteState):
+    state = jax.eval_shape(tx.init, params)
+    _check_order(state)
+    if isinstance(state, optax.ApplyIfFiniteState):
         return tx
     return apply_if_finite(tx, max_consecutive_errors=_NEVER)
+
+
+def _check_order(opt_state: PyTree) -> None:
+    """Raises a ValueError if gradients are added up before they are tested."""
+    for node in _nodes(opt_state, optax.MultiStepsState):
+        if _nodes(node.inner_opt_state, optax.ApplyIfFiniteState):
+            raise ValueError(
+                "AmpTrainState.create: tx is MultiSteps around apply_if_finite, which "
+                "tests gradients after they were added up: one inf would stay in the "
+                "sum for ever. Expected apply_if_finite outermost: pass "
+                "optax.MultiSteps(optimizer, k), create wraps it."
+            )
+
+
+def _nodes(tree: PyTree, kind: type) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _check_model(model: Any, params: PyTree, variables: Any) -> None:
@@ -196,6 +228,15 @@ def _check_model(model: Any, params: PyTree, variables: Any) -> None:
         raise TypeError(
             "AmpTrainState.create: got model together with params or variables; "
             "expected model alone, which holds both. Drop the others."
+        )
+
+
+def _check_selection(params: PyTree, wrt: Any) -> None:
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"AmpTrainState.create: wrt={wrt} selects no variable of the model; "
+            "expected a filter for the parameters to train, such as nnx.Param. "
+            "nnx.state(model) shows what there is."
         )
 
 

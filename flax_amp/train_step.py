@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree, scaled_grad
 from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
-from flax_amp._loss import keywords_of, pure_loss, target_of
+from flax_amp._loss import call, pure_loss
 from flax_amp.policy import default_amp_policy
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
@@ -191,10 +191,8 @@ def make_eval_step(
         _check_state(state, "eval_step")
 
         def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
-            target = target_of(state, params, variables)
-            if state.graphdef is not None:
-                target.eval()
-            return fn(target, batch, **keywords_of(fn, state, params, variables, rngs))
+            _, out = call(fn, state, params, variables, batch, rngs, evaluate=True)
+            return out
 
         rngs = _fold_in(state.rngs, state.step)
         return lower(pure)(state.params, state.variables, batch, rngs)
@@ -282,9 +280,8 @@ def _advance(
     _, rest = _tree.partition(state.params, _tree.is_inexact_array)
     grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
     grads = scaled_grad.cast_like(grads, state.params)
-    new = state.apply_gradients(
-        grads=grads, scaler=new_scaler, variables=result.variables
-    )
+    variables = _tree.combine(result.variables, state.variables)
+    new = state.apply_gradients(grads=grads, scaler=new_scaler, variables=variables)
     kept = _tree.select(finite, new, state)
     skips = {
         name: getattr(new.opt_state, name)
