@@ -6,6 +6,7 @@ jitted step over an `AmpTrainState`, which Orbax saves and restores.
 """
 
 from flax_amp import checkpoint as checkpoint
+from flax_amp.nnx_step import make_nnx_train_step as make_nnx_train_step
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
@@ -14,6 +15,8 @@ from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
+from flax_amp.progress import StuckError as StuckError
+from flax_amp.progress import check_progress as check_progress
 from flax_amp.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
 from flax_amp.scaled_grad import (
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
@@ -33,8 +36,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpTrainState",
     "DynamicScalerState",
+    "StuckError",
     "amp",
     "amp_stop",
+    "check_progress",
     "checkpoint",
     "default_amp_policy",
     "dynamic_scale_grad",
@@ -44,6 +49,7 @@ __all__ = [
     "jaxamp_policy",
     "keep_precision",
     "make_eval_step",
+    "make_nnx_train_step",
     "make_train_step",
     "no_scaler",
     "static_scaler",

@@ -112,7 +112,7 @@ class AmpTrainState(train_state.TrainState):
             _check_selection(params, wrt)
         else:
             collections = _as_collections(params, variables)
-        _check_params(params)
+        check_params(params, "AmpTrainState.create")
         state = super().create(
             apply_fn=apply_fn,
             params=_own(params),
@@ -240,7 +240,7 @@ def _check_selection(params: PyTree, wrt: Any) -> None:
         )
 
 
-def _check_params(params: PyTree) -> None:
+def check_params(params: PyTree, where: str) -> None:
     """Raises one ValueError that lists every parameter of a wrong dtype."""
     bad = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -250,7 +250,7 @@ def _check_params(params: PyTree) -> None:
             bad.append(f"{jax.tree_util.keystr(path)}: {dtype}")
     if bad:
         raise ValueError(
-            f"AmpTrainState.create: parameters are not float32: {', '.join(bad)}; "
+            f"{where}: parameters are not float32: {', '.join(bad)}; "
             "expected float32 master weights, which amp casts where it computes with "
             "them. Make the model with param_dtype=jnp.float32 or cast them with "
             "jax.tree.map(lambda x: x.astype(jnp.float32), params)."

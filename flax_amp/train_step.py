@@ -12,32 +12,30 @@ Sharp edges:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
-from flax_amp import _tree, scaled_grad
-from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
-from flax_amp._loss import call, pure_loss
+from flax_amp import _tree
+from flax_amp._accumulate import AxisName, Result
+from flax_amp._gradients import (
+    all_gradients,
+    check_function,
+    fold_in,
+    gradients,
+    make_options,
+    metrics_of,
+)
+from flax_amp._loss import call
 from flax_amp.policy import default_amp_policy
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
 
 PyTree = Any
-
-
-class _Options(NamedTuple):
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    lower: Callable[[Callable[..., Any]], Callable[..., Any]]
-    redo_on_nan: int
-    accum_steps: int
-    axis_name: AxisName
 
 
 def make_train_step(
@@ -107,21 +105,15 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    if type(accum_steps) is not int or accum_steps < 1:
-        raise ValueError(
-            f"make_train_step: {accum_steps=}; expected an integer of at least 1, the "
-            "number of micro-batches."
-        )
-    options = _Options(
-        loss_fn=_check_function(loss_fn, "make_train_step: loss_fn"),
+    options = make_options(
+        loss_fn,
+        "make_train_step",
         has_aux=has_aux,
-        lower=amp(
-            compute_dtype=compute_dtype,
-            amp_policy=amp_policy,
-            recompute=recompute,
-            reduce_dtype=reduce_dtype,
-        ),
-        redo_on_nan=scaled_grad.check_retries(redo_on_nan, "make_train_step"),
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        recompute=recompute,
+        reduce_dtype=reduce_dtype,
+        redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
     )
@@ -130,22 +122,10 @@ def make_train_step(
         state: AmpTrainState, batch: PyTree
     ) -> tuple[AmpTrainState, dict[str, Any]]:
         _check_state(state, "train_step")
-
-        def attempt(scale: Scaler) -> tuple[jax.Array, Result]:
-            result = _compute(options, state, scale, batch)
-            return _tree.all_finite(result[:3]), result
-
-        new_scaler, finite, result = scaled_grad.retry_until_finite(
-            attempt, state.scaler, options.redo_on_nan
-        )
+        new_scaler, finite, result = gradients(options, state, batch)
         new_state = _advance(state, new_scaler, finite, result)
-        metrics = dict(
-            loss=result.loss,
-            grads_finite=finite,
-            scaler=new_state.scaler["scaler"],
-            grad_norm=optax.tree.norm(result.grads),
-            skipped_total=new_state.opt_state.total_notfinite,
-        )
+        skipped = new_state.opt_state.total_notfinite
+        metrics = metrics_of(new_scaler, finite, result) | {"skipped_total": skipped}
         return new_state, metrics | result.aux
 
     if not jit:
@@ -184,7 +164,7 @@ def make_eval_step(
       >>> eval_step(state, jnp.ones((4, 3))).shape
       (4, 1)
     """
-    _check_function(fn, "make_eval_step: fn")
+    check_function(fn, "make_eval_step: fn")
     lower = amp(compute_dtype=compute_dtype, amp_policy=amp_policy)
 
     def eval_step(state: AmpTrainState, batch: PyTree) -> Any:
@@ -194,76 +174,10 @@ def make_eval_step(
             _, out = call(fn, state, params, variables, batch, rngs, evaluate=True)
             return out
 
-        rngs = _fold_in(state.rngs, state.step)
+        rngs = fold_in(state.rngs, state.step)
         return lower(pure)(state.params, state.variables, batch, rngs)
 
     return jax.jit(eval_step) if jit else eval_step
-
-
-# From the user's loss to unscaled gradients
-
-
-def _compute(
-    options: _Options, state: AmpTrainState, scale: Scaler, batch: PyTree
-) -> Result:
-    """Returns the gradients of one batch, over all micro-batches and devices."""
-    axis = options.axis_name
-    # Gradients of device-varying parameters are not summed over devices by JAX itself,
-    # whether or not `shard_map` checks varying axes; the mean below is then right.
-    params, variables = vary((state.params, state.variables), axis)
-    rngs = _fold_in(state.rngs, state.step)
-    if axis is not None:
-        rngs = _fold_in(rngs, jax.lax.axis_index(axis))
-    lowered = options.lower(pure_loss(options.loss_fn, options.has_aux, state))
-
-    def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> Result:
-        streams = rngs if index is None else _fold_in(rngs, index)
-        return _differentiate(lowered, scale, params, variables, batch, streams)
-
-    if options.accum_steps == 1:
-        result = one_pass(variables, batch)
-    else:
-        floating, _ = _tree.partition(state.params, _tree.is_inexact_array)
-        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
-        zeros = vary(zeros, axis)
-        result = accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    return result if axis is None else synchronize(result, axis)
-
-
-def _differentiate(
-    loss_fn: Callable[..., Any],
-    scale: Scaler,
-    params: PyTree,
-    variables: PyTree,
-    batch: PyTree,
-    rngs: PyTree,
-) -> Result:
-    floating, rest = _tree.partition(params, _tree.is_inexact_array)
-
-    def scaled(floating: PyTree) -> Any:
-        params = _tree.combine(floating, rest)
-        loss, new_variables, aux = loss_fn(params, variables, batch, rngs)
-        loss = jnp.asarray(loss)
-        return scaled_grad.scale_loss(loss, scale), (loss, new_variables, aux)
-
-    (_, (loss, variables, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(
-        floating
-    )
-    grads, overwrite = _split_overwrite(grads)
-    grads = scaled_grad.unscale_grads(grads, scale, loss)
-    return Result(grads, overwrite, loss.astype(jnp.float32), variables, aux)
-
-
-def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Takes out Flax's fp8 statistics: values that replace parameters, unscaled."""
-    if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
-        return grads, None
-    rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}
-    return rest, grads[OVERWRITE_WITH_GRADIENT]
-
-
-def _fold_in(rngs: dict[str, jax.Array], data: Any) -> dict[str, jax.Array]:
-    return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
 
 
 # The update
@@ -273,13 +187,7 @@ def _advance(
     state: AmpTrainState, new_scaler: Scaler, finite: jax.Array, result: Result
 ) -> AmpTrainState:
     """Applies the gradients, or skips the step and leaves the rest as it was."""
-    # `apply_if_finite` looks at the gradients only: tell it about everything else.
-    grads = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), result.grads)
-    if result.overwrite is not None:
-        grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
-    _, rest = _tree.partition(state.params, _tree.is_inexact_array)
-    grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
-    grads = scaled_grad.cast_like(grads, state.params)
+    grads = all_gradients(result, finite, state.params)
     variables = _tree.combine(result.variables, state.variables)
     new = state.apply_gradients(grads=grads, scaler=new_scaler, variables=variables)
     kept = _tree.select(finite, new, state)
@@ -293,15 +201,6 @@ def _advance(
 
 
 # Errors
-
-
-def _check_function(fn: Any, name: str) -> Callable[..., Any]:
-    if not callable(fn):
-        raise TypeError(
-            f"{name} is a {type(fn).__name__}; expected a function of (params, batch), "
-            "or of (model, batch) for NNX."
-        )
-    return fn
 
 
 def _check_state(state: Any, name: str) -> None:

@@ -1,0 +1,169 @@
+"""From the user's loss to unscaled gradients, over micro-batches and devices."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from flax_amp import _tree, scaled_grad
+from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
+from flax_amp._loss import pure_loss
+from flax_amp.scaler import Scaler
+from flax_amp.train_state import AmpTrainState
+from flax_amp.transform import amp
+
+PyTree = Any
+
+
+class Options(NamedTuple):
+    """What `make_train_step` was asked for, checked."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    lower: Callable[[Callable[..., Any]], Callable[..., Any]]
+    redo_on_nan: int
+    accum_steps: int
+    axis_name: AxisName
+
+
+def make_options(
+    loss_fn: Any,
+    where: str,
+    *,
+    has_aux: bool,
+    redo_on_nan: Any,
+    accum_steps: Any,
+    axis_name: AxisName,
+    **lowering: Any,
+) -> Options:
+    """Checks the arguments of `where`; `lowering` are those of `flax_amp.amp`."""
+    if type(accum_steps) is not int or accum_steps < 1:
+        raise ValueError(
+            f"{where}: {accum_steps=}; expected an integer of at least 1, the "
+            "number of micro-batches."
+        )
+    return Options(
+        loss_fn=check_function(loss_fn, f"{where}: loss_fn"),
+        has_aux=has_aux,
+        lower=amp(**lowering),
+        redo_on_nan=scaled_grad.check_retries(redo_on_nan, where),
+        accum_steps=accum_steps,
+        axis_name=axis_name,
+    )
+
+
+def gradients(
+    options: Options, state: AmpTrainState, batch: PyTree
+) -> tuple[Scaler, jax.Array, Result]:
+    """Differentiates the loss, again with lower scales if asked to.
+
+    Returns:
+      The new scaler, whether everything is finite, and the result.
+    """
+
+    def attempt(scale: Scaler) -> tuple[jax.Array, Result]:
+        result = _compute(options, state, scale, batch)
+        return _tree.all_finite(result[:3]), result
+
+    return scaled_grad.retry_until_finite(attempt, state.scaler, options.redo_on_nan)
+
+
+def metrics_of(scaler: Scaler, finite: jax.Array, result: Result) -> dict[str, Any]:
+    """Returns what every step reports, without `aux`."""
+    return dict(
+        loss=result.loss,
+        grads_finite=finite,
+        scaler=scaler["scaler"],
+        grad_norm=optax.tree.norm(result.grads),
+    )
+
+
+def all_gradients(result: Result, finite: jax.Array, params: PyTree) -> PyTree:
+    """Returns a gradient for every parameter, in its dtype, for the optimizer.
+
+    Integers get zeros. When anything is not finite all of them are NaN, since
+    optimizers that skip look at the gradients only.
+    """
+    grads = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), result.grads)
+    if result.overwrite is not None:
+        grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
+    _, rest = _tree.partition(params, _tree.is_inexact_array)
+    grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
+    return scaled_grad.cast_like(grads, params)
+
+
+def fold_in(rngs: dict[str, jax.Array], data: Any) -> dict[str, jax.Array]:
+    """Folds a number into every key."""
+    return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
+
+
+def check_function(fn: Any, name: str) -> Callable[..., Any]:
+    """Returns `fn`, or raises a TypeError if it cannot be called."""
+    if not callable(fn):
+        raise TypeError(
+            f"{name} is a {type(fn).__name__}; expected a function of (params, batch), "
+            "or of (model, batch) for NNX."
+        )
+    return fn
+
+
+def _compute(
+    options: Options, state: AmpTrainState, scale: Scaler, batch: PyTree
+) -> Result:
+    """Returns the gradients of one batch, over all micro-batches and devices."""
+    axis = options.axis_name
+    # Gradients of device-varying parameters are not summed over devices by JAX itself,
+    # whether or not `shard_map` checks varying axes; the mean below is then right.
+    params, variables = vary((state.params, state.variables), axis)
+    rngs = fold_in(state.rngs, state.step)
+    if axis is not None:
+        rngs = fold_in(rngs, jax.lax.axis_index(axis))
+    lowered = options.lower(pure_loss(options.loss_fn, options.has_aux, state))
+
+    def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> Result:
+        streams = rngs if index is None else fold_in(rngs, index)
+        return _differentiate(lowered, scale, params, variables, batch, streams)
+
+    if options.accum_steps == 1:
+        result = one_pass(variables, batch)
+    else:
+        floating, _ = _tree.partition(state.params, _tree.is_inexact_array)
+        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
+        zeros = vary(zeros, axis)
+        result = accumulate(one_pass, zeros, variables, batch, options.accum_steps)
+    return result if axis is None else synchronize(result, axis)
+
+
+def _differentiate(
+    loss_fn: Callable[..., Any],
+    scale: Scaler,
+    params: PyTree,
+    variables: PyTree,
+    batch: PyTree,
+    rngs: PyTree,
+) -> Result:
+    floating, rest = _tree.partition(params, _tree.is_inexact_array)
+
+    def scaled(floating: PyTree) -> Any:
+        params = _tree.combine(floating, rest)
+        loss, new_variables, aux = loss_fn(params, variables, batch, rngs)
+        loss = jnp.asarray(loss)
+        return scaled_grad.scale_loss(loss, scale), (loss, new_variables, aux)
+
+    (_, (loss, variables, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(
+        floating
+    )
+    grads, overwrite = _split_overwrite(grads)
+    grads = scaled_grad.unscale_grads(grads, scale, loss)
+    return Result(grads, overwrite, loss.astype(jnp.float32), variables, aux)
+
+
+def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Takes out Flax's fp8 statistics: values that replace parameters, unscaled."""
+    if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
+        return grads, None
+    rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}
+    return rest, grads[OVERWRITE_WITH_GRADIENT]

@@ -1,0 +1,168 @@
+"""The training step for loops that keep `nnx.Optimizer`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from flax_amp import _tree
+from flax_amp._accumulate import AxisName
+from flax_amp._gradients import (
+    Options,
+    all_gradients,
+    gradients,
+    make_options,
+    metrics_of,
+)
+from flax_amp.policy import default_amp_policy
+from flax_amp.scaler import Scaler
+from flax_amp.train_state import AmpTrainState, check_params, split_model
+
+PyTree = Any
+
+
+def make_nnx_train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    compute_dtype: DTypeLike = jnp.float16,
+    amp_policy: Mapping[Any, Any] = default_amp_policy,
+    recompute: str = "auto",
+    reduce_dtype: DTypeLike | None = None,
+    redo_on_nan: int = 0,
+    accum_steps: int = 1,
+    axis_name: AxisName = None,
+    donate: bool = True,
+    jit: bool = True,
+) -> Callable[..., tuple[Scaler, dict[str, Any]]]:
+    """Makes a training step that updates a model and its `nnx.Optimizer` in place.
+
+    The step of `make_train_step` for loops that keep their own objects. A step that is
+    not finite changes nothing in either, the optimizer's own `step` included.
+
+    Args:
+      loss_fn: `loss_fn(model, batch)`, which returns a scalar float loss.
+      has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics.
+      compute_dtype: see `flax_amp.amp`.
+      amp_policy: see `flax_amp.amp`.
+      recompute: see `flax_amp.amp`.
+      reduce_dtype: see `flax_amp.amp`.
+      redo_on_nan: see `make_train_step`, as for the following ones.
+      accum_steps: see there.
+      axis_name: see there.
+      donate: let the new arrays reuse the memory of the old ones.
+      jit: compile the step, with `nnx.jit`.
+
+    Returns:
+      `train_step(model, optimizer, scaler, batch) -> (scaler, metrics)`. The optimizer
+      says by its own `wrt` what trains. The scaler is a dict as from
+      `flax_amp.init_scaler`; pass the returned one to the next step. The metrics are
+      those of `make_train_step` without `skipped_total`.
+
+    Raises:
+      TypeError: if an argument is of a wrong kind; when called, if model, optimizer
+        or what the loss returns is not what is expected.
+      ValueError: as `make_train_step`; when called, if a parameter is not float32.
+
+    Example:
+      >>> import optax
+      >>> from flax_amp import init_scaler
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> train_step = make_nnx_train_step(lambda model, x: (model(x) ** 2).mean())
+      >>> scaler, metrics = train_step(
+      ...     model, optimizer, init_scaler(), jnp.ones((4, 3))
+      ... )
+      >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
+      (1, True)
+    """
+    options = make_options(
+        loss_fn,
+        "make_nnx_train_step",
+        has_aux=has_aux,
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        recompute=recompute,
+        reduce_dtype=reduce_dtype,
+        redo_on_nan=redo_on_nan,
+        accum_steps=accum_steps,
+        axis_name=axis_name,
+    )
+
+    def pure_step(
+        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: PyTree
+    ) -> tuple[Scaler, dict[str, Any]]:
+        return _step(options, model, optimizer, scaler, batch)
+
+    step = pure_step
+    if jit:
+        step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
+
+    def train_step(
+        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: PyTree
+    ) -> tuple[Scaler, dict[str, Any]]:
+        _check(model, optimizer)
+        return step(model, optimizer, scaler, batch)
+
+    return train_step
+
+
+def _step(
+    options: Options,
+    model: nnx.Module,
+    optimizer: nnx.Optimizer,
+    scaler: Scaler,
+    batch: PyTree,
+) -> tuple[Scaler, dict[str, Any]]:
+    before = _arrays((model, optimizer))
+    graphdef, params, variables = split_model(model, optimizer.wrt)
+    check_params(params, "train_step")
+    state = AmpTrainState(
+        step=optimizer.step[...],
+        apply_fn=None,
+        params=params,
+        tx=optimizer.tx,
+        opt_state=None,
+        scaler=scaler,
+        variables=variables,
+        rngs={},
+        graphdef=graphdef,
+    )
+    new_scaler, finite, result = gradients(options, state, batch)
+    _assign(model, _tree.combine(result.variables, variables))
+    grads = nnx.state(model, optimizer.wrt)
+    nnx.replace_by_pure_dict(grads, all_gradients(result, finite, params))
+    optimizer.update(model, grads)
+
+    kept = _tree.select(finite, _arrays((model, optimizer)), before)
+    nnx.update((model, optimizer), kept)
+    return new_scaler, metrics_of(new_scaler, finite, result) | result.aux
+
+
+def _arrays(node: Any) -> nnx.State:
+    """Returns the state of a node in variables of its own."""
+    return jax.tree.map(lambda leaf: leaf, nnx.state(node))
+
+
+def _assign(model: nnx.Module, variables: PyTree) -> None:
+    """Puts the variables of `split_model` into a model."""
+    paths = set(nnx.traversals.flatten_mapping(variables))
+    state = nnx.state(model, lambda path, _: path in paths)
+    nnx.replace_by_pure_dict(state, variables)
+    nnx.update(model, state)
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"train_step: model is a {type(model).__name__}; expected an nnx.Module. "
+            "For Linen use make_train_step."
+        )
+    if not isinstance(optimizer, nnx.Optimizer) or hasattr(optimizer, "model"):
+        raise TypeError(
+            f"train_step: optimizer is a {type(optimizer).__name__}; expected an "
+            "nnx.Optimizer. Make it with nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )

@@ -1,0 +1,76 @@
+"""A run that skips every step is told apart from one that looks for its scale."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_amp.train_state import AmpTrainState
+
+
+class StuckError(RuntimeError):
+    """Raised by `check_progress`: steps fail at every scale."""
+
+
+def check_progress(
+    state: AmpTrainState,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    max_skips: int = 20,
+) -> None:
+    """Raises an error if lower scales have not helped and cannot get lower.
+
+    Skipped steps are how the scaler finds its scale, so a step never raises. But at
+    the lowest scale there is nothing left to try: the parameters stay as they are for
+    ever, and nobody notices. Call this every so many steps, where metrics are logged:
+    it waits for the state and fetches four numbers.
+
+    Args:
+      state: the state that the last step returned.
+      metrics: its metrics, whose loss is then told.
+      max_skips: steps in a row that may be skipped at the lowest scale. bfloat16 runs
+        (`no_scaler`) are always at theirs.
+
+    Raises:
+      StuckError: with the step, the scale, the loss, the number of skipped steps and
+        what to try. The state is good: it is the one after the last finite step.
+      TypeError: if `state` is no `AmpTrainState`.
+      ValueError: if `max_skips` is less than 1.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+      >>> check_progress(state)
+    """
+    if not isinstance(state, AmpTrainState):
+        raise TypeError(
+            f"check_progress: state is a {type(state).__name__}; expected an "
+            "AmpTrainState, as the training step returns it."
+        )
+    if max_skips < 1:
+        raise ValueError(f"check_progress: {max_skips=}; expected at least 1.")
+    loss = (metrics or {}).get("loss", np.nan)
+    scaler, skips = state.scaler, state.opt_state
+    scale, lowest, in_a_row, total, step, loss = jax.device_get(
+        (
+            scaler["scaler"],
+            scaler["min_scaler"],
+            skips.notfinite_count,
+            skips.total_notfinite,
+            state.step,
+            loss,
+        )
+    )
+    if in_a_row < max_skips or scale > lowest:
+        return
+    told = "" if metrics is None else f", loss {loss:g}"
+    raise StuckError(
+        f"check_progress: the last {in_a_row} steps were skipped, and the loss scale "
+        f"{scale:g} is the lowest allowed (step {step}{told}, {total} steps skipped in "
+        "all); expected finite gradients at some scale. The parameters are those of "
+        "the last finite step. If the loss is not finite either, look for inf or NaN "
+        "in the batch, and for a division, log or sqrt at 0 in the loss; if it is, "
+        "lower the learning rate, clip the gradients, use compute_dtype=jnp.bfloat16, "
+        "keep the layers at fault in float32 with amp_stop, or lower min_scaler."
+    )

@@ -1,0 +1,188 @@
+"""The step on `(model, optimizer, scaler)`."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from _models import FEATURES, NnxNet, changed, make_batch, nnx_loss, optimizer
+from flax_amp import (
+    AmpTrainState,
+    init_scaler,
+    make_nnx_train_step,
+    make_train_step,
+    no_scaler,
+)
+from helpers import (
+    assert_close,
+    assert_identical,
+    assert_same_avals,
+    both_halves,
+    dtypes_of,
+)
+
+OPTIONS = dict(has_aux=True)
+
+
+def objects(wrt=nnx.Param, tx=None):
+    model = NnxNet(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx or optimizer(), wrt=wrt)
+
+
+def arrays(*nodes):
+    return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accum_steps": 2}, {"redo_on_nan": 2}, {"compute_dtype": jnp.bfloat16}],
+    ids=["plain", "accumulated", "redone", "bfloat16"],
+)
+def test_equals_the_step_on_a_state(options):
+    """Through growing scales and skipped steps; XLA may fuse the two otherwise."""
+    model, opt = objects()
+    scaler = init_scaler(patience=1)
+    step = make_nnx_train_step(nnx_loss, **OPTIONS, **options)
+    state = AmpTrainState.create(
+        model=model, tx=optimizer(), scaler=init_scaler(patience=1)
+    )
+    reference = make_train_step(nnx_loss, **OPTIONS, **options)
+    for seed in range(5):
+        batch = make_batch(seed, poisoned=seed == 3)
+        scaler, metrics = step(model, opt, scaler, batch)
+        state, expected = reference(state, batch)
+        assert {*metrics, "skipped_total"} == {*expected}
+        assert metrics["grads_finite"] == expected["grads_finite"] == (seed != 3)
+
+    assert_identical(scaler, state.scaler)
+    params, rest = (nnx.to_pure_dict(part) for part in nnx.state(model, nnx.Param, ...))
+    assert_close(params, state.params, jnp.float32)
+    assert_same_avals(rest, state.variables)
+    counts, statistics = (
+        [x for x in jax.tree.leaves(rest) if x.dtype == dtype]
+        for dtype in (jnp.uint32, jnp.float32)
+    )
+    assert [int(count) for count in counts] == [4 * options.get("accum_steps", 1)]
+    expected = [x for x in jax.tree.leaves(state.variables) if x.dtype == jnp.float32]
+    assert_close(statistics, expected, jnp.float32)
+    assert int(opt.step[...]) == 4
+
+
+def test_a_bad_step_changes_the_scaler_only():
+    model, opt = objects()
+    step = make_nnx_train_step(nnx_loss, **OPTIONS)
+    scaler, _ = step(model, opt, init_scaler(), make_batch())
+    before = arrays(model, opt)
+    scaler, metrics = step(model, opt, scaler, make_batch(poisoned=True))
+
+    assert not metrics["grads_finite"]
+    assert not changed(before, arrays(model, opt))
+    assert (float(scaler["scaler"]), int(scaler["total_resets"])) == (2.0**14, 1)
+
+
+@both_halves
+def test_products_run_in_the_compute_dtype(dtype):
+    model, opt = objects()
+    step = make_nnx_train_step(nnx_loss, **OPTIONS, compute_dtype=dtype, jit=False)
+
+    def pure(state, scaler, batch):
+        new = nnx.merge(graphdef, state)
+        return step(*new, scaler, batch)
+
+    graphdef, state = nnx.split((model, opt))
+    found = dtypes_of(pure, state, no_scaler(), make_batch())
+    assert len(found) == 5
+    assert {name for names in found for name in names} == {jnp.dtype(dtype).name}
+
+
+def test_the_optimizer_says_what_trains():
+    def last(path, _):
+        return "last" in path
+
+    model, opt = objects(wrt=last)
+    before = arrays(model)
+    step = make_nnx_train_step(nnx_loss, **OPTIONS)
+    step(model, opt, init_scaler(), make_batch())
+
+    trained = {path for path in changed(before, arrays(model)) if "kernel" in path}
+    assert trained == {"[0]['last'][0]['kernel']"}
+
+
+def test_one_trace_for_life_and_no_host_sync():
+    traces = []
+
+    def loss_fn(model, batch):
+        traces.append(batch)
+        return nnx_loss(model, batch)
+
+    model, opt = objects()
+    scaler = init_scaler(patience=1)
+    step = make_nnx_train_step(loss_fn, **OPTIONS)
+    batches = [
+        jax.device_put(make_batch(seed, poisoned=seed == 2)) for seed in range(4)
+    ]
+    for batch in batches:
+        with jax.transfer_guard("disallow"):
+            scaler, _ = step(model, opt, scaler, batch)
+    assert len(traces) == 1
+
+
+def test_donation_and_keeping():
+    for donate in (True, False):
+        model, opt = objects()
+        kernel = model.first.kernel[...]
+        step = make_nnx_train_step(nnx_loss, **OPTIONS, donate=donate)
+        step(model, opt, init_scaler(), make_batch())
+        assert kernel.is_deleted() == donate
+
+
+def test_a_failed_trace_leaves_the_objects_alone():
+    model, opt = objects()
+    before = arrays(model, opt)
+    step = make_nnx_train_step(lambda model, batch: model(batch["x"]))
+    with pytest.raises(TypeError, match="expected a scalar float"):
+        step(model, opt, init_scaler(), make_batch())
+    assert not changed(before, arrays(model, opt))
+
+
+def half_model():
+    model = nnx.Linear(FEATURES, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: ({}, objects()[1]), TypeError, "model is a dict"),
+        (
+            lambda: (objects()[0], optax.sgd(0.1)),
+            TypeError,
+            "expected an nnx.Optimizer",
+        ),
+        (half_model, ValueError, "train_step: parameters are not float32.*kernel"),
+    ],
+    ids=["model", "optimizer", "float16"],
+)
+def test_bad_objects_are_named(make, error, message):
+    model, opt = make()
+    step = make_nnx_train_step(lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(error, match=message):
+        step(model, opt, init_scaler(), make_batch())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"accum_steps": 0}, "make_nnx_train_step: accum_steps=0"),
+        ({"redo_on_nan": -1}, "make_nnx_train_step: redo_on_nan=-1"),
+    ],
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_nnx_train_step(nnx_loss, **options)
+
+
+def test_a_loss_must_be_a_function():
+    with pytest.raises(TypeError, match="make_nnx_train_step: loss_fn is a int"):
+        make_nnx_train_step(3)

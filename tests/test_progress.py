@@ -1,0 +1,85 @@
+"""A run that is stuck is told, one that looks for its scale is not."""
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from flax_amp import (
+    AmpTrainState,
+    StuckError,
+    check_progress,
+    init_scaler,
+    make_train_step,
+    no_scaler,
+)
+
+
+def loss_fn(params, batch):
+    return (params["w"] * batch).sum()
+
+
+GOOD, BAD = jnp.ones(2), jnp.array([1.0, jnp.nan])
+
+
+def run(state, *batches):
+    step = make_train_step(loss_fn)
+    metrics = None
+    for batch in batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def make_state(scaler):
+    return AmpTrainState.create(
+        params={"w": jnp.ones(2)}, tx=optax.sgd(0.1), scaler=scaler
+    )
+
+
+def test_says_what_happened_and_what_to_try():
+    scaler = init_scaler(scaler=4.0, min_scaler=1.0)
+    state, metrics = run(make_state(scaler), GOOD, *[BAD] * 25)
+
+    with pytest.raises(StuckError) as caught:
+        check_progress(state, metrics)
+    message = str(caught.value)
+    told = "last 25 steps were skipped", "scale 1 is", "step 26, loss nan, 25 steps"
+    for text in (*told, "learning rate", "amp_stop", "bfloat16", "min_scaler"):
+        assert text in message
+    assert jnp.isfinite(state.params["w"]).all()
+
+
+def test_the_loss_is_told_only_if_it_is_known():
+    state, _ = run(make_state(no_scaler()), *[BAD] * 20)
+    with pytest.raises(StuckError, match=r"\(step 20, 20 steps skipped in all\)"):
+        check_progress(state)
+
+
+@pytest.mark.parametrize(
+    "scaler, batches",
+    [
+        (init_scaler(), []),
+        (init_scaler(), [BAD] * 25),  # it may still fall
+        (init_scaler(scaler=4.0, min_scaler=1.0), [BAD] * 19),
+        (init_scaler(scaler=4.0, min_scaler=1.0), [*[BAD] * 25, GOOD]),
+        (no_scaler(), [GOOD] * 3),
+        (no_scaler(), [BAD, GOOD] * 20),  # every other one trains
+    ],
+    ids=["new", "looking", "few", "recovered", "good", "alternating"],
+)
+def test_is_silent_otherwise(scaler, batches):
+    state, metrics = run(make_state(scaler), *batches)
+    check_progress(state, metrics)
+
+
+def test_the_limit_is_an_argument():
+    state, metrics = run(make_state(no_scaler()), BAD, BAD)
+    check_progress(state, metrics, max_skips=3)
+    with pytest.raises(StuckError, match="last 2 steps"):
+        check_progress(state, metrics, max_skips=2)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(TypeError, match="state is a dict"):
+        check_progress({})
+    with pytest.raises(ValueError, match="max_skips=0"):
+        check_progress(make_state(no_scaler()), max_skips=0)
