@@ -49,6 +49,7 @@ def make_train_step(
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
+    state_shardings: PyTree = None,
     donate: bool = True,
     jit: bool = True,
 ) -> Callable[[AmpTrainState, PyTree], tuple[AmpTrainState, dict[str, Any]]]:
@@ -78,6 +79,9 @@ def make_train_step(
         over which to average gradients, loss, variables and scalar float entries of
         `aux`. Each device draws its own `rngs`; use it with `jit=False` inside the
         mapped function.
+      state_shardings: where the leaves of the new state lie, as a state of shardings or
+        one for all. On a mesh, give the ones that the state was created with: without
+        them XLA chooses, and may move a leaf that was replicated.
       donate: let the new state reuse the memory of the old one, which is then deleted.
       jit: compile the step.
 
@@ -90,8 +94,8 @@ def make_train_step(
       TypeError: if an argument is of a wrong kind; when called, if the state is no
         `AmpTrainState`, or the loss or `aux` is not what is expected.
       ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
-        of range; when called, if the batch does not split, or updated variables do not
-        fit the state.
+        of range, or `state_shardings` comes with `jit=False`; when called, if the batch
+        does not split, or updated variables do not fit the state.
 
     Example:
       >>> from flax import nnx
@@ -129,8 +133,16 @@ def make_train_step(
         return new_state, metrics | result.aux
 
     if not jit:
+        if state_shardings is not None:
+            raise ValueError(
+                "make_train_step: got state_shardings with jit=False; expected one of "
+                "them. Pass out_shardings=(state_shardings, None) to your own jax.jit."
+            )
         return train_step
-    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+    settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
+    if state_shardings is not None:
+        settings["out_shardings"] = (state_shardings, None)
+    return jax.jit(train_step, **settings)
 
 
 def make_eval_step(

@@ -1,0 +1,127 @@
+"""Several processes, each with its own devices, train one sharded model together.
+
+One command starts all of them on this machine and trains on handwritten digits:
+
+    python -m examples.processes --workdir=runs/processes
+
+Run it again and it goes on from the newest checkpoint; kill it whenever you like. On a
+cluster every machine runs it once, with a workdir that all of them see: under Slurm, on
+Cloud TPU and GKE with `--cluster`, elsewhere with `--coordinator` and `--process`.
+"""
+
+import argparse
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import flax_amp
+from examples.digits import data
+from examples.sharded import (
+    create_state,
+    fully_sharded,
+    loss_fn,
+    make_mesh,
+    shardings_of,
+)
+
+
+def train(args):
+    mesh = make_mesh(data=jax.device_count())
+    shardings = shardings_of(create_state, mesh, fully_sharded)
+    # Born sharded: no process ever holds the whole state.
+    state = jax.jit(create_state, out_shardings=shardings)()
+    train_step = flax_amp.make_train_step(loss_fn, state_shardings=shardings)
+    manager = flax_amp.checkpoint.manager(os.path.join(args.workdir, "checkpoints"))
+    if manager.latest_step() is not None:
+        state = flax_amp.checkpoint.restore(manager, state)
+        say(f"resumed at step {int(state.step)}")
+
+    images, _ = data.load(split_seed=0)
+    examples = NamedSharding(mesh, P("data"))
+    mine = slice(jax.process_index(), None, jax.process_count())
+    with manager:
+        for step in range(int(state.step) + 1, args.steps + 1):
+            batch = data.batch_at(images, step, batch_size=64, seed=0)
+            # Each process passes its own part of the global batch.
+            batch = {
+                name: jax.make_array_from_process_local_data(examples, x[mine])
+                for name, x in batch.items()
+            }
+            state, metrics = train_step(state, batch)
+            if step % args.save_every == 0 or step == args.steps:
+                flax_amp.checkpoint.save(manager, state)
+            if step % args.log_every == 0 or step == args.steps:
+                flax_amp.check_progress(state, metrics)
+                say(f"step {step} loss {float(metrics['loss']):.6f}")
+    # A fingerprint of all that this process holds.
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            found.update(np.asarray(shard.data).tobytes())
+    print(f"process {jax.process_index()} ends with {found.hexdigest()}", flush=True)
+
+
+def say(text):
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def launch(args):
+    """Starts the processes on this machine and ends with them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "examples.processes", *sys.argv[1:]]
+    command += ["--local", f"--coordinator={coordinator}"]
+    children = [
+        subprocess.Popen([*command, f"--process={i}"]) for i in range(args.processes)
+    ]
+    # One that dies takes the others with it: they would wait for it for minutes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        while any(child.poll() is None for child in children):
+            if any(child.poll() for child in children):
+                return 1
+            time.sleep(0.2)
+        return max(abs(child.returncode) for child in children)
+    finally:
+        for child in children:
+            child.kill()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workdir", default="runs/processes")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--process", type=int, help="which one this is")
+    parser.add_argument("--coordinator", help="host:port of the first process")
+    parser.add_argument("--cluster", action="store_true", help="JAX finds the others")
+    parser.add_argument("--local", action="store_true", help="on CPUs, four devices")
+    args = parser.parse_args()
+    if args.process is None and not args.cluster:
+        sys.exit(launch(args))
+    if args.local:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 4)
+    logging.set_verbosity(logging.ERROR)  # Orbax tells a lot
+    whom = (args.coordinator, args.processes, args.process)
+    jax.distributed.initialize(*() if args.cluster else whom)
+    train(args)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

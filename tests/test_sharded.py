@@ -1,0 +1,218 @@
+"""Data parallel, FSDP and tensor parallel on a mesh of eight devices."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_amp import AmpTrainState, init_scaler, make_train_step
+from helpers import assert_close, assert_identical
+
+FEATURES, WIDTH, EXAMPLES = 16, 64, 32
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH, name="up")(x))
+        return nn.Dense(FEATURES, name="down")(nn.gelu(x))
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(FEATURES, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.down = nnx.Linear(WIDTH, FEATURES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.norm(self.up(x))))
+
+
+def squares(y, batch):
+    return ((y - batch["y"]) ** 2).mean()
+
+
+def linen_loss(params, batch, *, state):
+    variables = {"params": params, **state.variables}
+    y, updates = state.apply_fn(variables, batch["x"], mutable=["batch_stats"])
+    return squares(y, batch), {"variables": updates}
+
+
+def nnx_loss(model, batch):
+    return squares(model(batch["x"]), batch), {}
+
+
+def linen_state():
+    model = Linen()
+    variables = model.init(jax.random.key(0), jnp.ones((2, FEATURES)))
+    return AmpTrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        variables={"batch_stats": variables["batch_stats"]},
+        tx=optax.sgd(0.1, momentum=0.9),
+        scaler=init_scaler(scaler=2.0**8, patience=2),
+    )
+
+
+def nnx_state():
+    return AmpTrainState.create(
+        model=Nnx(nnx.Rngs(0)),
+        tx=optax.sgd(0.1, momentum=0.9),
+        scaler=init_scaler(scaler=2.0**8, patience=2),
+    )
+
+
+MODELS = {"linen": (linen_state, linen_loss), "nnx": (nnx_state, nnx_loss)}
+
+
+def make_batch(seed, poisoned=False):
+    x, y = jax.random.normal(jax.random.key(seed), (2, EXAMPLES, FEATURES))
+    x = x.at[-1, 0].set(jnp.inf) if poisoned else x  # the last device's
+    return {"x": x, "y": y}
+
+
+def replicated(name, leaf):
+    return P()
+
+
+def fully_sharded(name, leaf):
+    fits = [i for i, size in enumerate(leaf.shape) if size % 8 == 0]
+    if not fits:
+        return P()
+    return P(*[None] * max(fits, key=lambda i: leaf.shape[i]), "data")
+
+
+def tensor_parallel(name, leaf):
+    rules = {
+        "['up']['kernel']": P(None, "model"),
+        "['up']['bias']": P("model"),
+        "['down']['kernel']": P("model", None),
+    }
+    return next((spec for end, spec in rules.items() if name.endswith(end)), P())
+
+
+WAYS = {
+    "data": ({"data": 8}, replicated),
+    "fsdp": ({"data": 8}, fully_sharded),
+    "tensor": ({"data": 2, "model": 4}, tensor_parallel),
+}
+
+
+def place(make, way):
+    axes, rule = WAYS[way]
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
+    shardings = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, rule(jax.tree_util.keystr(path), leaf)),
+        jax.eval_shape(make),
+    )
+    return shardings, NamedSharding(mesh, P("data"))
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_device(name, way, dtype, accum_steps):
+    """Parameters, statistics and every decision, also when one device overflows."""
+    make, loss_fn = MODELS[name]
+    shardings, examples = place(make, way)
+    options = dict(has_aux=True, compute_dtype=dtype, accum_steps=accum_steps)
+    single, alone = make(), make_train_step(loss_fn, **options)
+    state = jax.jit(make, out_shardings=shardings)()
+    step = make_train_step(loss_fn, **options)
+    assert_close(state.params, single.params, jnp.float32)
+
+    for seed in range(4):
+        batch = make_batch(seed, poisoned=seed == 2)
+        single, expected = alone(single, batch)
+        state, metrics = step(state, jax.device_put(batch, examples))
+        assert metrics["grads_finite"] == expected["grads_finite"] == (seed != 2)
+
+    assert_close(state.params, single.params, dtype, gradient=True)
+    floats = jax.tree.leaves(single.variables)
+    assert_close(jax.tree.leaves(state.variables), floats, dtype, gradient=True)
+    assert_identical(state.scaler, single.scaler)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_state_stays_where_it_is(name, way, count_traces):
+    make, loss_fn = MODELS[name]
+    shardings, examples = place(make, way)
+    counted, traces = count_traces(loss_fn)
+    counted = functools.wraps(loss_fn)(counted)
+    step = make_train_step(counted, has_aux=True, state_shardings=shardings)
+    state = jax.jit(make, out_shardings=shardings)()
+    for seed in range(3):
+        state, _ = step(state, jax.device_put(make_batch(seed), examples))
+    moved = [
+        jax.tree_util.keystr(path)
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(state),
+            jax.tree.leaves(shardings),
+            strict=True,
+        )
+        if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    ]
+    assert not moved
+    assert traces() == 1
+    assert step._cache_size() == 1
+
+
+def test_shardings_need_the_jit_of_the_step():
+    with pytest.raises(ValueError, match="state_shardings with jit=False"):
+        make_train_step(nnx_loss, state_shardings=P(), jit=False)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "tensor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_device_ever_holds_a_whole_kernel(name, way):
+    """Neither when the state is born nor in between: XLA's own text has none."""
+    make, _ = MODELS[name]
+    shardings, _ = place(make, way)
+    create = jax.jit(make, out_shardings=shardings)
+    text = create.lower().compile().as_text()
+    kernel = rf"f32\[{FEATURES},{WIDTH}\]"
+
+    assert re.search(kernel, jax.jit(make).lower().compile().as_text())
+    assert not re.search(kernel, text)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(create().params):
+        if "kernel" in jax.tree_util.keystr(path):
+            parts = 8 if way == "fsdp" else 4
+            assert leaf.addressable_shards[0].data.size == leaf.size // parts
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_shard_map_equals_one_device(name, check_vma, mesh):
+    make, loss_fn = MODELS[name]
+    options = dict(has_aux=True, compute_dtype=jnp.float32)
+    step = jax.jit(
+        jax.shard_map(
+            make_train_step(loss_fn, axis_name="data", jit=False, **options),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+    )
+    # The statistics of a BatchNorm are each device's own: give all the same examples.
+    rows = make_batch(0)
+    rows = jax.tree.map(lambda x: np.tile(x[: EXAMPLES // 8], (8, 1)), rows)
+    state, single = make(), make()
+    alone = make_train_step(loss_fn, donate=False, **options)
+    for _ in range(3):
+        state, metrics = step(state, rows)
+        single, _ = alone(single, rows)
+    assert_close(state.params, single.params, jnp.float32)
+    assert int(metrics["skipped_total"]) == 0
