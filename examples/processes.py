@@ -86,6 +86,8 @@ def launch(args):
     children = [
         subprocess.Popen([*command, f"--process={i}"]) for i in range(args.processes)
     ]
+    for i, child in enumerate(children):
+        print(f"process {i} has pid {child.pid}", flush=True)
     # One that dies takes the others with it: they would wait for it for minutes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
@@ -97,6 +99,7 @@ def launch(args):
     finally:
         for child in children:
             child.kill()
+            child.wait()
 
 
 def main():
