@@ -50,16 +50,20 @@ def train(tx, accum_steps, steps_per_update):
     """Trains on the same examples, whatever the number of steps they come in."""
     images, _ = data.load(split_seed=0)
     state = create_state(tx)
-    train_step = flax_amp.make_train_step(loss_fn, accum_steps=accum_steps)
-    compiled = None
+    train_step = flax_amp.make_train_step(loss_fn, accum_steps=accum_steps, jit=False)
+    train_step = jax.jit(train_step, donate_argnums=0)
+    memory = 0
     for update in range(UPDATES):
         batch = data.batch_at(images, update, batch_size=BATCH_SIZE, seed=0)
         for i in range(steps_per_update):
             part = jax.tree.map(lambda x, i=i: x[i::steps_per_update], batch)
-            compiled = compiled or train_step.lower(state, part).compile()
+            if not memory:
+                analysis = train_step.lower(state, part).compile().memory_analysis()
+                assert analysis is not None
+                memory = analysis.temp_size_in_bytes
             state, metrics = train_step(state, part)
     flax_amp.check_progress(state, metrics)
-    return state, compiled.memory_analysis().temp_size_in_bytes
+    return state, memory
 
 
 def main():

@@ -37,7 +37,7 @@ class Reader(nn.Module):
             noise = jax.random.normal(self.make_rng("noise"), rows.shape)
             rows = rows + 0.1 * noise
         x = nn.RNN(nn.OptimizedLSTMCell(WIDTH))(nn.Dense(WIDTH)(rows))
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x[:, -1])
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)[:, -1]
         layers = nn.scan(
             nn.remat(Layer, static_argnums=2),
             variable_axes={"params": 0},

@@ -122,7 +122,7 @@ def _step(
     check_params(params, "train_step")
     state = AmpTrainState(
         step=optimizer.step[...],
-        apply_fn=None,
+        apply_fn=None,  # type: ignore[arg-type]  # as create does for a model
         params=params,
         tx=optimizer.tx,
         opt_state=None,
