@@ -2,14 +2,18 @@
 
 The state itself saves and restores with plain Orbax calls; what stands here is what
 people otherwise write around them. A restore compares first and reads afterwards, and
-never writes: whatever fails, the state in hand and the files stay as they were.
+never writes: whatever fails, the state in hand and the files stay as they were. What
+was read is held against digests that were saved with it; a step that was damaged on
+disk is passed over for the newest one that was not, with a warning.
 
 Sharp edges:
   Orbax casts silently to the dtype of its target and leaves sharding to it; `restore`
   checks the one and passes on the other.
+  Checkpoints that plain Orbax calls wrote have no digests and are taken as they are.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +24,23 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from flax_amp import _tree
+from flax_amp._integrity import (
+    KEY,
+    CorruptCheckpointError,
+    Record,
+    check_arrays,
+    check_layout,
+    read_record,
+    record_of,
+)
+from flax_amp._layout import Layout, differences, is_key, layout_of, name_of
 from flax_amp.scaler import complete_scaler
 from flax_amp.train_state import AmpTrainState
 
 PyTree = Any
-# (shape, dtype name) of a leaf, by its path on disk.
-Layout = dict[tuple[str, ...], tuple[tuple[int, ...], str]]
 
 _ITEM = "default"  # where CheckpointManager puts what is not given a name
+_METRICS = "metrics"
 
 
 class _Manager(ocp.CheckpointManager):
@@ -122,7 +135,7 @@ def save(
       (True, 32768.0)
     """
     if bad := [
-        f"{_name(path)}: {problem}"
+        f"{name_of(path)}: {problem}"
         for path, leaf in ocp.tree.to_flat_dict(state).items()
         if (problem := _unsaveable(leaf))
     ]:
@@ -135,8 +148,14 @@ def save(
     newest = manager.latest_step()
     if newest is not None and step <= newest:
         return False
+    if not force and not manager.should_save(step):
+        return False
     return manager.save(
-        step, args=ocp.args.StandardSave(state), metrics=numbers, force=force
+        step,
+        args=ocp.args.StandardSave(state),
+        metrics=numbers,
+        force=force,
+        custom_metadata={KEY: record_of(state)},
     )
 
 
@@ -147,14 +166,16 @@ def restore(
 
     The arrays get the shardings of `target`, so that a checkpoint fits another mesh,
     and the first step on them is not traced again. Keys of the scaler that are missing
-    on disk, because an older version saved it, keep those of `target`.
+    on disk, because an older version saved it, keep those of `target`; keys that this
+    version does not know are dropped with a warning.
 
     Args:
       manager: from `manager`, any `orbax.checkpoint.CheckpointManager`, or the path of
         its directory.
       target: a state of the same model and optimizer, or its `jax.eval_shape`; it is
         not changed, and its arrays may have been donated.
-      step: which step; the newest by default.
+      step: which step; by default the newest that is intact. A `CheckpointWarning`
+        names those that were passed over.
 
     Returns:
       `target` with every array replaced.
@@ -162,7 +183,9 @@ def restore(
     Raises:
       TypeError: if `target` is no `AmpTrainState`.
       FileNotFoundError: if there is no such checkpoint.
-      ValueError: if it does not fit; every path that differs is listed.
+      ValueError: if it does not fit; every path that differs is listed. Also if a newer
+        version of flax_amp wrote it.
+      CorruptCheckpointError: if the step, or every step, was damaged on disk.
     """
     if not isinstance(target, AmpTrainState):
         raise TypeError(
@@ -170,23 +193,73 @@ def restore(
             "AmpTrainState. Make it with AmpTrainState.create, as for a new run."
         )
     directory = _finish_saving(manager)
+    damaged: list[str] = []
     with _reader(directory) as reader:
-        step = _choose_step(reader, directory, step)
-        tree = _metadata(reader, directory, step)
-        _check_fit(_layout(tree), target, f"step {step} in {directory}")
-        abstract = {
-            field.name: jax.tree.map(_abstract, getattr(target, field.name))
-            for field in _tree_fields(target)
-            if field.name in tree
+        for candidate in _candidates(reader, directory, step):
+            try:
+                state = _restore_step(reader, directory, candidate, target)
+            except CorruptCheckpointError as error:
+                damaged.append(f"step {candidate} is damaged: {error}")
+                continue
+            if damaged:
+                warnings.warn(
+                    f"checkpoint.restore: {directory}: {'; '.join(damaged)}. Restored "
+                    f"step {candidate} instead.",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+            return state
+    raise CorruptCheckpointError(
+        f"checkpoint.restore: {directory}: {'; '.join(damaged)}; expected a step as it "
+        "was written. Restore another step, or these files from a backup."
+    )
+
+
+def _restore_step(
+    reader: ocp.CheckpointManager,
+    directory: epath.Path,
+    step: int,
+    target: AmpTrainState,
+) -> AmpTrainState:
+    where = f"step {step} in {directory}"
+    tree, record = _describe(reader, directory, step)
+    unknown = sorted(set(tree.get("scaler", {})) - set(complete_scaler({})))
+    _check_fit(layout_of(tree), target, where, unknown)
+    abstract = {
+        field.name: jax.tree.map(_abstract, getattr(target, field.name))
+        for field in _tree_fields(target)
+        if field.name in tree
+    }
+    if "scaler" in abstract:
+        # What is unknown is read all the same: Orbax wants all of a dict or nothing.
+        known = abstract["scaler"]
+        abstract["scaler"] = {
+            key: known.get(
+                key, known["scaler"].update(shape=leaf.shape, dtype=leaf.dtype)
+            )
+            for key, leaf in tree["scaler"].items()
         }
-        if "scaler" in abstract:
-            on_disk = tree["scaler"]
-            abstract["scaler"] = {k: abstract["scaler"][k] for k in on_disk}
+    try:
         read = reader.restore(step, args=ocp.args.StandardRestore(abstract))
-    fresh = _fresh_scaler(target.scaler)
-    read["scaler"] = fresh | read.get("scaler", {})
+    except Exception as error:  # Orbax raises whatever its parts raise
+        raise CorruptCheckpointError(_reason(error)) from error
+    if record is not None:
+        check_arrays(record, read)
+    if unknown:
+        warnings.warn(
+            f"checkpoint.restore: {where}: dropped the scaler's {unknown}, which this "
+            "version of flax_amp does not know.",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+    scaler = {k: v for k, v in read.get("scaler", {}).items() if k not in unknown}
+    read["scaler"] = _fresh_scaler(target.scaler) | scaler
     like = {name: getattr(target, name) for name in read}
     return target.replace(**jax.tree.map(_commit_like, read, like))
+
+
+class CheckpointWarning(UserWarning):
+    """Something was left out or passed over to restore a state."""
 
 
 def _numbers(
@@ -234,71 +307,64 @@ def _reader(directory: epath.Path) -> ocp.CheckpointManager:
     )
 
 
-def _choose_step(
+def _candidates(
     reader: ocp.CheckpointManager, directory: epath.Path, step: int | None
-) -> int:
-    steps = list(reader.all_steps())
+) -> list[int]:
+    """Returns the steps to try, the best first."""
+    steps = sorted(reader.all_steps(), reverse=True)
     if not steps or (step is not None and step not in steps):
         wanted = "a checkpoint" if step is None else f"step {step}"
         raise FileNotFoundError(
             f"checkpoint.restore: {directory} holds the steps {sorted(steps)}; "
             f"expected {wanted}. Save one first, or choose one of these."
         )
-    return max(steps) if step is None else step
+    return steps if step is None else [step]
 
 
-def _metadata(
+def _describe(
     reader: ocp.CheckpointManager, directory: epath.Path, step: int
-) -> dict[str, Any]:
-    """Returns what is on disk, as a nested dict of shapes and dtypes."""
-    try:
-        tree = getattr(reader.item_metadata(step), "tree", None)
-    except ValueError:  # the step has items, but not this one
-        tree = None
-    if not isinstance(tree, Mapping):
+) -> tuple[dict[str, Any], Record | None]:
+    """Returns the shapes and dtypes on disk, as a nested dict, and the record."""
+    folder = directory / str(step)
+    items = {path.name for path in folder.iterdir() if path.is_dir()} - {_METRICS}
+    if items and _ITEM not in items:
         raise ValueError(
             f"checkpoint.restore: step {step} in {directory} holds no item {_ITEM!r} "
-            "with a tree; expected a state saved with StandardSave. Restore it with "
-            "the Orbax calls that match how it was saved."
+            f"but {sorted(items)}; expected a state saved with StandardSave. Restore "
+            "it with the Orbax calls that match how it was saved."
         )
-    return dict(tree)
+    try:
+        metadata = reader.metadata(step)
+        tree = getattr(metadata.item_metadata, "tree", None)
+    except Exception as error:  # whatever a damaged file makes of Orbax
+        raise CorruptCheckpointError(_reason(error)) from error
+    record = read_record(metadata.custom_metadata, f"step {step} in {directory}")
+    if not isinstance(tree, Mapping):
+        raise CorruptCheckpointError("the description of its arrays cannot be read")
+    if record is not None:
+        check_layout(record, layout_of(tree))
+    return dict(tree), record
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _tree_fields(state: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
 
 
-def _layout(tree: PyTree) -> Layout:
-    """Describes the leaves of a tree under the paths that Orbax gives them."""
-    layout = {}
-    for path, leaf in ocp.tree.to_flat_dict(tree).items():
-        if _is_key(leaf):  # stored as its key data
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
-        layout[path] = tuple(leaf.shape), np.dtype(leaf.dtype).name
-    return layout
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _check_fit(on_disk: Layout, target: AmpTrainState, where: str) -> None:
+def _check_fit(
+    on_disk: Layout, target: AmpTrainState, where: str, dropped: list[str]
+) -> None:
     """Raises one ValueError that lists all that differs, with both sides."""
-    wanted = _layout(target)
-    problems = []
-    for path in sorted(wanted | on_disk):
-        disk, here = on_disk.get(path), wanted.get(path)
-        if disk == here or (disk is None and path[0] == "scaler"):
-            continue
-        if here is None:
-            problems.append(f"{_name(path)}: {_show(disk)} on disk, not in the target")
-        elif disk is None:
-            problems.append(f"{_name(path)}: not on disk, {_show(here)} in the target")
-        else:
-            problems.append(
-                f"{_name(path)}: {_show(disk)} on disk, {_show(here)} in the target"
-            )
-    if problems:
+    wanted = layout_of(target)
+    # A scaler may lack keys that are new, and have some that are newer still.
+    wanted = {p: x for p, x in wanted.items() if p[0] != "scaler" or p in on_disk}
+    on_disk = {p: x for p, x in on_disk.items() if p not in _scaler_paths(dropped)}
+    if problems := differences(on_disk, wanted):
         raise ValueError(
             f"checkpoint.restore: {where} does not fit the target:\n  "
             + "\n  ".join(problems)
@@ -307,13 +373,8 @@ def _check_fit(on_disk: Layout, target: AmpTrainState, where: str) -> None:
         )
 
 
-def _name(path: tuple[str, ...]) -> str:
-    return "/".join(path)
-
-
-def _show(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    assert leaf is not None
-    return f"{leaf[1]}{list(leaf[0])}"
+def _scaler_paths(keys: list[str]) -> set[tuple[str, ...]]:
+    return {("scaler", key) for key in keys}
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -343,7 +404,7 @@ def _commit_like(leaf: jax.Array, like: Any) -> jax.Array:
     committed = isinstance(like, jax.Array) and like.committed
     if committed or getattr(like, "sharding", None) and not isinstance(like, jax.Array):
         return leaf
-    if _is_key(leaf):
+    if is_key(leaf):
         data = jnp.array(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return jnp.array(np.asarray(leaf), leaf.dtype)

@@ -46,7 +46,10 @@ BELOW = {
     "train_step": {"_gradients"},
     "nnx_step": {"_gradients"},
     "progress": {"train_state"},
-    "checkpoint": {"train_step"},
+    "_digest": set(),
+    "_layout": set(),
+    "_integrity": {"_digest", "_layout"},
+    "checkpoint": {"train_step", "_integrity"},
     "explain": {"train_step"},
     "debug": {"train_step"},
 }

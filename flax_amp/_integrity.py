@@ -1,0 +1,100 @@
+"""The record that is saved beside a state, to tell a damaged checkpoint by.
+
+It stands in the custom metadata of the step, which Orbax commits together with the
+step, so plain Orbax calls read and write the same files. It lists every leaf with
+shape, dtype and digest, and carries a checksum of itself.
+
+    {"format": 1,
+     "leaves": [[["params", "w"], [3], "float32", "82dc5114d2ba8310"], ...],
+     "checksum": "..."}
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import orbax.checkpoint as ocp
+
+from flax_amp._digest import digests
+from flax_amp._layout import Layout, Leaf, Path, differences, layout_of, name_of
+
+PyTree = Any
+
+KEY = "flax_amp"  # of the record in the metadata
+FORMAT = 1
+
+
+class CorruptCheckpointError(Exception):
+    """A checkpoint that was complete once and cannot be read as it was written."""
+
+
+class Record(NamedTuple):
+    """What was saved."""
+
+    layout: Layout
+    digests: dict[Path, str]
+
+
+def record_of(tree: PyTree) -> dict[str, Any]:
+    """Returns the record of a tree of arrays, ready for JSON."""
+    layout = layout_of(tree)
+    found = ocp.tree.to_flat_dict(digests(tree))
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "leaves": [
+            [list(path), list(leaf.shape), leaf.dtype, found[path]]
+            for path, leaf in sorted(layout.items())
+        ],
+    }
+    return content | {"checksum": _checksum(content)}
+
+
+def read_record(metadata: Mapping[str, Any] | None, where: str) -> Record | None:
+    """Returns the record in the metadata of a step; `None` if there is none.
+
+    Raises:
+      CorruptCheckpointError: if it is not as it was written.
+      ValueError: if a newer version wrote it.
+    """
+    content = (metadata or {}).get(KEY)
+    if content is None:
+        return None
+    if not isinstance(content, Mapping) or not isinstance(content.get("format"), int):
+        raise CorruptCheckpointError("its list of digests is damaged")
+    if content["format"] > FORMAT:
+        raise ValueError(
+            f"checkpoint: {where} has format {content['format']}; expected at most "
+            f"{FORMAT}, all that this version of flax_amp knows. Update flax_amp."
+        )
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    if content.get("checksum") != _checksum(rest):
+        raise CorruptCheckpointError("its list of digests is damaged")
+    rows = [(tuple(path), *row) for path, *row in content["leaves"]]
+    return Record(
+        {path: Leaf(tuple(shape), dtype) for path, shape, dtype, _ in rows},
+        {path: digest for path, _, _, digest in rows},
+    )
+
+
+def check_layout(record: Record, on_disk: Layout) -> None:
+    """Raises a CorruptCheckpointError if the description of the arrays is damaged."""
+    if lines := differences(on_disk, record.layout, here="what was saved"):
+        raise CorruptCheckpointError("; ".join(lines))
+
+
+def check_arrays(record: Record, tree: PyTree) -> None:
+    """Raises a CorruptCheckpointError that names the arrays that changed on disk."""
+    found = ocp.tree.to_flat_dict(digests(tree))
+    changed = [
+        name_of(path)
+        for path, digest in found.items()
+        if digest != record.digests.get(path, digest)
+    ]
+    if changed:
+        raise CorruptCheckpointError(f"{', '.join(changed)} changed on disk")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,64 @@
+"""What a tree looks like on disk, and how two of them differ.
+
+A layout is a flat dict: the path that Orbax gives a leaf -> its shape and dtype.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+PyTree = Any
+Path = tuple[str, ...]
+
+
+class Leaf(NamedTuple):
+    """The shape and dtype of an array on disk; of a typed key, those of its data."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+Layout = dict[Path, Leaf]
+
+
+def layout_of(tree: PyTree) -> Layout:
+    """Describes the leaves of a tree of arrays, shapes or Orbax's own metadata."""
+    layout = {}
+    for path, leaf in ocp.tree.to_flat_dict(tree).items():
+        if is_key(leaf):
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        layout[path] = Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+    return layout
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed PRNG key."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def name_of(path: Iterable[str]) -> str:
+    """Returns a path for people."""
+    return "/".join(path)
+
+
+def differences(on_disk: Layout, wanted: Layout, here: str = "the target") -> list[str]:
+    """Returns a line for every path that differs, with both sides."""
+    lines = []
+    for path in sorted(wanted | on_disk):
+        disk, there = on_disk.get(path), wanted.get(path)
+        if disk == there:
+            continue
+        if there is None:
+            lines.append(f"{name_of(path)}: {disk} on disk, not in {here}")
+        elif disk is None:
+            lines.append(f"{name_of(path)}: not on disk, {there} in {here}")
+        else:
+            lines.append(f"{name_of(path)}: {disk} on disk, {there} in {here}")
+    return lines
