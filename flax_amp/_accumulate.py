@@ -122,22 +122,35 @@ def vary(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(vary_leaf, tree)
 
 
-def synchronize(result: Result, axis: AxisName) -> Result:
+def synchronize(result: Result, axis: AxisName, variables: PyTree) -> Result:
     """Makes a result the same on every device of one or several mapped axes.
 
     A mean over devices is not finite when one of them is not, so all of them decide
     alike whether to skip.
+
+    Args:
+      result: that of each device.
+      axis: the axes.
+      variables: the old ones, the same on every device.
     """
 
     def mean(tree: PyTree) -> PyTree:
         return jax.lax.pmean(vary(tree, axis), axis)
 
     def agree(leaf: jax.Array) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
         if _tree.is_inexact_array(leaf):
             return mean(leaf)
         return jax.lax.pmax(vary(leaf, axis), axis)
+
+    def agree_on_variable(new: Any, old: jax.Array) -> Any:
+        if new is None or jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            return None  # a device's keys are the common ones, folded with its number
+        if not _tree.is_inexact_array(new):
+            return agree(new)
+        # The mean of equal numbers need not be the number: what passed through a jit
+        # unchanged must come out so.
+        change = agree(new - old)
+        return jnp.where(jnp.isfinite(old), old + change, agree(new))
 
     def mean_scalar(leaf: Any) -> Any:
         scalar = _tree.is_inexact_array(leaf) and leaf.ndim == 0
@@ -147,6 +160,11 @@ def synchronize(result: Result, axis: AxisName) -> Result:
         grads=mean(result.grads),
         overwrite=jax.tree.map(agree, result.overwrite),
         loss=mean(result.loss),
-        variables=jax.tree.map(agree, result.variables),
+        variables=jax.tree.map(
+            agree_on_variable,
+            result.variables,
+            variables,
+            is_leaf=lambda leaf: leaf is None,
+        ),
         aux=jax.tree.map(mean_scalar, result.aux, is_leaf=_reduces_itself),
     )

@@ -11,6 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax_amp import _tree, scaled_grad
 from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
 from flax_amp._loss import pure_loss
+from flax_amp.policy import Policy
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
@@ -27,6 +28,8 @@ class Options(NamedTuple):
     redo_on_nan: int
     accum_steps: int
     axis_name: AxisName
+    where: str  # for messages
+    names: bool  # NNX modules open scopes: the policy asks for some
 
 
 def make_options(
@@ -37,6 +40,7 @@ def make_options(
     redo_on_nan: Any,
     accum_steps: Any,
     axis_name: AxisName,
+    amp_policy: Mapping[Any, Any],
     **lowering: Any,
 ) -> Options:
     """Checks the arguments of `where`; `lowering` are those of `flax_amp.amp`."""
@@ -48,10 +52,12 @@ def make_options(
     return Options(
         loss_fn=check_function(loss_fn, f"{where}: loss_fn"),
         has_aux=has_aux,
-        lower=amp(**lowering),
+        lower=amp(amp_policy=amp_policy, **lowering),
         redo_on_nan=scaled_grad.check_retries(redo_on_nan, where),
         accum_steps=accum_steps,
         axis_name=axis_name,
+        where=where,
+        names=Policy(amp_policy).names_scopes,
     )
 
 
@@ -100,6 +106,14 @@ def fold_in(rngs: dict[str, jax.Array], data: Any) -> dict[str, jax.Array]:
     return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
 
 
+def _fold_key(leaf: Any, data: jax.Array) -> Any:
+    """Folds a number into the keys that NNX keeps among the variables."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(leaf.reshape(-1), data)
+    return folded.reshape(leaf.shape)
+
+
 def check_function(fn: Any, name: str) -> Callable[..., Any]:
     """Returns `fn`, or raises a TypeError if it cannot be called."""
     if not callable(fn):
@@ -120,8 +134,17 @@ def _compute(
     params, variables = vary((state.params, state.variables), axis)
     rngs = fold_in(state.rngs, state.step)
     if axis is not None:
-        rngs = fold_in(rngs, jax.lax.axis_index(axis))
-    lowered = options.lower(pure_loss(options.loss_fn, options.has_aux, state))
+        device = jax.lax.axis_index(axis)
+        rngs = fold_in(rngs, device)
+        variables = jax.tree.map(lambda x: _fold_key(x, device), variables)
+    loss_fn = pure_loss(
+        options.loss_fn,
+        options.has_aux,
+        state,
+        where=options.where,
+        names=options.names,
+    )
+    lowered = options.lower(loss_fn)
 
     def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> Result:
         streams = rngs if index is None else fold_in(rngs, index)
@@ -134,7 +157,7 @@ def _compute(
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
         zeros = vary(zeros, axis)
         result = accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    return result if axis is None else synchronize(result, axis)
+    return result if axis is None else synchronize(result, axis, state.variables)
 
 
 def _differentiate(

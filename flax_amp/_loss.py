@@ -1,5 +1,6 @@
 """The user's loss function as a pure function of arrays."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import scaled_grad
-from flax_amp.nnx_scopes import module_scopes
+from flax_amp.nnx_scopes import module_scopes, with_names
 from flax_amp.train_state import AmpTrainState, merge_model, variables_of
 
 PyTree = Any
@@ -18,16 +19,28 @@ RESERVED = ("loss", "grads_finite", "scaler", "grad_norm", "skipped_total")
 
 
 def pure_loss(
-    loss_fn: Callable[..., Any], has_aux: bool, state: AmpTrainState
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    state: AmpTrainState,
+    *,
+    where: str,
+    names: bool,
 ) -> Callable[..., Any]:
     """Returns `(params, variables, batch, rngs) -> (loss, updates, aux)`.
 
     The updates are the new variables, with `None` for those that the loss left alone.
+
+    Args:
+      loss_fn: the user's function.
+      has_aux: whether it returns `(loss, aux)`.
+      state: what it may ask for.
+      where: who calls, for messages.
+      names: open a scope around each call of an NNX module.
     """
-    name = f"make_train_step: {getattr(loss_fn, '__name__', 'loss_fn')}"
+    name = f"{where}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
     def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
-        target, out = call(loss_fn, state, params, variables, batch, rngs)
+        target, out = call(loss_fn, state, params, variables, batch, rngs, names=names)
         loss, aux = _split_output(out, has_aux, name)
         updates = aux.pop("variables", {})
         if state.graphdef is not None:
@@ -53,17 +66,22 @@ def call(
     batch: PyTree,
     rngs: PyTree,
     *,
+    names: bool,
     evaluate: bool = False,
 ) -> tuple[Any, Any]:
     """Returns the parameters or the module that `fn` was given, and its result."""
     keywords = keywords_of(fn, state, params, variables, rngs)
     if state.graphdef is None:
         return params, fn(params, batch, **keywords)
-    model = merge_model(state.graphdef, params, variables)
-    if evaluate:
-        model.eval()
-    with module_scopes(model):
-        return model, fn(model, batch, **keywords)
+
+    def attempt(named: bool) -> tuple[Any, Any]:
+        model = merge_model(state.graphdef, params, variables)
+        if evaluate:
+            model.eval()
+        with module_scopes(model) if named else contextlib.nullcontext():
+            return model, fn(model, batch, **keywords)
+
+    return with_names(attempt) if names else attempt(False)
 
 
 def _changed(new: PyTree, old: PyTree) -> PyTree:

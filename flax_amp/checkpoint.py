@@ -27,20 +27,23 @@ from flax_amp import _tree
 from flax_amp._integrity import (
     KEY,
     CorruptCheckpointError,
-    Record,
     check_arrays,
-    check_layout,
-    read_record,
     record_of,
 )
 from flax_amp._layout import Layout, differences, is_key, layout_of, name_of
+from flax_amp._steps import (
+    candidates,
+    describe,
+    finish_saving,
+    open_reader,
+    reason_of,
+)
+from flax_amp._verify import StepReport as StepReport
+from flax_amp._verify import verify as verify
 from flax_amp.scaler import complete_scaler
 from flax_amp.train_state import AmpTrainState
 
 PyTree = Any
-
-_ITEM = "default"  # where CheckpointManager puts what is not given a name
-_METRICS = "metrics"
 
 
 class _Manager(ocp.CheckpointManager):
@@ -192,10 +195,10 @@ def restore(
             f"checkpoint.restore: target is a {type(target).__name__}; expected an "
             "AmpTrainState. Make it with AmpTrainState.create, as for a new run."
         )
-    directory = _finish_saving(manager)
+    directory = finish_saving(manager)
     damaged: list[str] = []
-    with _reader(directory) as reader:
-        for candidate in _candidates(reader, directory, step):
+    with open_reader(directory) as reader:
+        for candidate in candidates(reader, directory, step):
             try:
                 state = _restore_step(reader, directory, candidate, target)
             except CorruptCheckpointError as error:
@@ -222,7 +225,7 @@ def _restore_step(
     target: AmpTrainState,
 ) -> AmpTrainState:
     where = f"step {step} in {directory}"
-    tree, record = _describe(reader, directory, step)
+    tree, record = describe(reader, directory, step)
     unknown = sorted(set(tree.get("scaler", {})) - set(complete_scaler({})))
     _check_fit(layout_of(tree), target, where, unknown)
     abstract = {
@@ -242,7 +245,7 @@ def _restore_step(
     try:
         read = reader.restore(step, args=ocp.args.StandardRestore(abstract))
     except Exception as error:  # Orbax raises whatever its parts raise
-        raise CorruptCheckpointError(_reason(error)) from error
+        raise CorruptCheckpointError(reason_of(error)) from error
     if record is not None:
         check_arrays(record, read)
     if unknown:
@@ -284,72 +287,6 @@ def _unsaveable(leaf: Any) -> str:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "deleted, its memory was donated"
     return "" if leaf.size else f"empty, its shape is {leaf.shape}"
-
-
-def _finish_saving(manager: Any) -> epath.Path:
-    """Waits for a manager's last save and returns its directory."""
-    if isinstance(manager, ocp.CheckpointManager):
-        manager.wait_until_finished()
-        manager = manager.directory
-    return epath.Path(manager).expanduser().resolve()
-
-
-def _reader(directory: epath.Path) -> ocp.CheckpointManager:
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"checkpoint.restore: {directory} is not a directory; expected one that "
-            "a manager has saved to. Check the path."
-        )
-    return ocp.CheckpointManager(
-        directory,
-        options=ocp.CheckpointManagerOptions(read_only=True),
-        item_handlers=ocp.StandardCheckpointHandler(),
-    )
-
-
-def _candidates(
-    reader: ocp.CheckpointManager, directory: epath.Path, step: int | None
-) -> list[int]:
-    """Returns the steps to try, the best first."""
-    steps = sorted(reader.all_steps(), reverse=True)
-    if not steps or (step is not None and step not in steps):
-        wanted = "a checkpoint" if step is None else f"step {step}"
-        raise FileNotFoundError(
-            f"checkpoint.restore: {directory} holds the steps {sorted(steps)}; "
-            f"expected {wanted}. Save one first, or choose one of these."
-        )
-    return steps if step is None else [step]
-
-
-def _describe(
-    reader: ocp.CheckpointManager, directory: epath.Path, step: int
-) -> tuple[dict[str, Any], Record | None]:
-    """Returns the shapes and dtypes on disk, as a nested dict, and the record."""
-    folder = directory / str(step)
-    items = {path.name for path in folder.iterdir() if path.is_dir()} - {_METRICS}
-    if items and _ITEM not in items:
-        raise ValueError(
-            f"checkpoint.restore: step {step} in {directory} holds no item {_ITEM!r} "
-            f"but {sorted(items)}; expected a state saved with StandardSave. Restore "
-            "it with the Orbax calls that match how it was saved."
-        )
-    try:
-        metadata = reader.metadata(step)
-        tree = getattr(metadata.item_metadata, "tree", None)
-    except Exception as error:  # whatever a damaged file makes of Orbax
-        raise CorruptCheckpointError(_reason(error)) from error
-    record = read_record(metadata.custom_metadata, f"step {step} in {directory}")
-    if not isinstance(tree, Mapping):
-        raise CorruptCheckpointError("the description of its arrays cannot be read")
-    if record is not None:
-        check_layout(record, layout_of(tree))
-    return dict(tree), record
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _tree_fields(state: Any) -> list[dataclasses.Field[Any]]:

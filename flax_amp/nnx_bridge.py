@@ -4,14 +4,16 @@ A jaxpr transform sees arrays only. Without this bridge a module argument would 
 rebuilt for the trace and thrown away with its new batch statistics and random state.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from operator import is_not
 from typing import Any
 
 import jax
 from flax import nnx
 
-from flax_amp.nnx_scopes import module_scopes
+from flax_amp.nnx_scopes import forget_names, module_scopes, with_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,11 @@ def _is_node(x: Any) -> bool:
 
 
 def functional(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    names: bool = False,
 ) -> FunctionalCall:
     """Makes `fun(*args, **kwargs)` a pure function of a flat list of leaves.
 
@@ -43,6 +49,7 @@ def functional(
       args: its arguments; modules and variables may stand anywhere in them, and may
         share state.
       kwargs: its keyword arguments, likewise.
+      names: open a scope around each call of a module.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     nodes = [x for x in leaves if _is_node(x)]
@@ -55,26 +62,27 @@ def functional(
     others = [x for x in leaves if not _is_node(x)]
     changed_paths: list[Any] = []
 
-    def function(inputs: list[Any]) -> Any:
+    def attempt(inputs: list[Any], named: bool) -> Any:
         rest = iter(inputs[len(state_leaves) :])
         new_state = jax.tree.unflatten(state_def, inputs[: len(state_leaves)])
         merged = nnx.merge(graphdef, new_state, copy=True)
         modules = iter(merged)
         filled = [next(modules) if _is_node(x) else next(rest) for x in leaves]
-        with module_scopes(merged):
-            before = nnx.graphdef(merged)
+        with module_scopes(merged) if named else contextlib.nullcontext():
             out = _call(fun, treedef, filled)
-            after, updated = nnx.split(merged)
-        if after != before:
-            raise ValueError(
-                f"amp: {getattr(fun, '__name__', fun)!s} changed the structure of its "
-                "nnx.Module argument (it added or removed a variable or a module); "
-                "expected changes of values only. Create all variables in __init__, or "
-                "call the function once before amp so that they exist."
-            )
+        if named:
+            forget_names(list(filter(_is_node, jax.tree.leaves(out, is_leaf=_is_node))))
+        after, updated = nnx.split(merged)
+        if after != graphdef:
+            raise ValueError(_changed_structure(fun, state, updated))
         changed = _changed(updated, new_state)
         changed_paths[:] = changed
         return out, list(changed.values())
+
+    def function(inputs: list[Any]) -> Any:
+        if not names:
+            return attempt(inputs, False)
+        return with_names(lambda named: attempt(inputs, named))
 
     def finish(result: Any) -> Any:
         out, updated = result
@@ -83,6 +91,24 @@ def functional(
         return out
 
     return FunctionalCall(function, [*state_leaves, *others], finish)
+
+
+def _changed_structure(fun: Any, old: nnx.State, new: nnx.State) -> str:
+    """Says what a function did to the structure of its modules."""
+    name = getattr(fun, "__name__", fun)
+    paths = [dict(nnx.to_flat_state(state)).keys() for state in (old, new)]
+    if paths[0] == paths[1]:
+        return (
+            f"amp: {name!s} changed a static attribute of its nnx.Module argument, as "
+            "model.eval() does; expected changes of variables only. Change it before "
+            "the call, or use nnx.view."
+        )
+    return (
+        f"amp: {name!s} changed the structure of its nnx.Module argument (it added or "
+        "removed a variable or a module); expected changes of values only. Create all "
+        "variables in __init__, or call the function once before amp so that they "
+        "exist."
+    )
 
 
 def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
@@ -95,12 +121,8 @@ def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
     return {
         path: variable
         for path, variable in nnx.to_flat_state(new)
-        if any(map(_differ, jax.tree.leaves(variable), jax.tree.leaves(before[path])))
+        if any(map(is_not, jax.tree.leaves(variable), jax.tree.leaves(before[path])))
     }
-
-
-def _differ(new: Any, old: Any) -> bool:
-    return new is not old
 
 
 def _call(fun: Callable[..., Any], treedef: Any, leaves: list[Any]) -> Any:

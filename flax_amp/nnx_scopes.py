@@ -11,19 +11,52 @@ its name as a static attribute, which is how names survive the splitting and mer
 `nnx.jit`, `nnx.scan` and their like; these are copies that no user sees. And the
 methods of their classes are wrapped; a module without a name, of another thread, say,
 goes through the wrapper as if it were not there.
+
+A name makes two modules that are equal but for it different structures. Code that takes
+them for equal (stacks layers, maps over two of them at once) fails then, and is traced
+once more without names. So names are given only where a policy asks for scopes.
 """
 
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 
+T = TypeVar("T")
+
 _NAME = "_flax_amp_scope"
-_CONTAINERS = (nnx.List, nnx.Dict)  # they are not called
+# The first two are not called; the last iterates over its own attributes.
+_NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
+
+
+def with_names(attempt: Callable[[bool], T]) -> T:
+    """Returns `attempt(True)`, or `attempt(False)` with a warning if that fails.
+
+    Args:
+      attempt: makes its own copies of the modules and traces with them, under
+        `module_scopes` if it is told to. Errors that have nothing to do with names are
+        those of the second attempt.
+    """
+    try:
+        return attempt(True)
+    except Exception as error:
+        failure = error
+    result = attempt(False)
+    lines = str(failure).splitlines() or [""]
+    warnings.warn(
+        "amp: this function fails when its nnx.Modules carry names "
+        f"({type(failure).__name__}: {lines[0][:120]}), so it was traced without them: "
+        "the policy's scope keys see no module paths in it. Use jax.named_scope around "
+        "the code that they are for.",
+        UserWarning,
+        stacklevel=2,
+    )
+    return result
 
 
 @contextlib.contextmanager
@@ -44,8 +77,14 @@ def module_scopes(node: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            for module in modules:
-                vars(module).pop(_NAME, None)
+            forget_names(modules)
+
+
+def forget_names(tree: Any) -> None:
+    """Takes the names off all modules in a tree: copies may have been made of some."""
+    for _, value in nnx.iter_graph(tree, graph=True):
+        if isinstance(value, nnx.Module):
+            vars(value).pop(_NAME, None)
 
 
 def _names(node: Any) -> list[tuple[nnx.Module, str]]:
@@ -53,7 +92,7 @@ def _names(node: Any) -> list[tuple[nnx.Module, str]]:
     modules = {
         path: value
         for path, value in nnx.iter_graph(node, graph=True)
-        if isinstance(value, nnx.Module) and not isinstance(value, _CONTAINERS)
+        if isinstance(value, nnx.Module) and not isinstance(value, _NAMELESS)
     }
     names = []
     for path, module in modules.items():
@@ -67,10 +106,12 @@ def _names(node: Any) -> list[tuple[nnx.Module, str]]:
 
 
 def _classes_of(module: nnx.Module) -> list[type]:
+    """Returns the classes that users may have written, mixins included."""
     return [
         cls
         for cls in type(module).__mro__
-        if issubclass(cls, nnx.Module) and cls is not nnx.Module
+        if cls not in nnx.Module.__mro__
+        if cls.__module__ not in ("builtins", "abc", "typing")
     ]
 
 

@@ -19,7 +19,12 @@ from flax_amp._gradients import (
 )
 from flax_amp.policy import default_amp_policy
 from flax_amp.scaler import Scaler
-from flax_amp.train_state import AmpTrainState, check_params, split_model
+from flax_amp.train_state import (
+    AmpTrainState,
+    check_params,
+    check_selection,
+    split_model,
+)
 
 PyTree = Any
 
@@ -53,7 +58,9 @@ def make_nnx_train_step(
       redo_on_nan: see `make_train_step`, as for the following ones.
       accum_steps: see there.
       axis_name: see there.
-      donate: let the new arrays reuse the memory of the old ones.
+      donate: let the new arrays reuse the memory of the old ones. Say False if the
+        optimizer's state begins with the parameters themselves, as that of
+        `optax.contrib.mechanize`: a buffer cannot be donated twice.
       jit: compile the step, with `nnx.jit`.
 
     Returns:
@@ -119,6 +126,7 @@ def _step(
 ) -> tuple[Scaler, dict[str, Any]]:
     before = _arrays((model, optimizer))
     graphdef, params, variables = split_model(model, optimizer.wrt)
+    check_selection(params, optimizer.wrt, "train_step")
     check_params(params, "train_step")
     state = AmpTrainState(
         step=optimizer.step[...],
@@ -132,10 +140,10 @@ def _step(
         graphdef=graphdef,
     )
     new_scaler, finite, result = gradients(options, state, batch)
-    _assign(model, _tree.combine(result.variables, variables))
     grads = nnx.state(model, optimizer.wrt)
     nnx.replace_by_pure_dict(grads, all_gradients(result, finite, params))
     optimizer.update(model, grads)
+    _assign(model, _tree.combine(result.variables, variables))
 
     kept = _tree.select(finite, _arrays((model, optimizer)), before)
     nnx.update((model, optimizer), kept)

@@ -343,6 +343,7 @@ class Policy:
         # A key that spans several scopes can match across the border of a sub-jaxpr,
         # whose own scope names start afresh; only then is the outer path needed there.
         self.spans_scopes = any(set("/*?[") & set(key) for key in self._scopes)
+        self.names_scopes = bool(set(self._scopes) - {"amp_stop", "amp_default"})
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
         """Returns the decision for one equation.

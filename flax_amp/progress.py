@@ -50,27 +50,37 @@ def check_progress(
         )
     if max_skips < 1:
         raise ValueError(f"check_progress: {max_skips=}; expected at least 1.")
-    loss = (metrics or {}).get("loss", np.nan)
+    loss = np.nan if metrics is None else metrics["loss"]
     scaler, skips = state.scaler, state.opt_state
-    scale, lowest, in_a_row, total, step, loss = jax.device_get(
-        (
-            scaler["scaler"],
-            scaler["min_scaler"],
-            skips.notfinite_count,
-            skips.total_notfinite,
-            state.step,
-            loss,
-        )
+    # One number each, or as many as there are runs (`vmap`) or copies (`pmap`) of it.
+    scale, lowest, in_a_row, total, step, loss = map(
+        np.ravel,
+        jax.device_get(
+            (
+                scaler["scaler"],
+                scaler["min_scaler"],
+                skips.notfinite_count,
+                skips.total_notfinite,
+                state.step,
+                loss,
+            )
+        ),
     )
-    if in_a_row < max_skips or scale > lowest:
+    stuck = np.flatnonzero((in_a_row >= max_skips) & (scale <= lowest))
+    if not len(stuck):
         return
-    told = "" if metrics is None else f", loss {loss:g}"
+    first = stuck[0]
+    # `scan` over steps gives the losses of all of them.
+    last_loss = loss[first] if len(loss) == len(scale) else loss[-1]
+    told = "" if metrics is None else f", loss {last_loss:g}"
+    which = "" if len(scale) == 1 else f" of run {first}"
     raise StuckError(
-        f"check_progress: the last {in_a_row} steps were skipped, and the loss scale "
-        f"{scale:g} is the lowest allowed (step {step}{told}, {total} steps skipped in "
-        "all); expected finite gradients at some scale. The parameters are those of "
-        "the last finite step. If the loss is not finite either, look for inf or NaN "
-        "in the batch, and for a division, log or sqrt at 0 in the loss; if it is, "
-        "lower the learning rate, clip the gradients, use compute_dtype=jnp.bfloat16, "
-        "keep the layers at fault in float32 with amp_stop, or lower min_scaler."
+        f"check_progress: the last {in_a_row[first]} steps{which} were skipped, and "
+        f"the loss scale {scale[first]:g} is the lowest allowed (step {step[first]}"
+        f"{told}, {total[first]} steps skipped in all); expected finite gradients at "
+        "some scale. The parameters are those of the last finite step. If the loss is "
+        "not finite either, look for inf or NaN in the batch, and for a division, log "
+        "or sqrt at 0 in the loss; if it is, lower the learning rate, clip the "
+        "gradients, use compute_dtype=jnp.bfloat16, keep the layers at fault in "
+        "float32 with amp_stop, or lower min_scaler."
     )

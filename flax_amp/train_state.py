@@ -109,7 +109,7 @@ class AmpTrainState(train_state.TrainState):
         if model is not None:
             _check_model(model, params, variables)
             graphdef, params, collections = split_model(model, wrt)
-            _check_selection(params, wrt)
+            check_selection(params, wrt, "AmpTrainState.create")
         else:
             collections = _as_collections(params, variables)
         check_params(params, "AmpTrainState.create")
@@ -231,10 +231,11 @@ def _check_model(model: Any, params: PyTree, variables: Any) -> None:
         )
 
 
-def _check_selection(params: PyTree, wrt: Any) -> None:
+def check_selection(params: PyTree, wrt: Any, where: str) -> None:
+    """Raises a ValueError if a filter has left nothing to train."""
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"AmpTrainState.create: wrt={wrt} selects no variable of the model; "
+            f"{where}: wrt={wrt} selects no variable of the model; "
             "expected a filter for the parameters to train, such as nnx.Param. "
             "nnx.state(model) shows what there is."
         )

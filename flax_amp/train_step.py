@@ -30,7 +30,7 @@ from flax_amp._gradients import (
     metrics_of,
 )
 from flax_amp._loss import call
-from flax_amp.policy import default_amp_policy
+from flax_amp.policy import Policy, default_amp_policy
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
@@ -178,13 +178,14 @@ def make_eval_step(
     """
     check_function(fn, "make_eval_step: fn")
     lower = amp(compute_dtype=compute_dtype, amp_policy=amp_policy)
+    names = Policy(amp_policy).names_scopes
 
     def eval_step(state: AmpTrainState, batch: PyTree) -> Any:
         _check_state(state, "eval_step")
 
         def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
-            _, out = call(fn, state, params, variables, batch, rngs, evaluate=True)
-            return out
+            asked = dict(names=names, evaluate=True)
+            return call(fn, state, params, variables, batch, rngs, **asked)[1]
 
         rngs = fold_in(state.rngs, state.step)
         return lower(pure)(state.params, state.variables, batch, rngs)

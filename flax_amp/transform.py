@@ -124,7 +124,7 @@ def amp(
 
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        call = nnx_bridge.functional(fun, args, kwargs)
+        call = nnx_bridge.functional(fun, args, kwargs, names=policy.names_scopes)
         closed, rebuild = _trace(call.function, call.inputs)
         jaxpr = getattr(closed, "jaxpr", closed)
         painter = Painter(policy, compute_dtype, RULES)

@@ -49,7 +49,10 @@ BELOW = {
     "_digest": set(),
     "_layout": set(),
     "_integrity": {"_digest", "_layout"},
-    "checkpoint": {"train_step", "_integrity"},
+    "_steps": {"_integrity"},
+    "_verify": {"_steps"},
+    "checkpoint": {"train_step", "_verify"},
+    "__main__": {"checkpoint"},
     "explain": {"train_step"},
     "debug": {"train_step"},
 }

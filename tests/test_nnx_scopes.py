@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from flax_amp import (
@@ -17,7 +18,7 @@ from flax_amp import (
     make_train_step,
     use_original_precision,
 )
-from helpers import equations
+from helpers import assert_identical, equations
 
 SIZE, LAYERS = 8, 3
 X = jnp.ones((2, SIZE))
@@ -95,8 +96,12 @@ def mean(model, x):
     return model(x).mean()
 
 
-def lowered(fn=mean, **options):
-    return amp(fn, compute_dtype=jnp.bfloat16, **options)
+# Names are given where a policy asks for scopes.
+SCOPED = default_amp_policy | {"no such scope": use_original_precision}
+
+
+def lowered(fn=mean, amp_policy=SCOPED):
+    return amp(fn, compute_dtype=jnp.bfloat16, amp_policy=amp_policy)
 
 
 def in_block(path):
@@ -187,6 +192,76 @@ def test_a_jitted_method_of_equal_layers_is_traced_once():
     ]
 
 
+def test_methods_of_a_mixin_are_named():
+    class Mixin:
+        def __call__(self, x):
+            return self.query(x)
+
+    class Mixed(Mixin, nnx.Module):
+        def __init__(self, rngs):
+            self.query = nnx.Linear(SIZE, SIZE, rngs=rngs)
+
+    assert scopes(lowered(), Mixed(nnx.Rngs(0)), X) == ["Mixed/query"]
+
+
+def test_no_names_where_no_policy_asks_for_them():
+    found = scopes(lowered(amp_policy=default_amp_policy), Model(nnx.Rngs(0)), X)
+    assert found == [""] * (3 * LAYERS)
+
+
+# Code that takes modules for equal, and modules that look into themselves
+
+
+def stack_layers(model, x):
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+    return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0].mean()
+
+
+def map_over_two(model, x):
+    first, last = model.layers[0], model.layers[-1]
+    return jax.tree.map(lambda a, b: (a + b) / 2, first, last)(x).mean()
+
+
+def choose(model, x):
+    layers = model.layers
+    return jax.lax.cond(x[0, 0] > 0, lambda: layers[0], lambda: layers[1])(x).mean()
+
+
+@pytest.mark.parametrize("fn", [stack_layers, map_over_two, choose])
+def test_code_that_takes_modules_for_equal_is_traced_without_names(fn):
+    model = Model(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match="fails when its nnx.Modules carry names"):
+        value = lowered(fn)(model, X)
+    assert_identical(value, lowered(fn, default_amp_policy)(model, X))
+
+    state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+    step = make_train_step(fn, amp_policy=SCOPED)
+    with pytest.warns(UserWarning, match="see no module paths"):
+        _, metrics = step(state, X)
+    assert metrics["grads_finite"]
+
+
+def test_linen_modules_inside_of_nnx():
+    class Mixed(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.bridge.ToNNX(nn.Dense(SIZE), rngs=rngs).lazy_init(X)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    found = scopes(lowered(), Mixed(nnx.Rngs(0)), X)
+    assert len(found) == 1 and found[0].startswith("Mixed/")
+
+
+def test_errors_of_the_function_are_its_own():
+    def wrong(model, x):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        lowered(wrong)(Model(nnx.Rngs(0)), X)
+    assert caught.value.__context__ is None
+
+
 # Policies
 
 
@@ -227,6 +302,12 @@ def test_keys_work_in_both_steps():
 
 
 # Nothing of it stays
+
+
+def test_clones_carry_no_name():
+    model = Model(nnx.Rngs(0))
+    clone = lowered(lambda m, x: nnx.clone(m))(model, X)
+    assert nnx.graphdef(clone) == nnx.graphdef(model)
 
 
 def assert_untouched(model, before):

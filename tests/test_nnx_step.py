@@ -183,6 +183,50 @@ def test_bad_arguments_are_named(options, message):
         make_nnx_train_step(nnx_loss, **options)
 
 
+def test_a_filter_that_selects_nothing_is_named():
+    model, opt = objects(wrt=nnx.Cache)
+    step = make_nnx_train_step(nnx_loss, **OPTIONS)
+    with pytest.raises(ValueError, match="train_step: wrt=.*selects no variable"):
+        step(model, opt, init_scaler(), make_batch())
+
+
+def test_messages_name_the_step():
+    model, opt = objects()
+    step = make_nnx_train_step(lambda model, batch: model(batch["x"]))
+    with pytest.raises(TypeError, match="make_nnx_train_step: <lambda> returned"):
+        step(model, opt, init_scaler(), make_batch())
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_over_devices(mesh, check_vma):
+    """In `nnx.shard_map` the step is that of one device on all the examples."""
+
+    def loss_fn(model, batch):
+        return ((model(batch["x"]) - 1) ** 2).mean()
+
+    def make():
+        model = nnx.Linear(FEATURES, 2, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    options = dict(compute_dtype=jnp.float32)
+    batch = {"x": make_batch(size=16)["x"]}
+    (model, opt), (alone, alone_opt) = make(), make()
+    inner = make_nnx_train_step(loss_fn, axis_name="data", jit=False, **options)
+    spec = jax.sharding.PartitionSpec
+    step = nnx.jit(
+        nnx.shard_map(
+            inner,
+            mesh=mesh,
+            in_specs=(spec(), spec(), spec(), spec("data")),
+            out_specs=spec(),
+            check_vma=check_vma,
+        )
+    )
+    step(model, opt, no_scaler(), batch)
+    make_nnx_train_step(loss_fn, **options)(alone, alone_opt, no_scaler(), batch)
+    assert_close(nnx.state(model), nnx.state(alone), jnp.float32)
+
+
 def test_a_loss_must_be_a_function():
     with pytest.raises(TypeError, match="make_nnx_train_step: loss_fn is a int"):
         make_nnx_train_step(3)

@@ -226,6 +226,67 @@ def test_frozen_parameters_are_not_averaged_over_devices(mesh):
 
 
 @pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.remat])
+def test_frozen_parameters_keep_their_bits_on_three_devices(wrap, accum_steps):
+    """Also those that come back from an inner jit: a third of the sum is not it."""
+
+    class Wrapped(Adapted):
+        __call__ = wrap(Adapted.__call__)
+
+    state = AmpTrainState.create(
+        model=Wrapped(nnx.Rngs(0)), tx=optax.adam(1e-2), wrt=nnx.LoRAParam
+    )
+    step = make_train_step(
+        loss_fn,
+        axis_name="data",
+        jit=False,
+        accum_steps=accum_steps,
+        compute_dtype=jnp.bfloat16,
+    )
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",))
+    spec = jax.sharding.PartitionSpec
+    mapped = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(spec(), spec("data")), out_specs=spec()
+        )
+    )
+    after, metrics = mapped(state, make_batch(size=12))
+    assert metrics["grads_finite"]
+    moved = changed(state.variables, after.variables)
+    assert moved and all("['norm']" in path for path in moved)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_draw_different_masks(mesh, check_vma):
+    def masks(model, batch):
+        return (model(batch) * 0).sum(), {"mask": model.drop(batch)}
+
+    class Dropped(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(64, 64, rngs=rngs)
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    state = AmpTrainState.create(model=Dropped(nnx.Rngs(0)), tx=optax.sgd(0.1))
+    step = make_train_step(masks, has_aux=True, axis_name="data", jit=False)
+    spec = jax.sharding.PartitionSpec
+    drawn, after = jax.jit(
+        jax.shard_map(
+            lambda *args: (lambda s, m: (m["mask"], s))(*step(*args)),
+            mesh=mesh,
+            in_specs=(spec(), spec("data")),
+            out_specs=(spec("data"), spec()),
+            check_vma=check_vma,
+        )
+    )(state, jnp.ones((8, 64)))
+    assert len({row.tobytes() for row in np.asarray(drawn)}) == 8
+    keys = [path for path in changed(state.variables, after.variables)]
+    assert keys == ["['drop']['rngs']['count']"]
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
 def test_frozen_parameters_keep_their_bits(accum_steps):
     state = adapted_state()
     step = make_train_step(loss_fn, accum_steps=accum_steps, donate=False)
@@ -241,6 +302,16 @@ def test_a_filter_that_selects_nothing_is_named():
 
 
 # `amp` alone
+
+
+def test_a_changed_mode_is_named_for_what_it_is():
+    def evaluate(model, x):
+        model.eval()
+        return model(x)
+
+    model = Net(nnx.Rngs(0), "list")
+    with pytest.raises(ValueError, match="changed a static attribute .*model.eval"):
+        amp(evaluate)(model, jnp.ones((2, FEATURES)))
 
 
 def test_amp_inside_a_foreign_trace_reads_a_module_from_outside():

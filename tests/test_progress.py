@@ -1,5 +1,6 @@
 """A run that is stuck is told, one that looks for its scale is not."""
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -76,6 +77,26 @@ def test_the_limit_is_an_argument():
     check_progress(state, metrics, max_skips=3)
     with pytest.raises(StuckError, match="last 2 steps"):
         check_progress(state, metrics, max_skips=2)
+
+
+def test_an_epoch_in_one_scan_tells_the_last_loss():
+    inner = make_train_step(loss_fn, jit=False)
+    batches = jnp.stack([GOOD] * 2 + [BAD] * 25)
+    state, metrics = jax.lax.scan(inner, make_state(no_scaler()), batches)
+    with pytest.raises(StuckError, match="step 27, loss nan, 25 steps"):
+        check_progress(state, metrics)
+
+
+def test_one_of_several_runs():
+    """A sweep by vmap: the first stuck run is told."""
+    step = jax.vmap(make_train_step(loss_fn, jit=False))
+    states = jax.tree.map(lambda x: jnp.stack([x] * 3), make_state(no_scaler()))
+    batches = jnp.stack([GOOD, BAD, GOOD])
+    for _ in range(20):
+        states, metrics = step(states, batches)
+    with pytest.raises(StuckError, match="last 20 steps of run 1 .*step 20, loss nan"):
+        check_progress(states, metrics)
+    check_progress(states, metrics, max_skips=21)
 
 
 def test_bad_arguments_are_named():

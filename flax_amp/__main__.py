@@ -1,0 +1,55 @@
+"""`python -m flax_amp checkpoint DIR`: what a directory of checkpoints holds.
+
+Exit codes: 0 if every step is intact, 1 if one is damaged, 2 if there is no directory.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from absl import logging
+
+from flax_amp import checkpoint
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m flax_amp", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "checkpoint", help="list steps, sizes, scaler values and integrity"
+    )
+    command.add_argument("directory", help="where a manager has saved to")
+    command.set_defaults(run=lambda args: _checkpoint(args.directory))
+    args = parser.parse_args(arguments)
+    logging.set_verbosity(logging.FATAL)  # what Orbax says of damage is said below
+    return args.run(args)
+
+
+def _checkpoint(directory: str) -> int:
+    try:
+        reports = checkpoint.verify(directory)
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{'step':>8} {'MB':>10} {'scale':>12} {'resets':>7}  integrity")
+    for report in reports:
+        scale, resets = (
+            f"{report.scaler[key]:g}" if key in report.scaler else "-"
+            for key in ("scaler", "total_resets")
+        )
+        size = f"{report.size / 1e6:.3f}"
+        print(f"{report.step:8} {size:>10} {scale:>12} {resets:>7}  {_state(report)}")
+    if not reports:
+        print(f"no steps in {directory}")
+    return int(any(report.problem for report in reports))
+
+
+def _state(report: checkpoint.StepReport) -> str:
+    if report.problem:
+        return f"DAMAGED: {report.problem}"
+    return "intact" if report.has_digests else "readable, no digests to hold it against"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

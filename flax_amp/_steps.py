@@ -1,0 +1,87 @@
+"""The steps in a directory of checkpoints, and what each says that it holds.
+
+Nothing here writes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from flax_amp._integrity import (
+    CorruptCheckpointError,
+    Record,
+    check_layout,
+    read_record,
+)
+from flax_amp._layout import layout_of
+
+ITEM = "default"  # where CheckpointManager puts what is not given a name
+METRICS = "metrics"
+
+
+def finish_saving(manager: Any) -> epath.Path:
+    """Waits for a manager's last save and returns its directory."""
+    if isinstance(manager, ocp.CheckpointManager):
+        manager.wait_until_finished()
+        manager = manager.directory
+    return epath.Path(manager).expanduser().resolve()
+
+
+def open_reader(directory: epath.Path) -> ocp.CheckpointManager:
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"checkpoint: {directory} is not a directory; expected one that "
+            "a manager has saved to. Check the path."
+        )
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(read_only=True),
+        item_handlers=ocp.StandardCheckpointHandler(),
+    )
+
+
+def candidates(
+    reader: ocp.CheckpointManager, directory: epath.Path, step: int | None
+) -> list[int]:
+    """Returns the steps to try, the best first."""
+    steps = sorted(reader.all_steps(), reverse=True)
+    if not steps or (step is not None and step not in steps):
+        wanted = "a checkpoint" if step is None else f"step {step}"
+        raise FileNotFoundError(
+            f"checkpoint: {directory} holds the steps {sorted(steps)}; "
+            f"expected {wanted}. Save one first, or choose one of these."
+        )
+    return steps if step is None else [step]
+
+
+def describe(
+    reader: ocp.CheckpointManager, directory: epath.Path, step: int
+) -> tuple[dict[str, Any], Record | None]:
+    """Returns the shapes and dtypes on disk, as a nested dict, and the record."""
+    folder = directory / str(step)
+    items = {path.name for path in folder.iterdir() if path.is_dir()} - {METRICS}
+    if items and ITEM not in items:
+        raise ValueError(
+            f"checkpoint: step {step} in {directory} holds no item {ITEM!r} "
+            f"but {sorted(items)}; expected a state saved with StandardSave. Restore "
+            "it with the Orbax calls that match how it was saved."
+        )
+    try:
+        metadata = reader.metadata(step)
+        tree = getattr(metadata.item_metadata, "tree", None)
+    except Exception as error:  # whatever a damaged file makes of Orbax
+        raise CorruptCheckpointError(reason_of(error)) from error
+    record = read_record(metadata.custom_metadata, f"step {step} in {directory}")
+    if not isinstance(tree, Mapping):
+        raise CorruptCheckpointError("the description of its arrays cannot be read")
+    if record is not None:
+        check_layout(record, layout_of(tree))
+    return dict(tree), record
+
+
+def reason_of(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
