@@ -2,9 +2,11 @@
 
 Orbax checks the files that describe an array, not the bytes of the array itself: one
 flipped byte is restored without a word. The digest here is computed where the array
-lies, by every device on its own part, and summed; so it costs one pass over memory and
-no transfer, holds on any mesh and any number of processes, and is exact: it is integer
-arithmetic on bits.
+lies, by every device on its own part, and summed on the host; so it costs one pass over
+memory and no transfer of arrays, holds on any mesh and any number of processes, and is
+exact: it is integer arithmetic on bits. The devices do not talk to each other: programs
+with collectives that are dispatched one after the other may wait for each other for
+ever where several processes run them.
 
 Each 32-bit word is mixed with its place by a bijection, and the mixed words are added
 up modulo 2**32, twice with different constants. A change of one word changes its
@@ -19,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 PyTree = Any
 
@@ -39,7 +42,13 @@ def digests(tree: PyTree) -> PyTree:
       False
     """
     leaves, treedef = jax.tree.flatten(tree)
-    sums = jax.device_get([_digest(_as_data(leaf)) for leaf in leaves])
+    parts = [_parts(_as_data(leaf)) for leaf in leaves]
+    sums = np.array(
+        [np.sum(p, axis=0, dtype=np.uint32) for p in jax.device_get(parts)]
+    ).reshape(len(leaves), 2)
+    if jax.process_count() > 1:
+        everybody = multihost_utils.process_allgather(sums)
+        sums = np.sum(everybody, axis=0, dtype=np.uint32)
     return jax.tree.unflatten(treedef, [f"{a:08x}{b:08x}" for a, b in sums])
 
 
@@ -47,18 +56,39 @@ def _as_data(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize == 8:
-        return leaf.view(np.uint32)  # JAX would take half of the bits away
+        # JAX would take half of the bits away.
+        return np.ascontiguousarray(leaf)[..., None].view(np.uint32)
     return leaf
 
 
+def _parts(array: Any) -> list[jax.Array]:
+    """Returns uint32[2] for each part of an array that this process answers for."""
+    strides = [math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)]
+    if isinstance(array, jax.Array):
+        shards = [s for s in array.addressable_shards if s.replica_id == 0]
+        parts = [(s.data, [at.start or 0 for at in s.index]) for s in shards]
+    else:
+        parts = [(array, [0] * array.ndim)]
+    return [
+        _digest(data, _uint32(start), _uint32(strides)) for data, start in parts
+    ] or [np.zeros(2, np.uint32)]
+
+
+def _uint32(numbers: list[int]) -> np.ndarray:
+    return np.array([number % 2**32 for number in numbers], np.uint32)
+
+
 @jax.jit
-def _digest(array: jax.Array) -> jax.Array:
-    words = _words(array)
+def _digest(part: jax.Array, start: jax.Array, strides: jax.Array) -> jax.Array:
+    """Sums the mixed words of a part that begins at `start` of the whole array."""
+    words = _words(part)
     place = jnp.zeros(words.shape, jnp.uint32)
-    for axis, size in enumerate(words.shape):
-        stride = math.prod(words.shape[axis + 1 :]) % 2**32
+    for axis in range(part.ndim):
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place = place + along * jnp.uint32(stride) if size > 1 else place
+        place = place + (along + start[axis]) * strides[axis]
+    for axis in range(part.ndim, words.ndim):  # several words to an element
+        along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        place = place * jnp.uint32(words.shape[axis]) + along
     mixed = [_mix(words ^ _mix(place + jnp.uint32(seed))) for seed in _SEEDS]
     # dtype: with x64 enabled a sum of uint32 would be 64 bits wide.
     return jnp.stack([jnp.sum(m, dtype=jnp.uint32) for m in mixed])
