@@ -4,9 +4,10 @@ One command starts all of them on this machine and trains on handwritten digits:
 
     python -m examples.processes --workdir=runs/processes
 
-Run it again and it goes on from the newest checkpoint; kill it whenever you like. On a
-cluster every machine runs it once, with a workdir that all of them see: under Slurm, on
-Cloud TPU and GKE with `--cluster`, elsewhere with `--coordinator` and `--process`.
+Run it again and it goes on from the newest checkpoint: kill it whenever you like, or
+send it SIGTERM, on which it saves and ends. On a cluster every machine runs it once,
+with a workdir that all of them see: under Slurm, on Cloud TPU and GKE with `--cluster`,
+elsewhere with `--coordinator` and `--process`.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 import jax
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,11 +60,16 @@ def train(args):
                 for name, x in batch.items()
             }
             state, metrics = train_step(state, batch)
-            if step % args.save_every == 0 or step == args.steps:
+            # SIGTERM, to any of them: all agree on the step at which to stop.
+            told_to_stop = multihost_utils.reached_preemption_sync_point(step)
+            last = told_to_stop or step == args.steps
+            if last or step % args.save_every == 0:
                 flax_amp.checkpoint.save(manager, state)
-            if step % args.log_every == 0 or step == args.steps:
+            if last or step % args.log_every == 0:
                 flax_amp.check_progress(state, metrics)
                 say(f"step {step} loss {float(metrics['loss']):.6f}")
+            if told_to_stop:
+                break
     # A fingerprint of all that this process holds.
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
@@ -88,8 +95,8 @@ def launch(args):
     ]
     for i, child in enumerate(children):
         print(f"process {i} has pid {child.pid}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])
     # One that dies takes the others with it: they would wait for it for minutes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         while any(child.poll() is None for child in children):
             if any(child.poll() for child in children):

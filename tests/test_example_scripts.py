@@ -105,6 +105,24 @@ def test_processes_killed_and_resumed_are_bit_identical(victim, straight, tmp_pa
     assert ends(resumed) == ends(straight)
 
 
+def test_processes_save_and_end_on_sigterm(tmp_path):
+    flags = ("--steps=100000", "--save-every=100000", "--log-every=1")
+    with subprocess.Popen(
+        command("processes", f"--workdir={tmp_path}", *flags),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as launcher:
+        for line in launcher.stdout:
+            if line.startswith("step 5 "):
+                launcher.terminate()
+            if found := re.match(r"step (\d+)", line):
+                last = int(found[1])
+        assert launcher.wait(timeout=60) == 0
+    assert max(int(path.name) for path in numbered(tmp_path)) == last < 100000
+
+
 def numbered(workdir):
     """The complete checkpoints: one being written has a longer name."""
     return [path for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
