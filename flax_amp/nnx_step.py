@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -67,7 +68,8 @@ def make_nnx_train_step(
       `train_step(model, optimizer, scaler, batch) -> (scaler, metrics)`. The optimizer
       says by its own `wrt` what trains. The scaler is a dict as from
       `flax_amp.init_scaler`; pass the returned one to the next step. The metrics are
-      those of `make_train_step` without `skipped_total`.
+      those of `make_train_step`; `skipped_total` only if the optimizer's `tx` is an
+      `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters `check_progress` reads.
 
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if model, optimizer
@@ -145,9 +147,23 @@ def _step(
     optimizer.update(model, grads)
     _assign(model, _tree.combine(result.variables, variables))
 
+    counts = _skip_counts(optimizer)
     kept = _tree.select(finite, _arrays((model, optimizer)), before)
     nnx.update((model, optimizer), kept)
-    return new_scaler, metrics_of(new_scaler, finite, result) | result.aux
+    for name, count in counts.items():
+        getattr(optimizer.opt_state, name).set_value(count)
+    metrics = metrics_of(new_scaler, finite, result)
+    if counts:
+        metrics["skipped_total"] = counts["total_notfinite"]
+    return new_scaler, metrics | result.aux
+
+
+def _skip_counts(optimizer: nnx.Optimizer) -> dict[str, jax.Array]:
+    """Returns the counters of `apply_if_finite`, if `tx` is inside of one."""
+    if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
+        return {}
+    names = ("notfinite_count", "last_finite", "total_notfinite")
+    return {name: getattr(optimizer.opt_state, name).get_value() for name in names}
 
 
 def _arrays(node: Any) -> nnx.State:

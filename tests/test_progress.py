@@ -4,15 +4,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 from flax_amp import (
     AmpTrainState,
     StuckError,
     check_progress,
     init_scaler,
+    make_nnx_train_step,
     make_train_step,
     no_scaler,
 )
+from helpers import assert_identical
 
 
 def loss_fn(params, batch):
@@ -97,6 +100,36 @@ def test_one_of_several_runs():
     with pytest.raises(StuckError, match="last 20 steps of run 1 .*step 20, loss nan"):
         check_progress(states, metrics)
     check_progress(states, metrics, max_skips=21)
+
+
+def nnx_objects(tx):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def test_loops_that_keep_their_optimizer():
+    """`apply_if_finite` inside of it counts, and nothing else moves on a bad step."""
+    model, optimizer = nnx_objects(optax.apply_if_finite(optax.adam(0.1), 2**31 - 1))
+    step = make_nnx_train_step(lambda model, x: model(x[None]).mean())
+    scaler, metrics = step(model, optimizer, no_scaler(), GOOD)
+    kernel, moments = jnp.copy(model.kernel[...]), optimizer.opt_state.inner_state
+    moments = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(moments)))
+    for _ in range(20):
+        check_progress((optimizer, scaler), metrics)
+        scaler, metrics = step(model, optimizer, scaler, BAD)
+
+    assert int(metrics["skipped_total"]) == 20
+    assert (model.kernel[...] == kernel).all()
+    after = nnx.to_pure_dict(nnx.state(optimizer.opt_state.inner_state))
+    assert_identical(after, moments)
+    with pytest.raises(StuckError, match="last 20 steps .*step 1, loss nan, 20 steps"):
+        check_progress((optimizer, scaler), metrics)
+
+
+def test_an_optimizer_that_does_not_count_is_named():
+    _, optimizer = nnx_objects(optax.adam(0.1))
+    with pytest.raises(TypeError, match="does not count skipped steps.*apply_if_fin"):
+        check_progress((optimizer, no_scaler()))
 
 
 def test_bad_arguments_are_named():
