@@ -95,7 +95,12 @@ def launch(args):
     ]
     for i, child in enumerate(children):
         print(f"process {i} has pid {child.pid}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: [child.terminate() for child in children])
+
+    def pass_on(*_):
+        for child in children:
+            child.terminate()
+
+    signal.signal(signal.SIGTERM, pass_on)
     # One that dies takes the others with it: they would wait for it for minutes.
     try:
         while any(child.poll() is None for child in children):

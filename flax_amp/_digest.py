@@ -43,7 +43,7 @@ def digests(tree: PyTree) -> PyTree:
     """
     leaves, treedef = jax.tree.flatten(tree)
     parts = [_parts(_as_data(leaf)) for leaf in leaves]
-    sums = np.array(
+    sums: Any = np.array(
         [np.sum(p, axis=0, dtype=np.uint32) for p in jax.device_get(parts)]
     ).reshape(len(leaves), 2)
     if jax.process_count() > 1:
