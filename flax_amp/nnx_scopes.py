@@ -160,7 +160,7 @@ def _scoped(method_name: str, method: Any) -> Callable[..., Any]:
     @functools.wraps(method)
     def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = method.__get__(self, type(self))
-        name = vars(self).get(_NAME)
+        name = getattr(self, "__dict__", {}).get(_NAME)  # a mixin may have slots
         if not name:
             return bound(*args, **kwargs)
         # Nameless within its own scope: methods that call one another open one scope,
