@@ -25,6 +25,7 @@ COMMANDS = {
         "run",
         "lists every cast of a forward pass, and why it is there",
     ),
+    "save": ("save", "run", "what digests add to saving and restoring 1 GB"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 

@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from flax_amp import _tree
+from flax_amp import _lock, _tree
 from flax_amp._integrity import (
     KEY,
     CorruptCheckpointError,
@@ -48,6 +48,18 @@ PyTree = Any
 
 class _Manager(ocp.CheckpointManager):
     best_metric: str | None = None
+    _locked = False
+
+    def lock(self) -> None:
+        """Makes this process the only one to save into the directory."""
+        if not self._locked and jax.process_index() == 0:
+            self._locked = _lock.acquire(self.directory)
+
+    def close(self) -> None:
+        super().close()
+        if self._locked:
+            _lock.release(self.directory)
+            self._locked = False
 
 
 def manager(
@@ -126,6 +138,7 @@ def save(
     Raises:
       ValueError: if a leaf cannot be saved (all of them are listed), or if the
         `best_metric` of the manager is missing; nothing is written then.
+      RuntimeError: if another process saves into the same directory.
 
     Example:
       >>> import tempfile, optax
@@ -153,6 +166,8 @@ def save(
         return False
     if not force and not manager.should_save(step):
         return False
+    if isinstance(manager, _Manager):
+        manager.lock()
     return manager.save(
         step,
         args=ocp.args.StandardSave(state),

@@ -12,7 +12,7 @@ import pytest
 import flax_amp
 from benchmarks import __main__ as cli
 from benchmarks import problem, request, show, timing, variants
-from benchmarks.commands import casts, error, host, mesh, report
+from benchmarks.commands import casts, error, host, mesh, report, save
 from benchmarks.models import gpt, resnet, vit
 from benchmarks.report import plots
 from benchmarks.request import Request
@@ -111,7 +111,8 @@ class TestCommandLine:
         assert "usage" in capsys.readouterr().err
 
     def test_every_command_is_there(self):
-        assert {s.command for s in SECTIONS} | {"casts", "report"} == set(cli.COMMANDS)
+        others = {"casts", "save", "report"}
+        assert {s.command for s in SECTIONS} | others == set(cli.COMMANDS)
 
 
 class TestCasts:
@@ -146,6 +147,14 @@ class TestCasts:
         casts.run(Request(("mlp",), size="tiny", folder=tmp_path))
         text = (tmp_path / "casts.md").read_text()
         assert "| parameter | dot_general |" in text
+
+
+class TestSave:
+    def test_command(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(save, "ROUNDS", 1)
+        save.run(Request(size="tiny", folder=tmp_path))
+        text = (tmp_path / "save.md").read_text()
+        assert "| plain Orbax | " in text and "| flax_amp.checkpoint | " in text
 
 
 class TestResults:

@@ -1,5 +1,8 @@
 """The Orbax helpers: what they read and write, and every message."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -324,3 +327,46 @@ def test_a_missing_best_metric_is_named(tmp_path):
 def test_a_wrong_mode_is_named(tmp_path):
     with pytest.raises(ValueError, match="best_mode='best'; expected 'max' or 'min'"):
         checkpoint.manager(tmp_path, best_mode="best")
+
+
+WRITER = """
+import sys
+import optax, jax.numpy as jnp
+from flax_amp import AmpTrainState, checkpoint
+state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+with checkpoint.manager(sys.argv[1]) as manager:
+    checkpoint.save(manager, state)
+    manager.wait_until_finished()
+    print("saved", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    ) as writer:
+        assert writer.stdout.readline() == "saved\n"
+        before = files(tmp_path)
+        with checkpoint.manager(tmp_path) as manager:
+            whose = rf"process {writer.pid} on .* saves into .*Choose another directory"
+            with pytest.raises(RuntimeError, match=whose):
+                checkpoint.save(manager, at(small(), 1))
+        assert files(tmp_path) == before
+        writer.kill()
+        writer.wait()
+    save(tmp_path, at(small(), 1))
+    save(tmp_path, at(small(), 2))  # the lock went with its manager
+
+
+def test_managers_of_one_process_share_a_directory(tmp_path):
+    with checkpoint.manager(tmp_path) as first, checkpoint.manager(tmp_path) as second:
+        assert checkpoint.save(first, at(small(), 1))
+        first.wait_until_finished()
+        second.reload()
+        assert checkpoint.save(second, at(small(), 2))
