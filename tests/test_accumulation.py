@@ -78,7 +78,7 @@ def test_a_clip_outside_clips_each_micro_batch():
     assert norms[0] < norms[1]
 
 
-@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("bad", [0, 3])
 def test_a_bad_micro_step_is_not_counted(bad):
     """MultiSteps waits for one more: its window holds good gradients only."""
     poisoned = {"x": jnp.full((4, SIZE), jnp.inf), "y": jnp.zeros((4, 1))}
@@ -97,7 +97,7 @@ def test_a_bad_micro_step_is_not_counted(bad):
     assert int(metrics["skipped_total"]) == 1
 
 
-@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize("bad", [0, 3])
 def test_a_bad_micro_batch_skips_the_whole_step(bad):
     batch = make_batch()
     batch["x"] = batch["x"].at[bad, 0].set(jnp.inf)  # every 4th makes a micro-batch

@@ -93,6 +93,7 @@ def test_digits_computes_in_the_precision_asked_for():
         assert set(outputs) == {name}
 
 
+@pytest.mark.slow
 def test_digits_resumes_to_the_bit(tmp_path):
     config = small("float16")
     straight, _ = train.train_and_evaluate(config, tmp_path / "straight")

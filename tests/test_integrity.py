@@ -1,5 +1,6 @@
 """Damaged checkpoints are told apart, named and passed over."""
 
+import gc
 import json
 import shutil
 import warnings
@@ -21,6 +22,13 @@ from flax_amp import AmpTrainState, _digest, checkpoint
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
+
+
+@pytest.fixture(autouse=True)
+def _let_them_go():
+    yield
+    gc.collect()  # here, where they are expected, and not in another test
+
 
 # Digests
 

@@ -87,6 +87,7 @@ def make_state(**options):
     )
 
 
+@pytest.mark.slow
 def test_equals_plain_flax():
     """Without lower precision: TrainState and a loop by hand, collections included."""
     model, variables = initial()
@@ -135,7 +136,7 @@ def test_every_product_is_low_and_every_collection_moves(dtype):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(after.params)} == {"float32"}
 
 
-@pytest.mark.parametrize("accum_steps", [1, 3])
+@pytest.mark.parametrize("accum_steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_bad_step_moves_nothing(accum_steps):
     state = make_state(scaler=init_scaler(scaler=2.0**6))
     step = make_train_step(loss_fn, has_aux=True, accum_steps=accum_steps, donate=False)
@@ -150,17 +151,18 @@ def test_each_stream_is_its_own():
     step = make_train_step(
         loss_fn, has_aux=True, compute_dtype=jnp.float32, donate=False
     )
+    state = make_state(scaler=no_scaler())  # one: another would compile anew
 
     def loss(**streams):
-        state = make_state(scaler=no_scaler())
-        state = state.replace(rngs={**state.rngs, **streams})
-        return float(step(state, make_batch())[1]["loss"])
+        changed = state.replace(rngs={**state.rngs, **streams})
+        return float(step(changed, make_batch())[1]["loss"])
 
     assert loss() == loss()
     other = jax.random.key(9)
     assert len({loss(), loss(dropout=other), loss(noise=other)}) == 3
 
 
+@pytest.mark.slow
 def test_some_collections_may_stay_out_of_the_update():
     def partial(params, batch, *, state, rngs):
         loss, aux = loss_fn(params, batch, state=state, rngs=rngs)

@@ -36,8 +36,12 @@ def arrays(*nodes):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"accum_steps": 2}, {"redo_on_nan": 2}, {"compute_dtype": jnp.bfloat16}],
-    ids=["plain", "accumulated", "redone", "bfloat16"],
+    [
+        {"compute_dtype": jnp.bfloat16},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"accum_steps": 2, "redo_on_nan": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["bfloat16", "float16", "accumulated and redone"],
 )
 def test_equals_the_step_on_a_state(options):
     """Through growing scales and skipped steps; XLA may fuse the two otherwise."""

@@ -73,8 +73,15 @@ def loss_fn(model, batch):
     return cross_entropy(model(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("kind", _RUN)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        ("scan", jnp.float16),
+        ("vmap", jnp.bfloat16),
+        pytest.param("list", jnp.float16, marks=pytest.mark.slow),
+        pytest.param("remat", jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_stacks(kind, dtype):
     """Every state of a stack moves, in half precision, and a bad step moves none."""
     state = AmpTrainState.create(model=Net(nnx.Rngs(0), kind), tx=optax.adam(1e-2))
@@ -103,6 +110,7 @@ def paths(tree):
     return {jax.tree_util.keystr(path) for path, _ in leaves}
 
 
+@pytest.mark.slow
 def test_scanned_stack_equals_plain_flax():
     """Without lower precision the step is what nnx.Optimizer does.
 
@@ -225,8 +233,9 @@ def test_frozen_parameters_are_not_averaged_over_devices(mesh):
     assert averaged < len(jax.tree.leaves((state.params, state.variables)))
 
 
-@pytest.mark.parametrize("accum_steps", [1, 2])
-@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit, nnx.remat])
+@pytest.mark.parametrize(
+    "wrap, accum_steps", [(lambda f: f, 1), (nnx.jit, 2), (nnx.remat, 1)]
+)
 def test_frozen_parameters_keep_their_bits_on_three_devices(wrap, accum_steps):
     """Also those that come back from an inner jit: a third of the sum is not it."""
 

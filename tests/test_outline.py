@@ -319,6 +319,7 @@ STEPS = [
 step = st.tuples(st.integers(0, len(STEPS) - 1), st.integers(1, 5))
 
 
+@pytest.mark.slow
 @hypothesis.given(
     period=st.lists(step, min_size=1, max_size=5),
     copies=st.integers(2, 4),

@@ -118,8 +118,11 @@ def place(make, way):
     return shardings, NamedSharding(mesh, P("data"))
 
 
-@pytest.mark.parametrize("accum_steps", [1, 2])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize(
+    "dtype, accum_steps",
+    [(jnp.float16, 1), pytest.param(jnp.float32, 2, marks=pytest.mark.slow)],
+    ids=["f16", "f32-accumulated"],
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_device(name, way, dtype, accum_steps):
@@ -192,6 +195,7 @@ def test_no_device_ever_holds_a_whole_kernel(name, way):
             assert leaf.addressable_shards[0].data.size == leaf.size // parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_shard_map_equals_one_device(name, check_vma, mesh):
