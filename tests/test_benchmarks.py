@@ -303,6 +303,7 @@ class TestReport:
             report.run(Request(folder=tmp_path))
 
 
+@pytest.mark.slow
 class TestCommands:
     """Those that need no accelerator and no compiler for one, on the smallest model."""
 

@@ -62,7 +62,10 @@ def bits(tree):
     return found
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    ["float16", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS[:2])],
+)
 def test_digits_trains(precision, tmp_path):
     state, summary = train.train_and_evaluate(small(precision), tmp_path)
     assert summary["step"] == int(state.step) == 4
@@ -80,6 +83,7 @@ def test_digits_trains(precision, tmp_path):
     assert ("test/accuracy", 2) in written
 
 
+@pytest.mark.slow
 def test_digits_computes_in_the_precision_asked_for():
     images = np.zeros((2, 8, 8, 1), np.float32)
     batch = {"image": images, "label": np.zeros(2, np.int32)}

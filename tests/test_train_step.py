@@ -529,6 +529,7 @@ def test_shard_map_equals_one_device(mesh, check_vma, accum_steps, redo_on_nan):
         assert all((c == copies[0]).all() for c in copies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma, accum_steps", [(True, 2), (False, 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_shard_map_with_all_collections(mesh, name, check_vma, accum_steps):
@@ -590,6 +591,7 @@ def test_vmapped_axis():
         np.testing.assert_allclose(row, alone.params["w"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_jit_with_sharded_batch(mesh, name, accum_steps):
