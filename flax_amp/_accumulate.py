@@ -148,9 +148,9 @@ def synchronize(result: Result, axis: AxisName, variables: PyTree) -> Result:
         if not _tree.is_inexact_array(new):
             return agree(new)
         # The mean of equal numbers need not be the number: what passed through a jit
-        # unchanged must come out so.
-        change = agree(new - old)
-        return jnp.where(jnp.isfinite(old), old + change, agree(new))
+        # unchanged must come out so, and the mean of its change is 0.
+        base = jnp.where(jnp.isfinite(old), old, 0)
+        return base + mean(new - base)
 
     def mean_scalar(leaf: Any) -> Any:
         scalar = _tree.is_inexact_array(leaf) and leaf.ndim == 0
@@ -160,11 +160,6 @@ def synchronize(result: Result, axis: AxisName, variables: PyTree) -> Result:
         grads=mean(result.grads),
         overwrite=jax.tree.map(agree, result.overwrite),
         loss=mean(result.loss),
-        variables=jax.tree.map(
-            agree_on_variable,
-            result.variables,
-            variables,
-            is_leaf=lambda leaf: leaf is None,
-        ),
+        variables=_tree.map_or_none(agree_on_variable, result.variables, variables),
         aux=jax.tree.map(mean_scalar, result.aux, is_leaf=_reduces_itself),
     )

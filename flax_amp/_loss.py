@@ -1,6 +1,5 @@
 """The user's loss function as a pure function of arrays."""
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import scaled_grad
-from flax_amp.nnx_scopes import module_scopes, with_names
+from flax_amp.nnx_scopes import Scopes, with_names
 from flax_amp.train_state import AmpTrainState, merge_model, variables_of
 
 PyTree = Any
@@ -74,14 +73,14 @@ def call(
     if state.graphdef is None:
         return params, fn(params, batch, **keywords)
 
-    def attempt(named: bool) -> tuple[Any, Any]:
+    def attempt(scopes: Scopes) -> tuple[Any, Any]:
         model = merge_model(state.graphdef, params, variables)
         if evaluate:
             model.eval()
-        with module_scopes(model) if named else contextlib.nullcontext():
+        with scopes(model):
             return model, fn(model, batch, **keywords)
 
-    return with_names(attempt) if names else attempt(False)
+    return with_names(attempt, wanted=names)
 
 
 def _changed(new: PyTree, old: PyTree) -> PyTree:

@@ -43,21 +43,20 @@ def partition(tree: PyTree, where: Any) -> tuple[PyTree, PyTree]:
     return matching, rest
 
 
+def map_or_none(function: Any, *trees: PyTree) -> PyTree:
+    """Maps over the leaves of trees, `None` being one."""
+    return jax.tree.map(function, *trees, is_leaf=lambda leaf: leaf is None)
+
+
 def partition_like(tree: PyTree, matching: PyTree) -> PyTree:
     """Returns `tree` with `None` where `matching` has it."""
-    return jax.tree.map(
-        lambda leaf, like: None if like is None else leaf,
-        tree,
-        matching,
-        is_leaf=lambda leaf: leaf is None,
+    return map_or_none(
+        lambda leaf, like: None if like is None else leaf, tree, matching
     )
 
 
 def combine(matching: PyTree, rest: PyTree) -> PyTree:
     """Puts the two trees of `partition` together again."""
-    return jax.tree.map(
-        lambda left, right: right if left is None else left,
-        matching,
-        rest,
-        is_leaf=lambda leaf: leaf is None,
+    return map_or_none(
+        lambda left, right: right if left is None else left, matching, rest
     )

@@ -315,7 +315,8 @@ def _check_fit(
     wanted = layout_of(target)
     # A scaler may lack keys that are new, and have some that are newer still.
     wanted = {p: x for p, x in wanted.items() if p[0] != "scaler" or p in on_disk}
-    on_disk = {p: x for p, x in on_disk.items() if p not in _scaler_paths(dropped)}
+    gone = {("scaler", key) for key in dropped}
+    on_disk = {p: x for p, x in on_disk.items() if p not in gone}
     if problems := differences(on_disk, wanted):
         raise ValueError(
             f"checkpoint.restore: {where} does not fit the target:\n  "
@@ -323,10 +324,6 @@ def _check_fit(
             + "\nexpected the checkpoint of the same model and optimizer. Make the "
             "target with the model and tx that were saved, or restore another step."
         )
-
-
-def _scaler_paths(keys: list[str]) -> set[tuple[str, ...]]:
-    return {("scaler", key) for key in keys}
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -85,7 +85,7 @@ class Tokens:
         if plan in self._plans:
             return self._plans[plan]
         jaxpr = plan.jaxpr
-        values = plan.known()
+        values = plan.values()
         number_of: dict[Any, int] = {}
 
         def numbers(atoms: Sequence[Any]) -> tuple[Any, ...]:
@@ -101,7 +101,6 @@ class Tokens:
         for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
             equation = self._number(self._key(eqn, step, values, strict=True))
             key.append((equation, numbers(eqn.invars), numbers(eqn.outvars)))
-            values |= zip(eqn.outvars, step.outs, strict=True)
         key.append(numbers(jaxpr.outvars))
         self._plans[plan] = self._number(tuple(key))
         return self._plans[plan]

@@ -10,6 +10,9 @@ from flax_amp import _tree
 
 PyTree = Any
 
+# The fields of `optax.ApplyIfFiniteState` that move on a skipped step.
+COUNTERS = ("notfinite_count", "last_finite", "total_notfinite")
+
 
 def apply_if_finite(
     inner: optax.GradientTransformation, max_consecutive_errors: int

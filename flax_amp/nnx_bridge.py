@@ -4,7 +4,6 @@ A jaxpr transform sees arrays only. Without this bridge a module argument would 
 rebuilt for the trace and thrown away with its new batch statistics and random state.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from operator import is_not
@@ -13,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_amp.nnx_scopes import forget_names, module_scopes, with_names
+from flax_amp.nnx_scopes import Scopes, forget_names, with_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +61,15 @@ def functional(
     others = [x for x in leaves if not _is_node(x)]
     changed_paths: list[Any] = []
 
-    def attempt(inputs: list[Any], named: bool) -> Any:
+    def attempt(inputs: list[Any], scopes: Scopes) -> Any:
         rest = iter(inputs[len(state_leaves) :])
         new_state = jax.tree.unflatten(state_def, inputs[: len(state_leaves)])
         merged = nnx.merge(graphdef, new_state, copy=True)
         modules = iter(merged)
         filled = [next(modules) if _is_node(x) else next(rest) for x in leaves]
-        with module_scopes(merged) if named else contextlib.nullcontext():
+        with scopes(merged):
             out = _call(fun, treedef, filled)
-        if named:
-            forget_names(list(filter(_is_node, jax.tree.leaves(out, is_leaf=_is_node))))
+        forget_names(list(filter(_is_node, jax.tree.leaves(out, is_leaf=_is_node))))
         after, updated = nnx.split(merged)
         if after != graphdef:
             raise ValueError(_changed_structure(fun, state, updated))
@@ -80,9 +78,7 @@ def functional(
         return out, list(changed.values())
 
     def function(inputs: list[Any]) -> Any:
-        if not names:
-            return attempt(inputs, False)
-        return with_names(lambda named: attempt(inputs, named))
+        return with_names(lambda scopes: attempt(inputs, scopes), wanted=names)
 
     def finish(result: Any) -> Any:
         out, updated = result

@@ -28,25 +28,29 @@ import jax
 from flax import nnx
 
 T = TypeVar("T")
+Scopes = Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 _NAME = "_flax_amp_scope"
 # The first two are not called; the last iterates over its own attributes.
 _NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
 
 
-def with_names(attempt: Callable[[bool], T]) -> T:
-    """Returns `attempt(True)`, or `attempt(False)` with a warning if that fails.
+def with_names(attempt: Callable[[Scopes], T], *, wanted: bool) -> T:
+    """Traces with names; without them, and with a warning, if that fails.
 
     Args:
-      attempt: makes its own copies of the modules and traces with them, under
-        `module_scopes` if it is told to. Errors that have nothing to do with names are
+      attempt: makes its own copies of the modules and traces with them under the
+        context manager that it is given. Errors that have nothing to do with names are
         those of the second attempt.
+      wanted: False to trace without names at once.
     """
+    if not wanted:
+        return attempt(contextlib.nullcontext)
     try:
-        return attempt(True)
+        return attempt(module_scopes)
     except Exception as error:
         failure = error
-    result = attempt(False)
+    result = attempt(contextlib.nullcontext)
     lines = str(failure).splitlines() or [""]
     warnings.warn(
         "amp: this function fails when its nnx.Modules carry names "

@@ -18,6 +18,7 @@ from flax_amp._gradients import (
     make_options,
     metrics_of,
 )
+from flax_amp.finite import COUNTERS
 from flax_amp.policy import default_amp_policy
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import (
@@ -162,8 +163,7 @@ def _skip_counts(optimizer: nnx.Optimizer) -> dict[str, jax.Array]:
     """Returns the counters of `apply_if_finite`, if `tx` is inside of one."""
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         return {}
-    names = ("notfinite_count", "last_finite", "total_notfinite")
-    return {name: getattr(optimizer.opt_state, name).get_value() for name in names}
+    return {name: getattr(optimizer.opt_state, name).get_value() for name in COUNTERS}
 
 
 def _arrays(node: Any) -> nnx.State:

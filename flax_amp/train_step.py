@@ -30,6 +30,7 @@ from flax_amp._gradients import (
     metrics_of,
 )
 from flax_amp._loss import call
+from flax_amp.finite import COUNTERS
 from flax_amp.policy import Policy, default_amp_policy
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
@@ -204,10 +205,7 @@ def _advance(
     variables = _tree.combine(result.variables, state.variables)
     new = state.apply_gradients(grads=grads, scaler=new_scaler, variables=variables)
     kept = _tree.select(finite, new, state)
-    skips = {
-        name: getattr(new.opt_state, name)
-        for name in ("notfinite_count", "last_finite", "total_notfinite")
-    }
+    skips = {name: getattr(new.opt_state, name) for name in COUNTERS}
     return kept.replace(
         step=new.step, scaler=new.scaler, opt_state=kept.opt_state._replace(**skips)
     )
