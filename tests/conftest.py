@@ -4,8 +4,10 @@ The environment is set before JAX is imported, so this file imports it last. Tes
 that start processes of their own hand `os.environ` on and get the same machine.
 """
 
+import gc
 import os
 import random
+import time
 
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
@@ -59,6 +61,18 @@ def count_traces():
         return counted, lambda: len(calls)
 
     return wrap
+
+
+@pytest.fixture
+def settle():
+    """Lets what the test left behind fail here, and not in another test.
+
+    Reads that TensorStore still has under way find their event loop closed; they end
+    in its threads soon after, whatever Python does.
+    """
+    yield
+    time.sleep(0.2)
+    gc.collect()
 
 
 @pytest.fixture

@@ -15,6 +15,12 @@ both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 # Without the optimizations that make compiling slow.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
+# After a restore that failed, Orbax leaves tasks behind that outlive their loop.
+orbax_leaves_tasks = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("settle"),
+]
+
 MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 # Relative L2 error against a float64 or float32 reference: values, gradients.

@@ -1,6 +1,5 @@
 """Damaged checkpoints are told apart, named and passed over."""
 
-import gc
 import json
 import shutil
 import warnings
@@ -17,17 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from _models import changed
 from flax_amp import AmpTrainState, _digest, checkpoint
+from helpers import orbax_leaves_tasks
 
-# After a restore that failed, Orbax leaves tasks behind that outlive their loop.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _let_them_go():
-    yield
-    gc.collect()  # here, where they are expected, and not in another test
+pytestmark = orbax_leaves_tasks
 
 
 # Digests

@@ -10,9 +10,16 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from examples.sharded import (
+    fully_sharded,
+    make_mesh,
+    replicated,
+    shardings_of,
+    tensor_parallel,
+)
 from flax_amp import AmpTrainState, init_scaler, make_train_step
 from helpers import assert_close, assert_identical
 
@@ -79,26 +86,6 @@ def make_batch(seed, poisoned=False):
     return {"x": x, "y": y}
 
 
-def replicated(name, leaf):
-    return P()
-
-
-def fully_sharded(name, leaf):
-    fits = [i for i, size in enumerate(leaf.shape) if size % 8 == 0]
-    if not fits:
-        return P()
-    return P(*[None] * max(fits, key=lambda i: leaf.shape[i]), "data")
-
-
-def tensor_parallel(name, leaf):
-    rules = {
-        "['up']['kernel']": P(None, "model"),
-        "['up']['bias']": P("model"),
-        "['down']['kernel']": P("model", None),
-    }
-    return next((spec for end, spec in rules.items() if name.endswith(end)), P())
-
-
 WAYS = {
     "data": ({"data": 8}, replicated),
     "fsdp": ({"data": 8}, fully_sharded),
@@ -108,14 +95,8 @@ WAYS = {
 
 def place(make, way):
     axes, rule = WAYS[way]
-    mesh = jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
-    )
-    shardings = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(mesh, rule(jax.tree_util.keystr(path), leaf)),
-        jax.eval_shape(make),
-    )
-    return shardings, NamedSharding(mesh, P("data"))
+    mesh = make_mesh(**axes)
+    return shardings_of(make, mesh, rule), NamedSharding(mesh, P("data"))
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,12 @@ def test_a_loop_transfers_nothing(name):
     """Metrics stay on the device until somebody asks: dispatch runs ahead."""
     make, loss_fn = MODELS[name]
     step = make_train_step(loss_fn, has_aux=True)
-    evaluate = make_eval_step(lambda *args, **kwargs: loss_fn(*args, **kwargs)[0])
-    if name == "linen":
-        evaluate = make_eval_step(
-            lambda params, batch, *, state, rngs: loss_fn(
-                params, batch, state=state, rngs=rngs
-            )[0]
-        )
+
+    @functools.wraps(loss_fn)  # its keywords, too
+    def only_loss(*args, **kwargs):
+        return loss_fn(*args, **kwargs)[0]
+
+    evaluate = make_eval_step(only_loss)
     batches = jax.device_put([make_batch(i, poisoned=i == 3) for i in range(6)])
     state, history = make(), []
     with jax.transfer_guard("disallow"):

@@ -1,6 +1,5 @@
 """`verify` and the command line over it."""
 
-import gc
 import shutil
 import subprocess
 import sys
@@ -14,17 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_amp import AmpTrainState, __main__, checkpoint, init_scaler
+from helpers import orbax_leaves_tasks
 
-# After a restore that failed, Orbax leaves tasks behind that outlive their loop.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def _let_them_go():
-    yield
-    gc.collect()  # here, where they are expected, and not in another test
+pytestmark = orbax_leaves_tasks
 
 
 def make_state(step):
