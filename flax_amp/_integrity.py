@@ -29,6 +29,10 @@ class CorruptCheckpointError(Exception):
     """A checkpoint that was complete once and cannot be read as it was written."""
 
 
+class CheckpointWarning(UserWarning):
+    """Something was left out or passed over to restore a state."""
+
+
 class Record(NamedTuple):
     """What was saved."""
 

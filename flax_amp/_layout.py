@@ -30,12 +30,14 @@ Layout = dict[Path, Leaf]
 
 def layout_of(tree: PyTree) -> Layout:
     """Describes the leaves of a tree of arrays, shapes or Orbax's own metadata."""
-    layout = {}
-    for path, leaf in ocp.tree.to_flat_dict(tree).items():
-        if is_key(leaf):
-            leaf = jax.eval_shape(jax.random.key_data, leaf)
-        layout[path] = Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
-    return layout
+    return {path: leaf_of(leaf) for path, leaf in ocp.tree.to_flat_dict(tree).items()}
+
+
+def leaf_of(leaf: Any) -> Leaf:
+    """Describes one leaf."""
+    if is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
 
 
 def is_key(leaf: Any) -> bool:

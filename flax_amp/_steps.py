@@ -3,19 +3,23 @@
 Nothing here writes.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from flax_amp._integrity import (
+    CheckpointWarning,
     CorruptCheckpointError,
     Record,
     check_layout,
     read_record,
 )
 from flax_amp._layout import layout_of
+
+T = TypeVar("T")
 
 ITEM = "default"  # where CheckpointManager puts what is not given a name
 METRICS = "metrics"
@@ -43,10 +47,10 @@ def open_reader(directory: epath.Path) -> ocp.CheckpointManager:
 
 
 def candidates(
-    reader: ocp.CheckpointManager, directory: epath.Path, step: int | None
+    steps: Iterable[int], directory: epath.Path, step: int | None
 ) -> list[int]:
-    """Returns the steps to try, the best first."""
-    steps = sorted(reader.all_steps(), reverse=True)
+    """Returns which of the steps of a directory to try, the best first."""
+    steps = sorted(steps, reverse=True)
     if not steps or (step is not None and step not in steps):
         wanted = "a checkpoint" if step is None else f"step {step}"
         raise FileNotFoundError(
@@ -54,6 +58,38 @@ def candidates(
             f"expected {wanted}. Save one first, or choose one of these."
         )
     return steps if step is None else [step]
+
+
+def newest_intact(
+    steps: Iterable[int],
+    attempt: Callable[[int], T],
+    directory: epath.Path,
+    stacklevel: int,
+) -> T:
+    """Returns what `attempt` makes of the first step that is not damaged.
+
+    Raises:
+      CorruptCheckpointError: if all of them are.
+    """
+    damaged: list[str] = []
+    for step in steps:
+        try:
+            result = attempt(step)
+        except CorruptCheckpointError as error:
+            damaged.append(f"step {step} is damaged: {error}")
+            continue
+        if damaged:
+            warnings.warn(
+                f"checkpoint: {directory}: {'; '.join(damaged)}. Restored step {step} "
+                "instead.",
+                CheckpointWarning,
+                stacklevel=stacklevel + 1,
+            )
+        return result
+    raise CorruptCheckpointError(
+        f"checkpoint: {directory}: {'; '.join(damaged)}; expected a step as it was "
+        "written. Restore another step, or these files from a backup."
+    )
 
 
 def describe(

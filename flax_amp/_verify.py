@@ -1,16 +1,13 @@
 """Is what is on disk still what was saved?"""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from flax_amp._integrity import CorruptCheckpointError, check_arrays
-from flax_amp._layout import is_key
-from flax_amp._steps import ITEM, describe, finish_saving, open_reader, reason_of
+from flax_amp._sources import read_on_host
+from flax_amp._steps import ITEM, describe, finish_saving, open_reader
 
 
 class StepReport(NamedTuple):
@@ -72,7 +69,7 @@ def _report(
     has_digests, scaler = False, {}
     try:
         tree, record = describe(reader, directory, step)
-        read = _read_on_host(folder / ITEM, tree)
+        read = read_on_host(folder / ITEM, tree)
         scaler = {k: float(v) for k, v in sorted(read.get("scaler", {}).items())}
         if record is not None:
             has_digests = True
@@ -86,19 +83,3 @@ def _size_of(path: epath.Path) -> int:
     if path.is_dir():
         return sum(map(_size_of, path.iterdir()))
     return path.stat().length
-
-
-def _read_on_host(folder: epath.Path, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads arrays as NumPy arrays, whatever devices they were saved from."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def how(leaf: Any) -> ocp.RestoreArgs:
-        if is_key(leaf):
-            return ocp.ArrayRestoreArgs(sharding=here)
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-
-    try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(folder, restore_args=jax.tree.map(how, tree))
-    except Exception as error:  # Orbax raises whatever its parts raise
-        raise CorruptCheckpointError(reason_of(error)) from error

@@ -18,23 +18,25 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from flax_amp import _lock, _tree
+from flax_amp import _lock, _saved_scaler, _tree
 from flax_amp._integrity import (
     KEY,
+    CheckpointWarning,
     CorruptCheckpointError,
     check_arrays,
     record_of,
 )
-from flax_amp._layout import Layout, differences, is_key, layout_of, name_of
+from flax_amp._layout import Layout, differences, layout_of, name_of
+from flax_amp._migrate import migrate as migrate
+from flax_amp._placement import abstract, commit_like
 from flax_amp._steps import (
     candidates,
     describe,
     finish_saving,
+    newest_intact,
     open_reader,
     reason_of,
 )
@@ -141,7 +143,7 @@ def save(
       RuntimeError: if another process saves into the same directory.
 
     Example:
-      >>> import tempfile, optax
+      >>> import tempfile, optax, jax.numpy as jnp
       >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     with manager(directory) as checkpoints:
@@ -185,7 +187,9 @@ def restore(
     The arrays get the shardings of `target`, so that a checkpoint fits another mesh,
     and the first step on them is not traced again. Keys of the scaler that are missing
     on disk, because an older version saved it, keep those of `target`; keys that this
-    version does not know are dropped with a warning.
+    version does not know are dropped with a warning. If one of the scalers is static
+    and the other dynamic, because `compute_dtype` was changed, the target's is used,
+    with a warning.
 
     Args:
       manager: from `manager`, any `orbax.checkpoint.CheckpointManager`, or the path of
@@ -211,26 +215,13 @@ def restore(
             "AmpTrainState. Make it with AmpTrainState.create, as for a new run."
         )
     directory = finish_saving(manager)
-    damaged: list[str] = []
     with open_reader(directory) as reader:
-        for candidate in candidates(reader, directory, step):
-            try:
-                state = _restore_step(reader, directory, candidate, target)
-            except CorruptCheckpointError as error:
-                damaged.append(f"step {candidate} is damaged: {error}")
-                continue
-            if damaged:
-                warnings.warn(
-                    f"checkpoint.restore: {directory}: {'; '.join(damaged)}. Restored "
-                    f"step {candidate} instead.",
-                    CheckpointWarning,
-                    stacklevel=2,
-                )
-            return state
-    raise CorruptCheckpointError(
-        f"checkpoint.restore: {directory}: {'; '.join(damaged)}; expected a step as it "
-        "was written. Restore another step, or these files from a backup."
-    )
+
+        def attempt(candidate: int) -> AmpTrainState:
+            return _restore_step(reader, directory, candidate, target)
+
+        steps = candidates(reader.all_steps(), directory, step)
+        return newest_intact(steps, attempt, directory, stacklevel=2)
 
 
 def _restore_step(
@@ -243,41 +234,41 @@ def _restore_step(
     tree, record = describe(reader, directory, step)
     unknown = sorted(set(tree.get("scaler", {})) - set(complete_scaler({})))
     _check_fit(layout_of(tree), target, where, unknown)
-    abstract = {
-        field.name: jax.tree.map(_abstract, getattr(target, field.name))
+    wanted = {
+        field.name: jax.tree.map(abstract, getattr(target, field.name))
         for field in _tree_fields(target)
         if field.name in tree
     }
-    if "scaler" in abstract:
+    if "scaler" in wanted:
         # What is unknown is read all the same: Orbax wants all of a dict or nothing.
-        known = abstract["scaler"]
-        abstract["scaler"] = {
-            key: known.get(
-                key, known["scaler"].update(shape=leaf.shape, dtype=leaf.dtype)
+        ours = wanted["scaler"]
+        wanted["scaler"] = {
+            key: ours.get(
+                key, ours["scaler"].update(shape=leaf.shape, dtype=leaf.dtype)
             )
             for key, leaf in tree["scaler"].items()
         }
     try:
-        read = reader.restore(step, args=ocp.args.StandardRestore(abstract))
+        read = reader.restore(step, args=ocp.args.StandardRestore(wanted))
     except Exception as error:  # Orbax raises whatever its parts raise
         raise CorruptCheckpointError(reason_of(error)) from error
     if record is not None:
         check_arrays(record, read)
+    saved = read.get("scaler", {})
+    known = {key: value for key, value in saved.items() if key not in unknown}
+    taken, remark = _saved_scaler.to_take(known, target.scaler)
+    read["scaler"] = _saved_scaler.completed(target.scaler) | taken
     if unknown:
-        warnings.warn(
-            f"checkpoint.restore: {where}: dropped the scaler's {unknown}, which this "
-            "version of flax_amp does not know.",
-            CheckpointWarning,
-            stacklevel=3,
-        )
-    scaler = {k: v for k, v in read.get("scaler", {}).items() if k not in unknown}
-    read["scaler"] = _fresh_scaler(target.scaler) | scaler
+        _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
+    if remark:
+        _warn(f"{where}: {remark}; the target's is used.")
     like = {name: getattr(target, name) for name in read}
-    return target.replace(**jax.tree.map(_commit_like, read, like))
+    return target.replace(**jax.tree.map(commit_like, read, like))
 
 
-class CheckpointWarning(UserWarning):
-    """Something was left out or passed over to restore a state."""
+def _warn(text: str) -> None:
+    # The frames between are those of `restore`, and one for each function below it.
+    warnings.warn(f"checkpoint.restore: {text}", CheckpointWarning, stacklevel=6)
 
 
 def _numbers(
@@ -322,38 +313,6 @@ def _check_fit(
             f"checkpoint.restore: {where} does not fit the target:\n  "
             + "\n  ".join(problems)
             + "\nexpected the checkpoint of the same model and optimizer. Make the "
-            "target with the model and tx that were saved, or restore another step."
+            "target with the model and tx that were saved, restore another step, or "
+            "read what else wrote it, or only a part, with checkpoint.migrate."
         )
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Describes a leaf with the sharding to restore it to."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _fresh_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a scaler key is when it is not on disk."""
-    known = {
-        key: value
-        for key, value in scaler.items()
-        if isinstance(value, jax.Array) and not value.is_deleted()
-    }
-    return complete_scaler(known)
-
-
-def _commit_like(leaf: jax.Array, like: Any) -> jax.Array:
-    """Undoes Orbax's commitment to a device where `like` is not committed to one.
-
-    Whether an array is committed is part of what a compiled step is looked up by: the
-    step would be compiled a second time after each restore.
-    """
-    committed = isinstance(like, jax.Array) and like.committed
-    if committed or getattr(like, "sharding", None) and not isinstance(like, jax.Array):
-        return leaf
-    if is_key(leaf):
-        data = jnp.array(np.asarray(jax.random.key_data(leaf)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return jnp.array(np.asarray(leaf), leaf.dtype)

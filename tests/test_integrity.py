@@ -164,6 +164,14 @@ def test_a_flipped_byte_of_an_array_is_named(steps):
     assert any("params/w changed on disk" in text for text in found), found
 
 
+def test_migrate_passes_over_damage(steps):
+    largest = max((steps / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
+    flip(largest)
+    with pytest.warns(checkpoint.CheckpointWarning, match="params/w changed on disk"):
+        params = checkpoint.migrate(steps, make_state(), include="params").params
+    assert not changed(make_state(1).params, params)
+
+
 def test_the_warning_says_what_and_what_instead(steps):
     shutil.rmtree(steps / "2/default")
     with pytest.warns(

@@ -1,0 +1,105 @@
+"""What a run goes on with of a scaler that was saved, by flax_amp or by others.
+
+    flax_amp            scaler/{scaler, count, patience, ...}
+    jaxamp              any field/{scaler, count, patience, adjust_factor, total_resets}
+    Flax DynamicScale   any field/{scale, fin_steps}
+
+All three grow the scale on the finite step after `patience` (`growth_interval`) others
+and then count from 0 again, so a count means the same in each of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_amp._layout import Path
+from flax_amp._placement import is_concrete
+from flax_amp.scaler import Scaler, complete_scaler
+
+_OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
+_TO_DYNAMIC_SCALE = {ours: theirs for theirs, ours in _OF_DYNAMIC_SCALE.items()}
+
+
+def field_of(paths: Iterable[Path]) -> str | None:
+    """Returns the name of the top-level field that holds a scaler, if one does."""
+    fields: dict[str, set[str]] = {}
+    for path in paths:
+        if len(path) == 2:
+            fields.setdefault(path[0], set()).add(path[1])
+    for name, keys in fields.items():
+        if keys == set(_OF_DYNAMIC_SCALE) or {"scaler", "count"} <= keys:
+            return name
+    return None
+
+
+def translate(paths: Iterable[Path], wanted: Iterable[Path]) -> dict[Path, Path | None]:
+    """Says under which path the target wants each array of a saved scaler.
+
+    Args:
+      paths: those of the checkpoint.
+      wanted: those of the target.
+
+    Returns:
+      For each path of the scaler in the checkpoint, its path in the target; `None` if
+      the target has no such thing.
+    """
+    paths, wanted = list(paths), set(wanted)
+    saved, ours = field_of(paths), field_of(wanted)
+    result: dict[Path, Path | None] = {}
+    for path in paths:
+        if path[0] != saved or len(path) != 2:
+            continue
+        key = _OF_DYNAMIC_SCALE.get(path[1], path[1])
+        names = [key, _TO_DYNAMIC_SCALE.get(key, key)]
+        found = [(ours, name) for name in names if ours and (ours, name) in wanted]
+        result[path] = found[0] if found else None
+    return result
+
+
+def to_take(saved: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns what of a saved scaler to go on with, and a remark if that is not all.
+
+    A static scaler says nothing to a run that needs a dynamic one, nor the reverse;
+    that is how a run changes between float16 and bfloat16: what the target was made
+    with counts, and only the number of resets goes on.
+    """
+    was, is_now = _kind(saved), _kind(target)
+    if not was or not is_now or was == is_now:
+        return dict(saved), ""
+    taken = {key: saved[key] for key in ("total_resets",) if key in saved}
+    return taken, f"the scaler is {was} on disk and {is_now} in the target"
+
+
+def completed(scaler: Mapping[str, Any]) -> Scaler:
+    """Returns a target's scaler, with defaults for what is abstract or was donated."""
+    return complete_scaler(_known(scaler))
+
+
+def resume(saved: Mapping[str, Any], target: Mapping[str, Any]) -> Scaler:
+    """Returns the scaler to go on with, whoever saved it.
+
+    The scale is brought within its limits, which others do not have: jaxamp's grows to
+    infinity.
+    """
+    taken, _ = to_take(saved, target)
+    fresh = completed(target)
+    scaler = complete_scaler(fresh | taken)
+    scale = np.asarray(scaler["scaler"])
+    if np.isnan(scale):
+        scale = np.asarray(fresh["scaler"])
+    low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
+    return scaler | {"scaler": jnp.asarray(np.clip(scale, low, high))}
+
+
+def _known(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in scaler.items() if is_concrete(value)}
+
+
+def _kind(scaler: Mapping[str, Any]) -> str:
+    known = _known(scaler)
+    if not {"min_scaler", "max_scaler"} <= set(known):
+        return ""
+    fixed = float(known["min_scaler"]) == float(known["max_scaler"])
+    return "static" if fixed else "dynamic"
