@@ -24,6 +24,9 @@ T = TypeVar("T")
 ITEM = "default"  # where CheckpointManager puts what is not given a name
 METRICS = "metrics"
 
+# By directory: the steps that this process found damaged.
+_damaged: dict[str, set[int]] = {}
+
 
 def finish_saving(manager: Any) -> epath.Path:
     """Waits for a manager's last save and returns its directory."""
@@ -41,7 +44,10 @@ def open_reader(directory: epath.Path) -> ocp.CheckpointManager:
         )
     return ocp.CheckpointManager(
         directory,
-        options=ocp.CheckpointManagerOptions(read_only=True),
+        # Not read_only, of which it warns three times: it writes nothing unasked.
+        options=ocp.CheckpointManagerOptions(
+            create=False, enable_async_checkpointing=False
+        ),
         item_handlers=ocp.StandardCheckpointHandler(),
     )
 
@@ -77,6 +83,7 @@ def newest_intact(
             result = attempt(step)
         except CorruptCheckpointError as error:
             damaged.append(f"step {step} is damaged: {error}")
+            known_damaged(directory).add(step)
             continue
         if damaged:
             warnings.warn(
@@ -90,6 +97,11 @@ def newest_intact(
         f"checkpoint: {directory}: {'; '.join(damaged)}; expected a step as it was "
         "written. Restore another step, or these files from a backup."
     )
+
+
+def known_damaged(directory: epath.Path) -> set[int]:
+    """Returns the set of steps of a directory that this process found damaged."""
+    return _damaged.setdefault(str(directory), set())
 
 
 def describe(
@@ -118,6 +130,7 @@ def describe(
 
 
 def reason_of(error: Exception) -> str:
+    """Returns what an error of Orbax says, in one line that is not too long."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"

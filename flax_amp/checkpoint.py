@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from flax_amp import _lock, _saved_scaler, _tree
+from flax_amp import _saved_scaler, _tree
 from flax_amp._integrity import (
     KEY,
     CheckpointWarning,
@@ -30,6 +30,9 @@ from flax_amp._integrity import (
     record_of,
 )
 from flax_amp._layout import Layout, differences, layout_of, name_of
+from flax_amp._manager import CheckpointSaveError as CheckpointSaveError
+from flax_amp._manager import Manager, save_error
+from flax_amp._manager import manager as manager
 from flax_amp._migrate import migrate as migrate
 from flax_amp._placement import abstract, commit_like
 from flax_amp._steps import (
@@ -46,74 +49,6 @@ from flax_amp.scaler import complete_scaler
 from flax_amp.train_state import AmpTrainState
 
 PyTree = Any
-
-
-class _Manager(ocp.CheckpointManager):
-    best_metric: str | None = None
-    _locked = False
-
-    def lock(self) -> None:
-        """Makes this process the only one to save into the directory."""
-        if not self._locked and jax.process_index() == 0:
-            self._locked = _lock.acquire(self.directory)
-
-    def close(self) -> None:
-        super().close()
-        if self._locked:
-            _lock.release(self.directory)
-            self._locked = False
-
-
-def manager(
-    directory: Any,
-    *,
-    max_to_keep: int | None = 3,
-    save_interval_steps: int = 1,
-    best_metric: str | None = None,
-    best_mode: str = "max",
-    **options: Any,
-) -> ocp.CheckpointManager:
-    """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
-
-    It saves in the background. Use it as a context manager, which waits for the last
-    save and closes it.
-
-    Args:
-      directory: where the steps are kept; may be relative, is made if it is absent.
-      max_to_keep: how many checkpoints to keep; `None` keeps all.
-      save_interval_steps: `save` does nothing for steps between; the first is saved.
-      best_metric: keep the checkpoints that are best by this metric, not the newest;
-        `save` then needs it among its metrics.
-      best_mode: "max" or "min".
-      **options: further `orbax.checkpoint.CheckpointManagerOptions`.
-
-    Returns:
-      The manager, with all of Orbax's own methods.
-
-    Raises:
-      ValueError: if `best_mode` is neither "max" nor "min".
-    """
-    if best_mode not in ("max", "min"):
-        raise ValueError(
-            f"checkpoint.manager: {best_mode=}; expected 'max' or 'min'. Say whether "
-            "a larger or a smaller metric is better."
-        )
-    settings = dict(
-        max_to_keep=max_to_keep,
-        save_interval_steps=save_interval_steps,
-        best_fn=None if best_metric is None else lambda metrics: metrics[best_metric],
-        best_mode=best_mode,
-        # Created in the background, a directory whose save fails at once leaves a
-        # thread behind that keeps the process from ending for five minutes.
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-    )
-    opened = _Manager(
-        # Orbax refuses a relative path, but only at the first save.
-        epath.Path(directory).expanduser().resolve(),
-        options=ocp.CheckpointManagerOptions(**(settings | options)),
-    )
-    opened.best_metric = best_metric
-    return opened
 
 
 def save(
@@ -135,12 +70,15 @@ def save(
 
     Returns:
       Whether it was saved: False between intervals and for a step that is not newer
-      than the newest checkpoint.
+      than the newest checkpoint; with a warning if it is older. Newer steps that
+      `restore` found damaged are renamed to `<step>.damaged`, with a warning.
 
     Raises:
       ValueError: if a leaf cannot be saved (all of them are listed), or if the
         `best_metric` of the manager is missing; nothing is written then.
       RuntimeError: if another process saves into the same directory.
+      CheckpointSaveError: if it cannot be written, or the save before it, in the
+        background, could not. What had been saved before is as it was.
 
     Example:
       >>> import tempfile, optax, jax.numpy as jnp
@@ -163,20 +101,33 @@ def save(
         )
     numbers = _numbers(metrics, getattr(manager, "best_metric", None))
     step = int(state.step)
+    if isinstance(manager, Manager):
+        manager.make_room(step)
     newest = manager.latest_step()
     if newest is not None and step <= newest:
+        if step < newest:
+            warnings.warn(
+                f"checkpoint.save: {manager.directory} holds step {newest}, newer than "
+                "the state; nothing is saved until the state has passed it. To branch "
+                "off from an older step, save into another directory.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
         return False
     if not force and not manager.should_save(step):
         return False
-    if isinstance(manager, _Manager):
+    if isinstance(manager, Manager):
         manager.lock()
-    return manager.save(
-        step,
-        args=ocp.args.StandardSave(state),
-        metrics=numbers,
-        force=force,
-        custom_metadata={KEY: record_of(state)},
-    )
+    try:
+        return manager.save(
+            step,
+            args=ocp.args.StandardSave(state),
+            metrics=numbers,
+            force=force,
+            custom_metadata={KEY: record_of(state)},
+        )
+    except OSError as error:
+        raise save_error(manager, error) from error
 
 
 def restore(

@@ -164,6 +164,37 @@ def test_a_flipped_byte_of_an_array_is_named(steps):
     assert any("params/w changed on disk" in text for text in found), found
 
 
+def test_the_run_that_went_on_from_an_older_step_is_saved(steps):
+    """Damaged files stay, under another name."""
+    delete(steps / "2/default/_METADATA")
+    damaged = newest_files(steps)
+    with checkpoint.manager(steps) as manager:
+        with pytest.warns(checkpoint.CheckpointWarning, match="step 2 is damaged"):
+            state = checkpoint.restore(manager, make_state())
+        state = state.replace(step=jnp.int32(2))
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match=r"damaged steps \[2\] are renamed"
+        ):
+            assert checkpoint.save(manager, state, {"loss": 1.0})
+        assert manager.all_steps() == [1, 2]
+    assert not changed(state, checkpoint.restore(steps, make_state(), step=2))
+    folder = steps / "2.damaged"
+    assert damaged == sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    )
+
+
+def test_intact_steps_are_not_moved(steps):
+    with checkpoint.manager(steps) as manager:
+        checkpoint.restore(manager, make_state(), step=1)
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match="holds step 2, newer than the state"
+        ):
+            assert not checkpoint.save(manager, make_state(1))
+        assert not checkpoint.save(manager, make_state(2))
+    assert not changed(make_state(2), checkpoint.restore(steps, make_state()))
+
+
 def test_migrate_passes_over_damage(steps):
     largest = max((steps / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
     flip(largest)
