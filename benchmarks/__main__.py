@@ -26,6 +26,7 @@ COMMANDS = {
         "lists every cast of a forward pass, and why it is there",
     ),
     "save": ("save", "run", "what digests add to saving and restoring 1 GB"),
+    "faults": ("faults", "run", "kills, damages and fills up disks; what is lost"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 
@@ -69,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     host.add_argument("--calls", type=int, default=200, help="calls of each step")
     error = commands.choices["error"]
     error.add_argument("--seeds", type=int, default=8, help="weights and batches")
+    faults = commands.choices["faults"]
+    faults.add_argument("--kills", type=int, default=50, help="processes to kill")
     return made
 
 

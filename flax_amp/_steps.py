@@ -110,7 +110,9 @@ def describe(
     """Returns the shapes and dtypes on disk, as a nested dict, and the record."""
     folder = directory / str(step)
     items = {path.name for path in folder.iterdir() if path.is_dir()} - {METRICS}
-    if items and ITEM not in items:
+    if not items:
+        raise CorruptCheckpointError(f"its folder {ITEM!r} is missing")
+    if ITEM not in items:
         raise ValueError(
             f"checkpoint: step {step} in {directory} holds no item {ITEM!r} "
             f"but {sorted(items)}; expected a state saved with StandardSave. Restore "
@@ -129,8 +131,10 @@ def describe(
     return dict(tree), record
 
 
-def reason_of(error: Exception) -> str:
-    """Returns what an error of Orbax says, in one line that is not too long."""
+def reason_of(error: BaseException) -> str:
+    """Returns what lies at the root of an error of Orbax, in one line, not too long."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"

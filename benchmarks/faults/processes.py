@@ -1,0 +1,275 @@
+"""Faults that need processes of their own: kills, full disks, two writers."""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from benchmarks.faults.training import AROUND, Reference, Row, words
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Worker:
+    """A process of the run, and what it says."""
+
+    def __init__(
+        self,
+        task: str,
+        directory: pathlib.Path,
+        reference: Reference,
+        steps: int,
+        prefix: Sequence[str] = (),
+    ):
+        command = [sys.executable, "-m", "benchmarks.faults.worker", task]
+        arguments = [str(directory), str(reference.width), str(steps)]
+        self._process = subprocess.Popen(
+            [*prefix, *command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=_ROOT,
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": tempfile.gettempdir() + "/flax_amp_faults",
+            },
+        )
+        self._errors: list[str] = []
+        # Read, or a process that says much would wait for ever.
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        self._errors += self._process.stderr.readlines()
+
+    def hear(self) -> dict[str, Any]:
+        """Returns the next thing that it says.
+
+        Raises:
+          RuntimeError: if it ended instead.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._end()
+            raise RuntimeError(f"the worker ended: {''.join(self._errors)[-2000:]}")
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def hear_all(self) -> dict[str, Any]:
+        """Returns all that it says until it is done, in one."""
+        heard: dict[str, Any] = {}
+        while "done" not in heard:
+            heard |= self.hear()
+        self._end()
+        return heard
+
+    def go_on(self) -> None:
+        """Tells a worker that holds its directory to go on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """Kills it as `kill -9` does."""
+        self._process.kill()
+        self._end()
+
+    def _end(self) -> None:
+        self._process.wait()
+        self._listener.join()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+class _Kill(NamedTuple):
+    in_a_save: bool
+    lost: bool
+
+
+def kills(reference: Reference, count: int, seed: int = 0) -> list[Row]:
+    """Kills a run at random moments of its saves, and lets it go on each time."""
+    chains = min(2, count)
+    shares = [count // chains + (i < count % chains) for i in range(chains)]
+    with ThreadPoolExecutor(chains) as pool:
+        jobs = [
+            pool.submit(_chain, reference, share, random.Random(seed + i))
+            for i, share in enumerate(shares)
+        ]
+        results = [job.result() for job in jobs]
+    found = [kill for result, _ in results for kill in result]
+    ends = [good for _, good in results]
+    lost = sum(kill.lost for kill in found)
+    within = sum(kill.in_a_save for kill in found)
+    return [
+        Row(
+            "`kill -9` at a random moment of a save",
+            count,
+            f"the newest complete step each time ({within} kills left a half-written "
+            f"one); {lost} lost",
+            "",
+            not lost and all(ends),
+        )
+    ]
+
+
+def _chain(
+    reference: Reference, count: int, chance: random.Random
+) -> tuple[list[_Kill], bool]:
+    found: list[_Kill] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        complete = 0  # the newest step that must be there
+        duration = 0.1  # of a save, in seconds; learnt on the way
+        for turn in range(count + 1):
+            worker = Worker("run", directory, reference, reference.steps)
+            first = worker.hear()
+            step = first["restored"]
+            right = first["fingerprint"] == reference[step]
+            if turn:
+                found[-1] = found[-1]._replace(lost=step < complete or not right)
+            if turn == count:
+                last = worker.hear_all()
+                return found, last["fingerprint"] == reference[reference.steps]
+            for _ in range(chance.randint(2, 3)):
+                complete = (
+                    worker.hear()["saving"] - 2
+                )  # the one before may be under way
+                before = time.perf_counter()
+            if chance.random() < 0.5:
+                worker.hear()
+                duration = time.perf_counter() - before
+                complete += 1
+            time.sleep(chance.uniform(0, duration))
+            worker.kill()
+            leftovers = list(directory.glob("*tmp*"))
+            found.append(_Kill(bool(leftovers), lost=False))
+    raise AssertionError("the last worker returns")
+
+
+def two_writers(reference: Reference) -> list[Row]:
+    """A second run on the directory of one that is still going."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        first = Worker("hold", directory, reference, reference.steps)
+        while "holding" not in first.hear():
+            pass
+        told = _error_of(Worker("run", directory, reference, reference.steps))
+        first.go_on()
+        went_on = first.hear_all()["fingerprint"] == reference[reference.steps]
+
+        killed = Worker("hold", directory, reference, reference.steps + AROUND)
+        while "holding" not in killed.hear():
+            pass
+        killed.kill()
+        until = reference.steps + AROUND
+        after = Worker("run", directory, reference, until).hear_all()
+        taken_over = after["fingerprint"] == reference[until]
+    return [
+        Row(
+            "two writers on one directory",
+            1,
+            "the first goes on; the second saves nothing",
+            told.replace(name, "DIR"),
+            went_on and "expected one run for each directory" in told,
+        ),
+        Row("a writer after one that was killed", 1, "goes on", "", taken_over),
+    ]
+
+
+def _error_of(worker: Worker) -> str:
+    try:
+        worker.hear_all()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[-1].split(": ", 1)[-1]
+    return ""
+
+
+def disks(reference: Reference) -> list[Row]:
+    """A disk that gets full, and one that cannot be written."""
+    if not _may_mount():
+        skipped = "not tried: this user may not mount a tmpfs (`unshare`)"
+        return [
+            Row("the disk is full", 0, skipped, "", True),
+            Row("the directory is read-only", 0, skipped, "", True),
+        ]
+    return [_full_disk(reference), _read_only(reference)]
+
+
+def _full_disk(reference: Reference) -> Row:
+    with tempfile.TemporaryDirectory() as name, _saved(reference, 1) as saved:
+        # Room for about three steps, and for two more without the ballast.
+        size = 512 * sum(path.stat().st_blocks for path in saved.rglob("*"))
+        script = (
+            f"mount -t tmpfs -o size={int(5.5 * size)} none {name} && "
+            f"head -c {2 * size} /dev/urandom > {name}/ballast && "
+            'exec "$@"'
+        )
+        heard = Worker(
+            "fill", pathlib.Path(name), reference, reference.steps, _mounted(script)
+        ).hear_all()
+    kept = heard["kept"]
+    good = (
+        heard["intact"]
+        and heard["saved"]
+        and kept == list(range(1, heard["full_at"]))
+        and heard["fingerprint"] == reference[reference.steps]
+    )
+    outcome = f"the steps {words(kept)} are intact; after making room, the same step is"
+    told = heard["told"].replace(name, "DIR")
+    return Row("the disk is full", 1, f"{outcome} saved", told, good)
+
+
+def _read_only(reference: Reference) -> Row:
+    with tempfile.TemporaryDirectory() as name, _saved(reference, 2) as saved:
+        script = (
+            f"mount --bind {saved} {name} && mount -o remount,bind,ro {name} && "
+            'exec "$@"'
+        )
+        heard = Worker(
+            "read_only",
+            pathlib.Path(name),
+            reference,
+            reference.steps,
+            _mounted(script),
+        ).hear_all()
+    good = heard["restored"] == 2 and heard["fingerprint"] == reference[reference.steps]
+    told = heard["told"].replace(name, "DIR")
+    outcome = "restores; saving is an error, training can go on"
+    return Row("the directory is read-only", 1, outcome, told, good)
+
+
+@contextlib.contextmanager
+def _saved(reference: Reference, steps: int) -> Iterator[pathlib.Path]:
+    """A directory with checkpoints of the first steps."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = pathlib.Path(name)
+        Worker("run", directory, reference, steps).hear_all()
+        yield directory
+
+
+def _mounted(script: str) -> list[str]:
+    """Returns what to put before a command for it to run with mounts of its own."""
+    return ["unshare", "--mount", "--map-root-user", "sh", "-ec", script, "sh"]
+
+
+def _may_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    with tempfile.TemporaryDirectory() as name:
+        command = _mounted(f"mount -t tmpfs none {name}")
+        return subprocess.run(command, capture_output=True).returncode == 0
