@@ -26,14 +26,15 @@ from jax.experimental import multihost_utils
 PyTree = Any
 
 _ODD = 0x9E3779B1  # spreads the places; odd, so one to one
+_NOTHING = np.zeros(2, np.uint32)
 
 
 def digests(tree: PyTree) -> PyTree:
     """Returns 16 hexadecimal digits for each array of a tree.
 
     Args:
-      tree: JAX or NumPy arrays of any shape and dtype, typed keys included. Arrays that
-        live on several processes must be passed by all of them.
+      tree: JAX or NumPy arrays of any shape and dtype, typed keys included. A tree
+        with arrays that live on several processes must be passed by all of them.
 
     Example:
       >>> digests({"w": jnp.zeros(3)}) == digests({"w": np.zeros(3, np.float32)})
@@ -42,14 +43,25 @@ def digests(tree: PyTree) -> PyTree:
       False
     """
     leaves, treedef = jax.tree.flatten(tree)
-    parts = [_parts(_as_data(leaf)) for leaf in leaves]
+    together = not all(map(_is_whole, leaves))
+    # What each process has whole is answered for by the first.
+    mine = not together or jax.process_index() == 0
+    parts = [
+        _parts(_as_data(leaf)) if mine or not _is_whole(leaf) else [_NOTHING]
+        for leaf in leaves
+    ]
     sums: Any = np.array(
         [np.sum(p, axis=0, dtype=np.uint32) for p in jax.device_get(parts)]
     ).reshape(len(leaves), 2)
-    if jax.process_count() > 1:
+    if together:
         everybody = multihost_utils.process_allgather(sums)
         sums = np.sum(everybody, axis=0, dtype=np.uint32)
     return jax.tree.unflatten(treedef, [f"{a:08x}{b:08x}" for a, b in sums])
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Whether this process has all of an array."""
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
 
 
 def _as_data(leaf: Any) -> Any:
@@ -71,7 +83,7 @@ def _parts(array: Any) -> list[jax.Array]:
         parts = [(array, [0] * array.ndim)]
     return [
         _digest(data, _uint32(start), _uint32(strides)) for data, start in parts
-    ] or [np.zeros(2, np.uint32)]
+    ] or [_NOTHING]
 
 
 def _uint32(numbers: list[int]) -> np.ndarray:

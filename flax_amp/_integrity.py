@@ -84,7 +84,7 @@ def read_record(metadata: Mapping[str, Any] | None, where: str) -> Record | None
 def check_layout(record: Record, on_disk: Layout) -> None:
     """Raises a CorruptCheckpointError if the description of the arrays is damaged."""
     if lines := differences(on_disk, record.layout, here="what was saved"):
-        raise CorruptCheckpointError("; ".join(lines))
+        raise CorruptCheckpointError(_few(lines))
 
 
 def check_arrays(record: Record, tree: PyTree) -> None:
@@ -96,7 +96,12 @@ def check_arrays(record: Record, tree: PyTree) -> None:
         if digest != record.digests.get(path, digest)
     ]
     if changed:
-        raise CorruptCheckpointError(f"{', '.join(changed)} changed on disk")
+        raise CorruptCheckpointError(f"{_few(changed)} changed on disk")
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" and {more} more arrays" if more > 0 else "")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

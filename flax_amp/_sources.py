@@ -25,6 +25,8 @@ from flax_amp._layout import Path, is_key
 from flax_amp._steps import (
     ITEM,
     METRICS,
+    agreed,
+    alone,
     candidates,
     describe,
     finish_saving,
@@ -74,7 +76,8 @@ def read(source: Any, step: int | None, stacklevel: int) -> Source:
     steps, attempt = _steps_in(path, step)
 
     def read_step(number: int) -> Source:
-        return Source(f"step {number} in {path}", _flat(attempt(number)))
+        read = agreed(lambda: _flat(attempt(number)))
+        return Source(f"step {number} in {path}", read)
 
     return newest_intact(steps, read_step, path, stacklevel + 1)
 
@@ -97,7 +100,8 @@ def read_on_host(folder: epath.Path, tree: PyTree = None) -> dict[str, Any]:
         return ocp.RestoreArgs(restore_type=np.ndarray)
 
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone())
+        with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
             if tree is None:
                 tree = checkpointer.metadata(folder).item_metadata.tree
             return checkpointer.restore(folder, restore_args=jax.tree.map(how, tree))

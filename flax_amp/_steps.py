@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 from flax_amp._integrity import (
     CheckpointWarning,
@@ -102,6 +105,47 @@ def newest_intact(
 def known_damaged(directory: epath.Path) -> set[int]:
     """Returns the set of steps of a directory that this process found damaged."""
     return _damaged.setdefault(str(directory), set())
+
+
+def alone() -> ocp.options.MultiprocessingOptions:
+    """Returns what makes a process read without waiting for the others.
+
+    Orbax lets all wait for each other after each read, and one that failed never comes.
+    """
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me,
+        active_processes={me},
+        barrier_sync_key_prefix=f"flax_amp_{me}",
+    )
+
+
+def agreed(read: Callable[[], T]) -> T:
+    """Returns what `read` does, if it succeeds in every process.
+
+    Raises:
+      CorruptCheckpointError: if some process found damage.
+      RuntimeError: if something else failed in another one.
+    """
+    if jax.process_count() == 1:
+        return read()
+    error: Exception | None = None
+    try:
+        result = read()
+    except Exception as caught:  # the others must hear of any
+        error = caught
+    kind = 0 if error is None else 1 if isinstance(error, CorruptCheckpointError) else 2
+    kinds = multihost_utils.process_allgather(np.int32(kind)).ravel().tolist()
+    if error is not None:
+        raise error
+    if 2 in kinds:
+        raise RuntimeError(
+            f"checkpoint: process {kinds.index(2)} failed; expected all processes to "
+            "read the same files. Its own error says why."
+        )
+    if 1 in kinds:
+        raise CorruptCheckpointError(f"process {kinds.index(1)} found damage")
+    return result
 
 
 def describe(

@@ -26,6 +26,7 @@ from flax_amp._integrity import (
     KEY,
     CheckpointWarning,
     CorruptCheckpointError,
+    Record,
     check_arrays,
     record_of,
 )
@@ -36,6 +37,9 @@ from flax_amp._manager import manager as manager
 from flax_amp._migrate import migrate as migrate
 from flax_amp._placement import abstract, commit_like
 from flax_amp._steps import (
+    ITEM,
+    agreed,
+    alone,
     candidates,
     describe,
     finish_saving,
@@ -182,6 +186,34 @@ def _restore_step(
     target: AmpTrainState,
 ) -> AmpTrainState:
     where = f"step {step} in {directory}"
+    read, record, unknown = agreed(
+        lambda: _read_step(reader, directory, step, target, where)
+    )
+    if record is not None:
+        check_arrays(record, read)
+    saved = read.get("scaler", {})
+    known = {key: value for key, value in saved.items() if key not in unknown}
+    taken, remark = _saved_scaler.to_take(known, target.scaler)
+    read["scaler"] = _saved_scaler.completed(target.scaler) | taken
+    if unknown:
+        _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
+    if remark:
+        _warn(f"{where}: {remark}; the target's is used.")
+    like = {name: getattr(target, name) for name in read}
+    return target.replace(**jax.tree.map(commit_like, read, like))
+
+
+def _read_step(
+    reader: ocp.CheckpointManager,
+    directory: epath.Path,
+    step: int,
+    target: AmpTrainState,
+    where: str,
+) -> tuple[dict[str, Any], Record | None, list[str]]:
+    """Returns the fields of a state, their record, and what is not to be used of them.
+
+    Each process reads for itself.
+    """
     tree, record = describe(reader, directory, step)
     unknown = sorted(set(tree.get("scaler", {})) - set(complete_scaler({})))
     _check_fit(layout_of(tree), target, where, unknown)
@@ -199,22 +231,15 @@ def _restore_step(
             )
             for key, leaf in tree["scaler"].items()
         }
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone())
     try:
-        read = reader.restore(step, args=ocp.args.StandardRestore(wanted))
+        with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
+            read = checkpointer.restore(
+                directory / str(step) / ITEM, args=ocp.args.StandardRestore(wanted)
+            )
     except Exception as error:  # Orbax raises whatever its parts raise
         raise CorruptCheckpointError(reason_of(error)) from error
-    if record is not None:
-        check_arrays(record, read)
-    saved = read.get("scaler", {})
-    known = {key: value for key, value in saved.items() if key not in unknown}
-    taken, remark = _saved_scaler.to_take(known, target.scaler)
-    read["scaler"] = _saved_scaler.completed(target.scaler) | taken
-    if unknown:
-        _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
-    if remark:
-        _warn(f"{where}: {remark}; the target's is used.")
-    like = {name: getattr(target, name) for name in read}
-    return target.replace(**jax.tree.map(commit_like, read, like))
+    return read, record, unknown
 
 
 def _warn(text: str) -> None:

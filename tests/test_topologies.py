@@ -1,0 +1,66 @@
+"""A checkpoint fits other devices, other meshes and other numbers of processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import _topology
+
+pytestmark = pytest.mark.slow
+
+
+def run(directory, layout, devices, processes=1):
+    """Restores, trains and saves with so many processes; returns their report."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    report = directory / "report.json"
+    report.unlink(missing_ok=True)
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    arguments = [directory / "run", report, layout, devices, processes]
+    children, logs = [], []
+    for i in range(processes):
+        logs.append(directory / f"log{i}")
+        with logs[-1].open("w") as log:  # a pipe would fill up while another is read
+            command = [sys.executable, _topology.__file__, *map(str, arguments)]
+            command += [str(i), str(port)]
+            children.append(subprocess.Popen(command, env=environment, stderr=log))
+    try:
+        ends = [child.wait(timeout=100) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert not any(ends), "\n".join(log.read_text() for log in logs)
+    return json.loads(report.read_text())
+
+
+def test_one_checkpoint_after_another_on_other_devices(tmp_path):
+    """Every bit comes back; `migrate` reads the same."""
+    before = run(tmp_path, "fsdp", 8)
+    for layout, devices, processes in [
+        ("fsdp", 1, 1),
+        ("fsdp", 2, 1),
+        ("tensor", 8, 1),
+        ("tensor", 4, 2),
+        ("fsdp", 8, 1),
+    ]:
+        after = run(tmp_path, layout, devices, processes)
+        assert after["restored"] == before["saved"], (layout, devices, processes)
+        assert not after["told"]
+        before = after
+
+
+def test_processes_agree_on_the_step_to_fall_back_to(tmp_path):
+    """Although only one of them reads what is damaged."""
+    before = run(tmp_path, "fsdp", 2, processes=2)
+    run(tmp_path, "fsdp", 2, processes=2)
+    for path in (tmp_path / "run" / "2").rglob("ocdbt.process_1/d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    after = run(tmp_path, "fsdp", 2, processes=2)
+    assert after["restored"] == before["saved"]
+    assert "step 2 is damaged" in after["told"][0]
