@@ -27,18 +27,20 @@ class Manager(ocp.CheckpointManager):
 
     best_metric: str | None = None
     _locked = False
+    _tidy = False
 
     def lock(self) -> None:
         """Makes this process the only one to save into the directory."""
-        if self._locked or jax.process_index() != 0:
+        if jax.process_index() != 0:
             return
         try:
-            self._locked = _lock.acquire(self.directory)
+            self._locked = self._locked or _lock.acquire(self.directory)
         except OSError as error:
             raise save_error(self, error) from error
-        if self._locked:
+        if self._locked and not self._tidy:
             # Of runs that were killed, or out of space: nobody else is saving here.
             _remove_leftovers(self.directory)
+            self._tidy = True
 
     def make_room(self, step: int) -> None:
         """Moves damaged steps out of the way of an older one, and says so.
@@ -72,8 +74,7 @@ class Manager(ocp.CheckpointManager):
         try:
             super().wait_until_finished()
         except Exception as error:  # Orbax raises whatever its parts raise
-            if self._locked and jax.process_count() == 1:
-                _remove_leftovers(self.directory)
+            self._tidy = False
             raise save_error(self, error) from error
 
     def close(self) -> None:

@@ -53,19 +53,26 @@ def names(directory):
 
 
 def test_a_save_that_fails_in_the_background_can_be_tried_again(tmp_path, full_disk):
-    state = make_state(2)
     with checkpoint.manager(tmp_path) as manager:
         assert checkpoint.save(manager, make_state(1))
         manager.wait_until_finished()
         full_disk(True)
-        assert checkpoint.save(manager, state)
+        assert checkpoint.save(manager, make_state(2))
         with pytest.raises(checkpoint.CheckpointSaveError, match=FAILED):
             manager.wait_until_finished()
         full_disk(False)
-        assert names(tmp_path) == ["1"]  # it keeps no room from what follows
         assert not changed(make_state(1), checkpoint.restore(manager, make_state(0)))
-        assert checkpoint.save(manager, state)
-    assert not changed(state, checkpoint.restore(tmp_path, make_state(0)))
+        assert checkpoint.save(manager, make_state(3))
+    assert names(tmp_path) == ["1", "3"]  # what was half-written keeps no room
+    assert not changed(make_state(3), checkpoint.restore(tmp_path, make_state(0)))
+    with checkpoint.manager(tmp_path) as manager:
+        full_disk(True)
+        assert checkpoint.save(manager, make_state(4))
+        with pytest.raises(checkpoint.CheckpointSaveError):
+            manager.wait_until_finished()
+        full_disk(False)
+        assert checkpoint.save(manager, make_state(4))  # the same step
+    assert not changed(make_state(4), checkpoint.restore(tmp_path, make_state(0)))
 
 
 @pytest.mark.parametrize("where", ["the next save", "close"])

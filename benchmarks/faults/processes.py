@@ -59,7 +59,7 @@ class Worker:
         """Returns the next thing that it says.
 
         Raises:
-          RuntimeError: if it ended instead.
+          RuntimeError: if it failed or ended instead.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -67,6 +67,9 @@ class Worker:
             self._end()
             raise RuntimeError(f"the worker ended: {''.join(self._errors)[-2000:]}")
         heard: dict[str, Any] = json.loads(line)
+        if "failed" in heard:
+            self._end()
+            raise RuntimeError(heard["failed"])
         return heard
 
     def hear_all(self) -> dict[str, Any]:
@@ -195,7 +198,7 @@ def _error_of(worker: Worker) -> str:
     try:
         worker.hear_all()
     except RuntimeError as error:
-        return str(error).strip().splitlines()[-1].split(": ", 1)[-1]
+        return str(error).split(": ", 1)[-1]
     return ""
 
 

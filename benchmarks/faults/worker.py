@@ -90,9 +90,16 @@ def read_only(directory: str, state: AmpTrainState, steps: int) -> None:
     say(done=int(state.step), fingerprint=fingerprint(state))
 
 
-if __name__ == "__main__":
+def main(task: str, directory: str, width: str, steps: str) -> None:
     absl.logging.set_verbosity("fatal")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    task, where, width, until = sys.argv[1:]
     tasks = {"run": run, "hold": hold, "fill": fill, "read_only": read_only}
-    tasks[task](where, new_state(int(width)), int(until))
+    try:
+        tasks[task](directory, new_state(int(width)), int(steps))
+    except Exception as error:
+        say(failed=f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
