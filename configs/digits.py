@@ -23,6 +23,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.features = (16, 32, 64)  # channels of the three convolutions
     config.dropout_rate = 0.2  # before the last layer
 
+    config.init_from = ""  # checkpoints whose weights and statistics to begin with
+
     # Optimizer.
     config.learning_rate = 2e-3  # peak; cosine decay to 0 after the warm-up
     config.warmup_steps = 50  # linear, from 0

@@ -23,11 +23,16 @@ class CheckpointSaveError(RuntimeError):
 
 
 class Manager(ocp.CheckpointManager):
-    """See `manager`; `best_metric` is the one that its steps are kept by."""
+    """See `manager`.
+
+    Attributes:
+      best_metric: the one that its steps are kept by.
+      tidy: whether nothing half-written can be in the directory.
+    """
 
     best_metric: str | None = None
     _locked = False
-    _tidy = False
+    tidy = False
 
     def lock(self) -> None:
         """Makes this process the only one to save into the directory."""
@@ -37,10 +42,10 @@ class Manager(ocp.CheckpointManager):
             self._locked = self._locked or _lock.acquire(self.directory)
         except OSError as error:
             raise save_error(self, error) from error
-        if self._locked and not self._tidy:
+        if self._locked and not self.tidy:
             # Of runs that were killed, or out of space: nobody else is saving here.
             _remove_leftovers(self.directory)
-            self._tidy = True
+            self.tidy = True
 
     def make_room(self, step: int) -> None:
         """Moves damaged steps out of the way of an older one, and says so.
@@ -74,7 +79,6 @@ class Manager(ocp.CheckpointManager):
         try:
             super().wait_until_finished()
         except Exception as error:  # Orbax raises whatever its parts raise
-            self._tidy = False
             raise save_error(self, error) from error
 
     def close(self) -> None:
@@ -143,6 +147,8 @@ def manager(
 
 def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSaveError:
     """Returns the error for a save that failed, whatever Orbax raised."""
+    if isinstance(manager, Manager):
+        manager.tidy = False
     return CheckpointSaveError(
         f"checkpoint.save: {manager.directory} could not be written: "
         f"{reason_of(error)}; expected a directory with room, which this process "

@@ -130,7 +130,9 @@ def save(
             force=force,
             custom_metadata={KEY: record_of(state)},
         )
-    except OSError as error:
+    except CheckpointSaveError:
+        raise
+    except Exception as error:  # Orbax raises whatever its parts raise
         raise save_error(manager, error) from error
 
 

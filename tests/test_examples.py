@@ -113,6 +113,16 @@ def test_digits_resumes_to_the_bit(tmp_path):
     assert bits(resumed) == bits(again)
 
 
+@pytest.mark.slow
+def test_digits_begins_with_the_weights_of_another_run(tmp_path):
+    first, _ = train.train_and_evaluate(small("float16"), tmp_path / "first")
+    config = small("bfloat16", init_from=str(tmp_path / "first" / "checkpoints"))
+    config.learning_rate = 0.0  # so that they can be seen in the end
+    second, summary = train.train_and_evaluate(config, tmp_path / "second")
+    assert summary["resumed_from"] == 0
+    assert bits(first.params) == bits(second.params)
+
+
 def test_digits_data_is_split_once_and_for_all():
     (train_data, test_data), (again, _) = data.load(0), data.load(0)
     assert len(train_data["label"]) == 1437

@@ -87,6 +87,9 @@ def train_and_evaluate(
     if manager.latest_step() is not None:
         state = flax_amp.checkpoint.restore(manager, state)
         console.print(f"resuming from step {int(state.step)}")
+    elif config.init_from:  # of any run of this model, in plain Flax too
+        kept = ["params", "variables"]
+        state = flax_amp.checkpoint.migrate(config.init_from, state, include=kept)
     start = int(state.step)
     writer = TensorBoardWriter(workdir, first_step=start)
     if start == 0:
