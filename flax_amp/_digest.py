@@ -67,6 +67,8 @@ def _is_whole(leaf: Any) -> bool:
 def _as_data(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize == 8:
         # JAX would take half of the bits away.
         return np.ascontiguousarray(leaf)[..., None].view(np.uint32)

@@ -9,9 +9,10 @@ shape, dtype and digest, and carries a checksum of itself.
      "checksum": "..."}
 """
 
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
@@ -20,6 +21,17 @@ from flax_amp._digest import digests
 from flax_amp._layout import Layout, Leaf, Path, differences, layout_of, name_of
 
 PyTree = Any
+
+_NOT_DAMAGE = (MemoryError, PermissionError, ConnectionError, TimeoutError)
+_OUTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO)
+# How TensorStore's and XLA's errors begin.
+_STATUSES = (
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+)
 
 KEY = "flax_amp"  # of the record in the metadata
 FORMAT = 1
@@ -87,16 +99,52 @@ def check_layout(record: Record, on_disk: Layout) -> None:
         raise CorruptCheckpointError(_few(lines))
 
 
-def check_arrays(record: Record, tree: PyTree) -> None:
+def check_arrays(record: Record, arrays: Mapping[Path, Any]) -> None:
     """Raises a CorruptCheckpointError that names the arrays that changed on disk."""
-    found = ocp.tree.to_flat_dict(digests(tree))
+    found = digests(list(arrays.values()))
     changed = [
         name_of(path)
-        for path, digest in found.items()
+        for path, digest in zip(arrays, found, strict=True)
         if digest != record.digests.get(path, digest)
     ]
     if changed:
         raise CorruptCheckpointError(f"{_few(changed)} changed on disk")
+
+
+def unreadable(error: BaseException) -> Exception:
+    """Returns the error for files that could not be read: are they damaged, or not?
+
+    Out of memory, out of file descriptors, no permission, no connection: the files may
+    be as they were, and another step is not what the user wants.
+    """
+    text = reason_of(error)
+    causes = list(_causes(error))
+    if any(isinstance(cause, _NOT_DAMAGE) or _is_outage(cause) for cause in causes):
+        return OSError(
+            f"checkpoint: the files could not be read: {text}; they may be intact all "
+            "the same. Mend the cause and try again."
+        )
+    return CorruptCheckpointError(text)
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what lies at the root of an error of Orbax, in one line, not too long."""
+    *_, root = _causes(error)
+    lines = str(root).strip().splitlines()
+    text = f"{type(root).__name__}: {lines[0]}" if lines else type(root).__name__
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_outage(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _OUTAGES:
+        return True
+    return str(error).startswith(_STATUSES)
 
 
 def _few(names: list[str]) -> str:

@@ -3,7 +3,7 @@
 A layout is a flat dict: the path that Orbax gives a leaf -> its shape and dtype.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -50,17 +50,28 @@ def name_of(path: Iterable[str]) -> str:
     return "/".join(path)
 
 
-def differences(on_disk: Layout, wanted: Layout, here: str = "the target") -> list[str]:
-    """Returns a line for every path that differs, with both sides."""
+def differences(
+    on_disk: Layout,
+    wanted: Layout,
+    here: str = "the target",
+    called: Mapping[Path, Path] | None = None,
+) -> list[str]:
+    """Returns a line for every path that differs, with both sides.
+
+    Args:
+      on_disk: the one side.
+      wanted: the other side.
+      here: what to call it.
+      called: the names that paths of `on_disk` really have there, where they differ.
+    """
     lines = []
     for path in sorted(wanted | on_disk):
         disk, there = on_disk.get(path), wanted.get(path)
         if disk == there:
             continue
-        if there is None:
-            lines.append(f"{name_of(path)}: {disk} on disk, not in {here}")
-        elif disk is None:
-            lines.append(f"{name_of(path)}: not on disk, {there} in {here}")
-        else:
-            lines.append(f"{name_of(path)}: {disk} on disk, {there} in {here}")
+        left = "not on disk" if disk is None else f"{disk} on disk"
+        if called and path in called:
+            left += f" as {name_of(called[path])}"
+        right = f"not in {here}" if there is None else f"{there} in {here}"
+        lines.append(f"{name_of(path)}: {left}, {right}")
     return lines

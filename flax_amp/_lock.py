@@ -29,7 +29,8 @@ def acquire(directory: Any) -> bool:
       directory: an absolute path that exists.
 
     Returns:
-      Whether there is a lock to be released.
+      Whether this process has just become it, and was not so already. Also False where
+      there are no locks.
 
     Raises:
       RuntimeError: if another process is its writer.
@@ -40,7 +41,7 @@ def acquire(directory: Any) -> bool:
     if path in _held:
         file, count = _held[path]
         _held[path] = file, count + 1
-        return True
+        return False
     file = os.open(pathlib.Path(path) / NAME, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,6 +61,8 @@ def acquire(directory: Any) -> bool:
 def release(directory: Any) -> None:
     """Undoes one `acquire`."""
     path = os.fspath(directory)
+    if path not in _held:
+        return
     file, count = _held.pop(path)
     if count > 1:
         _held[path] = file, count - 1

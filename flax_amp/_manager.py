@@ -1,6 +1,6 @@
 """Orbax's manager with defaults for training, one writer and errors that say more."""
 
-import re
+import itertools
 import shutil
 import warnings
 from typing import Any
@@ -11,11 +11,12 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from flax_amp import _lock
-from flax_amp._integrity import CheckpointWarning
-from flax_amp._steps import known_damaged, reason_of
+from flax_amp._integrity import CheckpointWarning, reason_of
+from flax_amp._steps import known_damaged
 
 _DAMAGED = ".damaged"
-_LEFTOVER = re.compile(r".*\.orbax-checkpoint-tmp.*")
+_NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
+_LEFTOVER = "*.orbax-checkpoint-tmp*"
 
 
 class CheckpointSaveError(RuntimeError):
@@ -27,25 +28,33 @@ class Manager(ocp.CheckpointManager):
 
     Attributes:
       best_metric: the one that its steps are kept by.
-      tidy: whether nothing half-written can be in the directory.
+      saving: the step of the last save that was begun.
     """
 
     best_metric: str | None = None
+    saving: int | None = None
     _locked = False
-    tidy = False
+    _failed: int | None = None
 
-    def lock(self) -> None:
-        """Makes this process the only one to save into the directory."""
-        if jax.process_index() != 0:
-            return
-        try:
-            self._locked = self._locked or _lock.acquire(self.directory)
-        except OSError as error:
-            raise save_error(self, error) from error
-        if self._locked and not self.tidy:
-            # Of runs that were killed, or out of space: nobody else is saving here.
-            _remove_leftovers(self.directory)
-            self.tidy = True
+    def begin(self, step: int) -> None:
+        """Makes this process the only writer, and removes what is half-written."""
+        if jax.process_index() == 0:
+            if not self._locked:
+                try:
+                    first = _lock.acquire(self.directory)
+                except OSError as error:
+                    raise save_error(self, error) from error
+                self._locked = True
+                if first:  # of runs that were killed: nobody else is saving here
+                    _remove_leftovers(self.directory, _LEFTOVER)
+            if self._failed is not None:
+                _remove_leftovers(self.directory, f"{self._failed}{_LEFTOVER[1:]}")
+                self._failed = None
+        self.saving = step
+
+    def failed(self) -> None:
+        """Notes that the last save failed."""
+        self._failed = self.saving
 
     def make_room(self, step: int) -> None:
         """Moves damaged steps out of the way of an older one, and says so.
@@ -57,12 +66,10 @@ class Manager(ocp.CheckpointManager):
         if not newer or not newer <= known_damaged(self.directory):
             return
         self.wait_until_finished()
-        self.lock()
+        self.begin(step)
         if jax.process_index() == 0:
             for other in newer:
-                aside = self.directory / f"{other}{_DAMAGED}"
-                shutil.rmtree(aside, ignore_errors=True)
-                (self.directory / str(other)).rename(aside)
+                _set_aside(self.directory / str(other))
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("flax_amp: damaged steps moved")
         known_damaged(self.directory).difference_update(newer)
@@ -120,12 +127,18 @@ def manager(
       The manager, with all of Orbax's own methods.
 
     Raises:
-      ValueError: if `best_mode` is neither "max" nor "min".
+      ValueError: if `best_mode` is neither "max" nor "min", or if an option gives the
+        steps other names than their numbers.
     """
     if best_mode not in ("max", "min"):
         raise ValueError(
             f"checkpoint.manager: {best_mode=}; expected 'max' or 'min'. Say whether "
             "a larger or a smaller metric is better."
+        )
+    if named := sorted(options.keys() & _NAMES):
+        raise ValueError(
+            f"checkpoint.manager: {', '.join(named)} given; expected steps under their "
+            "plain numbers, by which restore and verify find them. Leave it out."
         )
     settings = dict(
         max_to_keep=max_to_keep,
@@ -148,7 +161,7 @@ def manager(
 def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSaveError:
     """Returns the error for a save that failed, whatever Orbax raised."""
     if isinstance(manager, Manager):
-        manager.tidy = False
+        manager.failed()
     return CheckpointSaveError(
         f"checkpoint.save: {manager.directory} could not be written: "
         f"{reason_of(error)}; expected a directory with room, which this process "
@@ -157,7 +170,13 @@ def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSa
     )
 
 
-def _remove_leftovers(directory: epath.Path) -> None:
-    for path in directory.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+def _remove_leftovers(directory: epath.Path, names: str) -> None:
+    for path in directory.glob(names):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(step: epath.Path) -> None:
+    """Renames a damaged step; what was set aside before stays."""
+    names = itertools.chain([_DAMAGED], (f"{_DAMAGED}-{i}" for i in itertools.count(2)))
+    free = (step.with_name(step.name + name) for name in names)
+    step.rename(next(path for path in free if not path.exists()))

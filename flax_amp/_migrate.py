@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -18,7 +17,7 @@ from flax_amp import _saved_optimizer, _saved_scaler, _sources
 from flax_amp._integrity import CheckpointWarning
 from flax_amp._layout import Path, differences, is_key, leaf_of, name_of
 from flax_amp._paths import Choice, Patterns, renamed
-from flax_amp._placement import is_concrete, place
+from flax_amp._placement import is_concrete, place, rebuilt, samples
 
 PyTree = Any
 T = TypeVar("T")
@@ -93,20 +92,30 @@ def migrate(
       32768.0
     """
     tree = ocp.tree.to_flat_dict(target)
-    wanted = {path: _sample(path, leaf) for path, leaf in tree.items()}
+    wanted = samples(target, "checkpoint.migrate")
     chosen = Choice(include, exclude)
     name, leaves = _sources.read(source, step, stacklevel=2)
     leaves = renamed(leaves, rename or {})
-    leaves, unknown = _translate(leaves, wanted, name)
-    chosen.check([*leaves, *wanted])
 
-    found = {path: leaf for path, leaf in leaves.items() if path in chosen}
+    real = {_plain(path): path for path in wanted}
+    optimizer = _saved_optimizer.align(map(_plain, leaves), real)
+    counterparts = _counterparts(leaves, real, optimizer, hasattr(target, "rngs"))
+    on_disk = {real.get(n, n): o for o, n in counterparts.items() if n is not None}
+    chosen.check([*leaves, *on_disk, *wanted])
+    found = {path: leaves[old] for path, old in on_disk.items()}
+    found |= _beginnings(optimizer, leaves, real, wanted)
+    found = {path: leaf for path, leaf in found.items() if path in chosen}
     found |= {p: _convert(found[p], wanted[p]) for p in found.keys() & wanted.keys()}
-    found = _with_scaler(found, tree)
-    stays = {p for p in wanted if p not in chosen} - found.keys() | unknown
+    stays = {path for path in wanted if path not in chosen}
+    if not any(path[0] == "rngs" for path in leaves):
+        stays |= {path for path in wanted if path[0] == "rngs"}
+    found, kept = _saved_scaler.suited(found, leaves, tree)
+    stays = (stays | kept) - found.keys()
+
     problems = differences(
         {path: leaf_of(leaf) for path, leaf in found.items()},
         {path: leaf_of(leaf) for path, leaf in wanted.items() if path not in stays},
+        called={new: old for new, old in on_disk.items() if new != old},
     )
     problems += [
         f"{name_of(path)}: to stay as in the target, where it has no value"
@@ -120,62 +129,88 @@ def migrate(
             + "\nexpected a counterpart for everything, on both sides. Map names on "
             "disk to those of the target with rename=, leave arrays of the target as "
             "they are with exclude=, or read only some with include=."
+            + _hint({path: leaves[old] for path, old in on_disk.items()}, wanted)
         )
-    placed = [
-        place(found[path], like) if path in found else like
-        for path, like in tree.items()
-    ]
-    migrated: T = jax.tree.unflatten(jax.tree.structure(target), placed)
-    return migrated
+    _warn_of_lost_sums(optimizer, leaves, chosen, name)
+    return rebuilt(target, {path: place(x, tree[path]) for path, x in found.items()})
 
 
-def _sample(path: Path, leaf: Any) -> Any:
-    """Returns something with the shape and dtype of a leaf of the target."""
-    if isinstance(leaf, bool | int | float | complex):
-        return np.asarray(leaf)
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        raise TypeError(
-            f"checkpoint.migrate: {name_of(path)} of the target is a "
-            f"{type(leaf).__name__}; expected arrays and numbers. Pass an "
-            "AmpTrainState, a TrainState or a dict of arrays."
-        )
-    return leaf
+def _counterparts(
+    paths: Iterable[Path],
+    wanted: Iterable[Path],
+    optimizer: _saved_optimizer.Alignment,
+    has_rngs: bool,
+) -> dict[Path, Path | None]:
+    """Says where the target has what is on disk; `None` where it cannot have it.
 
-
-def _translate(leaves: Leaves, wanted: Leaves, name: str) -> tuple[Leaves, set[Path]]:
-    """Brings what others wrote into the form of the target.
-
-    Returns:
-      The arrays on disk by the paths of the target, and the paths of the target that
-      stay as they are because whoever wrote the checkpoint had no such thing.
+    Raises:
+      ValueError: if it has two things in one place.
     """
-    leaves = _without_value(leaves, wanted)
-    leaves = {_in_collections(path, wanted): leaf for path, leaf in leaves.items()}
-    to_scaler = _saved_scaler.translate(leaves, wanted)
-    optimizer = _saved_optimizer.align(leaves, wanted)
-    new_path: dict[Path, Path | None] = {path: path for path in leaves}
-    new_path |= optimizer.paths | to_scaler
-    rngs = {path for path in wanted if path[0] == "rngs"}
-    saved_rngs = {path for path in leaves if path[0] == "rngs"}
-    if not rngs:
-        new_path |= dict.fromkeys(saved_rngs)
+    paths = list(paths)
+    result: dict[Path, Path | None] = {}
+    plain = {path: _in_collections(_plain(path), wanted) for path in paths}
+    scaler = _saved_scaler.translate(plain.values(), wanted)
+    taken: dict[Path, Path] = {}
+    for path in paths:
+        new = plain[path]
+        moved = scaler | optimizer.paths
+        target = moved.get(new, new)
+        if new[0] == "rngs" and not has_rngs:
+            target = None
+        if target in taken:
+            raise ValueError(
+                f"checkpoint.migrate: {name_of(path)} and {name_of(taken[target])} "
+                f"would both be {name_of(target)}; expected one. Leave one of them out "
+                "of the tree, or give it another name with rename=."
+            )
+        if target is not None:
+            taken[target] = path
+        result[path] = target
+    return result
 
-    translated = {path: _initial(path, wanted[path]) for path in optimizer.fresh}
-    translated |= {new: leaves[old] for old, new in new_path.items() if new is not None}
+
+def _beginnings(
+    optimizer: _saved_optimizer.Alignment,
+    leaves: Leaves,
+    real: Mapping[Path, Path],
+    wanted: Leaves,
+) -> Leaves:
+    """Returns what the wrappers of an optimizer begin with that were not saved."""
+    found = {real[p]: _initial(p, wanted[real[p]]) for p in optimizer.fresh}
     if around := optimizer.added.get("MultiSteps"):
         # It counts updates, of which there were some before it was there.
-        translated[*around, "gradient_step"] = _updates(leaves)
-    if around := optimizer.removed.get("MultiSteps"):
-        summed = int(leaves[*around, "mini_step"])
-        if summed:
-            warnings.warn(
-                f"checkpoint.migrate: {name}: dropped the sum of the gradients of "
-                f"{summed} steps that MultiSteps had not applied yet; the optimizer of "
-                "the target has no MultiSteps.",
-                CheckpointWarning,
-                stacklevel=3,
-            )
-    return translated, set() if saved_rngs else rngs
+        found[real[*around, "gradient_step"]] = _updates(leaves)
+    return found
+
+
+def _warn_of_lost_sums(
+    optimizer: _saved_optimizer.Alignment, leaves: Leaves, chosen: Choice, name: str
+) -> None:
+    around = optimizer.removed.get("MultiSteps")
+    if around is None or (*around, "mini_step") not in chosen:
+        return
+    summed = int(leaves[*around, "mini_step"])
+    if summed:
+        warnings.warn(
+            f"checkpoint.migrate: {name}: dropped the sum of the gradients of {summed} "
+            "steps that MultiSteps had not applied yet; the optimizer of the target "
+            "has no MultiSteps.",
+            CheckpointWarning,
+            stacklevel=3,
+        )
+
+
+def _hint(saved: Leaves, wanted: Leaves) -> str:
+    """Returns further advice, if the reason can be guessed."""
+    both = saved.keys() & wanted.keys()
+    if both and all(
+        saved[p].shape[1:] == wanted[p].shape != saved[p].shape for p in both
+    ):
+        return (
+            " Every array has one axis more than in the target: a state of pmap is to "
+            "be saved after flax.jax_utils.unreplicate."
+        )
+    return ""
 
 
 def _initial(path: Path, like: Any) -> np.ndarray:
@@ -183,14 +218,9 @@ def _initial(path: Path, like: Any) -> np.ndarray:
     return np.full(like.shape, path[-1] == "last_finite", like.dtype)
 
 
-def _without_value(leaves: Leaves, wanted: Iterable[Path]) -> Leaves:
+def _plain(path: Path) -> Path:
     """Removes what `nnx.State` adds to the path of each of its Variables."""
-    if any(path[-1] == "value" for path in wanted):
-        return leaves
-    return {
-        path[:-1] if path[-1] == "value" and len(path) > 1 else path: leaf
-        for path, leaf in leaves.items()
-    }
+    return path[:-1] if path[-1] == "value" and len(path) > 1 else path
 
 
 def _in_collections(path: Path, wanted: Iterable[Path]) -> Path:
@@ -198,7 +228,7 @@ def _in_collections(path: Path, wanted: Iterable[Path]) -> Path:
     fields = {other[0] for other in wanted}
     if path[0] in fields:
         return path
-    if path[0] == "variables" and path[1] in fields:
+    if path[0] == "variables" and path[1:2] and path[1] in fields:
         return path[1:]
     inside = any(other[:2] == ("variables", path[0]) for other in wanted)
     return ("variables", *path) if inside else path
@@ -206,28 +236,26 @@ def _in_collections(path: Path, wanted: Iterable[Path]) -> Path:
 
 def _updates(leaves: Leaves) -> np.ndarray:
     """Returns how many updates the optimizer had made."""
-    skipped = leaves.get(("opt_state", "total_notfinite"), 0)
-    return np.asarray(leaves.get(("step",), 0) - skipped, np.int32)
+    steps = leaves.get(("step",), np.int32(0))
+    skipped = leaves.get(("opt_state", "total_notfinite"), np.int32(0))
+    return np.maximum(steps - skipped, 0).astype(np.int32)
 
 
 def _convert(value: np.ndarray, like: Any) -> np.ndarray:
-    """Returns a value in the dtype of `like`, or as it is if that would change it."""
-    if is_key(like) or value.dtype == like.dtype:
+    """Returns a value in the dtype of `like`, or as it is if that would change it.
+
+    A Python float, which has more digits than JAX gives it, is rounded.
+    """
+    if is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUS":
         return value
-    with np.errstate(all="ignore"):
+    if value.shape == () and value.dtype == np.float64 and like.dtype == np.float32:
+        return value.astype(np.float32)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
         converted = value.astype(like.dtype)
-        back = converted.astype(value.dtype)
-    same = (back == value) | ((back != back) & (value != value))
+        # Back and forth alone, a number that wraps around comes back.
+        same = (converted.astype(value.dtype) == value) & (
+            (converted < 0) == (value < 0)
+        )
+        same |= (converted != converted) & (value != value)
     return converted if same.all() else value
-
-
-def _with_scaler(found: Leaves, tree: Mapping[Path, Any]) -> Leaves:
-    """Returns what was found, with a scaler that suits the target."""
-    field = str(_saved_scaler.field_of(tree))
-    target = {path[1]: leaf for path, leaf in tree.items() if path[0] == field}
-    if "min_scaler" not in target:
-        return found
-    saved = {path[1]: leaf for path, leaf in found.items() if path[0] == field}
-    scaler = _saved_scaler.resume(saved, target)
-    rest = {path: leaf for path, leaf in found.items() if path[0] != field}
-    return {(field, key): np.asarray(value) for key, value in scaler.items()} | rest

@@ -80,7 +80,14 @@ def renamed(leaves: Mapping[Path, T], rename: Mapping[str, str]) -> dict[Path, T
         names = changed
     result: dict[Path, T] = {}
     for path, leaf in leaves.items():
-        new = tuple(filter(None, names[path].split("/")))
+        # As it is where nothing changed: a name may have slashes of its own.
+        unchanged = names[path] == name_of(path)
+        new = path if unchanged else tuple(filter(None, names[path].split("/")))
+        if not new:
+            raise ValueError(
+                f"checkpoint.migrate: rename leaves nothing of {name_of(path)}; "
+                "expected a path. Correct the expressions."
+            )
         if new in result:
             raise ValueError(
                 f"checkpoint.migrate: rename gives two arrays the path {name_of(new)}, "

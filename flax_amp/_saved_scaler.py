@@ -19,6 +19,7 @@ from flax_amp._placement import is_concrete
 from flax_amp.scaler import Scaler, complete_scaler
 
 _OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
+_KEYS = set(complete_scaler({}))
 _TO_DYNAMIC_SCALE = {ours: theirs for theirs, ours in _OF_DYNAMIC_SCALE.items()}
 
 
@@ -28,10 +29,15 @@ def field_of(paths: Iterable[Path]) -> str | None:
     for path in paths:
         if len(path) == 2:
             fields.setdefault(path[0], set()).add(path[1])
-    for name, keys in fields.items():
-        if keys == set(_OF_DYNAMIC_SCALE) or {"scaler", "count"} <= keys:
-            return name
-    return None
+    if {"scaler", "count"} <= fields.get("scaler", set()):
+        return "scaler"
+    found = [name for name, keys in fields.items() if _is_scaler(keys)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_scaler(keys: set[str]) -> bool:
+    jaxamp = {"scaler", "count", "patience"} <= keys <= _KEYS
+    return jaxamp or keys == set(_OF_DYNAMIC_SCALE)
 
 
 def translate(paths: Iterable[Path], wanted: Iterable[Path]) -> dict[Path, Path | None]:
@@ -43,7 +49,7 @@ def translate(paths: Iterable[Path], wanted: Iterable[Path]) -> dict[Path, Path 
 
     Returns:
       For each path of the scaler in the checkpoint, its path in the target; `None` if
-      the target has no such thing.
+      the target has no such thing. Keys that nobody knows are left alone.
     """
     paths, wanted = list(paths), set(wanted)
     saved, ours = field_of(paths), field_of(wanted)
@@ -54,7 +60,8 @@ def translate(paths: Iterable[Path], wanted: Iterable[Path]) -> dict[Path, Path 
         key = _OF_DYNAMIC_SCALE.get(path[1], path[1])
         names = [key, _TO_DYNAMIC_SCALE.get(key, key)]
         found = [(ours, name) for name in names if ours and (ours, name) in wanted]
-        result[path] = found[0] if found else None
+        if found or key in _KEYS:
+            result[path] = found[0] if found else None
     return result
 
 
@@ -72,25 +79,59 @@ def to_take(saved: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Any, s
     return taken, f"the scaler is {was} on disk and {is_now} in the target"
 
 
-def completed(scaler: Mapping[str, Any]) -> Scaler:
-    """Returns a target's scaler, with defaults for what is abstract or was donated."""
-    return complete_scaler(_known(scaler))
+def suited(
+    found: Mapping[Path, np.ndarray],
+    saved: Mapping[Path, np.ndarray],
+    target: Mapping[Path, Any],
+) -> tuple[dict[Path, np.ndarray], set[Path]]:
+    """Puts the scaler to go on with among the arrays for a target.
+
+    Args:
+      found: the arrays for the target, by path; the scaler as it was saved.
+      saved: the arrays on disk.
+      target: the leaves of the target.
+
+    Returns:
+      `found` with that scaler, and the paths of the target's that stays instead.
+    """
+    field, source = field_of(target), field_of(saved)
+    if field is None:
+        return dict(found), set()
+    paths = {path for path in target if path[0] == field}
+    rest = {path: leaf for path, leaf in found.items() if path not in paths}
+    taken = {path[1]: leaf for path, leaf in found.items() if path in paths}
+    if any(leaf.shape != () for leaf in taken.values()):
+        return dict(found), set()  # of several devices: it will not fit
+    if (field, "min_scaler") not in target:
+        own = {path[1]: leaf for path, leaf in saved.items() if path[0] == source}
+        if not taken or _kind(own) == "static":
+            return rest, paths
+        return dict(found), set()
+    scaler = _resumed(taken, {path[1]: target[path] for path in paths})
+    return rest | {(field, k): np.asarray(x) for k, x in scaler.items()}, set()
 
 
-def resume(saved: Mapping[str, Any], target: Mapping[str, Any]) -> Scaler:
+def _resumed(saved: Mapping[str, Any], target: Mapping[str, Any]) -> Scaler:
     """Returns the scaler to go on with, whoever saved it.
 
-    The scale is brought within its limits, which others do not have: jaxamp's grows to
-    infinity.
+    A scale that was saved is brought within its limits, which others do not have:
+    jaxamp's grows to infinity.
     """
     taken, _ = to_take(saved, target)
     fresh = completed(target)
     scaler = complete_scaler(fresh | taken)
+    if "scaler" not in taken:
+        return scaler
     scale = np.asarray(scaler["scaler"])
     if np.isnan(scale):
         scale = np.asarray(fresh["scaler"])
     low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
     return scaler | {"scaler": jnp.asarray(np.clip(scale, low, high))}
+
+
+def completed(scaler: Mapping[str, Any]) -> Scaler:
+    """Returns a target's scaler, with defaults for what is abstract or was donated."""
+    return complete_scaler(_known(scaler))
 
 
 def _known(scaler: Mapping[str, Any]) -> dict[str, Any]:

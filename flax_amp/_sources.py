@@ -1,17 +1,15 @@
 """Every kind of checkpoint that a Flax program leaves behind, as a flat dict of arrays.
 
-    run/            directory of an `orbax.checkpoint.CheckpointManager`
-      300/default/    a state; `migrate` takes an item of another name too
-    model/          what `StandardCheckpointer.save` or `PyTreeCheckpointer.save` wrote
-    checkpoint_300  of `flax.training.checkpoints`: a file of msgpack, or a directory
-    any tree        what else can be read into memory
+    run/300/default  of an `orbax.checkpoint.CheckpointManager`, under whatever name
+    model/           what `StandardCheckpointer.save` or `PyTreeCheckpointer.save` wrote
+    checkpoint_300   of `flax.training.checkpoints`: a file of msgpack, or a directory
+    bytes, any tree  of `flax.serialization`, and what else can be read into memory
 
 Paths are those of Orbax: names of dict keys and fields, numbers of list items.
 """
 
 import os
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import serialization
 
-from flax_amp._integrity import CorruptCheckpointError, check_arrays
+from flax_amp._integrity import Record, check_arrays, unreadable
 from flax_amp._layout import Path, is_key
 from flax_amp._steps import (
     ITEM,
@@ -32,20 +30,20 @@ from flax_amp._steps import (
     finish_saving,
     newest_intact,
     open_reader,
-    reason_of,
 )
 
 PyTree = Any
+Leaves = dict[Path, np.ndarray]
 
 _TREE_FILE = "_METADATA"  # Orbax describes the arrays of a tree in it
-_LEGACY = re.compile(r"checkpoint_(\d+)")
+_STEP = re.compile(r"(?:.*_)?(\d+)")  # 300, 00000300, checkpoint_300, ckpt_300
 
 
 class Source(NamedTuple):
     """What a checkpoint holds, as NumPy arrays; of a typed key, its data."""
 
     name: str
-    leaves: dict[Path, np.ndarray]
+    leaves: Leaves
 
 
 def read(source: Any, step: int | None, stacklevel: int) -> Source:
@@ -58,11 +56,14 @@ def read(source: Any, step: int | None, stacklevel: int) -> Source:
 
     Raises:
       FileNotFoundError: if there is no such checkpoint.
+      TypeError: if `source` is nothing of the kind.
       ValueError: if there is one, but none of these kinds, or a newer version wrote it.
       CorruptCheckpointError: if it is damaged.
     """
+    if isinstance(source, bytes):
+        source = _read_msgpack(source)
     if not isinstance(source, str | os.PathLike | ocp.CheckpointManager):
-        return Source("the tree", _flat(source))
+        return Source("the tree", _only(step, "a tree", _of_tree(source)))
     path = finish_saving(source)
     if not path.exists():
         raise FileNotFoundError(
@@ -70,31 +71,44 @@ def read(source: Any, step: int | None, stacklevel: int) -> Source:
             "Orbax or Flax saved to. Check the path."
         )
     if path.is_file():
-        return Source(str(path), _flat(_read_msgpack(path)))
-    if (path / _TREE_FILE).exists():
-        return Source(str(path), _flat(read_on_host(path)))
-    steps, attempt = _steps_in(path, step)
+        return Source(str(path), _only(step, "one file", _read_entry(path)))
+    folders = _steps_in(path)
+    if not folders:
+        return Source(str(path), _only(step, "one tree", _read_entry(path)))
+    steps = candidates(folders, path, step)
 
     def read_step(number: int) -> Source:
-        read = agreed(lambda: _flat(attempt(number)))
-        return Source(f"step {number} in {path}", read)
+        name = f"step {number} in {path}"
+        return Source(name, agreed(lambda: _read_step(path, folders[number])))
 
     return newest_intact(steps, read_step, path, stacklevel + 1)
 
 
-def read_on_host(folder: epath.Path, tree: PyTree = None) -> dict[str, Any]:
-    """Reads arrays as NumPy arrays, whatever devices they were saved from.
+def _only(step: int | None, what: str, leaves: Leaves) -> Leaves:
+    if step is not None:
+        raise ValueError(
+            f"checkpoint: step={step} of {what}; expected a directory with several "
+            "steps. Leave step out."
+        )
+    return leaves
+
+
+def arrays_on_host(folder: epath.Path, tree: PyTree = None) -> Leaves:
+    """Reads arrays as NumPy arrays by path, whatever devices they were saved from.
 
     Args:
       folder: an item that Orbax saved.
       tree: the metadata of its arrays, if they have been read already.
 
     Raises:
-      CorruptCheckpointError: if they cannot be read.
+      CorruptCheckpointError: if they are damaged.
+      OSError: if they cannot be read for another reason.
     """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def how(leaf: Any) -> ocp.RestoreArgs:
+        if not hasattr(leaf, "dtype"):  # a string
+            return ocp.RestoreArgs()
         if is_key(leaf):
             return ocp.ArrayRestoreArgs(sharding=here)
         return ocp.RestoreArgs(restore_type=np.ndarray)
@@ -104,62 +118,86 @@ def read_on_host(folder: epath.Path, tree: PyTree = None) -> dict[str, Any]:
         with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
             if tree is None:
                 tree = checkpointer.metadata(folder).item_metadata.tree
-            return checkpointer.restore(folder, restore_args=jax.tree.map(how, tree))
+            how_each = jax.tree.map(how, tree)
+            return _flat(checkpointer.restore(folder, restore_args=how_each))
     except Exception as error:  # Orbax raises whatever its parts raise
-        raise CorruptCheckpointError(reason_of(error)) from error
+        raise unreadable(error) from error
 
 
-def _steps_in(
-    path: epath.Path, step: int | None
-) -> tuple[list[int], Callable[[int], PyTree]]:
-    """Returns the steps in a directory to try, and how to read one of them."""
-    names = {child.name for child in path.iterdir()}
-    if legacy := {int(m[1]): m[0] for m in map(_LEGACY.fullmatch, names) if m}:
-        steps = candidates(legacy, path, step)
-        return steps, lambda number: _read_legacy(path / legacy[number])
-    if not any(map(str.isdecimal, names)):
-        raise ValueError(
-            f"checkpoint: {path} holds {sorted(names)[:8]}; expected steps such as "
-            "'300' or 'checkpoint_300', or a tree that Orbax saved. Pass the directory "
-            "that was given to the library that saved it, and step= to choose one."
-        )
-    with open_reader(path) as reader:
-        steps = candidates(reader.all_steps(), path, step)
-    return steps, lambda number: _read_step(path, number)
+def intact_on_host(folder: epath.Path, tree: PyTree, record: Record | None) -> Leaves:
+    """Reads arrays as NumPy arrays by path, and holds them against their digests.
 
-
-def _read_step(path: epath.Path, step: int) -> PyTree:
-    folder = path / str(step)
-    items = {child.name for child in folder.iterdir() if child.is_dir()} - {METRICS}
-    if ITEM not in items and items:
-        trees = sorted(x for x in items if (folder / x / _TREE_FILE).exists())
-        if len(trees) != 1:
-            raise ValueError(
-                f"checkpoint: step {step} in {path} holds the items {sorted(items)}; "
-                f"expected one that is a tree of arrays. Pass the directory of the one "
-                "to take."
-            )
-        return read_on_host(folder / trees[0])
-    with open_reader(path) as reader:
-        tree, record = describe(reader, path, step)
-    read = read_on_host(folder / ITEM, tree)
+    Raises:
+      CorruptCheckpointError: if they are damaged.
+      OSError: if they cannot be read for another reason.
+    """
+    read = arrays_on_host(folder, tree)
     if record is not None:
         check_arrays(record, read)
     return read
 
 
-def _read_legacy(path: epath.Path) -> PyTree:
-    return _read_msgpack(path) if path.is_file() else read_on_host(path)
+def _steps_in(path: epath.Path) -> dict[int, str]:
+    """Returns the name of each step in a directory; empty if it is a tree itself."""
+    if _is_tree(path):
+        return {}
+    found = {child.name: _STEP.fullmatch(child.name) for child in path.iterdir()}
+    return {int(match[1]): name for name, match in found.items() if match}
 
 
-def _read_msgpack(path: epath.Path) -> PyTree:
+def _read_step(path: epath.Path, name: str) -> Leaves:
+    if name.isdecimal() and str(int(name)) == name and (path / name).is_dir():
+        items = {child.name for child in (path / name).iterdir()} - {METRICS}
+        if ITEM in items or not items:
+            with open_reader(path) as reader:
+                tree, record = describe(reader, path, int(name))
+            return intact_on_host(path / name / ITEM, tree, record)
+    return _read_entry(path / name)
+
+
+def _read_entry(path: epath.Path) -> Leaves:
+    """Reads a file of msgpack, a tree of Orbax, or the only tree in a directory."""
+    if path.is_file():
+        return _flat(_read_msgpack(path.read_bytes()))
+    if _is_tree(path):
+        return arrays_on_host(path)
+    inside = sorted(child.name for child in path.iterdir() if _is_tree(child))
+    if len(inside) == 1:
+        return arrays_on_host(path / inside[0])
+    what = f"the trees {inside}" if inside else f"{_names(path)}, but no tree"
+    raise ValueError(
+        f"checkpoint: {path} holds {what}; expected steps such as '300' or "
+        "'checkpoint_300', or one tree that Orbax saved. Pass the directory that was "
+        "given to the library that saved it, or that of the tree to take."
+    )
+
+
+def _is_tree(path: epath.Path) -> bool:
+    return (path / _TREE_FILE).exists()
+
+
+def _names(path: epath.Path) -> list[str]:
+    return sorted(child.name for child in path.iterdir())[:8]
+
+
+def _read_msgpack(content: bytes) -> PyTree:
     try:
-        return serialization.msgpack_restore(path.read_bytes())
+        return serialization.msgpack_restore(content)
     except Exception as error:  # msgpack's own, and whatever arrays make of bytes
-        raise CorruptCheckpointError(f"{path.name}: {reason_of(error)}") from error
+        raise unreadable(error) from error
 
 
-def _flat(tree: PyTree) -> dict[Path, np.ndarray]:
+def _of_tree(tree: PyTree) -> Leaves:
+    leaves = _flat(tree)
+    if not leaves or any(not path or x.dtype == object for path, x in leaves.items()):
+        raise TypeError(
+            f"checkpoint: cannot read a {type(tree).__name__}; expected a path, a "
+            "manager, or a tree of arrays such as a TrainState or a dict."
+        )
+    return leaves
+
+
+def _flat(tree: PyTree) -> Leaves:
     flat = ocp.tree.to_flat_dict(tree)
     return {tuple(map(str, path)): _as_numpy(leaf) for path, leaf in flat.items()}
 

@@ -19,6 +19,7 @@ from flax_amp._integrity import (
     Record,
     check_layout,
     read_record,
+    unreadable,
 )
 from flax_amp._layout import layout_of
 
@@ -88,6 +89,7 @@ def newest_intact(
             damaged.append(f"step {step} is damaged: {error}")
             known_damaged(directory).add(step)
             continue
+        known_damaged(directory).discard(step)
         if damaged:
             warnings.warn(
                 f"checkpoint: {directory}: {'; '.join(damaged)}. Restored step {step} "
@@ -166,19 +168,10 @@ def describe(
         metadata = reader.metadata(step)
         tree = getattr(metadata.item_metadata, "tree", None)
     except Exception as error:  # whatever a damaged file makes of Orbax
-        raise CorruptCheckpointError(reason_of(error)) from error
+        raise unreadable(error) from error
     record = read_record(metadata.custom_metadata, f"step {step} in {directory}")
     if not isinstance(tree, Mapping):
         raise CorruptCheckpointError("the description of its arrays cannot be read")
     if record is not None:
         check_layout(record, layout_of(tree))
     return dict(tree), record
-
-
-def reason_of(error: BaseException) -> str:
-    """Returns what lies at the root of an error of Orbax, in one line, not too long."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"

@@ -6,7 +6,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from flax_amp._integrity import CorruptCheckpointError, check_arrays
-from flax_amp._sources import read_on_host
+from flax_amp._sources import arrays_on_host
 from flax_amp._steps import ITEM, describe, finish_saving, open_reader
 
 
@@ -69,12 +69,12 @@ def _report(
     has_digests, scaler = False, {}
     try:
         tree, record = describe(reader, directory, step)
-        read = read_on_host(folder / ITEM, tree)
-        scaler = {k: float(v) for k, v in sorted(read.get("scaler", {}).items())}
+        read = arrays_on_host(folder / ITEM, tree)
+        scaler = {p[1]: float(x) for p, x in sorted(read.items()) if p[0] == "scaler"}
         if record is not None:
             has_digests = True
             check_arrays(record, read)
-    except (CorruptCheckpointError, ValueError) as error:
+    except (CorruptCheckpointError, OSError, ValueError) as error:
         return StepReport(step, size, str(error), has_digests, scaler)
     return StepReport(step, size, "", has_digests, scaler)
 

@@ -12,7 +12,6 @@ Sharp edges:
   Checkpoints that plain Orbax calls wrote have no digests and are taken as they are.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -25,17 +24,26 @@ from flax_amp import _saved_scaler, _tree
 from flax_amp._integrity import (
     KEY,
     CheckpointWarning,
-    CorruptCheckpointError,
     Record,
     check_arrays,
     record_of,
+    unreadable,
 )
-from flax_amp._layout import Layout, differences, layout_of, name_of
+from flax_amp._integrity import CorruptCheckpointError as CorruptCheckpointError
+from flax_amp._layout import Layout, Path, differences, layout_of, leaf_of, name_of
 from flax_amp._manager import CheckpointSaveError as CheckpointSaveError
 from flax_amp._manager import Manager, save_error
 from flax_amp._manager import manager as manager
 from flax_amp._migrate import migrate as migrate
-from flax_amp._placement import abstract, commit_like
+from flax_amp._placement import (
+    abstract,
+    commit_like,
+    indivisible,
+    place,
+    rebuilt,
+    samples,
+)
+from flax_amp._sources import intact_on_host
 from flax_amp._steps import (
     ITEM,
     agreed,
@@ -45,7 +53,6 @@ from flax_amp._steps import (
     finish_saving,
     newest_intact,
     open_reader,
-    reason_of,
 )
 from flax_amp._verify import StepReport as StepReport
 from flax_amp._verify import verify as verify
@@ -121,7 +128,7 @@ def save(
     if not force and not manager.should_save(step):
         return False
     if isinstance(manager, Manager):
-        manager.lock()
+        manager.begin(step)
     try:
         return manager.save(
             step,
@@ -165,6 +172,7 @@ def restore(
       ValueError: if it does not fit; every path that differs is listed. Also if a newer
         version of flax_amp wrote it.
       CorruptCheckpointError: if the step, or every step, was damaged on disk.
+      OSError: if its files cannot be read for another reason.
     """
     if not isinstance(target, AmpTrainState):
         raise TypeError(
@@ -188,60 +196,65 @@ def _restore_step(
     target: AmpTrainState,
 ) -> AmpTrainState:
     where = f"step {step} in {directory}"
-    read, record, unknown = agreed(
-        lambda: _read_step(reader, directory, step, target, where)
-    )
+    wanted = samples(target, "checkpoint.restore")
+    read, record = agreed(lambda: _read_step(reader, directory, step, wanted))
     if record is not None:
         check_arrays(record, read)
-    saved = read.get("scaler", {})
-    known = {key: value for key, value in saved.items() if key not in unknown}
-    taken, remark = _saved_scaler.to_take(known, target.scaler)
-    read["scaler"] = _saved_scaler.completed(target.scaler) | taken
-    if unknown:
+    likes = ocp.tree.to_flat_dict(target)
+    values = {
+        path: commit_like(read[path], likes[path]) for path in read if path in likes
+    }
+
+    saved = {path[1]: leaf for path, leaf in read.items() if path[0] == "scaler"}
+    known = set(complete_scaler({}))
+    if unknown := sorted(saved.keys() - known):
         _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
+    saved = {
+        key: values.get(("scaler", key), saved[key]) for key in saved.keys() & known
+    }
+    taken, remark = _saved_scaler.to_take(saved, target.scaler)
     if remark:
         _warn(f"{where}: {remark}; the target's is used.")
-    like = {name: getattr(target, name) for name in read}
-    return target.replace(**jax.tree.map(commit_like, read, like))
+    scaler = _saved_scaler.completed(target.scaler) | taken
+    return rebuilt(target, values).replace(scaler=scaler)
 
 
 def _read_step(
     reader: ocp.CheckpointManager,
     directory: epath.Path,
     step: int,
-    target: AmpTrainState,
-    where: str,
-) -> tuple[dict[str, Any], Record | None, list[str]]:
-    """Returns the fields of a state, their record, and what is not to be used of them.
+    wanted: Mapping[Path, Any],
+) -> tuple[dict[Path, Any], Record | None]:
+    """Returns the arrays of a step by path, where the target has them.
 
     Each process reads for itself.
     """
+    where = f"step {step} in {directory}"
     tree, record = describe(reader, directory, step)
-    unknown = sorted(set(tree.get("scaler", {})) - set(complete_scaler({})))
-    _check_fit(layout_of(tree), target, where, unknown)
-    wanted = {
-        field.name: jax.tree.map(abstract, getattr(target, field.name))
-        for field in _tree_fields(target)
-        if field.name in tree
-    }
-    if "scaler" in wanted:
-        # What is unknown is read all the same: Orbax wants all of a dict or nothing.
-        ours = wanted["scaler"]
-        wanted["scaler"] = {
-            key: ours.get(
-                key, ours["scaler"].update(shape=leaf.shape, dtype=leaf.dtype)
-            )
-            for key, leaf in tree["scaler"].items()
-        }
+    _check_fit(layout_of(tree), wanted, where)
+    # In the structure that is on disk: an empty dict or a list more is no difference.
+    leaves, structure = jax.tree.flatten(tree)
+    paths = list(ocp.tree.to_flat_dict(tree))
+    asked = [
+        abstract(wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    folder = directory / str(step) / ITEM
+    arguments = ocp.args.StandardRestore(jax.tree.unflatten(structure, asked))
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone())
     try:
         with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
-            read = checkpointer.restore(
-                directory / str(step) / ITEM, args=ocp.args.StandardRestore(wanted)
-            )
+            read = checkpointer.restore(folder, args=arguments)
     except Exception as error:  # Orbax raises whatever its parts raise
-        raise CorruptCheckpointError(reason_of(error)) from error
-    return read, record, unknown
+        if isinstance(unreadable(error), OSError):
+            raise unreadable(error) from error
+        # The arrays may be intact although what is beside them is not.
+        values = intact_on_host(folder, tree, record)
+        likes = dict(zip(paths, asked, strict=True))
+        return {
+            path: place(value, likes[path]) for path, value in values.items()
+        }, record
+    return dict(zip(paths, jax.tree.leaves(read), strict=True)), record
 
 
 def _warn(text: str) -> None:
@@ -273,20 +286,14 @@ def _unsaveable(leaf: Any) -> str:
     return "" if leaf.size else f"empty, its shape is {leaf.shape}"
 
 
-def _tree_fields(state: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(state) if f.metadata.get("pytree_node", True)]
-
-
-def _check_fit(
-    on_disk: Layout, target: AmpTrainState, where: str, dropped: list[str]
-) -> None:
+def _check_fit(on_disk: Layout, wanted: Mapping[Path, Any], where: str) -> None:
     """Raises one ValueError that lists all that differs, with both sides."""
-    wanted = layout_of(target)
+    layout = {path: leaf_of(leaf) for path, leaf in wanted.items()}
     # A scaler may lack keys that are new, and have some that are newer still.
-    wanted = {p: x for p, x in wanted.items() if p[0] != "scaler" or p in on_disk}
-    gone = {("scaler", key) for key in dropped}
-    on_disk = {p: x for p, x in on_disk.items() if p not in gone}
-    if problems := differences(on_disk, wanted):
+    layout = {p: x for p, x in layout.items() if p[0] != "scaler" or p in on_disk}
+    on_disk = {p: x for p, x in on_disk.items() if p[0] != "scaler" or p in layout}
+    problems = differences(on_disk, layout) + indivisible(wanted)
+    if problems:
         raise ValueError(
             f"checkpoint.restore: {where} does not fit the target:\n  "
             + "\n  ".join(problems)

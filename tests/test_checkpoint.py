@@ -329,6 +329,53 @@ def test_a_wrong_mode_is_named(tmp_path):
         checkpoint.manager(tmp_path, best_mode="best")
 
 
+@pytest.mark.parametrize(
+    "options", [{"step_prefix": "ckpt"}, {"step_format_fixed_length": 8}]
+)
+def test_other_names_of_steps_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="expected steps under their plain numbers"):
+        checkpoint.manager(tmp_path, **options)
+
+
+def pair(params):
+    return small(params, optax.adam(0.1)), small(params, optax.adamw(0.1))
+
+
+def test_what_holds_no_array_is_no_difference(tmp_path):
+    """A stateless part of the optimizer, a list for a tuple, an empty collection."""
+    params = {"layers": [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}], "none": None}
+    adam, adamw = pair(params)
+    adam = adam.replace(variables={"empty": {}})
+    save(tmp_path, adam)
+    as_dicts = {"layers": {str(i): x for i, x in enumerate(params["layers"])}}
+    for target in (adamw, small(as_dicts, optax.adamw(0.1))):
+        restored = checkpoint.restore(tmp_path, target)
+        assert jax.tree.leaves(restored.params)[0].tolist() == [1, 1]
+        assert jax.tree.structure(restored) == jax.tree.structure(target)
+
+
+def test_numpy_arrays_and_numbers_come_back(tmp_path):
+    state = small(cls=ExtraState, extra={})
+    state = state.replace(extra={"i": np.arange(3), "f": np.float64(0.1)})
+    save(tmp_path, state)
+    restored = checkpoint.restore(tmp_path, state)
+    assert restored.extra["i"].dtype == np.int64
+    assert float(restored.extra["f"]) == 0.1
+    assert not changed(state, restored)
+    assert not checkpoint.verify(tmp_path)[0].problem
+    assert checkpoint.restore(tmp_path, state.replace(step=0)).step == 0
+
+
+def test_shardings_that_do_not_fit_are_named(tmp_path, mesh):
+    save(tmp_path, small())
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    target = jax.eval_shape(small)
+    w = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=split)
+    target = target.replace(params=target.params | {"w": w})
+    with pytest.raises(ValueError, match=r"params/w: \[3\] not to be split by Named"):
+        checkpoint.restore(tmp_path, target)
+
+
 WRITER = """
 import sys
 import optax, jax.numpy as jnp

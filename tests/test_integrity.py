@@ -203,6 +203,39 @@ def test_migrate_passes_over_damage(steps):
     assert not changed(make_state(1).params, params)
 
 
+OUTAGES = [
+    OSError(24, "Too many open files"),
+    PermissionError(13, "Permission denied"),
+    MemoryError("no memory"),
+    ValueError("UNAVAILABLE: connection lost"),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
+def test_an_outage_is_not_taken_for_damage(steps, error, monkeypatch):
+    """No other step is restored, and none is set aside."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.Checkpointer, "restore", fail)
+        for read in (checkpoint.restore, checkpoint.migrate):
+            with pytest.raises(OSError, match="may be intact all the same"):
+                read(steps, make_state())
+    with checkpoint.manager(steps) as manager:
+        assert checkpoint.save(manager, make_state(3), {"loss": 1.0})
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_arrays_that_are_intact_are_used_whatever_lies_beside_them(steps):
+    delete(steps / "2/default/_sharding")
+    truncate(next((steps / "2/default").rglob("array_metadatas/*")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", checkpoint.CheckpointWarning)
+        assert not changed(make_state(2), checkpoint.restore(steps, make_state()))
+
+
 def test_the_warning_says_what_and_what_instead(steps):
     shutil.rmtree(steps / "2/default")
     with pytest.warns(

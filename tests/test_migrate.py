@@ -406,7 +406,7 @@ def test_linen_and_nnx(tmp_path):
         tmp_path,
         nnx_state(),
         rename=TO_NNX,
-        exclude="variables/dropout",
+        exclude=["rngs", "variables/dropout"],
     )
     x = make_batch()["x"]
     model = state.merge_model()
@@ -508,6 +508,24 @@ def test_a_plain_state_reads_an_amp_checkpoint_with_orbax_alone(tmp_path):
     assert_identical(tuple(state.opt_state), tuple(saved.opt_state))
 
 
+# Out into NNX
+
+
+def test_into_the_state_of_a_module():
+    """`nnx.state`, whose paths end with `value`."""
+    state = run_nnx(2)
+    params = nnx.state(NnxNet(nnx.Rngs(5)), nnx.Param)
+    params = checkpoint.migrate(state, {"params": params}, include="params")["params"]
+    assert_identical(nnx.to_pure_dict(params), state.params)
+
+
+def run_nnx(steps):
+    step, state = make_train_step(nnx_loss, has_aux=True), nnx_state()
+    for i in range(steps):
+        state, _ = step(state, make_batch(i))
+    return state
+
+
 # Where arrays lie
 
 
@@ -548,6 +566,129 @@ def test_numbers_and_numpy_arrays_stay_such(tmp_path):
         k: type(v) for k, v in target.items()
     }
     assert_identical(state, tree)
+
+
+# What must not happen in silence
+
+
+@pytest.mark.parametrize(
+    "value, dtype",
+    [
+        (np.int32(-1), jnp.uint32),
+        (np.int8(-1), jnp.uint8),
+        (np.uint32(4_000_000_000), jnp.int32),
+        (np.float32(0.5), jnp.int32),
+        (np.float32(1e30), jnp.float16),
+        (np.arange(3) / 7, jnp.float32),
+    ],
+)
+def test_no_value_is_changed(value, dtype):
+    target = {"x": jnp.zeros(np.shape(value), dtype)}
+    with pytest.raises(ValueError, match=r"x: \w+\[3?\] on disk, \w+\[3?\] in the"):
+        checkpoint.migrate({"x": value}, target)
+
+
+@pytest.mark.parametrize(
+    "value, dtype",
+    [
+        (np.int64(3), jnp.int32),
+        (np.float32([1, np.nan, -0.0]), jnp.bfloat16),
+        (0.1, jnp.float32),  # a Python number
+        (3, jnp.float32),
+    ],
+)
+def test_values_that_stay_the_same_are_cast(value, dtype):
+    target = {"x": jnp.zeros(np.shape(value), dtype)}
+    found = checkpoint.migrate({"x": value}, target)["x"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(
+        np.asarray(found, np.float32), np.asarray(value, np.float32)
+    )
+
+
+def test_a_static_scale_does_not_go_out():
+    """A float16 run elsewhere would begin unscaled."""
+    state = linen_state(scaler=no_scaler())
+    target = image_state(dynamic_scale=DynamicScale())
+    out = checkpoint.migrate(state, target)
+    assert out.dynamic_scale == target.dynamic_scale
+
+
+def test_two_things_in_one_place_are_an_error(image):
+    tree = {"batch_stats": image.batch_stats, "variables": {"batch_stats": {}}}
+    tree["variables"]["batch_stats"] = image.batch_stats
+    with pytest.raises(ValueError, match="would both be variables/batch_stats/.*mean"):
+        checkpoint.migrate(tree, linen_state(), include="variables")
+
+
+def test_statistics_are_no_scaler():
+    observed = {"scaler": jnp.ones(()), "count": jnp.ones(()), "mean": jnp.ones(())}
+    tree = {"params": {"w": jnp.ones(2)}, "observed": observed}
+    target = AmpTrainState.create(params={"w": jnp.zeros(2)}, tx=optax.sgd(1))
+    with pytest.raises(
+        ValueError, match="observed/mean: .* on disk, not in the target"
+    ):
+        checkpoint.migrate(tree, target)
+
+
+def test_random_keys_have_a_place_or_are_named():
+    tree = {"step": 1, "params": {"w": jnp.ones(2)}, "rngs": {"a": jax.random.key(0)}}
+    target = AmpTrainState.create(params={"w": jnp.zeros(2)}, tx=optax.sgd(1))
+    with pytest.raises(ValueError, match="rngs/a: .* on disk, not in the target"):
+        checkpoint.migrate(tree, target)
+    assert int(checkpoint.migrate(tree, target, exclude="rngs").step) == 1
+
+
+def test_errors_tell_the_names_on_disk(image):
+    target = linen_state(tx=optax.chain(optax.sgd(0.1), optimizer()))
+    message = "opt_state/inner_state/1/0/count: .* on disk as opt_state/1/0/count, not"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.migrate(image, target)
+    state = checkpoint.migrate(
+        image,
+        target,
+        rename={"opt_state/1/0": "opt_state/1/1/0", "opt_state/1/2": "opt_state/1/1/2"},
+    )
+    assert_identical(state.opt_state.inner_state[1], image.opt_state)
+
+
+def test_names_with_slashes():
+    """As Haiku has them."""
+    tree = {"params": {"linear/~/w": jnp.ones(2)}}
+    target = {"params": {"linear/~/w": jnp.zeros(2)}}
+    assert_identical(checkpoint.migrate(tree, target), tree)
+
+
+def test_strings_are_named_and_can_be_left_out(tmp_path):
+    tree = {"model": {"w": jnp.ones(2)}, "config": {"name": "dense"}}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", tree)
+    target = {"model": {"w": jnp.zeros(2)}}
+    for source in (tmp_path / "x", tree):
+        with pytest.raises(
+            ValueError, match="config/name: .* on disk, not in the targ"
+        ):
+            checkpoint.migrate(source, target)
+        found = checkpoint.migrate(source, target, exclude="config")
+        assert_identical(found["model"], tree["model"])
+
+
+def test_replicated_states_are_told(image):
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), image)
+    with pytest.raises(ValueError, match=r"flax.jax_utils.unreplicate"):
+        checkpoint.migrate(twice, linen_state())
+
+
+@pytest.mark.parametrize(
+    "options", [{"step_prefix": "ckpt"}, {"step_format_fixed_length": 8}]
+)
+def test_steps_of_other_names(image, tmp_path, options):
+    with ocp.CheckpointManager(
+        tmp_path, options=ocp.CheckpointManagerOptions(**options)
+    ) as manager:
+        manager.save(7, args=ocp.args.StandardSave(image))
+    state = checkpoint.migrate(tmp_path, linen_state(), step=7)
+    assert_identical(state.params, image.params)
 
 
 # Errors
@@ -624,25 +765,41 @@ def test_sources_that_are_none_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         checkpoint.migrate(tmp_path / "nowhere", target)
     (tmp_path / "notes").mkdir()
-    with pytest.raises(ValueError, match=r"holds \['notes'\]; expected steps such as"):
+    with pytest.raises(
+        ValueError, match=r"holds \['notes'\], but no tree; expected steps"
+    ):
         checkpoint.migrate(tmp_path, target)
     by_manager(tmp_path / "run", target)
-    with pytest.raises(ValueError, match="holds .*'default'.*; expected steps such as"):
-        checkpoint.migrate(tmp_path / "run/3", target)
+    assert not changed(target, checkpoint.migrate(tmp_path / "run/3", target))
     with pytest.raises(FileNotFoundError, match=r"holds the steps \[3\]"):
         checkpoint.migrate(tmp_path / "run", target, step=4)
     (tmp_path / "bytes").write_bytes(serialization.to_bytes({"a": np.ones(9)})[:20])
-    with pytest.raises(checkpoint.CorruptCheckpointError, match="bytes: "):
+    with pytest.raises(checkpoint.CorruptCheckpointError, match="Unpack failed"):
         checkpoint.migrate(tmp_path / "bytes", target)
+
+
+def test_sources_of_a_wrong_kind_are_named(tmp_path):
+    for source in (3, None, object(), {}):
+        with pytest.raises(
+            TypeError, match="cannot read a .*; expected a path, a manager"
+        ):
+            checkpoint.migrate(source, linen_state())
+    for source in ({"step": 1}, by_standard_checkpointer(tmp_path, {"step": 1})):
+        with pytest.raises(ValueError, match="step=2 of .*; expected a directory with"):
+            checkpoint.migrate(source, linen_state(), step=2)
+    with pytest.raises(TypeError, match="the whole of the target is a"):
+        checkpoint.migrate({"step": 1}, "target")
+    with pytest.raises(ValueError, match="rename leaves nothing of step"):
+        checkpoint.migrate({"step": 1}, linen_state(), rename={"step": ""})
 
 
 def test_several_items_are_named(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         tree = ocp.args.StandardSave({"w": jnp.ones(2)})
         manager.save(1, args=ocp.args.Composite(model=tree, ema=tree))
-    with pytest.raises(ValueError, match=r"holds the items \['ema', 'model'\]") as e:
+    with pytest.raises(ValueError, match=r"holds the trees \['ema', 'model'\]") as e:
         checkpoint.migrate(tmp_path, linen_state())
-    assert "Pass the directory of the one to take" in str(e.value)
+    assert "or that of the tree to take" in str(e.value)
     target = {"w": jnp.zeros(2)}
     state = checkpoint.migrate(tmp_path / "1" / "ema", target)
     assert_identical(state, {"w": jnp.ones(2)})
