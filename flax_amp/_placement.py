@@ -22,7 +22,7 @@ def samples(target: Any, where: str) -> dict[Path, Any]:
     found = {}
     for path, leaf in ocp.tree.to_flat_dict(target).items():
         if isinstance(leaf, bool | int | float | complex):
-            leaf = np.asarray(leaf)
+            leaf = np.asarray(jnp.asarray(leaf))
         if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
                 f"{where}: {name_of(path) or 'the whole'} of the target is a "
