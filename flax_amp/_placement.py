@@ -21,7 +21,7 @@ def samples(target: Any, where: str) -> dict[Path, Any]:
     """
     found = {}
     for path, leaf in ocp.tree.to_flat_dict(target).items():
-        if isinstance(leaf, bool | int | float | complex):
+        if type(leaf) in (bool, int, float, complex):  # np.float64 is a float, too
             leaf = np.asarray(jnp.asarray(leaf))
         if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
