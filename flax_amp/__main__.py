@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import jax
 from absl import logging
 
 from flax_amp import checkpoint
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checkpoint(directory: str) -> int:
+    # Beside a run that has all of the accelerator.
+    jax.config.update("jax_platforms", "cpu")
     try:
         reports = checkpoint.verify(directory)
     except FileNotFoundError as error:

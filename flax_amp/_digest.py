@@ -9,10 +9,11 @@ with collectives that are dispatched one after the other may wait for each other
 ever where several processes run them.
 
 Each 32-bit word is mixed with its place by a bijection, and the mixed words are added
-up modulo 2**32, plainly and weighted with their places. A change of one word changes
-its summand, and so the sum, with certainty; other changes go unseen with a probability
-of about 2**-60. It guards against broken disks, not against malice. The mixing step is
-the finalizer of MurmurHash3 (Appleby, 2011).
+up modulo 2**32; so are those words mixed once more. A change of one word changes its
+summand, and so the sum, with certainty; other changes go unseen with a probability of
+about 2**-64, but for words that change places over a distance of a multiple of 2**32.
+It guards against broken disks, not against malice. The mixing step is the finalizer of
+MurmurHash3 (Appleby, 2011).
 """
 
 import math
@@ -26,6 +27,7 @@ from jax.experimental import multihost_utils
 PyTree = Any
 
 _ODD = 0x9E3779B1  # spreads the places; odd, so one to one
+_AGAIN = 0x85157AF5  # before the second mixing, for it not to be the first one
 _NOTHING = np.zeros(2, np.uint32)
 
 
@@ -69,7 +71,7 @@ def _as_data(leaf: Any) -> Any:
         return jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array):
         leaf = np.asarray(leaf)
-    if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize == 8:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize >= 8:
         # JAX would take half of the bits away.
         return np.ascontiguousarray(leaf)[..., None].view(np.uint32)
     return leaf
@@ -104,10 +106,10 @@ def _digest(part: jax.Array, start: jax.Array, strides: jax.Array) -> jax.Array:
         along = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         place = place * jnp.uint32(words.shape[axis]) + along
     mixed = _mix(words ^ (place * jnp.uint32(_ODD)))
-    weighted = mixed * (place | 1)
+    again = _mix(mixed ^ jnp.uint32(_AGAIN))
     # One reduction of two: XLA does not fuse two of one, and is then six times slower.
     zero = jnp.uint32(0)
-    sums = jax.lax.reduce((mixed, weighted), (zero, zero), _add, range(words.ndim))
+    sums = jax.lax.reduce((mixed, again), (zero, zero), _add, range(words.ndim))
     return jnp.stack(sums)
 
 
@@ -125,9 +127,7 @@ def _words(array: jax.Array) -> jax.Array:
     size = bits(array.dtype).bits
     if size >= 32:
         return jax.lax.bitcast_convert_type(array, jnp.uint32)
-    unsigned = {16: jnp.uint16, 8: jnp.uint8}.get(size)
-    if unsigned is None:  # int4 and smaller: every value is its own
-        return array.astype(jnp.int32).view(jnp.uint32)
+    unsigned = {16: jnp.uint16, 8: jnp.uint8, 4: jnp.uint4, 2: jnp.uint2}[size]
     return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 

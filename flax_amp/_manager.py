@@ -1,8 +1,12 @@
 """Orbax's manager with defaults for training, one writer and errors that say more."""
 
 import itertools
+import math
+import re
 import shutil
+import threading
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,11 +16,11 @@ from jax.experimental import multihost_utils
 
 from flax_amp import _lock
 from flax_amp._integrity import CheckpointWarning, reason_of
-from flax_amp._steps import known_damaged
+from flax_amp._steps import agreed, known_damaged
 
 _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
-_LEFTOVER = "*.orbax-checkpoint-tmp*"
+_LEFTOVER = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
 
 
 class CheckpointSaveError(RuntimeError):
@@ -28,40 +32,66 @@ class Manager(ocp.CheckpointManager):
 
     Attributes:
       best_metric: the one that its steps are kept by.
-      saving: the step of the last save that was begun.
+      interval: of the steps that are saved.
+      mutex: held while a step is saved, for several threads.
     """
 
     best_metric: str | None = None
-    saving: int | None = None
+    interval = 1
     _locked = False
+    _closed = False
+    _saving: int | None = None
     _failed: int | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.mutex = threading.RLock()
+        super().__init__(*args, **kwargs)
+
     def begin(self, step: int) -> None:
-        """Makes this process the only writer, and removes what is half-written."""
-        if jax.process_index() == 0:
-            if not self._locked:
-                try:
-                    first = _lock.acquire(self.directory)
-                except OSError as error:
-                    raise save_error(self, error) from error
-                self._locked = True
-                if first:  # of runs that were killed: nobody else is saving here
-                    _remove_leftovers(self.directory, _LEFTOVER)
-            if self._failed is not None:
-                _remove_leftovers(self.directory, f"{self._failed}{_LEFTOVER[1:]}")
-                self._failed = None
-        self.saving = step
+        """Makes this process the only writer, and removes what is half-written.
 
-    def failed(self) -> None:
-        """Notes that the last save failed."""
-        self._failed = self.saving
+        Raises:
+          RuntimeError: if another process is the writer, or the manager is closed.
+          CheckpointSaveError: if the directory cannot be written.
+        """
+        if self._closed:
+            raise RuntimeError(
+                f"checkpoint.save: the manager of {self.directory} is closed; expected "
+                "an open one. Save inside of `with checkpoint.manager(...)`."
+            )
+        agreed(self._begin)
+        self._saving = step
 
-    def make_room(self, step: int) -> None:
+    def _begin(self) -> None:
+        if jax.process_index() != 0:
+            return
+        if not self._locked:
+            try:
+                first = _lock.acquire(self.directory)
+            except OSError as error:
+                raise self.failure(error) from error
+            self._locked = True
+            if first:  # of runs that were killed: nobody else saves here with a lock
+                _remove_leftovers(self.directory)
+        if self._failed is not None:
+            _remove_leftovers(self.directory, self._failed)
+            self._failed = None
+
+    def failure(self, error: Exception) -> CheckpointSaveError:
+        """Notes that the last save failed, and returns the error that says so."""
+        self._failed = self._saving
+        # Orbax has taken the steps that were to be removed for removed already.
+        self.reload()
+        return save_error(self, error)
+
+    def make_room(self, step: int, force: bool) -> None:
         """Moves damaged steps out of the way of an older one, and says so.
 
         A run that went on from an older step would not be saved until it had passed
         them.
         """
+        if step % self.interval and not force:
+            return
         newer = {other for other in self.all_steps() if other >= step}
         if not newer or not newer <= known_damaged(self.directory):
             return
@@ -79,16 +109,29 @@ class Manager(ocp.CheckpointManager):
             f"renamed to <step>{_DAMAGED}, to save step {step} of the run that went on "
             "from an older one.",
             CheckpointWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
     def wait_until_finished(self) -> None:
         try:
             super().wait_until_finished()
         except Exception as error:  # Orbax raises whatever its parts raise
-            raise save_error(self, error) from error
+            raise self.failure(error) from error
+
+    def metrics(self, step: int) -> Any:
+        try:
+            return super().metrics(step)
+        except Exception as error:  # whatever a damaged file makes of Orbax
+            warnings.warn(
+                f"checkpoint.manager: {self.directory}: the metrics of step {step} "
+                f"cannot be read: {reason_of(error)}; it counts as the worst.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+            return None
 
     def close(self) -> None:
+        self._closed = True
         try:
             super().close()
         except CheckpointSaveError:
@@ -143,7 +186,7 @@ def manager(
     settings = dict(
         max_to_keep=max_to_keep,
         save_interval_steps=save_interval_steps,
-        best_fn=None if best_metric is None else lambda metrics: metrics[best_metric],
+        best_fn=best_metric and _score(best_metric, best_mode),
         best_mode=best_mode,
         # Created in the background, a directory whose save fails at once leaves a
         # thread behind that keeps the process from ending for five minutes.
@@ -155,24 +198,37 @@ def manager(
         options=ocp.CheckpointManagerOptions(**(settings | options)),
     )
     opened.best_metric = best_metric
+    opened.interval = save_interval_steps
     return opened
+
+
+def _score(name: str, mode: str) -> Callable[[Mapping[str, Any]], float]:
+    """Returns what steps are ordered by: what is missing or NaN comes last."""
+    worst = -math.inf if mode == "max" else math.inf
+
+    def score(metrics: Mapping[str, Any]) -> float:
+        value = float(metrics.get(name, worst))
+        return worst if math.isnan(value) else value
+
+    return score
 
 
 def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSaveError:
     """Returns the error for a save that failed, whatever Orbax raised."""
-    if isinstance(manager, Manager):
-        manager.failed()
     return CheckpointSaveError(
         f"checkpoint.save: {manager.directory} could not be written: "
-        f"{reason_of(error)}; expected a directory with room, which this process "
-        f"may write to. The steps {sorted(manager.all_steps())} are as they were, and "
-        "so is the state: mend the cause, and save it again."
+        f"{reason_of(error)}. The steps {sorted(manager.all_steps())} are as they "
+        "were, and so is the state: mend the cause (room on the disk, permissions), "
+        "and save it again."
     )
 
 
-def _remove_leftovers(directory: epath.Path, names: str) -> None:
-    for path in directory.glob(names):
-        shutil.rmtree(path, ignore_errors=True)
+def _remove_leftovers(directory: epath.Path, step: int | None = None) -> None:
+    """Removes half-written steps: all of them, or one."""
+    for path in directory.iterdir():
+        name = _LEFTOVER.fullmatch(path.name)
+        if name and step in (None, int(name[1])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _set_aside(step: epath.Path) -> None:

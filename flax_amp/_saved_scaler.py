@@ -16,10 +16,10 @@ import numpy as np
 
 from flax_amp._layout import Path
 from flax_amp._placement import is_concrete
-from flax_amp.scaler import Scaler, complete_scaler
+from flax_amp.scaler import DynamicScalerState, Scaler, complete_scaler
 
 _OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
-_KEYS = set(complete_scaler({}))
+_KEYS = set(DynamicScalerState.__annotations__)
 _TO_DYNAMIC_SCALE = {ours: theirs for theirs, ours in _OF_DYNAMIC_SCALE.items()}
 
 

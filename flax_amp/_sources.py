@@ -29,7 +29,6 @@ from flax_amp._steps import (
     describe,
     finish_saving,
     newest_intact,
-    open_reader,
 )
 
 PyTree = Any
@@ -149,8 +148,7 @@ def _read_step(path: epath.Path, name: str) -> Leaves:
     if name.isdecimal() and str(int(name)) == name and (path / name).is_dir():
         items = {child.name for child in (path / name).iterdir()} - {METRICS}
         if ITEM in items or not items:
-            with open_reader(path) as reader:
-                tree, record = describe(reader, path, int(name))
+            tree, record = describe(path, int(name))
             return intact_on_host(path / name / ITEM, tree, record)
     return _read_entry(path / name)
 

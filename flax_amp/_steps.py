@@ -3,6 +3,7 @@
 Nothing here writes.
 """
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flax_amp import _lock
 from flax_amp._integrity import (
     CheckpointWarning,
     CorruptCheckpointError,
@@ -27,6 +29,8 @@ T = TypeVar("T")
 
 ITEM = "default"  # where CheckpointManager puts what is not given a name
 METRICS = "metrics"
+_HALF = ".orbax-checkpoint-tmp"  # in the name of what is half-written
+_STEP_FILE = "_CHECKPOINT_METADATA"  # in which Orbax keeps our record
 
 # By directory: the steps that this process found damaged.
 _damaged: dict[str, set[int]] = {}
@@ -40,20 +44,18 @@ def finish_saving(manager: Any) -> epath.Path:
     return epath.Path(manager).expanduser().resolve()
 
 
-def open_reader(directory: epath.Path) -> ocp.CheckpointManager:
+def steps_in(directory: epath.Path) -> list[int]:
+    """Returns the complete steps in a directory, the oldest first.
+
+    Raises:
+      FileNotFoundError: if there is no such directory.
+    """
     if not directory.is_dir():
         raise FileNotFoundError(
             f"checkpoint: {directory} is not a directory; expected one that "
             "a manager has saved to. Check the path."
         )
-    return ocp.CheckpointManager(
-        directory,
-        # Not read_only, of which it warns three times: it writes nothing unasked.
-        options=ocp.CheckpointManagerOptions(
-            create=False, enable_async_checkpointing=False
-        ),
-        item_handlers=ocp.StandardCheckpointHandler(),
-    )
+    return sorted(ocp.utils.checkpoint_steps(directory))
 
 
 def candidates(
@@ -150,28 +152,52 @@ def agreed(read: Callable[[], T]) -> T:
     return result
 
 
-def describe(
-    reader: ocp.CheckpointManager, directory: epath.Path, step: int
-) -> tuple[dict[str, Any], Record | None]:
+def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record | None]:
     """Returns the shapes and dtypes on disk, as a nested dict, and the record."""
+    where = f"step {step} in {directory}"
     folder = directory / str(step)
-    items = {path.name for path in folder.iterdir() if path.is_dir()} - {METRICS}
-    if not items:
+    try:
+        items = {path.name for path in folder.iterdir() if path.is_dir()} - {METRICS}
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError("it has gone") from error
+    if not any(_HALF not in item for item in items):
         raise CorruptCheckpointError(f"its folder {ITEM!r} is missing")
     if ITEM not in items:
         raise ValueError(
-            f"checkpoint: step {step} in {directory} holds no item {ITEM!r} "
-            f"but {sorted(items)}; expected a state saved with StandardSave. Restore "
-            "it with the Orbax calls that match how it was saved."
+            f"checkpoint: {where} holds no item {ITEM!r} but {sorted(items)}; expected "
+            "a state saved with StandardSave. Restore it with the Orbax calls that "
+            "match how it was saved, or read it with checkpoint.migrate."
         )
+    _check_metadata(directory, folder)
+    handler = ocp.CompositeCheckpointHandler(
+        **{ITEM: ocp.StandardCheckpointHandler(multiprocessing_options=alone())},
+        metrics=ocp.JsonCheckpointHandler(multiprocessing_options=alone()),
+    )
     try:
-        metadata = reader.metadata(step)
-        tree = getattr(metadata.item_metadata, "tree", None)
+        with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
+            metadata = checkpointer.metadata(folder)
+        tree = getattr(metadata.item_metadata[ITEM], "tree", None)
     except Exception as error:  # whatever a damaged file makes of Orbax
         raise unreadable(error) from error
-    record = read_record(metadata.custom_metadata, f"step {step} in {directory}")
+    record = read_record(metadata.custom_metadata, where)
     if not isinstance(tree, Mapping):
         raise CorruptCheckpointError("the description of its arrays cannot be read")
     if record is not None:
         check_layout(record, layout_of(tree))
     return dict(tree), record
+
+
+def _check_metadata(directory: epath.Path, folder: epath.Path) -> None:
+    """Raises an error if the file with the digests is damaged.
+
+    Orbax takes no notice. A file that is missing is no damage where something else than
+    `checkpoint.save` may have written the step.
+    """
+    file = folder / _STEP_FILE
+    try:
+        json.loads(file.read_text())
+    except FileNotFoundError as error:
+        if (directory / _lock.NAME).exists():
+            raise CorruptCheckpointError("its digests are missing") from error
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{_STEP_FILE} cannot be read") from error

@@ -2,12 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from flax_amp._integrity import CorruptCheckpointError, check_arrays
 from flax_amp._sources import arrays_on_host
-from flax_amp._steps import ITEM, describe, finish_saving, open_reader
+from flax_amp._steps import ITEM, describe, finish_saving, steps_in
 
 
 class StepReport(NamedTuple):
@@ -57,18 +56,15 @@ def verify(manager: Any) -> list[StepReport]:
       ('', True, 32768.0)
     """
     directory = finish_saving(manager)
-    with open_reader(directory) as reader:
-        return [_report(reader, directory, step) for step in sorted(reader.all_steps())]
+    return [_report(directory, step) for step in steps_in(directory)]
 
 
-def _report(
-    reader: ocp.CheckpointManager, directory: epath.Path, step: int
-) -> StepReport:
+def _report(directory: epath.Path, step: int) -> StepReport:
     folder = directory / str(step)
     size = _size_of(folder)
     has_digests, scaler = False, {}
     try:
-        tree, record = describe(reader, directory, step)
+        tree, record = describe(directory, step)
         read = arrays_on_host(folder / ITEM, tree)
         scaler = {p[1]: float(x) for p, x in sorted(read.items()) if p[0] == "scaler"}
         if record is not None:

@@ -12,6 +12,7 @@ Sharp edges:
   Checkpoints that plain Orbax calls wrote have no digests and are taken as they are.
 """
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -52,11 +53,11 @@ from flax_amp._steps import (
     describe,
     finish_saving,
     newest_intact,
-    open_reader,
+    steps_in,
 )
 from flax_amp._verify import StepReport as StepReport
 from flax_amp._verify import verify as verify
-from flax_amp.scaler import complete_scaler
+from flax_amp.scaler import DynamicScalerState
 from flax_amp.train_state import AmpTrainState
 
 PyTree = Any
@@ -76,7 +77,7 @@ def save(
     Args:
       manager: from `manager`, or any `orbax.checkpoint.CheckpointManager`.
       state: the state that the last step returned.
-      metrics: scalars to keep beside it, for `best_metric`.
+      metrics: scalars to keep beside it, for `best_metric`; Orbax keeps none without.
       force: save although `save_interval_steps` says not to.
 
     Returns:
@@ -111,9 +112,21 @@ def save(
             "Save the state that the last step returned, not the one it was given."
         )
     numbers = _numbers(metrics, getattr(manager, "best_metric", None))
+    ours = manager if isinstance(manager, Manager) else None
+    with ours.mutex if ours else contextlib.nullcontext():
+        return _save(manager, ours, state, numbers, force)
+
+
+def _save(
+    manager: ocp.CheckpointManager,
+    ours: Manager | None,
+    state: AmpTrainState,
+    metrics: dict[str, float] | None,
+    force: bool,
+) -> bool:
     step = int(state.step)
-    if isinstance(manager, Manager):
-        manager.make_room(step)
+    if ours:
+        ours.make_room(step, force)
     newest = manager.latest_step()
     if newest is not None and step <= newest:
         if step < newest:
@@ -122,25 +135,28 @@ def save(
                 "the state; nothing is saved until the state has passed it. To branch "
                 "off from an older step, save into another directory.",
                 CheckpointWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         return False
     if not force and not manager.should_save(step):
         return False
-    if isinstance(manager, Manager):
-        manager.begin(step)
+    record = record_of(state)
+    if ours:
+        ours.wait_until_finished()
+        ours.begin(step)
     try:
         return manager.save(
             step,
             args=ocp.args.StandardSave(state),
-            metrics=numbers,
+            metrics=metrics,
             force=force,
-            custom_metadata={KEY: record_of(state)},
+            custom_metadata={KEY: record},
         )
     except CheckpointSaveError:
         raise
     except Exception as error:  # Orbax raises whatever its parts raise
-        raise save_error(manager, error) from error
+        failed = ours.failure(error) if ours else save_error(manager, error)
+        raise failed from error
 
 
 def restore(
@@ -180,24 +196,22 @@ def restore(
             "AmpTrainState. Make it with AmpTrainState.create, as for a new run."
         )
     directory = finish_saving(manager)
-    with open_reader(directory) as reader:
 
-        def attempt(candidate: int) -> AmpTrainState:
-            return _restore_step(reader, directory, candidate, target)
+    def attempt(candidate: int) -> AmpTrainState:
+        return _restore_step(directory, candidate, target)
 
-        steps = candidates(reader.all_steps(), directory, step)
-        return newest_intact(steps, attempt, directory, stacklevel=2)
+    steps = candidates(steps_in(directory), directory, step)
+    return newest_intact(steps, attempt, directory, stacklevel=2)
 
 
 def _restore_step(
-    reader: ocp.CheckpointManager,
     directory: epath.Path,
     step: int,
     target: AmpTrainState,
 ) -> AmpTrainState:
     where = f"step {step} in {directory}"
     wanted = samples(target, "checkpoint.restore")
-    read, record = agreed(lambda: _read_step(reader, directory, step, wanted))
+    read, record = agreed(lambda: _read_step(directory, step, wanted))
     if record is not None:
         check_arrays(record, read)
     likes = ocp.tree.to_flat_dict(target)
@@ -206,7 +220,7 @@ def _restore_step(
     }
 
     saved = {path[1]: leaf for path, leaf in read.items() if path[0] == "scaler"}
-    known = set(complete_scaler({}))
+    known = set(DynamicScalerState.__annotations__)
     if unknown := sorted(saved.keys() - known):
         _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
     saved = {
@@ -220,7 +234,6 @@ def _restore_step(
 
 
 def _read_step(
-    reader: ocp.CheckpointManager,
     directory: epath.Path,
     step: int,
     wanted: Mapping[Path, Any],
@@ -230,7 +243,7 @@ def _read_step(
     Each process reads for itself.
     """
     where = f"step {step} in {directory}"
-    tree, record = describe(reader, directory, step)
+    tree, record = describe(directory, step)
     _check_fit(layout_of(tree), wanted, where)
     # In the structure that is on disk: an empty dict or a list more is no difference.
     leaves, structure = jax.tree.flatten(tree)

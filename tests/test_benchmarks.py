@@ -111,7 +111,7 @@ class TestCommandLine:
         assert "usage" in capsys.readouterr().err
 
     def test_every_command_is_there(self):
-        others = {"casts", "save", "report"}
+        others = {"casts", "faults", "save", "report"}
         assert {s.command for s in SECTIONS} | others == set(cli.COMMANDS)
 
 

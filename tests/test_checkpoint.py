@@ -162,6 +162,27 @@ def test_keeps_the_best(tmp_path, mode, best):
         assert list(manager.all_steps()) == [best] == [manager.best_step()]
 
 
+@pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", 0.1)])
+def test_a_metric_that_is_nan_or_missing_is_the_worst(tmp_path, mode, best):
+    with checkpoint.manager(tmp_path, best_metric="loss") as manager:
+        checkpoint.save(manager, at(small(), 1), {"loss": 0.5})  # another metric
+    options = dict(best_metric="accuracy", best_mode=mode, max_to_keep=2)
+    with checkpoint.manager(tmp_path, **options) as manager:
+        for step, value in enumerate((0.5, best, np.nan, np.nan), start=2):
+            assert checkpoint.save(manager, at(small(), step), {"accuracy": value})
+            manager.wait_until_finished()
+        assert manager.best_step() == 3
+        assert 3 in manager.all_steps()
+
+
+def test_damaged_metrics_do_not_matter(tmp_path):
+    with checkpoint.manager(tmp_path, best_metric="loss") as manager:
+        checkpoint.save(manager, at(small(), 1), {"loss": 0.5})
+    (tmp_path / "1/metrics/metrics").write_bytes(b"\xff\xfe")
+    assert int(checkpoint.restore(tmp_path, small()).step) == 1
+    assert not checkpoint.verify(tmp_path)[0].problem
+
+
 def test_saves_at_intervals_and_when_forced(tmp_path):
     with checkpoint.manager(tmp_path, save_interval_steps=10) as manager:
         assert checkpoint.save(manager, at(small(), 0))

@@ -23,7 +23,7 @@ def test_no_fault_loses_anything():
     with faults.quiet():
         rows = list(faults.every_row(Reference(width=64, steps=12 + 4 * kills), kills))
     assert len(rows) == 12
-    assert not [row for row in rows if not row.good]
+    assert not [row for row in rows if row.good is False]
 
 
 def make_state(step):

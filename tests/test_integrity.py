@@ -24,7 +24,7 @@ pytestmark = orbax_leaves_tasks
 # Digests
 
 DTYPES = """float32 float16 bfloat16 float8_e4m3fn int8 uint8 int16 int32 uint32 bool
-    complex64 int4""".split()
+    complex64 int4 int2 uint4 float4_e2m1fn""".split()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,8 +174,9 @@ def test_the_run_that_went_on_from_an_older_step_is_saved(steps):
         state = state.replace(step=jnp.int32(2))
         with pytest.warns(
             checkpoint.CheckpointWarning, match=r"damaged steps \[2\] are renamed"
-        ):
+        ) as told:
             assert checkpoint.save(manager, state, {"loss": 1.0})
+        assert told[0].filename == __file__
         assert manager.all_steps() == [1, 2]
     assert not changed(state, checkpoint.restore(steps, make_state(), step=2))
     folder = steps / "2.damaged"

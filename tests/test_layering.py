@@ -1,6 +1,9 @@
 """Imports run one way; the core knows no framework; examples use public names."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,7 +53,7 @@ BELOW = {
     "_digest": set(),
     "_layout": set(),
     "_integrity": {"_digest", "_layout"},
-    "_steps": {"_integrity"},
+    "_steps": {"_integrity", "_lock"},
     "_sources": {"_steps"},
     "_verify": {"_sources"},
     "_paths": {"_layout"},
@@ -58,7 +61,7 @@ BELOW = {
     "_saved_scaler": {"_placement", "scaler"},
     "_saved_optimizer": {"_layout"},
     "_migrate": {"_sources", "_paths", "_saved_scaler", "_saved_optimizer"},
-    "_manager": {"_steps", "_lock"},
+    "_manager": {"_steps"},
     "checkpoint": {"train_step", "_verify", "_migrate", "_manager"},
     "__main__": {"checkpoint"},
     "explain": {"train_step"},
@@ -125,3 +128,11 @@ def test_examples_use_public_names_only(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             used |= {node.attr} if node.value.id == "flax_amp" else set()
     assert used <= set(flax_amp.__all__), sorted(used - set(flax_amp.__all__))
+
+
+def test_an_import_starts_no_backend():
+    """Or nobody could choose the devices, or start several processes, after it."""
+    code = "import jax, flax_amp; jax.config.update('jax_num_cpu_devices', 3); "
+    code += "assert len(jax.devices()) == 3"
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)

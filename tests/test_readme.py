@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -23,7 +24,7 @@ class WithBatchNorm(nn.Module):
 
 def test_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # it saves to "run"
-    example, policy, step, resume = BLOCKS
+    example, policy, step, resume, migrate = BLOCKS
     names = {}
     exec(example, names)
     assert "'grads_finite': True" in capsys.readouterr().out
@@ -41,3 +42,11 @@ def test_readme_runs(tmp_path, monkeypatch, capsys):
     assert metrics["grads_finite"]
     exec(resume, names)
     assert int(names["state"].step) == 1
+
+    Path("run").rename("old_run")
+    whole, part, renamed = migrate.splitlines()
+    exec(whole, names)
+    assert int(names["state"].step) == 1
+    exec(part.replace("head", "Dense_1"), names)
+    with pytest.raises(ValueError, match="params/embed/kernel: .* on disk, not in"):
+        exec(renamed.replace(r', r"Block_(\d+)": r"blocks/\1"', ""), names)

@@ -20,6 +20,7 @@ from benchmarks.request import Request
 from benchmarks.show import markdown_table
 
 _WIDTH = {"full": 4096, "tiny": 64}
+_VERDICTS = {True: "yes", False: "NO", None: "–"}
 _HEADER = ["fault", "times", "what restores", "what is said", "bit for bit"]
 
 
@@ -38,15 +39,17 @@ def run(asked: Request, kills: int) -> None:
     with quiet():
         for row in every_row(reference, kills):
             rows.append(row)
-            verdict = "good" if row.good else "BAD"
-            print(f"{verdict:5}{row.fault} ({row.runs}): {row.outcome}", flush=True)
+            print(
+                f"{_VERDICTS[row.good]:5}{row.fault} ({row.runs}): {row.outcome}",
+                flush=True,
+            )
     table = [
         [
             row.fault,
             str(row.runs),
             row.outcome,
             f"`{shortened(row.told)}`" if row.told else "",
-            "yes" if row.good else "NO",
+            _VERDICTS[row.good],
         ]
         for row in rows
     ]
@@ -63,7 +66,7 @@ that was complete was lost.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     print(f"wrote {path}")
-    if bad := [row.fault for row in rows if not row.good]:
+    if bad := [row.fault for row in rows if row.good is False]:
         sys.exit(f"lost or changed: {', '.join(bad)}")
 
 

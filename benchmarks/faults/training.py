@@ -5,6 +5,8 @@ end with the very bits of one that was never disturbed.
 """
 
 import hashlib
+import pathlib
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from flax_amp import AmpTrainState, init_scaler, make_train_step
+from flax_amp import AmpTrainState, checkpoint, init_scaler, make_train_step
 
 _FEATURES, _CLASSES = 64, 10
 _POISONED = 7  # every seventh batch is not finite: the scaler has something to tell
@@ -29,14 +31,15 @@ class Row(NamedTuple):
       runs: how many times.
       outcome: what could be restored.
       told: what the user is told; empty if there is nothing to tell.
-      good: whether nothing was lost, and whatever was restored went on bit for bit.
+      good: whether nothing was lost, and whatever was restored went on bit for bit;
+        `None` if it could not be tried.
     """
 
     fault: str
     runs: int
     outcome: str
     told: str
-    good: bool
+    good: bool | None
 
 
 class _Net(nn.Module):
@@ -130,6 +133,13 @@ class Reference:
 
     def __getitem__(self, step: int) -> str:
         return self._of[step]
+
+    def is_on_disk(self, directory: pathlib.Path, step: int) -> bool:
+        """Whether a step is the newest of a directory, and the run's, and intact."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", checkpoint.CheckpointWarning)
+            state = checkpoint.restore(directory, self.target)
+        return int(state.step) == step and fingerprint(state) == self._of[step]
 
     def goes_on(self, state: AmpTrainState) -> bool:
         """Whether a state is one of the run's, and still is some steps later."""

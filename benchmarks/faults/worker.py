@@ -10,6 +10,7 @@ import contextlib
 import json
 import pathlib
 import sys
+import warnings
 from typing import Any
 
 import absl.logging
@@ -75,6 +76,7 @@ def fill(directory: str, state: AmpTrainState, steps: int) -> None:
         say(intact=all(intact), saved=checkpoint.save(manager, state))
         state = train(state, steps)
         checkpoint.save(manager, state)
+    state = checkpoint.restore(directory, state)  # nobody else sees this disk
     say(done=int(state.step), fingerprint=fingerprint(state))
 
 
@@ -93,6 +95,7 @@ def read_only(directory: str, state: AmpTrainState, steps: int) -> None:
 def main(task: str, directory: str, width: str, steps: str) -> None:
     absl.logging.set_verbosity("fatal")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    warnings.simplefilter("error", checkpoint.CheckpointWarning)
     tasks = {"run": run, "hold": hold, "fill": fill, "read_only": read_only}
     try:
         tasks[task](directory, new_state(int(width)), int(steps))
