@@ -237,6 +237,14 @@ def test_arrays_that_are_intact_are_used_whatever_lies_beside_them(steps):
         assert not changed(make_state(2), checkpoint.restore(steps, make_state()))
 
 
+@pytest.mark.parametrize("fault", ["delete", "empty", "truncate"])
+def test_a_step_without_its_digests_is_passed_over(steps, fault):
+    """It may be damaged elsewhere as well, and nothing could tell."""
+    FAULTS[fault](steps / "2/_CHECKPOINT_METADATA")
+    with pytest.warns(checkpoint.CheckpointWarning, match="step 2 is damaged: "):
+        assert int(checkpoint.restore(steps, make_state()).step) == 1
+
+
 def test_the_warning_says_what_and_what_instead(steps):
     shutil.rmtree(steps / "2/default")
     with pytest.warns(
