@@ -60,9 +60,9 @@ def migrate(
       target: what to read into: an `AmpTrainState`, a plain `TrainState`, or any tree;
         its arrays say on which devices those of the result lie. It is not changed.
       step: which step; by default the newest that is intact.
-      include: glob patterns of paths of the target; only these are read. A pattern
-        matches all that lies below it: `"params"` reads parameters only.
-      exclude: patterns of paths that stay as they are in the target.
+      include: glob patterns of paths, on disk or in the target; only these are read. A
+        pattern matches all that lies below it: `"params"` reads parameters only.
+      exclude: patterns of paths that are not read and stay as they are in the target.
       rename: regular expressions for whole segments of paths on disk, and what to put
         in their place: `{"Dense_0": "linear1", r"blocks_(\\d+)": r"blocks/\\1"}`. They
         are applied one after the other, to the moments of the optimizer as well.
@@ -104,9 +104,11 @@ def migrate(
     chosen.check([*leaves, *on_disk, *wanted])
     found = {path: leaves[old] for path, old in on_disk.items()}
     found |= _beginnings(optimizer, leaves, real, wanted)
-    found = {path: leaf for path, leaf in found.items() if path in chosen}
+    # By its name on disk, or by that in the target.
+    stays = {path for path in wanted if not chosen.takes(path, on_disk.get(path, path))}
+    dropped = {n for n, o in on_disk.items() if not chosen.takes(n, o)}
+    found = {p: leaf for p, leaf in found.items() if p not in stays | dropped}
     found |= {p: _convert(found[p], wanted[p]) for p in found.keys() & wanted.keys()}
-    stays = {path for path in wanted if path not in chosen}
     if not any(path[0] == "rngs" for path in leaves):
         stays |= {path for path in wanted if path[0] == "rngs"}
     found, kept = _saved_scaler.suited(found, leaves, tree)
@@ -187,7 +189,7 @@ def _warn_of_lost_sums(
     optimizer: _saved_optimizer.Alignment, leaves: Leaves, chosen: Choice, name: str
 ) -> None:
     around = optimizer.removed.get("MultiSteps")
-    if around is None or (*around, "mini_step") not in chosen:
+    if around is None or not chosen.takes((*around, "mini_step")):
         return
     summed = int(leaves[*around, "mini_step"])
     if summed:

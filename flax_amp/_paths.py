@@ -19,9 +19,10 @@ class Choice:
         self._include = _as_patterns(include, "include")
         self._exclude = _as_patterns(exclude, "exclude")
 
-    def __contains__(self, path: Path) -> bool:
-        included = not self._include or any(_matches(path, p) for p in self._include)
-        return included and not any(_matches(path, p) for p in self._exclude)
+    def takes(self, *names: Path) -> bool:
+        """Whether something is to be read that goes by these paths."""
+        included = not self._include or _any(names, self._include)
+        return included and not _any(names, self._exclude)
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raises a ValueError if a pattern matches none of the paths."""
@@ -44,6 +45,10 @@ def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
         f"checkpoint.migrate: {argument}={patterns!r}; expected glob patterns of "
         f"paths. Pass strings, such as {argument}=['params/head']."
     )
+
+
+def _any(paths: Iterable[Path], patterns: Iterable[str]) -> bool:
+    return any(_matches(path, pattern) for path in paths for pattern in patterns)
 
 
 def _matches(path: Path, pattern: str) -> bool:

@@ -373,6 +373,22 @@ def test_parameters_only(image):
     assert not changed(target.replace(params={}), state.replace(params={}))
 
 
+def test_names_on_disk_may_be_left_out_as_well(image):
+    """They need not be those of the target."""
+    target = linen_state(scaler=init_scaler(scaler=64))
+    state = checkpoint.migrate(
+        image, target, exclude=["dynamic_scale", "batch_stats", "opt_state/1/0/mu"]
+    )
+    assert float(state.scaler["scaler"]) == 64
+    assert not changed(target.variables, state.variables)
+    inner = state.opt_state.inner_state[1][0]
+    assert not changed(target.opt_state.inner_state[1][0].mu, inner.mu)
+    assert_identical(inner.nu, image.opt_state[1][0].nu)
+    state = checkpoint.migrate(image, target, include="batch_stats")
+    assert_identical(state.variables["batch_stats"], image.batch_stats)
+    assert not changed(target.params, state.params)
+
+
 def test_a_new_head(image):
     """Some parameters stay; a whole subtree is named by its root."""
     target = linen_state(tx=optax.sgd(0.1))
