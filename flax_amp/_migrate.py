@@ -19,7 +19,6 @@ from flax_amp._layout import Path, differences, is_key, leaf_of, name_of
 from flax_amp._paths import Choice, Patterns, renamed
 from flax_amp._placement import is_concrete, place, rebuilt, samples
 
-PyTree = Any
 T = TypeVar("T")
 
 Leaves = dict[Path, np.ndarray]
@@ -150,12 +149,12 @@ def _counterparts(
     """
     paths = list(paths)
     result: dict[Path, Path | None] = {}
-    plain = {path: _in_collections(_plain(path), wanted) for path in paths}
-    scaler = _saved_scaler.translate(plain.values(), wanted)
+    collections = _collections(wanted)
+    plain = {path: _moved(_plain(path), collections) for path in paths}
+    moved = _saved_scaler.translate(plain.values(), wanted) | optimizer.paths
     taken: dict[Path, Path] = {}
     for path in paths:
         new = plain[path]
-        moved = scaler | optimizer.paths
         target = moved.get(new, new)
         if new[0] == "rngs" and not has_rngs:
             target = None
@@ -225,15 +224,25 @@ def _plain(path: Path) -> Path:
     return path[:-1] if path[-1] == "value" and len(path) > 1 else path
 
 
-def _in_collections(path: Path, wanted: Iterable[Path]) -> Path:
-    """Moves a collection of a Linen model to where the target has it."""
-    fields = {other[0] for other in wanted}
-    if path[0] in fields:
-        return path
-    if path[0] == "variables" and path[1:2] and path[1] in fields:
-        return path[1:]
-    inside = any(other[:2] == ("variables", path[0]) for other in wanted)
-    return ("variables", *path) if inside else path
+def _collections(wanted: Iterable[Path]) -> dict[Path, Path]:
+    """Says where the target has the collections of a Linen model, by where others do.
+
+    In `variables`, or as fields of their own.
+    """
+    fields = {path[0] for path in wanted}
+    inside = {path[1] for path in wanted if path[0] == "variables" and len(path) > 1}
+    moves: dict[Path, Path] = {(name,): ("variables", name) for name in inside - fields}
+    if "variables" not in fields:
+        moves |= {("variables", name): (name,) for name in fields}
+    return moves
+
+
+def _moved(path: Path, moves: Mapping[Path, Path]) -> Path:
+    """Returns a path with its beginning replaced, if that is to be."""
+    for depth in (1, 2):
+        if path[:depth] in moves:
+            return moves[path[:depth]] + path[depth:]
+    return path
 
 
 def _updates(leaves: Leaves) -> np.ndarray:

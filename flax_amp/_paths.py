@@ -28,7 +28,7 @@ class Choice:
         """Raises a ValueError if a pattern matches none of the paths."""
         paths = list(paths)
         for pattern in (*self._include, *self._exclude):
-            if not any(_matches(path, pattern) for path in paths):
+            if not _any(paths, [pattern]):
                 tops = sorted({path[0] for path in paths})
                 raise ValueError(
                     f"checkpoint.migrate: the pattern {pattern!r} matches no path; "

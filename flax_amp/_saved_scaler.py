@@ -19,7 +19,7 @@ from flax_amp._placement import is_concrete
 from flax_amp.scaler import DynamicScalerState, Scaler, complete_scaler
 
 _OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
-_KEYS = set(DynamicScalerState.__annotations__)
+KEYS = set(DynamicScalerState.__annotations__)
 _TO_DYNAMIC_SCALE = {ours: theirs for theirs, ours in _OF_DYNAMIC_SCALE.items()}
 
 
@@ -36,7 +36,7 @@ def field_of(paths: Iterable[Path]) -> str | None:
 
 
 def _is_scaler(keys: set[str]) -> bool:
-    jaxamp = {"scaler", "count", "patience"} <= keys <= _KEYS
+    jaxamp = {"scaler", "count", "patience"} <= keys <= KEYS
     return jaxamp or keys == set(_OF_DYNAMIC_SCALE)
 
 
@@ -60,7 +60,7 @@ def translate(paths: Iterable[Path], wanted: Iterable[Path]) -> dict[Path, Path 
         key = _OF_DYNAMIC_SCALE.get(path[1], path[1])
         names = [key, _TO_DYNAMIC_SCALE.get(key, key)]
         found = [(ours, name) for name in names if ours and (ours, name) in wanted]
-        if found or key in _KEYS:
+        if found or key in KEYS:
             result[path] = found[0] if found else None
     return result
 

@@ -24,11 +24,11 @@ from flax_amp._steps import (
     ITEM,
     METRICS,
     agreed,
-    alone,
     candidates,
     describe,
     finish_saving,
     newest_intact,
+    reader,
 )
 
 PyTree = Any
@@ -113,8 +113,7 @@ def arrays_on_host(folder: epath.Path, tree: PyTree = None) -> Leaves:
         return ocp.RestoreArgs(restore_type=np.ndarray)
 
     try:
-        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone())
-        with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
+        with reader(ocp.PyTreeCheckpointHandler) as checkpointer:
             if tree is None:
                 tree = checkpointer.metadata(folder).item_metadata.tree
             how_each = jax.tree.map(how, tree)

@@ -111,16 +111,22 @@ def known_damaged(directory: epath.Path) -> set[int]:
     return _damaged.setdefault(str(directory), set())
 
 
-def alone() -> ocp.options.MultiprocessingOptions:
-    """Returns what makes a process read without waiting for the others.
+def reader(handler: Callable[..., Any]) -> ocp.Checkpointer:
+    """Returns what reads in this process without waiting for the others.
 
     Orbax lets all wait for each other after each read, and one that failed never comes.
+
+    Args:
+      handler: a handler of Orbax, but for its `multiprocessing_options`.
     """
     me = jax.process_index()
-    return ocp.options.MultiprocessingOptions(
+    alone = ocp.options.MultiprocessingOptions(
         primary_host=me,
         active_processes={me},
         barrier_sync_key_prefix=f"flax_amp_{me}",
+    )
+    return ocp.Checkpointer(
+        handler(multiprocessing_options=alone), multiprocessing_options=alone
     )
 
 
@@ -160,7 +166,7 @@ def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record |
         items = {path.name for path in folder.iterdir() if path.is_dir()} - {METRICS}
     except FileNotFoundError as error:
         raise CorruptCheckpointError("it has gone") from error
-    if not any(_HALF not in item for item in items):
+    if all(_HALF in item for item in items):
         raise CorruptCheckpointError(f"its folder {ITEM!r} is missing")
     if ITEM not in items:
         raise ValueError(
@@ -169,12 +175,8 @@ def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record |
             "match how it was saved, or read it with checkpoint.migrate."
         )
     _check_metadata(directory, folder)
-    handler = ocp.CompositeCheckpointHandler(
-        **{ITEM: ocp.StandardCheckpointHandler(multiprocessing_options=alone())},
-        metrics=ocp.JsonCheckpointHandler(multiprocessing_options=alone()),
-    )
     try:
-        with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
+        with reader(_step_handler) as checkpointer:
             metadata = checkpointer.metadata(folder)
         tree = getattr(metadata.item_metadata[ITEM], "tree", None)
     except Exception as error:  # whatever a damaged file makes of Orbax
@@ -185,6 +187,15 @@ def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record |
     if record is not None:
         check_layout(record, layout_of(tree))
     return dict(tree), record
+
+
+def _step_handler(**options: Any) -> ocp.CompositeCheckpointHandler:
+    return ocp.CompositeCheckpointHandler(
+        **{
+            ITEM: ocp.StandardCheckpointHandler(**options),
+            METRICS: ocp.JsonCheckpointHandler(**options),
+        }
+    )
 
 
 def _check_metadata(directory: epath.Path, folder: epath.Path) -> None:

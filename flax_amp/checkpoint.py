@@ -48,19 +48,16 @@ from flax_amp._sources import intact_on_host
 from flax_amp._steps import (
     ITEM,
     agreed,
-    alone,
     candidates,
     describe,
     finish_saving,
     newest_intact,
+    reader,
     steps_in,
 )
 from flax_amp._verify import StepReport as StepReport
 from flax_amp._verify import verify as verify
-from flax_amp.scaler import DynamicScalerState
 from flax_amp.train_state import AmpTrainState
-
-PyTree = Any
 
 
 def save(
@@ -220,11 +217,11 @@ def _restore_step(
     }
 
     saved = {path[1]: leaf for path, leaf in read.items() if path[0] == "scaler"}
-    known = set(DynamicScalerState.__annotations__)
-    if unknown := sorted(saved.keys() - known):
+    if unknown := sorted(saved.keys() - _saved_scaler.KEYS):
         _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
     saved = {
-        key: values.get(("scaler", key), saved[key]) for key in saved.keys() & known
+        key: values.get(("scaler", key), saved[key])
+        for key in saved.keys() & _saved_scaler.KEYS
     }
     taken, remark = _saved_scaler.to_take(saved, target.scaler)
     if remark:
@@ -254,13 +251,13 @@ def _read_step(
     ]
     folder = directory / str(step) / ITEM
     arguments = ocp.args.StandardRestore(jax.tree.unflatten(structure, asked))
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone())
     try:
-        with ocp.Checkpointer(handler, multiprocessing_options=alone()) as checkpointer:
+        with reader(ocp.StandardCheckpointHandler) as checkpointer:
             read = checkpointer.restore(folder, args=arguments)
     except Exception as error:  # Orbax raises whatever its parts raise
-        if isinstance(unreadable(error), OSError):
-            raise unreadable(error) from error
+        failed = unreadable(error)
+        if isinstance(failed, OSError):
+            raise failed from error
         # The arrays may be intact although what is beside them is not.
         values = intact_on_host(folder, tree, record)
         likes = dict(zip(paths, asked, strict=True))

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from _models import changed
+from benchmarks.faults.files import empty, flip, truncate
 from flax_amp import AmpTrainState, _digest, checkpoint
 from helpers import orbax_leaves_tasks
 
@@ -98,20 +99,6 @@ def steps(written, tmp_path):
 def newest_files(directory):
     folder = directory / "2"
     return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def empty(path):
-    path.write_bytes(b"")
-
-
-def flip(path, at=0.5):
-    content = bytearray(path.read_bytes())
-    content[int(at * (len(content) - 1))] ^= 0x10
-    path.write_bytes(content)
 
 
 def delete(path):

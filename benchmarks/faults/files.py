@@ -22,10 +22,11 @@ def empty(path: pathlib.Path) -> None:
     path.write_bytes(b"")
 
 
-def flip(path: pathlib.Path) -> None:
+def flip(path: pathlib.Path, at: float = 0.5) -> None:
+    """Flips a bit, at so much of the length of a file."""
     content = bytearray(path.read_bytes())
     if content:
-        content[len(content) // 2] ^= 0x10
+        content[int(at * (len(content) - 1))] ^= 0x10
     path.write_bytes(content)
 
 

@@ -151,9 +151,8 @@ def _chain(
                 worker.hear_all()
                 return found, reference.is_on_disk(directory, reference.steps)
             for _ in range(chance.randint(2, 3)):
-                complete = (
-                    worker.hear()["saving"] - 2
-                )  # the one before may be under way
+                # The one before the step that it names may be under way.
+                complete = worker.hear()["saving"] - 2
                 before = time.perf_counter()
             if chance.random() < 0.5:
                 worker.hear()
