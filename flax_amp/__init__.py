@@ -6,6 +6,7 @@ jitted step over an `AmpTrainState`, which Orbax saves and restores.
 """
 
 from flax_amp import checkpoint as checkpoint
+from flax_amp import optim as optim
 from flax_amp.nnx_step import make_nnx_train_step as make_nnx_train_step
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
@@ -52,6 +53,7 @@ __all__ = [
     "make_nnx_train_step",
     "make_train_step",
     "no_scaler",
+    "optim",
     "static_scaler",
     "use_compute_precision",
     "use_original_precision",

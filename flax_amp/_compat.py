@@ -127,3 +127,9 @@ def hoist_consts(closed: Any) -> tuple[Any, Sequence[Any]]:
         return jaxpr, ()
     partial_eval = importlib.import_module("jax._src.interpreters.partial_eval")
     return partial_eval.convert_constvars_jaxpr(jaxpr), consts
+
+
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """Returns an array that promotes as Python numbers do; JAX has no public cast."""
+    convert = _public_primitives.convert_element_type_p
+    return convert.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)

@@ -42,6 +42,9 @@ def migrate(
 
     - the optimizer's wrappers `apply_if_finite`, `MultiSteps` and `masked`, where one
       side has them and the other has not; one that was not saved starts afresh;
+    - an optimizer of `flax_amp.optim` and the same one of optax, either way; hyper-
+      parameters that were not saved are those of the target, saved ones that it does
+      not have are dropped with a warning;
     - the scaler of jaxamp and the `DynamicScale` of Flax, under whatever name, into the
       scaler of flax_amp and back; without one, the target's stays, and so it does where
       one of them is static and the other dynamic (float16 to bfloat16 and back);
@@ -110,6 +113,7 @@ def migrate(
     found |= {p: _convert(found[p], wanted[p]) for p in found.keys() & wanted.keys()}
     if not any(path[0] == "rngs" for path in leaves):
         stays |= {path for path in wanted if path[0] == "rngs"}
+    stays |= {real[path] for path in optimizer.kept}
     found, kept = _saved_scaler.suited(found, leaves, tree)
     stays = (stays | kept) - found.keys()
 
@@ -133,6 +137,14 @@ def migrate(
             + _hint({path: leaves[old] for path, old in on_disk.items()}, wanted)
         )
     _warn_of_lost_sums(optimizer, leaves, chosen, name)
+    if optimizer.lost:
+        warnings.warn(
+            f"checkpoint.migrate: {name}: dropped the hyper-parameters "
+            f"{', '.join(optimizer.lost)}, which the optimizer of the target does not "
+            "have as leaves.",
+            CheckpointWarning,
+            stacklevel=2,
+        )
     return rebuilt(target, {path: place(x, tree[path]) for path, x in found.items()})
 
 

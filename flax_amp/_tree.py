@@ -36,6 +36,12 @@ def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     )
 
 
+def nodes(tree: PyTree, kind: type) -> list[Any]:
+    """Returns the nodes of a type in a tree, but for those inside of others."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
 def partition(tree: PyTree, where: Any) -> tuple[PyTree, PyTree]:
     """Splits a tree into `(matching, rest)`, with `None` in place of what is absent."""
     matching = jax.tree.map(lambda leaf: leaf if where(leaf) else None, tree)

@@ -18,6 +18,7 @@ from flax_amp._gradients import (
     make_options,
     metrics_of,
 )
+from flax_amp._hyperparams import hyperparam_metrics
 from flax_amp.finite import COUNTERS
 from flax_amp.policy import default_amp_policy
 from flax_amp.scaler import Scaler
@@ -156,6 +157,7 @@ def _step(
     metrics = metrics_of(new_scaler, finite, result)
     if counts:
         metrics["skipped_total"] = counts["total_notfinite"]
+    metrics |= hyperparam_metrics(optimizer.opt_state)
     return new_scaler, metrics | result.aux
 
 

@@ -11,20 +11,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import core, nnx, struct
 from flax.training import train_state
 
 from flax_amp import _tree
-from flax_amp.finite import apply_if_finite
+from flax_amp._hyperparams import hyperparams_in, replace_in
+from flax_amp._optimizer import Optimizer
+from flax_amp._wrap import going_on, has_integers, updating, wrap
 from flax_amp.scaler import Scaler, complete_scaler
 
 PyTree = Any
-
-# What optax names a number of errors in a row after which it applies the NaN after
-# all. A skipped step is the scaler's ordinary way to find its scale: never give up.
-_NEVER = int(np.iinfo(np.int32).max)
 
 
 class AmpTrainState(train_state.TrainState):
@@ -48,6 +44,7 @@ class AmpTrainState(train_state.TrainState):
 
     Example:
       >>> import flax.linen as nn
+      >>> import optax
       >>> model = nn.Dense(2)
       >>> params = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
       >>> state = AmpTrainState.create(
@@ -85,8 +82,10 @@ class AmpTrainState(train_state.TrainState):
         Args:
           apply_fn: usually `model.apply` of a Linen model.
           params: its parameters, float32.
-          tx: an optax optimizer; it is wrapped in `apply_if_finite` unless it
-            already is. It then skips, however often, what is not finite.
+          tx: an optimizer of optax or of `flax_amp.optim`; it is wrapped in
+            `apply_if_finite` unless optax's own is around it. It then skips, however
+            often, what is not finite. A pytree optimizer is itself the state that it
+            trains; one after `init` goes on from its state.
           model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
             `merge_model` gives the trained one.
           wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
@@ -116,16 +115,52 @@ class AmpTrainState(train_state.TrainState):
         state = super().create(
             apply_fn=apply_fn,
             params=_own(params),
-            tx=_wrap(tx, params),
+            tx=wrap(tx, params),
             scaler=complete_scaler({} if scaler is None else scaler),
             variables=collections,
             rngs=_as_streams(rngs),
             graphdef=graphdef,
             **kwargs,
         )
+        if isinstance(tx, Optimizer):
+            state = state.replace(tx=updating(has_integers(params)))
+            if tx.opt_state is not None:
+                state = state.replace(opt_state=going_on(state.opt_state, tx))
         # Once more, now for all of it: `init` may have put the parameters themselves
         # into its state, and a buffer must not be donated twice.
         return _own(state).replace(step=jnp.zeros((), jnp.int32))
+
+    @property
+    def hyperparams(self) -> dict[str, jax.Array]:
+        """The hyper-parameters of this step, by name, if `tx` is of `flax_amp.optim`.
+
+        Example:
+          >>> import optax
+          >>> from flax_amp import optim
+          >>> tx = optim.adamw(optax.linear_schedule(0.1, 0.0, 10))
+          >>> state = AmpTrainState.create(params={"w": jnp.ones(3)}, tx=tx)
+          >>> float(state.hyperparams["learning_rate"])
+          0.1...
+        """
+        return hyperparams_in(self.opt_state)
+
+    def replace_hyperparams(self, **changes: Any) -> Self:
+        """Returns a state with other hyper-parameters; nothing is compiled again.
+
+        Args:
+          **changes: numbers by the names of `hyperparams`.
+
+        Raises:
+          TypeError: if there is no such name, or `tx` is not of `flax_amp.optim`.
+
+        Example:
+          >>> from flax_amp import optim
+          >>> params = {"w": jnp.ones(3)}
+          >>> state = AmpTrainState.create(params=params, tx=optim.adamw(3e-4))
+          >>> state = state.replace_hyperparams(learning_rate=1e-4)
+        """
+        where = "AmpTrainState.replace_hyperparams"
+        return self.replace(opt_state=replace_in(self.opt_state, changes, where))
 
     def merge_model(self) -> nnx.Module:
         """Returns the NNX model as it is now; training goes on without touching it.
@@ -134,6 +169,7 @@ class AmpTrainState(train_state.TrainState):
           TypeError: if the state was made from a Linen model.
 
         Example:
+          >>> import optax
           >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
           >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
           >>> state.merge_model()(jnp.ones((1, 3))).shape
@@ -181,41 +217,6 @@ def _own_leaf(leaf: Any) -> Any:
         return leaf
     array = jnp.asarray(leaf)
     return jnp.array(array, dtype=array.dtype, copy=True)
-
-
-def _wrap(tx: Any, params: PyTree) -> Any:
-    """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
-    if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
-        raise TypeError(
-            f"AmpTrainState.create: tx is a {type(tx).__name__}; expected an optax "
-            "optimizer with init and update, such as optax.adamw(3e-4)."
-        )
-    if not all(map(_tree.is_inexact_array, jax.tree.leaves(params))):
-        # Optimizers give an integer moment a float update; `apply_if_finite`, which
-        # compares dtypes, then fails.
-        tx = optax.masked(tx, lambda tree: jax.tree.map(_tree.is_inexact_array, tree))
-    state = jax.eval_shape(tx.init, params)
-    _check_order(state)
-    if isinstance(state, optax.ApplyIfFiniteState):
-        return tx
-    return apply_if_finite(tx, max_consecutive_errors=_NEVER)
-
-
-def _check_order(opt_state: PyTree) -> None:
-    """Raises a ValueError if gradients are added up before they are tested."""
-    for node in _nodes(opt_state, optax.MultiStepsState):
-        if _nodes(node.inner_opt_state, optax.ApplyIfFiniteState):
-            raise ValueError(
-                "AmpTrainState.create: tx is MultiSteps around apply_if_finite, which "
-                "tests gradients after they were added up: one inf would stay in the "
-                "sum for ever. Expected apply_if_finite outermost: pass "
-                "optax.MultiSteps(optimizer, k), create wraps it."
-            )
-
-
-def _nodes(tree: PyTree, kind: type) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _check_model(model: Any, params: PyTree, variables: Any) -> None:

@@ -29,6 +29,7 @@ from flax_amp._gradients import (
     make_options,
     metrics_of,
 )
+from flax_amp._hyperparams import hyperparam_metrics
 from flax_amp._loss import call
 from flax_amp.finite import COUNTERS
 from flax_amp.policy import Policy, default_amp_policy
@@ -89,7 +90,9 @@ def make_train_step(
     Returns:
       `train_step(state, batch) -> (state, metrics)`. The metrics are arrays on the
       device: `loss` (float32), `grads_finite`, `scaler` (the scale of the next step),
-      `grad_norm` (unscaled, before any clipping), `skipped_total`, and those of `aux`.
+      `grad_norm` (unscaled, before any clipping), `skipped_total`, those of `aux`, and
+      `hyperparams/learning_rate` and so on if `tx` is of `flax_amp.optim`: the values
+      that the last update used, schedules included.
 
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the state is no
@@ -131,6 +134,7 @@ def make_train_step(
         new_state = _advance(state, new_scaler, finite, result)
         skipped = new_state.opt_state.total_notfinite
         metrics = metrics_of(new_scaler, finite, result) | {"skipped_total": skipped}
+        metrics |= hyperparam_metrics(new_state.opt_state)
         return new_state, metrics | result.aux
 
     if not jit:

@@ -1,0 +1,339 @@
+"""A factory with its arguments, as a pytree.
+
+Numbers and arrays among the arguments are leaves, under their own names; everything
+else is structure. Optimizers and schedules of `flax_amp.optim` are such pytrees.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import serialization
+
+from flax_amp import _tree
+from flax_amp._arguments import (
+    EXACT,
+    STATIC,
+    Fixed,
+    PyTree,
+    any_of,
+    fitted,
+    given,
+    is_number,
+    join,
+    key_of,
+    leaves_of,
+    may_move,
+    nested_leaves,
+    part,
+    places_of,
+    put,
+    stacked,
+    taken,
+    walk,
+)
+from flax_amp._signatures import as_declared, full_name
+from flax_amp._state_dict import from_state, to_state
+from flax_amp._trial import Trial, modes_of
+
+_REMAINDERS = "remainders"
+_MOST_KNOWN = 64
+
+
+class Bound:
+    """The base of optimizers and schedules: see `flax_amp.optim`.
+
+    Attributes:
+      remainders: float32[number of floats], what these leave out of the Python floats
+        that they were given as; `None` without any.
+    """
+
+    factory: ClassVar[Callable[..., Any]]
+    static_args: ClassVar[frozenset[str]]
+    _parameters: ClassVar[Mapping[str, inspect.Parameter]]
+    _states: ClassVar[tuple[str, ...]] = ()  # fields beside the arguments
+    _known_modes: ClassVar[dict[Any, list[tuple[dict[str, Any], dict[str, str]]]]]
+
+    # What holds leaves, by name (moving arguments, remainders, states), and the rest.
+    # Apart, so that any object may stand where a leaf was, as JAX needs it.
+    _parts: dict[str, PyTree]
+    _fixed: Fixed
+    remainders: Any
+
+    def __init__(self, /, *args: Any, **kwargs: Any):
+        states = {name: kwargs.pop(name, None) for name in self._states}
+        by_field = _REMAINDERS in kwargs  # as `dataclasses.replace` calls it
+        remainders = kwargs.pop(_REMAINDERS, None)
+        values = kwargs if by_field else self._bind(args, kwargs)
+        values = {n: as_declared(values[n], p) for n, p in self._parameters.items()}
+        modes = self._modes(values)
+        moving, fixed, places = {}, {}, {}
+        lows: list[Any] = []
+
+        def place(low: Any) -> int | None:
+            if low is None:
+                return None
+            lows.append(low)
+            return len(lows) - 1
+
+        for name, value in values.items():
+            mode = modes.get(name, EXACT)
+            moves, fixed[name] = part(value, mode)
+            highs, low = leaves_of(moves)
+            if any_of(highs):
+                moving[name] = highs
+            if any_of(low) and mode == EXACT:
+                places[name] = walk(place, low)
+        self._check(fixed, moving)
+        parts = moving | {_REMAINDERS: stacked(lows)} | states
+        if np.shape(remainders)[-1:] == (len(lows),):
+            # What is an array already has a remainder.
+            self._keep_remainders(parts, places, places, remainders, values)
+        self._set(parts, Fixed(fixed, modes, places))
+
+    @staticmethod
+    def _keep_remainders(
+        parts: dict[str, PyTree],
+        places: Mapping[str, PyTree],
+        old_places: Mapping[str, PyTree],
+        remainders: Any,
+        values: Mapping[str, PyTree],
+    ) -> None:
+        old = places_of(old_places)
+        for (name, *path), new in places_of(places).items():
+            value = dict(nested_leaves(values[name]))[tuple(path)]
+            if _tree.is_array(value) and (name, *path) in old:
+                low = remainders[..., old[name, *path]]
+                parts[_REMAINDERS] = put(parts[_REMAINDERS], new, low)
+
+    def _set(self, parts: dict[str, PyTree], fixed: Fixed) -> None:
+        # Frozen: only here are attributes written.
+        vars(self).update(_parts=parts, _fixed=fixed)
+
+    @classmethod
+    def _new(cls, parts: dict[str, PyTree], fixed: Fixed) -> Self:
+        made = object.__new__(cls)
+        made._set(parts, fixed)
+        return made
+
+    @classmethod
+    def _bind(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns all arguments by name."""
+        signature = inspect.Signature(list(cls._parameters.values()))
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{cls.__name__}: {error}; expected the arguments of "
+                f"{full_name(cls.factory)}: {', '.join(cls._parameters)}."
+            ) from None
+        bound.apply_defaults()
+        return bound.arguments
+
+    @classmethod
+    def _modes(cls, values: Mapping[str, Any]) -> dict[str, str]:
+        """Returns how the numbers of each argument are given to the factory."""
+        named = [name for name, value in values.items() if may_move(value)]
+        names = [name for name in named if name not in cls.static_args]
+        modes = dict.fromkeys(named, STATIC)
+        others = {k: key_of(part(v, EXACT)[1]) for k, v in values.items()}
+        key = (*names, *others.items())
+        known = sum(map(len, cls._known_modes.values()), len(cls._known_modes))
+        if known >= _MOST_KNOWN:  # schedules made in a loop, say
+            cls._known_modes.clear()
+        tried = cls._known_modes.setdefault(key, [])
+        for kept, found in tried:
+            # The value of what is used in Python may decide about the rest.
+            if all(key_of(values[name]) == value for name, value in kept.items()):
+                return modes | found
+        if names:
+            defaults = {
+                name: parameter.default
+                for name, parameter in cls._parameters.items()
+                if name not in named and parameter.default is not parameter.empty
+            }
+            trial = Trial(cls._uses(), dict(values), defaults)
+            found = modes_of(trial, names)
+            static = [name for name in names if found[name] == STATIC]
+            tried.append(({name: key_of(values[name]) for name in static}, found))
+            modes |= found
+        return modes
+
+    @classmethod
+    def _check(cls, fixed: PyTree, moving: PyTree) -> None:
+        for name, value in moving.items():
+            for _, leaf in nested_leaves(value):
+                if isinstance(leaf, Bound) and any(
+                    getattr(leaf, state) is not None for state in leaf._states
+                ):
+                    raise ValueError(
+                        f"{cls.__name__}: {name} holds an optimizer with a state of "
+                        f"its own ({type(leaf).__name__}); expected one before init. "
+                        "The outer one holds the state of all: call init on it only."
+                    )
+        for name, value in fixed.items():
+            for leaf in jax.tree.leaves(value):
+                if isinstance(leaf, jax.core.Tracer):
+                    raise TypeError(
+                        f"{cls.__name__}: {name} is traced ({leaf.aval}); expected a "
+                        f"number, which {full_name(cls.factory)} uses in Python. "
+                        "Give it outside of jit, vmap and grad."
+                    )
+
+    @classmethod
+    def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:
+        """Returns what is done with the factory and its arguments, for a trial."""
+        raise NotImplementedError
+
+    @classmethod
+    def _call_factory(cls, values: Mapping[str, Any]) -> Any:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, parameter in cls._parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                args += values[name]
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                kwargs |= values[name]
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                kwargs[name] = values[name]
+            else:
+                args.append(values[name])
+        return cls.factory(*args, **kwargs)
+
+    def _build(self) -> Any:
+        """Calls the factory with the arguments as they are now."""
+        values = dict(self._fixed.values)
+        for name in self._moving():
+            moving = self._parts[name]
+            mode = self._fixed.modes.get(name, EXACT)
+            places = self._fixed.places.get(name)
+            if places is None:
+                places = walk(lambda _: None, moving)
+            rest = taken(self.remainders, places)
+            shown = walk(lambda x, r, mode=mode: given(x, r, mode), moving, rest)
+            values[name] = join(shown, values[name])
+        return self._call_factory(values)
+
+    def as_argument(self) -> Any:
+        """Returns what a factory gets that this is an argument of."""
+        return self
+
+    # Arguments as attributes
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is no attribute comes here; a copy in the making has none at all.
+        if "_parts" not in vars(self):
+            raise AttributeError(name)
+        fixed, parts = self._fixed.values, self._parts
+        if name not in fixed and name not in parts:
+            known = ", ".join([*fixed, *self._states])
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}; it has {known}."
+            )
+        if name not in fixed:
+            return parts[name]
+        return join(parts[name], fixed[name]) if name in parts else fixed[name]
+
+    def _moving(self) -> list[str]:
+        """Returns the names of the arguments that hold leaves."""
+        return [name for name in self._parts if name in self._fixed.values]
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fixed.values}
+
+    def _replace_own(self, changes: Mapping[str, Any]) -> Self:
+        """Returns a copy with other values of arguments and states."""
+        parts, fixed = dict(self._parts), self._fixed
+        others = {}
+        for name, value in changes.items():
+            if name in self._states:
+                parts[name] = value
+                continue
+            mode, old = fixed.modes.get(name, EXACT), parts.get(name)
+            fits = None if old is None else fitted(value, old, fixed.values[name], mode)
+            if fits is None:
+                others[name] = value
+                continue
+            parts[name], lows = fits
+            by_path = dict(nested_leaves(lows))
+            places = places_of({name: fixed.places.get(name)})
+            for (_, *path), place in places.items():
+                if (low := by_path[tuple(path)]) is not None:
+                    parts[_REMAINDERS] = put(parts[_REMAINDERS], place, low)
+        same = self._new(parts, fixed)
+        return self._rebuilt(same, others) if others else same
+
+    def _rebuilt(self, same: Self, others: Mapping[str, Any]) -> Self:
+        """Returns a copy with arguments that change the structure."""
+        values = {**same._arguments(), **others}
+        made = type(self)(**values, remainders=None)
+        parts = dict(made._parts)
+        self._keep_remainders(
+            parts, made._fixed.places, self._fixed.places, same.remainders, values
+        )
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self._parts)):
+            parts = {n: jax.tree.map(as_jax, part) for n, part in parts.items()}
+        states = {name: same._parts[name] for name in self._states}
+        return self._new(parts | states, made._fixed)
+
+    # As a pytree
+
+    def _flatten(self) -> tuple[list[PyTree], tuple[Any, ...]]:
+        return list(self._parts.values()), (tuple(self._parts), self._fixed)
+
+    def _flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Any, ...]]:
+        children, metadata = self._flatten()
+        keys = map(jax.tree_util.GetAttrKey, metadata[0])
+        return list(zip(keys, children, strict=True)), metadata
+
+    @classmethod
+    def _unflatten(cls, metadata: tuple[Any, ...], children: Any) -> Self:
+        names, fixed = metadata
+        return cls._new(dict(zip(names, children, strict=True)), fixed)
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "factory" not in vars(cls):
+            return
+        cls._known_modes = {}
+        jax.tree_util.register_pytree_with_keys(
+            cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
+        )
+        serialization.register_serialization_state(cls, to_state, from_state)
+
+    def __repr__(self) -> str:
+        shown = [f"{name}={_shown(value)}" for name, value in self._arguments().items()]
+        for name in self._states:
+            leaves = len(jax.tree.leaves(getattr(self, name)))
+            shown += [f"{name}=<{leaves} leaves>"] if leaves else []
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def fields_of(parameters: Mapping[str, inspect.Parameter], states: Any) -> list[Any]:
+    """Returns the fields of the dataclass for a factory."""
+    named = [(p.name, Any) for p in parameters.values()]
+    more = [(name, Any, dataclasses.field(kw_only=True)) for name in states]
+    kept = (_REMAINDERS, Any, dataclasses.field(kw_only=True, repr=False))
+    return [*named, *more, kept]
+
+
+def as_jax(leaf: Any) -> Any:
+    """Returns an array of NumPy as one of JAX."""
+    return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+
+def _shown(value: Any) -> str:
+    if is_number(value) and not isinstance(value, jax.core.Tracer):
+        return (
+            str(float(f"{value:.6g}")) if _tree.is_inexact_array(value) else str(value)
+        )
+    if _tree.is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, optax.GradientTransformation):
+        return "GradientTransformation(...)"
+    return getattr(value, "__qualname__", None) or repr(value)

@@ -1,0 +1,323 @@
+"""Optimizers and schedules as pytrees; `flax_amp.optim` makes their classes."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flax_amp._arguments import is_real, map_nested, nested_leaves
+from flax_amp._bound import Bound, as_jax
+from flax_amp._transformation import (
+    as_transformation,
+    copied,
+    explaining,
+    first_update,
+    settled,
+    settled_leaf,
+)
+from flax_amp._values import as_variables, gives_a_float, last_counts, pure, value_at
+
+PyTree = Any
+
+
+# To try things on; of NumPy, which starts no backend.
+_SMALL = {"matrix": np.ones((4, 4), np.float32), "vector": np.ones(4, np.float32)}
+
+
+class Schedule(Bound):
+    """A schedule whose numbers are leaves: a function of the count of updates.
+
+    Example:
+      >>> from flax_amp import optim
+      >>> schedule = optim.cosine_decay_schedule(init_value=0.1, decay_steps=100)
+      >>> float(schedule.replace(init_value=0.2)(0))
+      0.2...
+    """
+
+    def __call__(self, count: Any) -> jax.Array:
+        """Returns the value at a count of updates, float32[]."""
+        return settled_leaf(jnp.asarray(self._build()(count)))
+
+    def as_argument(self) -> Callable[[Any], Any]:
+        """Returns the plain schedule, whose value promotes as that of optax does."""
+        return lambda count: self._build()(count)
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with other arguments, by name.
+
+        Raises:
+          TypeError: if there is no such argument.
+        """
+        check_names(self, changes, self._fixed.values)
+        return self._replace_own(changes)
+
+    @classmethod
+    def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:
+        def call(values: dict[str, Any]) -> jax.Array:
+            return jnp.asarray(cls._call_factory(values)(jnp.zeros((), jnp.int32)))
+
+        return [call]
+
+
+class Optimizer(Bound):
+    """An optimizer of optax that holds its hyper-parameters and its state.
+
+    Make one with a function of this module, such as `adamw`, or with `wrap`.
+
+    Attributes:
+      opt_state: the state of optax, in optax's own structure; `None` before `init`.
+      remainders: see `flax_amp._exact`.
+
+    Example:
+      >>> from flax_amp import optim
+      >>> params = {"w": jnp.ones(3)}
+      >>> tx = optim.adamw(learning_rate=0.1, weight_decay=1e-4).init(params)
+      >>> updates, tx = tx.update({"w": jnp.ones(3)}, params)
+      >>> tx = tx.replace(learning_rate=0.05)
+      >>> float(tx.learning_rate)
+      0.05...
+    """
+
+    _states = ("opt_state",)
+    opt_state: PyTree
+
+    def init(self, params: PyTree) -> Self:
+        """Returns the optimizer with the state of a new run.
+
+        Args:
+          params: the parameters to train.
+        """
+        with explaining(f"{type(self).__name__}.init"):
+            state = self._transformation().init(params)
+        # From here on all leaves are arrays of JAX: one kind, one compilation.
+        # Arrays of their own: donating the optimizer must delete no array of the user.
+        mine = jax.tree.map(copied, self._replace_own({"opt_state": None}))
+        return mine._replace_own({"opt_state": jax.tree.map(as_jax, settled(state))})
+
+    def update(
+        self,
+        grads: PyTree,
+        params: PyTree | None = None,
+        *as_optax: Any,
+        **extra_args: Any,
+    ) -> tuple[PyTree, Self]:
+        """Returns the updates, and the optimizer after them.
+
+        Args:
+          grads: the gradients, shaped as the parameters.
+          params: the parameters, for the optimizers that need them.
+          *as_optax: none; `update(grads, state, params)` is that of optax's pair.
+          **extra_args: what else an optimizer of optax asks for, such as `value`.
+
+        Returns:
+          `(updates, tx)`; `optax.apply_updates(params, updates)` applies them.
+
+        Raises:
+          RuntimeError: before `init`.
+          TypeError: if optax uses a traced hyper-parameter in Python, or if it is
+            called as a transformation of optax.
+        """
+        name = type(self).__name__
+        if as_optax:
+            raise TypeError(
+                f"{name}.update: got grads, a state and params; expected "
+                "tx.update(grads, params). Where a transformation of optax is called, "
+                "pass tx.to_optax()."
+            )
+        if self.opt_state is None:
+            raise RuntimeError(
+                f"{name}.update: it has no state yet; expected an optimizer after "
+                "init. Call tx = tx.init(params) first."
+            )
+        with explaining(f"{name}.update"):
+            updates, state = self._transformation().update(
+                grads, self.opt_state, params, **extra_args
+            )
+        return settled(updates), self._replace_own({"opt_state": settled(state)})
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with other hyper-parameters.
+
+        A number in place of a number changes no structure: nothing is compiled again.
+
+        Args:
+          **changes: values by the name of an argument, or by a name of `hyperparams`,
+            which reaches the optimizers inside; also `opt_state`.
+
+        Raises:
+          TypeError: if there is no such name.
+        """
+        pure_self = pure(self)
+        if pure_self is not self:
+            return as_variables(self, pure_self.replace(**changes))
+        own = {*self._fixed.values, *self._states}
+        inner: dict[str, tuple[str, ...]] = {}
+        for name, path, _ in self._entries():
+            inner |= {name: path, "/".join(path): path}
+        check_names(self, changes, [*own, *inner])
+        new = self._replace_own({n: v for n, v in changes.items() if n in own})
+        for name in [n for n in changes if n not in own]:
+            new = new._replace_at(inner[name], changes[name])
+        if new.opt_state is not None and "opt_state" not in changes:
+            self._check_state(new, ", ".join(changes))
+        return new
+
+    def _check_state(self, new: "Optimizer", names: str) -> None:
+        """Raises a ValueError if other arguments need a state of another structure."""
+        if new._fixed == self._fixed:
+            return
+        try:
+            old, other = (tx._transformation().init(_SMALL) for tx in (self, new))
+        except Exception:  # the small parameters do not suit a mask, say
+            return
+        before, after = (jax.tree.map(jnp.shape, state) for state in (old, other))
+        if before != after:
+            raise ValueError(
+                f"{type(self).__name__}.replace: with another {names} the state has "
+                "another structure; expected a change before init. Begin anew: "
+                "tx.replace(..., opt_state=None).init(params)."
+            )
+
+    def _replace_at(self, path: tuple[str, ...], value: Any) -> Self:
+        argument, *keys = path
+
+        def replaced(at: tuple[str, ...], leaf: Any) -> Any:
+            if at != tuple(keys[: len(at)]):
+                return leaf
+            rest = tuple(keys[len(at) :])
+            return leaf._replace_at(rest, value) if rest else value
+
+        return self._replace_own(
+            {argument: map_nested(replaced, getattr(self, argument))}
+        )
+
+    @property
+    def hyperparams(self) -> dict[str, jax.Array]:
+        """The values of this step by name, those of the optimizers inside included.
+
+        Schedules give the value that the last update used, or that the first will use.
+        Names that occur twice are preceded by the path to their optimizer. A schedule
+        is left out if the state has no count that it could have been given.
+        """
+        pure_self = pure(self)
+        entries = [(name, entry) for name, _, entry in pure_self._entries()]
+        counts = iter(
+            last_counts(pure_self.opt_state, sum(callable(e) for _, e in entries))
+        )
+        values = {
+            name: value_at(entry, next(counts) if callable(entry) else None)
+            for name, entry in entries
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    def to_optax(self) -> optax.GradientTransformationExtraArgs:
+        """Returns an optax transformation whose state is this optimizer.
+
+        For `TrainState.create`, `nnx.Optimizer` and the combinators of optax. Its
+        `init` begins anew, whatever state the optimizer has.
+        `AmpTrainState.create` takes the optimizer itself.
+
+        Example:
+          >>> from flax_amp import optim
+          >>> tx = optax.chain(optax.clip(1.0), optim.adam(1e-3).to_optax())
+        """
+        return optax.GradientTransformationExtraArgs(self.init, update_as_optax)
+
+    def _transformation(self) -> optax.GradientTransformationExtraArgs:
+        return as_transformation(self._build())
+
+    def as_argument(self) -> optax.GradientTransformationExtraArgs:
+        """Returns the plain optimizer, for the factory of one around it."""
+        return self._transformation()
+
+    @classmethod
+    def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:
+        params = _SMALL
+
+        def update(values: dict[str, Any], grads: PyTree = params) -> Any:
+            tx = as_transformation(cls._call_factory(values))
+            return settled(first_update(tx, grads, params))
+
+        def derivative(values: dict[str, Any]) -> Any:
+            _, pull_back = jax.vjp(lambda grads: update(values, grads)[0], params)
+            return pull_back(params)
+
+        return [update, derivative]
+
+    def _entries(self) -> list[tuple[str, tuple[str, ...], Any]]:
+        """Returns `(name, path, value)` of every number and schedule."""
+        found = list(self._walk())
+        counts: dict[str, int] = {}
+        for _, name, _ in found:
+            counts[name] = counts.get(name, 0) + 1
+        return [
+            (name if counts[name] == 1 else "/".join(path), path, value)
+            for path, name, value in found
+        ]
+
+    def _walk(self) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+        for argument, value in self._arguments().items():
+            for keys, leaf in nested_leaves(value):
+                path = (argument, *keys)
+                number = argument in self._parts and is_real(leaf)
+                if isinstance(leaf, Optimizer):
+                    for inner, name, entry in leaf._walk():
+                        yield (*path, *inner), name, entry
+                elif number or self._is_schedule(argument, leaf):
+                    yield path, "/".join(path), leaf
+
+    def _is_schedule(self, argument: str, value: Any) -> bool:
+        if not callable(value) or isinstance(value, Schedule):
+            return isinstance(value, Schedule)
+        declared = self._parameters[argument].annotation
+        if declared is inspect.Parameter.empty:
+            return gives_a_float(value)
+        return declared == optax.Schedule or float in getattr(declared, "__args__", ())
+
+    # No sequence interface
+
+    def _no_sequence(self, used: str) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: an optimizer is no sequence and cannot be {used}; "
+            "expected tx.init(params), tx.update(grads, params), tx.opt_state, or a "
+            "hyper-parameter by its name. tx.to_optax() gives the pair (init, update)."
+        )
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._no_sequence("indexed")
+
+    def __iter__(self) -> NoReturn:
+        self._no_sequence("iterated over or unpacked")
+
+    def __len__(self) -> int:
+        self._no_sequence("measured with len")
+
+    def __contains__(self, item: Any) -> bool:
+        self._no_sequence("searched")
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def update_as_optax(
+    grads: PyTree, state: Optimizer, params: PyTree = None, **extra_args: Any
+) -> tuple[PyTree, Optimizer]:
+    """Updates an optimizer that is the state of a transformation of optax."""
+    return state.update(grads, params, **extra_args)
+
+
+def check_names(bound: Bound, changes: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises a TypeError if there is a name that is not known."""
+    if unknown := sorted(changes.keys() - set(known)):
+        several = [
+            n for n in known if n.endswith(tuple(f"/{name}" for name in unknown))
+        ]
+        hint = " Say which, by its path." if several else ""
+        raise TypeError(
+            f"{type(bound).__name__}.replace: no {', '.join(unknown)}; expected some "
+            f"of {', '.join(sorted(several or known))}.{hint}"
+        )

@@ -1,0 +1,76 @@
+"""What hyper-parameters are at this step: numbers, and schedules at their counts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from flax_amp import _tree
+from flax_amp._arguments import key_name
+from flax_amp._transformation import settled_leaf
+
+PyTree = Any
+
+
+# What states of optax call the count that they give to schedules.
+_COUNTS = ("count", "step_count", "step")
+
+
+def last_counts(opt_state: PyTree, schedules: int) -> list[Any]:
+    """Returns the counts that the last update gave to schedules, 0 before the first.
+
+    Where the state has a count for each schedule they are in one order; else all are
+    taken to count alike. `None` if the state counts nothing.
+    """
+    if opt_state is None:
+        return [0] * schedules
+    nodes = _tree.nodes(opt_state, optax.ScaleByScheduleState)
+    scheduled = [node.count for node in nodes]
+    named = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+    names = [(key_name(path[-1]), leaf) for path, leaf in named if path]
+    others = [leaf for wanted in _COUNTS for name, leaf in names if name == wanted]
+    if len(scheduled) != schedules:
+        scheduled = [(scheduled or others or [None])[0]] * schedules
+    return [None if count is None else jnp.maximum(count - 1, 0) for count in scheduled]
+
+
+def value_at(entry: Any, count: Any) -> jax.Array | None:
+    """Returns the value of a number or a schedule; `None` without a count."""
+    if callable(entry):
+        return None if count is None else settled_leaf(jnp.asarray(entry(count)))
+    return settled_leaf(jnp.array(entry))  # the state may be donated
+
+
+def gives_a_float(function: Callable[..., Any]) -> bool:
+    """Whether a function of unknown type is a schedule: one number in, one out."""
+    try:
+        value = jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception:  # whatever a function raises for what it does not expect
+        return False
+    return getattr(value, "shape", None) == () and jnp.issubdtype(
+        value.dtype, jnp.floating
+    )
+
+
+# The variables in which `nnx.Optimizer` keeps arrays
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def pure(tree: PyTree) -> PyTree:
+    """Returns a tree with arrays for variables, which `nnx.Optimizer` makes of them."""
+    return nnx.as_pure(tree) if _tree.nodes(tree, nnx.Variable) else tree
+
+
+def as_variables(like: PyTree, tree: PyTree) -> PyTree:
+    """Undoes `pure`."""
+
+    def variable(old: Any, new: Any) -> Any:
+        return old.replace(new) if _is_variable(old) else new
+
+    return jax.tree.map(variable, like, tree, is_leaf=_is_variable)

@@ -1,0 +1,105 @@
+"""The optimizer of a train state: inside `apply_if_finite`, away from integers."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flax_amp import _tree
+from flax_amp._optimizer import Optimizer, update_as_optax
+from flax_amp.finite import apply_if_finite
+
+PyTree = Any
+
+# What optax names a number of errors in a row after which it applies the NaN after
+# all. A skipped step is the scaler's ordinary way to find its scale: never give up.
+_NEVER = int(np.iinfo(np.int32).max)
+
+
+def has_integers(params: PyTree) -> bool:
+    """Whether there are parameters that no optimizer can train."""
+    return not all(map(_tree.is_inexact_array, jax.tree.leaves(params)))
+
+
+def wrap(tx: Any, params: PyTree) -> Any:
+    """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
+    if isinstance(tx, Optimizer):
+        tx = tx.to_optax()
+    if isinstance(tx, type) or not (
+        callable(getattr(tx, "init", None)) and hasattr(tx, "update")
+    ):
+        raise TypeError(
+            f"AmpTrainState.create: tx is a {type(tx).__name__}; expected an optax "
+            "optimizer with init and update, such as optax.adamw(3e-4)."
+        )
+    if has_integers(params):
+        # Optimizers give an integer moment a float update; `apply_if_finite`, which
+        # compares dtypes, then fails.
+        tx = optax.masked(tx, _trains)
+    state = jax.eval_shape(tx.init, params)
+    _check_order(state)
+    if isinstance(state, optax.ApplyIfFiniteState):
+        return tx
+    return apply_if_finite(tx, max_consecutive_errors=_NEVER)
+
+
+@functools.cache
+def updating(masked: bool) -> Any:
+    """Returns what updates a state of pytree optimizers: the same for all of them.
+
+    It holds no hyper-parameters, which are in the state, so a step that is compiled
+    for one serves others.
+    """
+
+    def init(params: PyTree) -> Any:
+        raise TypeError(
+            "state.tx.init: the optimizer of flax_amp.optim is in state.opt_state, not "
+            "in state.tx; expected a call of its own init. Make a new state with "
+            "AmpTrainState.create(tx=...)."
+        )
+
+    tx: Any = optax.GradientTransformationExtraArgs(init, update_as_optax)
+    tx = optax.masked(tx, _trains) if masked else tx
+    return apply_if_finite(tx, max_consecutive_errors=_NEVER)
+
+
+def _trains(tree: PyTree) -> PyTree:
+    """Returns whether each leaf is one that an optimizer can train."""
+    return jax.tree.map(_tree.is_inexact_array, tree)
+
+
+def going_on(opt_state: PyTree, warm: Optimizer) -> PyTree:
+    """Returns a new state with the optimizer that has been at work already.
+
+    Raises:
+      ValueError: if that has the state of other parameters.
+    """
+
+    def chosen(node: Any) -> Any:
+        if not isinstance(node, Optimizer):
+            return node
+        new, old = (jax.tree.map(jnp.shape, tx.opt_state) for tx in (node, warm))
+        if new != old:
+            raise ValueError(
+                f"AmpTrainState.create: tx ({type(warm).__name__}) has the state of "
+                "other parameters; expected one of these, or none. Pass it before "
+                "init, or with tx.replace(opt_state=None)."
+            )
+        return warm
+
+    return jax.tree.map(chosen, opt_state, is_leaf=lambda x: isinstance(x, Optimizer))
+
+
+def _check_order(opt_state: PyTree) -> None:
+    """Raises a ValueError if gradients are added up before they are tested."""
+    for node in _tree.nodes(opt_state, optax.MultiStepsState):
+        if _tree.nodes(node.inner_opt_state, optax.ApplyIfFiniteState):
+            raise ValueError(
+                "AmpTrainState.create: tx is MultiSteps around apply_if_finite, which "
+                "tests gradients after they were added up: one inf would stay in the "
+                "sum for ever. Expected apply_if_finite outermost: pass "
+                "optax.MultiSteps(optimizer, k), create wraps it."
+            )

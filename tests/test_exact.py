@@ -1,0 +1,101 @@
+"""Traced numbers keep the precision of Python's, whatever XLA makes of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_amp._exact import Exact, split
+
+FORMULAS = {
+    "1 - b": lambda b: 1 - b,
+    "1 + b**2": lambda b: 1 + b**2,
+    "2 / (1 - b) - 1": lambda b: 2 / (1 - b) - 1,
+    "(1 - b) * (1 - b / 2)": lambda b: (1 - b) * (1 - b / 2),
+    "b / 3": lambda b: b / 3,
+    "-b * 3.7": lambda b: -b * 3.7,
+    "abs(b - 1)": lambda b: abs(b - 1),
+    "(b + b * b) / (1 + b)": lambda b: (b + b * b) / (1 + b),
+}
+VALUES = [0.9, 0.999, 0.1, 1e-3, 3e-4, *np.random.default_rng(0).uniform(0, 1, 40)]
+
+
+def exact(value):
+    return Exact(*split(value, np.float32))
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+def test_rounds_once_as_a_python_float_does(formula):
+    function = FORMULAS[formula]
+
+    @jax.jit
+    def compute(high, low):
+        result = function(Exact(high, low))
+        return jnp.asarray(result), result._low
+
+    for value in map(float, VALUES):
+        high, low = compute(*split(value, np.float32))
+        expected = function(value)
+        assert high == np.float32(expected), value
+        assert abs(float(high) + float(low) - expected) < 1e-11 * abs(expected)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, 0.0, -0.0, 1e-45, 3e38])
+def test_extremes(value):
+    for function in (
+        lambda b: b * 3,
+        lambda b: b + 1,
+        lambda b: 1 - b,
+        lambda b: b / 3,
+    ):
+        with np.errstate(over="ignore"):
+            expected = np.float32(function(value))
+        found = jax.jit(lambda h, low, f=function: jnp.asarray(f(Exact(h, low))))(
+            *split(value, np.float32)
+        )
+        np.testing.assert_allclose(found, expected, rtol=2e-7, atol=1e-37)
+
+
+def test_meets_arrays_as_a_python_number_does():
+    def compute(high, low, x):
+        b = Exact(high, low)
+        return x * b, b * x, x - b, b - x, x / b, b / x, b**x, x**b, jnp.maximum(b, x)
+
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        x = jnp.arange(1, 4, dtype=dtype)
+        found = jax.jit(compute)(*split(0.3, np.float32), x)
+        b = 0.3
+        expected = x * b, b * x, x - b, b - x, x / b, b / x, b**x, x**b
+        for ours, plain in zip(found, (*expected, jnp.maximum(b, x)), strict=True):
+            assert ours.dtype == plain.dtype == dtype
+            np.testing.assert_allclose(
+                np.float32(ours), np.float32(plain), rtol=float(jnp.finfo(dtype).eps)
+            )
+
+
+def test_numpy_leaves_the_arithmetic_to_it():
+    assert isinstance(np.float32(2) * exact(0.1), Exact)
+    assert isinstance(np.ones(2, np.float32) - exact(0.1), jax.Array)
+
+
+def test_goes_through_compiled_functions():
+    high, _ = split(0.999, np.float32)
+    result = jax.jit(lambda b: jax.jit(lambda c: 1 - c)(b))(exact(0.999))
+    assert jnp.asarray(result) == np.float32(1 - 0.999) != 1 - high
+
+
+def test_derivatives():
+    def compute(high):
+        b = Exact(high, jnp.zeros_like(high))
+        return jnp.asarray(2 / (1 - b) - b * b)
+
+    slope = jax.grad(compute)(jnp.float32(0.9))
+    np.testing.assert_allclose(slope, 2 / 0.1**2 - 1.8, rtol=1e-5)
+
+
+def test_is_used_as_a_value_only_when_known():
+    assert float(exact(0.5)) == 0.5 and int(exact(2.0)) == 2 and bool(exact(1.0))
+    assert exact(0.25) < 0.5 and exact(0.5) == exact(0.5) and not callable(exact(1.0))
+    assert repr(exact(0.5)) == "Exact(0.5, 0.0)" and (+exact(0.5)).ndim == 0
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(lambda high: 1 if Exact(high, 0) > 0 else 2)(0.5)
