@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "save": ("save", "run", "what digests add to saving and restoring 1 GB"),
     "faults": ("faults", "run", "kills, damages and fills up disks; what is lost"),
+    "optim": ("optim", "run", "every pytree optimizer under every transformation"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 
@@ -72,6 +73,9 @@ def parser() -> argparse.ArgumentParser:
     error.add_argument("--seeds", type=int, default=8, help="weights and batches")
     faults = commands.choices["faults"]
     faults.add_argument("--kills", type=int, default=50, help="processes to kill")
+    optim = commands.choices["optim"]
+    optim.add_argument("--only", default="", metavar="A;B", help="optimizers, by name")
+    optim.add_argument("--rounds", type=int, default=50, help="turns of the timing")
     return made
 
 

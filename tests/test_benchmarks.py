@@ -12,8 +12,9 @@ import pytest
 import flax_amp
 from benchmarks import __main__ as cli
 from benchmarks import problem, request, show, timing, variants
-from benchmarks.commands import casts, error, host, mesh, report, save
+from benchmarks.commands import casts, error, host, mesh, optim, report, save
 from benchmarks.models import gpt, resnet, vit
+from benchmarks.optimizers import checks
 from benchmarks.report import plots
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
@@ -111,7 +112,7 @@ class TestCommandLine:
         assert "usage" in capsys.readouterr().err
 
     def test_every_command_is_there(self):
-        others = {"casts", "faults", "save", "report"}
+        others = {"casts", "faults", "optim", "save", "report"}
         assert {s.command for s in SECTIONS} | others == set(cli.COMMANDS)
 
 
@@ -155,6 +156,29 @@ class TestSave:
         save.run(Request(size="tiny", folder=tmp_path))
         text = (tmp_path / "save.md").read_text()
         assert "| plain Orbax | " in text and "| flax_amp.checkpoint | " in text
+
+
+class TestOptim:
+    def test_command(self, tmp_path, monkeypatch):
+        few = {name: checks.CHECKS[name] for name in ("trajectory", "eval_shape")}
+        monkeypatch.setattr(checks, "CHECKS", few)
+        monkeypatch.setattr(optim, "OVERHEAD", ("sgd",))
+        monkeypatch.setattr(optim, "LEAVES", 3)
+        optim.run(Request(folder=tmp_path), only="sgd;chain(clip, adamw)", rounds=1)
+        text = (tmp_path / "optim.md").read_text()
+        assert "| `sgd` | exact | exact |" in text and "dispatch" in text
+
+    def test_failures_are_told(self, tmp_path, monkeypatch, capsys):
+        def failing(case):
+            """Fails."""
+            raise AssertionError("another value")
+
+        monkeypatch.setattr(checks, "CHECKS", {"trajectory": failing})
+        with pytest.raises(
+            SystemExit, match="sgd, trajectory: AssertionError: another"
+        ):
+            optim.run(Request(folder=tmp_path), only="sgd", rounds=0)
+        assert "| `sgd` | FAILED |" in (tmp_path / "optim.md").read_text()
 
 
 class TestResults:

@@ -1,0 +1,1 @@
+"""Every optimizer of `flax_amp.optim` under every transformation of JAX."""
