@@ -55,6 +55,17 @@ def test_accumulate():
     assert all(float(other) < 1e-3 for other in distance)
 
 
+def test_sweep(tmp_path):
+    text = run("sweep", "--plot", str(tmp_path / "sweep.svg"))
+    rows = re.findall(r"^ +(\S+) +([\d.]+) +([\d.]+)% +\d+$", text, re.MULTILINE)
+    columns = zip(*rows, strict=True)
+    rates, losses, accuracies = (list(map(float, column)) for column in columns)
+    assert len(rates) == 16 and rates == sorted(rates)
+    assert max(accuracies) > 97 and min(accuracies) < 20
+    assert losses[0] > 2 > 0.1 > min(losses) and "compiled once" in text
+    assert "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
 def test_sharded():
     rows = re.findall(r"([\d.]+) +(\d+) +(\S+)$", run("sharded"), re.MULTILINE)
     losses, held, distances = zip(*rows, strict=True)

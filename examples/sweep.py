@@ -1,0 +1,94 @@
+"""Sixteen learning rates of the digits model, trained at once in one compiled step.
+
+    python -m examples.sweep [--plot sweep.svg]
+
+The optimizer is a pytree and the peak of its learning rate a leaf: `jax.vmap` makes of
+one state sixteen, and of one step one that trains them all, each with its own schedule,
+its own loss scale and its own skipped steps.
+"""
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import flax_amp
+from examples.digits import data, model
+from flax_amp import optim
+
+STEPS, WARM_UP, BATCH_SIZE = 120, 12, 64
+PEAKS = np.geomspace(1e-5, 1.0, 16).astype(np.float32)
+
+
+@optim.schedule
+def warm_up_then_cosine(peak):
+    warm_up = optax.linear_schedule(0.0, peak, WARM_UP)
+    decay = optax.cosine_decay_schedule(peak, STEPS - WARM_UP)
+    return optax.join_schedules([warm_up, decay], [WARM_UP])
+
+
+def create_state(peak):
+    network = model.ConvNet(data.NUM_CLASSES)
+    variables = network.init(jax.random.key(0), jnp.ones((1, 8, 8, 1)), train=False)
+    return flax_amp.AmpTrainState.create(
+        apply_fn=network.apply,
+        params=variables["params"],
+        variables={"batch_stats": variables["batch_stats"]},
+        rngs={"dropout": jax.random.key(1)},
+        tx=optim.chain(
+            optim.clip_by_global_norm(1.0), optim.adamw(warm_up_then_cosine(peak))
+        ),
+    )
+
+
+def train(peaks):
+    images, test = data.load(split_seed=0)
+    states = jax.jit(jax.vmap(create_state))(peaks)
+    step = flax_amp.make_train_step(model.make_loss_fn(), has_aux=True, jit=False)
+    step = jax.jit(jax.vmap(step, in_axes=(0, None)), donate_argnums=0)
+    for i in range(STEPS):
+        batch = data.batch_at(images, i, batch_size=BATCH_SIZE, seed=0)
+        states, metrics = step(states, batch)
+        if i == WARM_UP:
+            rates = metrics["hyperparams/learning_rate"]
+            print(f"after the warm-up, rates from {rates.min():.1e} to {rates.max()}")
+    evaluate = flax_amp.make_eval_step(model.eval_fn, jit=False)
+    found = jax.jit(jax.vmap(evaluate, in_axes=(0, None)))(states, test)
+    found = jax.vmap(lambda metrics: metrics.compute())(found)
+    return states, jax.device_get(found)
+
+
+def plot(peaks, losses, path):
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot(peaks, losses, "o-")
+    axes.set(xscale="log", yscale="log", xlabel="peak of the learning rate")
+    axes.set(ylabel="loss on the test images", title=f"{len(peaks)} runs, one step")
+    axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plot", help="file for a plot of loss against learning rate")
+    arguments = parser.parse_args()
+    states, found = train(PEAKS)
+    skipped = jax.device_get(states.opt_state.total_notfinite)
+    print(f"{'rate':>9} {'loss':>8} {'accuracy':>9} {'skipped':>8}")
+    rows = zip(PEAKS, found["loss"], found["accuracy"], skipped, strict=True)
+    for rate, loss, accuracy, skips in rows:
+        print(f"{rate:9.1e} {loss:8.4f} {accuracy:9.2%} {skips:8}")
+    best = PEAKS[np.nanargmin(found["loss"])]
+    print(f"best: {best:.1e}; {STEPS} steps of {len(PEAKS)} runs, compiled once")
+    if arguments.plot:
+        plot(PEAKS, found["loss"], arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
