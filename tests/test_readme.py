@@ -24,7 +24,7 @@ class WithBatchNorm(nn.Module):
 
 def test_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # it saves to "run"
-    example, policy, step, resume, migrate = BLOCKS
+    example, policy, step, optimizers, resume, migrate = BLOCKS
     names = {}
     exec(example, names)
     assert "'grads_finite': True" in capsys.readouterr().out
@@ -40,6 +40,13 @@ def test_readme_runs(tmp_path, monkeypatch, capsys):
     exec(step, names)
     names["state"], metrics = names["train_step"](names["state"], names["batch"])
     assert metrics["grads_finite"]
+    train_state = names["state"]
+    names["params"] = train_state.params
+    names["grads"] = jax.tree.map(jnp.ones_like, train_state.params)
+    exec(optimizers, names)
+    assert names["rate"] == jnp.float32(1e-4)
+    assert names["state"].hyperparams["max_norm"] == 0.5
+    names["state"] = train_state
     exec(resume, names)
     assert int(names["state"].step) == 1
 
