@@ -11,6 +11,7 @@ available precision", Numerische Mathematik 18 (1971), and D. E. Knuth, "The Art
 Computer Programming", volume 2, section 4.2.2.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from flax_amp import _compat
 
@@ -38,14 +40,29 @@ class Exact:
       low: what `high` leaves out.
     """
 
-    __slots__ = ("_high", "_low")
+    __slots__ = ("_computed", "_high", "_low")
     __array_ufunc__ = None  # NumPy leaves the arithmetic to this class
 
     def __init__(self, high: jax.Array, low: Any):
         self._high, self._low = high, low
+        self._computed: dict[Any, tuple[Any, Any]] = {}
+
+    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Returns what was computed before: optax writes `1 - b1` for every leaf.
+
+        What the trace of a loop's body computed, say, must not come out of it.
+        """
+        now = get_opaque_trace_state()
+        before, result = self._computed.get(key, (None, None))
+        if before != now:
+            result = compute()
+            self._computed[key] = now, result
+        return result
 
     def __jax_array__(self) -> jax.Array:
-        return _compat.weakly_typed(jnp.asarray(self._high))
+        return self._once(
+            "array", lambda: _compat.weakly_typed(jnp.asarray(self._high))
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -178,20 +195,24 @@ def _is_power_of_two(value: Any) -> bool:
 def _exactly(exact: Callable[[Pair, Pair], Pair], plain: Callable[..., Any]) -> Any:
     """Makes an operator and its reflection."""
 
-    def compute(self: Exact, other: Any, *, reflected: bool) -> Any:
-        if isinstance(other, Exact):
-            pair = other._pair()
-        elif exact is _multiply and _is_power_of_two(other):  # `-1 * learning_rate`
+    def computed(self: Exact, other: Any, *, reflected: bool) -> Exact:
+        if exact is _multiply and _is_power_of_two(other):  # `-1 * learning_rate`
             return Exact(
                 *(part * np.asarray(other, part.dtype) for part in self._pair())
             )
-        elif _is_number(other):
-            pair = split(other, self._high.dtype)
-        else:
-            array = self.__jax_array__()
-            return plain(other, array) if reflected else plain(array, other)
+        known = isinstance(other, Exact)
+        pair = other._pair() if known else split(other, self._high.dtype)
         pairs = (pair, self._pair()) if reflected else (self._pair(), pair)
         return Exact(*exact(*pairs))
+
+    def compute(self: Exact, other: Any, *, reflected: bool) -> Any:
+        result = functools.partial(computed, self, other, reflected=reflected)
+        if isinstance(other, Exact):
+            return result()
+        if _is_number(other):
+            return self._once((exact, reflected, other), result)
+        array = self.__jax_array__()
+        return plain(other, array) if reflected else plain(array, other)
 
     def forward(self: Exact, other: Any) -> Any:
         return compute(self, other, reflected=False)

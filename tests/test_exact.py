@@ -99,3 +99,31 @@ def test_is_used_as_a_value_only_when_known():
     assert repr(exact(0.5)) == "Exact(0.5, 0.0)" and (+exact(0.5)).ndim == 0
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.jit(lambda high: 1 if Exact(high, 0) > 0 else 2)(0.5)
+
+
+def _barriers(leaves):
+    def compute(high, low, xs):
+        b = Exact(high, low)
+        return [(1 - b) * x + b * x for x in xs]
+
+    jaxpr = jax.make_jaxpr(compute)(*split(0.9, np.float32), [jnp.ones(3)] * leaves)
+    return str(jaxpr).count("optimization_barrier")
+
+
+def test_computes_once_for_all_leaves():
+    assert _barriers(20) == _barriers(1) > 0
+
+
+def test_no_trace_sees_what_an_inner_one_computed():
+    @jax.jit
+    def compute(high, low, x):
+        b = Exact(high, low)
+        inside = jax.lax.cond(x > 0, lambda: (1 - b) * x, lambda: (1 - b) + x)
+        summed, _ = jax.lax.scan(lambda c, _: (c + (1 - b) * b, None), x, length=2)
+        slope = jax.grad(lambda y: (1 - b) * y * b)(x)
+        return inside, summed, slope, (1 - b) * x
+
+    plain = 1 - 0.9
+    expected = plain * 2, 2 + 2 * plain * 0.9, plain * 0.9, plain * 2
+    found = compute(*split(0.9, np.float32), jnp.float32(2))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
