@@ -70,7 +70,10 @@ class Bound:
         by_field = _REMAINDERS in kwargs  # as `dataclasses.replace` calls it
         remainders = kwargs.pop(_REMAINDERS, None)
         values = kwargs if by_field else self._bind(args, kwargs)
-        values = {n: as_declared(values[n], p) for n, p in self._parameters.items()}
+        values = {
+            name: as_declared(values[name], parameter, type(self).__name__)
+            for name, parameter in self._parameters.items()
+        }
         modes = self._modes(values)
         moving, fixed, places = {}, {}, {}
         lows: list[Any] = []
@@ -238,6 +241,16 @@ class Bound:
         if name not in fixed:
             return parts[name]
         return join(parts[name], fixed[name]) if name in parts else fixed[name]
+
+    def _check_values(self, use: str) -> None:
+        """Raises a TypeError if there are only shapes, as `jax.eval_shape` gives."""
+        own = [self.remainders, *(self._parts[name] for name in self._moving())]
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(own)):
+            raise TypeError(
+                f"{type(self).__name__}.{use}: it holds shapes (jax.ShapeDtypeStruct); "
+                "expected arrays. Restore a checkpoint into it first, or make it "
+                "without jax.eval_shape."
+            )
 
     def _moving(self) -> list[str]:
         """Returns the names of the arguments that hold leaves."""

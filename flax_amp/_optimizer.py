@@ -50,8 +50,9 @@ class Schedule(Bound):
         """Returns a copy with other arguments, by name.
 
         Raises:
-          TypeError: if there is no such argument.
+          TypeError: if there is no such argument, or it is of a wrong type.
         """
+        self._check_values("replace")
         check_names(self, changes, self._fixed.values)
         return self._replace_own(changes)
 
@@ -149,8 +150,10 @@ class Optimizer(Bound):
             which reaches the optimizers inside; also `opt_state`.
 
         Raises:
-          TypeError: if there is no such name.
+          TypeError: if there is no such name, or a value is of a wrong type.
+          ValueError: if the state would have another structure.
         """
+        self._check_values("replace")
         pure_self = pure(self)
         if pure_self is not self:
             return as_variables(self, pure_self.replace(**changes))
@@ -202,7 +205,11 @@ class Optimizer(Bound):
         Schedules give the value that the last update used, or that the first will use.
         Names that occur twice are preceded by the path to their optimizer. A schedule
         is left out if the state has no count that it could have been given.
+
+        Raises:
+          TypeError: if it holds shapes only.
         """
+        self._check_values("hyperparams")
         pure_self = pure(self)
         entries = [(name, entry) for name, _, entry in pure_self._entries()]
         counts = iter(

@@ -2,7 +2,12 @@
 
 import functools
 import inspect
+import typing
+from collections.abc import Callable
 from typing import Any
+
+import jax
+import numpy as np
 
 
 def signature_of(factory: Any) -> inspect.Signature:
@@ -26,16 +31,42 @@ def signature_of(factory: Any) -> inspect.Signature:
     )
 
 
-def as_declared(value: Any, parameter: inspect.Parameter) -> Any:
-    """Returns `1` as `1.0` where a float is expected: a rate may be replaced by 0.5."""
+def as_declared(value: Any, parameter: inspect.Parameter, where: str) -> Any:
+    """Returns an argument as its parameter is declared.
+
+    `1` becomes `1.0` where a float is expected: a rate may be replaced by 0.5.
+
+    Raises:
+      TypeError: if a number is expected, or a schedule, and it can be neither.
+    """
+    kinds = _members(parameter.annotation)
+    if isinstance(value, _NO_NUMBERS) and _is_number(kinds, type(value)):
+        schedule = " or a schedule" if any(map(_is_function, kinds)) else ""
+        raise TypeError(
+            f"{where}: {parameter.name} is {value!r} ({type(value).__name__}); "
+            f"expected a number{schedule}."
+        )
     whole = isinstance(value, int) and not isinstance(value, bool)
-    declared = parameter.annotation
-    fractional = type(parameter.default) is float or float in _members(declared)
-    return (
-        float(value)
-        if whole and fractional and int not in _members(declared)
-        else value
-    )
+    fractional = float in kinds or type(parameter.default) is float
+    return float(value) if whole and fractional and int not in kinds else value
+
+
+_NUMBERS = {bool, int, float, complex, np.bool_, np.number, np.ndarray, jax.Array}
+
+# Some could be computed with all the same, or fail much later.
+_NO_NUMBERS = (bool, complex, str, bytes, list, tuple, dict, set)
+
+
+def _is_number(kinds: tuple[Any, ...], given: type) -> bool:
+    """Whether a parameter of these types is a number, and not of the given type."""
+    rest = {*kinds} - _NUMBERS - {type(None)}
+    # What is an `ArrayLike` may be anything that JAX computes with, a bool as well.
+    meant = given in kinds and complex not in kinds
+    return float in kinds and all(map(_is_function, rest)) and not meant
+
+
+def _is_function(kind: Any) -> bool:
+    return typing.get_origin(kind) is Callable
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
