@@ -56,6 +56,11 @@ class Fixed:
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Fixed) and self._key == other._key)
 
+    def __repr__(self) -> str:
+        # JAX shows it where two structures should be one and are not.
+        shown = (f"{n}={v!r}" for n, v in self.values.items() if any_of(v))
+        return f"Fixed({', '.join(shown)})"
+
 
 def key_of(value: PyTree) -> tuple[Any, ...]:
     """Returns what tells two fixed values apart, hashable."""

@@ -156,7 +156,8 @@ class Optimizer(Bound):
         self._check_values("replace")
         pure_self = pure(self)
         if pure_self is not self:
-            return as_variables(self, pure_self.replace(**changes))
+            where = f"{type(self).__name__}.replace"
+            return as_variables(self, pure_self.replace(**changes), where)
         own = {*self._fixed.values, *self._states}
         inner: dict[str, tuple[str, ...]] = {}
         for name, path, _ in self._entries():
@@ -284,6 +285,9 @@ class Optimizer(Bound):
         if declared is inspect.Parameter.empty:
             return gives_a_float(value)
         return declared == optax.Schedule or float in getattr(declared, "__args__", ())
+
+    def __repr__(self) -> str:
+        return super(Optimizer, pure(self)).__repr__()
 
     # No sequence interface
 

@@ -67,10 +67,22 @@ def pure(tree: PyTree) -> PyTree:
     return nnx.as_pure(tree) if _tree.nodes(tree, nnx.Variable) else tree
 
 
-def as_variables(like: PyTree, tree: PyTree) -> PyTree:
-    """Undoes `pure`."""
+def as_variables(like: PyTree, tree: PyTree, where: str) -> PyTree:
+    """Undoes `pure`.
+
+    Raises:
+      ValueError: if there are other leaves than those that the variables stand for.
+    """
 
     def variable(old: Any, new: Any) -> Any:
         return old.replace(new) if _is_variable(old) else new
 
+    now: Any
+    now, new = jax.tree.structure(pure(like)), jax.tree.structure(tree)
+    if now != new:
+        raise ValueError(
+            f"{where}: another structure, in the variables of nnx.Optimizer; expected "
+            "numbers in place of numbers. Make a new one: "
+            "nnx.Optimizer(model, tx.to_optax(), wrt=...)."
+        )
     return jax.tree.map(variable, like, tree, is_leaf=_is_variable)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
+from flax import nnx, serialization
 
 from flax_amp import AmpTrainState, make_train_step, optim
 from helpers import assert_identical
@@ -442,3 +442,21 @@ def test_a_flag_or_a_number():
 
     tx = optim.wrap(factory)(rate=False, mask=[0.5])
     assert tx.rate is False and float(tx.mask[0]) == 0.5
+
+
+def test_under_nnx_numbers_replace_numbers_only():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optim.adam(0.1).to_optax(), wrt=nnx.Param)
+    optimizer.opt_state = optimizer.opt_state.replace(learning_rate=0.3)
+    assert repr(optimizer.opt_state).startswith("adam(learning_rate=0.3, b1=0.9, ")
+    with pytest.raises(
+        ValueError, match=r"adam\.replace: another structure.*Optimizer"
+    ):
+        optimizer.opt_state.replace(nesterov=True)
+
+
+def test_jax_says_which_arguments_differ():
+    with pytest.raises(TypeError, match=r"Fixed\(nesterov=False\).*nesterov=True"):
+        jax.lax.cond(
+            True, lambda: optim.adam(0.1), lambda: optim.adam(0.1, nesterov=True)
+        )
