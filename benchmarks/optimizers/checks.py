@@ -5,7 +5,6 @@ A check raises an `AssertionError` where the pytree optimizer and plain optax pa
 """
 
 import copy
-import functools
 import pickle
 import tempfile
 from collections.abc import Callable
@@ -20,91 +19,58 @@ from flax import serialization
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.optimizers.cases import RATE, Case, inputs, loss_of, params_of
+from benchmarks.optimizers.cases import RATE, Case, inputs, params_of
+from benchmarks.optimizers.runs import (
+    FEW,
+    Way,
+    distance,
+    final_loss,
+    final_params,
+    in_optax,
+    ours,
+    quick_jit,
+    run,
+    steps_from,
+)
 from flax_amp import optim
 
 PyTree = Any
 Check = Callable[[Case], str]
 
 STEPS = 50
-FEW = 3
 # Of float32 under other roundings, relative; measured against the parameters.
 CLOSE = 1e-6
-
-
-# Without the optimizations that make compiling slow; trajectories have them.
-_QUICK = {"xla_backend_optimization_level": 0}
-_jit: Any = functools.partial(jax.jit, compiler_options=_QUICK)
+CLOSE_DERIVATIVES = 1e-4
 
 
 class NotInOptax(Exception):
     """Plain optax cannot do this with this optimizer."""
 
 
-def _step(case: Case, params: PyTree, tx: optim.Optimizer) -> tuple[PyTree, Any]:
-    grads, extra = inputs(case, params)
-    updates, tx = tx.update(grads, params, **extra)
-    return optax.apply_updates(params, updates), tx
-
-
-def _plain_step(case: Case, tx: Any, params: PyTree, state: PyTree) -> Any:
-    grads, extra = inputs(case, params)
-    updates, state = tx.update(grads, state, params, **extra)
-    return optax.apply_updates(params, updates), state
-
-
-def _run(
-    case: Case, tx: optim.Optimizer, steps: int, jit: Any = _jit
-) -> tuple[PyTree, Any]:
-    params = params_of()
-    tx = tx.init(params)
-    step = jit(functools.partial(_step, case))
-    for _ in range(steps):
-        params, tx = step(params, tx)
-    return params, tx
-
-
-def _run_plain(
-    case: Case, tx: Any, steps: int, jit: Any = _jit
-) -> tuple[PyTree, PyTree]:
-    params = params_of()
-    state = tx.init(params)
-    step = jit(functools.partial(_plain_step, case, tx))
-    for _ in range(steps):
-        params, state = step(params, state)
-    return params, state
-
-
-def distance(a: PyTree, b: PyTree) -> float:
-    """Returns the relative L2 distance of two trees, 0 if all bits are equal."""
-    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-    as64 = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
-    if all(np.array_equal(x, y, equal_nan=True) for x, y in as64):
-        return 0.0
-    difference = sum(float(np.sum((x - y) ** 2)) for x, y in as64)
-    size = sum(float(np.sum(y**2)) for _, y in as64)
-    return float(np.sqrt(difference / max(size, 1e-30)))
-
-
-def _close(
-    a: PyTree,
-    b: PyTree,
-    bound: float = CLOSE,
-    in_optax: Callable[[], tuple[PyTree, PyTree]] | None = None,
-) -> str:
-    """Asserts that two trees are close, or that those of plain optax are not either."""
+def _close(a: PyTree, b: PyTree, bound: float = CLOSE) -> str:
+    """Asserts that two results are close."""
     apart = distance(a, b)
-    if apart <= bound:
-        return "exact" if apart == 0 else f"{apart:.0e}"
-    if in_optax is not None:
-        theirs = distance(*in_optax())
-        if theirs > bound or np.isnan(theirs):
-            return f"{apart:.0e} *"
-    raise AssertionError(f"{apart:.1e}")
+    assert apart <= bound, f"{apart:.1e}"
+    return "exact" if apart == 0 else f"{apart:.0e}"
 
 
-def _structure(tree: PyTree) -> Any:
-    return jax.tree.structure(tree)
+def _agree(
+    measure: Callable[[Way], tuple[PyTree, PyTree]], bound: float = CLOSE
+) -> str:
+    """Asserts that two results are close, or that those of plain optax are not either.
+
+    Args:
+      measure: gives both results of one way to train.
+      bound: on their distance.
+    """
+    results = measure(ours)
+    try:
+        return _close(*results, bound)
+    except AssertionError:
+        theirs = distance(*measure(in_optax))
+        if theirs <= bound:
+            raise
+    return f"{distance(*results):.0e} *"
 
 
 def _same_structure(a: PyTree, b: PyTree) -> None:
@@ -113,20 +79,26 @@ def _same_structure(a: PyTree, b: PyTree) -> None:
         assert (x.shape, x.dtype) == (jnp.shape(y), jnp.result_type(y)), "other leaves"
 
 
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree)
+
+
 def trajectory(case: Case) -> str:
     """50 steps with a fixed learning rate, against plain optax."""
     return _same_trajectory(case, RATE)[0]
 
 
 def _same_trajectory(case: Case, rate: Any) -> tuple[str, Any]:
-    expected, state = _run_plain(case, case.plain(rate), STEPS, jax.jit)
-    params, tx = _run(case, case.pytree(rate), STEPS, jax.jit)
+    expected, state = run(in_optax(case, rate), STEPS, jax.jit)
+    params, tx = run(ours(case, rate), STEPS, jax.jit)
     _same_structure(tx.opt_state, state)
 
-    def otherwise_compiled() -> tuple[PyTree, PyTree]:
-        return _run_plain(case, case.plain(rate), STEPS)[0], expected
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        if way is ours:
+            return params, expected
+        return run(in_optax(case, rate), STEPS)[0], expected  # otherwise compiled
 
-    return _close(params, expected, in_optax=otherwise_compiled), tx
+    return _agree(measure), tx
 
 
 def schedule(case: Case) -> str:
@@ -151,67 +123,42 @@ def _rates(tx: optim.Optimizer) -> list[str]:
 
 def replace(case: Case) -> str:
     """Another learning rate, without compiling again."""
+    _has_a_rate(case)
+    training = ours(case, RATE)
+    step: Any = jax.jit(training.step)
+    params, tx = step(params_of(), training.init(params_of()))
+    other = tx.replace(**dict.fromkeys(_rates(tx), RATE / 3))
+    expected, _ = jax.jit(in_optax(case, RATE / 3).step)(params, other.opt_state)
+    found, _ = step(params, other)
+    assert step._cache_size() == 1, "compiled again"
+    return _close(found, expected)
+
+
+def _has_a_rate(case: Case) -> None:
     if not case.rate:
         raise NotInOptax
-    params = params_of()
-    step: Any = jax.jit(functools.partial(_step, case))
-    params, tx = step(params, case.pytree(RATE).init(params))
-    other = tx.replace(**dict.fromkeys(_rates(tx), RATE / 3))
-    plain = jax.jit(functools.partial(_plain_step, case, case.plain(RATE / 3)))
-    expected, _ = plain(params, other.opt_state)
-    params, other = step(params, other)
-    assert step._cache_size() == 1, "compiled again"
-    return _close(params, expected)
 
 
 def vmap(case: Case) -> str:
     """Three learning rates in one step, each equal to its own run."""
-    if not case.rate:
-        raise NotInOptax
+    _has_a_rate(case)
     rates = np.array([0.5, 1, 2], np.float32) * RATE
 
-    def run(rate: Any) -> PyTree:
-        return _loop(case, case.pytree(rate), params_of())[0]
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        def train(rate: Any) -> PyTree:
+            return final_params(way(case, rate))
 
-    def run_plain(rate: Any) -> PyTree:
-        return _plain_loop(case, rate)
-
-    def both(run: Callable[[Any], PyTree]) -> tuple[PyTree, PyTree]:
-        rows = [_jit(run)(rate) for rate in rates]
+        rows = [quick_jit(train)(rate) for rate in rates]
         alone = jax.tree.map(lambda *x: jnp.stack(x), *rows)
-        return _jit(jax.vmap(run))(rates), alone
+        return quick_jit(jax.vmap(train))(rates), alone
 
-    return _close(*both(run), in_optax=lambda: both(run_plain))
-
-
-def _loop(case: Case, tx: optim.Optimizer, params: PyTree) -> tuple[PyTree, Any]:
-    tx = tx.init(params)
-    for _ in range(FEW):
-        params, tx = _step(case, params, tx)
-    return params, tx
-
-
-def _final_loss(case: Case, rate: Any, dtype: Any = jnp.float32) -> jax.Array:
-    return loss_of(_loop(case, case.pytree(rate), params_of(dtype=dtype))[0])
-
-
-def _plain_loop(case: Case, rate: Any, dtype: Any = jnp.float32) -> PyTree:
-    tx, params = case.plain(rate), params_of(dtype=dtype)
-    state = tx.init(params)
-    for _ in range(FEW):
-        params, state = _plain_step(case, tx, params, state)
-    return params
-
-
-def _plain_final_loss(case: Case, rate: Any, dtype: Any = jnp.float32) -> jax.Array:
-    return loss_of(_plain_loop(case, rate, dtype))
+    return _agree(measure)
 
 
 def _differentiable(case: Case, derivative: Callable[..., Any]) -> None:
-    if not case.rate:
-        raise NotInOptax
+    _has_a_rate(case)
     try:
-        jax.eval_shape(derivative(functools.partial(_plain_final_loss, case)), RATE)
+        jax.eval_shape(derivative(final_loss(in_optax, case)), RATE)
     except Exception as error:  # whatever JAX or optax raise
         raise NotInOptax from error
 
@@ -220,91 +167,94 @@ def grad(case: Case) -> str:
     """Derivative through three updates by the rate, against finite differences."""
     _differentiable(case, jax.grad)
     with jax.enable_x64(True):
-        eager = functools.partial(_final_loss, case, dtype=jnp.float64)
-        final, slope = _jit(eager), _jit(jax.grad(eager))
+        final = quick_jit(final_loss(ours, case, jnp.float64))
         step = RATE * 1e-4
         expected = (final(RATE + step) - final(RATE - step)) / (2 * step)
 
-        def in_optax() -> tuple[PyTree, PyTree]:
-            plain = functools.partial(_plain_final_loss, case, dtype=jnp.float64)
-            return _jit(jax.grad(plain))(RATE), expected
+        def measure(way: Way) -> tuple[PyTree, PyTree]:
+            slope = jax.grad(final_loss(way, case, jnp.float64))
+            return quick_jit(slope)(RATE), expected
 
-        return _close(slope(RATE), expected, 1e-4, in_optax)
+        return _agree(measure, CLOSE_DERIVATIVES)
+
+
+def _forward_mode(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda rate: jax.jvp(function, (rate,), (1.0,))[1]
 
 
 def jvp(case: Case) -> str:
     """Forward mode, against reverse mode where there is one."""
-    _differentiable(case, lambda f: lambda rate: jax.jvp(f, (rate,), (1.0,)))
-    final = functools.partial(_final_loss, case)
-    _, tangent = _jit(lambda rate: jax.jvp(final, (rate,), (1.0,)))(RATE)
+    _differentiable(case, _forward_mode)
     try:
         _differentiable(case, jax.grad)
     except NotInOptax:
+        tangent = quick_jit(_forward_mode(final_loss(ours, case)))(RATE)
         assert np.isfinite(tangent)
         return "finite"
-    plain = functools.partial(_plain_final_loss, case)
 
-    def in_optax() -> tuple[PyTree, PyTree]:
-        forward = _jit(lambda rate: jax.jvp(plain, (rate,), (1.0,))[1])
-        return forward(RATE), _jit(jax.grad(plain))(RATE)
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        final = final_loss(way, case)
+        return quick_jit(_forward_mode(final))(RATE), quick_jit(jax.grad(final))(RATE)
 
-    return _close(tangent, _jit(jax.grad(final))(RATE), 1e-4, in_optax)
+    return _agree(measure, CLOSE_DERIVATIVES)
 
 
 def checkpoint(case: Case) -> str:
     """Rematerialized derivative, against the stored one."""
     _differentiable(case, jax.grad)
-    final = functools.partial(_final_loss, case)
-    again = _jit(jax.grad(jax.checkpoint(final)))(RATE)
-    return _close(again, _jit(jax.grad(final))(RATE), 1e-4)
+
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        final = final_loss(way, case)
+        again = quick_jit(jax.grad(jax.checkpoint(final)))(RATE)
+        return again, quick_jit(jax.grad(final))(RATE)
+
+    return _agree(measure, CLOSE_DERIVATIVES)
 
 
 def scan(case: Case) -> str:
     """Steps in `lax.scan`, against a loop."""
-    params = params_of()
-    tx = case.pytree(RATE).init(params)
 
-    @_jit
-    def run(params: PyTree, tx: Any) -> Any:
-        def body(carry: Any, _: None) -> Any:
-            return _step(case, *carry), None
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        training = way(case, RATE)
 
-        return jax.lax.scan(body, (params, tx), length=FEW)[0]
+        @quick_jit
+        def scanned(params: PyTree, state: Any) -> Any:
+            def body(carry: Any, _: None) -> Any:
+                return training.step(*carry), None
 
-    scanned, tx = run(params, tx)
-    looped, expected = _run(case, case.pytree(RATE), FEW)
-    _same_structure(tx, expected)
-    return _close(scanned, looped)
+            return jax.lax.scan(body, (params, state), length=FEW)[0]
+
+        params, state = scanned(params_of(), training.init(params_of()))
+        expected, looped = run(training)
+        _same_structure(state, looped)
+        return params, expected
+
+    return _agree(measure)
+
+
+def _mesh() -> Any:
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
 def sharded(case: Case) -> str:
     """Parameters and moments split over all devices, against one device."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mesh = _mesh()
 
     def place(leaf: Any) -> Any:
         split = leaf.ndim > 1 and leaf.shape[0] % mesh.size == 0
         return jax.device_put(leaf, NamedSharding(mesh, P("data") if split else P()))
 
-    def split(step: Any, state: PyTree) -> PyTree:
-        params, state = jax.tree.map(place, (params_of(), state))
-        for _ in range(FEW):
-            params, state = step(params, state)
-        return params
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        training = way(case, RATE)
+        begin = jax.tree.map(place, (params_of(), training.init(params_of())))
+        return steps_from(quick_jit(training.step), *begin)[0], run(training)[0]
 
-    def in_optax() -> tuple[PyTree, PyTree]:
-        tx = case.plain(RATE)
-        step = _jit(functools.partial(_plain_step, case, tx))
-        return split(step, tx.init(params_of())), _run_plain(case, tx, FEW)[0]
-
-    step = _jit(functools.partial(_step, case))
-    found = split(step, case.pytree(RATE).init(params_of()))
-    alone = _run(case, case.pytree(RATE), FEW)[0]
-    return _close(found, alone, in_optax=in_optax)
+    return _agree(measure)
 
 
 def shard_map(case: Case) -> str:
     """The whole optimizer as an argument of `shard_map`, gradients averaged."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    mesh = _mesh()
 
     def step(params: PyTree, tx: Any, weight: jax.Array) -> Any:
         grads, extra = inputs(case, params)
@@ -313,7 +263,7 @@ def shard_map(case: Case) -> str:
         updates, tx = tx.update(grads, params, **extra)
         return optax.apply_updates(params, updates), tx
 
-    mapped = _jit(
+    mapped = quick_jit(
         jax.shard_map(
             step,
             mesh=mesh,
@@ -322,58 +272,48 @@ def shard_map(case: Case) -> str:
             check_vma=False,
         )
     )
-    params = params_of()
-    tx = case.pytree(RATE).init(params)
+    training = ours(case, RATE)
     weights = np.linspace(0.5, 1.5, mesh.size, dtype=np.float32)
-    for _ in range(FEW):
-        params, tx = mapped(params, tx, weights)
-    return _close(params, _run(case, case.pytree(RATE), FEW)[0])
+    found, _ = steps_from(
+        lambda params, tx: mapped(params, tx, weights),
+        params_of(),
+        training.init(params_of()),
+    )
+    return _close(found, run(training)[0])
 
 
 def pmap(case: Case) -> str:
     """One optimizer for each device, as a mapped argument of `pmap`."""
     count = jax.device_count()
 
-    def mapped(step: Any, state: PyTree) -> PyTree:
-        params, state = jax.tree.map(
-            lambda leaf: jnp.stack([leaf] * count), (params_of(), state)
+    def measure(way: Way) -> tuple[PyTree, PyTree]:
+        training = way(case, RATE)
+        begin = jax.tree.map(
+            lambda leaf: jnp.stack([leaf] * count),
+            (params_of(), training.init(params_of())),
         )
-        step = jax.pmap(step)
-        for _ in range(FEW):
-            params, state = step(params, state)
-        return jax.tree.map(lambda leaf: leaf[-1], params)
+        found, _ = steps_from(jax.pmap(training.step), *begin)
+        return jax.tree.map(lambda leaf: leaf[-1], found), run(training)[0]
 
-    def in_optax() -> tuple[PyTree, PyTree]:
-        tx = case.plain(RATE)
-        step = functools.partial(_plain_step, case, tx)
-        return mapped(step, tx.init(params_of())), _run_plain(case, tx, FEW)[0]
-
-    tx = case.pytree(RATE)
-    found = mapped(functools.partial(_step, case), tx.init(params_of()))
-    return _close(found, _run(case, tx, FEW)[0], in_optax=in_optax)
+    return _agree(measure)
 
 
 def donate(case: Case) -> str:
     """The old optimizer gives its memory to the new one."""
-    params = params_of()
-    tx = jax.tree.map(jnp.copy, case.pytree(RATE).init(params))
-    step = _jit(functools.partial(_step, case), donate_argnums=1)
-    old = jax.tree.leaves(tx)
-    for _ in range(FEW):
-        params, tx = step(params, tx)
-    assert any(leaf.is_deleted() for leaf in old), "nothing was donated"
-    return _close(params, _run(case, case.pytree(RATE), FEW)[0])
+    training = ours(case, RATE)
+    tx = jax.tree.map(jnp.copy, training.init(params_of()))
+    step = quick_jit(training.step, donate_argnums=1)
+    found, _ = steps_from(step, params_of(), tx)
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(tx)), "nothing was donated"
+    return _close(found, run(training)[0])
 
 
 def eval_shape(case: Case) -> str:
     """Shapes without values, of `init` and of a step."""
-    tx = case.pytree(RATE)
-    real = tx.init(params_of())
-    shapes = jax.eval_shape(tx.init, params_of())
-    _same_structure(real, shapes)
-    _same_structure(
-        real, jax.eval_shape(lambda t: _step(case, params_of(), t)[1], real)
-    )
+    training = ours(case, RATE)
+    real = training.init(params_of())
+    _same_structure(real, jax.eval_shape(training.init, params_of()))
+    _same_structure(real, jax.eval_shape(training.step, params_of(), real)[1])
     return "exact"
 
 
@@ -382,10 +322,10 @@ def _goes_on(case: Case, tx: Any, other: Any) -> str:
     assert _structure(tx) == _structure(other), "another structure"
     traces: list[None] = []
 
-    @_jit
+    @quick_jit
     def step(params: PyTree, tx: Any) -> Any:
         traces.append(None)
-        return _step(case, params, tx)
+        return ours(case, RATE).step(params, tx)
 
     first, second = step(params_of(1), tx), step(params_of(1), other)
     assert len(traces) == 1, "traced again"
@@ -393,9 +333,17 @@ def _goes_on(case: Case, tx: Any, other: Any) -> str:
     return "exact"
 
 
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _raw(tree: PyTree) -> PyTree:
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def _has_no_keys(tx: Any) -> None:
+    if any(map(_is_key, jax.tree.leaves(tx))):
+        raise NotInOptax  # neither JAX pickles typed keys nor Flax serializes them
 
 
 def copies(case: Case) -> str:
@@ -408,37 +356,31 @@ def copies(case: Case) -> str:
 def pickled(case: Case) -> str:
     """`pickle`, there and back."""
     tx = case.pytree(RATE).init(params_of())
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tx)):
-        raise NotInOptax  # JAX does not pickle typed keys
+    _has_no_keys(tx)
     return _goes_on(case, tx, pickle.loads(pickle.dumps(tx)))
 
 
 def serialized(case: Case) -> str:
     """`flax.serialization`: bytes there and back; dicts of plain optax, both ways."""
-    params = params_of()
-    tx = case.pytree(RATE).init(params)
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tx)):
-        raise NotInOptax  # Flax does not serialize typed keys
-    _, trained = _jit(functools.partial(_step, case))(params, tx)
-    _, state = _run_plain(case, case.plain(RATE), 1)
+    tx = case.pytree(RATE).init(params_of())
+    _has_no_keys(tx)
+    _, trained = run(ours(case, RATE), 1)
+    _, state = run(in_optax(case, RATE), 1)
     read = serialization.from_bytes(tx, serialization.to_bytes(trained))
     _goes_on(case, trained, jax.tree.map(jnp.asarray, read))
-    theirs, ours = map(serialization.to_state_dict, (state, trained))
-    assert _structure(ours["opt_state"]) == _structure(theirs)
+    theirs, mine = map(serialization.to_state_dict, (state, trained))
+    assert _structure(mine["opt_state"]) == _structure(theirs)
     loaded = serialization.from_state_dict(tx, theirs)
-    _close(loaded.opt_state, state, 0)
-    back = serialization.from_state_dict(state, ours["opt_state"])
+    assert not distance(loaded.opt_state, state)
+    back = serialization.from_state_dict(state, mine["opt_state"])
     assert _structure(back) == _structure(state)
     return "exact"
 
 
 def orbax(case: Case) -> str:
     """Orbax: the optimizer there and back; checkpoints of plain optax, both ways."""
-    params = params_of()
-    _, trained = _jit(functools.partial(_step, case))(
-        params, case.pytree(RATE).init(params)
-    )
-    _, state = _run_plain(case, case.plain(RATE), 1)
+    _, trained = run(ours(case, RATE), 1)
+    _, state = run(in_optax(case, RATE), 1)
     if any(leaf.size == 0 for leaf in jax.tree.leaves(state)):
         raise NotInOptax  # Orbax does not save arrays of no size
     with tempfile.TemporaryDirectory() as name, ocp.StandardCheckpointer() as saver:
