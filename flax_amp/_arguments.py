@@ -3,6 +3,11 @@
 An argument may hold both, such as the optimizers and the plain functions in a tuple.
 Its `moving` part is the same tree with `None` for what is fixed, its `fixed` part the
 same with `None` for what moves.
+
+A float is a leaf in float32, and a pair in the array of remainders: the leaf again, and
+what it leaves out of the Python float. The remainder counts only while leaf and pair
+agree, so whatever else writes the leaf, an update by its gradient or a checkpoint, has
+not to know of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,15 +34,14 @@ class Fixed:
     Args:
       values: by the name of the argument.
       modes: how the numbers of an argument are handed over.
-      places: trees like the arguments, with the place that what a number leaves out has
-        in the array of remainders.
+      places: of the floats in the array of remainders, by argument and path.
     """
 
     def __init__(
         self,
         values: Mapping[str, PyTree],
         modes: Mapping[str, str],
-        places: Mapping[str, PyTree],
+        places: Mapping[tuple[str, ...], int],
     ):
         self.values = dict(values)
         self.modes = dict(modes)
@@ -46,7 +50,7 @@ class Fixed:
         self._key = (
             tuple((name, *key_of(value)) for name, value in self.values.items()),
             tuple(self.modes.items()),
-            tuple((name, *key_of(tree)) for name, tree in self.places.items()),
+            tuple(self.places.items()),
         )
         self._hash = hash(self._key)
 
@@ -62,18 +66,20 @@ class Fixed:
         return f"Fixed({', '.join(shown)})"
 
 
-def key_of(value: PyTree) -> tuple[Any, ...]:
+def key_of(value: PyTree, leaf_key: Callable[[Any], Any] | None = None) -> Any:
     """Returns what tells two fixed values apart, hashable."""
     leaves, structure = jax.tree.flatten(value, is_leaf=_ends)
-    return structure, *map(_leaf_key, leaves)
+    return structure, *map(leaf_key or same_leaf, leaves)
 
 
-def _leaf_key(leaf: Any) -> Any:
+def same_leaf(leaf: Any) -> Any:
+    """Returns what tells two leaves apart, hashable."""
     if isinstance(leaf, jax.core.Tracer):
         return type(leaf), id(leaf)
     if _tree.is_array(leaf):
-        array = np.asarray(leaf)
-        return array.shape, str(array.dtype), array.tobytes()
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+        return array.shape, str(leaf.dtype), array.tobytes()
     try:
         hash(leaf)
     except TypeError:
@@ -142,8 +148,7 @@ def fitted(value: PyTree, old: PyTree, fixed: PyTree, mode: str) -> Any:
       mode: of both.
 
     Returns:
-      `(moving, lows)`, with `None` in `lows` where the old remainder stays; or `None`
-      if it does not fit.
+      `(moving, pairs)`, new pairs by path; or `None` if it does not fit.
     """
     moving, rest = part(value, mode)
     if key_of(rest) != key_of(fixed):
@@ -151,14 +156,20 @@ def fitted(value: PyTree, old: PyTree, fixed: PyTree, mode: str) -> Any:
     structure: Any
     news, structure = jax.tree.flatten(moving, is_leaf=_ends)
     olds, other = jax.tree.flatten(old, is_leaf=_ends)
-    pairs = list(zip(news, olds, strict=False))
-    if structure != other or not all(_replaces(new, leaf) for new, leaf in pairs):
+    both = list(zip(news, olds, strict=False))
+    if structure != other or not all(_replaces(new, leaf) for new, leaf in both):
         return None
-    leaves = [
-        as_leaf(new, leaf) if new is not leaf and _is_value(new) else (new, None)
-        for new, leaf in pairs
-    ]
-    return tuple(structure.unflatten([leaf[i] for leaf in leaves]) for i in (0, 1))
+    leaves = [_as_own(new, leaf) for new, leaf in both]
+    pairs = {path: pair for path, pair in pairs_of(moving).items() if pair.any()}
+    return structure.unflatten(leaves), pairs
+
+
+def _as_own(new: Any, old: Any) -> Any:
+    if new is old:
+        return old
+    if _is_value(new):
+        return as_leaf(new, old)
+    return jax.tree.map(lambda x: _tree.own(x) if isinstance(x, jax.Array) else x, new)
 
 
 def _is_value(leaf: Any) -> bool:
@@ -191,8 +202,16 @@ def walk(function: Callable[..., Any], value: PyTree, *others: PyTree) -> PyTree
 
 def _moves(leaf: Any, mode: str) -> bool:
     if is_number(leaf) or _tree.is_array(leaf):
-        return mode != STATIC and not _is_flag(leaf)
+        return mode != STATIC and not _is_flag(leaf) and not _is_too_large(leaf)
     return leaf is not None and _is_node(leaf)
+
+
+def _is_too_large(leaf: Any) -> bool:
+    """Whether a known integer has no array, as seeds above 2**31."""
+    if not isinstance(leaf, int | np.integer):
+        return False
+    info = np.iinfo(jax.dtypes.canonicalize_dtype(int))
+    return not info.min <= leaf <= info.max
 
 
 def _is_flag(leaf: Any) -> bool:
@@ -218,142 +237,113 @@ def _is_node(leaf: Any) -> bool:
 # Numbers as leaves
 
 
-def leaves_of(moving: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the moving part of an argument as arrays, and what these leave out."""
-    pairs = walk(_leaf_of, moving)
-    return tuple(walk(lambda _, pair, i=i: pair[i], moving, pairs) for i in (0, 1))
+def leaves_of(moving: PyTree) -> PyTree:
+    """Returns the moving part of an argument as arrays."""
+    return walk(lambda leaf: as_leaf(leaf) if is_number(leaf) else leaf, moving)
 
 
-def _leaf_of(value: Any) -> tuple[Any, Any]:
-    if is_number(value):
-        return as_leaf(value)
+def pairs_of(moving: PyTree) -> dict[tuple[str, ...], Any]:
+    """Returns `(number, remainder)`, float32[2], of each float by its path.
+
+    Zeros for what is an array already, which leaves out nothing.
+    """
     dtype = jax.dtypes.canonicalize_dtype(float)
-    if is_real(value) and value.dtype == dtype:  # the numbers of several runs
-        return value, np.zeros((), dtype)
-    return value, None
+    pairs = {}
+    for path, leaf in nested_leaves(moving):
+        if isinstance(leaf, float | np.floating):
+            pairs[path] = np.stack(split(leaf, dtype))
+        elif _is_value(leaf) and jnp.result_type(leaf) == dtype:
+            pairs[path] = np.zeros(2, dtype)
+    return pairs
 
 
-def as_leaf(number: Any, like: Any = None) -> tuple[Any, Any]:
-    """Returns a number as a strongly typed array, and what that leaves out.
+def as_leaf(number: Any, like: Any = None) -> Any:
+    """Returns a number as a strongly typed array.
 
     Args:
       number: of Python, of NumPy, or an array.
       like: the leaf that it replaces; it then lies where that lies, and is a float if
         that is one. One number replaces those of all runs of a sweep.
-
-    Returns:
-      Two arrays of one dtype; the second is `None` for integers, and 0 for arrays.
     """
     floating = any(_is_float(x) for x in (number, like) if x is not None)
     dtype = jax.dtypes.canonicalize_dtype(float if floating else int)
     if like is not None and _is_float(like):
         dtype = like.dtype
-    high: Any
-    low: Any
+    # A copy: donating the one must not delete the other, nor may it be written to.
     if isinstance(number, jax.Array):
-        # A copy: donating the one must not delete the other.
-        high = jnp.array(number, dtype, copy=True)
-        low = jnp.zeros((), dtype)
-    elif np.ndim(number):
-        high, low = np.asarray(number, dtype), np.zeros((), dtype)
-    elif floating:
-        high, low = split(number, dtype)
+        leaf: Any = jnp.array(number, dtype, copy=True)
     else:
-        high, low = _as_int(number, dtype), None
-    if like is not None and np.ndim(like) and not np.ndim(high):
-        high = jnp.broadcast_to(high, like.shape)
-    if isinstance(like, jax.Array):
-        high, low = jax.tree.map(lambda x: _placed(x, like), (high, low))
-    return high, low if floating else None
+        with np.errstate(over="ignore"):
+            leaf = np.array(number, dtype)
+    if like is not None and np.ndim(like) and not np.ndim(leaf):
+        leaf = jnp.broadcast_to(leaf, like.shape)
+    return _placed(leaf, like) if isinstance(like, jax.Array) else leaf
 
 
 def _is_float(number: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(number), jnp.floating)
 
 
-def _as_int(number: Any, dtype: Any) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        value = np.asarray(number).astype(dtype)
-    if np.any(value != number):
-        raise OverflowError(
-            f"optim: {number} does not fit into {dtype}; expected a smaller whole "
-            "number, or a float."
-        )
-    return value
-
-
-def _placed(x: Any, like: jax.Array) -> jax.Array:
+def _placed(leaf: Any, like: jax.Array) -> jax.Array:
     if isinstance(like, jax.core.Tracer) or not like.committed:
-        return jnp.asarray(x)
-    return jax.device_put(x, like.sharding)
+        return jnp.asarray(leaf)
+    return jax.device_put(leaf, like.sharding)
 
 
-def given(leaf: Any, rest: Any, mode: str) -> Any:
-    """Returns a leaf of a moving part as it is handed to a factory.
+def shown(moving: PyTree, pairs: Mapping[Any, Any], mode: str) -> PyTree:
+    """Returns the moving part of an argument as it is handed to a factory."""
+    return map_nested(lambda path, leaf: _given(leaf, pairs.get(path), mode), moving)
 
-    Args:
-      leaf: a number, an array, or what becomes an argument by itself.
-      rest: what a number leaves out, or `None`.
-      mode: of its argument.
-    """
+
+def _given(leaf: Any, pair: Any, mode: str) -> Any:
     if hasattr(leaf, "as_argument"):
         return leaf.as_argument()
     if not is_number(leaf):
         return leaf
-    if _is_known(leaf) and (rest is None or _is_known(rest)):
+    known = _is_known(leaf) and (pair is None or _is_known(pair))
+    if np.ndim(pair) != 1:  # of several runs, or none
+        pair = None
+    if known:
         # Nothing to trace: as if it had been called with the Python number.
-        high = np.asarray(leaf)
-        if rest is None or high + rest != high:  # see below
-            return high.item()
-        return high.item() + np.asarray(rest).item()
+        return _as_python(np.asarray(leaf), pair)
     array = jnp.asarray(leaf)
-    if mode == EXACT and rest is not None:
-        # A number that was changed by other means than `replace`, by `tree.map` say,
-        # still has the remainder of the old one.
-        return Exact(array, jnp.where(array + rest == array, rest, 0))
+    if mode == EXACT and pair is not None:
+        return Exact(array, jnp.where(pair[0] == array, pair[1], 0))
+    if mode == EXACT and jnp.issubdtype(array.dtype, jnp.integer):
+        return Exact(None, None, array)
     return weakly_typed(array)
 
 
-def stacked(lows: list[Any]) -> Any:
-    """Returns the remainders of several numbers as one array, the last axis of which
-    goes over the numbers; `None` if there are none."""
-    if not lows:
-        return None
-    if all(isinstance(low, np.ndarray) for low in lows):
-        return np.stack(lows, -1)
-    return jnp.stack(jnp.broadcast_arrays(*lows), -1)
+def _as_python(number: np.ndarray, pair: Any) -> Any:
+    if pair is None or pair[0] != number or not np.isfinite(number):
+        return number.item()
+    value = float(number) + float(pair[1])
+    # The sum has 48 bits of 53. What was written with few digits is found again.
+    short = float(f"{value:.14g}")
+    return (
+        short if np.array_equal(np.stack(split(short, number.dtype)), pair) else value
+    )
 
 
-def put(remainders: Any, place: int, low: Any) -> Any:
-    """Returns remainders with another one at a place."""
-    if np.ndim(low) >= np.ndim(remainders):  # of several runs
-        remainders = jnp.broadcast_to(remainders, (*low.shape, remainders.shape[-1]))
-    if isinstance(remainders, np.ndarray) and isinstance(low, np.ndarray):
-        changed = remainders.copy()
-        changed[..., place] = low
-        return changed
-    return jnp.asarray(remainders).at[..., place].set(low)
-
-
-def taken(remainders: Any, places: PyTree) -> PyTree:
-    """Returns what the numbers of an argument leave out, `None` where nothing."""
-    if remainders is not None:
-        # It says nothing of its own: what is differentiated is the number.
-        known = _is_known(remainders)
-        remainders = (
-            np.asarray(remainders) if known else jax.lax.stop_gradient(remainders)
+def put(remainders: Any, place: int, pair: Any) -> Any:
+    """Returns remainders with another pair at a place."""
+    if np.ndim(pair) >= np.ndim(remainders):  # of several runs
+        remainders = jnp.broadcast_to(
+            remainders, (*pair.shape[:-1], *remainders.shape[-2:])
         )
-    return walk(lambda i: None if i is None else remainders[..., i], places)
+    if isinstance(remainders, np.ndarray) and isinstance(pair, np.ndarray):
+        changed = remainders.copy()
+        changed[..., place, :] = pair
+        return changed
+    return jnp.asarray(remainders).at[..., place, :].set(pair)
 
 
-def places_of(places: Mapping[str, PyTree]) -> dict[tuple[str, ...], int]:
-    """Returns the places in the remainders by argument and path."""
-    return {
-        (name, *path): place
-        for name, tree in places.items()
-        for path, place in nested_leaves(tree)
-        if place is not None
-    }
+def taken(remainders: Any, place: int) -> Any:
+    """Returns the pair at a place."""
+    if _is_known(remainders):
+        return np.asarray(remainders)[..., place, :]
+    # It says nothing of its own: what is differentiated is the number.
+    return jax.lax.stop_gradient(remainders)[..., place, :]
 
 
 def _is_known(leaf: Any) -> bool:

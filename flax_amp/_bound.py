@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import serialization
@@ -23,41 +22,37 @@ from flax_amp._arguments import (
     PyTree,
     any_of,
     fitted,
-    given,
     is_number,
     join,
-    key_of,
     leaves_of,
     may_move,
     nested_leaves,
+    pairs_of,
     part,
-    places_of,
     put,
-    stacked,
+    shown,
     taken,
-    walk,
 )
 from flax_amp._signatures import as_declared, full_name
 from flax_amp._state_dict import from_state, to_state
-from flax_amp._trial import Trial, modes_of
+from flax_amp._trial import KnownModes, Trial
 
 _REMAINDERS = "remainders"
-_MOST_KNOWN = 64
 
 
 class Bound:
     """The base of optimizers and schedules: see `flax_amp.optim`.
 
     Attributes:
-      remainders: float32[number of floats], what these leave out of the Python floats
-        that they were given as; `None` without any.
+      remainders: float32[number of floats, 2], each float and what it leaves out of the
+        Python float that it was given as; `None` without any.
     """
 
     factory: ClassVar[Callable[..., Any]]
     static_args: ClassVar[frozenset[str]]
     _parameters: ClassVar[Mapping[str, inspect.Parameter]]
     _states: ClassVar[tuple[str, ...]] = ()  # fields beside the arguments
-    _known_modes: ClassVar[dict[Any, list[tuple[dict[str, Any], dict[str, str]]]]]
+    _known_modes: ClassVar[KnownModes]
 
     # What holds leaves, by name (moving arguments, remainders, states), and the rest.
     # Apart, so that any object may stand where a leaf was, as JAX needs it.
@@ -75,44 +70,22 @@ class Bound:
             for name, parameter in self._parameters.items()
         }
         modes = self._modes(values)
-        moving, fixed, places = {}, {}, {}
-        lows: list[Any] = []
-
-        def place(low: Any) -> int | None:
-            if low is None:
-                return None
-            lows.append(low)
-            return len(lows) - 1
-
+        moving, fixed = {}, {}
+        places: dict[tuple[str, ...], int] = {}
+        pairs: list[Any] = []
         for name, value in values.items():
             mode = modes.get(name, EXACT)
             moves, fixed[name] = part(value, mode)
-            highs, low = leaves_of(moves)
-            if any_of(highs):
-                moving[name] = highs
-            if any_of(low) and mode == EXACT:
-                places[name] = walk(place, low)
+            if any_of(moves):
+                moving[name] = leaves_of(moves)
+            for path, pair in pairs_of(moves).items() if mode == EXACT else ():
+                places[name, *path] = len(pairs)
+                pairs.append(pair)
         self._check(fixed, moving)
-        parts = moving | {_REMAINDERS: stacked(lows)} | states
-        if np.shape(remainders)[-1:] == (len(lows),):
-            # What is an array already has a remainder.
-            self._keep_remainders(parts, places, places, remainders, values)
+        parts = moving | {_REMAINDERS: np.stack(pairs) if pairs else None} | states
+        if np.shape(remainders)[-2:-1] == (len(pairs),):
+            _keep_remainders(parts, places, places, remainders, values)
         self._set(parts, Fixed(fixed, modes, places))
-
-    @staticmethod
-    def _keep_remainders(
-        parts: dict[str, PyTree],
-        places: Mapping[str, PyTree],
-        old_places: Mapping[str, PyTree],
-        remainders: Any,
-        values: Mapping[str, PyTree],
-    ) -> None:
-        old = places_of(old_places)
-        for (name, *path), new in places_of(places).items():
-            value = dict(nested_leaves(values[name]))[tuple(path)]
-            if _tree.is_array(value) and (name, *path) in old:
-                low = remainders[..., old[name, *path]]
-                parts[_REMAINDERS] = put(parts[_REMAINDERS], new, low)
 
     def _set(self, parts: dict[str, PyTree], fixed: Fixed) -> None:
         # Frozen: only here are attributes written.
@@ -144,28 +117,15 @@ class Bound:
         named = [name for name, value in values.items() if may_move(value)]
         names = [name for name in named if name not in cls.static_args]
         modes = dict.fromkeys(named, STATIC)
-        others = {k: key_of(part(v, EXACT)[1]) for k, v in values.items()}
-        key = (*names, *others.items())
-        known = sum(map(len, cls._known_modes.values()), len(cls._known_modes))
-        if known >= _MOST_KNOWN:  # schedules made in a loop, say
-            cls._known_modes.clear()
-        tried = cls._known_modes.setdefault(key, [])
-        for kept, found in tried:
-            # The value of what is used in Python may decide about the rest.
-            if all(key_of(values[name]) == value for name, value in kept.items()):
-                return modes | found
-        if names:
-            defaults = {
-                name: parameter.default
-                for name, parameter in cls._parameters.items()
-                if name not in named and parameter.default is not parameter.empty
-            }
-            trial = Trial(cls._uses(), dict(values), defaults)
-            found = modes_of(trial, names)
-            static = [name for name in names if found[name] == STATIC]
-            tried.append(({name: key_of(values[name]) for name in static}, found))
-            modes |= found
-        return modes
+        if not names:
+            return modes
+        defaults = {
+            name: parameter.default
+            for name, parameter in cls._parameters.items()
+            if name not in named and parameter.default is not parameter.empty
+        }
+        trial = Trial(cls._uses(), dict(values), defaults)
+        return modes | cls._known_modes.find(trial, names)
 
     @classmethod
     def _check(cls, fixed: PyTree, moving: PyTree) -> None:
@@ -211,20 +171,14 @@ class Bound:
     def _build(self) -> Any:
         """Calls the factory with the arguments as they are now."""
         values = dict(self._fixed.values)
+        pairs: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in values}
+        for (name, *path), place in self._fixed.places.items():
+            pairs[name][tuple(path)] = taken(self.remainders, place)
         for name in self._moving():
-            moving = self._parts[name]
             mode = self._fixed.modes.get(name, EXACT)
-            places = self._fixed.places.get(name)
-            if places is None:
-                places = walk(lambda _: None, moving)
-            rest = taken(self.remainders, places)
-            shown = walk(lambda x, r, mode=mode: given(x, r, mode), moving, rest)
-            values[name] = join(shown, values[name])
+            moves = shown(self._parts[name], pairs[name], mode)
+            values[name] = join(moves, values[name])
         return self._call_factory(values)
-
-    def as_argument(self) -> Any:
-        """Returns what a factory gets that this is an argument of."""
-        return self
 
     # Arguments as attributes
 
@@ -264,20 +218,20 @@ class Bound:
         parts, fixed = dict(self._parts), self._fixed
         others = {}
         for name, value in changes.items():
-            if name in self._states:
+            if name in self._states or (name in parts and _is_stand_in(parts[name])):
                 parts[name] = value
                 continue
-            mode, old = fixed.modes.get(name, EXACT), parts.get(name)
-            fits = None if old is None else fitted(value, old, fixed.values[name], mode)
+            fits = None
+            if name in parts:
+                mode = fixed.modes.get(name, EXACT)
+                fits = fitted(value, parts[name], fixed.values[name], mode)
             if fits is None:
                 others[name] = value
                 continue
-            parts[name], lows = fits
-            by_path = dict(nested_leaves(lows))
-            places = places_of({name: fixed.places.get(name)})
-            for (_, *path), place in places.items():
-                if (low := by_path[tuple(path)]) is not None:
-                    parts[_REMAINDERS] = put(parts[_REMAINDERS], place, low)
+            parts[name], pairs = fits
+            for path, pair in pairs.items():
+                if (place := fixed.places.get((name, *path))) is not None:
+                    parts[_REMAINDERS] = put(parts[_REMAINDERS], place, pair)
         same = self._new(parts, fixed)
         return self._rebuilt(same, others) if others else same
 
@@ -285,12 +239,10 @@ class Bound:
         """Returns a copy with arguments that change the structure."""
         values = {**same._arguments(), **others}
         made = type(self)(**values, remainders=None)
-        parts = dict(made._parts)
-        self._keep_remainders(
-            parts, made._fixed.places, self._fixed.places, same.remainders, values
-        )
+        parts, places = dict(made._parts), made._fixed.places
+        _keep_remainders(parts, places, self._fixed.places, same.remainders, values)
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self._parts)):
-            parts = {n: jax.tree.map(as_jax, part) for n, part in parts.items()}
+            parts = jax.tree.map(_tree.own, parts)
         states = {name: same._parts[name] for name in self._states}
         return self._new(parts | states, made._fixed)
 
@@ -313,7 +265,7 @@ class Bound:
         super().__init_subclass__(**kwargs)
         if "factory" not in vars(cls):
             return
-        cls._known_modes = {}
+        cls._known_modes = KnownModes()
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
@@ -335,9 +287,26 @@ def fields_of(parameters: Mapping[str, inspect.Parameter], states: Any) -> list[
     return [*named, *more, kept]
 
 
-def as_jax(leaf: Any) -> Any:
-    """Returns an array of NumPy as one of JAX."""
-    return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
+def _keep_remainders(
+    parts: dict[str, PyTree],
+    places: Mapping[tuple[str, ...], int],
+    old_places: Mapping[tuple[str, ...], int],
+    remainders: Any,
+    values: Mapping[str, PyTree],
+) -> None:
+    """Takes over the remainders of what is an array already."""
+    for (name, *path), place in places.items():
+        value = dict(nested_leaves(values[name]))[tuple(path)]
+        old_place = old_places.get((name, *path))
+        if _tree.is_array(value) and old_place is not None:
+            pair = remainders[..., old_place, :]
+            parts[_REMAINDERS] = put(parts[_REMAINDERS], place, pair)
+
+
+def _is_stand_in(old: PyTree) -> bool:
+    """Whether there is no array where one was, as in a tree of axes for `vmap`."""
+    leaves = jax.tree.leaves(old)
+    return old is None or (leaves[0] is old and not _tree.is_array(old))
 
 
 def _shown(value: Any) -> str:

@@ -27,92 +27,10 @@ from flax_amp import _compat
 # of the first.
 Pair = tuple[Any, Any]
 
+# What arithmetic with an `Exact` keeps exact; a bool is an int.
+_Number = int | float | np.integer | np.floating
 
-class Exact:
-    """A traced scalar with about twice the bits of its dtype.
-
-    Arithmetic with Python numbers and with others of its kind gives another; with
-    arrays, and in every function of JAX, it is its first half, weakly typed, as a
-    Python number is.
-
-    Args:
-      high: the scalar in its dtype.
-      low: what `high` leaves out.
-    """
-
-    __slots__ = ("_computed", "_high", "_low")
-    __array_ufunc__ = None  # NumPy leaves the arithmetic to this class
-
-    def __init__(self, high: jax.Array, low: Any):
-        self._high, self._low = high, low
-        self._computed: dict[Any, tuple[Any, Any]] = {}
-
-    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
-        """Returns what was computed before: optax writes `1 - b1` for every leaf.
-
-        What the trace of a loop's body computed, say, must not come out of it.
-        """
-        now = get_opaque_trace_state()
-        before, result = self._computed.get(key, (None, None))
-        if before != now:
-            result = compute()
-            self._computed[key] = now, result
-        return result
-
-    def __jax_array__(self) -> jax.Array:
-        return self._once(
-            "array", lambda: _compat.weakly_typed(jnp.asarray(self._high))
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__jax_array__(), name)
-
-    def __repr__(self) -> str:
-        return f"Exact({self._high}, {self._low})"
-
-    def __neg__(self) -> "Exact":
-        return Exact(-self._high, -self._low)
-
-    def __pos__(self) -> "Exact":
-        return self
-
-    def __abs__(self) -> "Exact":
-        sign = jnp.where(self._high < 0, -1, 1).astype(self._high.dtype)
-        return Exact(sign * self._high, sign * self._low)
-
-    def __pow__(self, exponent: Any) -> Any:
-        if type(exponent) is int and 0 < exponent <= 4:
-            power: Any = self
-            for _ in range(exponent - 1):
-                power = power * self
-            return power
-        return self.__jax_array__() ** exponent
-
-    def __rpow__(self, base: Any) -> Any:
-        return base ** self.__jax_array__()
-
-    def __bool__(self) -> bool:
-        return bool(self._high)
-
-    def __int__(self) -> int:
-        return int(self._high)
-
-    def __float__(self) -> float:
-        return float(self._high)
-
-    def _pair(self) -> Pair:
-        return self._high, self._low
-
-
-# A pytree, so that it may be an argument of functions that optax has compiled.
-jax.tree_util.register_pytree_node(
-    Exact, lambda exact: (exact._pair(), None), lambda _, pair: Exact(*pair)
-)
-
-
-# The exact operators
+_MOST_PRODUCTS = 64
 
 
 # XLA must not simplify `(a + b) - a`: it did, in jaxlib 0.10.
@@ -125,6 +43,14 @@ def split(value: Any, dtype: Any) -> Pair:
         high = np.asarray(value, dtype)
         low = np.asarray(np.float64(value) - np.float64(high), dtype)
     return high, np.where(np.isfinite(low), low, 0).astype(dtype)
+
+
+def _pair_of_whole(whole: Any) -> Pair:
+    """Returns an integer as a pair, every bit of it."""
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    bits = 4 * whole.dtype.itemsize
+    upper = (whole >> bits) << bits
+    return _sum(upper.astype(dtype), (whole - upper).astype(dtype))
 
 
 def _sum(a: Any, b: Any) -> Pair:
@@ -172,8 +98,11 @@ def _subtract(a: Pair, b: Pair) -> Pair:
 def _multiply(a: Pair, b: Pair) -> Pair:
     plain = a[0] * b[0]
     product, rest = _product(a[0], b[0])
-    product = jnp.where(jnp.isfinite(product), product, plain)  # the halves of inf
-    return _ordered_sum(product, rest + (a[0] * b[1] + a[1] * b[0]))
+    rest = rest + (a[0] * b[1] + a[1] * b[0])
+    # The halves of inf are NaN, and those of very small products are 0.
+    smallest = jnp.finfo(plain.dtype).tiny / jnp.finfo(plain.dtype).eps ** 2
+    works = jnp.isfinite(product) & (abs(plain) >= smallest)
+    return _ordered_sum(jnp.where(works, product, plain), jnp.where(works, rest, 0))
 
 
 def _divide(a: Pair, b: Pair) -> Pair:
@@ -184,61 +113,215 @@ def _divide(a: Pair, b: Pair) -> Pair:
     return _ordered_sum(quotient, rest[0] / b[0])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+# The operators
 
 
 def _is_power_of_two(value: Any) -> bool:
-    return _is_number(value) and abs(np.frexp(np.float64(value))[0]) == 0.5
+    return isinstance(value, _Number) and abs(np.frexp(np.float64(value))[0]) == 0.5
 
 
-def _exactly(exact: Callable[[Pair, Pair], Pair], plain: Callable[..., Any]) -> Any:
-    """Makes an operator and its reflection."""
+def _whole(value: Any) -> Any:
+    """Returns what an integer is to JAX, `None` for what is none."""
+    if isinstance(value, Exact):
+        return value._whole
+    most = np.iinfo(jax.dtypes.canonicalize_dtype(int)).max
+    whole = isinstance(value, int | np.integer) and abs(int(value)) <= most
+    return int(value) if whole else None
 
-    def computed(self: Exact, other: Any, *, reflected: bool) -> Exact:
-        if exact is _multiply and _is_power_of_two(other):  # `-1 * learning_rate`
-            return Exact(
-                *(part * np.asarray(other, part.dtype) for part in self._pair())
-            )
-        known = isinstance(other, Exact)
-        pair = other._pair() if known else split(other, self._high.dtype)
-        pairs = (pair, self._pair()) if reflected else (self._pair(), pair)
-        return Exact(*exact(*pairs))
 
-    def compute(self: Exact, other: Any, *, reflected: bool) -> Any:
-        result = functools.partial(computed, self, other, reflected=reflected)
+def _pair_of(value: Any, dtype: Any) -> Pair:
+    return value._pair() if isinstance(value, Exact) else split(value, dtype)
+
+
+def _operators(exact: Callable[[Pair, Pair], Pair] | None, plain: Any) -> Any:
+    """Makes an operator and its reflection.
+
+    Args:
+      exact: computes with pairs; `None` leaves it to the arrays.
+      plain: computes with arrays.
+    """
+
+    def computed(first: Any, second: Any, dtype: Any) -> Any:
+        wholes = _whole(first), _whole(second)
+        whole = None
+        if exact is not _divide and None not in wholes:
+            whole = plain(*wholes)
+        pairs = _pair_of(first, dtype), _pair_of(second, dtype)
+        if exact is _multiply and _is_power_of_two(second):  # `learning_rate * -1`
+            high, low = (part * pairs[1][0] for part in pairs[0])
+        else:
+            high, low = exact(*pairs)  # type: ignore[misc]
+        return Exact(high, low, whole)
+
+    def compute(self: Any, other: Any, *, reflected: bool) -> Any:
+        if exact is None or not isinstance(other, Exact | _Number):
+            array = self.__jax_array__()
+            other = other.__jax_array__() if isinstance(other, Exact) else other
+            return plain(other, array) if reflected else plain(array, other)
+        swap = reflected and exact is not _multiply  # a power of two comes second
+        first, second = (other, self) if swap else (self, other)
+        dtype = self._pair()[0].dtype
+        result = functools.partial(computed, first, second, dtype)
         if isinstance(other, Exact):
             return result()
-        if _is_number(other):
-            return self._once((exact, reflected, other), result)
-        array = self.__jax_array__()
-        return plain(other, array) if reflected else plain(array, other)
+        return self._once((exact, reflected, type(other), other), result)
 
-    def forward(self: Exact, other: Any) -> Any:
+    def forward(self: Any, other: Any) -> Any:
         return compute(self, other, reflected=False)
 
-    def backward(self: Exact, other: Any) -> Any:
+    def backward(self: Any, other: Any) -> Any:
         return compute(self, other, reflected=True)
 
     return forward, backward
 
 
-def _as_array(plain: Callable[..., Any]) -> Any:
-    """Makes an operator that an `Exact` leaves to its array."""
+def _comparison(plain: Callable[[Any, Any], Any]) -> Any:
+    """Makes a comparison of both halves."""
 
-    def forward(self: Exact, other: Any) -> Any:
-        if isinstance(other, Exact):
-            other = other.__jax_array__()
-        return plain(self.__jax_array__(), other)
+    def compare(self: Any, other: Any) -> Any:
+        if not isinstance(other, Exact | _Number):
+            return plain(self.__jax_array__(), other)
+        high, low = self._pair()
+        other_high, other_low = _pair_of(other, high.dtype)
+        equal = high == other_high
+        return jnp.where(equal, plain(low, other_low), plain(high, other_high))
 
-    return forward
+    return compare
 
 
-for _name, _exact in dict(
-    add=_add, sub=_subtract, mul=_multiply, truediv=_divide
-).items():
-    _forward, _backward = _exactly(_exact, getattr(operator, _name))
-    setattr(Exact, f"__{_name}__", _forward)
-    setattr(Exact, f"__r{_name}__", _backward)
-for _name in "lt le gt ge eq ne floordiv mod".split():
-    setattr(Exact, f"__{_name}__", _as_array(getattr(operator, _name)))
+# As a leaf the second half is a key: what is mapped over both halves, as if they were
+# two numbers, is an error with a key, and would be a wrong number without.
+
+
+def _is_hidden(low: Any) -> bool:
+    dtype = getattr(low, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _hidden(low: Any, high: Any) -> jax.Array:
+    low = jnp.asarray(low, high.dtype)
+    words = jnp.atleast_1d(jax.lax.bitcast_convert_type(low, jnp.uint32))
+    words = jnp.concatenate([words, jnp.zeros(2 - words.size, jnp.uint32)])
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
+
+
+def _shown(key: Any, high: Any) -> jax.Array:
+    words = jax.random.key_data(key)
+    words = words[0] if high.dtype.itemsize == words.dtype.itemsize else words
+    return jax.lax.bitcast_convert_type(words, high.dtype)
+
+
+class Exact:
+    """A traced scalar with about twice the bits of its dtype.
+
+    Arithmetic with Python numbers and with others of its kind gives another; with
+    arrays, and in every function of JAX, it is an array, weakly typed, as a Python
+    number is.
+
+    Args:
+      high: the scalar in its dtype; `None` for an integer.
+      low: what `high` leaves out.
+      whole: the array that an integer is to JAX. What is computed of integers alone is
+        one; as a number it does not wrap.
+    """
+
+    __slots__ = ("_computed", "_high", "_low", "_whole")
+    __array_ufunc__ = None  # NumPy leaves the arithmetic to this class
+    __hash__ = None  # type: ignore[assignment]  # as a traced number has none
+
+    def __init__(self, high: Any, low: Any, whole: Any = None):
+        self._high, self._low, self._whole = high, low, whole
+        self._computed: dict[Any, tuple[Any, Any]] = {}
+
+    def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Returns what was computed before: optax writes `1 - b1` for every leaf.
+
+        What the trace of a loop's body computed, say, must not come out of it.
+        """
+        now = get_opaque_trace_state()
+        before, result = self._computed.get(key, (None, None))
+        if before != now:
+            result = compute()
+            self._computed[key] = now, result
+        return result
+
+    def _pair(self) -> Pair:
+        if self._high is None:
+            return self._once("pair", lambda: _pair_of_whole(self._whole))
+        if _is_hidden(self._low):
+            return self._high, self._once("low", lambda: _shown(self._low, self._high))
+        return self._high, self._low
+
+    def __jax_array__(self) -> jax.Array:
+        array = self._high if self._whole is None else self._whole
+        return self._once("array", lambda: _compat.weakly_typed(jnp.asarray(array)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__jax_array__(), name)
+
+    def __repr__(self) -> str:
+        high, low = self._pair()
+        return f"Exact({high}, {low})" if self._whole is None else f"Exact({high})"
+
+    __add__, __radd__ = _operators(_add, operator.add)
+    __sub__, __rsub__ = _operators(_subtract, operator.sub)
+    __mul__, __rmul__ = _operators(_multiply, operator.mul)
+    __truediv__, __rtruediv__ = _operators(_divide, operator.truediv)
+    __floordiv__, __rfloordiv__ = _operators(None, operator.floordiv)
+    __mod__, __rmod__ = _operators(None, operator.mod)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
+    __eq__ = _comparison(operator.eq)
+    __ne__ = _comparison(operator.ne)
+
+    def __neg__(self) -> "Exact":
+        return self * -1
+
+    def __pos__(self) -> "Exact":
+        return self
+
+    def __abs__(self) -> "Exact":
+        array = self.__jax_array__()
+        sign = jnp.where(array < 0, -1, 1)
+        if self._whole is not None:
+            return self * Exact(None, None, sign)
+        return Exact(*(sign.astype(part.dtype) * part for part in self._pair()))
+
+    def __pow__(self, exponent: Any) -> Any:
+        if type(exponent) is not int or not 0 < exponent <= _MOST_PRODUCTS:
+            return self.__jax_array__() ** exponent
+        power: Any = self
+        for bit in f"{exponent:b}"[1:]:
+            power = power * power
+            power = power * self if bit == "1" else power
+        return power
+
+    def __rpow__(self, base: Any) -> Any:
+        return base ** self.__jax_array__()
+
+    def __bool__(self) -> bool:
+        return bool(self.__jax_array__())
+
+    def __int__(self) -> int:
+        return int(self.__jax_array__())
+
+    def __float__(self) -> float:
+        return float(self.__jax_array__())
+
+
+def _flatten(exact: Exact) -> tuple[Any, None]:
+    if exact._high is None:
+        return (None, None, exact._whole), None
+    low = exact._low
+    hidden = low if _is_hidden(low) else _hidden(low, exact._high)
+    return (exact._high, hidden, exact._whole), None
+
+
+# A pytree, so that it may be an argument of functions that optax has compiled.
+jax.tree_util.register_pytree_node(
+    Exact, _flatten, lambda _, children: Exact(*children)
+)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flax_amp import _tree
 from flax_amp._arguments import is_real, map_nested, nested_leaves
-from flax_amp._bound import Bound, as_jax
+from flax_amp._bound import Bound
 from flax_amp._transformation import (
     as_transformation,
-    copied,
     explaining,
     first_update,
     settled,
@@ -96,8 +96,8 @@ class Optimizer(Bound):
             state = self._transformation().init(params)
         # From here on all leaves are arrays of JAX: one kind, one compilation.
         # Arrays of their own: donating the optimizer must delete no array of the user.
-        mine = jax.tree.map(copied, self._replace_own({"opt_state": None}))
-        return mine._replace_own({"opt_state": jax.tree.map(as_jax, settled(state))})
+        mine = jax.tree.map(_tree.own, self._replace_own({"opt_state": None}))
+        return mine._replace_own({"opt_state": jax.tree.map(_as_jax, settled(state))})
 
     def update(
         self,
@@ -312,6 +312,10 @@ class Optimizer(Bound):
 
     def __bool__(self) -> bool:
         return True
+
+
+def _as_jax(leaf: Any) -> Any:
+    return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
 
 def update_as_optax(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from flax_amp._exact import Exact
-from flax_amp._tree import is_array
 
 PyTree = Any
 
@@ -50,11 +49,6 @@ def first_update(tx: Any, grads: PyTree, params: PyTree) -> tuple[PyTree, PyTree
 def settled(tree: PyTree) -> PyTree:
     """Returns what optax computed, as strongly typed arrays."""
     return jax.tree.map(settled_leaf, tree, is_leaf=_is_exact)
-
-
-def copied(leaf: Any) -> Any:
-    """Returns an array of its own; donating it deletes no other."""
-    return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
 
 def _is_exact(node: Any) -> bool:

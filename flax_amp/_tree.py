@@ -19,6 +19,11 @@ def is_inexact_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def own(leaf: Any) -> Any:
+    """Returns an array of its own, of JAX: donating it deletes no other."""
+    return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns bool[]: no floating or complex leaf of `tree` holds an inf or a NaN.
 

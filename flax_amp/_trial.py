@@ -1,7 +1,10 @@
 """Finding out which numbers a factory can be given as traced arrays."""
 
-import functools
+import collections
+import threading
+import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +16,21 @@ from flax_amp._arguments import (
     EXACT,
     STATIC,
     PyTree,
-    given,
     is_number,
     join,
+    key_of,
     leaves_of,
+    pairs_of,
     part,
+    same_leaf,
+    shown,
     walk,
 )
+
+_MOST_KNOWN = 64
+
+# Warnings are switched off for the whole process, and back on again.
+_LOCK = threading.RLock()
 
 
 class Trial(NamedTuple):
@@ -36,28 +47,96 @@ class Trial(NamedTuple):
     defaults: dict[str, Any]
 
 
-def modes_of(trial: Trial, names: list[str]) -> dict[str, str]:
-    """Returns a mode for each of the named arguments.
+class KnownModes:
+    """The modes of the arguments of one factory, found by trials or known from them."""
 
-    A factory may use a number in Python, to choose a branch or a shape, where a traced
-    one is an error, or for the length of a loop, which then has no derivative. Nothing
-    is computed: the factory is traced, on small parameters.
+    def __init__(self) -> None:
+        self._found: collections.OrderedDict[Any, list[Any]] = collections.OrderedDict()
+
+    def find(self, trial: Trial, names: list[str]) -> dict[str, str]:
+        """Returns a mode for each of the named arguments.
+
+        A factory may use a number in Python, to choose a branch or a shape, where a
+        traced one is an error, or for the length of a loop, which then has no
+        derivative. Nothing is computed: the factory is traced, on small parameters.
+        """
+        values = trial.values
+        kinds = [walk(_kind, part(values[name], EXACT)[0]) for name in names]
+        others = [key_of(part(value, EXACT)[1], _weak_key) for value in values.values()]
+        key = (*names, key_of(kinds), *others)
+        with _LOCK:
+            tried = self._found.setdefault(key, [])
+            self._found.move_to_end(key)
+            if len(self._found) > _MOST_KNOWN:  # schedules made in a loop, say
+                self._found.popitem(last=False)
+            for kept, modes in tried:
+                # The value of what is used in Python may decide about the rest.
+                if all(key_of(values[name]) == value for name, value in kept.items()):
+                    return modes
+            with warnings.catch_warnings():
+                # What a factory warns of, it says again when it is used.
+                warnings.simplefilter("ignore")
+                found = _modes_of(trial, names)
+            if found is None:
+                return _guess(values, names)
+            static = [name for name in names if found[name] == STATIC]
+            tried.append(({name: key_of(values[name]) for name in static}, found))
+            return found
+
+
+class _Same:
+    """An object that is itself only, while it lives; the key of it keeps none alive."""
+
+    def __init__(self, thing: Any):
+        self._hash = id(thing)
+        self._thing = weakref.ref(thing)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        thing = self._thing()
+        return (
+            thing is not None and isinstance(other, _Same) and thing is other._thing()
+        )
+
+
+def _weak_key(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+        known = not isinstance(leaf, types.FunctionType)  # a closure may hold much
+    except TypeError:
+        known = False
+    try:
+        return same_leaf(leaf) if known else _Same(leaf)
+    except TypeError:  # it cannot be referred to weakly
+        return same_leaf(leaf)
+
+
+def _kind(leaf: Any) -> Any:
+    if not is_number(leaf):
+        return jnp.shape(leaf) if hasattr(leaf, "shape") else type(leaf)
+    return "float" if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else "int"
+
+
+def _modes_of(trial: Trial, names: list[str]) -> dict[str, str] | None:
+    """Returns the modes with which all uses give what they give without traced numbers.
+
+    But for values: a state of another structure tells that a factory took another way.
+    `None` if it cannot be tried.
     """
-    with warnings.catch_warnings():
-        # What a factory warns of, it says again when it is used.
-        warnings.simplefilter("ignore")
-        return _find_modes(trial, names)
-
-
-def _find_modes(trial: Trial, names: list[str]) -> dict[str, str]:
     static = dict.fromkeys(names, STATIC)
     for values in (trial.values, trial.values | trial.defaults):
-        attempt = trial._replace(values=values)
-        results = {use: _result(attempt, static, use) for use in trial.uses}
-        expected = {use: result for use, result in results.items() if result}
+        results = [(use, _result(use, values, static)) for use in trial.uses]
+        expected = [(use, result) for use, result in results if result]
         if not expected:
             continue  # a mask, say, that fits the true parameters only
-        works = functools.partial(_gives, attempt, expected)
+
+        def works(
+            modes: dict[str, str], values: Any = values, to: Any = expected
+        ) -> bool:
+            return all(_result(use, values, modes) == result for use, result in to)
+
         if works(exact := dict.fromkeys(names, EXACT)):
             return exact
         modes = static
@@ -65,41 +144,34 @@ def _find_modes(trial: Trial, names: list[str]) -> dict[str, str]:
             tried = (modes | {name: mode} for mode in (EXACT, ARRAY))
             modes = next(filter(works, tried), modes)
         return modes
-    # Not to be tried: what is counted is most often used in Python.
-    return {n: EXACT if _all_floats(trial.values[n]) else STATIC for n in names}
+    return None
 
 
-def _gives(trial: Trial, expected: dict[Any, Any], modes: dict[str, str]) -> bool:
-    """Whether all uses give what they give without traced numbers, but for values.
-
-    A state of another structure tells that a factory took another way.
-    """
-    return all(_result(trial, modes, use) == result for use, result in expected.items())
+def _guess(values: dict[str, Any], names: list[str]) -> dict[str, str]:
+    """Returns modes without a trial: what is counted is most often used in Python."""
+    return {n: EXACT if _all_floats(values[n]) else STATIC for n in names}
 
 
 def _all_floats(value: PyTree) -> bool:
-    numbers = filter(is_number, jax.tree.leaves(leaves_of(value)[0]))
-    return all(jnp.issubdtype(number.dtype, jnp.floating) for number in numbers)
+    numbers = filter(is_number, jax.tree.leaves(value))
+    return all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in numbers)
 
 
-def _result(trial: Trial, modes: dict[str, str], use: Any) -> Any:
+def _result(use: Any, values: dict[str, Any], modes: dict[str, str]) -> Any:
     """Returns structure, shapes and dtypes of what a use gives; `None` if it fails."""
-    parts = {
-        name: part(walk(_stand_in, trial.values[name]), modes[name]) for name in modes
-    }
-    leaves = {name: leaves_of(moving) for name, (moving, _) in parts.items()}
+    parts = {name: part(walk(_stand_in, values[name]), modes[name]) for name in modes}
+    arrays = {n: (leaves_of(moves), pairs_of(moves)) for n, (moves, _) in parts.items()}
 
-    def call(leaves: PyTree) -> Any:
-        values = dict(trial.values)
+    def call(arrays: PyTree) -> Any:
+        given = dict(values)
         for name, mode in modes.items():
-            high, low = leaves[name]
-            shown = walk(lambda x, rest, mode=mode: given(x, rest, mode), high, low)
-            values[name] = join(shown, parts[name][1])
-        return use(values)
+            moves, pairs = arrays[name]
+            given[name] = join(shown(moves, pairs, mode), parts[name][1])
+        return use(given)
 
     structure: Any
     try:
-        shapes, structure = jax.tree.flatten(jax.eval_shape(call, leaves))
+        shapes, structure = jax.tree.flatten(jax.eval_shape(call, arrays))
     except Exception:  # whatever a factory raises that cannot go on
         return None
     return structure, [(shape.shape, shape.dtype) for shape in shapes]

@@ -16,6 +16,8 @@ FORMULAS = {
     "-b * 3.7": lambda b: -b * 3.7,
     "abs(b - 1)": lambda b: abs(b - 1),
     "(b + b * b) / (1 + b)": lambda b: (b + b * b) / (1 + b),
+    "1 - b**5": lambda b: 1 - b**5,
+    "b / 7 - 10**6": lambda b: b / 7 - 10**6,
 }
 VALUES = [0.9, 0.999, 0.1, 1e-3, 3e-4, *np.random.default_rng(0).uniform(0, 1, 40)]
 
@@ -127,3 +129,75 @@ def test_no_trace_sees_what_an_inner_one_computed():
     expected = plain * 2, 2 + 2 * plain * 0.9, plain * 0.9, plain * 2
     found = compute(*split(0.9, np.float32), jnp.float32(2))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+WHOLE = {
+    "1e9 / (n * n)": lambda n: 1e9 / (n * n),
+    "1 - 1 / n": lambda n: 1 - 1 / n,
+    "0.1 * (n - 7) / -n": lambda n: 0.1 * (n - 7) / -n,
+    "n**3 - abs(-n)": lambda n: (n**3 - abs(-n)) / 1,
+}
+
+
+@pytest.mark.parametrize("formula", WHOLE)
+def test_integers_do_not_wrap_as_numbers(formula):
+    function = WHOLE[formula]
+    for value in (3, 1000, 50_000, 123_456, 2**24 + 1, -77_777):
+        result = jax.jit(lambda n: jnp.asarray(function(Exact(None, None, n))))(value)
+        np.testing.assert_allclose(result, function(value), rtol=1e-7)
+
+
+def test_integers_are_integers_to_arrays():
+    @jax.jit
+    def compute(n, count):
+        n = Exact(None, None, n)
+        return count - 2 * n, count // n, count % n, jnp.minimum(count, n), n * 0.5
+
+    found = compute(4, jnp.int32(9))
+    assert [int(x) for x in found[:4]] == [1, 2, 1, 4]
+    assert all(x.dtype == jnp.int32 for x in found[:4])
+    assert float(jnp.asarray(found[4])) == 2.0
+
+
+def test_halves_are_no_numbers_to_map_over():
+    """As a factory does with a dict of hyper-parameters."""
+    b = exact(0.9)
+    with pytest.raises(TypeError, match="key<"):
+        jax.tree.map(lambda x: 1 - x, {"b": b})
+    for leaf in (b, 1 - b, Exact(None, None, jnp.int32(3)) * 2):
+        mapped = jax.tree.map(lambda x: x, leaf)
+        for one, other in zip(mapped._pair(), leaf._pair(), strict=True):
+            assert one == other
+
+
+def test_goes_through_compiled_functions_in_double_precision():
+    with jax.enable_x64(True):
+        b = Exact(*split(0.1, np.float64)) / 3
+        mapped = jax.jit(lambda b: b)(b)
+        assert (mapped._pair()[0] == b._pair()[0]) and (mapped - b)._pair()[0] == 0
+
+
+def test_comparisons_see_both_halves():
+    above, below = exact(0.9 + 1e-10), exact(0.9 - 1e-10)
+    assert below < 0.9 < above and below <= 0.9 and above != 0.9 and below != above
+    assert above >= below and above > below and exact(0.1) == 0.1
+    assert (exact(0.5) < jnp.ones(2)).all()
+
+
+def test_has_no_hash():
+    with pytest.raises(TypeError, match="unhashable"):
+        {0.5: 1}.get(exact(0.5))
+
+
+@pytest.mark.parametrize("tiny", [1.2e-38, 1e-30])
+def test_products_of_very_small_numbers(tiny):
+    for factor in (1.0, 1 / 3, 1e-6):
+        found = jax.jit(lambda h, l, f=factor: jnp.asarray(Exact(h, l) * f))(  # noqa: E741
+            *split(tiny, np.float32)
+        )
+        plain = jnp.float32(tiny) * jnp.float32(factor)
+        np.testing.assert_allclose(found, plain, rtol=2e-7)
+
+
+def test_complex_numbers_meet_its_array():
+    assert jnp.asarray(exact(3.0) * np.complex64(2 + 1j)) == 6 + 3j
