@@ -78,7 +78,7 @@ class Bound:
             moves, fixed[name] = part(value, mode)
             if any_of(moves):
                 moving[name] = leaves_of(moves)
-            for path, pair in pairs_of(moves).items() if mode == EXACT else ():
+            for path, pair in pairs_of(moves).items():
                 places[name, *path] = len(pairs)
                 pairs.append(pair)
         self._check(fixed, moving)
@@ -196,15 +196,20 @@ class Bound:
             return parts[name]
         return join(parts[name], fixed[name]) if name in parts else fixed[name]
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._fixed.values, *self._states})
+
     def _check_values(self, use: str) -> None:
-        """Raises a TypeError if there are only shapes, as `jax.eval_shape` gives."""
+        """Raises a TypeError if there are no values, but shapes or specifications."""
         own = [self.remainders, *(self._parts[name] for name in self._moving())]
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(own)):
-            raise TypeError(
-                f"{type(self).__name__}.{use}: it holds shapes (jax.ShapeDtypeStruct); "
-                "expected arrays. Restore a checkpoint into it first, or make it "
-                "without jax.eval_shape."
-            )
+        for leaf in jax.tree.leaves(own):
+            if not _tree.is_array(leaf):
+                kind = type(leaf).__name__
+                raise TypeError(
+                    f"{type(self).__name__}.{use}: it holds {kind}; expected arrays. "
+                    "Restore a checkpoint into it first, or make it without "
+                    "jax.eval_shape."
+                )
 
     def _moving(self) -> list[str]:
         """Returns the names of the arguments that hold leaves."""
@@ -304,7 +309,7 @@ def _keep_remainders(
 
 
 def _is_stand_in(old: PyTree) -> bool:
-    """Whether there is no array where one was, as in a tree of axes for `vmap`."""
+    """Whether there is something else where an array was, as in a tree of axes."""
     leaves = jax.tree.leaves(old)
     return old is None or (leaves[0] is old and not _tree.is_array(old))
 

@@ -35,31 +35,25 @@ def hyperparam_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
 
 def replace_in(opt_state: PyTree, changes: Mapping[str, Any], where: str) -> PyTree:
     """Returns a state with other hyper-parameters, by the names of `hyperparams_in`."""
-    structure: Any
-    leaves, structure = jax.tree.flatten(opt_state, is_leaf=_is_optimizer)
-    at = [i for i, leaf in enumerate(leaves) if _is_optimizer(leaf)]
-    if not at:
+    nodes = _tree.nodes(opt_state, Optimizer)
+    if not nodes:
         raise TypeError(
             f"{where}: the optimizer has no hyper-parameters to replace; expected one "
             "of flax_amp.optim. Create the state with tx=flax_amp.optim.adamw(3e-4)."
         )
-    starts = _starts(at)
-    for start, i in zip(starts, at, strict=True):
+    starts = _starts(nodes)
+    for i, start in enumerate(starts):
         mine = {n[len(start) :]: v for n, v in changes.items() if n.startswith(start)}
-        leaves[i] = leaves[i].replace(**mine) if mine else leaves[i]
+        nodes[i] = nodes[i].replace(**mine) if mine else nodes[i]
     if lost := [n for n in changes if not n.startswith(tuple(starts))]:
         raise TypeError(
             f"{where}: no {', '.join(lost)}; expected some of "
             f"{', '.join(hyperparams_in(opt_state))}."
         )
-    return structure.unflatten(leaves)
+    return _tree.replace_nodes(opt_state, Optimizer, nodes)
 
 
 def _starts(optimizers: Sequence[Any]) -> list[str]:
     """Returns what precedes the names of each of several optimizers."""
     several = len(optimizers) > 1
     return [f"{number}/" if several else "" for number in range(len(optimizers))]
-
-
-def _is_optimizer(node: Any) -> bool:
-    return isinstance(node, Optimizer)

@@ -12,6 +12,7 @@ import optax
 from flax_amp import _tree
 from flax_amp._arguments import is_real, map_nested, nested_leaves
 from flax_amp._bound import Bound
+from flax_amp._injected import carried_over, inject, injected
 from flax_amp._transformation import (
     as_transformation,
     explaining,
@@ -123,9 +124,9 @@ class Optimizer(Bound):
             called as a transformation of optax.
         """
         name = type(self).__name__
-        if as_optax:
+        if as_optax or "state" in extra_args or self._is_state(params):
             raise TypeError(
-                f"{name}.update: got grads, a state and params; expected "
+                f"{name}.update: got grads and a state; expected "
                 "tx.update(grads, params). Where a transformation of optax is called, "
                 "pass tx.to_optax()."
             )
@@ -139,6 +140,10 @@ class Optimizer(Bound):
                 grads, self.opt_state, params, **extra_args
             )
         return settled(updates), self._replace_own({"opt_state": settled(state)})
+
+    def _is_state(self, params: PyTree) -> bool:
+        mine: Any = jax.tree.structure(self.opt_state)  # one node for `None`
+        return mine.num_nodes > 1 and mine == jax.tree.structure(params)
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other hyper-parameters.
@@ -162,29 +167,57 @@ class Optimizer(Bound):
         inner: dict[str, tuple[str, ...]] = {}
         for name, path, _ in self._entries():
             inner |= {name: path, "/".join(path): path}
-        check_names(self, changes, [*own, *inner])
+        check_names(self, changes, [*own, *inner, *injected(self.opt_state)])
         new = self._replace_own({n: v for n, v in changes.items() if n in own})
-        for name in [n for n in changes if n not in own]:
+        for name in [n for n in changes if n in inner and n not in own]:
             new = new._replace_at(inner[name], changes[name])
-        if new.opt_state is not None and "opt_state" not in changes:
-            self._check_state(new, ", ".join(changes))
-        return new
+        if self.opt_state is None or new.opt_state is None:
+            return new
+        if "opt_state" in changes:
+            self._check_structure(new.opt_state)
+            return new
+        arguments = [name for name in changes if name in own or name in inner]
+        state = self._state_for(new, arguments) if arguments else self.opt_state
+        return new._replace_own({"opt_state": inject(state, changes)})
 
-    def _check_state(self, new: "Optimizer", names: str) -> None:
-        """Raises a ValueError if other arguments need a state of another structure."""
-        if new._fixed == self._fixed:
-            return
-        try:
-            old, other = (tx._transformation().init(_SMALL) for tx in (self, new))
-        except Exception:  # the small parameters do not suit a mask, say
-            return
-        before, after = (jax.tree.map(jnp.shape, state) for state in (old, other))
-        if before != after:
+    def _check_structure(self, opt_state: PyTree) -> None:
+        """Raises a ValueError if it is not the state of this optimizer."""
+        now: Any
+        now, new = map(jax.tree.structure, (self.opt_state, opt_state))
+        if now != new:
             raise ValueError(
-                f"{type(self).__name__}.replace: with another {names} the state has "
-                "another structure; expected a change before init. Begin anew: "
-                "tx.replace(..., opt_state=None).init(params)."
+                f"{type(self).__name__}.replace: opt_state has the structure {new}; "
+                f"expected that of the present one, {now}, or None to begin anew."
             )
+
+    def _state_for(self, new: "Optimizer", names: list[str]) -> PyTree:
+        """Returns the state as other arguments need it.
+
+        Raises:
+          ValueError: if they need one of another structure.
+        """
+        copies = injected(self.opt_state)
+        if new._fixed == self._fixed and not copies:
+            return self.opt_state
+        try:
+            before, after = (
+                settled(tx._transformation().init(_SMALL)) for tx in (self, new)
+            )
+        except Exception as error:  # the small parameters do not suit a mask, say
+            if not copies or copies.keys() >= set(names):
+                return self.opt_state
+            raise ValueError(
+                f"{type(self).__name__}.replace: optax.inject_hyperparams keeps copies "
+                f"in the state, and which of them are of {', '.join(names)} cannot be "
+                f"found out; expected some of {', '.join(copies)}."
+            ) from error
+        if _kinds(before) != _kinds(after):
+            raise ValueError(
+                f"{type(self).__name__}.replace: with another {', '.join(names)} the "
+                "state has another structure; expected a change before init. Begin "
+                "anew: tx.replace(..., opt_state=None).init(params)."
+            )
+        return carried_over(self.opt_state, before, after)
 
     def _replace_at(self, path: tuple[str, ...], value: Any) -> Self:
         argument, *keys = path
@@ -203,9 +236,10 @@ class Optimizer(Bound):
     def hyperparams(self) -> dict[str, jax.Array]:
         """The values of this step by name, those of the optimizers inside included.
 
-        Schedules give the value that the last update used, or that the first will use.
-        Names that occur twice are preceded by the path to their optimizer. A schedule
-        is left out if the state has no count that it could have been given.
+        Schedules give the value that the last update used, before the first that of a
+        count of 0. Names that occur twice are preceded by the path to their optimizer.
+        Left out are numbers that the factory needs in Python, and schedules for which
+        the state has no count, or several that may differ.
 
         Raises:
           TypeError: if it holds shapes only.
@@ -220,6 +254,7 @@ class Optimizer(Bound):
             name: value_at(entry, next(counts) if callable(entry) else None)
             for name, entry in entries
         }
+        values |= {n: jnp.array(v) for n, v in injected(pure_self.opt_state).items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def to_optax(self) -> optax.GradientTransformationExtraArgs:
@@ -314,6 +349,12 @@ class Optimizer(Bound):
         return True
 
 
+def _kinds(tree: PyTree) -> Any:
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+
+
 def _as_jax(leaf: Any) -> Any:
     return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
 
@@ -334,5 +375,5 @@ def check_names(bound: Bound, changes: Mapping[str, Any], known: Iterable[str]) 
         hint = " Say which, by its path." if several else ""
         raise TypeError(
             f"{type(bound).__name__}.replace: no {', '.join(unknown)}; expected some "
-            f"of {', '.join(sorted(several or known))}.{hint}"
+            f"of {', '.join(sorted({*(several or known)}))}.{hint}"
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -40,29 +41,39 @@ def as_declared(value: Any, parameter: inspect.Parameter, where: str) -> Any:
       TypeError: if a number is expected, or a schedule, and it can be neither.
     """
     kinds = _members(parameter.annotation)
-    if isinstance(value, _NO_NUMBERS) and _is_number(kinds, type(value)):
+    if not _suits(value, kinds) and value is not parameter.default:
         schedule = " or a schedule" if any(map(_is_function, kinds)) else ""
         raise TypeError(
             f"{where}: {parameter.name} is {value!r} ({type(value).__name__}); "
             f"expected a number{schedule}."
         )
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    fractional = float in kinds or type(parameter.default) is float
-    return float(value) if whole and fractional and int not in kinds else value
+    fractional = float in kinds and int not in kinds
+    if not fractional and type(parameter.default) is not float:
+        return value
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
+        return value.astype(float)
+    return value
 
 
 _NUMBERS = {bool, int, float, complex, np.bool_, np.number, np.ndarray, jax.Array}
 
 # Some could be computed with all the same, or fail much later.
-_NO_NUMBERS = (bool, complex, str, bytes, list, tuple, dict, set)
+_NO_NUMBERS = (type(None), bool, complex, str, bytes, list, tuple, dict, set)
 
 
-def _is_number(kinds: tuple[Any, ...], given: type) -> bool:
-    """Whether a parameter of these types is a number, and not of the given type."""
+def _suits(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether a value may be an argument of these types, if they are those of numbers.
+
+    What is an `ArrayLike` may be anything that JAX computes with; a flag or a complex
+    number is hardly meant by it.
+    """
     rest = {*kinds} - _NUMBERS - {type(None)}
-    # What is an `ArrayLike` may be anything that JAX computes with, a bool as well.
-    meant = given in kinds and complex not in kinds
-    return float in kinds and all(map(_is_function, rest)) and not meant
+    a_number = float in kinds and all(map(_is_function, rest))
+    loose = _NUMBERS if complex in kinds else set()
+    meant = type(value) in {*kinds} - loose
+    return not (a_number and isinstance(value, _NO_NUMBERS)) or meant
 
 
 def _is_function(kind: Any) -> bool:

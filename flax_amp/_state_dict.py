@@ -39,7 +39,8 @@ def from_state(bound: Any, state: Mapping[str, Any]) -> Any:
             f"{type(bound).__name__}: the target has no {', '.join(missing)}; expected "
             "one to read into. Call tx = tx.init(params) first."
         )
-    lost = [name for name in to_state(bound) if name not in state]
+    # Remainders that are not of their numbers are as good as none.
+    lost = [n for n in to_state(bound) if n not in state and n != "remainders"]
     if lost and state.keys() != set(bound._states):
         raise ValueError(
             f"{type(bound).__name__}: the state has no {', '.join(lost)}; expected "

@@ -1,5 +1,6 @@
 """Leaf helpers for pytrees; they know nothing of policies, scalers or Flax."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 PyTree = Any
+Kind = type | tuple[type, ...]
 
 
 def is_array(leaf: Any) -> bool:
@@ -41,10 +43,20 @@ def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     )
 
 
-def nodes(tree: PyTree, kind: type) -> list[Any]:
+def nodes(tree: PyTree, kind: Kind) -> list[Any]:
     """Returns the nodes of a type in a tree, but for those inside of others."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
+
+
+def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
+    """Returns a tree with other nodes in place of those that `nodes` gives."""
+    new = iter(new)
+    return jax.tree.map(
+        lambda leaf: next(new) if isinstance(leaf, kind) else leaf,
+        tree,
+        is_leaf=lambda node: isinstance(node, kind),
+    )
 
 
 def partition(tree: PyTree, where: Any) -> tuple[PyTree, PyTree]:

@@ -1,6 +1,6 @@
 """What hyper-parameters are at this step: numbers, and schedules at their counts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,23 +18,47 @@ PyTree = Any
 # What states of optax call the count that they give to schedules.
 _COUNTS = ("count", "step_count", "step")
 
+# States of what does not update the optimizer inside at every step.
+_GATES = (
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyMaskState,
+    optax.ConditionallyTransformState,
+    optax.MultiStepsState,
+)
+
 
 def last_counts(opt_state: PyTree, schedules: int) -> list[Any]:
     """Returns the counts that the last update gave to schedules, 0 before the first.
 
     Where the state has a count for each schedule they are in one order; else all are
-    taken to count alike. `None` if the state counts nothing.
+    taken to count alike, unless some optimizers of the state are not updated at every
+    step. `None` if the state counts nothing, or not all alike.
     """
     if opt_state is None:
         return [0] * schedules
-    nodes = _tree.nodes(opt_state, optax.ScaleByScheduleState)
-    scheduled = [node.count for node in nodes]
-    named = jax.tree_util.tree_flatten_with_path(opt_state)[0]
+    counts = [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
+    if len(counts) != schedules:
+        candidates = [found for part in _parts(opt_state) if (found := _counts(part))]
+        alike = len(candidates) == 1
+        counts = [candidates[0][0] if alike else None] * schedules
+    return [None if count is None else jnp.maximum(count - 1, 0) for count in counts]
+
+
+def _counts(opt_state: PyTree) -> list[Any]:
+    """Returns what may be the count of all schedules, the likeliest first."""
+    counts = [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
+    named = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(key_name(path[-1]), leaf) for path, leaf in named if path]
     others = [leaf for wanted in _COUNTS for name, leaf in names if name == wanted]
-    if len(scheduled) != schedules:
-        scheduled = [(scheduled or others or [None])[0]] * schedules
-    return [None if count is None else jnp.maximum(count - 1, 0) for count in scheduled]
+    return counts or others
+
+
+def _parts(opt_state: PyTree) -> Iterator[PyTree]:
+    """Yields the parts of a state that are updated at the same steps."""
+    gates = _tree.nodes(opt_state, _GATES)
+    yield _tree.replace_nodes(opt_state, _GATES, [None] * len(gates))
+    for gate in gates:
+        yield from _parts(tuple(gate))
 
 
 def value_at(entry: Any, count: Any) -> jax.Array | None:

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -24,10 +23,25 @@ def has_integers(params: PyTree) -> bool:
     return not all(map(_tree.is_inexact_array, jax.tree.leaves(params)))
 
 
+def bare(tx: Any) -> Any:
+    """Returns the pytree optimizer in what its `to_optax` gave, anything else as it is.
+
+    Inside of functions its hyper-parameters would be constants of the compiled step.
+    """
+    if getattr(tx, "update", None) is update_as_optax:
+        return getattr(tx.init, "__self__", tx)
+    return tx
+
+
 def wrap(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
         tx = tx.to_optax()
+    if isinstance(tx, type) and issubclass(tx, Optimizer):
+        raise TypeError(
+            f"AmpTrainState.create: tx is the class {tx.__name__}; expected an "
+            f"optimizer. Call it: optim.{tx.__name__}(...)."
+        )
     if isinstance(tx, type) or not (
         callable(getattr(tx, "init", None)) and hasattr(tx, "update")
     ):
@@ -78,19 +92,20 @@ def going_on(opt_state: PyTree, warm: Optimizer) -> PyTree:
       ValueError: if that has the state of other parameters.
     """
 
-    def chosen(node: Any) -> Any:
-        if not isinstance(node, Optimizer):
-            return node
-        new, old = (jax.tree.map(jnp.shape, tx.opt_state) for tx in (node, warm))
+    nodes = _tree.nodes(opt_state, Optimizer)
+    for node in nodes:
+        new, old = map(_shapes, (node.opt_state, warm.opt_state))
         if new != old:
             raise ValueError(
                 f"AmpTrainState.create: tx ({type(warm).__name__}) has the state of "
                 "other parameters; expected one of these, or none. Pass it before "
                 "init, or with tx.replace(opt_state=None)."
             )
-        return warm
+    return _tree.replace_nodes(opt_state, Optimizer, [warm] * len(nodes))
 
-    return jax.tree.map(chosen, opt_state, is_leaf=lambda x: isinstance(x, Optimizer))
+
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
 def _check_order(opt_state: PyTree) -> None:

@@ -17,6 +17,8 @@ Trajectories are those of plain optax, bit for bit wherever its arithmetic on nu
 import dataclasses
 import functools
 import inspect
+import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +30,9 @@ from flax_amp._bound import Bound, fields_of
 from flax_amp._optimizer import Optimizer as Optimizer
 from flax_amp._optimizer import Schedule as Schedule
 from flax_amp._signatures import name_of, signature_of
+
+# Two threads that name an optimizer at once must get one class.
+_LOCK = threading.RLock()
 
 _KINDS = (optax.GradientTransformation, optax.GradientTransformationExtraArgs)
 
@@ -92,9 +97,14 @@ def _class_for(factory: Any, static_args: str | Iterable[str], base: Any) -> Any
     return _class_of(factory, frozenset(names), base)
 
 
-@functools.cache
 def _class_of(factory: Any, static_args: frozenset[str], base: Any) -> Any:
     """Makes a class once; a lambda written in a loop makes one each time."""
+    with _LOCK:
+        return _made_class(factory, static_args, base)
+
+
+@functools.cache
+def _made_class(factory: Any, static_args: frozenset[str], base: Any) -> Any:
     where = "wrap" if base is Optimizer else "schedule"
     if not callable(factory) or isinstance(factory, Bound):
         raise TypeError(
@@ -116,7 +126,7 @@ def _class_of(factory: Any, static_args: frozenset[str], base: Any) -> Any:
     public = _public_name(factory)
     own = public is not None and not static_args
     name = public or name_of(factory)
-    return dataclasses.make_dataclass(
+    made = dataclasses.make_dataclass(
         name,
         fields_of(parameters, base._states),
         bases=(base,),
@@ -124,7 +134,6 @@ def _class_of(factory: Any, static_args: frozenset[str], base: Any) -> Any:
             factory=staticmethod(factory),
             static_args=static_args,
             _parameters=parameters,
-            __module__=__name__ if own else getattr(factory, "__module__", __name__),
             __qualname__=name if own else getattr(factory, "__qualname__", name),
             __doc__=_documentation(factory, base),
             __signature__=inspect.Signature(list(parameters.values())),
@@ -135,28 +144,40 @@ def _class_of(factory: Any, static_args: frozenset[str], base: Any) -> Any:
         eq=False,
         repr=False,
     )
+    # Set by itself: from Python 3.12 on `make_dataclass` writes its caller's name.
+    made.__module__ = __name__ if own else getattr(factory, "__module__", __name__)
+    return made
 
 
 def _reduce(bound: Bound) -> Any:
     """Pickles by factory; defaults stay out, which may be functions without a name."""
-    kind = Optimizer if isinstance(bound, Optimizer) else Schedule
     fixed = bound._fixed
-    values = fixed.values
-    given = {n: v for n, v in values.items() if v is not _default(bound, n)}
-    public = _public_name(bound.factory)  # a partial object would come back as another
-    maker = (public or bound.factory, bound.static_args, kind)
-    structure = (list(values), given, fixed.modes, fixed.places)
-    return _restored, (*maker, bound._parts, *structure)
+    given = {n: v for n, v in fixed.values.items() if v is not _default(bound, n)}
+    structure = (list(fixed.values), given, fixed.modes, fixed.places)
+    return _restored, (_maker(type(bound)), bound._parts, *structure)
+
+
+def _maker(kind: type[Bound]) -> tuple[Any, ...]:
+    """Returns what finds a class again: its own name if it has one, as if decorated."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is kind:
+        return (kind,)
+    # Of optax by name: a partial object would come back as another.
+    base = Optimizer if issubclass(kind, Optimizer) else Schedule
+    return _public_name(kind.factory) or kind.factory, kind.static_args, base
 
 
 def _restored(
-    factory: Any, static_args: Any, kind: Any, parts: Any, *fixed: Any
+    maker: Any, parts: Any, names: Any, given: Any, modes: Any, places: Any
 ) -> Any:
-    factory = _public(factory) if isinstance(factory, str) else factory
-    made = _class_of(factory, static_args, kind)
-    names, given, modes, places = fixed
-    values = {n: given[n] if n in given else _default(made, n) for n in names}
-    return made._new(parts, Fixed(values, modes, places))
+    kind = maker[0]
+    if len(maker) > 1:
+        factory = _public(kind) if isinstance(kind, str) else kind
+        kind = _class_of(factory, *maker[1:])
+    values = {n: given[n] if n in given else _default(kind, n) for n in names}
+    return kind._new(parts, Fixed(values, modes, places))
 
 
 def _default(kind: Any, name: str) -> Any:
@@ -221,9 +242,12 @@ def _kind_of(name: str) -> type[Bound] | None:
 def __getattr__(name: str) -> Any:
     kind: Any = _kind_of(name)
     if kind is None:
+        found = _public(name)
+        known = "neither optax nor optax.contrib exports"
+        known = known if found is None else "optax has one, but it is not known as"
         raise AttributeError(
-            f"flax_amp.optim has no {name!r}: neither optax nor optax.contrib exports "
-            "an optimizer or a schedule of this name. Make one with optim.wrap."
+            f"flax_amp.optim has no {name!r}: {known} an optimizer or a schedule of "
+            "this name. Make one with optim.wrap, of a function that returns one."
         )
     return _class_of(_public(name), frozenset(), kind)
 

@@ -17,7 +17,7 @@ from flax.training import train_state
 from flax_amp import _tree
 from flax_amp._hyperparams import hyperparams_in, replace_in
 from flax_amp._optimizer import Optimizer
-from flax_amp._wrap import going_on, has_integers, updating, wrap
+from flax_amp._wrap import bare, going_on, has_integers, updating, wrap
 from flax_amp.scaler import Scaler, complete_scaler
 
 PyTree = Any
@@ -112,6 +112,7 @@ class AmpTrainState(train_state.TrainState):
         else:
             collections = _as_collections(params, variables)
         check_params(params, "AmpTrainState.create")
+        tx = bare(tx)
         state = super().create(
             apply_fn=apply_fn,
             params=_own(params),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 
 from flax_amp import AmpTrainState, make_train_step, optim
 from helpers import assert_identical
@@ -412,54 +412,3 @@ def test_a_forgotten_to_optax_is_named():
         chained.update(GRADS, chained.init(PARAMS), PARAMS)
     with pytest.raises(TypeError, match="tx is a type; expected an optax optimizer"):
         AmpTrainState.create(params=PARAMS, tx=optim.adamw)
-
-
-@pytest.mark.parametrize("value", [True, "0.1", [0.1], {"a": 0.1}, 1j, optax.sgd(0.1)])
-def test_what_is_no_number_is_refused(value):
-    expected = r"adam: learning_rate is .* \(\w+\); expected a number or a schedule"
-    with pytest.raises(TypeError, match=expected):
-        optim.adam(value)
-    with pytest.raises(TypeError, match=expected):
-        optim.adam(0.1).init({"w": jnp.ones(2)}).replace(learning_rate=value)
-    with pytest.raises(TypeError, match=r"adam: b1 is .* expected a number\."):
-        optim.adam(0.1, b1=value)
-
-
-def test_shapes_have_no_hyperparameters_to_replace():
-    state = AmpTrainState.create(
-        apply_fn=None, params={"w": jnp.ones(2)}, tx=optim.adam(0.1)
-    )
-    shapes = jax.eval_shape(lambda: state)
-    with pytest.raises(TypeError, match=r"adam\.replace: it holds shapes .* Restore"):
-        shapes.replace_hyperparams(learning_rate=0.2)
-    with pytest.raises(TypeError, match=r"adam\.hyperparams: it holds shapes"):
-        _ = shapes.hyperparams
-    schedule = jax.eval_shape(lambda: optim.linear_schedule(0.1, 0.0, 5))
-    with pytest.raises(TypeError, match=r"linear_schedule\.replace: it holds shapes"):
-        schedule.replace(init_value=1.0)
-
-
-def test_a_flag_or_a_number():
-    def factory(rate: float | bool = 0.1, mask: float | list[float] = 0.0):
-        return optax.sgd(rate or 0.0)
-
-    tx = optim.wrap(factory)(rate=False, mask=[0.5])
-    assert tx.rate is False and float(tx.mask[0]) == 0.5
-
-
-def test_under_nnx_numbers_replace_numbers_only():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optim.adam(0.1).to_optax(), wrt=nnx.Param)
-    optimizer.opt_state = optimizer.opt_state.replace(learning_rate=0.3)
-    assert repr(optimizer.opt_state).startswith("adam(learning_rate=0.3, b1=0.9, ")
-    with pytest.raises(
-        ValueError, match=r"adam\.replace: another structure.*Optimizer"
-    ):
-        optimizer.opt_state.replace(nesterov=True)
-
-
-def test_jax_says_which_arguments_differ():
-    with pytest.raises(TypeError, match=r"Fixed\(nesterov=False\).*nesterov=True"):
-        jax.lax.cond(
-            True, lambda: optim.adam(0.1), lambda: optim.adam(0.1, nesterov=True)
-        )
