@@ -14,7 +14,7 @@ from benchmarks import __main__ as cli
 from benchmarks import problem, request, show, timing, variants
 from benchmarks.commands import casts, error, host, mesh, optim, report, save
 from benchmarks.models import gpt, resnet, vit
-from benchmarks.optimizers import checks
+from benchmarks.optimizers import checks, overhead
 from benchmarks.report import plots
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
@@ -162,8 +162,8 @@ class TestOptim:
     def test_command(self, tmp_path, monkeypatch):
         few = {name: checks.CHECKS[name] for name in ("trajectory", "eval_shape")}
         monkeypatch.setattr(checks, "CHECKS", few)
-        monkeypatch.setattr(optim, "OVERHEAD", ("sgd",))
-        monkeypatch.setattr(optim, "LEAVES", 3)
+        monkeypatch.setattr(overhead, "OPTIMIZERS", ("sgd",))
+        monkeypatch.setattr(overhead, "_estimated", lambda way: 0.0)
         optim.run(Request(folder=tmp_path), only="sgd;chain(clip, adamw)", rounds=1)
         text = (tmp_path / "optim.md").read_text()
         assert "| `sgd` | exact | exact |" in text and "dispatch" in text
