@@ -145,7 +145,9 @@ class Bound:
                     raise TypeError(
                         f"{cls.__name__}: {name} is traced ({leaf.aval}); expected a "
                         f"number, which {full_name(cls.factory)} uses in Python. "
-                        "Give it outside of jit, vmap and grad."
+                        "Give it outside of jit, vmap and grad, or compute the same "
+                        "without a branch on it: optim.wrap and optim.schedule take "
+                        "a function of yours."
                     )
 
     @classmethod

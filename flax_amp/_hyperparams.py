@@ -7,7 +7,7 @@ import jax
 
 from flax_amp import _tree
 from flax_amp._optimizer import Optimizer
-from flax_amp._values import pure
+from flax_amp._variables import pure
 
 PyTree = Any
 

@@ -20,7 +20,8 @@ from flax_amp._transformation import (
     settled,
     settled_leaf,
 )
-from flax_amp._values import as_variables, gives_a_float, last_counts, pure, value_at
+from flax_amp._values import gives_a_float, last_counts, value_at
+from flax_amp._variables import as_variables, pure
 
 PyTree = Any
 
@@ -94,7 +95,7 @@ class Optimizer(Bound):
           params: the parameters to train.
         """
         with explaining(f"{type(self).__name__}.init"):
-            state = self._transformation().init(params)
+            state = self.as_argument().init(params)
         # From here on all leaves are arrays of JAX: one kind, one compilation.
         # Arrays of their own: donating the optimizer must delete no array of the user.
         mine = jax.tree.map(_tree.own, self._replace_own({"opt_state": None}))
@@ -136,7 +137,7 @@ class Optimizer(Bound):
                 "init. Call tx = tx.init(params) first."
             )
         with explaining(f"{name}.update"):
-            updates, state = self._transformation().update(
+            updates, state = self.as_argument().update(
                 grads, self.opt_state, params, **extra_args
             )
         return settled(updates), self._replace_own({"opt_state": settled(state)})
@@ -201,7 +202,7 @@ class Optimizer(Bound):
             return self.opt_state
         try:
             before, after = (
-                settled(tx._transformation().init(_SMALL)) for tx in (self, new)
+                settled(tx.as_argument().init(_SMALL)) for tx in (self, new)
             )
         except Exception as error:  # the small parameters do not suit a mask, say
             if not copies or copies.keys() >= set(names):
@@ -270,12 +271,9 @@ class Optimizer(Bound):
         """
         return optax.GradientTransformationExtraArgs(self.init, update_as_optax)
 
-    def _transformation(self) -> optax.GradientTransformationExtraArgs:
-        return as_transformation(self._build())
-
     def as_argument(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the plain optimizer, for the factory of one around it."""
-        return self._transformation()
+        """Returns the optimizer of optax, as for the factory of one around it."""
+        return as_transformation(self._build())
 
     @classmethod
     def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:

@@ -16,19 +16,20 @@ def signature_of(factory: Any) -> inspect.Signature:
     signature = inspect.signature(factory)
     names = getattr(factory, "__globals__", {})
 
-    def declared(parameter: inspect.Parameter) -> Any:
-        if not isinstance(parameter.annotation, str):
-            return parameter.annotation
+    def resolved(annotation: Any) -> Any:
+        if not isinstance(annotation, str):
+            return annotation
         try:
-            return eval(parameter.annotation, names)
+            return eval(annotation, names)
         except Exception:  # a name that is imported for type checkers only, say
-            return parameter.empty
+            return signature.empty
 
     return signature.replace(
         parameters=[
-            parameter.replace(annotation=declared(parameter))
+            parameter.replace(annotation=resolved(parameter.annotation))
             for parameter in signature.parameters.values()
-        ]
+        ],
+        return_annotation=resolved(signature.return_annotation),
     )
 
 

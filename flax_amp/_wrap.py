@@ -33,7 +33,7 @@ def bare(tx: Any) -> Any:
     return tx
 
 
-def wrap(tx: Any, params: PyTree) -> Any:
+def guarded(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
         tx = tx.to_optax()

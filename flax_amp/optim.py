@@ -203,7 +203,7 @@ def _returns(function: Any, kinds: tuple[Any, ...], word: str) -> bool:
         function = function.func
     if not inspect.isfunction(function):
         return False
-    declared = inspect.signature(function).return_annotation
+    declared = signature_of(function).return_annotation
     if declared is not inspect.Signature.empty:
         return declared in kinds
     text = (inspect.getdoc(function) or "").partition("Returns:")[2]

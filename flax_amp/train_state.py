@@ -17,7 +17,7 @@ from flax.training import train_state
 from flax_amp import _tree
 from flax_amp._hyperparams import hyperparams_in, replace_in
 from flax_amp._optimizer import Optimizer
-from flax_amp._wrap import bare, going_on, has_integers, updating, wrap
+from flax_amp._wrap import bare, going_on, guarded, has_integers, updating
 from flax_amp.scaler import Scaler, complete_scaler
 
 PyTree = Any
@@ -116,7 +116,7 @@ class AmpTrainState(train_state.TrainState):
         state = super().create(
             apply_fn=apply_fn,
             params=_own(params),
-            tx=wrap(tx, params),
+            tx=guarded(tx, params),
             scaler=complete_scaler({} if scaler is None else scaler),
             variables=collections,
             rngs=_as_streams(rngs),

@@ -14,11 +14,9 @@ import optax
 import pytest
 from flax import nnx, serialization
 
+from _gradients import GRADS, PARAMS
 from flax_amp import AmpTrainState, make_train_step, optim
 from helpers import assert_identical
-
-PARAMS = {"w": jnp.arange(6.0).reshape(3, 2) / 7, "b": jnp.ones(2)}
-GRADS = {"w": jnp.full((3, 2), 0.3), "b": jnp.full(2, -0.2)}
 
 
 def first_update(tx):

@@ -1,0 +1,168 @@
+"""Pytree optimizers inside of a training step, Linen and NNX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import flax_amp
+from _gradients import GRADS, PARAMS
+from flax_amp import AmpTrainState, make_train_step, optim
+from helpers import assert_identical
+
+# In a training step
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] + params["b"][None] - batch["y"]) ** 2)
+
+
+def batch_of(value=1.0):
+    x = jnp.sin(jnp.arange(24.0)).reshape(8, 3) * value
+    return {"x": x, "y": jnp.ones((8, 2))}
+
+
+def state_of(tx, **kwargs):
+    return AmpTrainState.create(params=PARAMS, tx=tx, **kwargs)
+
+
+def test_in_make_train_step(count_traces):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 3, 20)
+    counted, traces = count_traces(loss_fn)
+    step = make_train_step(counted)
+    plain, state = state_of(optax.adamw(schedule)), state_of(optim.adamw(schedule))
+    plain_step = make_train_step(loss_fn)
+    for i in range(5):
+        state, metrics = step(state, batch_of())
+        plain, _ = plain_step(plain, batch_of())
+        rate = metrics["hyperparams/learning_rate"]
+        assert rate == jnp.float32(schedule(i)) == state.hyperparams["learning_rate"]
+        assert all(jnp.shape(value) == () for value in metrics.values())
+    np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-6)
+    first = traces()
+    state = state.replace_hyperparams(b1=0.5)
+    state, later = step(state, batch_of())
+    assert traces() == first and later["hyperparams/b1"] == 0.5
+    assert metrics["hyperparams/b1"] == np.float32(0.9)  # not donated with the state
+
+
+def test_a_skipped_step_changes_nothing():
+    state = state_of(optim.chain(optim.clip(1.0), optim.adam(0.1)))
+    step = make_train_step(loss_fn, donate=False)
+    state, _ = step(state, batch_of())
+    skipped, metrics = step(state, batch_of(jnp.nan))
+    assert not metrics["grads_finite"] and metrics["skipped_total"] == 1
+    assert_identical(skipped.params, state.params)
+    assert_identical(skipped.opt_state.inner_state, state.opt_state.inner_state)
+
+
+def test_apply_if_finite_of_the_module():
+    tx = optim.apply_if_finite(optim.adam(0.1), max_consecutive_errors=3)
+    state, metrics = make_train_step(loss_fn)(state_of(tx), batch_of(jnp.inf))
+    assert metrics["skipped_total"] == 1
+    assert "hyperparams/learning_rate" in metrics
+
+
+def test_state_with_several_optimizers():
+    tx = optax.chain(optim.clip(1.0).to_optax(), optim.sgd(0.1).to_optax())
+    state = state_of(tx).replace_hyperparams(**{"1/learning_rate": 0.2})
+    assert state.hyperparams == {"0/max_delta": 1.0, "1/learning_rate": 0.2}
+    with pytest.raises(TypeError, match="no learning_rate; expected .*0/max_delta"):
+        state.replace_hyperparams(learning_rate=0.1)
+    with pytest.raises(
+        TypeError, match="no hyper-parameters to replace.*flax_amp.optim"
+    ):
+        state_of(optax.adam(0.1)).replace_hyperparams(learning_rate=0.1)
+
+
+def test_sixteen_learning_rates_in_one_step():
+    rates = np.geomspace(1e-4, 1.0, 16).astype(np.float32)
+    step = make_train_step(loss_fn, jit=False)
+
+    def run(rate):
+        state = state_of(optim.adam(rate))
+        for i in range(3):
+            state, metrics = step(state, batch_of(1e6 if i == 1 else 1.0))
+        return state, metrics
+
+    together, metrics = jax.jit(jax.vmap(run))(rates)
+    assert_identical(metrics["hyperparams/learning_rate"], jnp.asarray(rates))
+    alone = jax.jit(run)
+    for i, rate in enumerate(rates):
+        expected = alone(rate)[0]
+        mine = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        assert mine.scaler["total_resets"] == expected.scaler["total_resets"]
+        np.testing.assert_allclose(mine.params["w"], expected.params["w"], rtol=1e-5)
+
+
+def test_stacked_optimizers_are_replaced_together():
+    rates = jnp.array([0.1, 0.2, 0.3])
+    txs = jax.vmap(lambda rate: optim.adam(rate).init(PARAMS))(rates)
+    other = txs.replace(learning_rate=rates * 2)
+    assert jax.tree.structure(other) == jax.tree.structure(txs)
+    updates, other = jax.vmap(lambda tx: tx.update(GRADS, PARAMS))(other)
+    np.testing.assert_allclose(updates["b"][:, 0], rates * 2, rtol=1e-5)
+    assert other.hyperparams["learning_rate"].shape == (3,)
+
+
+def test_born_sharded(mesh):
+    specs = jax.sharding.PartitionSpec
+    params = {"w": jnp.ones((16, 2)), "b": jnp.zeros(2)}
+
+    def create(params):
+        return AmpTrainState.create(params=params, tx=optim.adamw(0.1))
+
+    shapes = jax.eval_shape(create, params)
+    shardings = jax.tree.map(
+        lambda leaf: jax.sharding.NamedSharding(
+            mesh, specs("data") if leaf.shape[:1] == (16,) else specs()
+        ),
+        shapes,
+    )
+    state = jax.jit(create, out_shardings=shardings)(params)
+    step = make_train_step(loss_fn, state_shardings=shardings)
+    batch = {"x": jnp.ones((8, 16)), "y": jnp.ones((8, 2))}
+    state, _ = step(state, batch)
+    size = step._cache_size()
+    state, _ = step(state.replace_hyperparams(learning_rate=0.5), batch)
+    assert step._cache_size() == size
+    moment = state.opt_state.inner_state.opt_state[0].mu["w"]
+    assert moment.sharding.spec == specs("data")
+
+
+# NNX
+
+
+def test_nnx_state():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    state = AmpTrainState.create(model=model, tx=optim.adam(0.1))
+    step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2))
+    state, metrics = step(state, batch_of())
+    assert metrics["hyperparams/learning_rate"] == np.float32(0.1)
+
+
+def test_nnx_optimizer():
+    model, plain = (nnx.Linear(3, 2, rngs=nnx.Rngs(0)) for _ in range(2))
+    tx = optim.adam(0.1).to_optax()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    reference = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        grads = nnx.grad(lambda model: jnp.mean(model(batch["x"]) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(2):
+        step(model, optimizer, batch_of())
+        step(plain, reference, batch_of())
+    assert_identical(model.kernel[...], plain.kernel[...])
+    optimizer.opt_state = optimizer.opt_state.replace(learning_rate=0.5)
+    step(model, optimizer, batch_of())
+    assert optimizer.opt_state.hyperparams["learning_rate"] == 0.5
+
+    train = flax_amp.make_nnx_train_step(lambda model, b: jnp.mean(model(b["x"]) ** 2))
+    scaler = flax_amp.init_scaler()
+    scaler, metrics = train(model, optimizer, scaler, batch_of())
+    assert metrics["hyperparams/learning_rate"] == 0.5
