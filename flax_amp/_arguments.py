@@ -10,6 +10,7 @@ agree, so whatever else writes the leaf, an update by its gradient or a checkpoi
 not to know of it.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,13 +20,15 @@ import numpy as np
 
 from flax_amp import _tree
 from flax_amp._compat import weakly_typed
+from flax_amp._decisions import Decisions
 from flax_amp._exact import Exact, split
 
 PyTree = Any
 
 # How numbers are handed to a factory under a trace: as `Exact`, as a weakly typed
-# array, or, where neither works, as a Python number, which JAX does not trace at all.
-EXACT, ARRAY, STATIC = "exact", "array", "static"
+# array, as an `Exact` that answers for a branch, or, where nothing else works, as a
+# Python number, which JAX does not trace at all.
+EXACT, ARRAY, BRANCH, STATIC = "exact", "array", "branch", "static"
 
 
 class Fixed:
@@ -35,6 +38,7 @@ class Fixed:
       values: by the name of the argument.
       modes: how the numbers of an argument are handed over.
       places: of the floats in the array of remainders, by argument and path.
+      decisions: the branches that the factory takes, see `flax_amp._decisions`.
     """
 
     def __init__(
@@ -42,15 +46,18 @@ class Fixed:
         values: Mapping[str, PyTree],
         modes: Mapping[str, str],
         places: Mapping[tuple[str, ...], int],
+        decisions: tuple[bool, ...] = (),
     ):
         self.values = dict(values)
         self.modes = dict(modes)
         self.places = dict(places)
+        self.decisions = decisions
         # One tuple, made once: JAX compares it at every call of a compiled function.
         self._key = (
             tuple((name, *key_of(value)) for name, value in self.values.items()),
             tuple(self.modes.items()),
             tuple(self.places.items()),
+            self.decisions,
         )
         self._hash = hash(self._key)
 
@@ -290,9 +297,31 @@ def _placed(leaf: Any, like: jax.Array) -> jax.Array:
     return jax.device_put(leaf, like.sharding)
 
 
-def shown(moving: PyTree, pairs: Mapping[Any, Any], mode: str) -> PyTree:
-    """Returns the moving part of an argument as it is handed to a factory."""
-    return map_nested(lambda path, leaf: _given(leaf, pairs.get(path), mode), moving)
+def shown(
+    moving: PyTree,
+    pairs: Mapping[Any, Any],
+    mode: str,
+    decisions: Decisions | None = None,
+    known: Mapping[Any, Any] | None = None,
+) -> PyTree:
+    """Returns the moving part of an argument as it is handed to a factory.
+
+    Args:
+      moving: the part.
+      pairs: those of its floats, by path.
+      mode: of the argument.
+      decisions: for a mode of `BRANCH`; `None` if all its numbers are known.
+      known: the values of its numbers by path, if these decide.
+    """
+
+    def given(path: tuple[str, ...], leaf: Any) -> Any:
+        pair = pairs.get(path)
+        if mode != BRANCH or decisions is None or not is_number(leaf):
+            return _given(leaf, pair, EXACT if mode == BRANCH else mode)
+        value = None if known is None else functools.partial(known.get, path)
+        return _exact_of(jnp.asarray(leaf), pair).deciding(value, decisions)
+
+    return map_nested(given, moving)
 
 
 def _given(leaf: Any, pair: Any, mode: str) -> Any:
@@ -300,22 +329,32 @@ def _given(leaf: Any, pair: Any, mode: str) -> Any:
         return leaf.as_argument()
     if not is_number(leaf):
         return leaf
-    known = _is_known(leaf) and (pair is None or _is_known(pair))
-    if np.ndim(pair) != 1:  # of several runs, or none
-        pair = None
-    if known:
+    if is_known(leaf) and (pair is None or is_known(pair)):
         # Nothing to trace: as if it had been called with the Python number.
         return _as_python(np.asarray(leaf), pair)
     array = jnp.asarray(leaf)
-    if mode == EXACT and pair is not None:
-        return Exact(array, jnp.where(pair[0] == array, pair[1], 0))
-    if mode == EXACT and jnp.issubdtype(array.dtype, jnp.integer):
+    return _exact_of(array, pair) if mode == EXACT else weakly_typed(array)
+
+
+def _exact_of(array: jax.Array, pair: Any) -> Exact:
+    if jnp.issubdtype(array.dtype, jnp.integer):
         return Exact(None, None, array)
-    return weakly_typed(array)
+    if np.ndim(pair) != 1:  # of several runs, or none
+        return Exact(array, jnp.zeros_like(array))
+    return Exact(array, jnp.where(pair[0] == array, pair[1], 0))
+
+
+def as_known(leaf: Any) -> Any:
+    """Returns an array of one known number as that of Python."""
+    return leaf.item() if _tree.is_array(leaf) and _is_one(leaf) else leaf
+
+
+def _is_one(leaf: Any) -> bool:
+    return is_number(leaf) and is_known(leaf)
 
 
 def _as_python(number: np.ndarray, pair: Any) -> Any:
-    if pair is None or pair[0] != number or not np.isfinite(number):
+    if np.ndim(pair) != 1 or pair[0] != number or not np.isfinite(number):
         return number.item()
     value = float(number) + float(pair[1])
     # The sum has 48 bits of 53. What was written with few digits is found again.
@@ -340,13 +379,14 @@ def put(remainders: Any, place: int, pair: Any) -> Any:
 
 def taken(remainders: Any, place: int) -> Any:
     """Returns the pair at a place."""
-    if _is_known(remainders):
+    if is_known(remainders):
         return np.asarray(remainders)[..., place, :]
     # It says nothing of its own: what is differentiated is the number.
     return jax.lax.stop_gradient(remainders)[..., place, :]
 
 
-def _is_known(leaf: Any) -> bool:
+def is_known(leaf: Any) -> bool:
+    """Whether the value of a leaf can be had now."""
     if isinstance(leaf, jax.core.Tracer):
         return False
     return getattr(leaf, "is_fully_addressable", True)

@@ -16,12 +16,15 @@ from flax import serialization
 
 from flax_amp import _tree
 from flax_amp._arguments import (
+    BRANCH,
     EXACT,
     STATIC,
     Fixed,
     PyTree,
     any_of,
+    as_known,
     fitted,
+    is_known,
     is_number,
     join,
     leaves_of,
@@ -32,10 +35,12 @@ from flax_amp._arguments import (
     put,
     shown,
     taken,
+    walk,
 )
+from flax_amp._decisions import Decisions
 from flax_amp._signatures import as_declared, full_name
 from flax_amp._state_dict import from_state, to_state
-from flax_amp._trial import KnownModes, Trial
+from flax_amp._trial import KnownModes, Trial, decisions_of
 
 _REMAINDERS = "remainders"
 
@@ -69,7 +74,7 @@ class Bound:
             name: as_declared(values[name], parameter, type(self).__name__)
             for name, parameter in self._parameters.items()
         }
-        modes = self._modes(values)
+        modes, decisions = self._modes(values)
         moving, fixed = {}, {}
         places: dict[tuple[str, ...], int] = {}
         pairs: list[Any] = []
@@ -85,7 +90,7 @@ class Bound:
         parts = moving | {_REMAINDERS: np.stack(pairs) if pairs else None} | states
         if np.shape(remainders)[-2:-1] == (len(pairs),):
             _keep_remainders(parts, places, places, remainders, values)
-        self._set(parts, Fixed(fixed, modes, places))
+        self._set(parts, Fixed(fixed, modes, places, decisions))
 
     def _set(self, parts: dict[str, PyTree], fixed: Fixed) -> None:
         # Frozen: only here are attributes written.
@@ -112,20 +117,26 @@ class Bound:
         return bound.arguments
 
     @classmethod
-    def _modes(cls, values: Mapping[str, Any]) -> dict[str, str]:
+    def _modes(
+        cls, values: Mapping[str, Any]
+    ) -> tuple[dict[str, str], tuple[bool, ...]]:
         """Returns how the numbers of each argument are given to the factory."""
         named = [name for name, value in values.items() if may_move(value)]
         names = [name for name in named if name not in cls.static_args]
         modes = dict.fromkeys(named, STATIC)
         if not names:
-            return modes
+            return modes, ()
         defaults = {
             name: parameter.default
             for name, parameter in cls._parameters.items()
             if name not in named and parameter.default is not parameter.empty
         }
-        trial = Trial(cls._uses(), dict(values), defaults)
-        return modes | cls._known_modes.find(trial, names)
+        found, decisions = cls._known_modes.find(cls._trial(values, defaults), names)
+        return modes | found, decisions
+
+    @classmethod
+    def _trial(cls, values: Mapping[str, Any], defaults: dict[str, Any]) -> Trial:
+        return Trial(cls._call_factory, cls._uses(), dict(values), defaults)
 
     @classmethod
     def _check(cls, fixed: PyTree, moving: PyTree) -> None:
@@ -151,8 +162,8 @@ class Bound:
                     )
 
     @classmethod
-    def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:
-        """Returns what is done with the factory and its arguments, for a trial."""
+    def _uses(cls) -> Sequence[Callable[[Any], Any]]:
+        """Returns what is done with what the factory makes, for a trial."""
         raise NotImplementedError
 
     @classmethod
@@ -170,17 +181,27 @@ class Bound:
                 args.append(values[name])
         return cls.factory(*args, **kwargs)
 
-    def _build(self) -> Any:
-        """Calls the factory with the arguments as they are now."""
+    def _build(self) -> tuple[Any, Callable[[PyTree], PyTree]]:
+        """Calls the factory with the arguments as they are now.
+
+        Returns:
+          What it makes, and what guards the results of that, see `Decisions`.
+        """
         values = dict(self._fixed.values)
         pairs: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in values}
         for (name, *path), place in self._fixed.places.items():
             pairs[name][tuple(path)] = taken(self.remainders, place)
-        for name in self._moving():
-            mode = self._fixed.modes.get(name, EXACT)
-            moves = shown(self._parts[name], pairs[name], mode)
+        modes, moving = self._fixed.modes, self._moving()
+        # Some traced, some known: all of them answer, as when all are traced.
+        deciding = [self._parts[n] for n in moving if modes.get(n) == BRANCH]
+        asked = not all(map(is_known, jax.tree.leaves(deciding)))
+        decisions = Decisions(self._fixed.decisions) if asked else None
+        for name in moving:
+            mode = modes.get(name, EXACT)
+            moves = shown(self._parts[name], pairs[name], mode, decisions)
             values[name] = join(moves, values[name])
-        return self._call_factory(values)
+        made = self._call_factory(values)
+        return made, (lambda tree: tree) if decisions is None else decisions.guard()
 
     # Arguments as attributes
 
@@ -240,7 +261,25 @@ class Bound:
                 if (place := fixed.places.get((name, *path))) is not None:
                     parts[_REMAINDERS] = put(parts[_REMAINDERS], place, pair)
         same = self._new(parts, fixed)
-        return self._rebuilt(same, others) if others else same
+        if others:
+            return self._rebuilt(same, others)
+        asked = any(fixed.modes.get(name) == BRANCH for name in changes)
+        return same._decided(changes) if asked else same
+
+    def _decided(self, changes: Mapping[str, Any]) -> Self:
+        """Returns a copy that branches by its numbers, if these are known."""
+        values = self._arguments()
+        values |= {n: v for n, v in changes.items() if n in values}
+        modes = self._fixed.modes
+        for name in [name for name, mode in modes.items() if mode == BRANCH]:
+            values[name] = walk(as_known, values[name])
+            if any(map(_tree.is_array, jax.tree.leaves(values[name]))):
+                return self  # traced, or of several runs: the guard tells
+        decisions = decisions_of(self._trial(values, {}), modes)
+        fixed = self._fixed
+        return self._new(
+            self._parts, Fixed(fixed.values, modes, fixed.places, decisions)
+        )
 
     def _rebuilt(self, same: Self, others: Mapping[str, Any]) -> Self:
         """Returns a copy with arguments that change the structure."""

@@ -22,6 +22,7 @@ import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from flax_amp import _compat
+from flax_amp._decisions import Decisions, Question
 
 # A number as an unevaluated sum; the second is at most half a unit in the last place
 # of the first.
@@ -133,6 +134,22 @@ def _pair_of(value: Any, dtype: Any) -> Pair:
     return value._pair() if isinstance(value, Exact) else split(value, dtype)
 
 
+def _branch_of(plain: Any, first: Any, second: Any) -> tuple[Any, Any]:
+    """Returns what gives the known value of a result, and who asks for it."""
+    both = [x for x in (first, second) if isinstance(x, Exact) and x._decisions]
+    if not both:
+        return None, None
+    return lambda: plain(_known(first), _known(second)), both[0]._decisions
+
+
+def _known(value: Any) -> Any:
+    if not isinstance(value, Exact):
+        return value
+    if value._known is None:  # only an argument of another mode
+        raise TypeError("a number that is not known decides about a branch")
+    return value._known()
+
+
 def _operators(exact: Callable[[Pair, Pair], Pair] | None, plain: Any) -> Any:
     """Makes an operator and its reflection.
 
@@ -151,7 +168,8 @@ def _operators(exact: Callable[[Pair, Pair], Pair] | None, plain: Any) -> Any:
             high, low = (part * pairs[1][0] for part in pairs[0])
         else:
             high, low = exact(*pairs)  # type: ignore[misc]
-        return Exact(high, low, whole)
+        branch = _branch_of(plain, first, second)
+        return Exact(high, low, whole, *branch)
 
     def compute(self: Any, other: Any, *, reflected: bool) -> Any:
         if exact is None or not isinstance(other, Exact | _Number):
@@ -184,7 +202,10 @@ def _comparison(plain: Callable[[Any, Any], Any]) -> Any:
         high, low = self._pair()
         other_high, other_low = _pair_of(other, high.dtype)
         equal = high == other_high
-        return jnp.where(equal, plain(low, other_low), plain(high, other_high))
+        result = jnp.where(equal, plain(low, other_low), plain(high, other_high))
+        known, decisions = _branch_of(plain, self, other)
+        asked = decisions is not None and decisions.open
+        return Question(result, known, decisions) if asked else result
 
     return compare
 
@@ -223,15 +244,31 @@ class Exact:
       low: what `high` leaves out.
       whole: the array that an integer is to JAX. What is computed of integers alone is
         one; as a number it does not wrap.
+      known: gives its value as a Python number, if a branch depends on it.
+      decisions: what such a branch asks; `None` if it may not depend on it.
     """
 
-    __slots__ = ("_computed", "_high", "_low", "_whole")
+    __slots__ = ("_computed", "_decisions", "_high", "_known", "_low", "_whole")
     __array_ufunc__ = None  # NumPy leaves the arithmetic to this class
     __hash__ = None  # type: ignore[assignment]  # as a traced number has none
 
-    def __init__(self, high: Any, low: Any, whole: Any = None):
+    def __init__(
+        self,
+        high: Any,
+        low: Any,
+        whole: Any = None,
+        known: Callable[[], Any] | None = None,
+        decisions: Decisions | None = None,
+    ):
         self._high, self._low, self._whole = high, low, whole
+        self._known, self._decisions = known, decisions
         self._computed: dict[Any, tuple[Any, Any]] = {}
+
+    def deciding(
+        self, known: Callable[[], Any] | None, decisions: Decisions | None
+    ) -> "Exact":
+        """Returns the same number, on whose value branches may depend."""
+        return Exact(self._high, self._low, self._whole, known, decisions)
 
     def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Returns what was computed before: optax writes `1 - b1` for every leaf.
@@ -304,7 +341,7 @@ class Exact:
         return base ** self.__jax_array__()
 
     def __bool__(self) -> bool:
-        return bool(self.__jax_array__())
+        return bool(self != 0)
 
     def __int__(self) -> int:
         return int(self.__jax_array__())

@@ -42,11 +42,16 @@ class Schedule(Bound):
 
     def __call__(self, count: Any) -> jax.Array:
         """Returns the value at a count of updates, float32[]."""
-        return settled_leaf(jnp.asarray(self._build()(count)))
+        return settled_leaf(jnp.asarray(self.as_argument()(count)))
 
     def as_argument(self) -> Callable[[Any], Any]:
         """Returns the plain schedule, whose value promotes as that of optax does."""
-        return lambda count: self._build()(count)
+
+        def schedule(count: Any) -> Any:
+            made, guarded = self._build()
+            return guarded(made(count))
+
+        return schedule
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other arguments, by name.
@@ -59,9 +64,9 @@ class Schedule(Bound):
         return self._replace_own(changes)
 
     @classmethod
-    def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:
-        def call(values: dict[str, Any]) -> jax.Array:
-            return jnp.asarray(cls._call_factory(values)(jnp.zeros((), jnp.int32)))
+    def _uses(cls) -> Sequence[Callable[[Any], Any]]:
+        def call(made: Any) -> jax.Array:
+            return jnp.asarray(made(jnp.zeros((), jnp.int32)))
 
         return [call]
 
@@ -273,18 +278,24 @@ class Optimizer(Bound):
 
     def as_argument(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optimizer of optax, as for the factory of one around it."""
-        return as_transformation(self._build())
+        made, guarded = self._build()
+        tx = as_transformation(made)
+
+        def update(*args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+            updates, state = tx.update(*args, **kwargs)
+            return guarded(updates), state
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
 
     @classmethod
-    def _uses(cls) -> Sequence[Callable[[dict[str, Any]], Any]]:
+    def _uses(cls) -> Sequence[Callable[[Any], Any]]:
         params = _SMALL
 
-        def update(values: dict[str, Any], grads: PyTree = params) -> Any:
-            tx = as_transformation(cls._call_factory(values))
-            return settled(first_update(tx, grads, params))
+        def update(made: Any, grads: PyTree = params) -> Any:
+            return settled(first_update(as_transformation(made), grads, params))
 
-        def derivative(values: dict[str, Any]) -> Any:
-            _, pull_back = jax.vjp(lambda grads: update(values, grads)[0], params)
+        def derivative(made: Any) -> Any:
+            _, pull_back = jax.vjp(lambda grads: update(made, grads)[0], params)
             return pull_back(params)
 
         return [update, derivative]

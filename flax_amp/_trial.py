@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from flax_amp._arguments import (
     ARRAY,
+    BRANCH,
     EXACT,
     STATIC,
     PyTree,
@@ -20,12 +21,14 @@ from flax_amp._arguments import (
     join,
     key_of,
     leaves_of,
+    nested_leaves,
     pairs_of,
     part,
     same_leaf,
     shown,
     walk,
 )
+from flax_amp._decisions import Decisions
 
 _MOST_KNOWN = 64
 
@@ -37,12 +40,14 @@ class Trial(NamedTuple):
     """A factory to try.
 
     Attributes:
-      uses: functions of its arguments by name: what is done with what it returns.
+      factory: a function of its arguments by name.
+      uses: functions of what it returns: what is done with it.
       values: the arguments.
       defaults: those that it has itself, for a second attempt.
     """
 
-    uses: Sequence[Callable[[dict[str, Any]], Any]]
+    factory: Callable[[dict[str, Any]], Any]
+    uses: Sequence[Callable[[Any], Any]]
     values: dict[str, Any]
     defaults: dict[str, Any]
 
@@ -53,8 +58,10 @@ class KnownModes:
     def __init__(self) -> None:
         self._found: collections.OrderedDict[Any, list[Any]] = collections.OrderedDict()
 
-    def find(self, trial: Trial, names: list[str]) -> dict[str, str]:
-        """Returns a mode for each of the named arguments.
+    def find(
+        self, trial: Trial, names: list[str]
+    ) -> tuple[dict[str, str], tuple[bool, ...]]:
+        """Returns a mode for each of the named arguments, and how branches decide.
 
         A factory may use a number in Python, to choose a branch or a shape, where a
         traced one is an error, or for the length of a loop, which then has no
@@ -69,19 +76,31 @@ class KnownModes:
             self._found.move_to_end(key)
             if len(self._found) > _MOST_KNOWN:  # schedules made in a loop, say
                 self._found.popitem(last=False)
-            for kept, modes in tried:
+            for kept, modes, decisions in tried:
                 # The value of what is used in Python may decide about the rest.
-                if all(key_of(values[name]) == value for name, value in kept.items()):
-                    return modes
+                same = all(key_of(values[n]) == value for n, value in kept.items())
+                if same and decisions_of(trial, modes) == decisions:
+                    return modes, decisions
             with warnings.catch_warnings():
                 # What a factory warns of, it says again when it is used.
                 warnings.simplefilter("ignore")
                 found = _modes_of(trial, names)
             if found is None:
-                return _guess(values, names)
+                return _guess(values, names), ()
             static = [name for name in names if found[name] == STATIC]
-            tried.append(({name: key_of(values[name]) for name in static}, found))
-            return found
+            decisions = decisions_of(trial, found)
+            kept = {name: key_of(values[name]) for name in static}
+            tried.append((kept, found, decisions))
+            return found, decisions
+
+
+def decisions_of(trial: Trial, modes: dict[str, str]) -> tuple[bool, ...]:
+    """Returns the answers that the branches of a factory depend on."""
+    if BRANCH not in modes.values():
+        return ()
+    decisions = Decisions()
+    _result(trial, lambda made: (), trial.values, modes, decisions)
+    return tuple(decisions.given)
 
 
 class _Same:
@@ -127,7 +146,7 @@ def _modes_of(trial: Trial, names: list[str]) -> dict[str, str] | None:
     """
     static = dict.fromkeys(names, STATIC)
     for values in (trial.values, trial.values | trial.defaults):
-        results = [(use, _result(use, values, static)) for use in trial.uses]
+        results = [(use, _result(trial, use, values, static)) for use in trial.uses]
         expected = [(use, result) for use, result in results if result]
         if not expected:
             continue  # a mask, say, that fits the true parameters only
@@ -135,13 +154,13 @@ def _modes_of(trial: Trial, names: list[str]) -> dict[str, str] | None:
         def works(
             modes: dict[str, str], values: Any = values, to: Any = expected
         ) -> bool:
-            return all(_result(use, values, modes) == result for use, result in to)
+            return all(_result(trial, use, values, modes) == r for use, r in to)
 
         if works(exact := dict.fromkeys(names, EXACT)):
             return exact
         modes = static
         for name in names:
-            tried = (modes | {name: mode} for mode in (EXACT, ARRAY))
+            tried = (modes | {name: mode} for mode in (EXACT, ARRAY, BRANCH))
             modes = next(filter(works, tried), modes)
         return modes
     return None
@@ -157,17 +176,29 @@ def _all_floats(value: PyTree) -> bool:
     return all(jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in numbers)
 
 
-def _result(use: Any, values: dict[str, Any], modes: dict[str, str]) -> Any:
+def _result(
+    trial: Trial,
+    use: Any,
+    values: dict[str, Any],
+    modes: dict[str, str],
+    decisions: Decisions | None = None,
+) -> Any:
     """Returns structure, shapes and dtypes of what a use gives; `None` if it fails."""
-    parts = {name: part(walk(_stand_in, values[name]), modes[name]) for name in modes}
+    numbers = {name: walk(_stand_in, values[name]) for name in modes}
+    parts = {name: part(numbers[name], modes[name]) for name in modes}
     arrays = {n: (leaves_of(moves), pairs_of(moves)) for n, (moves, _) in parts.items()}
+    asked = decisions or Decisions()
 
     def call(arrays: PyTree) -> Any:
         given = dict(values)
         for name, mode in modes.items():
             moves, pairs = arrays[name]
-            given[name] = join(shown(moves, pairs, mode), parts[name][1])
-        return use(given)
+            known = dict(nested_leaves(numbers[name]))
+            moves = shown(moves, pairs, mode, asked, known)
+            given[name] = join(moves, parts[name][1])
+        made = trial.factory(given)
+        asked.guard()
+        return use(made)
 
     structure: Any
     try:

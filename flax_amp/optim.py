@@ -153,8 +153,14 @@ def _reduce(bound: Bound) -> Any:
     """Pickles by factory; defaults stay out, which may be functions without a name."""
     fixed = bound._fixed
     given = {n: v for n, v in fixed.values.items() if v is not _default(bound, n)}
-    structure = (list(fixed.values), given, fixed.modes, fixed.places)
-    return _restored, (_maker(type(bound)), bound._parts, *structure)
+    rest = (fixed.modes, fixed.places, fixed.decisions)
+    return _restored, (
+        _maker(type(bound)),
+        bound._parts,
+        list(fixed.values),
+        given,
+        rest,
+    )
 
 
 def _maker(kind: type[Bound]) -> tuple[Any, ...]:
@@ -169,15 +175,13 @@ def _maker(kind: type[Bound]) -> tuple[Any, ...]:
     return _public_name(kind.factory) or kind.factory, kind.static_args, base
 
 
-def _restored(
-    maker: Any, parts: Any, names: Any, given: Any, modes: Any, places: Any
-) -> Any:
+def _restored(maker: Any, parts: Any, names: Any, given: Any, rest: Any) -> Any:
     kind = maker[0]
     if len(maker) > 1:
         factory = _public(kind) if isinstance(kind, str) else kind
         kind = _class_of(factory, *maker[1:])
     values = {n: given[n] if n in given else _default(kind, n) for n in names}
-    return kind._new(parts, Fixed(values, modes, places))
+    return kind._new(parts, Fixed(values, *rest))
 
 
 def _default(kind: Any, name: str) -> Any:
