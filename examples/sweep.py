@@ -12,7 +12,6 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import flax_amp
 from examples.digits import data, model
@@ -22,24 +21,16 @@ STEPS, WARM_UP, BATCH_SIZE = 120, 12, 64
 PEAKS = np.geomspace(1e-5, 1.0, 16).astype(np.float32)
 
 
-@optim.schedule
-def warm_up_then_cosine(peak):
-    warm_up = optax.linear_schedule(0.0, peak, WARM_UP)
-    decay = optax.cosine_decay_schedule(peak, STEPS - WARM_UP)
-    return optax.join_schedules([warm_up, decay], [WARM_UP])
-
-
 def create_state(peak):
     network = model.ConvNet(data.NUM_CLASSES)
+    rate = optim.warmup_cosine_decay_schedule(0.0, peak, WARM_UP, STEPS)
     variables = network.init(jax.random.key(0), jnp.ones((1, 8, 8, 1)), train=False)
     return flax_amp.AmpTrainState.create(
         apply_fn=network.apply,
         params=variables["params"],
         variables={"batch_stats": variables["batch_stats"]},
         rngs={"dropout": jax.random.key(1)},
-        tx=optim.chain(
-            optim.clip_by_global_norm(1.0), optim.adamw(warm_up_then_cosine(peak))
-        ),
+        tx=optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate)),
     )
 
 

@@ -45,10 +45,12 @@ def wrap(
     Args:
       factory: returns an `optax.GradientTransformation`. Its arguments become the
         fields: numbers and arrays are leaves, pytree optimizers among them are its
-        children, everything else is fixed. A number that it uses in Python, for a
-        branch or a shape, is found by a trial and stays fixed, too; one that it asks
-        `isinstance(x, float)` of is not found, and a traced one is none. An int is an
-        integer array; annotate it as `float` if it may become one.
+        children, everything else is fixed. A branch that it takes by a number is
+        taken once and again when the number is replaced; where a traced number turns
+        out to need another one, updates are NaN. A number that it uses for a shape
+        is found by a trial and stays fixed; one that it asks `isinstance(x, float)`
+        of is not found, and a traced one is none. An int is an integer array;
+        annotate it as `float` if it may become one.
       static_args: names of numbers to keep fixed all the same.
 
     Returns:
