@@ -282,6 +282,11 @@ def as_leaf(number: Any, like: Any = None) -> Any:
     else:
         with np.errstate(over="ignore"):
             leaf = np.array(number, dtype)
+    known = not floating and is_known(number)
+    if known and np.any(np.asarray(leaf) != np.asarray(number)):
+        raise OverflowError(
+            f"optim: {number} does not fit into {dtype}; expected a smaller integer."
+        )
     if like is not None and np.ndim(like) and not np.ndim(leaf):
         leaf = jnp.broadcast_to(leaf, like.shape)
     return _placed(leaf, like) if isinstance(like, jax.Array) else leaf

@@ -4,6 +4,7 @@ Numbers and arrays among the arguments are leaves, under their own names; everyt
 else is structure. Optimizers and schedules of `flax_amp.optim` are such pytrees.
 """
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -306,6 +307,10 @@ class Bound:
     def _unflatten(cls, metadata: tuple[Any, ...], children: Any) -> Self:
         names, fixed = metadata
         return cls._new(dict(zip(names, children, strict=True)), fixed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A factory that is copied would have another class.
+        return self._new(copy.deepcopy(self._parts, memo), self._fixed)
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

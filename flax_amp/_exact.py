@@ -12,6 +12,7 @@ Computer Programming", volume 2, section 4.2.2.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +131,12 @@ def _whole(value: Any) -> Any:
     return int(value) if whole else None
 
 
+def _may_have_wrapped(*values: Any) -> bool:
+    """Whether there is an integer that was computed of others."""
+    exact = [value for value in values if isinstance(value, Exact)]
+    return any(x._whole is not None and x._high is not None for x in exact)
+
+
 def _pair_of(value: Any, dtype: Any) -> Pair:
     return value._pair() if isinstance(value, Exact) else split(value, dtype)
 
@@ -173,6 +180,8 @@ def _operators(exact: Callable[[Pair, Pair], Pair] | None, plain: Any) -> Any:
 
     def compute(self: Any, other: Any, *, reflected: bool) -> Any:
         if exact is None or not isinstance(other, Exact | _Number):
+            if exact is None and _may_have_wrapped(self, other):
+                raise TypeError("an integer that may be larger than its array")
             array = self.__jax_array__()
             other = other.__jax_array__() if isinstance(other, Exact) else other
             return plain(other, array) if reflected else plain(array, other)
@@ -182,7 +191,8 @@ def _operators(exact: Callable[[Pair, Pair], Pair] | None, plain: Any) -> Any:
         result = functools.partial(computed, first, second, dtype)
         if isinstance(other, Exact):
             return result()
-        return self._once((exact, reflected, type(other), other), result)
+        sign = math.copysign(1.0, other)  # of a zero
+        return self._once((exact, reflected, sign, other), result)
 
     def forward(self: Any, other: Any) -> Any:
         return compute(self, other, reflected=False)
@@ -248,7 +258,15 @@ class Exact:
       decisions: what such a branch asks; `None` if it may not depend on it.
     """
 
-    __slots__ = ("_computed", "_decisions", "_high", "_known", "_low", "_whole")
+    __slots__ = (
+        "_computed",
+        "_decisions",
+        "_high",
+        "_known",
+        "_low",
+        "_trace",
+        "_whole",
+    )
     __array_ufunc__ = None  # NumPy leaves the arithmetic to this class
     __hash__ = None  # type: ignore[assignment]  # as a traced number has none
 
@@ -262,7 +280,8 @@ class Exact:
     ):
         self._high, self._low, self._whole = high, low, whole
         self._known, self._decisions = known, decisions
-        self._computed: dict[Any, tuple[Any, Any]] = {}
+        self._trace = get_opaque_trace_state()
+        self._computed: dict[Any, Any] = {}
 
     def deciding(
         self, known: Callable[[], Any] | None, decisions: Decisions | None
@@ -273,14 +292,14 @@ class Exact:
     def _once(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Returns what was computed before: optax writes `1 - b1` for every leaf.
 
-        What the trace of a loop's body computed, say, must not come out of it.
+        What the trace of a loop's body computes, say, must neither come out of it nor
+        outlive it.
         """
-        now = get_opaque_trace_state()
-        before, result = self._computed.get(key, (None, None))
-        if before != now:
-            result = compute()
-            self._computed[key] = now, result
-        return result
+        if self._trace != get_opaque_trace_state():
+            return compute()
+        if key not in self._computed:
+            self._computed[key] = compute()
+        return self._computed[key]
 
     def _pair(self) -> Pair:
         if self._high is None:
@@ -330,7 +349,8 @@ class Exact:
 
     def __pow__(self, exponent: Any) -> Any:
         if type(exponent) is not int or not 0 < exponent <= _MOST_PRODUCTS:
-            return self.__jax_array__() ** exponent
+            base = self._pair()[0] if isinstance(exponent, _Number) else self
+            return jnp.asarray(base) ** exponent
         power: Any = self
         for bit in f"{exponent:b}"[1:]:
             power = power * power
@@ -338,6 +358,8 @@ class Exact:
         return power
 
     def __rpow__(self, base: Any) -> Any:
+        # An integer would wrap.
+        base = float(base) if isinstance(base, _Number) else base
         return base ** self.__jax_array__()
 
     def __bool__(self) -> bool:

@@ -1,5 +1,7 @@
 """Optimizers and schedules as pytrees; `flax_amp.optim` makes their classes."""
 
+import collections
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
@@ -130,7 +132,7 @@ class Optimizer(Bound):
             called as a transformation of optax.
         """
         name = type(self).__name__
-        if as_optax or "state" in extra_args or self._is_state(params):
+        if as_optax or "state" in extra_args or self._is_state(params, grads):
             raise TypeError(
                 f"{name}.update: got grads and a state; expected "
                 "tx.update(grads, params). Where a transformation of optax is called, "
@@ -147,9 +149,10 @@ class Optimizer(Bound):
             )
         return settled(updates), self._replace_own({"opt_state": settled(state)})
 
-    def _is_state(self, params: PyTree) -> bool:
-        mine: Any = jax.tree.structure(self.opt_state)  # one node for `None`
-        return mine.num_nodes > 1 and mine == jax.tree.structure(params)
+    def _is_state(self, params: PyTree, grads: PyTree) -> bool:
+        structures: Any = map(jax.tree.structure, (self.opt_state, params, grads))
+        mine, given, like = structures
+        return given == mine != like and mine.num_nodes > 1
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other hyper-parameters.
@@ -170,10 +173,11 @@ class Optimizer(Bound):
             where = f"{type(self).__name__}.replace"
             return as_variables(self, pure_self.replace(**changes), where)
         own = {*self._fixed.values, *self._states}
+        entries, copies = self._entries()
         inner: dict[str, tuple[str, ...]] = {}
-        for name, path, _ in self._entries():
+        for name, path, _ in entries:
             inner |= {name: path, "/".join(path): path}
-        check_names(self, changes, [*own, *inner, *injected(self.opt_state)])
+        check_names(self, changes, [*own, *inner, *copies])
         new = self._replace_own({n: v for n, v in changes.items() if n in own})
         for name in [n for n in changes if n in inner and n not in own]:
             new = new._replace_at(inner[name], changes[name])
@@ -182,9 +186,12 @@ class Optimizer(Bound):
         if "opt_state" in changes:
             self._check_structure(new.opt_state)
             return new
-        arguments = [name for name in changes if name in own or name in inner]
-        state = self._state_for(new, arguments) if arguments else self.opt_state
-        return new._replace_own({"opt_state": inject(state, changes)})
+        state = self.opt_state
+        paths = {n: inner.get(n, (n,)) for n in changes if n in own or n in inner}
+        if paths:
+            state = self._state_for(new, paths, changes)
+        rest = {copies[n]: v for n, v in changes.items() if n not in paths}
+        return new._replace_own({"opt_state": inject(state, rest)})
 
     def _check_structure(self, opt_state: PyTree) -> None:
         """Raises a ValueError if it is not the state of this optimizer."""
@@ -196,7 +203,12 @@ class Optimizer(Bound):
                 f"expected that of the present one, {now}, or None to begin anew."
             )
 
-    def _state_for(self, new: "Optimizer", names: list[str]) -> PyTree:
+    def _state_for(
+        self,
+        new: "Optimizer",
+        paths: Mapping[str, tuple[str, ...]],
+        changes: Mapping[str, Any],
+    ) -> PyTree:
         """Returns the state as other arguments need it.
 
         Raises:
@@ -206,24 +218,41 @@ class Optimizer(Bound):
         if new._fixed == self._fixed and not copies:
             return self.opt_state
         try:
-            before, after = (
-                settled(tx.as_argument().init(_SMALL)) for tx in (self, new)
-            )
+            before, after = _small_state(self), _small_state(new)
         except Exception as error:  # the small parameters do not suit a mask, say
-            if not copies or copies.keys() >= set(names):
+            if not any(self._copies(path) for path in paths.values()):
                 return self.opt_state
+            if copies.keys() >= paths.keys():  # by the names of the arguments
+                return inject(self.opt_state, {n: changes[n] for n in paths})
             raise ValueError(
                 f"{type(self).__name__}.replace: optax.inject_hyperparams keeps copies "
-                f"in the state, and which of them are of {', '.join(names)} cannot be "
+                f"in the state, and which of them are of {', '.join(paths)} cannot be "
                 f"found out; expected some of {', '.join(copies)}."
             ) from error
         if _kinds(before) != _kinds(after):
             raise ValueError(
-                f"{type(self).__name__}.replace: with another {', '.join(names)} the "
+                f"{type(self).__name__}.replace: with another {', '.join(paths)} the "
                 "state has another structure; expected a change before init. Begin "
                 "anew: tx.replace(..., opt_state=None).init(params)."
             )
+        if not copies:
+            return self.opt_state
+        # The same value once more must count, too, where a copy was changed.
+        with contextlib.suppress(Exception):
+            probe = new
+            for path in paths.values():
+                value = _at(new, path)
+                probe = probe._replace_at(path, 2 * value + 1)
+            before = _small_state(probe)
         return carried_over(self.opt_state, before, after)
+
+    def _copies(self, path: tuple[str, ...]) -> bool:
+        """Whether the optimizer that has an argument may copy it into its state."""
+        owner, *_ = [tx for tx in _along(self, path) if isinstance(tx, Optimizer)][::-1]
+        try:
+            return bool(injected(_small_state(owner)))
+        except Exception:
+            return True
 
     def _replace_at(self, path: tuple[str, ...], value: Any) -> Self:
         argument, *keys = path
@@ -252,7 +281,8 @@ class Optimizer(Bound):
         """
         self._check_values("hyperparams")
         pure_self = pure(self)
-        entries = [(name, entry) for name, _, entry in pure_self._entries()]
+        named, copies = pure_self._entries()
+        entries = [(name, entry) for name, _, entry in named]
         counts = iter(
             last_counts(pure_self.opt_state, sum(callable(e) for _, e in entries))
         )
@@ -260,7 +290,8 @@ class Optimizer(Bound):
             name: value_at(entry, next(counts) if callable(entry) else None)
             for name, entry in entries
         }
-        values |= {n: jnp.array(v) for n, v in injected(pure_self.opt_state).items()}
+        held = injected(pure_self.opt_state)
+        values |= {name: jnp.array(held[copy]) for name, copy in copies.items()}
         return {name: value for name, value in values.items() if value is not None}
 
     def to_optax(self) -> optax.GradientTransformationExtraArgs:
@@ -300,16 +331,29 @@ class Optimizer(Bound):
 
         return [update, derivative]
 
-    def _entries(self) -> list[tuple[str, tuple[str, ...], Any]]:
-        """Returns `(name, path, value)` of every number and schedule."""
+    def _entries(self) -> tuple[list[tuple[str, tuple[str, ...], Any]], dict[str, str]]:
+        """Returns what has a name.
+
+        Returns:
+          `(name, path, value)` of every number and schedule; and the names of the
+          copies in the state, as `injected` has them, by those that tell them from the
+          others. The copy of an argument of the same name stands for it.
+        """
         found = list(self._walk())
-        counts: dict[str, int] = {}
-        for _, name, _ in found:
-            counts[name] = counts.get(name, 0) + 1
-        return [
+        copies = injected(self.opt_state)
+        several = any(isinstance(x, Optimizer) for x in _inner(self))
+        counts = collections.Counter(name for _, name, _ in found)
+        if several:
+            counts.update(copies)
+        entries = [
             (name if counts[name] == 1 else "/".join(path), path, value)
             for path, name, value in found
         ]
+        named = {
+            copy if counts[copy] == 1 or not several else f"injected/{copy}": copy
+            for copy in copies
+        }
+        return entries, named
 
     def _walk(self) -> Iterator[tuple[tuple[str, ...], str, Any]]:
         for argument, value in self._arguments().items():
@@ -356,6 +400,30 @@ class Optimizer(Bound):
 
     def __bool__(self) -> bool:
         return True
+
+
+def _inner(bound: Bound) -> list[Any]:
+    return [x for v in bound._arguments().values() for _, x in nested_leaves(v)]
+
+
+def _along(bound: Any, path: tuple[str, ...]) -> Iterator[Any]:
+    """Yields an optimizer, those inside of it on a path, and what is at its end."""
+    yield bound
+    if not path:
+        return
+    argument, *keys = path
+    for at, leaf in nested_leaves(getattr(bound, argument)):
+        if at == tuple(keys[: len(at)]):
+            rest = tuple(keys[len(at) :])
+            yield from _along(leaf, rest) if rest else [leaf]
+
+
+def _at(bound: Any, path: tuple[str, ...]) -> Any:
+    return list(_along(bound, path))[-1]
+
+
+def _small_state(tx: Optimizer) -> PyTree:
+    return settled(tx.as_argument().init(_SMALL))
 
 
 def _kinds(tree: PyTree) -> Any:

@@ -53,7 +53,9 @@ def as_declared(value: Any, parameter: inspect.Parameter, where: str) -> Any:
         return value
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer):
+    if isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(
+        value.dtype, jnp.integer
+    ):
         return value.astype(float)
     return value
 

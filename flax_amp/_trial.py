@@ -1,16 +1,18 @@
 """Finding out which numbers a factory can be given as traced arrays."""
 
 import collections
+import contextlib
 import threading
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from flax_amp import _tree
 from flax_amp._arguments import (
     ARRAY,
     BRANCH,
@@ -31,9 +33,12 @@ from flax_amp._arguments import (
 from flax_amp._decisions import Decisions
 
 _MOST_KNOWN = 64
+_OF_INTEGERS = (EXACT, BRANCH)
 
-# Warnings are switched off for the whole process, and back on again.
+# Warnings are switched off for the whole process, and back on again. Tracing may wait
+# for another thread, and that for the lock: so it is given up after some seconds.
 _LOCK = threading.RLock()
+_PATIENCE = 10.0
 
 
 class Trial(NamedTuple):
@@ -71,7 +76,7 @@ class KnownModes:
         kinds = [walk(_kind, part(values[name], EXACT)[0]) for name in names]
         others = [key_of(part(value, EXACT)[1], _weak_key) for value in values.values()]
         key = (*names, key_of(kinds), *others)
-        with _LOCK:
+        with _locked():
             tried = self._found.setdefault(key, [])
             self._found.move_to_end(key)
             if len(self._found) > _MOST_KNOWN:  # schedules made in a loop, say
@@ -103,6 +108,16 @@ def decisions_of(trial: Trial, modes: dict[str, str]) -> tuple[bool, ...]:
     return tuple(decisions.given)
 
 
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    has_it = _LOCK.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        if has_it:
+            _LOCK.release()
+
+
 class _Same:
     """An object that is itself only, while it lives; the key of it keeps none alive."""
 
@@ -121,15 +136,17 @@ class _Same:
 
 
 def _weak_key(leaf: Any) -> Any:
+    if isinstance(leaf, tuple):  # the functions of an optimizer
+        return type(leaf), *map(_weak_key, leaf)
+    if isinstance(leaf, _PLAIN) or _tree.is_array(leaf):
+        return same_leaf(leaf)
     try:
-        hash(leaf)
-        known = not isinstance(leaf, types.FunctionType)  # a closure may hold much
-    except TypeError:
-        known = False
-    try:
-        return same_leaf(leaf) if known else _Same(leaf)
+        return _Same(leaf)  # a closure may hold much
     except TypeError:  # it cannot be referred to weakly
         return same_leaf(leaf)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, np.dtype)
 
 
 def _kind(leaf: Any) -> Any:
@@ -160,7 +177,9 @@ def _modes_of(trial: Trial, names: list[str]) -> dict[str, str] | None:
             return exact
         modes = static
         for name in names:
-            tried = (modes | {name: mode} for mode in (EXACT, ARRAY, BRANCH))
+            # As an array an integer would wrap.
+            ways = (EXACT, ARRAY, BRANCH) if _all_floats(values[name]) else _OF_INTEGERS
+            tried = (modes | {name: mode} for mode in ways)
             modes = next(filter(works, tried), modes)
         return modes
     return None

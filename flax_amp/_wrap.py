@@ -29,7 +29,9 @@ def bare(tx: Any) -> Any:
     Inside of functions its hyper-parameters would be constants of the compiled step.
     """
     if getattr(tx, "update", None) is update_as_optax:
-        return getattr(tx.init, "__self__", tx)
+        optimizer = getattr(tx.init, "__self__", None)
+        # Its `init` begins anew.
+        return tx if optimizer is None else optimizer.replace(opt_state=None)
     return tx
 
 

@@ -201,3 +201,8 @@ def test_products_of_very_small_numbers(tiny):
 
 def test_complex_numbers_meet_its_array():
     assert jnp.asarray(exact(3.0) * np.complex64(2 + 1j)) == 6 + 3j
+
+
+def test_zeros_have_signs():
+    b = exact(0.5)
+    assert jnp.asarray(b / 0.0) == np.inf and jnp.asarray(b / -0.0) == -np.inf
