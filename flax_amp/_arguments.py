@@ -97,11 +97,14 @@ def same_leaf(leaf: Any) -> Any:
 # Parts of an argument
 
 
+def is_python(leaf: Any) -> bool:
+    """Whether a leaf is a real number of Python."""
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
+
+
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a real number: of Python, of NumPy, or an array of no axes."""
-    if isinstance(leaf, int | float):
-        return not isinstance(leaf, bool)
-    return is_real(leaf) and leaf.shape == ()
+    return is_python(leaf) or (is_real(leaf) and leaf.shape == ())
 
 
 def is_real(leaf: Any) -> bool:
@@ -347,15 +350,6 @@ def _exact_of(array: jax.Array, pair: Any) -> Exact:
     if np.ndim(pair) != 1:  # of several runs, or none
         return Exact(array, jnp.zeros_like(array))
     return Exact(array, jnp.where(pair[0] == array, pair[1], 0))
-
-
-def as_known(leaf: Any) -> Any:
-    """Returns an array of one known number as that of Python."""
-    return leaf.item() if _tree.is_array(leaf) and _is_one(leaf) else leaf
-
-
-def _is_one(leaf: Any) -> bool:
-    return is_number(leaf) and is_known(leaf)
 
 
 def _as_python(number: np.ndarray, pair: Any) -> Any:

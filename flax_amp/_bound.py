@@ -23,10 +23,10 @@ from flax_amp._arguments import (
     Fixed,
     PyTree,
     any_of,
-    as_known,
     fitted,
     is_known,
     is_number,
+    is_python,
     join,
     leaves_of,
     may_move,
@@ -36,7 +36,6 @@ from flax_amp._arguments import (
     put,
     shown,
     taken,
-    walk,
 )
 from flax_amp._decisions import Decisions
 from flax_amp._signatures import as_declared, full_name
@@ -188,10 +187,7 @@ class Bound:
         Returns:
           What it makes, and what guards the results of that, see `Decisions`.
         """
-        values = dict(self._fixed.values)
-        pairs: dict[str, dict[tuple[str, ...], Any]] = {name: {} for name in values}
-        for (name, *path), place in self._fixed.places.items():
-            pairs[name][tuple(path)] = taken(self.remainders, place)
+        values, pairs = dict(self._fixed.values), self._pairs()
         modes, moving = self._fixed.modes, self._moving()
         # Some traced, some known: all of them answer, as when all are traced.
         deciding = [self._parts[n] for n in moving if modes.get(n) == BRANCH]
@@ -203,6 +199,13 @@ class Bound:
             values[name] = join(moves, values[name])
         made = self._call_factory(values)
         return made, (lambda tree: tree) if decisions is None else decisions.guard()
+
+    def _pairs(self) -> dict[str, dict[tuple[str, ...], Any]]:
+        """Returns the pairs in the remainders, by argument and path."""
+        pairs: dict[str, Any] = {name: {} for name in self._fixed.values}
+        for (name, *path), place in self._fixed.places.items():
+            pairs[name][tuple(path)] = taken(self.remainders, place)
+        return pairs
 
     # Arguments as attributes
 
@@ -265,22 +268,19 @@ class Bound:
         if others:
             return self._rebuilt(same, others)
         asked = any(fixed.modes.get(name) == BRANCH for name in changes)
-        return same._decided(changes) if asked else same
+        return same._decided() if asked else same
 
-    def _decided(self, changes: Mapping[str, Any]) -> Self:
+    def _decided(self) -> Self:
         """Returns a copy that branches by its numbers, if these are known."""
-        values = self._arguments()
-        values |= {n: v for n, v in changes.items() if n in values}
-        modes = self._fixed.modes
-        for name in [name for name, mode in modes.items() if mode == BRANCH]:
-            values[name] = walk(as_known, values[name])
-            if any(map(_tree.is_array, jax.tree.leaves(values[name]))):
+        values, pairs, fixed = self._arguments(), self._pairs(), self._fixed
+        for name in [name for name, mode in fixed.modes.items() if mode == BRANCH]:
+            numbers = shown(self._parts[name], pairs[name], EXACT)
+            if not all(map(is_python, jax.tree.leaves(numbers))):
                 return self  # traced, or of several runs: the guard tells
-        decisions = decisions_of(self._trial(values, {}), modes)
-        fixed = self._fixed
-        return self._new(
-            self._parts, Fixed(fixed.values, modes, fixed.places, decisions)
-        )
+            values[name] = join(numbers, fixed.values[name])
+        decisions = decisions_of(self._trial(values, {}), fixed.modes)
+        other = Fixed(fixed.values, fixed.modes, fixed.places, decisions)
+        return self._new(self._parts, other)
 
     def _rebuilt(self, same: Self, others: Mapping[str, Any]) -> Self:
         """Returns a copy with arguments that change the structure."""

@@ -1,9 +1,9 @@
-"""Optimizers and schedules as pytrees; `flax_amp.optim` makes their classes."""
+"""Optimizers as pytrees; `flax_amp.optim` makes their classes."""
 
 import collections
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import jax
@@ -15,12 +15,12 @@ from flax_amp import _tree
 from flax_amp._arguments import is_real, map_nested, nested_leaves
 from flax_amp._bound import Bound
 from flax_amp._injected import carried_over, inject, injected
+from flax_amp._schedule import Schedule, check_names
 from flax_amp._transformation import (
     as_transformation,
     explaining,
     first_update,
     settled,
-    settled_leaf,
 )
 from flax_amp._values import gives_a_float, last_counts, value_at
 from flax_amp._variables import as_variables, pure
@@ -30,47 +30,6 @@ PyTree = Any
 
 # To try things on; of NumPy, which starts no backend.
 _SMALL = {"matrix": np.ones((4, 4), np.float32), "vector": np.ones(4, np.float32)}
-
-
-class Schedule(Bound):
-    """A schedule whose numbers are leaves: a function of the count of updates.
-
-    Example:
-      >>> from flax_amp import optim
-      >>> schedule = optim.cosine_decay_schedule(init_value=0.1, decay_steps=100)
-      >>> float(schedule.replace(init_value=0.2)(0))
-      0.2...
-    """
-
-    def __call__(self, count: Any) -> jax.Array:
-        """Returns the value at a count of updates, float32[]."""
-        return settled_leaf(jnp.asarray(self.as_argument()(count)))
-
-    def as_argument(self) -> Callable[[Any], Any]:
-        """Returns the plain schedule, whose value promotes as that of optax does."""
-
-        def schedule(count: Any) -> Any:
-            made, guarded = self._build()
-            return guarded(made(count))
-
-        return schedule
-
-    def replace(self, **changes: Any) -> Self:
-        """Returns a copy with other arguments, by name.
-
-        Raises:
-          TypeError: if there is no such argument, or it is of a wrong type.
-        """
-        self._check_values("replace")
-        check_names(self, changes, self._fixed.values)
-        return self._replace_own(changes)
-
-    @classmethod
-    def _uses(cls) -> Sequence[Callable[[Any], Any]]:
-        def call(made: Any) -> jax.Array:
-            return jnp.asarray(made(jnp.zeros((), jnp.int32)))
-
-        return [call]
 
 
 class Optimizer(Bound):
@@ -441,16 +400,3 @@ def update_as_optax(
 ) -> tuple[PyTree, Optimizer]:
     """Updates an optimizer that is the state of a transformation of optax."""
     return state.update(grads, params, **extra_args)
-
-
-def check_names(bound: Bound, changes: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises a TypeError if there is a name that is not known."""
-    if unknown := sorted(changes.keys() - set(known)):
-        several = [
-            n for n in known if n.endswith(tuple(f"/{name}" for name in unknown))
-        ]
-        hint = " Say which, by its path." if several else ""
-        raise TypeError(
-            f"{type(bound).__name__}.replace: no {', '.join(unknown)}; expected some "
-            f"of {', '.join(sorted({*(several or known)}))}.{hint}"
-        )

@@ -28,7 +28,7 @@ import optax.contrib
 from flax_amp._arguments import Fixed
 from flax_amp._bound import Bound, fields_of
 from flax_amp._optimizer import Optimizer as Optimizer
-from flax_amp._optimizer import Schedule as Schedule
+from flax_amp._schedule import Schedule as Schedule
 from flax_amp._signatures import name_of, signature_of
 
 # Two threads that name an optimizer at once must get one class.

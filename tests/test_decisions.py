@@ -192,3 +192,16 @@ def test_a_copy_of_the_class_decides_by_its_own_numbers():
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected
         )
+
+
+def test_numbers_that_stay_decide_as_they_were_given():
+    """0.1 is not equal to its float32."""
+
+    def factory(rate, cut, unit=1.0):
+        return optax.sgd(rate if cut == 0.1 and unit > 0 else 2 * rate)
+
+    tx = optim.wrap(factory)(0.5, 0.1).init(PARAMS)
+    changed = tx.replace(unit=2.0)
+    assert jax.tree.structure(changed) == jax.tree.structure(tx)
+    found = jax.jit(lambda tx: tx.update(GRADS, PARAMS)[0])(changed)
+    assert_identical(found, in_optax(optax.sgd(0.5)))
