@@ -49,7 +49,9 @@ def test_transform(name, title):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place, name", enumerate(n for n in ALL if n not in SOME))
+@pytest.mark.parametrize(
+    "place, name", list(enumerate(n for n in ALL if n not in SOME))
+)
 def test_every_fourth_transform(place, name):
     """Of each optimizer others; `python -m benchmarks optim` checks all of them."""
     for title in list(checks.CHECKS)[1 + place % 4 :: 4]:
