@@ -16,6 +16,7 @@ pytestmark = [
 
 ALL = [*cases.names(), *cases.COMPOSED]
 SOME = ["adamw", "muon"]
+OTHERS = [name for name in ALL if name not in SOME]
 
 
 def check(name, title):
@@ -37,21 +38,23 @@ def test_no_optimizer_is_missing():
     assert {"cosine_decay_schedule", "chain", "clip", "MultiSteps"} <= set(dir(optim))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_trajectory(name):
     check(name, "trajectory")
 
 
 @pytest.mark.parametrize("title", list(checks.CHECKS)[1:])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)]
+)
 def test_transform(name, title):
     check(name, title)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "place, name", list(enumerate(n for n in ALL if n not in SOME))
-)
+@pytest.mark.parametrize("place, name", list(enumerate(OTHERS)))
 def test_every_fourth_transform(place, name):
     """Of each optimizer others; `python -m benchmarks optim` checks all of them."""
     for title in list(checks.CHECKS)[1 + place % 4 :: 4]:
