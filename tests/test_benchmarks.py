@@ -27,6 +27,9 @@ SIZES = ("vit_s16", "gpt_scan_noremat", "gpt_24", "gpt_fsdp")
 FEW = ("float32", "amp_bf16")
 CELLS = [(m, v) for m in problem.NAMES for v in (FEW if m in SIZES else INSTALLED)]
 
+# Of the tools and not of the package: with the default JAX only.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _as_a_user_has_it():

@@ -19,7 +19,7 @@ from benchmarks.faults.files import empty, flip, truncate
 from flax_amp import AmpTrainState, _digest, checkpoint
 from helpers import orbax_leaves_tasks
 
-pytestmark = orbax_leaves_tasks
+pytestmark = [*orbax_leaves_tasks, pytest.mark.slow]
 
 
 # Digests

@@ -45,10 +45,9 @@ def test_trajectory(name):
     check(name, "trajectory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", list(checks.CHECKS)[1:])
-@pytest.mark.parametrize(
-    "name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", SOME)
 def test_transform(name, title):
     check(name, title)
 
