@@ -20,10 +20,8 @@ _KINDS = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 def injected(opt_state: PyTree) -> dict[str, Any]:
     """Returns the numbers in a state by name; of several nodes, after their index."""
-    found: dict[str, Any] = {}
-    for _, name, value in _entries(_tree.nodes(opt_state, _KINDS)):
-        found[name] = value
-    return found
+    entries = _entries(_tree.nodes(opt_state, _KINDS))
+    return {name: value for _, name, value in entries}
 
 
 def inject(opt_state: PyTree, changes: Mapping[str, Any]) -> PyTree:

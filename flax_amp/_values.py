@@ -35,7 +35,7 @@ def last_counts(opt_state: PyTree, schedules: int) -> list[Any]:
     """
     if opt_state is None:
         return [0] * schedules
-    counts = [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
+    counts = _scheduled(opt_state)
     if len(counts) != schedules:
         candidates = [found for part in _parts(opt_state) if (found := _counts(part))]
         alike = len(candidates) == 1
@@ -45,11 +45,16 @@ def last_counts(opt_state: PyTree, schedules: int) -> list[Any]:
 
 def _counts(opt_state: PyTree) -> list[Any]:
     """Returns what may be the count of all schedules, the likeliest first."""
-    counts = [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
+    if counts := _scheduled(opt_state):
+        return counts
     named = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(key_name(path[-1]), leaf) for path, leaf in named if path]
-    others = [leaf for wanted in _COUNTS for name, leaf in names if name == wanted]
-    return counts or others
+    return [leaf for wanted in _COUNTS for name, leaf in names if name == wanted]
+
+
+def _scheduled(opt_state: PyTree) -> list[Any]:
+    """Returns the counts that optax keeps for schedules and nothing else."""
+    return [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
 
 
 def _parts(opt_state: PyTree) -> Iterator[PyTree]:

@@ -93,7 +93,6 @@ def going_on(opt_state: PyTree, warm: Optimizer) -> PyTree:
     Raises:
       ValueError: if that has the state of other parameters.
     """
-
     nodes = _tree.nodes(opt_state, Optimizer)
     for node in nodes:
         new, old = map(_shapes, (node.opt_state, warm.opt_state))
