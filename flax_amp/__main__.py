@@ -1,6 +1,7 @@
 """`python -m flax_amp checkpoint DIR`: what a directory of checkpoints holds.
 
 Exit codes: 0 if every step is intact, 1 if one is damaged, 2 if there is no directory.
+An old step that was half deleted when a run was killed is no damage.
 """
 
 import argparse
@@ -45,10 +46,12 @@ def _checkpoint(directory: str) -> int:
         print(f"{report.step:8} {size:>10} {scale:>12} {resets:>7}  {_state(report)}")
     if not reports:
         print(f"no steps in {directory}")
-    return int(any(report.problem for report in reports))
+    return int(any(report.problem and not report.half_deleted for report in reports))
 
 
 def _state(report: checkpoint.StepReport) -> str:
+    if report.half_deleted:
+        return "half deleted, a newer step is intact"
     if report.problem:
         return f"DAMAGED: {report.problem}"
     return "intact" if report.has_digests else "readable, no digests to hold it against"

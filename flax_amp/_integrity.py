@@ -1,10 +1,11 @@
 """The record that is saved beside a state, to tell a damaged checkpoint by.
 
 It stands in the custom metadata of the step, which Orbax commits together with the
-step, so plain Orbax calls read and write the same files. It lists every leaf with
-shape, dtype and digest, and carries a checksum of itself.
+step, so plain Orbax calls read and write the same files. It names its step,
+lists every leaf with shape, dtype and digest, and carries a checksum of itself.
 
     {"format": 1,
+     "step": 300,
      "leaves": [[["params", "w"], [3], "float32", "82dc5114d2ba8310"], ...],
      "checksum": "..."}
 """
@@ -32,6 +33,9 @@ _STATUSES = (
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
 )
+_NOT_FOUND = "NOT_FOUND: "
+
+_DAMAGED = "its list of digests is damaged"
 
 KEY = "flax_amp"  # of the record in the metadata
 FORMAT = 1
@@ -39,6 +43,10 @@ FORMAT = 1
 
 class CorruptCheckpointError(Exception):
     """A checkpoint that was complete once and cannot be read as it was written."""
+
+
+class IncompleteError(CorruptCheckpointError):
+    """Some of its files are missing."""
 
 
 class CheckpointWarning(UserWarning):
@@ -52,12 +60,13 @@ class Record(NamedTuple):
     digests: dict[Path, str]
 
 
-def record_of(tree: PyTree) -> dict[str, Any]:
-    """Returns the record of a tree of arrays, ready for JSON."""
+def record_of(tree: PyTree, step: int) -> dict[str, Any]:
+    """Returns the record of a step that holds a tree of arrays, ready for JSON."""
     layout = layout_of(tree)
     found = ocp.tree.to_flat_dict(digests(tree))
     content: dict[str, Any] = {
         "format": FORMAT,
+        "step": step,
         "leaves": [
             [list(path), list(leaf.shape), leaf.dtype, found[path]]
             for path, leaf in sorted(layout.items())
@@ -66,31 +75,47 @@ def record_of(tree: PyTree) -> dict[str, Any]:
     return content | {"checksum": _checksum(content)}
 
 
-def read_record(metadata: Mapping[str, Any] | None, where: str) -> Record | None:
+def read_record(
+    metadata: Mapping[str, Any] | None, step: int, where: str
+) -> Record | None:
     """Returns the record in the metadata of a step; `None` if there is none.
 
     Raises:
-      CorruptCheckpointError: if it is not as it was written.
+      CorruptCheckpointError: if it is not as it was written, or that of another step.
       ValueError: if a newer version wrote it.
     """
-    content = (metadata or {}).get(KEY)
-    if content is None:
+    if metadata is None or KEY not in metadata:
         return None
+    content = metadata[KEY]
     if not isinstance(content, Mapping) or not isinstance(content.get("format"), int):
-        raise CorruptCheckpointError("its list of digests is damaged")
+        raise CorruptCheckpointError(_DAMAGED)
     if content["format"] > FORMAT:
         raise ValueError(
             f"checkpoint: {where} has format {content['format']}; expected at most "
             f"{FORMAT}, all that this version of flax_amp knows. Update flax_amp."
         )
+    try:
+        record = _parse(content)
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(_DAMAGED) from error
+    # Records that lack it are older than this rule.
+    if (saved := content.get("step", step)) != step:
+        raise CorruptCheckpointError(
+            f"its files are those of step {saved}, and were renamed or copied"
+        )
+    return record
+
+
+def _parse(content: Mapping[str, Any]) -> Record:
     rest = {key: value for key, value in content.items() if key != "checksum"}
-    if content.get("checksum") != _checksum(rest):
-        raise CorruptCheckpointError("its list of digests is damaged")
-    rows = [(tuple(path), *row) for path, *row in content["leaves"]]
-    return Record(
-        {path: Leaf(tuple(shape), dtype) for path, shape, dtype, _ in rows},
-        {path: digest for path, _, _, digest in rows},
-    )
+    if content["checksum"] != _checksum(rest):
+        raise ValueError("checksum")
+    layout, digests = {}, {}
+    for names, shape, dtype, digest in content["leaves"]:
+        path = tuple(map(str, names))
+        layout[path] = Leaf(tuple(map(int, shape)), str(dtype))
+        digests[path] = str(digest)
+    return Record(layout, digests)
 
 
 def check_layout(record: Record, on_disk: Layout) -> None:
@@ -124,6 +149,8 @@ def unreadable(error: BaseException) -> Exception:
             f"checkpoint: the files could not be read: {text}; they may be intact all "
             "the same. Mend the cause and try again."
         )
+    if any(isinstance(x, FileNotFoundError) or _NOT_FOUND in str(x) for x in causes):
+        return IncompleteError(text)
     return CorruptCheckpointError(text)
 
 

@@ -34,7 +34,9 @@ def layout_of(tree: PyTree) -> Layout:
 
 
 def leaf_of(leaf: Any) -> Leaf:
-    """Describes one leaf."""
+    """Describes one leaf; Orbax saves strings as well, which have neither."""
+    if not hasattr(leaf, "dtype"):
+        return Leaf((), "str")
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)

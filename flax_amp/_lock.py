@@ -7,9 +7,9 @@ and file systems without `flock`, go without.
 """
 
 import contextlib
+import errno
 import os
-import pathlib
-import socket
+import stat
 import threading
 from typing import Any
 
@@ -65,32 +65,43 @@ def release(directory: Any) -> None:
 
 
 def _open(path: str) -> bool:
+    # Nothing is read from the file or written into it, so whatever it is stays whole.
     # Others who may write here may write the lock as well: the mask of the process,
     # as everywhere, says who.
-    file = os.open(pathlib.Path(path) / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    name = os.path.join(path, NAME)
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    locked = False
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise FileExistsError(errno.EEXIST, "not a regular file", name)
+        locked = _flock(file)
+    except BlockingIOError as error:
+        raise RuntimeError(
+            f"checkpoint.save: another process saves into {path}; expected one run for "
+            "each directory. Choose another directory, or end the other run."
+        ) from error
+    finally:
+        if not locked:
+            os.close(file)
+    if locked:
+        _held[path] = file, 1
+    return locked
+
+
+def _flock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.read(file, 200).decode(errors="replace").strip() or "another process"
-        os.close(file)
-        raise RuntimeError(
-            f"checkpoint.save: {owner} saves into {path}; expected one run for each "
-            "directory. Choose another directory, or end the other run."
-        ) from error
+    except BlockingIOError:
+        raise
     except OSError:  # a file system without locks
-        os.close(file)
         return False
-    with contextlib.suppress(OSError):  # the disk may be full
-        os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    _held[path] = file, 1
     return True
 
 
 def _is_there(path: str) -> bool:
     """Whether the lock that is held is still the file in the directory."""
     try:
-        mine, there = os.fstat(_held[path][0]), os.stat(pathlib.Path(path) / NAME)
+        mine, there = os.fstat(_held[path][0]), os.lstat(os.path.join(path, NAME))
     except OSError:
         return False
     return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)

@@ -1,12 +1,15 @@
 """Orbax's manager with defaults for training, one writer and errors that say more."""
 
+import atexit
 import itertools
 import math
 import re
 import shutil
 import threading
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,11 +19,14 @@ from jax.experimental import multihost_utils
 
 from flax_amp import _lock
 from flax_amp._integrity import CheckpointWarning, reason_of
-from flax_amp._steps import agreed, known_damaged
+from flax_amp._steps import agreed, directory_of, known_damaged, whole_number
 
 _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
-_LEFTOVER = re.compile(r"(\d+)\.orbax-checkpoint-tmp")
+_LEFTOVER = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp")
+
+# That have saved something.
+_open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
 
 
 class CheckpointSaveError(RuntimeError):
@@ -143,6 +149,23 @@ class Manager(ocp.CheckpointManager):
                 self._locked = False
 
 
+def finish_at_exit(manager: ocp.CheckpointManager) -> None:
+    """Lets the program end only after the last save of a manager."""
+    _open.add(manager)
+
+
+def _finish() -> None:
+    for manager in list(_open):
+        try:
+            manager.wait_until_finished()
+        except Exception:  # of any kind; nobody is left to catch it
+            traceback.print_exc()
+
+
+# Orbax saves with executors, which are shut down before `atexit` calls anybody.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
+
+
 def manager(
     directory: Any,
     *,
@@ -155,14 +178,15 @@ def manager(
     """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
 
     It saves in the background. Use it as a context manager, which waits for the last
-    save and closes it.
+    save and closes it. A program that ends without waits as well; one that is killed
+    does not.
 
     Args:
       directory: where the steps are kept; may be relative, is made if it is absent.
-      max_to_keep: how many checkpoints to keep; `None` keeps all.
+      max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
       save_interval_steps: `save` does nothing for steps between; the first is saved.
-      best_metric: keep the checkpoints that are best by this metric, not the newest;
-        `save` then needs it among its metrics.
+      best_metric: keep the checkpoints that are best by this metric, and the newest
+        beside them, to go on from; `save` then needs it among its metrics.
       best_mode: "max" or "min".
       **options: further `orbax.checkpoint.CheckpointManagerOptions`.
 
@@ -170,9 +194,19 @@ def manager(
       The manager, with all of Orbax's own methods.
 
     Raises:
-      ValueError: if `best_mode` is neither "max" nor "min", or if an option gives the
-        steps other names than their numbers.
+      TypeError: if an argument has a wrong type.
+      ValueError: if `best_mode` is neither "max" nor "min", if a number is less than 1,
+        or if an option gives the steps other names than their numbers.
     """
+    where = "checkpoint.manager"
+    interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
+    if max_to_keep is not None:
+        max_to_keep = whole_number(max_to_keep, f"{where}: max_to_keep", 1)
+    if not isinstance(best_metric, str | None):
+        raise TypeError(
+            f"{where}: {best_metric=}; expected the name of one of the metrics that "
+            "are saved with a state."
+        )
     if best_mode not in ("max", "min"):
         raise ValueError(
             f"checkpoint.manager: {best_mode=}; expected 'max' or 'min'. Say whether "
@@ -185,29 +219,56 @@ def manager(
         )
     settings = dict(
         max_to_keep=max_to_keep,
-        save_interval_steps=save_interval_steps,
-        best_fn=best_metric and _score(best_metric, best_mode),
+        save_interval_steps=interval,
         best_mode=best_mode,
         # Created in the background, a directory whose save fails at once leaves a
         # thread behind that keeps the process from ending for five minutes.
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
+    settings |= options
+    if best_metric is not None:
+        settings["best_fn"] = _score(best_metric, best_mode)
+        settings.setdefault("preservation_policy", _best_and_newest(settings))
     opened = Manager(
         # Orbax refuses a relative path, but only at the first save.
-        epath.Path(directory).expanduser().resolve(),
-        options=ocp.CheckpointManagerOptions(**(settings | options)),
+        directory_of(directory),
+        options=ocp.CheckpointManagerOptions(**settings),
     )
     opened.best_metric = best_metric
-    opened.interval = save_interval_steps
+    opened.interval = interval
     return opened
 
 
-def _score(name: str, mode: str) -> Callable[[Mapping[str, Any]], float]:
-    """Returns what steps are ordered by: what is missing or NaN comes last."""
+def _best_and_newest(
+    settings: dict[str, Any],
+) -> ocp.checkpoint_managers.PreservationPolicy:
+    """Returns Orbax's policy for these options, and the newest; takes them away."""
+    policies = ocp.checkpoint_managers
+    best = policies.BestN(
+        get_metric_fn=settings["best_fn"],
+        reverse=settings["best_mode"] == "min",
+        n=settings.pop("max_to_keep"),
+        keep_checkpoints_without_metrics=settings.get(
+            "keep_checkpoints_without_metrics", True
+        ),
+    )
+    kept: list[Any] = [policies.LatestN(1), best]
+    if (steps := settings.pop("keep_period", None)) is not None:
+        kept.append(policies.EveryNSteps(steps))
+    if (time := settings.pop("keep_time_interval", None)) is not None:
+        kept.append(policies.EveryNSeconds(int(time.total_seconds())))
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _score(name: str, mode: str) -> Callable[[Any], float]:
+    """Returns what steps are ordered by: what is missing, NaN or damaged comes last."""
     worst = -math.inf if mode == "max" else math.inf
 
-    def score(metrics: Mapping[str, Any]) -> float:
-        value = float(metrics.get(name, worst))
+    def score(metrics: Any) -> float:
+        try:
+            value = float(metrics[name])
+        except (LookupError, TypeError, ValueError):
+            return worst
         return worst if math.isnan(value) else value
 
     return score

@@ -18,24 +18,26 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import serialization
 
-from flax_amp._integrity import Record, check_arrays, unreadable
+from flax_amp._integrity import Record, check_arrays
 from flax_amp._layout import Path, is_key
+from flax_amp._reader import metadata_of, restored
 from flax_amp._steps import (
     ITEM,
-    METRICS,
     agreed,
     candidates,
+    decoded,
     describe,
     finish_saving,
+    items_of,
     newest_intact,
-    reader,
+    steps_in,
 )
 
 PyTree = Any
 Leaves = dict[Path, np.ndarray]
 
 _TREE_FILE = "_METADATA"  # Orbax describes the arrays of a tree in it
-_STEP = re.compile(r"(?:.*_)?(\d+)")  # 300, 00000300, checkpoint_300, ckpt_300
+_STEP = re.compile(r"(.*_)?([0-9]+)")  # 00000300, checkpoint_300, ckpt_300
 
 
 class Source(NamedTuple):
@@ -74,11 +76,14 @@ def read(source: Any, step: int | None, stacklevel: int) -> Source:
     folders = _steps_in(path)
     if not folders:
         return Source(str(path), _only(step, "one tree", _read_entry(path)))
-    steps = candidates(folders, path, step)
+
+    def steps() -> list[int]:
+        folders.update(now := _steps_in(path))
+        return candidates(now, path, step)
 
     def read_step(number: int) -> Source:
         name = f"step {number} in {path}"
-        return Source(name, agreed(lambda: _read_step(path, folders[number])))
+        return Source(name, agreed(lambda: _read_step(path, number, folders[number])))
 
     return newest_intact(steps, read_step, path, stacklevel + 1)
 
@@ -112,14 +117,11 @@ def arrays_on_host(folder: epath.Path, tree: PyTree = None) -> Leaves:
             return ocp.ArrayRestoreArgs(sharding=here)
         return ocp.RestoreArgs(restore_type=np.ndarray)
 
-    try:
-        with reader(ocp.PyTreeCheckpointHandler) as checkpointer:
-            if tree is None:
-                tree = checkpointer.metadata(folder).item_metadata.tree
-            how_each = jax.tree.map(how, tree)
-            return _flat(checkpointer.restore(folder, restore_args=how_each))
-    except Exception as error:  # Orbax raises whatever its parts raise
-        raise unreadable(error) from error
+    def read() -> Leaves:
+        described = metadata_of(folder) if tree is None else tree
+        return _flat(restored(folder, restore_args=jax.tree.map(how, described)))
+
+    return decoded(read)
 
 
 def intact_on_host(folder: epath.Path, tree: PyTree, record: Record | None) -> Leaves:
@@ -136,18 +138,32 @@ def intact_on_host(folder: epath.Path, tree: PyTree, record: Record | None) -> L
 
 
 def _steps_in(path: epath.Path) -> dict[int, str]:
-    """Returns the name of each step in a directory; empty if it is a tree itself."""
+    """Returns the name of each step in a directory; empty if it is a tree itself.
+
+    What else has a number in its name is no step where a manager has written some.
+
+    Raises:
+      ValueError: if there are several kinds of names.
+    """
     if _is_tree(path):
         return {}
-    found = {child.name: _STEP.fullmatch(child.name) for child in path.iterdir()}
-    return {int(match[1]): name for name, match in found.items() if match}
+    if ours := steps_in(path):
+        return {step: str(step) for step in ours}
+    found = [_STEP.fullmatch(child.name) for child in path.iterdir()]
+    matches = [match for match in found if match]
+    if len(kinds := sorted({match[1] or "" for match in matches})) > 1:
+        raise ValueError(
+            f"checkpoint: {path} holds steps of several kinds, {kinds} and a number; "
+            "expected one kind. Pass the path of the step to take."
+        )
+    return {int(match[2]): match[0] for match in matches}
 
 
-def _read_step(path: epath.Path, name: str) -> Leaves:
-    if name.isdecimal() and str(int(name)) == name and (path / name).is_dir():
-        items = {child.name for child in (path / name).iterdir()} - {METRICS}
+def _read_step(path: epath.Path, step: int, name: str) -> Leaves:
+    if name == str(step) and not (path / name).is_file():
+        items = decoded(lambda: items_of(path / name))
         if ITEM in items or not items:
-            tree, record = describe(path, int(name))
+            tree, record = describe(path, step)
             return intact_on_host(path / name / ITEM, tree, record)
     return _read_entry(path / name)
 
@@ -178,10 +194,7 @@ def _names(path: epath.Path) -> list[str]:
 
 
 def _read_msgpack(content: bytes) -> PyTree:
-    try:
-        return serialization.msgpack_restore(content)
-    except Exception as error:  # msgpack's own, and whatever arrays make of bytes
-        raise unreadable(error) from error
+    return decoded(lambda: serialization.msgpack_restore(content))
 
 
 def _of_tree(tree: PyTree) -> Leaves:

@@ -4,6 +4,8 @@ Nothing here writes.
 """
 
 import json
+import operator
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -18,12 +20,14 @@ from flax_amp import _lock
 from flax_amp._integrity import (
     CheckpointWarning,
     CorruptCheckpointError,
+    IncompleteError,
     Record,
     check_layout,
     read_record,
     unreadable,
 )
 from flax_amp._layout import layout_of
+from flax_amp._reader import metadata_of
 
 T = TypeVar("T")
 
@@ -32,20 +36,43 @@ METRICS = "metrics"
 _HALF = ".orbax-checkpoint-tmp"  # in the name of what is half-written
 _STEP_FILE = "_CHECKPOINT_METADATA"  # in which Orbax keeps our record
 
+_LISTINGS = 10  # before a writer that is always faster is given up
+
 # By directory: the steps that this process found damaged.
 _damaged: dict[str, set[int]] = {}
 
 
 def finish_saving(manager: Any) -> epath.Path:
-    """Waits for a manager's last save and returns its directory."""
+    """Waits for a manager's last save and returns its directory.
+
+    Raises:
+      TypeError: if it is neither a manager nor a path.
+    """
     if isinstance(manager, ocp.CheckpointManager):
         manager.wait_until_finished()
         manager = manager.directory
-    return epath.Path(manager).expanduser().resolve()
+    return directory_of(manager)
+
+
+def directory_of(path: Any) -> epath.Path:
+    """Returns an absolute path.
+
+    Raises:
+      TypeError: if it is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"checkpoint: the directory is a {type(path).__name__}; expected a path or "
+            "a manager, before the state. Pass what checkpoint.manager was given, or "
+            "what it returned."
+        )
+    return epath.Path(path).expanduser().resolve()
 
 
 def steps_in(directory: epath.Path) -> list[int]:
     """Returns the complete steps in a directory, the oldest first.
+
+    They are the folders that a manager would give these names to, and no others.
 
     Raises:
       FileNotFoundError: if there is no such directory.
@@ -55,79 +82,104 @@ def steps_in(directory: epath.Path) -> list[int]:
             f"checkpoint: {directory} is not a directory; expected one that "
             "a manager has saved to. Check the path."
         )
-    return sorted(ocp.utils.checkpoint_steps(directory))
+    found = ocp.path.step.standard_name_format().find_all(directory)
+    return sorted(x.step for x in found if x.path.is_dir())
 
 
 def candidates(
-    steps: Iterable[int], directory: epath.Path, step: int | None
+    steps: Iterable[int], directory: epath.Path, step: Any = None
 ) -> list[int]:
-    """Returns which of the steps of a directory to try, the best first."""
+    """Returns which of the steps of a directory to try, the best first.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      TypeError: if `step` is no integer.
+    """
     steps = sorted(steps, reverse=True)
-    if not steps or (step is not None and step not in steps):
-        wanted = "a checkpoint" if step is None else f"step {step}"
+    number = None if step is None else whole_number(step, "checkpoint: step")
+    if not steps or (number is not None and number not in steps):
+        wanted = "a checkpoint" if number is None else f"step {number}"
         raise FileNotFoundError(
             f"checkpoint: {directory} holds the steps {sorted(steps)}; "
             f"expected {wanted}. Save one first, or choose one of these."
         )
-    return steps if step is None else [step]
+    return steps if number is None else [number]
+
+
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
+    """Returns an integer, or what an array of one integer holds, as an int.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if it is less than `least`.
+    """
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError) as error:  # RuntimeError: it was donated
+        shape = f" of shape {value.shape}" if getattr(value, "shape", ()) else ""
+        raise TypeError(
+            f"{name} is {'a ' + type(value).__name__ + shape}; expected an integer, or "
+            "an array without axes that holds one."
+        ) from error
+    if least is not None and number < least:
+        raise ValueError(f"{name} is {number}; expected at least {least}.")
+    return number
 
 
 def newest_intact(
-    steps: Iterable[int],
+    steps: Callable[[], list[int]],
     attempt: Callable[[int], T],
     directory: epath.Path,
     stacklevel: int,
 ) -> T:
     """Returns what `attempt` makes of the first step that is not damaged.
 
+    Args:
+      steps: lists those to try. It is asked again after a failure: a writer beside
+        this process may have removed a step for a newer one meanwhile.
+      attempt: reads one.
+      directory: they are in.
+      stacklevel: for the warning about damaged steps.
+
     Raises:
       CorruptCheckpointError: if all of them are.
     """
-    damaged: list[str] = []
-    for step in steps:
-        try:
-            result = attempt(step)
-        except CorruptCheckpointError as error:
-            damaged.append(f"step {step} is damaged: {error}")
-            known_damaged(directory).add(step)
-            continue
-        known_damaged(directory).discard(step)
-        if damaged:
-            warnings.warn(
-                f"checkpoint: {directory}: {'; '.join(damaged)}. Restored step {step} "
-                "instead.",
-                CheckpointWarning,
-                stacklevel=stacklevel + 1,
-            )
-        return result
+    damaged: dict[int, str] = {}
+    listed = steps()
+    for _ in range(_LISTINGS):
+        damaged.clear()
+        for step in listed:
+            try:
+                result = attempt(step)
+            except CorruptCheckpointError as error:
+                damaged[step] = f"step {step} is damaged: {error}"
+                # Several processes would have to agree on what they see then.
+                if jax.process_count() == 1 and (now := steps()) != listed:
+                    listed = now
+                    break
+                continue
+            known_damaged(directory).discard(step)
+            if damaged:
+                known_damaged(directory).update(damaged)
+                warnings.warn(
+                    f"checkpoint: {directory}: {'; '.join(damaged.values())}. Restored "
+                    f"step {step} instead.",
+                    CheckpointWarning,
+                    stacklevel=stacklevel + 1,
+                )
+            return result
+        else:
+            break
+    known_damaged(directory).update(damaged)
     raise CorruptCheckpointError(
-        f"checkpoint: {directory}: {'; '.join(damaged)}; expected a step as it was "
-        "written. Restore another step, or these files from a backup."
+        f"checkpoint: {directory}: {'; '.join(damaged.values())}; expected a step as "
+        "it was written. Restore another step, or these files from a backup."
     )
 
 
 def known_damaged(directory: epath.Path) -> set[int]:
     """Returns the set of steps of a directory that this process found damaged."""
     return _damaged.setdefault(str(directory), set())
-
-
-def reader(handler: Callable[..., Any]) -> ocp.Checkpointer:
-    """Returns what reads in this process without waiting for the others.
-
-    Orbax lets all wait for each other after each read, and one that failed never comes.
-
-    Args:
-      handler: a handler of Orbax, but for its `multiprocessing_options`.
-    """
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=me,
-        active_processes={me},
-        barrier_sync_key_prefix=f"flax_amp_{me}",
-    )
-    return ocp.Checkpointer(
-        handler(multiprocessing_options=alone), multiprocessing_options=alone
-    )
 
 
 def agreed(read: Callable[[], T]) -> T:
@@ -159,56 +211,73 @@ def agreed(read: Callable[[], T]) -> T:
 
 
 def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record | None]:
-    """Returns the shapes and dtypes on disk, as a nested dict, and the record."""
+    """Returns the shapes and dtypes on disk, as a nested dict, and the record.
+
+    Raises:
+      CorruptCheckpointError: if the step is damaged.
+      OSError: if its files cannot be read for another reason.
+      ValueError: if something else was saved, or a newer version saved it.
+    """
     where = f"step {step} in {directory}"
     folder = directory / str(step)
-    try:
-        items = {path.name for path in folder.iterdir() if path.is_dir()} - {METRICS}
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError("it has gone") from error
-    if all(_HALF in item for item in items):
-        raise CorruptCheckpointError(f"its folder {ITEM!r} is missing")
+    items = decoded(lambda: items_of(folder))
+    metadata = decoded(lambda: _metadata(folder))
     if ITEM not in items:
+        if metadata is None or not items:
+            raise IncompleteError(f"its folder {ITEM!r} is missing")
         raise ValueError(
             f"checkpoint: {where} holds no item {ITEM!r} but {sorted(items)}; expected "
             "a state saved with StandardSave. Restore it with the Orbax calls that "
             "match how it was saved, or read it with checkpoint.migrate."
         )
-    _check_metadata(directory, folder)
+    # Something else than `checkpoint.save` may have written the step.
+    if metadata is None and (directory / _lock.NAME).exists():
+        raise IncompleteError("its digests are missing")
+    record = read_record(metadata, step, where)
+    return decoded(lambda: _tree(folder / ITEM, record)), record
+
+
+def items_of(folder: epath.Path) -> set[str]:
+    """Returns what a step holds beside its metrics: the names of complete items."""
+    inside = {path.name for path in folder.iterdir() if path.is_dir()}
+    return {name for name in inside if _HALF not in name} - {METRICS}
+
+
+def decoded(read: Callable[[], T]) -> T:
+    """Returns what `read` does; whatever it stumbles over is damage, or an outage.
+
+    Raises:
+      CorruptCheckpointError: if the files are damaged.
+      OSError: if they cannot be read for another reason.
+    """
     try:
-        with reader(_step_handler) as checkpointer:
-            metadata = checkpointer.metadata(folder)
-        tree = getattr(metadata.item_metadata[ITEM], "tree", None)
-    except Exception as error:  # whatever a damaged file makes of Orbax
+        return read()
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of those who read it
         raise unreadable(error) from error
-    record = read_record(metadata.custom_metadata, where)
+
+
+def _tree(folder: epath.Path, record: Record | None) -> dict[str, Any]:
+    """Returns the description of the arrays in a folder, and holds it to the record."""
+    tree = metadata_of(folder)
     if not isinstance(tree, Mapping):
         raise CorruptCheckpointError("the description of its arrays cannot be read")
     if record is not None:
         check_layout(record, layout_of(tree))
-    return dict(tree), record
+    return dict(tree)
 
 
-def _step_handler(**options: Any) -> ocp.CompositeCheckpointHandler:
-    return ocp.CompositeCheckpointHandler(
-        **{
-            ITEM: ocp.StandardCheckpointHandler(**options),
-            METRICS: ocp.JsonCheckpointHandler(**options),
-        }
-    )
-
-
-def _check_metadata(directory: epath.Path, folder: epath.Path) -> None:
-    """Raises an error if the file with the digests is damaged.
-
-    Orbax takes no notice. A file that is missing is no damage where something else than
-    `checkpoint.save` may have written the step.
-    """
-    file = folder / _STEP_FILE
+def _metadata(folder: epath.Path) -> dict[str, Any] | None:
+    """Returns the user's part of a step's metadata; `None` if the file is missing."""
     try:
-        json.loads(file.read_text())
-    except FileNotFoundError as error:
-        if (directory / _lock.NAME).exists():
-            raise CorruptCheckpointError("its digests are missing") from error
-    except ValueError as error:
+        content = json.loads((folder / _STEP_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{_STEP_FILE} cannot be read") from error
+    custom = content.get("custom_metadata") if isinstance(content, dict) else None
+    # Orbax names the handlers of its items in every one, whoever called it.
+    if not isinstance(custom or {}, dict) or "item_handlers" not in content:
+        raise CorruptCheckpointError(f"{_STEP_FILE} is not what Orbax wrote")
+    return custom or {}

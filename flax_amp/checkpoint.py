@@ -33,7 +33,7 @@ from flax_amp._integrity import (
 from flax_amp._integrity import CorruptCheckpointError as CorruptCheckpointError
 from flax_amp._layout import Layout, Path, differences, layout_of, leaf_of, name_of
 from flax_amp._manager import CheckpointSaveError as CheckpointSaveError
-from flax_amp._manager import Manager, save_error
+from flax_amp._manager import Manager, finish_at_exit, save_error
 from flax_amp._manager import manager as manager
 from flax_amp._migrate import migrate as migrate
 from flax_amp._placement import (
@@ -44,6 +44,7 @@ from flax_amp._placement import (
     rebuilt,
     samples,
 )
+from flax_amp._reader import restored
 from flax_amp._sources import intact_on_host
 from flax_amp._steps import (
     ITEM,
@@ -52,8 +53,8 @@ from flax_amp._steps import (
     describe,
     finish_saving,
     newest_intact,
-    reader,
     steps_in,
+    whole_number,
 )
 from flax_amp._verify import StepReport as StepReport
 from flax_amp._verify import verify as verify
@@ -83,8 +84,10 @@ def save(
       `restore` found damaged are renamed to `<step>.damaged`, with a warning.
 
     Raises:
-      ValueError: if a leaf cannot be saved (all of them are listed), or if the
-        `best_metric` of the manager is missing; nothing is written then.
+      TypeError: if an argument has a wrong type, or the step of the state.
+      ValueError: if a leaf cannot be saved (all of them are listed), if the step is
+        negative, or if the `best_metric` of the manager is missing; nothing is written
+        then.
       RuntimeError: if another process saves into the same directory.
       CheckpointSaveError: if it cannot be written, or the save before it, in the
         background, could not. What had been saved before is as it was.
@@ -99,6 +102,12 @@ def save(
       >>> saved, float(restored.scaler["scaler"])
       (True, 32768.0)
     """
+    if not isinstance(manager, ocp.CheckpointManager):
+        raise TypeError(
+            f"checkpoint.save: the first argument is a {type(manager).__name__}; "
+            "expected a manager. Open one with checkpoint.manager(directory)."
+        )
+    _check_state(state, "checkpoint.save: state")
     if bad := [
         f"{name_of(path)}: {problem}"
         for path, leaf in ocp.tree.to_flat_dict(state).items()
@@ -121,7 +130,8 @@ def _save(
     metrics: dict[str, float] | None,
     force: bool,
 ) -> bool:
-    step = int(state.step)
+    step = whole_number(state.step, "checkpoint.save: the state's step", 0)
+    finish_at_exit(manager)
     if ours:
         ours.make_room(step, force)
     newest = manager.latest_step()
@@ -137,7 +147,7 @@ def _save(
         return False
     if not force and not manager.should_save(step):
         return False
-    record = record_of(state)
+    record = record_of(state, step)
     if ours:
         ours.wait_until_finished()
         ours.begin(step)
@@ -156,9 +166,7 @@ def _save(
         raise failed from error
 
 
-def restore(
-    manager: Any, target: AmpTrainState, *, step: int | None = None
-) -> AmpTrainState:
+def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrainState:
     """Reads a checkpoint into a state like `target`.
 
     The arrays get the shardings of `target`, so that a checkpoint fits another mesh,
@@ -187,18 +195,24 @@ def restore(
       CorruptCheckpointError: if the step, or every step, was damaged on disk.
       OSError: if its files cannot be read for another reason.
     """
-    if not isinstance(target, AmpTrainState):
-        raise TypeError(
-            f"checkpoint.restore: target is a {type(target).__name__}; expected an "
-            "AmpTrainState. Make it with AmpTrainState.create, as for a new run."
-        )
+    _check_state(target, "checkpoint.restore: target")
     directory = finish_saving(manager)
 
     def attempt(candidate: int) -> AmpTrainState:
         return _restore_step(directory, candidate, target)
 
-    steps = candidates(steps_in(directory), directory, step)
+    def steps() -> list[int]:
+        return candidates(steps_in(directory), directory, step)
+
     return newest_intact(steps, attempt, directory, stacklevel=2)
+
+
+def _check_state(state: Any, name: str) -> None:
+    if not isinstance(state, AmpTrainState):
+        raise TypeError(
+            f"{name} is a {type(state).__name__}; expected an AmpTrainState. Make it "
+            "with AmpTrainState.create, as for a new run."
+        )
 
 
 def _restore_step(
@@ -250,10 +264,10 @@ def _read_step(
         for path, leaf in zip(paths, leaves, strict=True)
     ]
     folder = directory / str(step) / ITEM
-    arguments = ocp.args.StandardRestore(jax.tree.unflatten(structure, asked))
+    like = jax.tree.unflatten(structure, asked)
+    how = ocp.checkpoint_utils.construct_restore_args(like)
     try:
-        with reader(ocp.StandardCheckpointHandler) as checkpointer:
-            read = checkpointer.restore(folder, args=arguments)
+        read = restored(folder, item=like, restore_args=how)
     except Exception as error:  # Orbax raises whatever its parts raise
         failed = unreadable(error)
         if isinstance(failed, OSError):
@@ -276,13 +290,29 @@ def _numbers(
     metrics: Mapping[str, Any] | None, best: str | None
 ) -> dict[str, float] | None:
     """Returns metrics as floats, or raises an error if the best one is missing."""
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(
+            f"checkpoint.save: metrics is a {type(metrics).__name__}; expected a dict "
+            'of numbers, such as {"loss": loss}.'
+        )
     names = sorted(metrics or ())
     if best is not None and best not in names:
         raise ValueError(
             f"checkpoint.save: metrics has {names}; expected the best_metric {best!r} "
             f"of the manager. Pass metrics={{{best!r}: ...}}."
         )
-    return None if metrics is None else {k: float(v) for k, v in metrics.items()}
+    return None if metrics is None else {k: _number(k, v) for k, v in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = getattr(value, "shape", ())
+        raise TypeError(
+            f"checkpoint.save: the metric {name!r} is a {type(value).__name__} of "
+            f"shape {shape}; expected one number."
+        ) from error
 
 
 def _unsaveable(leaf: Any) -> str:

@@ -83,18 +83,28 @@ def test_file_systems_without_locks_go_without(tmp_path, monkeypatch, code):
         assert checkpoint.save(manager, make_state(1))
 
 
-def test_a_full_disk_does_not_keep_it(tmp_path, monkeypatch):
-    """The name of the owner, which cannot be written then, is a courtesy."""
-
-    def write(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_lock.os, "write", write)
-        assert _lock.acquire(tmp_path)
-    assert not is_free(tmp_path)
-    _lock.release(tmp_path)
-    assert is_free(tmp_path)
+@pytest.mark.parametrize("kind", ["file", "link", "hard link", "broken link", "fifo"])
+def test_what_lies_in_its_place_stays_as_it_is(tmp_path, kind):
+    directory, victim = tmp_path / "run", tmp_path / "victim"
+    directory.mkdir()
+    victim.write_text("precious")
+    lock = directory / _lock.NAME
+    {
+        "file": lambda: shutil.copy(victim, lock),
+        "link": lambda: lock.symlink_to(victim),
+        "hard link": lambda: os.link(victim, lock),
+        "broken link": lambda: lock.symlink_to(tmp_path / "new"),
+        "fifo": lambda: os.mkfifo(lock),
+    }[kind]()
+    with checkpoint.manager(directory) as manager:
+        if kind in ("file", "hard link"):
+            assert checkpoint.save(manager, make_state(1))
+            assert lock.read_text() == "precious"
+        else:
+            with pytest.raises(checkpoint.CheckpointSaveError, match=_lock.NAME):
+                checkpoint.save(manager, make_state(1))
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_closed_manager_saves_nothing_and_holds_nothing(tmp_path):
