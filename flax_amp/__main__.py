@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 
 import jax
-from absl import logging
 
 from flax_amp import checkpoint
 
@@ -24,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("directory", help="where a manager has saved to")
     command.set_defaults(run=lambda args: _checkpoint(args.directory))
     args = parser.parse_args(arguments)
-    logging.set_verbosity(logging.FATAL)  # what Orbax says of damage is said below
     return args.run(args)
 
 

@@ -13,6 +13,7 @@ lists every leaf with shape, dtype and digest, and carries a checksum of itself.
 import errno
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,7 +34,8 @@ _STATUSES = (
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
 )
-_NOT_FOUND = "NOT_FOUND: "
+# TensorStore's word for a file, and for a part of one.
+_MISSING = re.compile(r"NOT_FOUND: (?!.*JSON Pointer)")
 
 _DAMAGED = "its list of digests is damaged"
 
@@ -149,7 +151,7 @@ def unreadable(error: BaseException) -> Exception:
             f"checkpoint: the files could not be read: {text}; they may be intact all "
             "the same. Mend the cause and try again."
         )
-    if any(isinstance(x, FileNotFoundError) or _NOT_FOUND in str(x) for x in causes):
+    if any(isinstance(x, FileNotFoundError) or _MISSING.match(str(x)) for x in causes):
         return IncompleteError(text)
     return CorruptCheckpointError(text)
 

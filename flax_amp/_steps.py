@@ -276,8 +276,9 @@ def _metadata(folder: epath.Path) -> dict[str, Any] | None:
         return None
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{_STEP_FILE} cannot be read") from error
-    custom = content.get("custom_metadata") if isinstance(content, dict) else None
     # Orbax names the handlers of its items in every one, whoever called it.
-    if not isinstance(custom or {}, dict) or "item_handlers" not in content:
-        raise CorruptCheckpointError(f"{_STEP_FILE} is not what Orbax wrote")
-    return custom or {}
+    if isinstance(content, dict) and "item_handlers" in content:
+        custom = content.get("custom_metadata")
+        if isinstance(custom, dict | None):
+            return custom or {}
+    raise CorruptCheckpointError(f"{_STEP_FILE} is not what Orbax wrote")

@@ -151,15 +151,27 @@ def test_keeps_the_newest(tmp_path):
         assert list(manager.all_steps()) == [2, 3]
 
 
-@pytest.mark.parametrize("mode, best", [("max", 1), ("min", 2)])
-def test_keeps_the_best(tmp_path, mode, best):
-    options = dict(max_to_keep=1, best_metric="accuracy", best_mode=mode)
+@pytest.mark.parametrize(
+    "mode, options, kept",
+    [
+        ("max", dict(max_to_keep=1), [1, 4]),
+        ("min", dict(max_to_keep=1), [2, 4]),
+        ("max", dict(max_to_keep=2), [0, 1, 4]),
+        ("max", dict(max_to_keep=None), [0, 1, 2, 3, 4]),
+        ("max", dict(max_to_keep=1, keep_period=3), [0, 1, 3, 4]),
+    ],
+)
+def test_keeps_the_best_and_the_newest(tmp_path, mode, options, kept):
+    """A run that was preempted goes on from the newest."""
+    options |= dict(best_metric="accuracy", best_mode=mode)
     with checkpoint.manager(tmp_path, **options) as manager:
-        for step, accuracy in enumerate((0.5, 0.9, 0.1)):
+        for step, accuracy in enumerate((0.5, 0.9, 0.1, 0.3, 0.2)):
             metrics = {"accuracy": jnp.float32(accuracy)}
-            checkpoint.save(manager, at(small(), step), metrics)
+            assert checkpoint.save(manager, at(small(), step), metrics)
         manager.wait_until_finished()
-        assert list(manager.all_steps()) == [best] == [manager.best_step()]
+        assert list(manager.all_steps()) == kept
+        assert manager.best_step() == (1 if mode == "max" else 2)
+    assert int(checkpoint.restore(tmp_path, small()).step) == 4
 
 
 @pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", 0.1)])
@@ -175,12 +187,17 @@ def test_a_metric_that_is_nan_or_missing_is_the_worst(tmp_path, mode, best):
         assert 3 in manager.all_steps()
 
 
-def test_damaged_metrics_do_not_matter(tmp_path):
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[1]", b'{"loss": "x"}', b"{}"])
+@pytest.mark.filterwarnings("ignore:.*metrics of step 1 cannot be read")
+def test_damaged_metrics_do_not_matter(tmp_path, content):
     with checkpoint.manager(tmp_path, best_metric="loss") as manager:
         checkpoint.save(manager, at(small(), 1), {"loss": 0.5})
-    (tmp_path / "1/metrics/metrics").write_bytes(b"\xff\xfe")
+    (tmp_path / "1/metrics/metrics").write_bytes(content)
     assert int(checkpoint.restore(tmp_path, small()).step) == 1
     assert not checkpoint.verify(tmp_path)[0].problem
+    with checkpoint.manager(tmp_path, best_metric="loss", max_to_keep=1) as manager:
+        assert checkpoint.save(manager, at(small(), 2), {"loss": 0.1})
+        assert manager.best_step() == 2
 
 
 def test_saves_at_intervals_and_when_forced(tmp_path):

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from _models import changed
 from benchmarks.faults.files import empty, flip, truncate
 from flax_amp import AmpTrainState, _digest, checkpoint
-from helpers import orbax_leaves_tasks
 
-pytestmark = [*orbax_leaves_tasks, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 # Digests

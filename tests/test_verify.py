@@ -13,9 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_amp import AmpTrainState, __main__, checkpoint, init_scaler
-from helpers import orbax_leaves_tasks
-
-pytestmark = orbax_leaves_tasks
 
 
 def make_state(step):
