@@ -5,7 +5,8 @@ Nothing here writes.
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -59,13 +60,14 @@ class _Handlers(ocp.type_handlers.TypeHandlerRegistry):
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
+        self._reading: set[Any] = set()
 
     def get(self, ty: Any) -> Any:
         handler = ocp.type_handlers.get_type_handler(ty)
         if id(handler) not in self._handlers:  # arrays are read together by handler
             mine = copy.copy(handler)
-            mine.deserialize = _to_the_end(handler.deserialize)
-            mine.metadata = _to_the_end(handler.metadata)
+            mine.deserialize = functools.partial(self._read, handler.deserialize)
+            mine.metadata = functools.partial(self._read, handler.metadata)
             self._handlers[id(handler)] = mine
         return self._handlers[id(handler)]
 
@@ -75,15 +77,34 @@ class _Handlers(ocp.type_handlers.TypeHandlerRegistry):
     def add(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("checkpoint: handlers are registered with Orbax")
 
+    def _read(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> "_Read":
+        return _Read(functools.partial(read, *args, **kwargs), self._reading)
 
-def _to_the_end(read: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def deserialize(*args: Any, **kwargs: Any) -> Any:
-        others = asyncio.all_tasks()
+
+class _Read:
+    """What a handler reads; it begins when it is awaited, and may never be.
+
+    Attributes:
+      read: begins it.
+      reading: the tasks of this event loop that do the same for other handlers.
+    """
+
+    def __init__(self, read: Callable[[], Any], reading: set[Any]) -> None:
+        self.read, self.reading = read, reading
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._to_the_end().__await__()
+
+    async def _to_the_end(self) -> Any:
+        me, before = asyncio.current_task(), asyncio.all_tasks()
+        self.reading.add(me)
         try:
-            return await read(*args, **kwargs)
+            return await self.read()
         except Exception:
-            while left := asyncio.all_tasks() - others:
-                await asyncio.wait(left)
+            self.reading.discard(me)
+            await asyncio.sleep(0)  # the other handlers begin, too
+            while (left := asyncio.all_tasks() - before) or self.reading:
+                await asyncio.wait(left) if left else await asyncio.sleep(0.001)
             raise
-
-    return deserialize
+        finally:
+            self.reading.discard(me)
