@@ -42,6 +42,15 @@ def leaf_of(leaf: Any) -> Leaf:
     return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
 
 
+def kind_of(value: Any) -> str:
+    """Says what a value is, for people: `float32[3]`, `a str`."""
+    if getattr(value, "is_deleted", bool)():
+        return "deleted, its memory was donated"
+    return (
+        str(leaf_of(value)) if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    )
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed PRNG key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -26,7 +26,7 @@ from flax_amp._integrity import (
     read_record,
     unreadable,
 )
-from flax_amp._layout import layout_of
+from flax_amp._layout import kind_of, layout_of
 from flax_amp._reader import metadata_of
 
 T = TypeVar("T")
@@ -116,10 +116,9 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
     try:
         number = operator.index(value)
     except (TypeError, RuntimeError) as error:  # RuntimeError: it was donated
-        shape = f" of shape {value.shape}" if getattr(value, "shape", ()) else ""
         raise TypeError(
-            f"{name} is {'a ' + type(value).__name__ + shape}; expected an integer, or "
-            "an array without axes that holds one."
+            f"{name} is {kind_of(value)}; expected an integer, or an array without "
+            "axes that holds one."
         ) from error
     if least is not None and number < least:
         raise ValueError(f"{name} is {number}; expected at least {least}.")
@@ -144,23 +143,21 @@ def newest_intact(
     Raises:
       CorruptCheckpointError: if all of them are.
     """
-    damaged: dict[int, str] = {}
-    listed = steps()
     for _ in range(_LISTINGS):
-        damaged.clear()
+        listed = steps()
+        damaged: dict[int, str] = {}
         for step in listed:
             try:
                 result = attempt(step)
             except CorruptCheckpointError as error:
                 damaged[step] = f"step {step} is damaged: {error}"
                 # Several processes would have to agree on what they see then.
-                if jax.process_count() == 1 and (now := steps()) != listed:
-                    listed = now
+                if jax.process_count() == 1 and steps() != listed:
                     break
                 continue
+            known_damaged(directory).update(damaged)
             known_damaged(directory).discard(step)
             if damaged:
-                known_damaged(directory).update(damaged)
                 warnings.warn(
                     f"checkpoint: {directory}: {'; '.join(damaged.values())}. Restored "
                     f"step {step} instead.",

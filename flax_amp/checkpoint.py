@@ -31,7 +31,15 @@ from flax_amp._integrity import (
     unreadable,
 )
 from flax_amp._integrity import CorruptCheckpointError as CorruptCheckpointError
-from flax_amp._layout import Layout, Path, differences, layout_of, leaf_of, name_of
+from flax_amp._layout import (
+    Layout,
+    Path,
+    differences,
+    kind_of,
+    layout_of,
+    leaf_of,
+    name_of,
+)
 from flax_amp._manager import CheckpointSaveError as CheckpointSaveError
 from flax_amp._manager import Manager, finish_at_exit, save_error
 from flax_amp._manager import manager as manager
@@ -70,7 +78,8 @@ def save(
 ) -> bool:
     """Saves a state under its own step, in the background.
 
-    The state may be donated to the next step as soon as this returns.
+    The state may be donated to the next step as soon as this returns. A program that
+    ends waits until it is written.
 
     Args:
       manager: from `manager`, or any `orbax.checkpoint.CheckpointManager`.
@@ -181,14 +190,14 @@ def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrai
         its directory.
       target: a state of the same model and optimizer, or its `jax.eval_shape`; it is
         not changed, and its arrays may have been donated.
-      step: which step; by default the newest that is intact. A `CheckpointWarning`
-        names those that were passed over.
+      step: which step, also as an array that holds one; by default the newest that is
+        intact. A `CheckpointWarning` names those that were passed over.
 
     Returns:
       `target` with every array replaced.
 
     Raises:
-      TypeError: if `target` is no `AmpTrainState`.
+      TypeError: if `target` is no `AmpTrainState`, or another argument of a wrong type.
       FileNotFoundError: if there is no such checkpoint.
       ValueError: if it does not fit; every path that differs is listed. Also if a newer
         version of flax_amp wrote it.
@@ -308,10 +317,9 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        shape = getattr(value, "shape", ())
         raise TypeError(
-            f"checkpoint.save: the metric {name!r} is a {type(value).__name__} of "
-            f"shape {shape}; expected one number."
+            f"checkpoint.save: the metric {name!r} is {kind_of(value)}; expected one "
+            "number."
         ) from error
 
 

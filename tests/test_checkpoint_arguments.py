@@ -47,9 +47,9 @@ def test_steps_are_integers(tmp_path, read):
     for step, seen in [
         ("3", "a str"),
         (3.0, "a float"),
-        (jnp.float32(3), "a ArrayImpl"),
-        (jnp.arange(2), r"a ArrayImpl of shape \(2,\)"),
-        (deleted, "a ArrayImpl"),
+        (jnp.float32(3), r"float32\[\]"),
+        (jnp.arange(2), r"int32\[2\]"),
+        (deleted, "deleted, its memory was donated"),
     ]:
         with pytest.raises(TypeError, match=f"step is {seen}; expected an integer, or"):
             read(tmp_path, small(), step=step)
@@ -74,7 +74,9 @@ def test_arguments_in_the_wrong_place_are_named(tmp_path):
             ):
                 checkpoint.save(manager, state, {"loss": value})
         for step in (jnp.arange(3), jnp.float32(2)):
-            with pytest.raises(TypeError, match="state's step is a ArrayImpl"):
+            with pytest.raises(
+                TypeError, match=r"state\'s step is (int32\[3\]|float32\[\]);"
+            ):
                 checkpoint.save(manager, state.replace(step=step))
         with pytest.raises(ValueError, match="state's step is -1; expected at least 0"):
             checkpoint.save(manager, at(state, -1))

@@ -116,6 +116,16 @@ def test_neighbours_are_no_steps(steps):
         assert list(manager.all_steps()) == [1, 2]
 
 
+def test_names_of_several_kinds_are_not_guessed_between(steps, tmp_path):
+    """Of other programs; where there are steps of a manager, they are the steps."""
+    for name in ("checkpoint_3", "eval_100"):
+        shutil.copytree(steps / "1", tmp_path / "other" / name)
+    with pytest.raises(ValueError, match=r"several kinds, \['checkpoint_', 'eval_'\]"):
+        checkpoint.migrate(tmp_path / "other", make_state())
+    shutil.rmtree(tmp_path / "other/eval_100")
+    assert int(checkpoint.migrate(tmp_path / "other", make_state()).step) == 1
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_metadata(steps, kind):
     DAMAGE[kind](steps / "2" / METADATA)
