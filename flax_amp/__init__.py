@@ -16,6 +16,7 @@ from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
+from flax_amp.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp.progress import StuckError as StuckError
 from flax_amp.progress import check_progress as check_progress
 from flax_amp.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmpTrainState",
     "DynamicScalerState",
+    "PolicyWarning",
     "StuckError",
     "amp",
     "amp_stop",

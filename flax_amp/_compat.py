@@ -7,6 +7,7 @@ operands as counts, equations bound by one call. Supported: JAX 0.10, 0.11, 0.12
 import contextlib
 import functools
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ _PRIVATE_PRIMITIVE_MODULES = (
     "jax._src.lax.slicing",
     "jax._src.pjit",
 )
+
+_JAX_FOLDER = os.path.dirname(jax.__file__)
 
 
 @functools.cache
@@ -92,6 +95,13 @@ def scope_names(eqn: Any) -> tuple[str, ...]:
     """
     stack = eqn.source_info.name_stack.stack
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
+
+
+def user_file(eqn: Any) -> str:
+    """Returns the file of the code outside of JAX that an equation comes from."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    files = (frame.file_name for frame in frames)
+    return next((f for f in files if not f.startswith(_JAX_FOLDER)), "")
 
 
 def scopes(eqn: Any) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax_amp import _tree, scaled_grad
 from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
 from flax_amp._loss import pure_loss
-from flax_amp.policy import Policy
+from flax_amp.policy import Policy, PolicyEntries
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
@@ -40,7 +40,7 @@ def make_options(
     redo_on_nan: Any,
     accum_steps: Any,
     axis_name: AxisName,
-    amp_policy: Mapping[Any, Any],
+    amp_policy: PolicyEntries | None,
     **lowering: Any,
 ) -> Options:
     """Checks the arguments of `where`; `lowering` are those of `flax_amp.amp`."""

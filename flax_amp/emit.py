@@ -21,7 +21,7 @@ from flax_amp import _compat
 from flax_amp._cast import cast_constant, rounded_exp, saturating_cast
 from flax_amp._keep import keep
 from flax_amp.outline import outline
-from flax_amp.paint import Painter, call_precision_function
+from flax_amp.paint import Painter
 from flax_amp.plan import (
     Mode,
     Paint,
@@ -35,6 +35,7 @@ from flax_amp.plan import (
     variables,
 )
 from flax_amp.policy import LOW_OPS, with_result_dtype
+from flax_amp.precision_call import call_precision_function
 from flax_amp.regions import Recompute, Region, schedule
 from flax_amp.residuals import LowCopy, is_stored
 from flax_amp.wide_grad import product

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from flax_amp._tree import is_array
 from flax_amp.nnx_scopes import Scopes, forget_names, with_names
 
 
@@ -23,11 +24,13 @@ class FunctionalCall:
       function: takes the inputs; returns the result and the new state of the modules.
       inputs: the leaves of the arguments and of the state of the modules.
       finish: takes what `function` returned, updates the modules, returns the result.
+      array_paths: returns the path of each array among the inputs.
     """
 
     function: Callable[[list[Any]], Any]
     inputs: list[Any]
     finish: Callable[[Any], Any]
+    array_paths: Callable[[], list[str]]
 
 
 def _is_node(x: Any) -> bool:
@@ -54,7 +57,10 @@ def functional(
     nodes = [x for x in leaves if _is_node(x)]
     if not nodes:
         return FunctionalCall(
-            lambda inputs: _call(fun, treedef, inputs), leaves, lambda out: out
+            lambda inputs: _call(fun, treedef, inputs),
+            leaves,
+            lambda out: out,
+            lambda: _paths((args, kwargs)),
         )
     graphdef, state = nnx.split(nodes)
     state_leaves, state_def = jax.tree.flatten(state)
@@ -86,7 +92,16 @@ def functional(
         nnx.update(nodes, nnx.from_flat_state(pairs))
         return out
 
-    return FunctionalCall(function, [*state_leaves, *others], finish)
+    def paths() -> list[str]:
+        return _paths(state) + _paths((args, kwargs), is_leaf=_is_node)
+
+    return FunctionalCall(function, [*state_leaves, *others], finish, paths)
+
+
+def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    keystr = jax.tree_util.keystr
+    return [keystr(p, simple=True, separator="/") for p, x in found if is_array(x)]
 
 
 def _changed_structure(fun: Any, old: nnx.State, new: nnx.State) -> str:

@@ -1,6 +1,6 @@
 """The training step for loops that keep `nnx.Optimizer`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from flax_amp._gradients import (
 )
 from flax_amp._hyperparams import hyperparam_metrics
 from flax_amp.finite import COUNTERS
-from flax_amp.policy import default_amp_policy
+from flax_amp.policy import PolicyEntries
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import (
     AmpTrainState,
@@ -37,7 +37,7 @@ def make_nnx_train_step(
     *,
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
-    amp_policy: Mapping[Any, Any] = default_amp_policy,
+    amp_policy: PolicyEntries | None = None,
     recompute: str = "auto",
     reduce_dtype: DTypeLike | None = None,
     redo_on_nan: int = 0,

@@ -84,6 +84,7 @@ from flax_amp.policy import (
     use_precision,
     use_widest_precision,
 )
+from flax_amp.precision_call import call_precision_function
 
 # What measures a value, so that the result can be applied to it.
 _MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
@@ -259,7 +260,7 @@ class Painter:
             return self._paint_follow(eqn, ins, uses)
         if function is keep_precision:
             return self._paint_keep(eqn, ins, uses)
-        return self._paint_call(eqn, ins, function, because)
+        return self._paint_call(eqn, ins, decision, because)
 
     def _paint_low(self, eqn: Any, because: str) -> Step:
         obstacle = self._obstacle_to_low(eqn)
@@ -340,9 +341,11 @@ class Painter:
         mode = Mode.LOW if exact else Mode.FULL
         return Step(mode, outs, "compares at the widest dtype", use=Use.NONE)
 
-    def _paint_call(self, eqn: Any, ins: Values, function: Any, because: str) -> Step:
+    def _paint_call(
+        self, eqn: Any, ins: Values, decision: Decision, because: str
+    ) -> Step:
         def call(*operands: Any) -> list[Any]:
-            return call_precision_function(eqn, function, self.compute_dtype, operands)
+            return call_precision_function(eqn, decision, self.compute_dtype, operands)
 
         # The only way to learn which dtypes a user's function gives is to ask it.
         structs = [
@@ -356,7 +359,7 @@ class Painter:
             else None
             for aval, shape in zip(out_avals(eqn), shapes, strict=True)
         )
-        return Step(Mode.CALL, outs, because, use=Use.LOW, detail=function)
+        return Step(Mode.CALL, outs, because, use=Use.LOW, detail=decision)
 
     def dtype_of(self, value: Value | None, aval: Any) -> Any:
         """Returns the dtype in which a value of the original `aval` is emitted."""
@@ -368,15 +371,6 @@ def _takes_no_data(ins: Values) -> bool:
     # Random numbers and positions: a scope that wants all in low precision means what
     # is computed with them, not how they are made.
     return all(v is None or v.constant is not None for v in ins)
-
-
-def call_precision_function(
-    eqn: Any, function: Any, compute_dtype: Any, operands: Sequence[Any]
-) -> list[Any]:
-    """Binds an equation as a user's precision function wants it."""
-    dtypes = [v.aval.dtype for v in eqn.invars]
-    invars, params = function(compute_dtype, dtypes, *operands, **eqn.params)
-    return _compat.bind(eqn, invars, params)
 
 
 def _full(eqn: Any, value: Value, reason: str, use: Use | None = Use.FULL) -> Step:

@@ -132,7 +132,7 @@ class Step:
       reason: the deciding rule, for people.
       use: how it reads its operands; `None` if as its consumers read the results.
       uses: of a rule: how it reads each operand.
-      detail: what the mode needs: a precision function, or the plans of sub-jaxprs.
+      detail: what the mode needs: the decision of a user, or the plans of sub-jaxprs.
     """
 
     mode: Mode

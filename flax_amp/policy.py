@@ -9,27 +9,32 @@ which cast the operands of one equation and adapt its parameters. `amp` recogniz
 functions of this module and paints the whole program with them (`flax_amp.paint`); any
 other function is called as it is on the equations that its key selects.
 
+A dtype as a value means `use_precision(dtype)`.
+
 How the function of an equation is found:
 
-1. the outermost `jax.named_scope` (or Flax module) around it that a key matches;
+1. the outermost `jax.named_scope` (or Flax module) around it that a key matches
+   (`flax_amp.scope_paths`);
 2. its primitive;
 3. `"amp_default"`.
 """
 
 import dataclasses
 import enum
-import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from flax_amp import _compat
+from flax_amp.scope_paths import names_method, paths, pattern
 
 PrecisionFunction = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
+PolicyEntries = Mapping[Any, Any]  # in full, signatures would be hard to read
 
 # --- precision functions -------------------------------------------------------------
 
@@ -318,32 +323,36 @@ class Policy:
     """A checked policy dict, ready to be looked up equation by equation.
 
     Args:
-      entries: `{primitive or scope string: precision function}`.
+      entries: `{primitive or scope string: precision function or dtype}`; `None` for
+        `default_amp_policy`.
 
     Raises:
       TypeError: if an entry has the wrong type; all wrong entries are listed.
     """
 
-    def __init__(self, entries: Mapping[Any, PrecisionFunction]):
-        _check_entries(entries)
+    def __init__(self, entries: PolicyEntries | None):
+        functions = _functions(default_amp_policy if entries is None else entries)
         # By name: two JAX modules may hold two objects for one primitive.
         self._primitives = {
             key.name: Decision(fn, Origin.PRIMITIVE, key.name)
-            for key, fn in entries.items()
+            for key, fn in functions.items()
             if isinstance(key, Primitive)
         }
-        self._scopes = {
-            key: Decision(fn, Origin.SCOPE, key)
-            for key, fn in entries.items()
-            if isinstance(key, str)
-        }
-        default = entries.get("amp_default", use_original_precision)
+        scopes = [key for key in functions if isinstance(key, str)]
+        # What is for one method comes before what is for the module.
+        scopes.sort(key=names_method, reverse=True)
+        self._scopes = [
+            (pattern(key), Decision(functions[key], Origin.SCOPE, key))
+            for key in scopes
+        ]
+        default = functions.get("amp_default", use_original_precision)
         self._default = Decision(default, Origin.DEFAULT, "amp_default")
         self._match = functools.cache(self._match_scopes)
         # A key that spans several scopes can match across the border of a sub-jaxpr,
         # whose own scope names start afresh; only then is the outer path needed there.
-        self.spans_scopes = any(set("/*?[") & set(key) for key in self._scopes)
-        self.names_scopes = bool(set(self._scopes) - {"amp_stop", "amp_default"})
+        self.spans_scopes = any(set("/*?[") & set(key) for key in scopes)
+        self.scope_keys = frozenset(scopes) - {"amp_stop", "amp_default"}
+        self.names_scopes = bool(self.scope_keys)
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
         """Returns the decision for one equation.
@@ -355,40 +364,62 @@ class Policy:
         by_scope = self._match(scopes) if scopes else None
         return by_scope or self._primitives.get(primitive.name) or self._default
 
+    def keys_of(self, scopes: tuple[str, ...]) -> set[str]:
+        """Returns every scope key that matches one of nested scopes."""
+        spellings = {path for pair in paths(scopes) for path in pair}
+        return {
+            decision.key
+            for regex, decision in self._scopes
+            if any(map(regex.fullmatch, spellings))
+        }
+
     def _match_scopes(self, scopes: tuple[str, ...]) -> Decision | None:
-        for depth in range(1, len(scopes) + 1):
-            path = "/".join(scopes[:depth])
-            for key, decision in self._scopes.items():
-                if fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(
-                    path, f"*/{key}"
-                ):
+        for spellings in paths(scopes):
+            for regex, decision in self._scopes:
+                if any(map(regex.fullmatch, spellings)):
                     return decision
         return None
 
 
-def _check_entries(entries: Any) -> None:
+def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
+    """Returns the checked entries, each dtype as the precision function it means."""
     if not isinstance(entries, Mapping):
         raise TypeError(
             f"amp_policy: got {type(entries).__name__}; expected a dict "
             "{primitive or scope string: precision function}, such as "
             "flax_amp.default_amp_policy."
         )
+    functions = {key: _as_function(value) for key, value in entries.items()}
     wrong = [
         f"  key {key!r} of type {type(key).__name__}"
         for key in entries
         if not isinstance(key, str | Primitive)
     ] + [
-        f"  value {fn!r} of key {key!r}"
-        for key, fn in entries.items()
-        if not callable(fn) or fn is use_precision
+        f"  value {entries[key]!r} of key {key!r}"
+        for key, function in functions.items()
+        if function is None
     ]
     if wrong:
         raise TypeError(
             "amp_policy: wrong entries:\n" + "\n".join(wrong) + "\nexpected keys that "
             "are JAX primitives (jax.lax.exp_p) or scope strings ('*/LayerNorm_*'), "
-            "and precision functions as values (flax_amp.use_original_precision, "
-            "flax_amp.use_precision(jnp.float32))."
+            "and as values precision functions (flax_amp.use_original_precision) or "
+            "float dtypes (jnp.float32)."
         )
+    return functions
+
+
+def _as_function(value: Any) -> Any:
+    """Returns the precision function that a value of a policy means, if it does."""
+    if callable(value) and not isinstance(value, type):
+        return value
+    # Arrays have a dtype, and numpy takes them for it.
+    if not isinstance(value, type | np.dtype | str):
+        return None
+    try:
+        return use_precision(value)
+    except TypeError:
+        return None
 
 
 def check_compute_dtype(dtype: Any) -> Any:

@@ -11,7 +11,7 @@ Sharp edges:
   rate logged as `schedule(state.step)` is early after skips.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from flax_amp._gradients import (
 from flax_amp._hyperparams import hyperparam_metrics
 from flax_amp._loss import call
 from flax_amp.finite import COUNTERS
-from flax_amp.policy import Policy, default_amp_policy
+from flax_amp.policy import Policy, PolicyEntries
 from flax_amp.scaler import Scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
@@ -45,7 +45,7 @@ def make_train_step(
     *,
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
-    amp_policy: Mapping[Any, Any] = default_amp_policy,
+    amp_policy: PolicyEntries | None = None,
     recompute: str = "auto",
     reduce_dtype: DTypeLike | None = None,
     redo_on_nan: int = 0,
@@ -154,7 +154,7 @@ def make_eval_step(
     fn: Callable[..., Any],
     *,
     compute_dtype: DTypeLike = jnp.float16,
-    amp_policy: Mapping[Any, Any] = default_amp_policy,
+    amp_policy: PolicyEntries | None = None,
     jit: bool = True,
 ) -> Callable[[AmpTrainState, PyTree], Any]:
     """Makes an evaluation step in the precision of training, without a scaler.

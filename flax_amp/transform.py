@@ -1,7 +1,7 @@
 """`amp`: mixed precision for any function, and `amp_stop` to keep code out of it."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import jax
@@ -12,12 +12,8 @@ from flax_amp import _tree, nnx_bridge
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import LEAF, Use, like
-from flax_amp.policy import (
-    Policy,
-    PrecisionFunction,
-    check_compute_dtype,
-    default_amp_policy,
-)
+from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
+from flax_amp.policy_warnings import warn_of_policy
 from flax_amp.regions import Recompute, check_recompute
 from flax_amp.rules import RULES
 
@@ -29,7 +25,7 @@ def amp(
     fun: F,
     *,
     compute_dtype: DTypeLike = ...,
-    amp_policy: Mapping[Any, PrecisionFunction] = ...,
+    amp_policy: PolicyEntries | None = ...,
     recompute: str = ...,
     reduce_dtype: DTypeLike | None = ...,
 ) -> F: ...
@@ -38,7 +34,7 @@ def amp(
     fun: None = None,
     *,
     compute_dtype: DTypeLike = ...,
-    amp_policy: Mapping[Any, PrecisionFunction] = ...,
+    amp_policy: PolicyEntries | None = ...,
     recompute: str = ...,
     reduce_dtype: DTypeLike | None = ...,
 ) -> Callable[[F], F]: ...
@@ -46,7 +42,7 @@ def amp(
     fun: Any = None,
     *,
     compute_dtype: DTypeLike = jnp.float16,
-    amp_policy: Mapping[Any, PrecisionFunction] = default_amp_policy,
+    amp_policy: PolicyEntries | None = None,
     recompute: str = "auto",
     reduce_dtype: DTypeLike | None = None,
 ) -> Any:
@@ -67,7 +63,11 @@ def amp(
         is static. `nnx.Module` arguments are updated as `fun` updates them.
       compute_dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32` to change nothing.
       amp_policy: which primitive or scope runs how: `{primitive or scope string:
-        precision function}`, usually `flax_amp.default_amp_policy | {...}`.
+        precision function or dtype}`, usually `flax_amp.default_amp_policy | {...}`,
+        which is the default without more. A scope is a `jax.named_scope` or the path of
+        a Flax module, also as a glob (`"*/LayerNorm_*"`); the outermost one that
+        matches decides. `"*/embed"` means all methods of a module, `"*/embed.attend"`
+        one. A `PolicyWarning` tells of keys that match nothing.
       recompute: what the backward pass computes again from low-precision values
         instead of storing it in float32: elementwise arithmetic, norms, softmaxes,
         never matrix products, convolutions, long sums or random numbers. Gradients are
@@ -127,6 +127,7 @@ def amp(
         call = nnx_bridge.functional(fun, args, kwargs, names=policy.names_scopes)
         closed, rebuild = _trace(call.function, call.inputs)
         jaxpr = getattr(closed, "jaxpr", closed)
+        warn_of_policy(policy, closed, compute_dtype, call.array_paths)
         painter = Painter(policy, compute_dtype, RULES)
         ins = like([v.aval for v in jaxpr.invars], LEAF)
         plan = painter.plan(closed, ins, (Use.NONE,) * len(jaxpr.outvars))

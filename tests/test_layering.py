@@ -22,10 +22,13 @@ BELOW = {
     "_keep": set(),
     "_mincut": set(),
     "_tree": {"_compat"},
-    "policy": {"_tree"},
+    "scope_paths": set(),
+    "policy": {"_tree", "scope_paths"},
+    "precision_call": {"policy"},
+    "policy_warnings": {"policy"},
     "plan": {"policy"},
     "facts": {"plan", "_cast"},
-    "paint": {"facts"},
+    "paint": {"facts", "precision_call"},
     "residuals": {"plan", "_keep", "_mincut"},
     "regions": {"residuals", "facts"},
     "equality": {"plan"},
@@ -37,7 +40,7 @@ BELOW = {
     "rules": {"custom_rules"},
     "nnx_scopes": set(),
     "nnx_bridge": {"_tree", "nnx_scopes"},
-    "transform": {"rules", "nnx_bridge"},
+    "transform": {"rules", "nnx_bridge", "policy_warnings"},
     "scaler": {"_tree"},
     "scaled_grad": {"scaler"},
     "_decisions": set(),
@@ -84,8 +87,9 @@ BELOW = {
     "debug": {"train_step"},
 }
 CORE = set(
-    """_cast _keep _mincut _tree policy plan facts paint residuals regions equality
-    repeats outline wide_grad emit custom_rules rules transform""".split()
+    """_cast _keep _mincut _tree scope_paths policy precision_call plan facts paint
+    residuals regions equality repeats outline wide_grad emit custom_rules rules
+    transform""".split()
 )
 FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
 

@@ -1,0 +1,97 @@
+"""Calls of the precision functions that users write, and what can go wrong in them."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_amp import _compat
+from flax_amp.policy import Decision
+
+_SIGNATURE = "(compute_dtype, original_dtypes, *invars, **bind_params)"
+
+
+def call_precision_function(
+    eqn: Any, decision: Decision, compute_dtype: Any, operands: Sequence[Any]
+) -> list[Any]:
+    """Binds an equation as a user's precision function wants it.
+
+    Raises:
+      TypeError: if the function cannot be called like one, or does not return operands
+        and parameters that the equation can be bound with.
+    """
+    function = decision.function
+    what = (
+        f"amp_policy: the precision function {_name(function)} of key {decision.key!r}"
+    )
+    where = f"for {eqn.primitive.name}"
+    dtypes = [v.aval.dtype for v in eqn.invars]
+    args = (compute_dtype, dtypes, *operands)
+    if not _takes(function, args, eqn.params):
+        raise TypeError(
+            f"{what} cannot be called {where} with {len(operands)} operands and the "
+            f"parameters {sorted(eqn.params)}; expected the signature {_SIGNATURE}."
+        )
+    result = function(*args, **eqn.params)
+    fault = _fault(result, operands)
+    if fault:
+        raise TypeError(
+            f"{what} returned {fault} {where}; expected (invars, bind_params): the "
+            f"{len(operands)} operands, cast but of the same shapes, and the dict of "
+            "parameters."
+        )
+    try:
+        outs = _compat.bind(eqn, *result)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(str(jnp.result_type(x)) for x in result[0])
+        raise TypeError(
+            f"{what} returned operands of dtypes ({given}) and the parameters "
+            f"{sorted(result[1])} {where}, which cannot be computed with these: {error}"
+        ) from error
+    shapes = [np.shape(out) for out in outs]
+    expected = [v.aval.shape for v in eqn.outvars]
+    if shapes != expected:
+        raise TypeError(
+            f"{what} returned parameters {where} that give results of shapes {shapes}; "
+            f"expected {expected}. Change dtypes only."
+        )
+    return outs
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _takes(function: Any, args: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return True
+    try:
+        signature.bind(*args, **params)
+    except TypeError:
+        return False
+    return True
+
+
+def _fault(result: Any, operands: Sequence[Any]) -> str | None:
+    """Says what is wrong with the result of a precision function, if anything is."""
+    if not isinstance(result, tuple | list):
+        return f"a {type(result).__name__}"
+    if len(result) != 2:
+        return f"a {type(result).__name__} of {len(result)}"
+    invars, params = result
+    if not isinstance(params, Mapping):
+        return f"a {type(params).__name__} as bind_params"
+    if not isinstance(invars, tuple | list):
+        return f"a {type(invars).__name__} as invars"
+    if len(invars) != len(operands):
+        return f"{len(invars)} operands"
+    for i, (new, old) in enumerate(zip(invars, operands, strict=True)):
+        if not hasattr(new, "dtype") and not isinstance(new, int | float):
+            return f"a {type(new).__name__} as operand {i}"
+        if np.shape(new) != np.shape(old):
+            return f"operand {i} of shape {np.shape(new)} for {np.shape(old)}"
+    return None

@@ -1,0 +1,51 @@
+"""How the scope keys of a policy match the paths of scopes in a program.
+
+Flax names the scope of a call after the module, and after its method if that is another
+than `__call__`: `LM/embed.attend`. A key names modules, so each segment of it matches
+with and without such a suffix. Linen opens one scope more where a method calls another
+one of its own module (`LM/LM.logits/embed.attend`): these are one module, too.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterator
+
+# A number behind a dot (`layer.0`) is a part of the name.
+_METHOD = r"(?:\.[^\W\d]\w*)?"
+_SEGMENT = re.compile(rf"(.*?)({_METHOD})", re.DOTALL)
+
+
+def split_method(segment: str) -> tuple[str, str]:
+    """Returns the name of a module, and `.method` or nothing."""
+    found = _SEGMENT.fullmatch(segment)
+    return found.groups() if found else (segment, "")  # type: ignore[return-value]
+
+
+def names_method(key: str) -> bool:
+    """Whether a key is for one method of a module only."""
+    return bool(split_method(key.rpartition("/")[2])[1])
+
+
+def pattern(key: str) -> re.Pattern[str]:
+    """Returns what the path of a scope must match as a whole to be meant by a key.
+
+    A key is a glob, whose `*` crosses slashes, and may leave out the outer scopes.
+    """
+    parts = [fnmatch.translate(part)[: -len(r"\Z")] for part in key.split("/")]
+    return re.compile(rf"(?:.*/)?{f'{_METHOD}/'.join(parts)}{_METHOD}", re.DOTALL)
+
+
+def paths(scopes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yields the path of each of nested scopes, outermost first, in two spellings.
+
+    The first is the path as it stands, in the second a module stands only once where
+    its methods call each other.
+    """
+    segments = "/".join(scopes).split("/")
+    modules: list[str] = []
+    for depth, segment in enumerate(segments, start=1):
+        name, method = split_method(segment)
+        if method and modules and split_method(modules[-1])[0] == name:
+            modules.pop()
+        modules.append(segment)
+        yield "/".join(segments[:depth]), "/".join(modules)
