@@ -22,7 +22,7 @@ How the function of an equation is found:
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -364,17 +364,23 @@ class Policy:
         by_scope = self._match(scopes) if scopes else None
         return by_scope or self._primitives.get(primitive.name) or self._default
 
-    def keys_of(self, scopes: tuple[str, ...]) -> set[str]:
-        """Returns every scope key that matches one of nested scopes."""
-        spellings = {path for pair in paths(scopes) for path in pair}
-        return {
-            decision.key
-            for regex, decision in self._scopes
-            if any(map(regex.fullmatch, spellings))
-        }
+    def unmatched(
+        self, keys: Iterable[str], all_scopes: Collection[tuple[str, ...]]
+    ) -> set[str]:
+        """Returns those of scope keys that match none of the nested scopes given."""
+        decisions = map(self._match, all_scopes)
+        missing = set(keys) - {decision.key for decision in decisions if decision}
+        if not missing:
+            return missing
+        # What an outer scope decided may match, too.
+        spellings = {path for s in all_scopes for pair in paths(s) for path in pair}
+        return {k for k in missing if not any(map(pattern(k).fullmatch, spellings))}
 
     def _match_scopes(self, scopes: tuple[str, ...]) -> Decision | None:
-        for spellings in paths(scopes):
+        outer = self._match(scopes[:-1]) if len(scopes) > 1 else None
+        if outer:
+            return outer
+        for spellings in paths(scopes, start=len(scopes) - 1):
             for regex, decision in self._scopes:
                 if any(map(regex.fullmatch, spellings)):
                     return decision

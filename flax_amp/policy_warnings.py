@@ -6,7 +6,7 @@ the function that `amp` was given. What cannot be proven is not said.
 
 import difflib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ def warn_of_policy(
     if compute_dtype == jnp.float32:
         return
     jaxpr, _ = _compat.open_jaxpr(closed)
-    equations = list(_equations(jaxpr))
+    equations = _equations(jaxpr)
     found = (
         _nothing_lowered(policy, equations, compute_dtype),
         _half_already(policy, equations),
@@ -89,25 +89,28 @@ def warn_of_policy(
         warnings.warn(message, PolicyWarning, stacklevel=3)
 
 
-def _equations(jaxpr: Any, scopes: tuple[str, ...] = ()) -> Iterator[Equation]:
-    """Yields the equations of a jaxpr and of all jaxprs inside of it.
+def _equations(jaxpr: Any, scopes: tuple[str, ...] = ()) -> list[Equation]:
+    """Returns the equations of a jaxpr and of all jaxprs inside of it.
 
     A jaxpr that is called again in the same scope is not repeated.
     """
+    found: list[Equation] = []
     seen = set()
 
-    def walk(jaxpr: Any, outer: tuple[str, ...]) -> Iterator[Equation]:
+    def walk(jaxpr: Any, outer: tuple[str, ...]) -> None:
         if (id(jaxpr), outer) in seen:
             return
         seen.add((id(jaxpr), outer))
         for eqn in jaxpr.eqns:
-            scopes = outer + _compat.scope_names(eqn)
-            yield Equation(eqn, scopes)
+            names = _compat.scope_names(eqn)
+            inside = outer + names if names else outer
+            found.append(Equation(eqn, inside))
             if eqn.primitive.name != "pallas_call":  # a kernel has its own precision
                 for inner in jaxprs_in_params(eqn.params):
-                    yield from walk(inner, scopes)
+                    walk(inner, inside)
 
-    return walk(jaxpr, scopes)
+    walk(jaxpr, scopes)
+    return found
 
 
 def _nothing_lowered(
@@ -133,6 +136,8 @@ def _nothing_lowered(
 
 
 def _half_already(policy: Policy, equations: Sequence[Equation]) -> str | None:
+    if any(e.eqn.primitive.name.startswith("flax_amp_") for e in equations):
+        return None  # it was amp that lowered them
     products = [
         equation
         for equation in equations
@@ -172,18 +177,18 @@ def _unmatched(
     if not policy.scope_keys:
         return None
     scopes = {equation.scopes for equation in equations}
-    missing = _missing(policy, policy.scope_keys, scopes)
+    missing = policy.unmatched(policy.scope_keys, scopes)
     if missing:  # of modules that this program does not call
         inputs = zip(paths_of_inputs(), jaxpr.invars, strict=True)
         used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
         idle = {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
-        missing = _missing(policy, missing, idle)
+        missing = policy.unmatched(missing, idle)
     for equation in equations:
         if missing and equation.eqn.primitive.name in _CUSTOM:
             inside = _scopes_of_rule(equation)
             if inside is None:  # may be anything
                 return None
-            missing = _missing(policy, missing, inside)
+            missing = policy.unmatched(missing, inside)
     if not missing:
         return None
     lines = "\n".join(f"  {key!r}{_nearest(key, scopes)}" for key in sorted(missing))
@@ -193,15 +198,6 @@ def _unmatched(
         "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has one if it is an "
         "argument of the function. Correct these keys, or leave them out."
     )
-
-
-def _missing(policy: Policy, keys: Any, scopes: set[tuple[str, ...]]) -> set[str]:
-    missing = set(keys)
-    for path in scopes:
-        if not missing:
-            break
-        missing -= policy.keys_of(path)
-    return missing
 
 
 def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
@@ -238,7 +234,7 @@ def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     """Returns the keys of existing scopes that look most like a key, for a message."""
     segments = key.removeprefix("*/").split("/")
-    modules = {path for nested in scopes for _, path in paths(nested) if path}
+    modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
     if not modules:
         return " (it has no scopes)"
     plain = {"/".join(split_method(part)[0] for part in m.split("/")) for m in modules}

@@ -35,17 +35,24 @@ def pattern(key: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*/)?{f'{_METHOD}/'.join(parts)}{_METHOD}", re.DOTALL)
 
 
-def paths(scopes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yields the path of each of nested scopes, outermost first, in two spellings.
+def paths(scopes: tuple[str, ...], start: int = 0) -> Iterator[set[str]]:
+    """Yields the spellings of the path of each of nested scopes, outermost first.
 
-    The first is the path as it stands, in the second a module stands only once where
-    its methods call each other.
+    One is the path as it stands; in the other a module stands only once where its
+    methods call each other.
+
+    Args:
+      scopes: the names of the scopes, outermost first; a slash in one is a border, too.
+      start: how many of the outer scopes are left out.
     """
-    segments = "/".join(scopes).split("/")
+    segments: list[str] = []
     modules: list[str] = []
-    for depth, segment in enumerate(segments, start=1):
-        name, method = split_method(segment)
-        if method and modules and split_method(modules[-1])[0] == name:
-            modules.pop()
-        modules.append(segment)
-        yield "/".join(segments[:depth]), "/".join(modules)
+    for depth, scope in enumerate(scopes):
+        for segment in scope.split("/"):
+            name, method = split_method(segment)
+            if method and modules and split_method(modules[-1])[0] == name:
+                modules.pop()
+            segments.append(segment)
+            modules.append(segment)
+            if depth >= start:
+                yield {"/".join(segments), "/".join(modules)}

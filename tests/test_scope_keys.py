@@ -1,0 +1,257 @@
+"""Scope keys name modules, whatever calls them: every way of calling x every key."""
+
+import fnmatch
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from flax_amp import _compat, amp, default_amp_policy, use_compute_precision
+from helpers import MATMULS, TOLERANCE, jit, relative_error
+
+SIZE, WORDS, LAYERS = 4, 6, 2
+TOKENS = jnp.arange(WORDS)[None]
+
+# --- Linen ---------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """A submodule of `setup`, used in a method that another method calls."""
+
+    def setup(self):
+        self.d = nn.Dense(SIZE)
+
+    def __call__(self, x):
+        return self.encode(x)
+
+    def encode(self, x):
+        return jnp.tanh(self.d(x))
+
+
+class Step(Encoder):
+    def __call__(self, x, _):
+        return self.encode(x), None
+
+
+class Shared(nn.Module):
+    def setup(self):
+        self.inner = nn.Dense(SIZE)
+        nn.share_scope(self, self.inner)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+class LinenLM(nn.Module):
+    def setup(self):
+        own = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+        self.embed = nn.Embed(WORDS, SIZE)
+        self.called = Encoder()
+        self.encoded = Encoder()
+        self.layers = [Encoder() for _ in range(LAYERS)]
+        self.remat = nn.remat(Encoder)()
+        self.remat_method = nn.remat(Encoder, methods=["encode"])()
+        self.jitted = nn.jit(Encoder)()
+        self.jitted_method = nn.jit(Encoder, methods=["encode"])()
+        self.scanned = nn.scan(Step, length=LAYERS, **own)()
+        self.mapped = nn.vmap(Encoder, **own)()
+        self.shared = Shared()
+        self.odd = Encoder(name="odd.0")
+
+    def __call__(self, tokens):
+        x = self.called(self.embed(tokens))
+        x = self.encoded.encode(x)
+        for layer in self.layers:
+            x = layer.encode(x)
+        x = self.remat_method.encode(self.remat(x))
+        x = self.jitted_method.encode(self.jitted(x))
+        x, _ = self.scanned(x, None)
+        x = self.mapped(jnp.stack([x, -x])).sum(0)
+        return self.logits(self.odd(self.shared(x)))
+
+    def logits(self, x):
+        return self.embed.attend(x)
+
+
+# --- NNX -----------------------------------------------------------------------------
+
+
+class NnxEncoder(nnx.Module):
+    def __init__(self, rngs):
+        self.d = nnx.Linear(SIZE, SIZE, rngs=rngs)
+
+    def __call__(self, x):
+        return self.encode(x)
+
+    def encode(self, x):
+        return jnp.tanh(self.d(x))
+
+
+class NnxLM(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(WORDS, SIZE, rngs=rngs)
+        for name in ("called", "encoded", "remat", "remat_method", "jitted"):
+            setattr(self, name, NnxEncoder(rngs))
+        self.layers = nnx.List([NnxEncoder(rngs) for _ in range(LAYERS)])
+        stack = nnx.split_rngs(splits=LAYERS)(nnx.vmap(NnxEncoder, in_axes=0))
+        self.scanned, self.mapped = stack(rngs), stack(rngs)
+
+    def __call__(self, tokens):
+        x = self.called(self.embed(tokens))
+        x = self.encoded.encode(x)
+        for layer in self.layers:
+            x = layer.encode(x)
+        x = nnx.remat(lambda m, x: m(x))(self.remat, x)
+        x = nnx.remat(lambda m, x: m.encode(x))(self.remat_method, x)
+        x = nnx.jit(lambda m, x: m.encode(x))(self.jitted, x)
+        x = nnx.scan(
+            lambda x, m: m.encode(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )(x, self.scanned)
+        x = nnx.vmap(lambda m, x: m(x))(self.mapped, jnp.stack([x, -x])).sum(0)
+        return self.logits(x)
+
+    def logits(self, x):
+        return self.embed.attend(x)
+
+
+# --- the matrix ----------------------------------------------------------------------
+
+
+@functools.cache
+def linen():
+    model = LinenLM()
+    params = jit(model.init)(jax.random.key(0), TOKENS)
+    return lambda params: jnp.mean(model.apply(params, TOKENS) ** 2), params
+
+
+@functools.cache
+def of_nnx():
+    model = NnxLM(nnx.Rngs(0))
+    return lambda model: jnp.mean(model(TOKENS) ** 2), model
+
+
+LIFTED = "remat remat_method jitted scanned mapped".split()
+BOTH = [
+    "embed",
+    "*/embed",
+    "*/embed.attend",
+    "*.attend",
+    *LIFTED,
+    *(f"*/{name}/d" for name in ("called", "encoded", *LIFTED)),
+    "called",
+    "encoded",
+    "encoded/d",
+    "*/encoded.encode",
+    "encoded.encode/d",
+    "*/remat_method.encode",
+    "*/scanned/*",
+    "[ce]*ed",
+    "*/d",
+]
+LINEN = [
+    *BOTH,
+    "LinenLM/embed",
+    "LinenLM.logits",
+    "LinenLM/encoded/d",
+    "*/called.encode",
+    "called.encode/d",
+    "layers_*",
+    "*/layers_1/d",
+    "LinenLM/layers_[01].encode",
+    "jitted_method/d",
+    "*/jitted_method.encode/d",
+    "shared",
+    "shared/inner",
+    "odd.0",
+    "odd.0/d",
+]
+NNX = [
+    *BOTH,
+    "NnxLM/embed",
+    "NnxLM/encoded/d",
+    "layers",
+    "layers/0",
+    "*/layers/1/d",
+    "*/layers/*/d",
+    "NnxLM/layers/[01].encode",
+]
+
+
+def products(fn, *args):
+    """Yields the scopes and the dtype of every matrix product in `fn(*args)`."""
+
+    def walk(jaxpr, outer):
+        for eqn in jaxpr.eqns:
+            scopes = outer + _compat.scope_names(eqn)
+            if eqn.primitive.name in MATMULS:
+                yield "/".join(scopes).split("/"), eqn.invars[0].aval.dtype.name
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from walk(inner, scopes)
+
+    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr, ()))
+
+
+def is_meant(key, path):
+    """Whether a key means a path, in this model, whose modules have unlike names."""
+    plain = [name.removesuffix(".attend").removesuffix(".encode") for name in path]
+    plain = [name.removesuffix(".logits") for name in plain]
+    wanted = [part for part in key.split("/") if part != "*"]
+    return all(fnmatch.filter([*path, *plain], part) for part in wanted)
+
+
+def check(loss, target, key, grad):
+    policy = default_amp_policy | {key: jnp.float32}
+    lower = functools.partial(amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
+    for fn in (grad(lower(loss)), lower(grad(loss))):
+        found = products(fn, target)
+        full = [path for path, dtype in found if dtype == "float32"]
+        low = [path for path, dtype in found if dtype == "bfloat16"]
+        assert len(full) >= 3 and len(low) >= 3  # forward, and two backward
+        assert [path for path in full if not is_meant(key, path)] == []
+        assert [path for path in low if is_meant(key, path)] == []
+
+
+@pytest.mark.parametrize("key", LINEN)
+def test_linen(key):
+    check(*linen(), key, jax.grad)
+
+
+@pytest.mark.parametrize("key", NNX)
+def test_nnx(key):
+    check(*of_nnx(), key, nnx.grad)
+
+
+@pytest.mark.parametrize("setup", [linen, of_nnx])
+def test_a_method_before_its_module_and_the_outermost_before_all(setup):
+    """`{module, module.method}` in any order; a model's own key decides for it all."""
+    loss, target = setup()
+    grad = nnx.grad if setup is of_nnx else jax.grad
+    module, method = {"*/embed": jnp.float32}, {"*/embed.attend": use_compute_precision}
+    for entries in (module | method, method | module):
+        lowered = amp(loss, amp_policy=default_amp_policy | entries)
+        assert {dtype for _, dtype in products(grad(lowered), target)} == {"float16"}
+    model = {"*LM": jnp.float32}
+    lowered = amp(loss, amp_policy=default_amp_policy | method | model)
+    assert {dtype for _, dtype in products(grad(lowered), target)} == {"float32"}
+
+
+def test_tied_logits_in_float32():
+    """As if written by hand: the product with the embedding, and nothing else."""
+    embedding = jax.random.normal(jax.random.key(0), (WORDS, SIZE))
+    x = jax.random.normal(jax.random.key(1), (8, SIZE))
+    embed = nn.Embed(WORDS, SIZE)
+
+    class Head(nn.Module):
+        def setup(self):
+            self.embed = embed.copy()
+
+        def __call__(self, x):
+            return self.embed.attend(x)
+
+    params = {"params": {"embed": {"embedding": embedding}}}
+    policy = default_amp_policy | {"*/embed": jnp.float32}
+    found = amp(Head().apply, compute_dtype=jnp.bfloat16, amp_policy=policy)(params, x)
+    assert relative_error(found, x @ embedding.T) < TOLERANCE[jnp.dtype("float32")][0]
