@@ -219,6 +219,8 @@ def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
             return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
         moving = [x for x, moves in zip(operands, moves, strict=True) if moves]
+        if eqn.primitive.name == "custom_jvp_call":
+            return jax.jvp(call, moving, moving)
         outs, pullback = jax.vjp(call, *moving)
         return pullback(outs)
 
@@ -233,15 +235,19 @@ def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
 
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     """Returns the keys of existing scopes that look most like a key, for a message."""
-    segments = key.removeprefix("*/").split("/")
+    segments = _names(key.removeprefix("*/"))
     modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
     if not modules:
         return " (it has no scopes)"
-    plain = {"/".join(split_method(part)[0] for part in m.split("/")) for m in modules}
     known: dict[str, str] = {}  # by their ends, as long as the key is
-    for path in sorted(plain, key=lambda path: (path.count("/"), path)):
-        end = "/".join(path.split("/")[-len(segments) :])
-        known.setdefault(end.lower(), path)
+    for names in sorted(map(_names, modules), key=lambda names: (len(names), names)):
+        end = "/".join(names[-len(segments) :])
+        known.setdefault(end.lower(), "/".join(names))
     close = difflib.get_close_matches("/".join(segments).lower(), known)
     shown = [known[end] for end in close] or list(known.values())[:3]
     return f" (nearest: {', '.join(map(repr, shown))})"
+
+
+def _names(path: str) -> list[str]:
+    """Returns the modules of a path, without their methods."""
+    return [split_method(segment)[0] for segment in path.split("/")]
