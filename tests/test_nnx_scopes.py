@@ -20,6 +20,9 @@ from flax_amp import (
 )
 from helpers import assert_identical, equations
 
+# The policy that asks for names here names nothing.
+pytestmark = pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
+
 SIZE, LAYERS = 8, 3
 X = jnp.ones((2, SIZE))
 

@@ -1,7 +1,10 @@
 """Policies: families, precision functions, lookup by scope, primitive and default."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flax_amp
@@ -108,6 +111,26 @@ ORIGINAL, COMPUTE = flax_amp.use_original_precision, flax_amp.use_compute_precis
         (["outer", "inner"], ("outer", "inner"), "outer"),
         (["amp_stop"], ("Model", "amp_stop"), "amp_stop"),
         (["block_[01]"], ("Model", "block_1"), "block_[01]"),
+        (["embed"], ("LM", "embed.attend"), "embed"),
+        (["*/embed"], ("LM", "embed.attend"), "*/embed"),
+        (["*/embed"], ("LM", "embed_2.attend"), None),
+        (["embed.attend"], ("LM", "embed"), None),
+        (["embed.attend"], ("LM", "embed.lookup"), None),
+        (["embed", "*.attend"], ("LM", "embed.attend"), "*.attend"),
+        (["embed.*"], ("LM", "embed"), None),
+        (["LM/enc/d"], ("LM.run", "enc.encode", "d"), "LM/enc/d"),
+        (["enc/d"], ("LM", "enc", "enc.encode", "enc.helper", "d"), "enc/d"),
+        (["LM/embed"], ("LM", "LM.logits", "embed.attend"), "LM/embed"),
+        (["enc.helper/d"], ("enc", "enc.encode", "enc.helper", "d"), "enc.helper/d"),
+        (["enc/d"], ("enc", "other.encode", "d"), None),
+        (["a/a/b"], ("a", "a", "b"), "a/a/b"),  # a child of the same name
+        (["a/b"], ("a", "a", "b"), "a/b"),
+        (["layer"], ("layer.0",), None),  # a number is no method
+        (["layer.0"], ("layer.0.encode",), "layer.0"),
+        (["layers"], ("Model", "layers/0"), "layers"),
+        (["layers/0/d"], ("Model", "layers/0.encode", "d"), "layers/0/d"),
+        (["Model/layers/*"], ("Model", "layers/0", "d"), "Model/layers/*"),
+        (["a"], ("", "a"), "a"),
     ],
 )
 def test_scope_keys(keys, scopes, winner):
@@ -126,18 +149,55 @@ def test_scope_before_primitive_before_default():
 BF16_ONLY = flax_amp.use_precision(BF16)
 
 
+@pytest.mark.parametrize("key", ["scope", jax.lax.exp_p, "amp_default", "amp_stop"])
+@pytest.mark.parametrize(
+    "dtype", [BF16, jnp.dtype(BF16), "bfloat16", F32, np.float32, np.dtype("float16")]
+)
+def test_a_dtype_means_use_precision(key, dtype):
+    scope = "amp_stop" if key == "amp_stop" else "scope"
+    decision = decide({key: dtype}, "exp", scope)
+    assert decision.function == flax_amp.use_precision(dtype)
+
+
+def test_no_policy_is_the_default_one():
+    for primitive in _compat.primitives():
+        found = [decide(e, primitive) for e in (None, flax_amp.default_amp_policy)]
+        assert found[0].function is found[1].function
+
+
+@pytest.mark.parametrize(
+    "name", ["amp", "make_train_step", "make_eval_step", "make_nnx_train_step"]
+)
+def test_signatures_can_be_read(name):
+    signature = inspect.signature(getattr(flax_amp, name))
+    assert signature.parameters["amp_policy"].default is None
+    assert len(str(signature)) < 1000
+
+
 def test_user_entry_wins_over_default():
     entries = flax_amp.default_amp_policy | {jax.lax.dot_general_p: ORIGINAL}
     assert decide(entries, "dot_general").function is ORIGINAL
 
 
 def test_wrong_entries_are_listed_together():
-    entries = {3: ORIGINAL, jnp.exp: ORIGINAL, "scope": "float32", "s": BF16}
+    wrong = {
+        "string": "float12",
+        "integer": jnp.int32,
+        "complex": np.dtype("complex64"),
+        "none": None,
+        "array": jnp.float32(1),
+        "number": np.float32(1),
+        "class": object,
+        "raw": flax_amp.use_precision,
+    }
+    entries = {3: ORIGINAL, jnp.exp: ORIGINAL, "scope": BF16} | wrong
     with pytest.raises(TypeError) as error:
-        Policy(entries | {"raw": flax_amp.use_precision})
+        Policy(entries | {jax.lax.exp_p: 3})
     message = str(error.value)
-    for part in ("key 3 of type int", "'float32'", "'scope'", "use_precision", "'raw'"):
-        assert part in message
+    assert "key 3 of type int" in message and "'scope'" not in message
+    for key, value in wrong.items():
+        assert f"  value {value!r} of key {key!r}\n" in message
+    assert "float dtypes (jnp.float32)" in message
     with pytest.raises(TypeError, match="amp_policy: got list; expected a dict"):
         Policy([ORIGINAL])
 

@@ -1,5 +1,6 @@
 """A policy that has no effect says so at trace time; no other one says anything."""
 
+import functools
 import warnings
 
 import jax
@@ -12,17 +13,21 @@ from jax import lax
 
 import flax_amp
 from flax_amp import PolicyWarning, amp, default_amp_policy
-from helpers import assert_identical
+from helpers import assert_identical, jit
 
 SIZE = 4
 W, X = jnp.eye(SIZE), jnp.ones((2, SIZE))
 
 
-def warned(fn, *args):
-    """Returns the messages of `fn(*args)`."""
+def warned(fn, *args, traced=True):
+    """Returns the messages of `fn(*args)`, which is traced, not run."""
+
+    def call():
+        fn(*args)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fn(*args)
+        jax.eval_shape(call) if traced else call()
     assert {warning.category for warning in caught} <= {PolicyWarning}
     return [str(warning.message) for warning in caught]
 
@@ -179,10 +184,15 @@ class NnxParts(nnx.Module):
         return self.sampler(x)
 
 
+def initialized():
+    init = functools.partial(Parts().init, method="sample")
+    return jit(init)(jax.random.key(0), X)
+
+
 def test_a_part_that_is_not_called_here():
     """A policy serves training and evaluation, which call other parts."""
     model = Parts()
-    params = model.init(jax.random.key(0), X, method="sample")
+    params = initialized()
     assert warned(with_keys(model.apply, "*/sampler"), params, X) == []
     sample = lambda params, x: model.apply(params, x, method="sample")  # noqa: E731
     assert warned(with_keys(sample, "*/sampler", "*/body"), params, X) == []
@@ -336,7 +346,7 @@ def test_the_message_names_a_layer():
 
 def test_layers_with_parameters_in_half():
     model = Layers((HALF, HALF), HALF)
-    params = model.init(jax.random.key(0), X)
+    params = jit(model.init)(jax.random.key(0), X)
     assert len(warned(amp(model.apply), params, X)) == 1
 
 
@@ -344,7 +354,7 @@ def test_amp_over_amp():
     """What amp lowered has no dtype of its own."""
     for dtype in (HALF, OTHER):
         model = Layers((None, None))
-        params = model.init(jax.random.key(0), X)
+        params = jit(model.init)(jax.random.key(0), X)
         inner = amp(model.apply, compute_dtype=dtype)
         assert warned(amp(inner, compute_dtype=dtype), params, X) == []
 
@@ -354,7 +364,7 @@ def test_amp_over_amp():
 
 def test_the_steps_warn_once_and_train_all_the_same():
     model = Parts()
-    params = model.init(jax.random.key(0), X, method="sample")["params"]
+    params = initialized()["params"]
     loss = lambda p, x: (model.apply({"params": p}, x) ** 2).mean()  # noqa: E731
     state = flax_amp.AmpTrainState.create(
         apply_fn=model.apply, params=params, tx=optax.sgd(0.1)
@@ -365,8 +375,8 @@ def test_the_steps_warn_once_and_train_all_the_same():
         options = dict(amp_policy=entries, compute_dtype=HALF)
         step = flax_amp.make_train_step(loss, donate=False, **options)
         evaluate = flax_amp.make_eval_step(loss, **options)
-        assert len(warned(step, state, X)) == expected
-        assert len(warned(step, state, X)) == 0  # compiled
+        assert len(warned(step, state, X, traced=False)) == expected
+        assert len(warned(step, state, X, traced=False)) == 0  # compiled
         assert len(warned(evaluate, state, X)) == expected
         results.append(step(state, X)[0].params)
     assert_identical(*results[1:])
@@ -379,5 +389,6 @@ def test_the_nnx_step_warns_once():
         lambda model, x: (model.direct(model(x)) ** 2).mean(),
         amp_policy=default_amp_policy | {"*/bdoy": jnp.float32},
     )
-    messages = warned(step, model, optimizer, flax_amp.init_scaler(), X)
+    arguments = model, optimizer, flax_amp.init_scaler(), X
+    messages = warned(step, *arguments, traced=False)
     assert len(messages) == 1 and "'NnxParts/body'" in messages[0]
