@@ -48,7 +48,7 @@ def call_precision_function(
         given = ", ".join(str(jnp.result_type(x)) for x in result[0])
         raise TypeError(
             f"{what} returned operands of dtypes ({given}) and the parameters "
-            f"{sorted(result[1])} {where}, which cannot be computed with these: {error}"
+            f"{sorted(map(str, result[1]))} {where}, which cannot be computed with these: {error}"
         ) from error
     shapes = [np.shape(out) for out in outs]
     expected = [v.aval.shape for v in eqn.outvars]
