@@ -46,9 +46,10 @@ def call_precision_function(
         outs = _compat.bind(eqn, *result)
     except (TypeError, ValueError) as error:
         given = ", ".join(str(jnp.result_type(x)) for x in result[0])
+        names = sorted(map(str, result[1]))
         raise TypeError(
-            f"{what} returned operands of dtypes ({given}) and the parameters "
-            f"{sorted(map(str, result[1]))} {where}, which cannot be computed with these: {error}"
+            f"{what} returned operands of dtypes ({given}) and the parameters {names} "
+            f"{where}, which cannot be computed with these: {error}"
         ) from error
     shapes = [np.shape(out) for out in outs]
     expected = [v.aval.shape for v in eqn.outvars]
