@@ -22,6 +22,8 @@ class WithBatchNorm(nn.Module):
         return nn.Dense(10)(nn.Dropout(0.1, deterministic=not train)(x))
 
 
+# Its policy is for larger models than the one that it trains.
+@pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
 def test_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # it saves to "run"
     example, policy, step, optimizers, resume, migrate = BLOCKS
