@@ -89,6 +89,10 @@ def _saturate_tangent(t: Any, x: Any, *, dtype: Any, headroom: bool) -> Any:
     return jax.lax.convert_element_type(t, dtype)
 
 
+def _saturate_transpose(t: Any, x: Any, *, dtype: Any, headroom: bool) -> Any:
+    return [jax.lax.convert_element_type(t, x.aval.dtype)]
+
+
 def _saturate_batch(args: Any, dims: Any, **params: Any) -> Any:
     return saturate_p.bind(*args, **params), dims[0]
 
@@ -97,6 +101,7 @@ saturate_p.def_impl(_saturate)
 saturate_p.def_abstract_eval(
     lambda x, *, dtype, headroom: x.update(dtype=dtype, weak_type=False)
 )
+ad.deflinear2(saturate_p, _saturate_transpose)  # `jax.linear_transpose` asks for it
 ad.defjvp(saturate_p, _saturate_tangent)
 batching.primitive_batchers[saturate_p] = _saturate_batch
 mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))

@@ -10,10 +10,12 @@ whether there is one is decided when the program is lowered, for the backend it 
 lowered to.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import Saveable
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -50,22 +52,30 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return keep_p.bind(*args, **params), _identity(*dims, **params)
 
 
+def _transpose(cotangents: Any, x: Any, **_: Any) -> Any:
+    return [functools.reduce(ad.add_tangents, cotangents)]
+
+
 def _split(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
     """Splits the equation between the two passes (JAX: a partial-evaluation rule).
 
-    The forward pass hands the value out twice, to its own next equation and to the
-    backward pass; there it goes through the barrier.
+    The forward pass hands the value out once more than before, for the backward pass;
+    there it goes through the barrier. An equation that was split before has several
+    results: it stands in a gradient that is differentiated again.
     """
     (x,) = eqn.invars
-    if unknown[0] or not saveable(keep_p, x.aval, **eqn.params):
+    results = len(eqn.outvars)
+    unknowns, instantiated = [unknown[0]] * results, [True] * results
+    is_saved = saveable(keep_p, x.aval, **eqn.params) in (True, Saveable)
+    if unknown[0] or not is_saved:
         residuals = [] if available[0] or not isinstance(x, Var) else [x]
-        return None if unknown[0] else eqn, eqn, [unknown[0]], [True], residuals
+        return None if unknown[0] else eqn, eqn, unknowns, instantiated, residuals
     residual = Var(x.aval)
     forward = eqn.replace(
-        outvars=[*eqn.outvars, residual], params={**eqn.params, "copies": 2}
+        outvars=[*eqn.outvars, residual], params={**eqn.params, "copies": results + 1}
     )
     backward = eqn.replace(invars=[residual], params={**eqn.params, "is_stored": True})
-    return forward, backward, [False], [True], [residual]
+    return forward, backward, unknowns, instantiated, [residual]
 
 
 def _lowering_for(platform: str) -> Any:
@@ -82,6 +92,7 @@ def _lowering_for(platform: str) -> Any:
 keep_p.def_impl(_identity)
 keep_p.def_abstract_eval(_identity)
 ad.primitive_jvps[keep_p] = _jvp
+ad.primitive_transposes[keep_p] = _transpose
 batching.primitive_batchers[keep_p] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[keep_p] = _split
 mlir.register_lowering(keep_p, mlir.lower_fun(_identity, multiple_results=True))

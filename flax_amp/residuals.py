@@ -55,6 +55,10 @@ _STRUCTURED = frozenset(
     "scan while cond remat2 shard_map custom_vjp_call flax_amp_repeat".split()
 )
 
+_STORED = frozenset(
+    map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
+)
+
 # What the derivative of a primitive reads, where it is not all of its operands and
 # results.
 _READS_NOTHING = MOVE_OPS | frozenset(
@@ -83,14 +87,28 @@ def is_cheap(eqn: Any) -> bool:
 
 
 def is_light(eqn: Any) -> bool:
-    """Whether an equation may stand in a region: it has no costly body of its own."""
+    """Whether an equation may stand in a region.
+
+    It may not if it has a costly body of its own, or if a value at it cannot be stored.
+    """
     name = eqn.primitive.name
     if eqn.effects or name in _STRUCTURED:
+        return False
+    if not all(_can_be_stored(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return False
     if name not in _CALLS:
         return True
     inner = _body(eqn)
     return all(is_light(e) and e.primitive.name not in LOW_OPS for e in inner)
+
+
+def _can_be_stored(aval: Any) -> bool:
+    """Whether `jax.checkpoint` stores a value as it is.
+
+    It passes the floats that it stores through `reduce_precision`, which refuses
+    complex numbers and, on a CPU, makes NaN of the largest float8.
+    """
+    return not _is_inexact(aval) or aval.dtype in _STORED
 
 
 def _body(eqn: Any) -> Sequence[Any]:
