@@ -60,7 +60,9 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 
 def scan_options(eqn: Any) -> dict[str, Any]:
     """Returns the keyword arguments that rebuild a scan with `jax.lax.scan`."""
-    names = ("length", "reverse", "unroll", "_split_transpose")
+    names = ["reverse", "unroll", "_split_transpose"]
+    if isinstance(eqn.params["length"], int):  # a symbol stands in the shapes of xs
+        names.append("length")
     return {name: eqn.params[name] for name in names if name in eqn.params}
 
 

@@ -63,7 +63,7 @@ def _tangent_like(value: Value | None) -> Value | None:
     """
     if value is None or value.paint is Paint.LOW:
         return value
-    return value._replace(paint=Paint.FULL, constant=None)
+    return value.varied()._replace(paint=Paint.FULL)
 
 
 def _is_differentiable(aval: Any) -> bool:

@@ -34,7 +34,8 @@ class Value(NamedTuple):
         (`x - mean`), so the value may return to the compute dtype.
       carried: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. Such a state never goes back low within the loop, whatever meets it.
-      constant: of a `LEAF` value: the number that every element has, if known.
+      bits: of a `LEAF` value: the number that every element has, if known. Its bytes:
+        equal values are the same number, the sign of zero and NaN included.
       maximum: whether it is the maximum of something.
       below_zero: whether a maximum was subtracted from it: `x - max(x)`.
     """
@@ -42,9 +43,14 @@ class Value(NamedTuple):
     paint: Paint
     applied: bool = False
     carried: bool = False
-    constant: float | None = None
+    bits: bytes | None = None
     maximum: bool = False
     below_zero: bool = False
+
+    @property
+    def constant(self) -> float | None:
+        """The number that every element has, if known."""
+        return None if self.bits is None else float(np.frombuffer(self.bits, "f4")[0])
 
     @property
     def is_statistic(self) -> bool:
@@ -53,7 +59,7 @@ class Value(NamedTuple):
 
     def varied(self) -> "Value":
         """The value without the number that all its elements have."""
-        return self._replace(constant=None)
+        return self._replace(bits=None)
 
     def settled(self) -> "Value":
         """The value as it leaves a loop: an applied one goes back low."""
@@ -258,17 +264,18 @@ def const_values(jaxpr: Any, consts: Sequence[Any]) -> Values:
     """Returns the values of the consts that a jaxpr closes over."""
     values = like([v.aval for v in jaxpr.constvars], LEAF)
     return tuple(
-        value and LEAF._replace(constant=_uniform(x))
+        value and LEAF._replace(bits=_uniform(x))
         for x, value in zip(consts, values, strict=True)
     )
 
 
-def _uniform(x: Any) -> float | None:
-    """The number that every element of a small concrete array is, if it is one."""
+def _uniform(x: Any) -> bytes | None:
+    """The bits of every element of a small concrete float32 array, if all have them."""
     if isinstance(x, jax.core.Tracer) or not 0 < np.size(x) <= 4096:
         return None
-    array = np.asarray(x)
-    return float(array.flat[0]) if (array == array.flat[0]).all() else None
+    words = np.asarray(x, np.float32).view(np.uint32)
+    first = words.flat[0]
+    return first.tobytes() if (words == first).all() else None
 
 
 def value_of(atom: Any, values: Mapping[Any, Value | None]) -> Value | None:
@@ -277,4 +284,4 @@ def value_of(atom: Any, values: Mapping[Any, Value | None]) -> Value | None:
         return values[atom]
     if not is_painted(atom.aval):
         return None
-    return Value(Paint.LEAF, constant=float(atom.val))
+    return Value(Paint.LEAF, bits=np.float32(atom.val).tobytes())

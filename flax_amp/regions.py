@@ -7,6 +7,7 @@ loop, a jitted block, a user's checkpoint, a custom derivative) stands between r
 
 import dataclasses
 import enum
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -83,7 +84,11 @@ def schedule(
       recompute: how much to compute again.
       compute_dtype: the dtype of low-precision values.
     """
-    if recompute is Recompute.NEVER or plan.site is Site.CLOSED:
+    if (
+        recompute is Recompute.NEVER
+        or plan.site is Site.CLOSED
+        or not _sizes_are_known(plan)
+    ):
         return list(range(len(plan.steps)))
     values = plan.values()
     loose = moves_of_inputs(plan, values)
@@ -104,6 +109,17 @@ def schedule(
             order += light[level] if region is None else [region]
         order += heavy[level]
     return order
+
+
+def _sizes_are_known(plan: Plan) -> bool:
+    """Whether sizes can be compared: under `jax.export`, dimensions may be symbols."""
+    inputs = (*plan.jaxpr.invars, *plan.jaxpr.constvars)
+    results = (v for eqn in plan.jaxpr.eqns for v in eqn.outvars)
+    return all(
+        isinstance(dimension, int)
+        for v in itertools.chain(inputs, results)
+        for dimension in getattr(v.aval, "shape", ())
+    )
 
 
 def _levels(

@@ -118,7 +118,8 @@ def _body(eqn: Any) -> Sequence[Any]:
 
 def _is_cheap(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
     if name in _REDUCTIONS:
-        return math.prod(avals[0].shape[axis] for axis in params["axes"]) < _LONG
+        length = math.prod(avals[0].shape[axis] for axis in params["axes"])
+        return isinstance(length, int) and length < _LONG  # a symbol may be long
     return name in _CHEAP or name in _CALLS
 
 

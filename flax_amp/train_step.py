@@ -182,7 +182,8 @@ def make_eval_step(
       (4, 1)
     """
     check_function(fn, "make_eval_step: fn")
-    lower = amp(compute_dtype=compute_dtype, amp_policy=amp_policy)
+    # Nothing is differentiated, so there is nothing to compute again.
+    lower = amp(compute_dtype=compute_dtype, amp_policy=amp_policy, recompute="never")
     names = Policy(amp_policy).names_scopes
 
     def eval_step(state: AmpTrainState, batch: PyTree) -> Any:

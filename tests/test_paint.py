@@ -346,7 +346,7 @@ def test_one_plan_per_jaxpr_and_values():
         ((LEAF, Value(Paint.LOW)), Value(Paint.LOW)),
         ((Value(Paint.LOW), Value(Paint.FULL)), Value(Paint.FULL)),
         ((LEAF, Value(Paint.FULL, applied=True)), Value(Paint.LOW)),
-        ((Value(Paint.LEAF, constant=1.0), Value(Paint.LEAF, constant=2.0)), LEAF),
+        ((Value(Paint.LEAF, bits=b"this"), Value(Paint.LEAF, bits=b"that")), LEAF),
         ((None, None), None),
     ],
 )
