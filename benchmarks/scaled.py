@@ -22,7 +22,7 @@ PyTree = Any
 # As `AmpTrainState.create` does it: never give up. Wrapped here, so that all the states
 # of a training share one optimizer object, and its step is compiled once.
 _NEVER = int(np.iinfo(np.int32).max)
-GUARDED = apply_if_finite(OPTIMIZER, _NEVER)
+GUARDED = apply_if_finite(OPTIMIZER)
 
 
 def hand_fp16(model: str, size: str) -> Method:

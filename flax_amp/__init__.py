@@ -7,6 +7,7 @@ jitted step over an `AmpTrainState`, which Orbax saves and restores.
 
 from flax_amp import checkpoint as checkpoint
 from flax_amp import optim as optim
+from flax_amp._tree import all_finite as all_finite
 from flax_amp.nnx_step import make_nnx_train_step as make_nnx_train_step
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
@@ -23,10 +24,13 @@ from flax_amp.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
 from flax_amp.scaled_grad import (
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
+from flax_amp.scaled_grad import scale_loss as scale_loss
+from flax_amp.scaled_grad import unscale_grads as unscale_grads
 from flax_amp.scaler import DynamicScalerState as DynamicScalerState
 from flax_amp.scaler import init_scaler as init_scaler
 from flax_amp.scaler import no_scaler as no_scaler
 from flax_amp.scaler import static_scaler as static_scaler
+from flax_amp.scaler import update_scaler as update_scaler
 from flax_amp.train_state import AmpTrainState as AmpTrainState
 from flax_amp.train_step import make_eval_step as make_eval_step
 from flax_amp.train_step import make_train_step as make_train_step
@@ -40,6 +44,7 @@ __all__ = [
     "DynamicScalerState",
     "PolicyWarning",
     "StuckError",
+    "all_finite",
     "amp",
     "amp_stop",
     "check_progress",
@@ -56,7 +61,10 @@ __all__ = [
     "make_train_step",
     "no_scaler",
     "optim",
+    "scale_loss",
     "static_scaler",
+    "unscale_grads",
+    "update_scaler",
     "use_compute_precision",
     "use_original_precision",
     "use_precision",

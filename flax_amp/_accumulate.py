@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _tree
+from flax_amp.nnx_bridge import is_node
 
 PyTree = Any
 AxisName = Any
@@ -40,7 +41,7 @@ def accumulate(
       one_pass: one forward and backward pass; variables go from one to the next.
       zeros: zero gradients to add to.
       variables: those to begin with.
-      batch: arrays whose leading axis is split.
+      batch: arrays whose leading axis is split, and modules, which are not.
       steps: number of micro-batches.
 
     Returns:
@@ -52,14 +53,18 @@ def accumulate(
     def body(carry: Any, x: Any) -> Any:
         nonlocal changes
         total, variables = carry
-        index, part = x
+        index, parts = x
+        part = _tree.combine(parts, whole)
         result = one_pass(variables, part, index)
         changes = result.variables
         total = jax.tree.map(jnp.add, total, result.grads)
         variables = _tree.combine(result.variables, variables)
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
-    parts = _split_batch(batch, steps)
+    # Modules in the batch are no rows of examples.
+    whole = jax.tree.map(lambda x: x if is_node(x) else None, batch, is_leaf=is_node)
+    rows = jax.tree.map(lambda x: None if is_node(x) else x, batch, is_leaf=is_node)
+    parts = _split_batch(rows, steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(steps), parts)
     )
@@ -74,15 +79,15 @@ def accumulate(
 
 def _split_batch(batch: PyTree, steps: int) -> PyTree:
     """Turns every leaf [n, ...] into [steps, n / steps, ...]."""
-    bad = [
-        f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if not np.shape(leaf) or np.shape(leaf)[0] % steps
-    ]
-    if bad:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) > 1 or any(not size or size[0] % steps for size in sizes):
+        seen = "; ".join(f"batch{path} has shape {s}" for path, s in shapes.items())
         raise ValueError(
-            f"train_step: {'; '.join(bad)}; expected a leading axis divisible by "
-            f"accum_steps={steps}. Change the batch size or accum_steps."
+            f"train_step: {seen}; expected one leading axis, the same for all and "
+            f"divisible by accum_steps={steps}, to split. Change the batch size or "
+            "accum_steps, and close over what is not one row for each example."
         )
 
     # Every steps-th example, not the first n / steps: a batch that is sharded over
@@ -105,6 +110,21 @@ def _reduce_aux(stacked: Any) -> Any:
     return stacked.mean() if scalars else stacked
 
 
+def bound_axis(axis: AxisName, where: str) -> jax.Array | None:
+    """Returns this device's number on one or several mapped axes, `None` for none."""
+    if axis is None:
+        return None
+    try:
+        return jax.lax.axis_index(axis)
+    except NameError as error:
+        raise NameError(
+            f"{where}: axis_name={axis!r} is not the axis of a map around this call; "
+            "expected one of jax.shard_map, jax.pmap or jax.vmap. With jax.jit on a "
+            "sharded batch, leave axis_name out: the mean over the batch is the mean "
+            "over its devices."
+        ) from error
+
+
 def vary(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Marks arrays as varying over the axes where `shard_map` keeps track of it."""
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
@@ -113,7 +133,9 @@ def vary(tree: PyTree, axis_name: AxisName) -> PyTree:
 
     def vary_leaf(leaf: Any) -> Any:
         # A key is left alone: it cannot be averaged back to one that does not vary.
-        if not axes or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not axes or not _tree.is_array(leaf):
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
         varying = getattr(getattr(jax.typeof(leaf), "mat", None), "varying", ())
         missing = tuple(axis for axis in axes if axis not in varying)

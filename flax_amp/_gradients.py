@@ -1,6 +1,9 @@
 """From the user's loss to unscaled gradients, over micro-batches and devices."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +12,17 @@ import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree, scaled_grad
-from flax_amp._accumulate import AxisName, Result, accumulate, synchronize, vary
-from flax_amp._loss import pure_loss
+from flax_amp._accumulate import (
+    AxisName,
+    Result,
+    accumulate,
+    bound_axis,
+    synchronize,
+    vary,
+)
+from flax_amp._loss import KEYWORDS, RESERVED, declared, pure_loss
 from flax_amp.policy import Policy, PolicyEntries
-from flax_amp.scaler import Scaler
+from flax_amp.scaler import Scaler, checked_scaler
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
 
@@ -41,16 +51,20 @@ def make_options(
     accum_steps: Any,
     axis_name: AxisName,
     amp_policy: PolicyEntries | None,
+    keywords: tuple[str, ...] = KEYWORDS,
     **lowering: Any,
 ) -> Options:
-    """Checks the arguments of `where`; `lowering` are those of `flax_amp.amp`."""
+    """Checks the arguments of `where`; `lowering` are those of `flax_amp.amp`.
+
+    `keywords` are those that the loss may declare.
+    """
     if type(accum_steps) is not int or accum_steps < 1:
         raise ValueError(
             f"{where}: {accum_steps=}; expected an integer of at least 1, the "
             "number of micro-batches."
         )
     return Options(
-        loss_fn=check_function(loss_fn, f"{where}: loss_fn"),
+        loss_fn=check_function(loss_fn, f"{where}: loss_fn", keywords),
         has_aux=has_aux,
         lower=amp(amp_policy=amp_policy, **lowering),
         redo_on_nan=scaled_grad.check_retries(redo_on_nan, where),
@@ -70,35 +84,69 @@ def gradients(
       The new scaler, whether everything is finite, and the result.
     """
 
-    def attempt(scale: Scaler) -> tuple[jax.Array, Result]:
+    def attempt(scale: Scaler) -> scaled_grad.Attempt:
         result = _compute(options, state, scale, batch)
-        return _tree.all_finite(result[:3]), result
+        stays = scaled_grad.stays_finite(result.variables, state.variables)
+        return scaled_grad.Attempt(
+            forward_finite=_tree.all_finite(result.loss) & stays,
+            # Statistics of fp8 are among what the scale moves: those of cotangents are.
+            grads_finite=_tree.all_finite((result.grads, result.overwrite)),
+            outputs=result,
+        )
 
-    return scaled_grad.retry_until_finite(attempt, state.scaler, options.redo_on_nan)
+    scaler = checked_scaler(state.scaler)
+    return scaled_grad.retry_until_finite(attempt, scaler, options.redo_on_nan)
 
 
-def metrics_of(scaler: Scaler, finite: jax.Array, result: Result) -> dict[str, Any]:
-    """Returns what every step reports, without `aux`."""
-    return dict(
+def metrics_of(
+    options: Options,
+    scaler: Scaler,
+    finite: jax.Array,
+    result: Result,
+    **more: Any,
+) -> dict[str, Any]:
+    """Returns what a step reports: its own metrics, and those of `aux` beside them."""
+    own = more | dict(
         loss=result.loss,
         grads_finite=finite,
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
+    if taken := sorted(set(result.aux) & {*own, *RESERVED}):
+        raise ValueError(
+            f"{options.where}: the loss returned aux with the reserved names {taken}; "
+            f"expected others than {sorted({*own, *RESERVED})}, which the step reports "
+            "itself. Rename them."
+        )
+    return own | result.aux
 
 
-def all_gradients(result: Result, finite: jax.Array, params: PyTree) -> PyTree:
-    """Returns a gradient for every parameter, in its dtype, for the optimizer.
-
-    Integers get zeros. When anything is not finite all of them are NaN, since
-    optimizers that skip look at the gradients only.
-    """
-    grads = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), result.grads)
+def all_gradients(result: Result, params: PyTree) -> PyTree:
+    """Returns a gradient for every parameter, in its dtype: zeros for integers."""
+    grads = result.grads
     if result.overwrite is not None:
         grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
     _, rest = _tree.partition(params, _tree.is_inexact_array)
     grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
     return scaled_grad.cast_like(grads, params)
+
+
+@contextlib.contextmanager
+def explaining_update(where: str) -> Iterator[None]:
+    """Says what an optimizer misses that asks for more than gradients."""
+    try:
+        yield
+    except TypeError as error:
+        asked = re.search(r"missing \d+ required keyword-only argument.*", str(error))
+        if not asked:
+            raise
+        names = ", ".join(re.findall(r"'(\w+)'", asked[0]))
+        raise TypeError(
+            f"{where}: the optimizer's update asks for {names} too, as optax.lbfgs and "
+            "reduce_on_plateau do; expected one that needs gradients, its state and "
+            "the parameters only, such as optax.adamw. Call this one in a loop of your "
+            "own, with jax.value_and_grad(flax_amp.amp(loss_fn))."
+        ) from error
 
 
 def fold_in(rngs: dict[str, jax.Array], data: Any) -> dict[str, jax.Array]:
@@ -114,13 +162,27 @@ def _fold_key(leaf: Any, data: jax.Array) -> Any:
     return folded.reshape(leaf.shape)
 
 
-def check_function(fn: Any, name: str) -> Callable[..., Any]:
-    """Returns `fn`, or raises a TypeError if it cannot be called."""
+def check_function(
+    fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS
+) -> Callable[..., Any]:
+    """Returns `fn`, or raises a TypeError if it cannot be called as the steps do."""
+    wanted = "a function of (params, batch), or of (model, batch) for NNX"
     if not callable(fn):
+        raise TypeError(f"{name} is a {type(fn).__name__}; expected {wanted}.")
+    try:
+        # As it is called, whatever function it wraps.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have none
+        return fn
+    try:
+        signature.bind(None, None, **{key: None for key in declared(fn, keywords)})
+    except TypeError as error:
+        allowed = f", with the keywords {' and '.join(keywords)} if it declares them"
         raise TypeError(
-            f"{name} is a {type(fn).__name__}; expected a function of (params, batch), "
-            "or of (model, batch) for NNX."
-        )
+            f"{name} has the signature {signature} ({error}); expected {wanted}"
+            f"{allowed if keywords else ''}. Put further arguments into the batch, or "
+            "bind them with functools.partial."
+        ) from None
     return fn
 
 
@@ -129,12 +191,12 @@ def _compute(
 ) -> Result:
     """Returns the gradients of one batch, over all micro-batches and devices."""
     axis = options.axis_name
+    device = bound_axis(axis, options.where)
     # Gradients of device-varying parameters are not summed over devices by JAX itself,
     # whether or not `shard_map` checks varying axes; the mean below is then right.
     params, variables = vary((state.params, state.variables), axis)
     rngs = fold_in(state.rngs, state.step)
-    if axis is not None:
-        device = jax.lax.axis_index(axis)
+    if device is not None:
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_key(x, device), variables)
     loss_fn = pure_loss(
@@ -180,7 +242,7 @@ def _differentiate(
         floating
     )
     grads, overwrite = _split_overwrite(grads)
-    grads = scaled_grad.unscale_grads(grads, scale, loss)
+    grads = scaled_grad.unscale_grads(grads, scale)
     return Result(grads, overwrite, loss.astype(jnp.float32), variables, aux)
 
 

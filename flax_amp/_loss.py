@@ -1,13 +1,14 @@
 """The user's loss function as a pure function of arrays."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flax_amp import scaled_grad
+from flax_amp import _tree, scaled_grad
+from flax_amp.nnx_bridge import changes_in
 from flax_amp.nnx_scopes import Scopes, with_names
 from flax_amp.train_state import AmpTrainState, merge_model, variables_of
 
@@ -15,6 +16,9 @@ PyTree = Any
 
 # What the step itself reports among its metrics.
 RESERVED = ("loss", "grads_finite", "scaler", "grad_norm", "skipped_total")
+
+# What a loss is given if it declares them.
+KEYWORDS = ("state", "rngs")
 
 
 def pure_loss(
@@ -39,7 +43,9 @@ def pure_loss(
     name = f"{where}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
     def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
+        changed = changes_in(batch, "batch")
         target, out = call(loss_fn, state, params, variables, batch, rngs, names=names)
+        check_unchanged(changed(), name)
         loss, aux = _split_output(out, has_aux, name)
         updates = aux.pop("variables", {})
         if state.graphdef is not None:
@@ -83,6 +89,19 @@ def call(
     return with_names(attempt, wanted=names)
 
 
+def check_unchanged(changes: list[str], name: str) -> None:
+    """Raises a ValueError if modules in a batch were changed."""
+    if changes:
+        raise ValueError(
+            f"{name} changed {', '.join(changes)}; expected modules in the batch to "
+            "stay as they are: a compiled step cannot hand their changes back. For "
+            "random numbers, pass rngs={'dropout': jax.random.key(0)} to "
+            "AmpTrainState.create, declare the keyword rngs and make "
+            "nnx.Rngs(**rngs) of it; return what is counted or measured in aux; or "
+            "use make_nnx_train_step, which carries changes on."
+        )
+
+
 def _changed(new: PyTree, old: PyTree) -> PyTree:
     """Returns the new leaves, with `None` for those that are the old ones."""
     return jax.tree.map(lambda x, y: None if x is y else x, new, old)
@@ -96,15 +115,20 @@ def keywords_of(
     rngs: PyTree,
 ) -> dict[str, Any]:
     """Returns those of the keywords `state` and `rngs` that `fn` declares."""
-    try:
-        declared = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # some builtins have no signature
-        return {}
     offered = {
         "state": state.replace(params=params, variables=variables),
         "rngs": rngs,
     }
-    return {name: value for name, value in offered.items() if name in declared}
+    return {name: offered[name] for name in declared(fn)}
+
+
+def declared(fn: Callable[..., Any], keywords: Sequence[str] = KEYWORDS) -> list[str]:
+    """Returns those of some keywords that a function declares."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return []
+    return [name for name in keywords if name in parameters]
 
 
 def _split_output(out: Any, has_aux: bool, name: str) -> tuple[Any, dict[str, Any]]:
@@ -116,12 +140,23 @@ def _split_output(out: Any, has_aux: bool, name: str) -> tuple[Any, dict[str, An
             f"{name} returned a {type(aux).__name__} as aux; expected a dict, whose "
             "entries become metrics. Return e.g. (loss, {'accuracy': accuracy})."
         )
-    if taken := sorted(set(aux) & set(RESERVED)):
-        raise ValueError(
-            f"{name} returned aux with the reserved names {taken}; expected others "
-            f"than {list(RESERVED)}, which the step reports itself. Rename them."
+    aux = dict(aux)
+    if keys := [key for key in aux if not isinstance(key, str)]:
+        raise TypeError(
+            f"{name} returned aux with the keys {keys}; expected strings, the names of "
+            "metrics. Write them out, e.g. {'layer_0': ...}."
         )
-    return loss, dict(aux)
+    metrics = {key: value for key, value in aux.items() if key != "variables"}
+    if bad := [
+        f"aux{jax.tree_util.keystr(path)}, a {type(leaf).__name__}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)
+        if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float)
+    ]:
+        raise TypeError(
+            f"{name} returned {'; '.join(bad)}; expected arrays and numbers, which a "
+            "compiled step can return. Keep the rest outside of the loss."
+        )
+    return loss, aux
 
 
 def _conform_collections(old: PyTree, updates: Any, name: str) -> PyTree:

@@ -30,6 +30,13 @@ def all_finite(tree: PyTree) -> jax.Array:
     """Returns bool[]: no floating or complex leaf of `tree` holds an inf or a NaN.
 
     A tree without such leaves is finite.
+
+    Args:
+      tree: any pytree, such as `(loss, grads)`.
+
+    Example:
+      >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf]), "n": 3}))
+      False
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)]
     flags = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]

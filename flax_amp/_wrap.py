@@ -1,10 +1,8 @@
 """The optimizer of a train state: inside `apply_if_finite`, away from integers."""
 
-import functools
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from flax_amp import _tree
@@ -12,10 +10,6 @@ from flax_amp._optimizer import Optimizer, update_as_optax
 from flax_amp.finite import apply_if_finite
 
 PyTree = Any
-
-# What optax names a number of errors in a row after which it applies the NaN after
-# all. A skipped step is the scaler's ordinary way to find its scale: never give up.
-_NEVER = int(np.iinfo(np.int32).max)
 
 
 def has_integers(params: PyTree) -> bool:
@@ -51,40 +45,31 @@ def guarded(tx: Any, params: PyTree) -> Any:
             f"AmpTrainState.create: tx is a {type(tx).__name__}; expected an optax "
             "optimizer with init and update, such as optax.adamw(3e-4)."
         )
-    if has_integers(params):
-        # Optimizers give an integer moment a float update; `apply_if_finite`, which
-        # compares dtypes, then fails.
-        tx = optax.masked(tx, _trains)
-    state = jax.eval_shape(tx.init, params)
+    masked = has_integers(params)
+    wrapped = apply_if_finite(tx, masked=masked)
+    state = jax.eval_shape(wrapped.init, params).inner_state
     _check_order(state)
     if isinstance(state, optax.ApplyIfFiniteState):
         return tx
-    return apply_if_finite(tx, max_consecutive_errors=_NEVER)
+    return wrapped
 
 
-@functools.cache
 def updating(masked: bool) -> Any:
     """Returns what updates a state of pytree optimizers: the same for all of them.
 
     It holds no hyper-parameters, which are in the state, so a step that is compiled
     for one serves others.
     """
-
-    def init(params: PyTree) -> Any:
-        raise TypeError(
-            "state.tx.init: the optimizer of flax_amp.optim is in state.opt_state, not "
-            "in state.tx; expected a call of its own init. Make a new state with "
-            "AmpTrainState.create(tx=...)."
-        )
-
-    tx: Any = optax.GradientTransformationExtraArgs(init, update_as_optax)
-    tx = optax.masked(tx, _trains) if masked else tx
-    return apply_if_finite(tx, max_consecutive_errors=_NEVER)
+    tx = optax.GradientTransformationExtraArgs(_no_init, update_as_optax)
+    return apply_if_finite(tx, masked=masked)
 
 
-def _trains(tree: PyTree) -> PyTree:
-    """Returns whether each leaf is one that an optimizer can train."""
-    return jax.tree.map(_tree.is_inexact_array, tree)
+def _no_init(params: PyTree) -> Any:
+    raise TypeError(
+        "state.tx.init: the optimizer of flax_amp.optim is in state.opt_state, not "
+        "in state.tx; expected a call of its own init. Make a new state with "
+        "AmpTrainState.create(tx=...)."
+    )
 
 
 def going_on(opt_state: PyTree, warm: Optimizer) -> PyTree:

@@ -5,7 +5,7 @@ rebuilt for the trace and thrown away with its new batch statistics and random s
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import Any
 
@@ -21,19 +21,28 @@ class FunctionalCall:
     """A call of a user's function, in terms of a flat list of inputs.
 
     Attributes:
-      function: takes the inputs; returns the result and the new state of the modules.
+      function: takes the inputs; returns the result, and the variables of the modules
+        that it changed.
       inputs: the leaves of the arguments and of the state of the modules.
       finish: takes what `function` returned, updates the modules, returns the result.
+      arguments: takes values in the place of the inputs, and a function; returns
+        `(args, kwargs)` made of the values, with what the function makes of its
+        `nnx.State` for each module.
+      replaced: once `function` was traced, returns the inputs in whose place it has new
+        leaves, in the order of the leaves of its variables.
       array_paths: returns the path of each array among the inputs.
     """
 
-    function: Callable[[list[Any]], Any]
+    function: Callable[[list[Any]], tuple[Any, list[Any]]]
     inputs: list[Any]
-    finish: Callable[[Any], Any]
+    finish: Callable[[tuple[Any, list[Any]]], Any]
+    arguments: Callable[[Sequence[Any], Callable[[nnx.State], Any]], tuple[Any, Any]]
+    replaced: Callable[[], list[Any]]
     array_paths: Callable[[], list[str]]
 
 
-def _is_node(x: Any) -> bool:
+def is_node(x: Any) -> bool:
+    """Whether `x` is an object of NNX, which may change while a function runs."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
@@ -43,6 +52,7 @@ def functional(
     kwargs: dict[str, Any],
     *,
     names: bool = False,
+    where: str | None = None,
 ) -> FunctionalCall:
     """Makes `fun(*args, **kwargs)` a pure function of a flat list of leaves.
 
@@ -52,19 +62,26 @@ def functional(
         share state.
       kwargs: its keyword arguments, likewise.
       names: open a scope around each call of a module.
+      where: what calls it, for messages.
+
+    Raises:
+      ValueError: when `function` is called, if that changes the structure of a module.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-    nodes = [x for x in leaves if _is_node(x)]
+    where = where or f"amp: {getattr(fun, '__name__', fun)!s}"
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    nodes = [x for x in leaves if is_node(x)]
     if not nodes:
         return FunctionalCall(
-            lambda inputs: _call(fun, treedef, inputs),
+            lambda inputs: (_call(fun, treedef, inputs), []),
             leaves,
-            lambda out: out,
+            lambda result: result[0],
+            lambda values, of_module: jax.tree.unflatten(treedef, values),
+            list,
             lambda: _paths((args, kwargs)),
         )
     graphdef, state = nnx.split(nodes)
     state_leaves, state_def = jax.tree.flatten(state)
-    others = [x for x in leaves if not _is_node(x)]
+    others = [x for x in leaves if not is_node(x)]
     changed_paths: list[Any] = []
 
     def attempt(inputs: list[Any], scopes: Scopes) -> Any:
@@ -72,13 +89,13 @@ def functional(
         new_state = jax.tree.unflatten(state_def, inputs[: len(state_leaves)])
         merged = nnx.merge(graphdef, new_state, copy=True)
         modules = iter(merged)
-        filled = [next(modules) if _is_node(x) else next(rest) for x in leaves]
+        filled = [next(modules) if is_node(x) else next(rest) for x in leaves]
         with scopes(merged):
             out = _call(fun, treedef, filled)
-        forget_names(list(filter(_is_node, jax.tree.leaves(out, is_leaf=_is_node))))
+        forget_names(list(filter(is_node, jax.tree.leaves(out, is_leaf=is_node))))
         after, updated = nnx.split(merged)
         if after != graphdef:
-            raise ValueError(_changed_structure(fun, state, updated))
+            raise ValueError(_changed_structure(where, state, updated))
         changed = _changed(updated, new_state)
         changed_paths[:] = changed
         return out, list(changed.values())
@@ -93,9 +110,29 @@ def functional(
         return out
 
     def paths() -> list[str]:
-        return _paths(state) + _paths((args, kwargs), is_leaf=_is_node)
+        return _paths(state) + _paths((args, kwargs), is_leaf=is_node)
 
-    return FunctionalCall(function, [*state_leaves, *others], finish, paths)
+    def arguments(
+        values: Sequence[Any], of_module: Callable[[nnx.State], Any]
+    ) -> tuple[Any, Any]:
+        count = len(state_leaves)
+        states = jax.tree.unflatten(state_def, values[:count])
+        rest = iter(values[count:])
+        of_nodes = (
+            states[i]
+            if isinstance(node, nnx.Variable)
+            else of_module(states.get(i, nnx.State({})))
+            for i, node in enumerate(nodes)
+        )
+        filled = [next(of_nodes) if is_node(x) else next(rest) for x in leaves]
+        return jax.tree.unflatten(treedef, filled)
+
+    def replaced() -> list[Any]:
+        before = dict(nnx.to_flat_state(state))
+        return jax.tree.leaves([before[path] for path in changed_paths])
+
+    inputs = [*state_leaves, *others]
+    return FunctionalCall(function, inputs, finish, arguments, replaced, paths)
 
 
 def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
@@ -104,21 +141,42 @@ def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
     return [keystr(p, simple=True, separator="/") for p, x in found if is_array(x)]
 
 
-def _changed_structure(fun: Any, old: nnx.State, new: nnx.State) -> str:
+def changes_in(tree: Any, name: str) -> Callable[[], list[str]]:
+    """Returns a function that names the variables in a tree that changed since.
+
+    Args:
+      tree: arguments of a function, modules and variables among them.
+      name: what to call the tree.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
+    nodes = [(path, node) for path, node in leaves if is_node(node)]
+    # In variables of their own: those of a module change with it.
+    before = [jax.tree.map(lambda x: x, nnx.split(node)[1]) for _, node in nodes]
+
+    def changes() -> list[str]:
+        return [
+            f"{name}{jax.tree_util.keystr(path)} ({type(node).__name__}"
+            f"{''.join(f'.{key}' for key in variable)})"
+            for (path, node), old in zip(nodes, before, strict=True)
+            for variable in _changed(nnx.split(node)[1], old)
+        ]
+
+    return changes
+
+
+def _changed_structure(where: str, old: nnx.State, new: nnx.State) -> str:
     """Says what a function did to the structure of its modules."""
-    name = getattr(fun, "__name__", fun)
     paths = [dict(nnx.to_flat_state(state)).keys() for state in (old, new)]
     if paths[0] == paths[1]:
         return (
-            f"amp: {name!s} changed a static attribute of its nnx.Module argument, as "
+            f"{where} changed a static attribute of its nnx.Module argument, as "
             "model.eval() does; expected changes of variables only. Change it before "
             "the call, or use nnx.view."
         )
     return (
-        f"amp: {name!s} changed the structure of its nnx.Module argument (it added or "
+        f"{where} changed the structure of its nnx.Module argument (it added or "
         "removed a variable or a module); expected changes of values only. Create all "
-        "variables in __init__, or call the function once before amp so that they "
-        "exist."
+        "variables in __init__, or call the function once before, so that they exist."
     )
 
 
@@ -132,7 +190,8 @@ def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
     return {
         path: variable
         for path, variable in nnx.to_flat_state(new)
-        if any(map(is_not, jax.tree.leaves(variable), jax.tree.leaves(before[path])))
+        if path not in before
+        or any(map(is_not, jax.tree.leaves(variable), jax.tree.leaves(before[path])))
     }
 
 

@@ -1,5 +1,6 @@
 """The training step for loops that keep `nnx.Optimizer`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +12,21 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._accumulate import AxisName
+from flax_amp._compiled import explaining_donation
 from flax_amp._gradients import (
     Options,
     all_gradients,
+    explaining_update,
     gradients,
     make_options,
     metrics_of,
 )
 from flax_amp._hyperparams import hyperparam_metrics
-from flax_amp.finite import COUNTERS
+from flax_amp._variables import pure
+from flax_amp.finite import counted
+from flax_amp.nnx_bridge import is_node
 from flax_amp.policy import PolicyEntries
-from flax_amp.scaler import Scaler
+from flax_amp.scaler import Scaler, checked_scaler
 from flax_amp.train_state import (
     AmpTrainState,
     check_params,
@@ -52,7 +57,9 @@ def make_nnx_train_step(
     not finite changes nothing in either, the optimizer's own `step` included.
 
     Args:
-      loss_fn: `loss_fn(model, batch)`, which returns a scalar float loss.
+      loss_fn: `loss_fn(model, batch)`, which returns a scalar float loss. Modules in
+        the batch, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are updated like
+        the model, but do not train.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics.
       compute_dtype: see `flax_amp.amp`.
       amp_policy: see `flax_amp.amp`.
@@ -93,6 +100,7 @@ def make_nnx_train_step(
     options = make_options(
         loss_fn,
         "make_nnx_train_step",
+        keywords=(),
         has_aux=has_aux,
         compute_dtype=compute_dtype,
         amp_policy=amp_policy,
@@ -112,11 +120,18 @@ def make_nnx_train_step(
     if jit:
         step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
 
+    checked = False
+
     def train_step(
         model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: PyTree
     ) -> tuple[Scaler, dict[str, Any]]:
+        nonlocal checked
         _check(model, optimizer)
-        return step(model, optimizer, scaler, batch)
+        # The first time all of it; later on, that would wait for the step before.
+        with explaining_donation("train_step", "scaler", scaler):
+            scaler = checked_scaler(scaler, "train_step: scaler", wait=not checked)
+            checked = True
+            return step(model, optimizer, scaler, batch)
 
     return train_step
 
@@ -128,10 +143,18 @@ def _step(
     scaler: Scaler,
     batch: PyTree,
 ) -> tuple[Scaler, dict[str, Any]]:
-    before = _arrays((model, optimizer))
-    graphdef, params, variables = split_model(model, optimizer.wrt)
+    nodes, batch = _take_nodes(batch)
+    # Modules in the batch go where the model goes. Its name comes first: what both hold
+    # is the model's.
+    whole = nnx.Dict(model=model, others=nnx.List(nodes))
+    before = _arrays((whole, optimizer))
+    trained = {
+        ("model", *path)
+        for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))
+    }
+    graphdef, params, variables = split_model(whole, lambda path, _: path in trained)
     check_selection(params, optimizer.wrt, "train_step")
-    check_params(params, "train_step")
+    check_params(params["model"], "train_step")
     state = AmpTrainState(
         step=optimizer.step[...],
         apply_fn=None,  # type: ignore[arg-type]  # as create does for a model
@@ -143,29 +166,64 @@ def _step(
         rngs={},
         graphdef=graphdef,
     )
+
+    given = options.loss_fn
+
+    def loss_fn(whole: nnx.Dict, batch: PyTree) -> Any:
+        return given(whole.model, _put_nodes(batch, whole.others))
+
+    loss_fn.__name__ = getattr(given, "__name__", "loss_fn")
+    options = options._replace(loss_fn=loss_fn)
     new_scaler, finite, result = gradients(options, state, batch)
     grads = nnx.state(model, optimizer.wrt)
-    nnx.replace_by_pure_dict(grads, all_gradients(result, finite, params))
-    optimizer.update(model, grads)
-    _assign(model, _tree.combine(result.variables, variables))
+    nnx.replace_by_pure_dict(grads, all_gradients(result, params)["model"])
+    counters = _skip_counts(optimizer, finite)
+    with explaining_update(options.where):
+        optimizer.update(model, grads)
+    _assign(whole, _tree.combine(result.variables, variables))
 
-    counts = _skip_counts(optimizer)
-    kept = _tree.select(finite, _arrays((model, optimizer)), before)
-    nnx.update((model, optimizer), kept)
-    for name, count in counts.items():
+    kept = _tree.select(finite, _arrays((whole, optimizer)), before)
+    nnx.update((whole, optimizer), kept)
+    for name, count in counters.items():
         getattr(optimizer.opt_state, name).set_value(count)
-    metrics = metrics_of(new_scaler, finite, result)
-    if counts:
-        metrics["skipped_total"] = counts["total_notfinite"]
-    metrics |= hyperparam_metrics(optimizer.opt_state)
-    return new_scaler, metrics | result.aux
+    more = hyperparam_metrics(optimizer.opt_state)
+    if counters:
+        more["skipped_total"] = counters["total_notfinite"]
+    return new_scaler, metrics_of(options, new_scaler, finite, result, **more)
 
 
-def _skip_counts(optimizer: nnx.Optimizer) -> dict[str, jax.Array]:
-    """Returns the counters of `apply_if_finite`, if `tx` is inside of one."""
+def _skip_counts(optimizer: nnx.Optimizer, finite: jax.Array) -> dict[str, jax.Array]:
+    """Returns the new counters of `apply_if_finite`, if `tx` is inside of one."""
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         return {}
-    return {name: getattr(optimizer.opt_state, name).get_value() for name in COUNTERS}
+    return counted(pure(optimizer.opt_state), finite)
+
+
+def _take_nodes(batch: PyTree) -> tuple[list[Any], PyTree]:
+    """Returns the modules in a batch, and the batch with their numbers for them."""
+    leaves, structure = jax.tree.flatten(batch, is_leaf=is_node)
+    nodes = [leaf for leaf in leaves if is_node(leaf)]
+    numbers = map(_Number, range(len(nodes)))
+    return nodes, jax.tree.unflatten(
+        structure, [next(numbers) if is_node(leaf) else leaf for leaf in leaves]
+    )
+
+
+def _put_nodes(batch: PyTree, nodes: Any) -> PyTree:
+    """Undoes `_take_nodes`."""
+    return jax.tree.map(
+        lambda leaf: nodes[leaf.number] if isinstance(leaf, _Number) else leaf,
+        batch,
+        is_leaf=lambda leaf: isinstance(leaf, _Number),
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Number:
+    """Stands for a module in a batch; no array, so no transformation touches it."""
+
+    number: int
 
 
 def _arrays(node: Any) -> nnx.State:

@@ -6,14 +6,16 @@ that was used for them, not by the one that the update makes of it.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from flax import nnx
 
 from flax_amp import _tree
-from flax_amp.scaler import Scaler, complete_scaler, update_scaler
+from flax_amp._accumulate import AxisName, Result, bound_axis, synchronize, vary
+from flax_amp.nnx_bridge import FunctionalCall, functional
+from flax_amp.scaler import Scaler, checked_scaler, update_scaler
 
 PyTree = Any
 
@@ -21,35 +23,47 @@ PyTree = Any
 def scale_loss(loss: jax.Array, state: Mapping[str, Any]) -> jax.Array:
     """Returns `loss * scale`, at least in float32, where the product fits.
 
+    Args:
+      loss: a loss of any float dtype.
+      state: a scaler; see `flax_amp.DynamicScalerState`.
+
     Example:
       >>> from flax_amp import init_scaler
       >>> scale_loss(jnp.float16(8), init_scaler())
       Array(262144., dtype=float32)
     """
-    return _widen(loss) * state["scaler"]
+    return _widen(jnp.asarray(loss)) * checked_scaler(state)["scaler"]
 
 
-def unscale_grads(
-    grads: PyTree, state: Mapping[str, Any], loss: ArrayLike = 0.0
-) -> PyTree:
+def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     """Divides gradients by the scale they were made with, at least in float32.
 
     Args:
       grads: gradients of `scale_loss(loss, state)`.
       state: the scaler that was used for them, not the updated one.
-      loss: the unscaled loss. When it is not finite, every gradient becomes NaN, so
-        that whoever tests the gradients learns of it.
 
     Returns:
       The gradients; floating leaves are float32, or wider if they were wider.
 
     Example:
-      >>> from flax_amp import init_scaler
-      >>> unscale_grads(jnp.float16(2**15), init_scaler())
-      Array(1., dtype=float32)
+      Two losses that share one scaler:
+
+      >>> from flax_amp import all_finite, init_scaler, update_scaler
+      >>> scaler = init_scaler()
+      >>> def scaled(w):
+      ...     loss = w**2
+      ...     return scale_loss(loss, scaler), loss
+      >>> first, loss = jax.grad(scaled, has_aux=True)(jnp.float32(3))
+      >>> second, _ = jax.grad(scaled, has_aux=True)(jnp.float32(4))
+      >>> grads = unscale_grads((first, second), scaler)
+      >>> scaler = update_scaler(
+      ...     scaler, all_finite(grads), loss_finite=all_finite(loss)
+      ... )
+      >>> [float(grad) for grad in grads], int(scaler["count"])
+      ([6.0, 8.0], 1)
     """
     # One multiplication per leaf, which XLA fuses with the cast around it.
-    factor = jnp.where(jnp.isfinite(loss), 1.0 / state["scaler"], jnp.nan)
+    factor = 1.0 / checked_scaler(state)["scaler"]
     return jax.tree.map(
         lambda g: _widen(g) * factor if _tree.is_inexact_array(g) else g, grads
     )
@@ -58,49 +72,83 @@ def unscale_grads(
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     """Casts each floating leaf to the dtype of its counterpart in `like`."""
     return jax.tree.map(
-        lambda x, y: x.astype(y.dtype) if _tree.is_inexact_array(x) else x, tree, like
+        lambda x, y: x.astype(jnp.result_type(y)) if _tree.is_inexact_array(x) else x,
+        tree,
+        like,
     )
 
 
+class Attempt(NamedTuple):
+    """One forward and backward pass, and what the scaler has to know of it."""
+
+    forward_finite: jax.Array  # bool[]: the loss, and the variables it updated
+    grads_finite: jax.Array
+    outputs: PyTree
+
+    @property
+    def finite(self) -> jax.Array:
+        return self.forward_finite & self.grads_finite
+
+
 def retry_until_finite(
-    attempt: Callable[[Scaler], tuple[jax.Array, PyTree]],
-    state: Mapping[str, Any],
-    retries: int,
+    attempt: Callable[[Scaler], Attempt], state: Scaler, retries: int
 ) -> tuple[Scaler, jax.Array, PyTree]:
-    """Runs `attempt` and, while it is not finite, again with a lower scale.
+    """Runs `attempt` and, while that lowers the scale, again.
 
     Args:
-      attempt: maps a scaler to `(finite, outputs)`.
+      attempt: one pass with a scaler.
       state: the scaler to begin with.
       retries: how often to run again at most.
 
     Returns:
       `(new_state, finite, outputs)` of the last run.
     """
-    state = complete_scaler(state)
-    finite, outputs = attempt(state)
-    state = update_scaler(state, finite)
+
+    def run(state: Scaler) -> tuple[Scaler, jax.Array, Attempt]:
+        tried = attempt(state)
+        new = update_scaler(state, tried.grads_finite, loss_finite=tried.forward_finite)
+        # It stays where no lower one helps, and at the lowest.
+        return new, new["scaler"] < state["scaler"], tried
+
+    state, lowered, tried = run(state)
     if retries == 0:
-        return state, finite, outputs
+        return state, tried.finite, tried.outputs
     # Leaves that are not arrays cannot be carried by the loop, nor can they change.
-    arrays, static = _tree.partition(outputs, _tree.is_array)
+    arrays, static = _tree.partition(tried, _tree.is_array)
 
     def keep_trying(carry: Any) -> jax.Array:
-        _, finite, _, tries = carry
-        return ~finite & (tries < retries)
+        _, lowered, _, tries = carry
+        return lowered & (tries < retries)
 
     def try_again(carry: Any) -> Any:
-        state, _, _, tries = carry
-        finite, outputs = attempt(state)
-        arrays, _ = _tree.partition(outputs, _tree.is_array)
-        return update_scaler(state, finite), finite, arrays, tries + 1
+        state, lowered, tried = run(carry[0])
+        arrays, _ = _tree.partition(tried, _tree.is_array)
+        return state, lowered, arrays, carry[3] + 1
 
     # The first attempt stands before the loop, so that the carry has its types (and
     # under `shard_map` its varying axes) without a second way to find them.
-    state, finite, arrays, _ = jax.lax.while_loop(
-        keep_trying, try_again, (state, finite, arrays, jnp.int32(0))
+    state, _, arrays, _ = jax.lax.while_loop(
+        keep_trying, try_again, (state, lowered, arrays, jnp.int32(0))
     )
-    return state, finite, _tree.combine(arrays, static)
+    tried = _tree.combine(arrays, static)
+    return state, tried.finite, tried.outputs
+
+
+def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
+    """Returns bool[]: nothing finite in `old` has become inf or NaN in `new`.
+
+    Args:
+      new: updated variables, `None` for those that did not change.
+      old: those before. A mask of -inf among them is no fault of this step.
+    """
+
+    def stays(new: Any, old: Any) -> jax.Array:
+        if new is None or not _tree.is_inexact_array(new):
+            return jnp.array(True)
+        return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+
+    flags = jax.tree.leaves(_tree.map_or_none(stays, new, old))
+    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 
 
 def check_retries(redo_on_nan: Any, where: str) -> int:
@@ -109,7 +157,7 @@ def check_retries(redo_on_nan: Any, where: str) -> int:
     if not isinstance(redo_on_nan, int) or redo_on_nan < 0:
         raise ValueError(
             f"{where}: {redo_on_nan=}; expected an integer of at least 0, the number "
-            "of times a step that is not finite is computed again."
+            "of times that gradients are computed again with a lower scale."
         )
     return int(redo_on_nan)
 
@@ -148,23 +196,33 @@ def dynamic_scale_value_and_grad(
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
+    axis_name: AxisName = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Like `jax.value_and_grad`, with the loss scaled and the gradients unscaled.
 
     The loss is multiplied by the scale in float32, the gradients are divided by the
     same scale in float32 and then cast to the dtype of their parameters. The value
-    returned is the loss itself, in its own dtype.
+    returned is the loss itself, in its own dtype. Whether to skip a step is up to the
+    caller: `flax_amp.all_finite((loss, grads))` tells.
 
     Args:
-      fun: function to differentiate; it returns a scalar float loss.
+      fun: function to differentiate; it returns a scalar float loss. Modules among its
+        arguments are updated as it updates them, by `nnx.BatchNorm` or `nnx.Rngs`, and
+        stay as they were when loss, gradients or updated variables are not finite.
       has_aux: as in `jax.grad`: `fun` returns `(loss, aux)`.
-      redo_on_nan: while loss or gradients are not finite, lower the scale and compute
-        again, at most this many times; then give up and return what there is.
+      redo_on_nan: while the loss is finite, the gradients are not, and the scale can
+        still fall, compute again with the lower scale, at most this many times; then
+        give up and return what there is.
       filter: if True, only the floating and complex array leaves of the
         differentiated argument are differentiated; every other leaf is passed through
         and its gradient is `None`. If False, plain `jax.value_and_grad`.
-      **kwargs: further arguments of `jax.value_and_grad`, such as `argnums`.
+      axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
+        over which to average gradients, loss, the variables of modules and scalar
+        float entries of `aux`. All devices then make the same of the scale.
+      **kwargs: further arguments of `jax.value_and_grad`, such as `argnums`. As in
+        `nnx.value_and_grad`, that may hold `nnx.DiffState`, and the gradients of a
+        module are an `nnx.State` of its `nnx.Param`.
 
     Returns:
       A function that behaves like the output of `jax.value_and_grad`, except that it
@@ -175,7 +233,9 @@ def dynamic_scale_value_and_grad(
     Raises:
       TypeError: when called, if the loss is not a scalar float or if
         `dynamic_scaler_state` is missing.
-      ValueError: if `redo_on_nan` is negative.
+      ValueError: if `redo_on_nan` is negative; when called, if a value of the scaler is
+        out of its range, or `fun` changes the structure of a module.
+      NameError: when called, if `axis_name` is not bound.
 
     Example:
       >>> from flax_amp import DynamicScalerState
@@ -186,30 +246,54 @@ def dynamic_scale_value_and_grad(
       >>> float(loss), float(grad), int(state["count"])
       (36.0, 24.0, 1)
     """
-    retries = check_retries(redo_on_nan, "dynamic_scale_value_and_grad")
+    where = "dynamic_scale_value_and_grad"
+    retries = check_retries(redo_on_nan, where)
     argnums = kwargs.pop("argnums", 0)
+    name = _name_of(fun)
 
     @functools.wraps(fun)
     def value_and_grad_fn(
         *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
     ) -> tuple[Scaler, Any]:
-        _check_call(dynamic_scaler_state, argnums, args)
-        wrt, rebuild = _differentiated(args, argnums, filter)
+        scaler = _check_call(dynamic_scaler_state, argnums, args)
+        bound_axis(axis_name, where)
+        call = functional(fun, args, fun_kwargs, where=f"{where}: {name}")
+        indices = _differentiated(call, argnums, filter)
+        chosen = jax.tree.leaves(indices)
+        structure: Any = None
 
-        def attempt(state: Scaler) -> tuple[jax.Array, Any]:
-            def scaled(wrt: PyTree) -> Any:
-                out = fun(*rebuild(wrt), **fun_kwargs)
-                loss, aux = split_aux(out, has_aux, _name_of(fun))
-                return scale_loss(jnp.asarray(loss), state), (loss, aux)
+        def attempt(state: Scaler) -> Attempt:
+            def scaled(wrt: list[Any]) -> Any:
+                inputs = dict(enumerate(call.inputs)) | dict(
+                    zip(chosen, wrt, strict=True)
+                )
+                out, updated = call.function([*inputs.values()])
+                loss, aux = split_aux(out, has_aux, name)
+                return scale_loss(loss, state), (jnp.asarray(loss), updated, aux)
 
+            nonlocal structure
+            wrt = vary([call.inputs[index] for index in chosen], axis_name)
             grad_fn = jax.value_and_grad(scaled, has_aux=True, **kwargs)
-            (_, (loss, aux)), grads = grad_fn(wrt)
-            grads = cast_like(unscale_grads(grads, state, loss), wrt)
-            value = (loss, aux) if has_aux else loss
-            return _tree.all_finite((jnp.asarray(loss), grads)), (value, grads)
+            (_, (loss, updated, aux)), grads = grad_fn(wrt)
+            updated, structure = jax.tree.flatten(updated)
+            old = call.replaced()
+            _check_shapes(updated, old, where)
+            result = Result(unscale_grads(grads, state), None, loss, updated, aux)
+            if axis_name is not None:
+                result = synchronize(result, axis_name, old)
+                result = result._replace(variables=_tree.combine(result.variables, old))
+            forward = _tree.all_finite(result.loss) & stays_finite(
+                result.variables, old
+            )
+            result = result._replace(grads=cast_like(result.grads, wrt))
+            return Attempt(forward, _tree.all_finite(result.grads), result)
 
-        state, _, outputs = retry_until_finite(attempt, dynamic_scaler_state, retries)
-        return state, outputs
+        state, finite, result = retry_until_finite(attempt, scaler, retries)
+        kept = _tree.select(finite, result.variables, call.replaced())
+        call.finish((None, jax.tree.unflatten(structure, kept)))
+        of = dict(zip(chosen, result.grads, strict=True))
+        grads = jax.tree.map(of.__getitem__, indices)
+        return state, (((result.loss, result.aux) if has_aux else result.loss), grads)
 
     return value_and_grad_fn
 
@@ -220,6 +304,7 @@ def dynamic_scale_grad(
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
+    axis_name: AxisName = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
     """Like `jax.grad`, with the loss scaled and the gradients unscaled.
@@ -229,6 +314,7 @@ def dynamic_scale_grad(
       has_aux: see there.
       redo_on_nan: see there.
       filter: see there.
+      axis_name: see there.
       **kwargs: see there.
 
     Returns:
@@ -239,6 +325,7 @@ def dynamic_scale_grad(
     Raises:
       TypeError: as `dynamic_scale_value_and_grad`.
       ValueError: as `dynamic_scale_value_and_grad`.
+      NameError: as `dynamic_scale_value_and_grad`.
 
     Example:
       >>> from flax_amp import init_scaler
@@ -248,7 +335,12 @@ def dynamic_scale_grad(
       6.0
     """
     value_and_grad_fn = dynamic_scale_value_and_grad(
-        fun, has_aux=has_aux, redo_on_nan=redo_on_nan, filter=filter, **kwargs
+        fun,
+        has_aux=has_aux,
+        redo_on_nan=redo_on_nan,
+        filter=filter,
+        axis_name=axis_name,
+        **kwargs,
     )
 
     @functools.wraps(fun)
@@ -259,43 +351,63 @@ def dynamic_scale_grad(
     return grad_fn
 
 
-def _differentiated(
-    args: tuple[Any, ...], argnums: int | Sequence[int], filter: bool
-) -> tuple[PyTree, Callable[[PyTree], list[Any]]]:
-    """Returns what to differentiate, and how to make the arguments from it."""
-    single = isinstance(argnums, int)
-    nums = [argnums] if isinstance(argnums, int) else list(argnums)
-    chosen = [args[num] for num in nums]
-    rest: list[Any] = []
-    if filter:
-        parts = [_tree.partition(arg, _tree.is_inexact_array) for arg in chosen]
-        chosen, rest = [part[0] for part in parts], [part[1] for part in parts]
+def _differentiated(call: FunctionalCall, argnums: Any, filter: bool) -> PyTree:
+    """Returns the arguments to differentiate, with the index of each of their inputs.
 
-    def rebuild(wrt: PyTree) -> list[Any]:
-        values = [wrt] if single else list(wrt)
-        if filter:
-            values = [_tree.combine(*pair) for pair in zip(values, rest, strict=True)]
-        full = list(args)
-        for num, value in zip(nums, values, strict=True):
-            full[num] = value
-        return full
+    What is not differentiated is `None`; of modules, it is left out.
+    """
+    indices = range(len(call.inputs))
 
-    return (chosen[0] if single else tuple(chosen)), rebuild
+    def inexact(tree: PyTree) -> bool:
+        return all(
+            _tree.is_inexact_array(call.inputs[i]) for i in jax.tree.leaves(tree)
+        )
+
+    def of_argument(argnum: Any) -> PyTree:
+        wrt: Any = nnx.Param
+        if isinstance(argnum, nnx.DiffState):
+            argnum, wrt = argnum.argnum, argnum.filter
+        trains = nnx.All(wrt, lambda path, variable: inexact(variable))
+        args, _ = call.arguments(indices, lambda state: nnx.filter_state(state, trains))
+        return jax.tree.map(
+            lambda index: index if not filter or inexact(index) else None, args[argnum]
+        )
+
+    picked = tuple(map(of_argument, _as_sequence(argnums)))
+    return picked if isinstance(argnums, Sequence) else picked[0]
 
 
-def _check_call(state: Any, argnums: int | Sequence[int], args: Sequence[Any]) -> None:
+def _as_sequence(argnums: Any) -> Sequence[Any]:
+    return argnums if isinstance(argnums, Sequence) else [argnums]
+
+
+def _check_shapes(new: list[Any], old: list[Any], where: str) -> None:
+    """Raises a ValueError if a variable cannot be kept as it was."""
+    for x, y in zip(new, old, strict=True):
+        seen, wanted = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (x, y))
+        if seen != wanted:
+            raise ValueError(
+                f"{where}: a variable of a module changed from {wanted} to {seen}; "
+                "expected the same shape and dtype after each call. Create it with "
+                "those that it has afterwards."
+            )
+
+
+def _check_call(state: Any, argnums: Any, args: Sequence[Any]) -> Scaler:
+    """Returns the scaler of a call, after checking it and the arguments."""
     if state is None:
         raise TypeError(
             "dynamic_scale_grad: the keyword argument dynamic_scaler_state is missing; "
             "expected a scaler. Call grad_fn(..., dynamic_scaler_state=init_scaler()) "
             "and pass the state it returns to the next call."
         )
-    nums = [argnums] if isinstance(argnums, int) else argnums
+    nums = [getattr(num, "argnum", num) for num in _as_sequence(argnums)]
     if any(not -len(args) <= num < len(args) for num in nums):
         raise TypeError(
             f"dynamic_scale_grad: {argnums=} names an argument that was not passed by "
             f"position; got {len(args)} positional arguments. Pass it by position."
         )
+    return checked_scaler(state, "dynamic_scaler_state", wait=True)
 
 
 def _name_of(fun: Any) -> str:

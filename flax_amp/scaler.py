@@ -5,6 +5,10 @@ checkpoint without losing a field. Whatever happens to the gradients, the scale 
 a finite, positive number between `min_scaler` and `max_scaler`. What uses it stands in
 `flax_amp.scaled_grad`.
 
+Only what a lower scale can mend lowers it. The forward pass does not see the scale: a
+loss that is not finite comes from the batch or from the activations, and would be as
+wrong at any other scale.
+
 Sharp edges:
   The scale grows on the `patience + 1`-th finite step in a row, as in jaxamp and in
   Flax's `DynamicScale`, not on the `patience`-th.
@@ -16,6 +20,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from flax_amp import _tree
@@ -34,22 +39,23 @@ _INT32_MAX = 2**31 - 1
 class DynamicScalerState(TypedDict, total=False):
     """The type of the scaler: a dict of 0-d arrays, all strongly typed.
 
-    `DynamicScalerState(patience=10)` is the dict `{"patience": 10}`. Every function
+        `DynamicScalerState(patience=10)` is the dict `{"patience": 10}`. Every function
     that takes a scaler completes missing keys with the defaults of `init_scaler` and
-    turns Python numbers into arrays, so such a short form is enough to start with.
+        turns Python numbers into arrays, so such a short form is enough to start with.
 
-    Attributes:
-      scaler: float32, the loss is multiplied by it.
-      count: int32, finite steps since the scale last changed.
-      patience: int32, the scale grows on the finite step after `patience` others.
-      adjust_factor: float32, what the scale is multiplied or divided by.
-      total_resets: int32, how often a gradient or loss was not finite.
-      min_scaler: float32, lower limit of the scale.
-      max_scaler: float32, upper limit of the scale.
+        Attributes:
+          scaler: float32, the loss is multiplied by it.
+          count: int32, finite steps since the scale last changed.
+          patience: int32, the scale grows on the finite step after `patience` others.
+          adjust_factor: float32, what the scale is multiplied or divided by.
+          total_resets: int32, how many steps were not finite, those that left the scale
+            alone included.
+          min_scaler: float32, lower limit of the scale.
+          max_scaler: float32, upper limit of the scale.
 
-    Example:
-      >>> DynamicScalerState(patience=10)
-      {'patience': 10}
+        Example:
+          >>> DynamicScalerState(patience=10)
+          {'patience': 10}
     """
 
     scaler: ArrayLike
@@ -106,16 +112,15 @@ def init_scaler(
       >>> float(state["scaler"])
       32768.0
     """
-    _check_hyperparameters(scaler, patience, adjust_factor, min_scaler, max_scaler)
-    return complete_scaler(
-        dict(
-            scaler=scaler,
-            patience=patience,
-            adjust_factor=adjust_factor,
-            min_scaler=min_scaler,
-            max_scaler=max_scaler,
-        )
+    given = dict(
+        scaler=scaler,
+        patience=patience,
+        adjust_factor=adjust_factor,
+        min_scaler=min_scaler,
+        max_scaler=max_scaler,
     )
+    check_scaler(given, "init_scaler")
+    return complete_scaler(given)
 
 
 def static_scaler(value: ArrayLike) -> Scaler:
@@ -148,13 +153,15 @@ def no_scaler() -> Scaler:
     return static_scaler(1.0)
 
 
-def complete_scaler(state: Mapping[str, Any]) -> Scaler:
+def complete_scaler(state: Mapping[str, Any], where: str = "scaler") -> Scaler:
     """Fills in missing keys and turns Python numbers into strongly typed arrays.
 
-    This is also what brings the scaler of an older checkpoint up to date.
+    This is also what brings the scaler of an older checkpoint up to date. It does not
+    look at the values: `check_scaler` does.
 
     Args:
       state: any part of a scaler; see `DynamicScalerState`.
+      where: what it was given as, for messages.
 
     Returns:
       A dict with every key, as from `init_scaler`.
@@ -169,12 +176,13 @@ def complete_scaler(state: Mapping[str, Any]) -> Scaler:
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"scaler: got {type(state).__name__}; expected a dict such as "
-            "flax_amp.init_scaler() returns. Pass dynamic_scaler_state=init_scaler()."
+            f"{where}: got {type(state).__name__}; expected a dict such as "
+            "flax_amp.init_scaler() returns. Pass that, or flax_amp.no_scaler() for "
+            "bfloat16."
         )
     if unknown := sorted(str(key) for key in state if key not in _DEFAULTS):
         raise ValueError(
-            f"scaler: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
+            f"{where}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
             "Remove or rename them."
         )
     return {
@@ -183,39 +191,57 @@ def complete_scaler(state: Mapping[str, Any]) -> Scaler:
     }
 
 
-def update_scaler(state: Mapping[str, Any], grads_finite: ArrayLike) -> Scaler:
+def update_scaler(
+    state: Mapping[str, Any],
+    grads_finite: ArrayLike,
+    *,
+    loss_finite: ArrayLike = True,
+) -> Scaler:
     """Grows or lowers the scale after one step.
 
     A finite step adds one to `count`; when `count` has reached `patience`, it instead
-    multiplies the scale by `adjust_factor` and starts the count again. A non-finite
-    step divides the scale, starts the count again and adds one to `total_resets`. The
-    scale is kept within its limits, and counters stop at the largest int32.
+    multiplies the scale by `adjust_factor` and starts the count again. A finite loss
+    with gradients that are not finite divides the scale and starts the count again. A
+    loss that is not finite leaves both alone: no scale would have helped. Either adds
+    one to `total_resets`. The scale is kept within its limits, and counters stop at
+    the largest int32.
 
     Args:
       state: a scaler; see `DynamicScalerState`.
-      grads_finite: bool[], True when loss and gradients are finite on every device.
+      grads_finite: bool[], True when the gradients are finite on every device.
+      loss_finite: bool[], True when the loss, and whatever else the forward pass gave,
+        is finite on every device.
 
     Returns:
       A new scaler with the same keys, shapes and dtypes.
+
+    Raises:
+      TypeError: if `state` is not a mapping.
+      ValueError: if a key is unknown, or a Python number is out of its range.
 
     Example:
       >>> state = update_scaler(init_scaler(), False)
       >>> float(state["scaler"]), int(state["total_resets"])
       (16384.0, 1)
+      >>> state = update_scaler(state, False, loss_finite=False)
+      >>> float(state["scaler"]), int(state["total_resets"])
+      (16384.0, 2)
     """
-    state = complete_scaler(state)
-    finite = jnp.asarray(grads_finite, bool)
+    state = checked_scaler(state)
+    forward = jnp.asarray(loss_finite, bool)
+    finite = forward & jnp.asarray(grads_finite, bool)
+    lowers = forward & ~finite
     scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
     grows = finite & (count >= state["patience"])
     moved = jnp.where(grows, scale * factor, scale)
-    moved = jnp.where(finite, moved, scale / factor)
+    moved = jnp.where(lowers, scale / factor, moved)
     # fmax and fmin ignore a NaN operand: even a scale that came in broken recovers.
     moved = jnp.fmin(jnp.fmax(moved, state["min_scaler"]), state["max_scaler"])
-    counted = jnp.where(finite & ~grows, _saturating_increment(count), 0)
+    counted = jnp.where(finite, _saturating_increment(count), count)
     resets = state["total_resets"]
     return state | {
         "scaler": moved,
-        "count": counted,
+        "count": jnp.where(lowers | grows, 0, counted),
         "total_resets": jnp.where(finite, resets, _saturating_increment(resets)),
     }
 
@@ -243,37 +269,72 @@ def _check_scalar(key: str, value: Any) -> None:
         )
 
 
-def _check_hyperparameters(
-    scaler: Any, patience: Any, factor: Any, low: Any, high: Any
-) -> None:
-    """Raises one ValueError that lists every bad value; skips traced ones."""
-    values = dict(
-        scaler=scaler,
-        patience=patience,
-        adjust_factor=factor,
-        min_scaler=low,
-        max_scaler=high,
-    )
+def checked_scaler(state: Any, where: str = "scaler", *, wait: bool = False) -> Scaler:
+    """Returns a complete scaler, after checking what is known of it.
+
+    Args:
+      state: any part of a scaler.
+      where: what it was given as, for messages.
+      wait: look at arrays on the device, too, and wait for them.
+    """
+    if isinstance(state, Mapping) and (wait or not _on_device(state)):
+        check_scaler(state, where)
+    return complete_scaler(state, where)
+
+
+def _on_device(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, jax.Array) for value in state.values())
+
+
+def check_scaler(state: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError that lists every value out of its range.
+
+    Nothing is checked if a value is traced. Missing keys have their defaults.
+    """
+    values = {key: state.get(key, default) for key, (default, _) in _DEFAULTS.items()}
     if any(isinstance(value, jax.core.Tracer) for value in values.values()):
         return
-    for name, value in values.items():
-        _check_scalar(name, value)
+    for key, value in values.items():
+        _check_scalar(key, value)
+    if bad := faults_of(values):
+        raise ValueError(
+            f"{where}: {', '.join(bad)}. Correct these values; the scale must stay "
+            "a finite, positive float32."
+        )
+
+
+def check_complete(state: Any, where: str) -> None:
+    """Raises a ValueError unless `state` is a dict with every key of a scaler."""
+    keys = state.keys() if isinstance(state, Mapping) else set()
+    if missing := sorted(_DEFAULTS.keys() - keys):
+        raise ValueError(
+            f"{where}, a {type(state).__name__}, lacks {missing}; expected every key "
+            "of flax_amp.init_scaler(). Complete it: flax_amp.init_scaler() | scaler."
+        )
+
+
+def faults_of(state: Mapping[str, Any]) -> list[str]:
+    """Says which values of a complete scaler are out of their ranges, and which are."""
+    values = {key: np.asarray(state[key]).item() for key in _DEFAULTS}
+    with np.errstate(over="ignore"):  # as the float32 that it becomes
+        scaler, factor, low, high = (
+            float(np.float32(values[key]))
+            for key in ("scaler", "adjust_factor", "min_scaler", "max_scaler")
+        )
     rules = {
         "min_scaler": (low >= _SMALLEST_SCALE, "at least 2**-126"),
         "max_scaler": (high <= _LARGEST_SCALE, "at most 2**126"),
         "scaler": (low <= scaler <= high, f"between {low=} and {high=}"),
         "adjust_factor": (factor > 1 and math.isfinite(factor), "finite, above 1"),
-        "patience": (
-            0 <= patience <= _INT32_MAX and int(patience) == patience,
+    } | {
+        key: (
+            0 <= values[key] <= _INT32_MAX and int(values[key]) == values[key],
             "an integer of at least 0 that fits int32",
-        ),
-    }
-    if bad := [
-        f"{name}={values[name]!r} (expected {text})"
-        for name, (holds, text) in rules.items()
-        if not holds
-    ]:
-        raise ValueError(
-            f"init_scaler: {', '.join(bad)}. Correct these values; the scale must stay "
-            "a finite, positive float32."
         )
+        for key in ("patience", "count", "total_resets")
+    }
+    return [
+        f"{key}={values[key]!r} (expected {text})"
+        for key, (holds, text) in rules.items()
+        if not holds
+    ]

@@ -18,7 +18,7 @@ from flax_amp import _tree
 from flax_amp._hyperparams import hyperparams_in, replace_in
 from flax_amp._optimizer import Optimizer
 from flax_amp._wrap import bare, going_on, guarded, has_integers, updating
-from flax_amp.scaler import Scaler, complete_scaler
+from flax_amp.scaler import Scaler, checked_scaler
 
 PyTree = Any
 
@@ -100,9 +100,11 @@ class AmpTrainState(train_state.TrainState):
           A state at step 0.
 
         Raises:
-          TypeError: if a model is missing, or `rngs` or `variables` is no dict.
+          TypeError: if a model is missing, or `params`, `rngs`, `variables` or `scaler`
+            is no dict.
           ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
-            selects nothing, or if `tx` accumulates around `apply_if_finite`.
+            selects nothing, if `tx` accumulates around `apply_if_finite`, or if a value
+            of `scaler` is out of its range.
         """
         graphdef = None
         if model is not None:
@@ -117,7 +119,11 @@ class AmpTrainState(train_state.TrainState):
             apply_fn=apply_fn,
             params=_own(params),
             tx=guarded(tx, params),
-            scaler=complete_scaler({} if scaler is None else scaler),
+            scaler=checked_scaler(
+                {} if scaler is None else scaler,
+                "AmpTrainState.create: scaler",
+                wait=True,
+            ),
             variables=collections,
             rngs=_as_streams(rngs),
             graphdef=graphdef,
@@ -266,6 +272,11 @@ def _as_collections(params: PyTree, variables: Any) -> PyTree:
         raise TypeError(
             "AmpTrainState.create: got neither params nor model; expected params (and "
             "apply_fn) of a Linen model, or an nnx.Module as model."
+        )
+    if not isinstance(params, Mapping | list | tuple):
+        raise TypeError(
+            f"AmpTrainState.create: params is a {type(params).__name__}; expected a "
+            "dict of arrays. Put a single array into one: {'w': array}."
         )
     if variables is None:
         return {}

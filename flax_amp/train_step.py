@@ -4,7 +4,9 @@ The order is fixed here, because every other order is wrong somewhere: scale the
 in float32, differentiate, unscale by the scale that was used, average over micro-
 batches and devices, decide once whether all of it is finite, and only then clip and
 update (`tx`). A step that is not finite changes nothing but `step`, the scaler and the
-counters of skipped steps: every other leaf of the state keeps its bits.
+counters of skipped steps: one select of the old state against the new one, so every
+other leaf keeps its bits. Only a finite loss with gradients that are not lowers the
+scale: a bad batch, or an overflow of the activations, is the same at any scale.
 
 Sharp edges:
   `state.step` counts skipped steps, the counts inside `opt_state` do not: a learning
@@ -21,19 +23,23 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._accumulate import AxisName, Result
+from flax_amp._compiled import Compiled
 from flax_amp._gradients import (
+    Options,
     all_gradients,
     check_function,
+    explaining_update,
     fold_in,
     gradients,
     make_options,
     metrics_of,
 )
 from flax_amp._hyperparams import hyperparam_metrics
-from flax_amp._loss import call
-from flax_amp.finite import COUNTERS
+from flax_amp._loss import call, check_unchanged
+from flax_amp.finite import counted, unguarded
+from flax_amp.nnx_bridge import changes_in
 from flax_amp.policy import Policy, PolicyEntries
-from flax_amp.scaler import Scaler
+from flax_amp.scaler import Scaler, check_complete
 from flax_amp.train_state import AmpTrainState
 from flax_amp.transform import amp
 
@@ -71,8 +77,9 @@ def make_train_step(
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are averaged in
         float32 whatever it is.
-      redo_on_nan: while loss or gradients are not finite, lower the scale and compute
-        the same batch again, at most this many times.
+      redo_on_nan: while the loss is finite, the gradients are not, and the scale can
+        still fall, compute the same batch again with the lower scale, at most this
+        many times.
       accum_steps: split the leading axis of every leaf of the batch into so many
         micro-batches (every `accum_steps`-th example makes one) and average their
         gradients in float32. Scalar float entries of `aux` are averaged too, entries
@@ -89,7 +96,9 @@ def make_train_step(
 
     Returns:
       `train_step(state, batch) -> (state, metrics)`. The metrics are arrays on the
-      device: `loss` (float32), `grads_finite`, `scaler` (the scale of the next step),
+      device: `loss` (float32), `grads_finite` (False for every step that was skipped,
+      because of its loss or updated variables, too), `scaler` (the scale of the next
+      step),
       `grad_norm` (unscaled, before any clipping), `skipped_total`, those of `aux`, and
       `hyperparams/learning_rate` and so on if `tx` is of `flax_amp.optim`: the values
       that the last update used, schedules included.
@@ -131,11 +140,10 @@ def make_train_step(
     ) -> tuple[AmpTrainState, dict[str, Any]]:
         _check_state(state, "train_step")
         new_scaler, finite, result = gradients(options, state, batch)
-        new_state = _advance(state, new_scaler, finite, result)
-        skipped = new_state.opt_state.total_notfinite
-        metrics = metrics_of(new_scaler, finite, result) | {"skipped_total": skipped}
-        metrics |= hyperparam_metrics(new_state.opt_state)
-        return new_state, metrics | result.aux
+        new_state = _advance(options, state, new_scaler, finite, result)
+        more = hyperparam_metrics(new_state.opt_state)
+        more["skipped_total"] = new_state.opt_state.total_notfinite
+        return new_state, metrics_of(options, new_scaler, finite, result, **more)
 
     if not jit:
         if state_shardings is not None:
@@ -147,7 +155,7 @@ def make_train_step(
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return jax.jit(train_step, **settings)
+    return Compiled(jax.jit(train_step, **settings))
 
 
 def make_eval_step(
@@ -185,34 +193,48 @@ def make_eval_step(
     # Nothing is differentiated, so there is nothing to compute again.
     lower = amp(compute_dtype=compute_dtype, amp_policy=amp_policy, recompute="never")
     names = Policy(amp_policy).names_scopes
+    name = getattr(fn, "__name__", "fn")
 
     def eval_step(state: AmpTrainState, batch: PyTree) -> Any:
         _check_state(state, "eval_step")
 
         def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
             asked = dict(names=names, evaluate=True)
-            return call(fn, state, params, variables, batch, rngs, **asked)[1]
+            changed = changes_in(batch, "batch")
+            _, out = call(fn, state, params, variables, batch, rngs, **asked)
+            if jit:
+                check_unchanged(changed(), f"eval_step: {name}")
+            return out
 
         rngs = fold_in(state.rngs, state.step)
         return lower(pure)(state.params, state.variables, batch, rngs)
 
-    return jax.jit(eval_step) if jit else eval_step
+    return Compiled(jax.jit(eval_step)) if jit else eval_step
 
 
 # The update
 
 
 def _advance(
-    state: AmpTrainState, new_scaler: Scaler, finite: jax.Array, result: Result
+    options: Options,
+    state: AmpTrainState,
+    new_scaler: Scaler,
+    finite: jax.Array,
+    result: Result,
 ) -> AmpTrainState:
     """Applies the gradients, or skips the step and leaves the rest as it was."""
-    grads = all_gradients(result, finite, state.params)
+    grads = all_gradients(result, state.params)
     variables = _tree.combine(result.variables, state.variables)
-    new = state.apply_gradients(grads=grads, scaler=new_scaler, variables=variables)
-    kept = _tree.select(finite, new, state)
-    skips = {name: getattr(new.opt_state, name) for name in COUNTERS}
+    with explaining_update(options.where):
+        new = state.replace(tx=unguarded(state.tx)).apply_gradients(
+            grads=grads, scaler=new_scaler, variables=variables
+        )
+    kept = _tree.select(finite, new.replace(tx=state.tx), state)
+    counters = counted(state.opt_state, finite)
     return kept.replace(
-        step=new.step, scaler=new.scaler, opt_state=kept.opt_state._replace(**skips)
+        step=new.step,
+        scaler=new_scaler,
+        opt_state=kept.opt_state._replace(**counters),
     )
 
 
@@ -231,3 +253,4 @@ def _check_state(state: Any, name: str) -> None:
             "an optax.ApplyIfFiniteState. Make the state with AmpTrainState.create, "
             "which wraps tx."
         )
+    check_complete(state.scaler, f"{name}: state.scaler")
