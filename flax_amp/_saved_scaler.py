@@ -16,7 +16,7 @@ import numpy as np
 
 from flax_amp._layout import Path
 from flax_amp._placement import is_concrete
-from flax_amp.scaler import DynamicScalerState, Scaler, complete_scaler
+from flax_amp.scaler import DynamicScalerState, Scaler, check_scaler, complete_scaler
 
 _OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
 KEYS = set(DynamicScalerState.__annotations__)
@@ -126,12 +126,23 @@ def _resumed(saved: Mapping[str, Any], target: Mapping[str, Any]) -> Scaler:
     if np.isnan(scale):
         scale = np.asarray(fresh["scaler"])
     low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
-    return scaler | {"scaler": jnp.asarray(np.clip(scale, low, high))}
+    scaler |= {"scaler": jnp.asarray(np.clip(scale, low, high))}
+    checked(scaler, "checkpoint.migrate: scaler")
+    return scaler
 
 
 def completed(scaler: Mapping[str, Any]) -> Scaler:
     """Returns a target's scaler, with defaults for what is abstract or was donated."""
     return complete_scaler(_known(scaler))
+
+
+def checked(scaler: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError if a restored scaler could not find its scale.
+
+    Those of several devices or runs are left alone.
+    """
+    if all(np.shape(value) == () for value in scaler.values()):
+        check_scaler(scaler, where)
 
 
 def _known(scaler: Mapping[str, Any]) -> dict[str, Any]:

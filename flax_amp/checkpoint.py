@@ -250,6 +250,7 @@ def _restore_step(
     if remark:
         _warn(f"{where}: {remark}; the target's is used.")
     scaler = _saved_scaler.completed(target.scaler) | taken
+    _saved_scaler.checked(scaler, f"checkpoint.restore: {where}: scaler")
     return rebuilt(target, values).replace(scaler=scaler)
 
 

@@ -82,7 +82,7 @@ def test_a_bad_step_changes_the_scaler_only():
 
     assert not metrics["grads_finite"]
     assert not changed(before, arrays(model, opt))
-    assert (float(scaler["scaler"]), int(scaler["total_resets"])) == (2.0**14, 1)
+    assert (float(scaler["scaler"]), int(scaler["total_resets"])) == (2.0**15, 1)
 
 
 @both_halves

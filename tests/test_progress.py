@@ -10,6 +10,7 @@ from flax_amp import (
     AmpTrainState,
     StuckError,
     check_progress,
+    checkpoint,
     init_scaler,
     make_nnx_train_step,
     make_train_step,
@@ -39,17 +40,118 @@ def make_state(scaler):
     )
 
 
-def test_says_what_happened_and_what_to_try():
-    scaler = init_scaler(scaler=4.0, min_scaler=1.0)
-    state, metrics = run(make_state(scaler), GOOD, *[BAD] * 25)
+def grads_loss(params, batch):
+    """Its gradient is beyond float16 from a certain scale on; its loss is finite."""
+    return (params["w"].astype(jnp.float16)).astype(jnp.float32).sum() * batch
 
+
+def sqrt_loss(params, batch):
+    """Its gradient is infinite at every scale; its loss is finite."""
+    return jnp.sqrt(params["w"] * 0).sum() * batch
+
+
+def stats_loss(params, batch, *, state):
+    """Its loss and gradients are finite; its variables are not."""
+    mean = state.variables["stats"]["mean"] + batch
+    return params["w"].sum(), {"variables": {"stats": {"mean": mean}}}
+
+
+def skipping(loss, batch, steps, scaler, **options):
+    step = make_train_step(loss, compute_dtype=jnp.float32, **options)
+    state = AmpTrainState.create(
+        params={"w": jnp.ones(2)},
+        variables={"stats": {"mean": jnp.float32(0)}},
+        tx=optax.sgd(0.1),
+        scaler=scaler,
+    )
+    for _ in range(steps):
+        state, metrics = step(state, jnp.float32(batch))
+    return state, metrics
+
+
+LOW = init_scaler(scaler=4.0, min_scaler=1.0)
+
+
+@pytest.mark.parametrize(
+    "loss, batch, scaler, steps, told",
+    [
+        (
+            grads_loss,
+            jnp.nan,
+            init_scaler(),
+            20,
+            "scale 32768 is above the lowest, 6.1",
+        ),
+        (
+            grads_loss,
+            jnp.nan,
+            init_scaler(),
+            20,
+            "loss is not finite, and no loss scal",
+        ),
+        (grads_loss, jnp.nan, no_scaler(), 20, "loss is not finite, and no loss scale"),
+        (stats_loss, jnp.inf, init_scaler(), 20, "finite, but updated variables"),
+        (sqrt_loss, 1.0, LOW, 20, "gradients are not, and there is no lower scale"),
+        (sqrt_loss, 1.0, no_scaler(), 20, "are not, and there is no lower scale"),
+        (
+            sqrt_loss,
+            1.0,
+            init_scaler(adjust_factor=1.1),
+            50,
+            "the gradients are not, and the scale is still looked for",
+        ),
+    ],
+)
+def test_says_which_of_the_two_it_is(loss, batch, scaler, steps, told):
+    options = dict(has_aux=True) if loss is stats_loss else {}
+    state, metrics = skipping(loss, batch, steps - 1, scaler, **options)
+    check_progress(state, metrics)
+    state, metrics = skipping(loss, batch, steps, scaler, **options)
+    with pytest.raises(StuckError, match=told) as caught:
+        check_progress(state, metrics)
+    assert f"the last {steps} steps were skipped" in str(caught.value)
+    assert "amp_stop" in str(caught.value) and "bfloat16" in str(caught.value)
+    with pytest.raises(StuckError, match="steps were skipped"):
+        check_progress(state)
+    assert jnp.isfinite(state.params["w"]).all()
+
+
+def test_a_search_from_the_highest_to_the_lowest_scale_is_no_alarm():
+    """2**24 to 2**-13, where the gradient fits: 37 steps, looked at after each."""
+    step = make_train_step(grads_loss, compute_dtype=jnp.float32)
+    state = make_state(init_scaler(scaler=2.0**24))
+    for _ in range(37):
+        state, metrics = step(state, jnp.float32(2.0**28))
+        assert not metrics["grads_finite"]
+        check_progress(state, metrics)
+        check_progress(state)
+    state, metrics = step(state, jnp.float32(2.0**28))
+    assert metrics["grads_finite"] and metrics["scaler"] == 2.0**-13
+    check_progress(state, metrics)
+
+
+def test_tells_step_scale_and_loss():
+    state, metrics = run(make_state(LOW), GOOD, *[BAD] * 25)
     with pytest.raises(StuckError) as caught:
         check_progress(state, metrics)
-    message = str(caught.value)
-    told = "last 25 steps were skipped", "scale 1 is", "step 26, loss nan, 25 steps"
-    for text in (*told, "learning rate", "amp_stop", "bfloat16", "min_scaler"):
-        assert text in message
-    assert jnp.isfinite(state.params["w"]).all()
+    for text in ("last 25 steps were skipped", "step 26, loss nan, 25 steps"):
+        assert text in str(caught.value)
+
+
+def test_a_scaler_that_cannot_work_is_told():
+    """As plain Orbax calls restore it, unchecked."""
+    broken = init_scaler() | {"adjust_factor": jnp.float32(1.0)}
+    state, metrics = run(make_state(init_scaler()), *[BAD] * 20)
+    with pytest.raises(StuckError, match=r"adjust_factor=1.0 \(expected finite, above"):
+        check_progress(state.replace(scaler=broken), metrics)
+
+
+@pytest.mark.parametrize("scaler", [None, {}, {"scaler": jnp.float32(1)}])
+def test_a_state_without_a_scaler_is_named(scaler):
+    with pytest.raises(
+        ValueError, match="check_progress: state.scaler.*lacks .*'count"
+    ):
+        check_progress(make_state(init_scaler()).replace(scaler=scaler))
 
 
 def test_the_loss_is_told_only_if_it_is_known():
@@ -62,13 +164,13 @@ def test_the_loss_is_told_only_if_it_is_known():
     "scaler, batches",
     [
         (init_scaler(), []),
-        (init_scaler(), [BAD] * 25),  # it may still fall
+        (init_scaler(), [BAD] * 19),
         (init_scaler(scaler=4.0, min_scaler=1.0), [BAD] * 19),
         (init_scaler(scaler=4.0, min_scaler=1.0), [*[BAD] * 25, GOOD]),
         (no_scaler(), [GOOD] * 3),
         (no_scaler(), [BAD, GOOD] * 20),  # every other one trains
     ],
-    ids=["new", "looking", "few", "recovered", "good", "alternating"],
+    ids=["new", "few", "few at the lowest", "recovered", "good", "alternating"],
 )
 def test_is_silent_otherwise(scaler, batches):
     state, metrics = run(make_state(scaler), *batches)
@@ -137,3 +239,13 @@ def test_bad_arguments_are_named():
         check_progress({})
     with pytest.raises(ValueError, match="max_skips=0"):
         check_progress(make_state(no_scaler()), max_skips=0)
+
+
+@pytest.mark.parametrize("key, value", [("adjust_factor", 0.5), ("scaler", jnp.nan)])
+def test_a_restored_scaler_is_checked(tmp_path, key, value):
+    state = make_state(init_scaler())
+    broken = state.scaler | {key: jnp.float32(value)}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, state.replace(scaler=broken))
+    with pytest.raises(ValueError, match=f"restore: step 0 .*scaler: {key}={value}"):
+        checkpoint.restore(tmp_path, state)

@@ -218,6 +218,16 @@ def test_static_scalers_stay(make):
     assert int(state["total_resets"]) == 2
 
 
+@pytest.mark.parametrize("scale, count", [(2.0**4, 0), (2.0**4, 3), (2.0**24, 7)])
+def test_a_loss_that_is_not_finite_leaves_scale_and_count_alone(scale, count):
+    state = complete_scaler({"scaler": scale, "count": count, "patience": 7})
+    for grads_finite in (True, False):
+        after = update_scaler(state, grads_finite, loss_finite=False)
+        assert (after["scaler"], after["count"]) == (scale, count)
+        assert int(after["total_resets"]) == 1
+        assert_well_formed(after)
+
+
 def test_agrees_with_flax_on_random_sequences():
     steps, interval = 40, 3
     generator = np.random.default_rng(0)
@@ -314,6 +324,20 @@ def test_seed_table(transform, filter, has_aux):
     expect(2**12, 1, 3)
 
 
+@pytest.mark.parametrize(
+    "loss, start",
+    [
+        (lambda x: x * jnp.inf, init_scaler()),  # no scale helps
+        (lambda x: jnp.sqrt(x - 2), static_scaler(8.0)),  # and no lower one is left
+    ],
+)
+def test_redo_stops_where_no_lower_scale_helps(loss, start):
+    grad_fn = dynamic_scale_grad(loss, redo_on_nan=50)
+    state, _ = grad_fn(jnp.float32(2), dynamic_scaler_state=start)
+    assert int(state["total_resets"]) == 1
+    assert state["scaler"] == start["scaler"]
+
+
 @pytest.mark.parametrize("redo, scale, finite", [(0, 14, 0), (2, 12, 0), (3, 12, 1)])
 def test_redo_stops_after_so_many_times(redo, scale, finite):
     grad_fn = dynamic_scale_grad(lambda x: x**3, redo_on_nan=redo)
@@ -326,7 +350,7 @@ def test_redo_stops_after_so_many_times(redo, scale, finite):
 def test_loss_and_gradients_are_exact_while_the_scale_moves(dtype):
     grad_fn = jax.jit(dynamic_scale_value_and_grad(lambda x: x**3))
     state = init_scaler(scaler=2.0**10, patience=1)
-    moves = [jnp.inf, 2, 2, 2, jnp.inf, 2]  # back off, good, grow, good, back off, good
+    moves = [jnp.inf, 2, 2, 2, jnp.inf, 2]  # bad, good, grow, good, bad, grow
     scales = []
     for x in moves:
         state, (loss, grad) = grad_fn(dtype(x), dynamic_scaler_state=state)
@@ -334,7 +358,7 @@ def test_loss_and_gradients_are_exact_while_the_scale_moves(dtype):
         assert loss.dtype == grad.dtype == dtype
         if x == 2:
             assert (loss, grad) == (8, 12)
-    assert scales == [2.0**e for e in (9, 9, 10, 10, 9, 9)]
+    assert scales == [2.0**e for e in (10, 10, 11, 11, 11, 12)]
 
 
 def test_scaling_saves_what_float16_would_lose():
@@ -366,28 +390,28 @@ def test_value_is_the_loss_even_where_the_scaled_loss_overflows():
 
 
 @pytest.mark.parametrize(
-    "fun, finite",
+    "fun, resets, scale",
     [
-        (lambda w: w["a"] + jax.lax.stop_gradient(w["b"] / 0), False),  # only the loss
-        (lambda w: w["a"] + jnp.sqrt(w["b"] * 0), False),  # only one gradient
-        (lambda w: (w["a"] + w["b"], w["a"] * jnp.inf), True),  # only aux
-        (lambda w: w["a"] * 2 + w["b"], True),
+        (lambda w: w["a"] + jax.lax.stop_gradient(w["b"] / 0), 1, 15),  # only the loss
+        (lambda w: w["a"] + jnp.sqrt(w["b"] * 0), 1, 14),  # only one gradient
+        (lambda w: w["a"] + jnp.sqrt(w["b"] * 0) / 0, 1, 15),  # both
+        (lambda w: (w["a"] + w["b"], w["a"] * jnp.inf), 0, 15),  # only aux
+        (lambda w: w["a"] * 2 + w["b"], 0, 15),
     ],
 )
-def test_flag_covers_loss_and_gradients_but_not_aux(fun, finite):
+def test_only_gradients_that_are_not_finite_lower_the_scale(fun, resets, scale):
     params = {"a": jnp.float32(1), "b": jnp.float32(2)}
-    has_aux = isinstance(fun(params), tuple)
-    grad_fn = dynamic_scale_grad(fun, has_aux=has_aux)
-    state, out = grad_fn(params, dynamic_scaler_state={})
-    assert int(state["total_resets"]) == (0 if finite else 1)
-    grads = out[0] if has_aux else out
-    assert finite or not all(np.isfinite(leaf) for leaf in jax.tree.leaves(grads))
+    grad_fn = dynamic_scale_grad(fun, has_aux=isinstance(fun(params), tuple))
+    state, _ = grad_fn(params, dynamic_scaler_state={})
+    assert int(state["total_resets"]) == resets
+    assert float(state["scaler"]) == 2.0**scale
 
 
 def test_no_parameters_still_tests_the_loss():
     grad_fn = dynamic_scale_grad(lambda w, x: x * 1.0)
     assert int(grad_fn({}, 1.0, dynamic_scaler_state={})[0]["count"]) == 1
-    assert int(grad_fn({}, jnp.inf, dynamic_scaler_state={})[0]["count"]) == 0
+    bad, _ = grad_fn({}, jnp.inf, dynamic_scaler_state={})
+    assert (int(bad["count"]), int(bad["total_resets"])) == (0, 1)
 
 
 @pytest.mark.parametrize("redo", [0, 2])
