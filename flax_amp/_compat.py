@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, Var
 from jax.extend.core import primitives as _public_primitives
 
 # `jax.extend.core.primitives` leaves out a few collectives and linear-algebra
@@ -145,3 +145,21 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     """Returns an array that promotes as Python numbers do; JAX has no public cast."""
     convert = _public_primitives.convert_element_type_p
     return convert.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
+def variable_of(x: Any) -> Any:
+    """Returns the variable of a tracer of a jaxpr that is being, or was, made.
+
+    `None` for everything else.
+    """
+    variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    return variable if isinstance(variable, Var) else None
+
+
+def is_of_trace(x: Any) -> bool:
+    """Whether an object belongs to the machinery of a trace, and reaches all of it."""
+    module = type(x).__module__
+    core = importlib.import_module("jax._src.core")
+    return isinstance(x, core.Trace | core.Jaxpr | core.JaxprEqn) or (
+        module == "jax._src.interpreters.partial_eval"
+    )

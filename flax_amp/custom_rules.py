@@ -4,18 +4,24 @@ The user's rule is traced through `jax.jvp` or `jax.vjp` of the original equatio
 what comes out is planned and emitted like everything else. Inlining the function
 instead would silently drop the rule: a gradient that is clipped by a `custom_vjp` would
 no longer be.
+
+A rule sees what plain JAX shows it. JAX tells the rebuilt rule which operands are
+perturbed and which cotangents are zero, and the original equation is differentiated
+with respect to just these operands, for just these cotangents.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.interpreters import ad
 
 from flax_amp import _compat
+from flax_amp.captures import captured_by, with_captured
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import (
@@ -66,16 +72,7 @@ def _tangent_like(value: Value | None) -> Value | None:
     return value.varied()._replace(paint=Paint.FULL)
 
 
-def _is_differentiable(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _structs(avals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    # Shapes, shardings and manual axes of the operands, dtypes of the original program.
-    return [
-        _compat.struct_of(jax.typeof(x), aval.dtype)
-        for aval, x in zip(avals, operands, strict=True)
-    ]
+Mask = tuple[bool, ...]
 
 
 def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
@@ -83,12 +80,25 @@ def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 def _fill(items: Sequence[Any], mask: Sequence[bool], others: Sequence[Any]) -> list:
-    rest, kept = iter(others), iter(items)
-    return [next(kept) if keep else next(rest) for keep in mask]
+    """Returns the others with the items in the places that the mask has."""
+    kept = iter(items)
+    return [
+        next(kept) if keep else other
+        for keep, other in zip(mask, others, strict=True)
+    ]
+
+
+def _are_differentiable(atoms: Sequence[Any]) -> Mask:
+    return tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in atoms)
+
+
+def _is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is a symbolic zero, or that of an integer."""
+    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
 # JAX shows functions in its debug information: a call must not spell out its plan.
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _CustomCall:
     """What the rebuilt call of a function with a custom derivative is made of."""
 
@@ -96,40 +106,58 @@ class _CustomCall:
     eqn: Any
     plan: Plan
     context: Context
+    # The planned functions of the rule, by what JAX differentiates.
+    rules: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def differentiable(self) -> list[bool]:
-        return [_is_differentiable(v.aval) for v in self.eqn.invars]
+    def differentiable(self) -> Mask:
+        return _are_differentiable(self.eqn.invars)
 
     @functools.cached_property
-    def out_differentiable(self) -> list[bool]:
-        return [_is_differentiable(v.aval) for v in self.eqn.outvars]
+    def out_differentiable(self) -> Mask:
+        return _are_differentiable(self.eqn.outvars)
 
-    def original(self, operands: Sequence[Any]) -> Any:
-        """Returns the original call as a function of its differentiable operands."""
-        others = _pick(operands, [not d for d in self.differentiable])
-
-        def call(*inexact: Any) -> list[Any]:
-            full = _fill(inexact, self.differentiable, others)
-            return _compat.bind(self.eqn, full, self.eqn.params)
-
-        return call
-
-    def structs(self, operands: Sequence[Any]) -> list[Any]:
-        return _structs([v.aval for v in self.eqn.invars], operands)
+    @property
+    def sees_zeros(self) -> bool:
+        """Whether the user's rule asks what is perturbed."""
+        return self.eqn.params["symbolic_zeros"]
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return tuple(self.emitter.emit(self.plan, operands))
 
-    def replan(self, closed: Any, ins: Sequence[Value | None]) -> Plan:
-        return self.emitter.painter.plan(closed, tuple(ins), None, self.context)
+    def original(self, operands: Sequence[Any], mask: Mask) -> Callable[..., Any]:
+        """Returns the original call as a function of the operands in the mask."""
 
-    def zero_tangents(self) -> list[Any]:
-        """Returns the tangents of the results that have none, such as integers."""
+        def call(*chosen: Any) -> tuple[Any, ...]:
+            full = _fill(chosen, mask, operands)
+            return tuple(_compat.bind(self.eqn, full, self.eqn.params))
+
+        return call
+
+    def structs(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns the shapes of operands, in the dtypes of the original program.
+
+        With the shardings and the manual axes that the operands have here.
+        """
         return [
-            np.zeros(v.aval.shape, jax.dtypes.float0)
-            for v in _pick(self.eqn.outvars, [not d for d in self.out_differentiable])
+            _compat.struct_of(jax.typeof(x), v.aval.dtype)
+            for x, v in zip(operands, self.eqn.invars, strict=True)
         ]
+
+    def rule(self, make: Any, mask: Mask, operands: Sequence[Any]) -> Any:
+        """Returns the rule for some operands, made when it is first asked for."""
+        key = (mask, *map(jax.typeof, operands))
+        if key not in self.rules:
+            self.rules[key] = make(self, mask, self.structs(operands))
+        return self.rules[key]
+
+    def trace(
+        self, function: Callable[..., Any], structs: Sequence[Any], ins: Values
+    ) -> tuple[Plan, Any]:
+        """Plans a function of the rule; returns the shapes of its results as well."""
+        closed, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
+        closed = with_captured(closed, self.emitter.captured)
+        return self.emitter.painter.plan(closed, ins, None, self.context), outs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,41 +174,85 @@ class _Custom(Inner):
         return dataclasses.replace(step, detail=(step.detail, context))
 
 
+def _custom_call(emitter: Emitter, eqn: Any, step: Step) -> _CustomCall:
+    # Only what the rule closes over itself: more would be a leak of tracers.
+    known = emitter.captured
+    captured = {v: known[v] for v in captured_by(eqn) if v in known}
+    emitter = dataclasses.replace(emitter, captured=captured)
+    return _CustomCall(emitter, eqn, *step.detail)
+
+
+# --- forward mode --------------------------------------------------------------------
+
+
 class CustomJvp(_Custom):
     """The user's jvp rule is rewritten and attached again."""
 
     def emit(
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
-        call = _CustomCall(emitter, eqn, *step.detail)
+        call = _custom_call(emitter, eqn, step)
         rebuilt = jax.custom_jvp(call)
-        rebuilt.defjvp(functools.partial(_emit_jvp, call))
+        rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
         return rebuilt(*operands)
 
 
+class _JvpRule:
+    """The user's jvp rule for some perturbed operands.
+
+    Attributes:
+      plan: the plan of `(*primals, *tangents of the perturbed) -> (*primals, *tangents
+        of the results that have one)`.
+      perturbed: which results have a tangent.
+    """
+
+    def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
+        self.perturbed = call.out_differentiable
+
+        def rule(*xs: Any) -> Any:
+            primals, tangents = split(xs, len(mask))
+            original = call.original(primals, mask)
+            if call.sees_zeros:  # then it may also give symbolic zeros back
+                original = self._noting(original)
+            chosen = tuple(_pick(primals, mask))
+            outs, tangents_out = jax.jvp(original, chosen, tangents)
+            return (*outs, *_pick(tangents_out, self.perturbed))
+
+        tangents = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
+        ins = (*call.plan.ins, *tangents)
+        self.plan, _ = call.trace(rule, [*structs, *_pick(structs, mask)], ins)
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes which results of a function have a tangent when it is differentiated."""
+        self.perturbed = (False,) * len(self.perturbed)
+
+        @jax.custom_jvp
+        def results(*xs: Any) -> Any:
+            return xs
+
+        def note(primals: Any, tangents: Any) -> Any:
+            self.perturbed = tuple(not _is_zero(t) for t in tangents)
+            return primals, tangents
+
+        results.defjvp(note, symbolic_zeros=True)
+        return lambda *xs: results(*function(*xs))
+
+
 def _emit_jvp(call: _CustomCall, primals: Any, tangents: Any) -> Any:
-    mask, plan = call.differentiable, call.plan
+    primals = list(map(jnp.asarray, primals))  # jax.jvp hands a Python number on as one
+    mask = tuple(not _is_zero(t) for t in tangents)
+    rule = call.rule(_JvpRule, mask, primals)
+    given = [jnp.asarray(t) for t in _pick(tangents, mask)]
+    outs = call.emitter.emit(rule.plan, [*primals, *given])
+    primals_out, tangents_out = split(outs, len(call.plan.outs))
+    primals_out = tuple(call.emitter.land(primals_out, call.plan.outs))
+    values = tuple(_tangent_like(v) for v in _pick(call.plan.outs, rule.perturbed))
+    zeros = [zero_from_primal(x, symbolic_zeros=True) for x in primals_out]
+    landed = call.emitter.land(tangents_out, values)
+    return primals_out, tuple(_fill(landed, rule.perturbed, zeros))
 
-    def rule(primals: Any, tangents: Any) -> Any:
-        outs, tangents_out = jax.jvp(
-            call.original(primals), _pick(primals, mask), tangents
-        )
-        return outs, _pick(tangents_out, call.out_differentiable)
 
-    structs = call.structs(primals)
-    closed = jax.make_jaxpr(rule)(structs, _pick(structs, mask))
-    tangent_values = [_tangent_like(v) for v in _pick(plan.ins, mask)]
-    jvp_plan = call.replan(closed, (*plan.ins, *tangent_values))
-    # jax.jvp hands a Python number on as one.
-    operands = [jnp.asarray(x) for x in (*primals, *_pick(tangents, mask))]
-    outs = call.emitter.emit(jvp_plan, operands)
-    primals_out, tangents_out = split(outs, len(plan.outs))
-    out_values = [_tangent_like(v) for v in _pick(plan.outs, call.out_differentiable)]
-    landed = call.emitter.land(tangents_out, tuple(out_values))
-    return (
-        tuple(call.emitter.land(primals_out, plan.outs)),
-        tuple(_fill(landed, call.out_differentiable, call.zero_tangents())),
-    )
+# --- reverse mode --------------------------------------------------------------------
 
 
 class CustomVjp(_Custom):
@@ -189,63 +261,110 @@ class CustomVjp(_Custom):
     def emit(
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
-        call = _CustomCall(emitter, eqn, *step.detail)
-        # Only differentiation needs the two rules: they are traced when it asks.
-        rules = functools.cache(lambda: _trace_vjp(call, operands))
+        call = _custom_call(emitter, eqn, step)
+        # What a function closes over comes first among the operands. JAX refuses to
+        # differentiate with respect to it, which symbolic zeros tell. They are not
+        # asked for without need: an eager `shard_map` does not take them.
+        asks = call.sees_zeros or eqn.params["num_consts"] > 0
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(
-            lambda *xs: _emit_forward(call, rules(), xs),
-            lambda residuals, cotangents: _emit_backward(
-                call, rules(), residuals, cotangents
-            ),
+            functools.partial(_emit_forward, call, asks),
+            lambda residuals, cotangents: residuals(cotangents),
+            symbolic_zeros=asks,
         )
         return rebuilt(*operands)
 
 
-@dataclasses.dataclass(frozen=True)
-class _VjpPlans:
-    forward: Plan
-    backward: Plan
+class _VjpRule:
+    """The user's forward and backward functions for some perturbed operands."""
+
+    def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
+        self._call, self._mask = call, mask
+        self._backwards: dict[Any, Any] = {}
+        self._touched: Mask = ()
+
+        def forward(*xs: Any) -> Any:
+            original = call.original(xs, mask)
+            outs, vjp = jax.vjp(self._noting(original), *_pick(xs, mask))
+            residuals, self._treedef = jax.tree.flatten(vjp)
+            return outs, residuals
+
+        plan, (outs, residuals) = call.trace(forward, structs, call.plan.ins)
+        self._forward, self._outs, self._residuals = plan, outs, residuals
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes which arguments of a function get a cotangent."""
+
+        @jax.custom_vjp
+        def arguments(*xs: Any) -> Any:
+            return xs
+
+        def forward(*xs: Any) -> Any:
+            return tuple(x.value for x in xs), None
+
+        def note(_: None, cotangents: Any) -> Any:
+            self._touched = tuple(not _is_zero(ct) for ct in cotangents)
+            return cotangents
+
+        arguments.defvjp(forward, note, symbolic_zeros=True)
+        return lambda *xs: function(*arguments(*xs))
+
+    def forward(self, operands: Sequence[Any]) -> Any:
+        """Returns the results, and the backward function as a pytree of residuals."""
+        call = self._call
+        results = call.emitter.emit(self._forward, operands)
+        outs, residuals = split(results, len(self._outs))
+        landed = tuple(call.emitter.land(outs, call.plan.outs))
+        return landed, jax.tree_util.Partial(self.backward, list(residuals))
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        """Returns the cotangents of all operands; those that are zero are `None`."""
+        call, mask = self._call, self._mask
+        given = tuple(not _is_zero(ct) for ct in cotangents)
+        if given not in self._backwards:
+            self._backwards[given] = self._plan_backward(given, cotangents)
+        plan, touched = self._backwards[given]
+        grads = call.emitter.emit(plan, [*residuals, *_pick(cotangents, given)])
+        values = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
+        landed = call.emitter.land(grads, tuple(_pick(values, touched)))
+        grads = _fill(landed, touched, [None] * len(touched))
+        return tuple(_fill(grads, mask, [None] * len(mask)))
+
+    def _plan_backward(self, given: Mask, cotangents: Sequence[Any]) -> Any:
+        call = self._call
+        zeros = [
+            None if keep else ad.Zero(_zero_aval(ct, v.aval))
+            for ct, v, keep in zip(cotangents, call.eqn.outvars, given, strict=True)
+        ]
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            vjp = jax.tree.unflatten(self._treedef, residuals)
+            self._touched = (False,) * sum(self._mask)  # not asked if all are zero
+            grads = vjp(tuple(_fill(cotangents, given, zeros)))
+            return _pick(grads, self._touched)
+
+        structs = (self._residuals, _pick(self._outs, given))
+        values = [_tangent_like(v) for v in _pick(call.plan.outs, given)]
+        ins = (*self._forward.outs[len(self._outs) :], *values)
+        plan, _ = call.trace(backward, structs, ins)
+        return plan, self._touched
 
 
-def _trace_vjp(call: _CustomCall, operands: Sequence[Any]) -> _VjpPlans:
-    """Plans the user's forward and backward functions."""
-    mask, out_mask = call.differentiable, call.out_differentiable
-    treedef = None
-
-    def forward(*xs: Any) -> Any:
-        nonlocal treedef
-        outs, vjp = jax.vjp(call.original(xs), *_pick(xs, mask))
-        residuals, treedef = jax.tree.flatten(vjp)
-        return outs, residuals
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        vjp = jax.tree.unflatten(treedef, residuals)
-        return vjp(_fill(cotangents, out_mask, call.zero_tangents()))
-
-    closed, (outs, residuals) = jax.make_jaxpr(forward, return_shape=True)(
-        *call.structs(operands)
-    )
-    forward_plan = call.replan(closed, call.plan.ins)
-    closed = jax.make_jaxpr(backward)(residuals, _pick(outs, out_mask))
-    _, residual_values = split(forward_plan.outs, len(outs))
-    cotangent_values = [_tangent_like(v) for v in _pick(call.plan.outs, out_mask)]
-    backward_plan = call.replan(closed, (*residual_values, *cotangent_values))
-    return _VjpPlans(forward_plan, backward_plan)
+def _zero_aval(cotangent: Any, aval: Any) -> Any:
+    """The type of a symbolic zero in the original program."""
+    if not isinstance(cotangent, SymbolicZero):
+        return jax.typeof(cotangent)
+    if cotangent.aval.dtype == jax.dtypes.float0:
+        return cotangent.aval
+    return cotangent.aval.update(dtype=aval.dtype)
 
 
-def _emit_forward(call: _CustomCall, plans: _VjpPlans, operands: Any) -> Any:
-    results = call.emitter.emit(plans.forward, operands)
-    outs, residuals = split(results, len(call.plan.outs))
-    return tuple(call.emitter.land(outs, call.plan.outs)), residuals
-
-
-def _emit_backward(
-    call: _CustomCall, plans: _VjpPlans, residuals: Any, cotangents: Any
-) -> Any:
-    mask = call.differentiable
-    cotangents = _pick(cotangents, call.out_differentiable)
-    grads = call.emitter.emit(plans.backward, (*residuals, *cotangents))
-    values = tuple(_tangent_like(v) for v in _pick(call.plan.ins, mask))
-    grads = call.emitter.land(grads, values)
-    return tuple(_fill(grads, mask, [None] * (len(mask) - len(grads))))
+def _emit_forward(call: _CustomCall, asks: bool, *operands: Any) -> Any:
+    perturbed = [asks and x.perturbed for x in operands]
+    operands = tuple(x.value for x in operands) if asks else operands
+    if not call.sees_zeros:  # then JAX differentiates all that is no constant
+        count = call.eqn.params["num_consts"]
+        perturbed = [p or i >= count for i, p in enumerate(perturbed)]
+    pairs = zip(perturbed, call.differentiable, strict=True)
+    mask = tuple(p and d for p, d in pairs)
+    return call.rule(_VjpRule, mask, operands).forward(operands)

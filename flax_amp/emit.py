@@ -9,7 +9,7 @@ reason, and so is the cast down of what was computed, such as the output of a no
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,8 @@ class Emitter:
     # Each plan with its repeated equations as calls; the functions that are called.
     outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
     layers: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # What the rules of custom derivatives close over, by variable (`flax_amp.captures`).
+    captured: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def compute_dtype(self) -> Any:
@@ -92,12 +94,24 @@ class Emitter:
             plan.known(),
             [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars),
         )
+        self._capture(plan, env, plan.exports)
         for item in self._schedule(plan):
             if isinstance(item, Region):
                 self._emit_region(plan, item, env)
+                made = item.outs
             else:
                 self._emit_equation(plan, item, env)
+                made = jaxpr.eqns[item].outvars
+            self._capture(plan, env, made)
         return [env.array(v) for v in jaxpr.outvars]
+
+    def _capture(
+        self, plan: Plan, env: "_Environment", variables: Iterable[Any]
+    ) -> None:
+        """Notes what rules close over, as they expect it: in float32."""
+        for v in plan.exports and plan.exports.intersection(variables):
+            if env.has(v):
+                self.captured[v] = env.full(v)
 
     def _schedule(self, plan: Plan) -> list[Region | int]:
         key = (plan, self.recompute)
@@ -315,6 +329,9 @@ class _Environment:
             x = jax.lax.convert_element_type(self._arrays[atom], dtype)
             self._low[atom] = x if barriers is None else keep(x, barriers)
         return self._low[atom]
+
+    def has(self, variable: Any) -> bool:
+        return variable in self._arrays
 
     def value(self, atom: Any) -> Value | None:
         return value_of(atom, self._values)

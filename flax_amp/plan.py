@@ -162,6 +162,7 @@ class Plan:
       uses: how each input is read.
       steps: one `Step` per equation.
       site: what the jaxpr is the body of.
+      exports: the variables that the rules of custom derivatives inside close over.
     """
 
     jaxpr: Any
@@ -172,6 +173,7 @@ class Plan:
     uses: Uses
     steps: tuple[Step, ...]
     site: Site
+    exports: frozenset[Any] = frozenset()
 
     def known(self) -> dict[Any, Value | None]:
         """Returns the values of the inputs and the consts, by variable."""

@@ -1,5 +1,6 @@
 """`amp`: mixed precision for any function, and `amp_stop` to keep code out of it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _tree, nnx_bridge
+from flax_amp.captures import with_exports
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import LEAF, Use, like
@@ -130,9 +132,12 @@ def amp(
         warn_of_policy(policy, closed, compute_dtype, call.array_paths)
         painter = Painter(policy, compute_dtype, RULES)
         ins = like([v.aval for v in jaxpr.invars], LEAF)
-        plan = painter.plan(closed, ins, (Use.NONE,) * len(jaxpr.outvars))
+        traced, exports = with_exports(closed)
+        uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
+        plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
         emitter = Emitter(painter, RULES, recompute_, wide_gradients)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
+        outs = outs[: len(jaxpr.outvars)]
         outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
         return call.finish(rebuild(outs))
 
