@@ -158,8 +158,9 @@ def variable_of(x: Any) -> Any:
 
 def is_of_trace(x: Any) -> bool:
     """Whether an object belongs to the machinery of a trace, and reaches all of it."""
-    module = type(x).__module__
-    core = importlib.import_module("jax._src.core")
-    return isinstance(x, core.Trace | core.Jaxpr | core.JaxprEqn) or (
-        module == "jax._src.interpreters.partial_eval"
-    )
+    return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
+
+
+_CORE = importlib.import_module("jax._src.core")
+_TRACE = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
+_TRACING = "jax._src.interpreters.partial_eval"

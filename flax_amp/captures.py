@@ -25,6 +25,7 @@ _OPAQUE = (
     *(jax.Array, np.ndarray, np.dtype, str, bytes, int, float),
     *(type, types.ModuleType, types.CodeType),
     *(jax.core.AbstractValue, jax.sharding.Sharding, jax.tree_util.PyTreeDef),
+    type(jax.tree_util.default_registry),
 )
 
 

@@ -177,7 +177,7 @@ class _Custom(Inner):
 def _custom_call(emitter: Emitter, eqn: Any, step: Step) -> _CustomCall:
     # Only what the rule closes over itself: more would be a leak of tracers.
     known = emitter.captured
-    captured = {v: known[v] for v in captured_by(eqn) if v in known}
+    captured = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
     emitter = dataclasses.replace(emitter, captured=captured)
     return _CustomCall(emitter, eqn, *step.detail)
 
