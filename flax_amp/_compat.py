@@ -156,6 +156,14 @@ def variable_of(x: Any) -> Any:
     return variable if isinstance(variable, Var) else None
 
 
+def takes_symbolic_zeros(operands: Sequence[Any]) -> bool:
+    """Whether a `custom_vjp` may ask for symbolic zeros here.
+
+    An eager `shard_map` refuses it, whether or not there is a derivative.
+    """
+    return not any(type(x).__name__ == "ShardMapTracer" for x in operands)
+
+
 def is_of_trace(x: Any) -> bool:
     """Whether an object belongs to the machinery of a trace, and reaches all of it."""
     return isinstance(x, _TRACE) or type(x).__module__ == _TRACING

@@ -10,6 +10,7 @@ perturbed and which cotangents are zero, and the original equation is differenti
 with respect to just these operands, for just these cotangents.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -262,10 +263,7 @@ class CustomVjp(_Custom):
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
         call = _custom_call(emitter, eqn, step)
-        # What a function closes over comes first among the operands. JAX refuses to
-        # differentiate with respect to it, which symbolic zeros tell. They are not
-        # asked for without need: an eager `shard_map` does not take them.
-        asks = call.sees_zeros or eqn.params["num_consts"] > 0
+        asks = call.sees_zeros or _compat.takes_symbolic_zeros(operands)
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(
             functools.partial(_emit_forward, call, asks),
@@ -362,9 +360,13 @@ def _zero_aval(cotangent: Any, aval: Any) -> Any:
 def _emit_forward(call: _CustomCall, asks: bool, *operands: Any) -> Any:
     perturbed = [asks and x.perturbed for x in operands]
     operands = tuple(x.value for x in operands) if asks else operands
-    if not call.sees_zeros:  # then JAX differentiates all that is no constant
-        count = call.eqn.params["num_consts"]
-        perturbed = [p or i >= count for i, p in enumerate(perturbed)]
-    pairs = zip(perturbed, call.differentiable, strict=True)
-    mask = tuple(p and d for p, d in pairs)
-    return call.rule(_VjpRule, mask, operands).forward(operands)
+    rule = None
+    if not call.sees_zeros:
+        # Then the residuals are the same whatever is perturbed. But some operands may
+        # be what the function closes over, for which there is no derivative.
+        with contextlib.suppress(Exception):
+            rule = call.rule(_VjpRule, call.differentiable, operands)
+    if rule is None:
+        pairs = zip(perturbed, call.differentiable, strict=True)
+        rule = call.rule(_VjpRule, tuple(p and d for p, d in pairs), operands)
+    return rule.forward(operands)

@@ -1,0 +1,208 @@
+"""Rules of custom derivatives in every setting: `amp` does what plain JAX does.
+
+The whole product is slow; a fixed subset, in which every two settings meet, is not.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend.core import jaxpr_as_fun
+
+from flax_amp import amp
+from helpers import HALVES, MATMULS, equations
+
+SETTINGS = {
+    "rule": ("vjp", "vjp_zeros", "jvp", "jvp_zeros"),
+    "constant": ("none", "numpy", "jnp", "traced", "stopped"),
+    "perturbed": ("all", "some", "none"),
+    "integer": ("none", "operand", "result", "both"),
+    "nondiff": (False, True),
+    "within": ("plain", "jit", "scan", "vmap", "checkpoint", "nested"),
+    "mode": ("grad", "jvp", "grad_of_grad", "jvp_of_grad"),
+}
+CASES = list(itertools.product(*SETTINGS.values()))
+SOME = CASES[::97]
+
+TABLE = np.linspace(0.5, 1.5, 9, dtype=np.float32).reshape(3, 3)
+TABLE_ON_DEVICE = jnp.asarray(TABLE)
+X = jnp.linspace(0.1, 0.9, 9).reshape(3, 3)
+# What JAX says, early or late, of a derivative with respect to what a rule closes over.
+CLOSURE_ERRORS = {"CustomVJPException", "UnexpectedTracerError"}
+
+
+def make_rule(kind, table, integer, nondiff):
+    """A function `(x, y, n, scale) -> (result, integer)` whose derivative is wrong."""
+    argnums = (3,) if nondiff else ()
+    takes, gives = integer in ("operand", "both"), integer in ("result", "both")
+
+    def fun(x, y, n, scale):
+        out = jnp.sin(x) @ table * y * scale + (n if takes else 0)
+        return out, (n + 1 if gives else 0.5 * y)
+
+    def tangent(x, y, scale, tx, ty):
+        # Twice the truth in `x`; `None` is a tangent that is not there.
+        parts = [] if tx is None else [2 * (tx * jnp.cos(x)) @ table * y * scale]
+        parts += [] if ty is None else [jnp.sin(x) @ table * ty * scale]
+        return sum(parts)
+
+    if kind.startswith("jvp"):
+        rule = jax.custom_jvp(fun, nondiff_argnums=argnums)
+
+        def jvp(*args):
+            *static, primals, tangents = args
+            x, y, n = primals[:3]
+            scale = static[0] if nondiff else primals[3]
+            tx, ty = (None if type(t) is SymbolicZero else t for t in tangents[:2])
+            out = fun(x, y, n, scale)
+            t_out = tangent(x, y, scale, tx, ty)
+            t_second = zero_from_primal(out[1], symbolic_zeros=True)
+            if not gives and ty is not None:
+                t_second = 0.5 * ty
+            elif not gives and kind == "jvp":
+                t_second = jnp.zeros_like(y)
+            elif gives:
+                t_second = np.zeros(out[1].shape, jax.dtypes.float0)
+            if isinstance(t_out, int):
+                t_out = zero_from_primal(out[0], symbolic_zeros=True)
+            return out, (t_out, t_second)
+
+        rule.defjvp(jvp, symbolic_zeros=kind == "jvp_zeros")
+        return rule
+
+    rule = jax.custom_vjp(fun, nondiff_argnums=argnums)
+    zeros = kind == "vjp_zeros"
+
+    def forward(*args):
+        asked = [bool(a.perturbed) for a in args[:2]] if zeros else [True, True]
+        value = (lambda a: a.value) if zeros else (lambda a: a)
+        x, y, n = map(value, args[:3])
+        scale = args[3] if nondiff else value(args[3])
+        residuals = (x, y, scale) if asked[1] else (x, y, scale, None)
+        return fun(x, y, n, scale), residuals
+
+    def backward(*args):
+        (x, y, scale, *only_x), (ct, ct_second) = args[1:] if nondiff else args
+        is_zero = type(ct) is SymbolicZero
+        gx = None if is_zero else 2 * (ct * y * scale) @ table.T * jnp.cos(x)
+        gy = None
+        if not only_x:
+            gy = 0.0 * y if is_zero else jnp.sin(x) @ table * ct * scale
+            if not gives and type(ct_second) is not SymbolicZero:
+                gy = gy + 0.5 * ct_second
+        return (gx, gy, None) if nondiff else (gx, gy, None, None)
+
+    rule.defvjp(forward, backward, symbolic_zeros=zeros)
+    return rule
+
+
+def make_program(rule, constant, perturbed, integer, nondiff, within, mode):
+    """A scalar function of `p` around a call of a rule; `q` is its data."""
+    del mode
+
+    def program(p, q):
+        table = {
+            "none": jnp.eye(3),
+            "numpy": TABLE,
+            "jnp": TABLE_ON_DEVICE,
+            "traced": q * 2,
+            "stopped": lax.stop_gradient(p) + 1,
+        }[constant]
+        if constant == "none":
+            table = np.eye(3, dtype=np.float32)
+        function = make_rule(rule, table, integer, nondiff)
+        if within == "nested":
+            function = nest(function, nondiff)
+        x, y = {"all": (p, p * 2), "some": (p, q), "none": (q, q * 2)}[perturbed]
+
+        def call(x, y):
+            return function(x, y, jnp.arange(3), 0.7)
+
+        if within == "jit":
+            call = jax.jit(call)
+        elif within == "checkpoint":
+            call = jax.checkpoint(call)
+        elif within == "vmap":
+            call = jax.vmap(call, (0, 0), 0)
+            x, y = x[None], y[None]
+        elif within == "scan":
+            step = call
+            call = lambda x, y: lax.scan(  # noqa: E731
+                lambda c, _: (c + 0.1 * step(c, y)[0], step(c, y)), x, None, 2
+            )[1]
+        out, second = call(x, y)
+        return (out * p).sum() + second.sum()
+
+    return program
+
+
+def nest(function, nondiff):
+    """A rule around another one, which it also differentiates."""
+    argnums = (3,) if nondiff else ()
+    outer = jax.custom_jvp(lambda *args: function(*args), nondiff_argnums=argnums)
+
+    @outer.defjvp
+    def jvp(*args):
+        *static, primals, tangents = args
+        full = (*primals[:3], *(static or primals[3:]))
+        outs = function(*full)
+        t_second = np.zeros(outs[1].shape, jax.dtypes.float0)
+        if jnp.issubdtype(outs[1].dtype, jnp.inexact):
+            t_second = 3 * tangents[1]
+        return outs, (outs[0] * tangents[0] + tangents[1], t_second)
+
+    return outer
+
+
+def differentiated(program, mode):
+    grad = jax.grad(program)
+    return {
+        "grad": grad,
+        "jvp": lambda p, q: jax.jvp(lambda p: program(p, q), (p,), (q,))[1],
+        "grad_of_grad": jax.grad(lambda p, q: (grad(p, q) ** 2).sum()),
+        "jvp_of_grad": lambda p, q: jax.jvp(lambda p: grad(p, q), (p,), (q,))[1],
+    }[mode]
+
+
+def result_of(function):
+    """The value of a function, or the name of its error; without compiling it."""
+    try:
+        closed = jax.make_jaxpr(function)(X, X[::-1])
+        with jax.disable_jit():
+            return np.asarray(jaxpr_as_fun(closed)(X, X[::-1])[0])
+    except Exception as error:
+        return type(error).__name__
+
+
+def failures(cases):
+    found = []
+    for case in cases:
+        program, mode = make_program(*case), case[-1]
+        expected = result_of(differentiated(program, mode))
+        actual = result_of(differentiated(amp(program, compute_dtype="float32"), mode))
+        if not _agree(actual, expected):
+            found.append((case, actual, expected))
+    return found
+
+
+def _agree(actual, expected):
+    if isinstance(expected, str):
+        same = actual == expected or {actual, expected} <= CLOSURE_ERRORS
+        return isinstance(actual, str) and same
+    return not isinstance(actual, str) and np.allclose(actual, expected, 1e-6, 1e-6)
+
+
+def test_amp_does_what_plain_jax_does():
+    """Values, and where JAX refuses the kind of its error, over a part of the product.
+
+    Every pair of settings is in it.
+    """
+    for first, second in itertools.combinations(range(len(SETTINGS)), 2):
+        pairs = {(case[first], case[second]) for case in SOME}
+        assert pairs == {(case[first], case[second]) for case in CASES}
+    assert not failures(SOME)
