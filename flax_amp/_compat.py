@@ -156,6 +156,24 @@ def variable_of(x: Any) -> Any:
     return variable if isinstance(variable, Var) else None
 
 
+def call_vmap_rule(
+    eqn: Any, axis_size: int, in_batched: Sequence[bool], operands: Sequence[Any]
+) -> tuple[list[Any], list[bool]]:
+    """Calls the batching rule of a `custom_vmap`; returns results, and which have it."""
+    in_tree = eqn.params["in_tree"]
+    args = jax.tree.unflatten(in_tree, operands)
+    flags = jax.tree.unflatten(in_tree, in_batched)
+    outs, out_batched = eqn.params["rule"](axis_size, list(flags), *args)
+    leaves, tree = jax.tree.flatten(outs)
+    if not tree == jax.tree.structure(out_batched) == eqn.params["out_tree"]:
+        raise ValueError(
+            f"custom_vmap: the batching rule gave results of structure {tree} with "
+            f"flags of structure {jax.tree.structure(out_batched)}; expected "
+            f"{eqn.params['out_tree']} for both, as the function gives it."
+        )
+    return leaves, jax.tree.leaves(out_batched)
+
+
 def takes_symbolic_zeros(operands: Sequence[Any]) -> bool:
     """Whether a `custom_vjp` may ask for symbolic zeros here.
 

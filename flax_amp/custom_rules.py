@@ -175,12 +175,14 @@ class _Custom(Inner):
         return dataclasses.replace(step, detail=(step.detail, context))
 
 
-def _custom_call(emitter: Emitter, eqn: Any, step: Step) -> _CustomCall:
-    # Only what the rule closes over itself: more would be a leak of tracers.
+def with_own_captures(emitter: Emitter, eqn: Any) -> Emitter:
+    """Returns the emitter with what the rules of an equation close over, and no more.
+
+    It lives as long as the rules: with more, tracers would leak.
+    """
     known = emitter.captured
     captured = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
-    emitter = dataclasses.replace(emitter, captured=captured)
-    return _CustomCall(emitter, eqn, *step.detail)
+    return dataclasses.replace(emitter, captured=captured)
 
 
 # --- forward mode --------------------------------------------------------------------
@@ -192,7 +194,7 @@ class CustomJvp(_Custom):
     def emit(
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
-        call = _custom_call(emitter, eqn, step)
+        call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
         rebuilt = jax.custom_jvp(call)
         rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
         return rebuilt(*operands)
@@ -262,7 +264,7 @@ class CustomVjp(_Custom):
     def emit(
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
-        call = _custom_call(emitter, eqn, step)
+        call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
         asks = call.sees_zeros or _compat.takes_symbolic_zeros(operands)
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(

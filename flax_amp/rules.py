@@ -18,7 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _compat
-from flax_amp.custom_rules import CustomJvp, CustomVjp, Inner, split
+from flax_amp.captures import with_captured
+from flax_amp.custom_rules import (
+    CustomJvp,
+    CustomVjp,
+    Inner,
+    split,
+    with_own_captures,
+)
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import (
@@ -313,6 +320,102 @@ class _Cond:
         return jax.lax.platform_dependent(*xs, **named)
 
 
+# --- solvers and batching rules ------------------------------------------------------
+
+
+class _LinearSolve:
+    """The functions of a linear solve are rewritten; its vectors stay float32.
+
+    A solver applies the same map again and again: its state is that of a loop. Within
+    the map and the solver, products run low like everywhere else.
+    """
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+        *consts, vectors = split(ins, *lengths)
+        state = tuple(map(_inside, like(self._avals(eqn, vectors), FULL)))
+        inner = context.of(Site.CLOSED)  # what is stored, its own rule says
+        plans = tuple(
+            jaxpr and painter.plan(jaxpr, (*values, *state), None, inner)
+            for jaxpr, values in zip(jaxprs, consts, strict=True)
+        )
+        return Step(
+            Mode.RULE,
+            like(out_avals(eqn), FULL),
+            "inside custom_linear_solve",
+            uses=(*(Use.LOW,) * sum(lengths), *(Use.FULL,) * len(vectors)),
+            detail=plans,
+        )
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        jaxprs = eqn.params["jaxprs"]
+        *consts, vectors = split(operands, *eqn.params["const_lengths"])
+        vectors = emitter.land(vectors, like(self._avals(eqn, vectors), FULL))
+
+        def function(plan: Plan, *xs: Any) -> list[Any]:
+            outs = like([v.aval for v in plan.jaxpr.outvars], FULL)
+            return [_strong(x) for x in emitter.land(emitter.emit(plan, xs), outs)]
+
+        rewritten = [
+            plan
+            and jax.make_jaxpr(functools.partial(function, plan))(*arrays, *vectors)
+            for plan, arrays in zip(step.detail, consts, strict=True)
+        ]
+        params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
+        flat = [x for arrays in consts for x in arrays]
+        return _compat.bind(eqn, [*flat, *vectors], params)
+
+    def _avals(self, eqn: Any, vectors: Sequence[Any]) -> list[Any]:
+        return [v.aval for v in eqn.invars[len(eqn.invars) - len(vectors) :]]
+
+
+class _CustomVmap(Inner):
+    """The function is rewritten, and so is the user's batching rule when it is used."""
+
+    site = Site.CLOSED
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        step = super().paint(painter, eqn, ins, uses, context)
+        return dataclasses.replace(step, detail=(step.detail, context.of(self.site)))
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        plan, context = step.detail
+        emitter = with_own_captures(emitter, eqn)
+
+        @jax.custom_batching.custom_vmap
+        def rebuilt(*xs: Any) -> list[Any]:
+            return emitter.emit(plan, xs)
+
+        @rebuilt.def_vmap
+        def batched(axis_size: int, in_batched: Any, *xs: Any) -> Any:
+            out_batched: list[bool] = []
+
+            def rule(*xs: Any) -> list[Any]:
+                outs, out_batched[:] = _compat.call_vmap_rule(
+                    eqn, axis_size, in_batched, xs
+                )
+                return outs
+
+            structs = [
+                _compat.struct_of(jax.typeof(x), v.aval.dtype)
+                for x, v in zip(xs, eqn.invars, strict=True)
+            ]
+            closed = with_captured(jax.make_jaxpr(rule)(*structs), emitter.captured)
+            rule_plan = emitter.painter.plan(closed, plan.ins, None, context)
+            outs = emitter.land(emitter.emit(rule_plan, xs), plan.outs)
+            return outs, out_batched
+
+        return rebuilt(*operands)
+
+
 # --- casts ---------------------------------------------------------------------------
 
 
@@ -349,5 +452,7 @@ RULES: dict[str, Rule] = {
     "cond": _Cond(),
     "custom_jvp_call": CustomJvp("call_jaxpr"),
     "custom_vjp_call": CustomVjp("call_jaxpr"),
+    "custom_linear_solve": _LinearSolve(),
+    "custom_vmap_call": _CustomVmap("call"),
     "convert_element_type": _ConvertElementType(),
 }
