@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import os
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +28,15 @@ _PRIVATE_PRIMITIVE_MODULES = (
 )
 
 _JAX_FOLDER = os.path.dirname(jax.__file__)
+# What decides how the objects of some private classes of JAX behave; see `parts`.
+_PARTS = {
+    "jax._src.linear_util.WrappedFun": ("f", "transforms", "params", "in_type"),
+    "jax._src.linear_util.Store": (),
+    "jax._src.linear_util.EqualStore": (),
+    "jax._src.linear_util.DebugInfo": (),
+    "jax._src.util.Unhashable": ("val",),
+    "jax._src.custom_batching.ClosedRule": ("rule",),
+}
 
 
 @functools.cache
@@ -48,6 +58,47 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     JAX 0.12 has one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether something is an open or closed jaxpr."""
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
+
+
+def parts(value: Any) -> Sequence[Any] | None:
+    """Returns what decides how an object that JAX made for itself behaves.
+
+    The rule of a custom derivative, for one, reaches its equation in a memoized thunk
+    around a wrapped function with its transformations, all of them new at each call.
+    Names for people, caches, and what functions leave behind when they are traced
+    decide nothing.
+
+    Returns:
+      The parts; `None` if they are not known.
+    """
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        if code is not _memoized_code():
+            return None
+        cells = dict(zip(code.co_freevars, value.__closure__ or (), strict=True))
+        return [cells["fn"].cell_contents]
+    kind = type(value)
+    names = _PARTS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if names is not None:
+        return [kind, *(getattr(value, name) for name in names)]
+    if isinstance(value, jax.core.Trace):
+        return kind, value.requires_low
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        of_node, data = value.node_data() or (None, None)
+        data = tuple(data) if isinstance(data, list) else data
+        return value.num_leaves, of_node, data, *value.children()
+    return None
+
+
+@functools.cache
+def _memoized_code() -> Any:
+    partial_eval = importlib.import_module("jax._src.interpreters.partial_eval")
+    return partial_eval._memoize(len).__code__
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

@@ -84,8 +84,7 @@ def _fill(items: Sequence[Any], mask: Sequence[bool], others: Sequence[Any]) -> 
     """Returns the others with the items in the places that the mask has."""
     kept = iter(items)
     return [
-        next(kept) if keep else other
-        for keep, other in zip(mask, others, strict=True)
+        next(kept) if keep else other for keep, other in zip(mask, others, strict=True)
     ]
 
 

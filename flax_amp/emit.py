@@ -50,12 +50,14 @@ class Emitter:
       rules: the rules of structured primitives, by primitive name.
       recompute: how much the backward pass computes again.
       wide_gradients: whether weights get their gradients in float32.
+      merge_layers: whether equal layers become calls of one function.
     """
 
     painter: Painter
     rules: Mapping[str, Rule]
     recompute: Recompute = Recompute.AUTO
     wide_gradients: bool = False
+    merge_layers: bool = True
     # Rewritten bodies of jit, one per (plan, operand types): a block that is called
     # 24 times is rewritten and lowered once.
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -83,7 +85,7 @@ class Emitter:
           The results, in the dtypes that `plan.outs` says.
         """
         if plan not in self.outlined:
-            self.outlined[plan] = outline(plan)
+            self.outlined[plan] = outline(plan) if self.merge_layers else plan
         plan = self.outlined[plan]
         jaxpr = plan.jaxpr
         env = _Environment(

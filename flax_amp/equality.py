@@ -1,17 +1,30 @@
-"""Which equations of a program are equal, however different their variables are."""
+"""Which equations of a program are equal, however different their variables are.
+
+Two equations are equal if every part of them was compared and is equal. Jaxprs are
+compared equation by equation, numbers and small arrays by their bits, functions by
+their code and by what they close over, rules of custom derivatives and callbacks among
+them. Whatever is not understood equals only itself, and stays alive while equations
+are compared: an `id` means something only that long.
+"""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp.plan import Mode, Plan, Step, Value, value_of
 
-_RULE = "jvp_jaxpr_fun"  # the parameter of `custom_jvp_call` that holds the user's rule
+_SMALL = 4096  # elements of an array that is compared by its contents
+_PLAIN = frozenset((type(None), bool, int, str, bytes))
+_KNOWN = ("jax", "jaxlib", "flax_amp")  # whose dataclasses are what their fields are
 
 
 def plans_in(detail: Any) -> list[Plan]:
@@ -41,110 +54,238 @@ def replaced(detail: Any, function: Callable[[Plan], Any]) -> Any:
     return detail
 
 
+def bits(literal: Literal) -> Any:
+    """Returns what is equal for literals of one type with the same bits."""
+    return literal.aval, np.asarray(literal.val).tobytes()
+
+
+class _Same:
+    """Equals what stands for the same object, and keeps that alive."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, x: Any):
+        self._object = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._object is other._object
+
+    def __hash__(self) -> int:
+        return id(self._object)
+
+
 class Tokens:
-    """Small numbers for equations and plans, the same for equal ones."""
+    """Small numbers for equations, the same for equal ones."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._plans: dict[Any, int] = {}
+        # What was compared, by its id, which is unique while this holds it.
+        self._met: dict[int, tuple[Any, Any]] = {}
 
     def of(self, eqn: Any, step: Step, values: Mapping[Any, Value | None]) -> int:
         """Returns the token of an equation; integer literals may differ."""
-        return self._number(self._key(eqn, step, values, strict=False))
+        return self._number(self._planned(eqn, step, values, strict=False))
 
-    def _key(
+    def _planned(
         self, eqn: Any, step: Step, values: Mapping[Any, Value | None], strict: bool
     ) -> Any:
-        if eqn.effects:
-            return object()  # equal to nothing
-        operands = []
-        for atom in eqn.invars:
-            is_free = not strict and jnp.issubdtype(atom.aval.dtype, jnp.integer)
-            is_fixed = isinstance(atom, Literal) and not is_free
-            number = bits(atom) if is_fixed else None
-            operands.append((atom.aval, value_of(atom, values), number))
-        is_rule = step.mode is Mode.RULE
+        """Returns what is equal for equal equations with equal steps."""
+        plans = plans_in(step.detail) if step.mode is Mode.RULE else ()
         return (
-            eqn.primitive,
-            tuple(operands),
-            tuple(v.aval for v in eqn.outvars),
-            tuple(
-                (name, _hashable(value))
-                for name, value in eqn.params.items()
-                # The plan of a rule says what is in its jaxprs.
-                if not (is_rule and _holds_jaxprs(value)) and name != _RULE
-            ),
-            _derivative(eqn) if _RULE in eqn.params else None,
-            eqn.ctx,
+            self._equation(eqn, strict, {id(plan.jaxpr) for plan in plans}),
+            _exactly(value_of(atom, values) for atom in eqn.invars),
             step.mode,
-            step.outs,
-            _hashable(replaced(step.detail, self._plan)),
+            _exactly(step.outs),
+            self._part(replaced(step.detail, self._plan)),
         )
 
-    def _plan(self, plan: Plan) -> int:
-        if plan in self._plans:
-            return self._plans[plan]
-        jaxpr = plan.jaxpr
-        values = plan.values()
+    def _equation(
+        self, eqn: Any, strict: bool = True, planned: Iterable[int] = ()
+    ) -> Any:
+        """Returns what is equal for equal equations.
+
+        Args:
+          eqn: the equation.
+          strict: whether literals of integer type have to be equal.
+          planned: the jaxprs that are compared by their plans instead.
+        """
+        if eqn.effects:
+            return _Same(eqn)
+        return (
+            _Same(eqn.primitive),
+            tuple(_operand(atom, strict) for atom in eqn.invars),
+            tuple(v.aval for v in eqn.outvars),
+            tuple(
+                (name, self._part(value))
+                for name, value in eqn.params.items()
+                if not _is_covered(value, planned)
+            ),
+            _Same(eqn.ctx),
+        )
+
+    def _part(self, value: Any) -> Any:
+        """Returns what is equal for equal parts of equations."""
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, np.dtype):
+            return kind, value
+        if kind is tuple:
+            return self._parts(value)
+        if isinstance(value, type | enum.Enum):
+            return _Same(value)
+        if kind in (float, complex):
+            return kind, np.asarray(value).tobytes()
+        if isinstance(value, np.ndarray | np.generic | jax.Array):
+            return self._array(value)
+        if kind is frozenset:
+            return kind, frozenset(map(self._part, value))
+        if _compat.is_jaxpr(value):
+            return self._once(value, self._jaxpr)
+        if (parts := _parts_of(value)) is not None:
+            return self._once(value, lambda _: (kind, self._parts(parts)))
+        if hasattr(kind, "_fields") and not hasattr(value, "__dict__"):
+            return kind, self._parts(value)
+        if kind is types.FunctionType:
+            return self._once(value, self._function)
+        return (kind, value) if _is_comparable(value) else _Same(value)
+
+    def _parts(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(map(self._part, values))
+
+    def _array(self, x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
+            return _Same(x)
+        where: tuple[Any, ...] = ()
+        if isinstance(x, jax.Array):
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if is_key or x.is_deleted() or not x.is_fully_addressable:
+                return _Same(x)
+            where = (jax.typeof(x), x.sharding, x.committed)
+        array = np.asarray(x)
+        if array.dtype.hasobject:
+            return _Same(x)
+        return type(x), where, array.dtype, array.shape, array.tobytes()
+
+    def _function(self, function: types.FunctionType) -> Any:
+        try:
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:  # a variable that has no value yet
+            return _Same(function)
+        # JAX does not change the lists that its functions hold; others may.
+        if _is_of(str(function.__globals__.get("__name__")), "jax"):
+            cells = [tuple(x) if type(x) is list else x for x in cells]
+        return (
+            _Same(function.__code__),
+            _Same(function.__globals__),
+            self._part(function.__defaults__),
+            self._parts((function.__kwdefaults__ or {}).items()),
+            self._parts(cells),
+            self._parts(vars(function).items()),
+        )
+
+    def _jaxpr(self, closed: Any) -> Any:
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        eqns = [
+            (self._equation(eqn), self._part(_compat.scopes(eqn))) for eqn in jaxpr.eqns
+        ]
+        return self._parts(consts), self._wired(jaxpr, eqns)
+
+    def _plan(self, plan: Plan) -> Any:
+        """Returns what is equal for equal plans, but for the scopes in them."""
+        return self._once(plan, self._new_plan)
+
+    def _new_plan(self, plan: Plan) -> Any:
+        jaxpr, values = plan.jaxpr, plan.values()
+        eqns = [
+            self._planned(eqn, step, values, strict=True)
+            for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True)
+        ]
+        known = _exactly((*plan.ins, *plan.const_ins))
+        return plan.site, known, self._parts(plan.consts), self._wired(jaxpr, eqns)
+
+    def _wired(self, jaxpr: Any, eqns: Sequence[Any]) -> Any:
+        """Returns what is equal for jaxprs with equal equations between equal values.
+
+        Args:
+          jaxpr: the jaxpr.
+          eqns: what is equal for equal equations.
+        """
         number_of: dict[Any, int] = {}
 
         def numbers(atoms: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(
                 bits(atom)
                 if isinstance(atom, Literal)
-                else number_of.setdefault(atom, len(number_of))
+                else (number_of.setdefault(atom, len(number_of)), atom.aval)
                 for atom in atoms
             )
 
-        key = [plan.site, plan.ins, plan.const_ins, tuple(map(id, plan.consts))]
-        key += [numbers(jaxpr.invars), numbers(jaxpr.constvars)]
-        for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True):
-            equation = self._number(self._key(eqn, step, values, strict=True))
-            key.append((equation, numbers(eqn.invars), numbers(eqn.outvars)))
-        key.append(numbers(jaxpr.outvars))
-        self._plans[plan] = self._number(tuple(key))
-        return self._plans[plan]
+        return (
+            numbers(jaxpr.constvars),
+            numbers(jaxpr.invars),
+            tuple(
+                (self._number(key), numbers(eqn.invars), numbers(eqn.outvars))
+                for key, eqn in zip(eqns, jaxpr.eqns, strict=True)
+            ),
+            numbers(jaxpr.outvars),
+        )
+
+    def _once(self, value: Any, compare: Callable[[Any], Any]) -> Any:
+        """Returns the number of something that may be met again, also within itself."""
+        if id(value) not in self._met:
+            self._met[id(value)] = value, _Same(value)
+            self._met[id(value)] = value, self._number(compare(value))
+        return self._met[id(value)][1]
 
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def bits(literal: Literal) -> Any:
-    value = literal.val
-    is_array = hasattr(value, "tobytes")
-    return literal.aval, value.tobytes() if is_array else repr(value)
+def _exactly(values: Iterable[Value | None]) -> tuple[Any, ...]:
+    """Returns what is equal for equal values; a zero has a sign."""
+    return tuple(value and (value, repr(value.constant)) for value in values)
 
 
-def _hashable(value: Any) -> Any:
-    """Returns the value, or its identity if it cannot be compared."""
+def _operand(atom: Any, strict: bool) -> Any:
+    is_literal = isinstance(atom, Literal)
+    if is_literal and (strict or not jnp.issubdtype(atom.aval.dtype, jnp.integer)):
+        return bits(atom)
+    return atom.aval, is_literal
+
+
+def _is_covered(value: Any, planned: Iterable[int]) -> bool:
+    """Whether a parameter consists of jaxprs that have plans."""
+    items = value if isinstance(value, tuple | list) else (value,)
+    return all(
+        _compat.is_jaxpr(item) and id(_compat.open_jaxpr(item)[0]) in planned
+        for item in items
+    )
+
+
+def _parts_of(value: Any) -> Sequence[Any] | None:
+    """Returns what an object is made of, `None` if that is not known."""
+    kind = type(value)
+    if kind in (functools.partial, jax.tree_util.Partial) and not vars(value):
+        return (value.func, value.args, *value.keywords.items())
+    if kind is types.MethodType:
+        return value.__func__, value.__self__
+    if dataclasses.is_dataclass(value) and _is_of(kind.__module__, *_KNOWN):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return _compat.parts(value)
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether equality of a value is that of its type in JAX, and means the same."""
+    kind = type(value)
+    is_plain = not callable(value) or isinstance(value, jax.sharding.Mesh)
+    if not is_plain or not _is_of(kind.__module__, "jax", "jaxlib"):
+        return False
     try:
         hash(value)
     except TypeError:
-        return "object", id(value)
-    return value
+        return False
+    return any("__eq__" in vars(base) for base in kind.__mro__[:-1])
 
 
-def _holds_jaxprs(value: Any) -> bool:
-    items = value if isinstance(value, tuple | list) else (value,)
-    return any(hasattr(getattr(item, "jaxpr", item), "eqns") for item in items)
-
-
-def _derivative(eqn: Any) -> Any:
-    """Returns what is equal for equal custom derivatives.
-
-    The function that holds the rule is another object at each call. What it does is
-    compared instead, in the text of its jaxpr.
-    """
-    structs = [_compat.struct_of(v.aval, v.aval.dtype) for v in eqn.invars]
-    if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in structs):
-        return object()
-
-    def call(*operands: Any) -> list[Any]:
-        return _compat.bind(eqn, operands, eqn.params)
-
-    try:
-        closed = jax.make_jaxpr(lambda xs, ts: jax.jvp(call, xs, ts))(structs, structs)
-    except Exception:  # a rule may refuse: that is for JAX to say, if it asks for it
-        return object()
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    return str(jaxpr), tuple(map(id, consts))
+def _is_of(module: str, *packages: str) -> bool:
+    """Whether a module belongs to one of these packages."""
+    return module.partition(".")[0] in packages

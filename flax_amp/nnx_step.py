@@ -45,6 +45,7 @@ def make_nnx_train_step(
     amp_policy: PolicyEntries | None = None,
     recompute: str = "auto",
     reduce_dtype: DTypeLike | None = None,
+    merge_layers: bool = True,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -65,6 +66,7 @@ def make_nnx_train_step(
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
+      merge_layers: see `flax_amp.amp`.
       redo_on_nan: see `make_train_step`, as for the following ones.
       accum_steps: see there.
       axis_name: see there.
@@ -106,6 +108,7 @@ def make_nnx_train_step(
         amp_policy=amp_policy,
         recompute=recompute,
         reduce_dtype=reduce_dtype,
+        merge_layers=merge_layers,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,

@@ -54,6 +54,7 @@ def make_train_step(
     amp_policy: PolicyEntries | None = None,
     recompute: str = "auto",
     reduce_dtype: DTypeLike | None = None,
+    merge_layers: bool = True,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -77,6 +78,7 @@ def make_train_step(
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are averaged in
         float32 whatever it is.
+      merge_layers: see `flax_amp.amp`.
       redo_on_nan: while the loss is finite, the gradients are not, and the scale can
         still fall, compute the same batch again with the lower scale, at most this
         many times.
@@ -130,6 +132,7 @@ def make_train_step(
         amp_policy=amp_policy,
         recompute=recompute,
         reduce_dtype=reduce_dtype,
+        merge_layers=merge_layers,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
@@ -163,6 +166,7 @@ def make_eval_step(
     *,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: PolicyEntries | None = None,
+    merge_layers: bool = True,
     jit: bool = True,
 ) -> Callable[[AmpTrainState, PyTree], Any]:
     """Makes an evaluation step in the precision of training, without a scaler.
@@ -173,6 +177,7 @@ def make_eval_step(
         the keywords `state` and `rngs`, as in `make_train_step`.
       compute_dtype: see `flax_amp.amp`.
       amp_policy: see `flax_amp.amp`.
+      merge_layers: see `flax_amp.amp`.
       jit: compile the step.
 
     Returns:
@@ -191,7 +196,12 @@ def make_eval_step(
     """
     check_function(fn, "make_eval_step: fn")
     # Nothing is differentiated, so there is nothing to compute again.
-    lower = amp(compute_dtype=compute_dtype, amp_policy=amp_policy, recompute="never")
+    lower = amp(
+        compute_dtype=compute_dtype,
+        amp_policy=amp_policy,
+        recompute="never",
+        merge_layers=merge_layers,
+    )
     names = Policy(amp_policy).names_scopes
     name = getattr(fn, "__name__", "fn")
 

@@ -30,6 +30,7 @@ def amp(
     amp_policy: PolicyEntries | None = ...,
     recompute: str = ...,
     reduce_dtype: DTypeLike | None = ...,
+    merge_layers: bool = ...,
 ) -> F: ...
 @overload
 def amp(
@@ -39,6 +40,7 @@ def amp(
     amp_policy: PolicyEntries | None = ...,
     recompute: str = ...,
     reduce_dtype: DTypeLike | None = ...,
+    merge_layers: bool = ...,
 ) -> Callable[[F], F]: ...
 def amp(
     fun: Any = None,
@@ -47,6 +49,7 @@ def amp(
     amp_policy: PolicyEntries | None = None,
     recompute: str = "auto",
     reduce_dtype: DTypeLike | None = None,
+    merge_layers: bool = True,
 ) -> Any:
     """Transforms a float32 function into one that computes in mixed precision.
 
@@ -81,12 +84,16 @@ def amp(
         over devices. `None`: `compute_dtype`, as with hand-set dtypes. `jnp.float32`:
         they leave the matrix product in float32 already; twice the traffic, one
         rounding less; then without forward-mode derivatives.
+      merge_layers: whether equal layers of an unrolled network become calls of one
+        function, which JAX then differentiates and lowers only once. With `False` each
+        layer stays by itself, which takes longer to trace.
 
     Returns:
       The transformed function.
 
     Raises:
-      TypeError: if `compute_dtype` or an entry of `amp_policy` is of a wrong kind.
+      TypeError: if `compute_dtype`, an entry of `amp_policy` or `merge_layers` is of a
+        wrong kind.
       ValueError: if `recompute` is none of its three values, or `reduce_dtype` neither
         float32 nor the compute dtype.
 
@@ -109,6 +116,8 @@ def amp(
     if compute_dtype == jnp.float32:  # changes nothing
         recompute_ = Recompute.NEVER
     wide_gradients = _is_wide(reduce_dtype, compute_dtype)
+    if not isinstance(merge_layers, bool):
+        raise TypeError(f"merge_layers: got {merge_layers!r}; expected True or False.")
     if fun is None:
         return functools.partial(
             amp,
@@ -116,6 +125,7 @@ def amp(
             amp_policy=amp_policy,
             recompute=recompute,
             reduce_dtype=reduce_dtype,
+            merge_layers=merge_layers,
         )
 
     if not callable(fun):
@@ -135,7 +145,7 @@ def amp(
         traced, exports = with_exports(closed)
         uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
         plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
-        emitter = Emitter(painter, RULES, recompute_, wide_gradients)
+        emitter = Emitter(painter, RULES, recompute_, wide_gradients, merge_layers)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
         outs = outs[: len(jaxpr.outvars)]
         outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
