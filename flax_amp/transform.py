@@ -93,7 +93,8 @@ def amp(
 
     Raises:
       TypeError: if `compute_dtype`, an entry of `amp_policy` or `merge_layers` is of a
-        wrong kind.
+        wrong kind; when called, if a precision function does not take or return what
+        it should.
       ValueError: if `recompute` is none of its three values, or `reduce_dtype` neither
         float32 nor the compute dtype.
 
