@@ -277,7 +277,7 @@ def test_negative_zeros_survive_a_skipped_step():
 
 
 def test_many_skipped_steps_do_no_harm_and_are_left_again():
-    state = linear_state(optax.adam(0.1), scaler=init_scaler(min_scaler=1.0))
+    state = linear_state(optax.adam(0.1))
     step = make_train_step(linear_loss)
     before = copy(state)
     for _ in range(40):
