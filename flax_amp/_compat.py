@@ -210,7 +210,7 @@ def variable_of(x: Any) -> Any:
 def call_vmap_rule(
     eqn: Any, axis_size: int, in_batched: Sequence[bool], operands: Sequence[Any]
 ) -> tuple[list[Any], list[bool]]:
-    """Calls the batching rule of a `custom_vmap`; returns results, and which have it."""
+    """Calls the rule of a `custom_vmap`; returns results, and which are batched."""
     in_tree = eqn.params["in_tree"]
     args = jax.tree.unflatten(in_tree, operands)
     flags = jax.tree.unflatten(in_tree, in_batched)

@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.interpreters import ad
 
 from flax_amp import _compat
-from flax_amp.captures import captured_by, with_captured
+from flax_amp.captures import Traced, captured_by, with_captured
 from flax_amp.emit import Emitter
 from flax_amp.paint import Painter
 from flax_amp.plan import (
@@ -35,7 +35,9 @@ from flax_amp.plan import (
     Uses,
     Value,
     Values,
+    is_painted,
 )
+from flax_amp.policy import LOW_OPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ def _tangent_like(value: Value | None) -> Value | None:
 
 
 Mask = tuple[bool, ...]
+_DEFAULT_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
 
 
 def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
@@ -157,7 +160,35 @@ class _CustomCall:
         """Plans a function of the rule; returns the shapes of its results as well."""
         closed, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
         closed = with_captured(closed, self.emitter.captured)
+        if _asks_for_default_precision(self.plan):
+            closed = _with_default_precision(closed)
         return self.emitter.painter.plan(closed, ins, None, self.context), outs
+
+
+def _asks_for_default_precision(plan: Plan) -> bool:
+    """Whether a function has products that run low, and says that it wants them fast.
+
+    What its rule says of precision is then meant beside that: Flax's fp8 products ask
+    for `DEFAULT` forward and `HIGHEST` backward, which is a way to add up, in whatever
+    dtype the model has. It does not ask for float32 products.
+    """
+    return any(
+        step.mode is Mode.LOW
+        and eqn.primitive.name in LOW_OPS
+        and eqn.params.get("precision") == _DEFAULT_PRECISION
+        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+    )
+
+
+def _with_default_precision(closed: Any) -> Traced:
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    eqns = [
+        eqn.replace(params={**eqn.params, "precision": _DEFAULT_PRECISION})
+        if eqn.primitive.name in LOW_OPS and all(is_painted(v.aval) for v in eqn.invars)
+        else eqn
+        for eqn in jaxpr.eqns
+    ]
+    return Traced(jaxpr.invars, jaxpr.outvars, eqns, jaxpr.constvars, consts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +256,7 @@ class _JvpRule:
         self.plan, _ = call.trace(rule, [*structs, *_pick(structs, mask)], ins)
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes which results of a function have a tangent when it is differentiated."""
+        """Notes which results have a tangent when the function is differentiated."""
         self.perturbed = (False,) * len(self.perturbed)
 
         @jax.custom_jvp

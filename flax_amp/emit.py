@@ -66,7 +66,7 @@ class Emitter:
     # Each plan with its repeated equations as calls; the functions that are called.
     outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
     layers: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    # What the rules of custom derivatives close over, by variable (`flax_amp.captures`).
+    # What rules of custom derivatives close over, by variable (`flax_amp.captures`).
     captured: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -12,8 +13,9 @@ from jax.typing import DTypeLike
 from flax_amp import _tree, nnx_bridge
 from flax_amp.captures import with_exports
 from flax_amp.emit import Emitter
+from flax_amp.equality import plans_in
 from flax_amp.paint import Painter
-from flax_amp.plan import LEAF, Use, like
+from flax_amp.plan import LEAF, Plan, Use, like
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
 from flax_amp.policy_warnings import warn_of_policy
 from flax_amp.regions import Recompute, check_recompute
@@ -146,6 +148,8 @@ def amp(
         traced, exports = with_exports(closed)
         uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
         plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
+        if compute_dtype != jnp.float32:
+            _warn_of_precision(plan)
         emitter = Emitter(painter, RULES, recompute_, wide_gradients, merge_layers)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
         outs = outs[: len(jaxpr.outvars)]
@@ -153,6 +157,35 @@ def amp(
         return call.finish(rebuild(outs))
 
     return transformed
+
+
+def _warn_of_precision(plan: Plan) -> None:
+    """Warns if JAX's default precision keeps products in float32.
+
+    An equation does not tell who asked for its precision, the user or the default.
+    """
+    default = jax.config.jax_default_matmul_precision
+    if default in (None, "default", "fastest", "bfloat16"):
+        return
+    count = _count_precise(plan, set())
+    if count:
+        warnings.warn(
+            f"amp: {count} products stay in float32, because they ask for precision "
+            f"while jax.default_matmul_precision is {default!r}. Expected the default, "
+            "None, so that they run in the compute dtype: unset it around what amp "
+            "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
+            "precision=... at the products that need it.",
+            stacklevel=3,
+        )
+
+
+def _count_precise(plan: Plan, seen: set[int]) -> int:
+    if id(plan) in seen:
+        return 0
+    seen.add(id(plan))
+    inner = [p for step in plan.steps for p in plans_in(step.detail)]
+    own = sum(step.reason.startswith("precision=") for step in plan.steps)
+    return own + sum(_count_precise(p, seen) for p in inner)
 
 
 def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:

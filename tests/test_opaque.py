@@ -1,0 +1,239 @@
+"""Functions inside solvers and batching rules, and what keeps products in float32."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.linen import fp8_ops
+from jax import lax
+from jax.custom_batching import custom_vmap, sequential_vmap
+
+from flax_amp import amp
+from helpers import MATMULS, assert_close, both_halves, dtypes_of, equations
+
+B = jnp.arange(1.0, 4.0)
+COUNTS = jnp.arange(9.0).reshape(3, 3)
+W = 2 * jnp.eye(3) + 0.1 * (COUNTS + COUNTS.T)
+
+
+def _iterate(matvec, b):
+    return lax.fori_loop(0, 60, lambda _, y: y + 0.2 * (b - matvec(y)), b)
+
+
+def linear_solve(w):
+    return lax.custom_linear_solve(lambda v: w @ v, B, _iterate, _iterate)
+
+
+def root(w):
+    return lax.custom_root(
+        lambda y: y + jnp.tanh(w @ y) - B,
+        jnp.zeros(3),
+        lambda f, y: lax.fori_loop(0, 60, lambda _, y: y - 0.2 * f(y), y),
+        lambda g, y: lax.custom_linear_solve(g, y, _iterate, _iterate),
+    )
+
+
+def _squares(function, w):
+    return (function(w) ** 2).sum()
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "grad": lambda f: jax.grad(functools.partial(_squares, f)),
+    "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w.T,))[1],
+    "vmap": lambda f: lambda w: jax.vmap(f)(jnp.stack([w, w + 0.1])),
+    "vmap_of_grad": lambda f: (
+        lambda w: jax.vmap(jax.grad(functools.partial(_squares, f)))(
+            jnp.stack([w, w + 0.1])
+        )
+    ),
+    "grad_of_vmap": lambda f: jax.grad(
+        lambda w: _squares(jax.vmap(f), jnp.stack([w, w + 0.1]))
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("solver", [linear_solve, root], ids=lambda f: f.__name__)
+def test_solvers(solver, transform):
+    """Products run low, the vectors of the solver are float32; float32 is exact."""
+    expected = jax.jit(TRANSFORMS[transform](solver))(W)
+    exact = jax.jit(TRANSFORMS[transform](amp(solver, compute_dtype="float32")))(W)
+    np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
+
+    run = TRANSFORMS[transform](amp(solver, compute_dtype="bfloat16"))
+    assert_close(jax.jit(run)(W), expected, jnp.bfloat16, gradient=True)
+    jaxpr = jax.make_jaxpr(run)(W)
+    found = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
+    assert found
+    assert {v.aval.dtype.name for e in found for v in e.invars} == {"bfloat16"}
+    for _, eqn in equations(jaxpr):
+        if eqn.primitive.name in ("custom_linear_solve", "while"):
+            assert {v.aval.dtype for v in eqn.outvars} <= {jnp.float32, jnp.int32}
+
+
+def test_conjugate_gradient_keeps_what_asks_for_precision():
+    """Its inner products do, the user's map does not."""
+    run = amp(
+        lambda w: jax.scipy.sparse.linalg.cg(lambda v: w @ v, B)[0],
+        compute_dtype="bfloat16",
+    )
+    found = set(dtypes_of(run, W))
+    assert found == {("bfloat16", "bfloat16"), ("float32", "float32")}
+    assert_close(run(W), jnp.linalg.solve(W, B), jnp.bfloat16)
+
+
+@custom_vmap
+def tenfold_when_batched(a, b):
+    return jnp.tanh(a) @ b
+
+
+@tenfold_when_batched.def_vmap
+def _(size, in_batched, a, b):
+    a, b = (
+        x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        for x, is_batched in zip((a, b), in_batched, strict=True)
+    )
+    if not in_batched[0]:
+        return 10 * jnp.tanh(a[0]) @ b[0], False
+    return 10 * jnp.einsum("nij,njk->nik", jnp.tanh(a), b), True
+
+
+@sequential_vmap
+def one_by_one(a, b):
+    return jnp.tanh(a) @ b
+
+
+VMAPS = {
+    "plain": lambda f, w: f(w, w.T),
+    "both": lambda f, w: jax.vmap(f)(jnp.stack([w, w.T]), jnp.stack([w, w])),
+    "first": lambda f, w: jax.vmap(f, (0, None))(jnp.stack([w, w.T]), w),
+    "twice": lambda f, w: jax.vmap(jax.vmap(f))(w[None, None], w[None, None]),
+    "jvp": lambda f, w: jax.jvp(lambda w: f(w, w), (w,), (w.T,))[1],
+    "jvp_of_vmap": lambda f, w: jax.jvp(
+        lambda w: jax.vmap(f)(w[None], w[None]), (w,), (w.T,)
+    )[1],
+}
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("name", VMAPS)
+@pytest.mark.parametrize(
+    "function", [tenfold_when_batched, one_by_one], ids=["custom", "sequential"]
+)
+def test_custom_vmap(function, name, where):
+    """The user's batching rule stays in force, and its products run low."""
+
+    def program(w, dtype):
+        if where == "inside":  # of what amp transforms
+            return amp(lambda w: VMAPS[name](function, w), compute_dtype=dtype)(w)
+        return VMAPS[name](amp(function, compute_dtype=dtype), w)
+
+    expected = VMAPS[name](function, W)
+    np.testing.assert_allclose(program(W, "float32"), expected, 1e-5, 1e-5)
+    assert_close(program(W, "bfloat16"), expected, jnp.bfloat16, gradient=True)
+    found = dtypes_of(lambda w: program(w, "bfloat16"), W)
+    assert found and set(found) == {("bfloat16", "bfloat16")}
+
+
+def test_custom_vmap_rule_that_does_not_batch():
+    """A result without a batch stays without: `out_axes=None` asks for it."""
+
+    @custom_vmap
+    def first(a):
+        return a @ W
+
+    first.def_vmap(lambda size, in_batched, a: (a[0] @ W, False))
+    run = jax.vmap(amp(first, compute_dtype="float32"), out_axes=None)
+    np.testing.assert_allclose(run(jnp.stack([W, W])), W @ W, 1e-6)
+
+
+def test_custom_vmap_in_a_custom_vjp():
+    """The one way to differentiate it in reverse."""
+
+    @jax.custom_vjp
+    def product(a, b):
+        return tenfold_when_batched(a, b)
+
+    product.defvjp(
+        lambda a, b: (product(a, b), (a, b)),
+        lambda res, ct: (ct @ res[1].T, res[0].T @ ct),
+    )
+    loss = lambda w: jax.vmap(product)(w[None], w[None]).sum()  # noqa: E731
+    expected = jax.grad(loss)(W)
+    np.testing.assert_allclose(
+        jax.grad(amp(loss, compute_dtype="float32"))(W), expected, 1e-5
+    )
+    low = jax.grad(amp(loss, compute_dtype="bfloat16"))
+    assert_close(low(W), expected, jnp.bfloat16, gradient=True)
+    assert set(dtypes_of(low, W)) == {("bfloat16", "bfloat16")}
+
+
+def test_custom_vmap_rule_of_a_wrong_structure():
+    """The error says what the rule gave and what it should."""
+
+    @custom_vmap
+    def function(a):
+        return a + 1
+
+    function.def_vmap(lambda size, in_batched, a: ((a, a), (True, True)))
+    with pytest.raises(ValueError, match="batching rule gave results of structure"):
+        jax.vmap(amp(function))(W)
+
+
+@both_halves
+def test_fp8_products_of_the_backward_pass(dtype):
+    """As in the layer with its dtype set by hand."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        layer = nn.Dense(4, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
+        variables = layer.init(jax.random.key(0), W)
+
+        def loss(variables):
+            return (layer.apply(variables, W) ** 2).mean()
+
+        grad = jax.grad(amp(loss, compute_dtype=dtype))
+        found = dtypes_of(grad, variables)
+    assert found == [(dtype.__name__,) * 2] * 3
+
+
+def test_explicit_precision_of_a_rule_stands():
+    """Where the function does not say that it wants its own products fast."""
+
+    @jax.custom_jvp
+    def product(a, b):
+        return a @ b
+
+    @product.defjvp
+    def _(primals, tangents):
+        (a, b), (ta, tb) = primals, tangents
+        precise = functools.partial(jnp.matmul, precision="highest")
+        return a @ b, precise(ta, b) + precise(a, tb)
+
+    run = amp(lambda w: product(w, w), compute_dtype="bfloat16")
+    found = dtypes_of(lambda w: jax.jvp(run, (w,), (w,)), W)
+    assert sorted(set(found)) == [("bfloat16",) * 2, ("float32",) * 2]
+
+
+def test_precision_of_the_process_warns():
+    """Once for a trace, with the number of products, wherever they stand."""
+
+    def program(w):
+        y = lax.scan(lambda c, _: (jnp.tanh(c @ w) @ w, None), w, None, 2)[0]
+        return (y @ w).sum()
+
+    run = jax.jit(amp(program, compute_dtype="bfloat16"))
+    with jax.default_matmul_precision("highest"):
+        with pytest.warns(UserWarning, match="3 products stay in float32") as record:
+            run(W)
+        assert len(record) == 1
+        run(W)  # traced already
+        amp(program, compute_dtype="float32")(W)
+        amp(jnp.sum, compute_dtype="bfloat16")(W)  # no product
+    with jax.default_matmul_precision("bfloat16"):
+        amp(program, compute_dtype="bfloat16")(W)
+    amp(program, compute_dtype="bfloat16")(W)
