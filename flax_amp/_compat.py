@@ -216,11 +216,12 @@ def call_vmap_rule(
     flags = jax.tree.unflatten(in_tree, in_batched)
     outs, out_batched = eqn.params["rule"](axis_size, list(flags), *args)
     leaves, tree = jax.tree.flatten(outs)
-    if not tree == jax.tree.structure(out_batched) == eqn.params["out_tree"]:
+    flags_tree, expected = jax.tree.structure(out_batched), eqn.params["out_tree"]
+    if (tree, flags_tree) != (expected, expected):
         raise ValueError(
             f"custom_vmap: the batching rule gave results of structure {tree} with "
-            f"flags of structure {jax.tree.structure(out_batched)}; expected "
-            f"{eqn.params['out_tree']} for both, as the function gives it."
+            f"flags of structure {flags_tree}; expected {expected} for both, as the "
+            "function gives it."
         )
     return leaves, jax.tree.leaves(out_batched)
 

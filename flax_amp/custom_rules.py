@@ -158,8 +158,8 @@ class _CustomCall:
         self, function: Callable[..., Any], structs: Sequence[Any], ins: Values
     ) -> tuple[Plan, Any]:
         """Plans a function of the rule; returns the shapes of its results as well."""
-        closed, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
-        closed = with_captured(closed, self.emitter.captured)
+        made, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
+        closed = with_captured(made, self.emitter.captured)
         if _asks_for_default_precision(self.plan):
             closed = _with_default_precision(closed)
         return self.emitter.painter.plan(closed, ins, None, self.context), outs
@@ -382,11 +382,9 @@ class _VjpRule:
 
 def _zero_aval(cotangent: Any, aval: Any) -> Any:
     """The type of a symbolic zero in the original program."""
-    if not isinstance(cotangent, SymbolicZero):
-        return jax.typeof(cotangent)
-    if cotangent.aval.dtype == jax.dtypes.float0:
-        return cotangent.aval
-    return cotangent.aval.update(dtype=aval.dtype)
+    is_symbolic = isinstance(cotangent, SymbolicZero)
+    own: Any = cotangent.aval if is_symbolic else jax.typeof(cotangent)
+    return own if own.dtype == jax.dtypes.float0 else own.update(dtype=aval.dtype)
 
 
 def _emit_forward(call: _CustomCall, asks: bool, *operands: Any) -> Any:

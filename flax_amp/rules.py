@@ -354,20 +354,19 @@ class _LinearSolve:
     ) -> Sequence[Any]:
         jaxprs = eqn.params["jaxprs"]
         *consts, vectors = split(operands, *eqn.params["const_lengths"])
-        vectors = emitter.land(vectors, like(self._avals(eqn, vectors), FULL))
+        state = emitter.land(vectors, like(self._avals(eqn, vectors), FULL))
 
         def function(plan: Plan, *xs: Any) -> list[Any]:
             outs = like([v.aval for v in plan.jaxpr.outvars], FULL)
             return [_strong(x) for x in emitter.land(emitter.emit(plan, xs), outs)]
 
         rewritten = [
-            plan
-            and jax.make_jaxpr(functools.partial(function, plan))(*arrays, *vectors)
+            plan and jax.make_jaxpr(functools.partial(function, plan))(*arrays, *state)
             for plan, arrays in zip(step.detail, consts, strict=True)
         ]
         params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
         flat = [x for arrays in consts for x in arrays]
-        return _compat.bind(eqn, [*flat, *vectors], params)
+        return _compat.bind(eqn, [*flat, *state], params)
 
     def _avals(self, eqn: Any, vectors: Sequence[Any]) -> list[Any]:
         return [v.aval for v in eqn.invars[len(eqn.invars) - len(vectors) :]]

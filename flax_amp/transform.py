@@ -164,7 +164,7 @@ def _warn_of_precision(plan: Plan) -> None:
 
     An equation does not tell who asked for its precision, the user or the default.
     """
-    default = jax.config.jax_default_matmul_precision
+    default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
     if default in (None, "default", "fastest", "bfloat16"):
         return
     count = _count_precise(plan, set())

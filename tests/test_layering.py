@@ -36,7 +36,8 @@ BELOW = {
     "outline": {"repeats"},
     "wide_grad": {"policy"},
     "emit": {"paint", "regions", "outline", "wide_grad"},
-    "custom_rules": {"emit"},
+    "captures": {"_compat"},
+    "custom_rules": {"captures", "emit"},
     "rules": {"custom_rules"},
     "nnx_scopes": set(),
     "nnx_bridge": {"_tree", "nnx_scopes"},
@@ -89,8 +90,8 @@ BELOW = {
 }
 CORE = set(
     """_cast _keep _mincut _tree scope_paths policy precision_call plan facts paint
-    residuals regions equality repeats outline wide_grad emit custom_rules rules
-    transform""".split()
+    residuals regions equality repeats outline wide_grad emit captures custom_rules
+    rules transform""".split()
 )
 FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
 
