@@ -9,13 +9,17 @@ import functools
 import importlib
 import os
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Literal, Primitive, Var
 from jax.extend.core import primitives as _public_primitives
+
+# The lines of operations, in profiles and errors, are the user's.
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+source_info_util.register_exclusion(_PACKAGE)
 
 # `jax.extend.core.primitives` leaves out a few collectives and linear-algebra
 # primitives that a policy has to name.
@@ -60,6 +64,10 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
+def _private(module: str) -> Any:
+    return importlib.import_module(f"jax._src.{module}")
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether something is an open or closed jaxpr."""
     return hasattr(getattr(value, "jaxpr", value), "eqns")
@@ -97,8 +105,7 @@ def parts(value: Any) -> Sequence[Any] | None:
 
 @functools.cache
 def _memoized_code() -> Any:
-    partial_eval = importlib.import_module("jax._src.interpreters.partial_eval")
-    return partial_eval._memoize(len).__code__
+    return _private("interpreters.partial_eval")._memoize(len).__code__
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
@@ -120,24 +127,120 @@ def scan_options(eqn: Any) -> dict[str, Any]:
 def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Binds `eqn.primitive` to other operands and parameters."""
     primitive = eqn.primitive
+    if "bwd" in params:  # JAX runs it under the line of the call
+        params = {**params, "bwd": params["bwd"].wrap(_with_own_lines, (), None)}
     bind_params = primitive.get_bind_params(params)
     subfuns: Sequence[Any] = ()
     if isinstance(bind_params, tuple):  # JAX before 0.9.2
         subfuns, bind_params = bind_params
-    outs = primitive.bind(*subfuns, *operands, **bind_params)
+
+    def one_by_one() -> None:
+        body = params.get("jaxpr", params.get("call_jaxpr"))
+        if body is not None:
+            _evaluate(*open_jaxpr(body), operands)
+
+    outs = or_where_nan_arises(
+        lambda: primitive.bind(*subfuns, *operands, **bind_params), one_by_one
+    )
     return list(outs) if primitive.multiple_results else [outs]
 
 
-@contextlib.contextmanager
-def equation_context(eqn: Any) -> Iterator[None]:
+def or_where_nan_arises(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
+    """Returns what a call does; fails as `one_by_one` if a NaN is to be an error.
+
+    Under `jax_debug_nans`, `jax.jit` runs a function that returns a NaN once more,
+    operation by operation. A jit within a jaxpr only fails.
+
+    Args:
+      call: the call.
+      one_by_one: does the same, operation by operation.
+    """
+    try:
+        return call()
+    except _private("api_util").InternalFloatingPointError as error:
+        message = f"invalid value ({error.ty}) encountered in {error.name}"
+    one_by_one()
+    raise FloatingPointError(message)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> None:
+    """Runs a jaxpr equation by equation, each under its own line."""
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= zip(jaxpr.invars, operands, strict=True)
+    for eqn in jaxpr.eqns:
+        arrays = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
+        with equation_context(eqn):
+            env |= zip(eqn.outvars, bind(eqn, arrays, eqn.params), strict=True)
+
+
+def equation_context(eqn: Any) -> contextlib.ExitStack:
     """Restores an equation's scopes, source line and JAX context around its bind."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    context = source_line(eqn, stack)
+    context.enter_context(eqn.ctx.manager)
+    return context
+
+
+def source_line(eqn: Any, name_stack: Any = None) -> contextlib.ExitStack:
+    """Restores an equation's source line, also in the traceback of a NaN."""
+    context = contextlib.ExitStack()
+    context.push(_show_line)  # runs after what is entered later
     traceback = eqn.source_info.traceback
-    with (
-        source_info_util.user_context(traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
+    context.enter_context(
+        source_info_util.user_context(traceback, name_stack=name_stack)
+    )
+    return context
+
+
+@contextlib.contextmanager
+def own_lines() -> Iterator[None]:
+    """Gives what is traced the source lines where it stands, not those of its call."""
+    current = _private("source_info_util")._source_info_context
+    before = current.context
+    current.context = source_info_util.SourceInfo(None, before.name_stack)
+    try:
         yield
+    finally:
+        current.context = before
+
+
+def _with_own_lines(function: Callable[..., Any], *operands: Any) -> Any:
+    with own_lines():
+        return function(*operands)
+
+
+_REWRITTEN = "The last frames are those of the function that flax_amp has rewritten."
+
+
+def _show_line(kind: Any, error: BaseException | None, traceback: Any) -> None:
+    """Ends the traceback of a NaN where the user's function has the operation.
+
+    JAX gives the error a cause with these frames, which `jax.jit` drops.
+    """
+    if not isinstance(error, FloatingPointError):
+        return
+    if _REWRITTEN in getattr(error, "__notes__", ()):
+        return  # deeper, and so more precise
+    source = error.__cause__
+    while source is not None and type(source).__name__ != _STACK_TRACE:
+        source = source.__cause__
+    if source is not None:
+        error.__traceback__ = _behind_package(source.__traceback__)
+        error.add_note(_REWRITTEN)
+
+
+_STACK_TRACE = "JaxStackTraceBeforeTransformation"
+
+
+def _behind_package(traceback: Any) -> Any:
+    """Returns the frames that the package's own have called."""
+    last, frame = traceback, traceback
+    while frame is not None:
+        is_own = frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+        if is_own and frame.tb_next is not None:
+            last = frame.tb_next
+        frame = frame.tb_next
+    return last
 
 
 def scope_names(eqn: Any) -> tuple[str, ...]:
@@ -188,8 +291,8 @@ def hoist_consts(closed: Any) -> tuple[Any, Sequence[Any]]:
     jaxpr, consts = open_jaxpr(closed)
     if not consts:
         return jaxpr, ()
-    partial_eval = importlib.import_module("jax._src.interpreters.partial_eval")
-    return partial_eval.convert_constvars_jaxpr(jaxpr), consts
+    convert = _private("interpreters.partial_eval").convert_constvars_jaxpr
+    return convert(jaxpr), consts
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

@@ -139,7 +139,11 @@ class Emitter:
             return [inside.array(v) for v in region.outs]
 
         recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
-        outs = recomputed(*[env.array(v) for v in region.ins])
+        arrays = [env.array(v) for v in region.ins]
+        with _compat.source_line(eqns[-1]):
+            outs = _compat.or_where_nan_arises(
+                lambda: recomputed(*arrays), lambda: evaluate(*arrays)
+            )
         env.write(region.outs, outs, [values[v] for v in region.outs])
         for eqn in eqns:
             env.release(eqn.invars)
