@@ -342,6 +342,6 @@ def is_of_trace(x: Any) -> bool:
     return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
 
 
-_CORE = importlib.import_module("jax._src.core")
+_CORE = _private("core")
 _TRACE = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
 _TRACING = "jax._src.interpreters.partial_eval"

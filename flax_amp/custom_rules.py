@@ -158,7 +158,8 @@ class _CustomCall:
         self, function: Callable[..., Any], structs: Sequence[Any], ins: Values
     ) -> tuple[Plan, Any]:
         """Plans a function of the rule; returns the shapes of its results as well."""
-        made, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
+        with _compat.own_lines():
+            made, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
         closed = with_captured(made, self.emitter.captured)
         if _asks_for_default_precision(self.plan):
             closed = _with_default_precision(closed)

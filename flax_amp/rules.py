@@ -407,7 +407,9 @@ class _CustomVmap(Inner):
                 _compat.struct_of(jax.typeof(x), v.aval.dtype)
                 for x, v in zip(xs, eqn.invars, strict=True)
             ]
-            closed = with_captured(jax.make_jaxpr(rule)(*structs), emitter.captured)
+            with _compat.own_lines():
+                made = jax.make_jaxpr(rule)(*structs)
+            closed = with_captured(made, emitter.captured)
             rule_plan = emitter.painter.plan(closed, plan.ins, None, context)
             outs = emitter.land(emitter.emit(rule_plan, xs), plan.outs)
             return outs, out_batched
