@@ -41,6 +41,10 @@ def angle(y, constant):
     return lax.atan2(jnp.broadcast_to(constant, y.shape).astype(y.dtype), -y)
 
 
+def at(constant, x):
+    return angle(x @ WEIGHT, constant)
+
+
 def observed(y):
     y = np.asarray(y, np.float32)
     return np.where(np.isnan(y), 2, np.sign(y)).tolist()
@@ -50,12 +54,12 @@ def observed(y):
 def test_signs_survive(name):
     """Among low values, wherever the code stands, a constant keeps its sign."""
 
+    constants = {kind: make(NUMBERS[name]) for kind, make in KINDS.items()}
+
     def everywhere(x):
         return {
-            (kind, where): place(lambda x, c=make(NUMBERS[name]): angle(x @ WEIGHT, c))(
-                x
-            )
-            for kind, make in KINDS.items()
+            (kind, where): place(functools.partial(at, constant))(x)
+            for kind, constant in constants.items()
             for where, place in PLACES.items()
         }
 

@@ -1,0 +1,206 @@
+"""`jax.export` with symbolic shapes, for several platforms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import export, lax
+
+import flax_amp
+from _transformer import keeps, norm
+from flax_amp import amp
+from helpers import relative_error
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+FLOAT = jnp.float32
+
+
+def struct(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def exported(function, *structs):
+    """The function as it comes back from a file, if files can be written here."""
+    done = export.export(jax.jit(function), platforms=PLATFORMS)(*structs)
+    try:
+        import flatbuffers  # noqa: F401
+    except ImportError:
+        return done
+    return export.deserialize(done.serialize())
+
+
+def assert_exports(function, make, symbolic):
+    """Asserts that one export computes what the function does, at two sizes."""
+    leaves, treedef = jax.tree.flatten(symbolic)
+
+    def flat(*leaves):
+        return jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
+
+    done = exported(flat, *leaves)
+    assert done.platforms == PLATFORMS
+    for size in (2, 6):
+        args = make(size)
+        found = [np.asarray(x, np.float32) for x in done.call(*jax.tree.leaves(args))]
+        expected = jax.tree.leaves(jax.jit(function)(*args))
+        assert relative_error(found, expected) < 1e-5
+
+
+def layers(w, x):
+    return lax.scan(lambda x, w: (nn.gelu(norm(x @ w)) + x, None), x, w[None])[0]
+
+
+def rows(w, x):
+    """A loop of which the length is a symbol."""
+    return lax.scan(lambda c, x: (c + jnp.sum(nn.silu(x @ w)), norm(x)), 0.0, x)
+
+
+def convolution(w, x):
+    kernel = w[:3, :3, None, None]
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(
+        x[..., None], kernel, (1, 1), "SAME", dimension_numbers=numbers
+    )
+    return norm(nn.gelu(y[..., 0])).sum(1)
+
+
+def attention(w, x):
+    logits = x @ jnp.swapaxes(x @ w, -1, -2)
+    mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+    return jax.nn.softmax(jnp.where(mask, logits, -1e9)) @ x
+
+
+def reductions(w, x):
+    return jnp.sum(nn.gelu(x @ w), 0) + jax.jit(lambda y: jnp.max(norm(y), 0))(x @ w)
+
+
+def branches(w, x):
+    y = lax.cond(x.sum() > 0, lambda: norm(nn.gelu(x @ w)), lambda: x)
+    return jax.checkpoint(lambda y: norm(nn.relu(y @ w)))(y) * jnp.zeros(x.shape)
+
+
+def captured(w, x):
+    """A symbol only inside of a jitted body."""
+    batch = x.shape[0]
+    count = jax.jit(lambda: jnp.ones((batch, 2)).sum())()
+    return jnp.tanh(jnp.sum(x, 0) @ w) * count
+
+
+def unrolled(w, x):
+    for _ in range(8):
+        x = x + nn.gelu(norm(x @ w)) @ w
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        layers,
+        rows,
+        captured,
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in (convolution, attention, reductions, branches, unrolled)
+        ),
+    ],
+)
+def test_functions(function):
+    """The function and its gradient, with a symbol for the batch and the length."""
+    batch, length = export.symbolic_shape("b, 2*s")
+    shape = (batch, length, 4)
+    w = jax.random.normal(jax.random.key(0), (4, 4))
+    lowered = amp(function, compute_dtype=jnp.bfloat16)
+
+    def size(w, x):
+        return sum(jnp.sum(y**2) for y in jax.tree.leaves(lowered(w, x)))
+
+    def make(size):
+        return w, jax.random.normal(jax.random.key(1), (size, size, 4))
+
+    def both(w, x):
+        return lowered(w, x), jax.grad(size)(w, x)
+
+    assert_exports(both, make, (struct(w), jax.ShapeDtypeStruct(shape, FLOAT)))
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_known_shapes(mode):
+    """With all sizes known, what is stored is marked on every platform."""
+
+    def loss(w, x):
+        return jnp.mean(norm(nn.gelu(x @ w)) ** 2)
+
+    lowered = jax.grad(amp(loss, compute_dtype=jnp.bfloat16, recompute=mode))
+    w, x = jnp.eye(4) + 0.1, jnp.arange(32.0).reshape(8, 4)
+    assert keeps(lowered, w, x)
+    done = exported(lowered, struct(w), struct(x))
+    assert relative_error(done.call(w, x), jax.jit(lowered)(w, x)) < 1e-5
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Conv(4, (3, 3))(x)
+        x = nn.gelu(nn.BatchNorm(use_running_average=not train)(x)).mean((1, 2))
+        x = nn.Dropout(0.1, deterministic=not train)(nn.LayerNorm()(x))
+        return nn.Dense(3)(x)
+
+
+def trained():
+    """A state of the model, its batches, and a batch of which the size is a symbol."""
+    model = Model()
+    variables = model.init(jax.random.key(0), jnp.ones((1, 8, 8, 1)))
+    state = flax_amp.AmpTrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=optax.adam(1e-3),
+        variables={"batch_stats": variables["batch_stats"]},
+        # Raw bits: a file holds no typed keys.
+        rngs={"dropout": jax.random.PRNGKey(1)},
+    )
+
+    def make(size):
+        image = jax.random.normal(jax.random.key(2), (size, 8, 8, 1))
+        return state, {"image": image, "label": jnp.arange(size) % 3}
+
+    # Even, so that two micro-batches split it.
+    size = 2 * export.symbolic_shape("half")[0]
+    batch = {
+        "image": jax.ShapeDtypeStruct((size, 8, 8, 1), FLOAT),
+        "label": jax.ShapeDtypeStruct((size,), jnp.int32),
+    }
+    return make, (jax.tree.map(struct, state), batch)
+
+
+def predict(params, batch, state):
+    variables = {"params": params, **state.variables}
+    return state.apply_fn(variables, batch["image"])
+
+
+def loss_fn(params, batch, state, rngs):
+    logits, updates = state.apply_fn(
+        {"params": params, **state.variables},
+        batch["image"],
+        train=True,
+        mutable=["batch_stats"],
+        rngs=rngs,
+    )
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"variables": updates}
+
+
+def test_eval_step():
+    """An evaluation step plans nothing to store, and exports."""
+    make, symbolic = trained()
+    step = flax_amp.make_eval_step(predict)
+    assert not keeps(step, *make(2))
+    assert_exports(step, make, symbolic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"accum_steps": 2}])
+def test_train_step(options):
+    make, symbolic = trained()
+    step = flax_amp.make_train_step(loss_fn, has_aux=True, donate=False, **options)
+    assert_exports(step, make, symbolic)
