@@ -32,9 +32,11 @@ from flax_amp.plan import (
     Plan,
     Site,
     Step,
+    Use,
     Uses,
     Value,
     Values,
+    has_paint,
     is_painted,
 )
 from flax_amp.policy import LOW_OPS
@@ -155,15 +157,33 @@ class _CustomCall:
         return self.rules[key]
 
     def trace(
-        self, function: Callable[..., Any], structs: Sequence[Any], ins: Values
+        self,
+        function: Callable[..., Any],
+        structs: Sequence[Any],
+        ins: Values,
+        outs: Values = (),
     ) -> tuple[Plan, Any]:
-        """Plans a function of the rule; returns the shapes of its results as well."""
+        """Plans a function of the rule.
+
+        Args:
+          function: the function.
+          structs: the shapes of its arguments.
+          ins: the values of these.
+          outs: the values that its first results have outside of it.
+
+        Returns:
+          The plan, and the shapes of the results.
+        """
         with _compat.own_lines():
-            made, outs = jax.make_jaxpr(function, return_shape=True)(*structs)
+            made, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
         closed = with_captured(made, self.emitter.captured)
         if _asks_for_default_precision(self.plan):
             closed = _with_default_precision(closed)
-        return self.emitter.painter.plan(closed, ins, None, self.context), outs
+        uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs]
+        rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(outs)
+        uses += [Use.LOW] * rest
+        painter = self.emitter.painter
+        return painter.plan(closed, ins, tuple(uses), self.context), shapes
 
 
 def _asks_for_default_precision(plan: Plan) -> bool:
@@ -254,7 +274,8 @@ class _JvpRule:
 
         tangents = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
         ins = (*call.plan.ins, *tangents)
-        self.plan, _ = call.trace(rule, [*structs, *_pick(structs, mask)], ins)
+        structs = [*structs, *_pick(structs, mask)]
+        self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Notes which results have a tangent when the function is differentiated."""
@@ -320,7 +341,9 @@ class _VjpRule:
             residuals, self._treedef = jax.tree.flatten(vjp)
             return outs, residuals
 
-        plan, (outs, residuals) = call.trace(forward, structs, call.plan.ins)
+        plan, (outs, residuals) = call.trace(
+            forward, structs, call.plan.ins, call.plan.outs
+        )
         self._forward, self._outs, self._residuals = plan, outs, residuals
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:

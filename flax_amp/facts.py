@@ -1,11 +1,14 @@
 """What single equations mean for precision; the rules of `flax_amp.paint` ask here."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend.core import Literal
 
+from flax_amp import _compat
 from flax_amp._cast import cast_constant, finfo
 from flax_amp.plan import (
     Paint,
@@ -17,10 +20,18 @@ from flax_amp.plan import (
     has_paint,
     variables,
 )
-from flax_amp.policy import KEEP_OPS, MOVE_OPS, Decision, Origin, use_original_precision
+from flax_amp.policy import (
+    KEEP_OPS,
+    LOW_OPS,
+    MOVE_OPS,
+    Decision,
+    Origin,
+    use_original_precision,
+)
 
 # Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
 _CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
+_INDEXES = frozenset(("gather", "dynamic_slice"))  # their first operand
 _MASK = 1e3  # from this size on, a constant among activations is a mask
 
 
@@ -76,6 +87,69 @@ def is_softmax_numerator(eqn: Any, ins: Values, uses: Uses, decision: Decision) 
         and ins[0].below_zero
         and uses[0].is_numerator
     )
+
+
+def reads_again(eqn: Any) -> bool:
+    """Whether an equation may read an element of its operand more than once.
+
+    Then the derivative of that element is a sum, of as many terms as there are reads.
+    """
+    if eqn.primitive.name != "gather" or eqn.params["unique_indices"]:
+        return False
+    batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+    *sizes, _ = eqn.invars[1].aval.shape
+    return math.prod(n for i, n in enumerate(sizes) if i not in batch) > 1
+
+
+def is_indexed(jaxpr: Any, position: int) -> bool:
+    """Whether a jaxpr reads parts of an input, at places that it computes.
+
+    Args:
+      jaxpr: an open or closed jaxpr.
+      position: the place of the input.
+    """
+    return _is_read(jaxpr, position, _INDEXES, 1)
+
+
+def is_multiplied(jaxpr: Any, position: int) -> bool:
+    """Whether a matrix product of a jaxpr reads an input. Arguments as above."""
+    return _is_read(jaxpr, position, LOW_OPS, 2)
+
+
+def _is_read(jaxpr: Any, position: int, names: Collection[str], count: int) -> bool:
+    """Whether primitives read an input among their first `count` operands."""
+    jaxpr = _compat.open_jaxpr(jaxpr)[0]
+    moved = {jaxpr.invars[position]}
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        places = [
+            i
+            for i, v in enumerate(eqn.invars)
+            if not isinstance(v, Literal) and v in moved
+        ]
+        if not places:
+            continue
+        if name in names and places[0] < count:
+            return True
+        for body in _bodies(eqn):
+            # Its inputs are the last operands.
+            first = len(eqn.invars) - len(body.invars)
+            if any(
+                _is_read(body, i - first, names, count) for i in places if i >= first
+            ):
+                return True
+        if name in MOVE_OPS:
+            moved.update(eqn.outvars)
+    return False
+
+
+def _bodies(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def noted(eqn: Any, ins: Values, step: Step) -> Step:

@@ -46,6 +46,7 @@ from flax_amp.facts import (
     is_softmax_numerator,
     noted,
     only_chooses,
+    reads_again,
 )
 from flax_amp.plan import (
     APPLIED,
@@ -64,6 +65,7 @@ from flax_amp.plan import (
     Value,
     Values,
     const_values,
+    has_paint,
     is_painted,
     like,
     out_avals,
@@ -85,6 +87,7 @@ from flax_amp.policy import (
     use_widest_precision,
 )
 from flax_amp.precision_call import call_precision_function
+from flax_amp.recurrence import find_states
 
 # What measures a value, so that the result can be applied to it.
 _MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
@@ -120,6 +123,9 @@ class Painter:
         self._policy = policy
         self._rules = rules
         self._plans: dict[Any, tuple[Any, Plan]] = {}
+        # The variables that hold states of recurrences; where they were looked for.
+        self._states: set[Any] = set()
+        self._searched: dict[int, Any] = {}
 
     def plan(
         self,
@@ -140,10 +146,18 @@ class Painter:
         uses = uses or (Use.LOW,) * len(jaxpr_.outvars)
         key = (id(jaxpr), ins, uses, context)
         if key not in self._plans:
+            self._search(jaxpr_)
             plan = self._plan(jaxpr_, consts, ins, uses, context)
             # Kept beside its plan, the jaxpr stays alive and its id unique.
             self._plans[key] = (jaxpr, plan)
         return self._plans[key][1]
+
+    def _search(self, jaxpr: Any) -> None:
+        """Finds the states of recurrences in a jaxpr and in what it calls."""
+        if id(jaxpr) not in self._searched and self.compute_dtype != jnp.float32:
+            states, jaxprs = find_states(jaxpr)
+            self._states |= states
+            self._searched |= {id(searched): searched for searched in jaxprs}
 
     def _plan(
         self, jaxpr: Any, consts: Any, ins: Values, out_uses: Uses, context: Context
@@ -294,6 +308,8 @@ class Painter:
         has_leaf = any(v.paint is Paint.LEAF and v.constant is None for v in operands)
         if any(v.carried for v in operands):
             return _full(eqn, CARRIED, "float32 state of a loop")
+        if eqn.outvars[0] in self._states and (any_low or applied):
+            return _full(eqn, CARRIED, "state of a recurrence")
         if any(v.is_statistic for v in operands):
             if any_low or applied:
                 return _full(eqn, APPLIED, "applies a full-precision value", Use.APPLY)
@@ -321,6 +337,10 @@ class Painter:
         avals = out_avals(eqn)
         if not any(is_painted(aval) for aval in avals):
             return self._paint_compare(eqn, operands)
+        if has_paint(ins[0], Paint.LOW) and reads_again(eqn):
+            # Rounded back, the result is the same; its cotangents add up in float32.
+            outs = like(avals, LOW)
+            return Step(Mode.FULL, outs, "its gradient is a long sum", use=None)
         if len(operands) == 1:
             keeps = eqn.primitive.name in _KEEP_CONSTANT
             outs = like(avals, operands[0] if keeps else operands[0].varied())

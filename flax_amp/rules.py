@@ -27,6 +27,7 @@ from flax_amp.custom_rules import (
     with_own_captures,
 )
 from flax_amp.emit import Emitter
+from flax_amp.facts import is_indexed
 from flax_amp.paint import Painter
 from flax_amp.plan import (
     CARRIED,
@@ -43,6 +44,7 @@ from flax_amp.plan import (
     Uses,
     Value,
     Values,
+    has_paint,
     is_painted,
     join,
     like,
@@ -135,6 +137,16 @@ def _enter_carry(value: Value | None, is_stack: bool) -> Value | None:
     return LEAF if value.paint is Paint.FULL else value
 
 
+def _enter_const(value: Value | None, jaxpr: Any, position: int) -> Value | None:
+    """The value of what each iteration reads.
+
+    Where an iteration reads a part of it, the parts overlap, and the cotangents of all
+    iterations add up in its dtype: as a float32 array, cast at each use, like a weight.
+    """
+    is_low = has_paint(value, Paint.LOW)
+    return LEAF if is_low and is_indexed(jaxpr, position) else value
+
+
 def _leave(value: Value | None, init: Value | None) -> Value | None:
     # What was the state of an outer loop before this one is so behind it, too.
     outer = init is not None and init.carried
@@ -200,6 +212,10 @@ class _Scan:
         self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
     ) -> Step:
         consts, init, xs = split(ins, *_compat.scan_counts(eqn))
+        consts = tuple(
+            _enter_const(value, eqn.params["jaxpr"], i)
+            for i, value in enumerate(consts)
+        )
         plan, carry = _plan_loop(
             painter, eqn.params["jaxpr"], consts, init, xs, context.of(_site(init))
         )
@@ -218,6 +234,7 @@ class _Scan:
         counts = _compat.scan_counts(eqn)
         consts, init, xs = split(operands, *counts)
         _, init_values, _ = split(values, *counts)
+        consts = emitter.land(consts, step.detail.body.ins[: len(consts)])
         body_plan, carry = step.detail.body, step.detail.carry
 
         def body(carry_in: Any, x: Any) -> Any:
