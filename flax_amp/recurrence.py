@@ -112,7 +112,9 @@ class _Flat:
         if name == "cond":
             branches = [_compat.open_jaxpr(b)[0] for b in eqn.params["branches"]]
             results = [self.inline(branch, ins[1:]) for branch in branches]
-            return [self._add(name, merged, None) for merged in zip(*results)]
+            return [
+                self._add(name, merged, None) for merged in zip(*results, strict=True)
+            ]
         for key, data in self._applied(eqn, ins):
             place = len(self.equations), data
             self.applications.setdefault(key, []).append(place)
@@ -121,9 +123,10 @@ class _Flat:
         self.equations.append(_Equation(name, ins, outs, outvar))
         return outs
 
-    def _add(self, name: str, ins: Sequence[int], outvar: Any) -> int:
+    def _merge(self, values: Sequence[int]) -> int:
+        """Returns the value that is one of several, as branches give it."""
         out = self.value()
-        self.equations.append(_Equation(name, ins, [out], outvar))
+        self.equations.append(_Equation("cond", values, [out], None))
         return out
 
     def _equal(self, eqn: Any, ins: Sequence[int]) -> Sequence[int]:
@@ -175,9 +178,9 @@ def _states(flat: _Flat) -> set[Any]:
         data = [value for _, values in places for value in values]
         if len(places) < 2 or all(map(flat.is_weight, data)):
             continue
-        bits = [1 << len(together) + i for i in range(len(places))]
-        together |= dict.fromkeys(bits, sum(bits))
-        for bit, (place, values) in zip(bits, places, strict=True):
+        names = [1 << len(together) + i for i in range(len(places))]
+        together |= dict.fromkeys(names, sum(names))
+        for bit, (place, values) in zip(names, places, strict=True):
             own[place] = own.get(place, 0) | bit
             for value in values:
                 read_by[value] = read_by.get(value, 0) | bit

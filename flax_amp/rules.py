@@ -234,7 +234,7 @@ class _Scan:
         counts = _compat.scan_counts(eqn)
         consts, init, xs = split(operands, *counts)
         _, init_values, _ = split(values, *counts)
-        consts = emitter.land(consts, step.detail.body.ins[: len(consts)])
+        consts = tuple(emitter.land(consts, step.detail.body.ins[: len(consts)]))
         body_plan, carry = step.detail.body, step.detail.carry
 
         def body(carry_in: Any, x: Any) -> Any:
