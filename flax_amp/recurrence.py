@@ -112,9 +112,7 @@ class _Flat:
         if name == "cond":
             branches = [_compat.open_jaxpr(b)[0] for b in eqn.params["branches"]]
             results = [self.inline(branch, ins[1:]) for branch in branches]
-            return [
-                self._add(name, merged, None) for merged in zip(*results, strict=True)
-            ]
+            return [self._merge(outs) for outs in zip(*results, strict=True)]
         for key, data in self._applied(eqn, ins):
             place = len(self.equations), data
             self.applications.setdefault(key, []).append(place)
