@@ -109,8 +109,8 @@ def test_a_statistic_holds_what_it_meets_in_full():
 def test_the_residual_stream_stays_low_through_unrolled_norms():
     def fn(w, x):
         h = low(w, x)
-        for _ in range(3):
-            h = h + low(w, norm(h))
+        for i in range(3):  # each layer with weights of its own
+            h = h + low(w * (i + 2.0), norm(h))
         return jnp.sum(low(w, norm(h)))
 
     plan = plan_of(fn, W, X)
@@ -129,7 +129,7 @@ def test_a_recurrent_state_is_full_inside_its_loop_only():
             return c, jnp.tanh(c)
 
         _, states = jax.lax.scan(cell, jnp.zeros_like(x), None, length=4)
-        return jnp.tanh(states + low(w, states)) @ w
+        return jnp.tanh(states + low(w * 2.0, states)) @ w
 
     plan = plan_of(fn, W, X)
     steps = dict(
