@@ -4,7 +4,16 @@ from types import ModuleType
 
 from jax.typing import DTypeLike
 
-from benchmarks.models import gpt, lstm, mlp, nnx_vit, resnet, vit
+from benchmarks.models import (
+    gpt,
+    llama,
+    lstm,
+    mlp,
+    moe,
+    nnx_vit,
+    resnet,
+    vit,
+)
 from benchmarks.models.base import Problem
 
 _MODULES: dict[str, ModuleType] = {
@@ -19,6 +28,8 @@ _MODULES: dict[str, ModuleType] = {
     "mlp": mlp,
     "lstm": lstm,
     "nnx_vit": nnx_vit,
+    "llama": llama,
+    "moe": moe,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")

@@ -1,0 +1,150 @@
+"""A Llama in Linen, scanned over its layers with remat, as public ones are written."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from benchmarks.models import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a Llama and of its batch."""
+
+    width: int = 1024
+    hidden: int = 2816
+    layers: int = 12
+    heads: int = 16
+    kv_heads: int = 4
+    vocab: int = 32000
+    length: int = 1024
+    batch: int = 4
+
+
+SIZES = {
+    "full": Config(),
+    "tiny": Config(48, 128, 12, 4, 2, vocab=128, length=32, batch=4),
+}
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square, in float32 whatever comes in."""
+
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return base.cast(wide * jax.lax.rsqrt(mean + 1e-5) * scale, self.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float = 1e4) -> jax.Array:
+    """Rotates the halves of each head by its position, in float32."""
+    size = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(size, dtype=jnp.float32) / size)
+    angles = positions[:, None, None] * frequencies
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention in which several queries share a key and a value."""
+
+    config: Config
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        config = self.config
+        size = config.width // config.heads
+        groups = config.heads // config.kv_heads
+        length = x.shape[1]
+
+        def project(name: str, heads: int) -> jax.Array:
+            return nn.DenseGeneral(
+                (heads, size), use_bias=False, dtype=self.dtype, name=name
+            )(x)
+
+        query = rotate(project("query", config.heads), positions)
+        key = rotate(project("key", config.kv_heads), positions)
+        key = jnp.repeat(key, groups, axis=2)
+        value = jnp.repeat(project("value", config.kv_heads), groups, axis=2)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
+        mask = positions[:, None] >= positions[None, :]
+        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+        weights = nn.softmax(scores.astype(jnp.float32)).astype(scores.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        mixed = mixed.reshape(*mixed.shape[:2], config.width)
+        return nn.Dense(config.width, use_bias=False, dtype=self.dtype)(mixed)
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP, in the form that `nn.scan` wants."""
+
+    config: Config
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
+        config, dtype = self.config, self.dtype
+
+        def dense(width: int, name: str) -> nn.Dense:
+            return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
+
+        x = x + Attention(config, dtype)(RMSNorm(dtype)(x), positions)
+        y = RMSNorm(dtype)(x)
+        y = nn.silu(dense(config.hidden, "gate")(y)) * dense(config.hidden, "up")(y)
+        return x + dense(config.width, "down")(y), None
+
+
+class Llama(nn.Module):
+    """A decoder with rotary positions."""
+
+    config: Config
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        x = nn.Embed(config.vocab, config.width, dtype=dtype)(tokens)
+        layers = nn.scan(
+            nn.remat(Layer, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=config.layers,
+        )
+        x, _ = layers(config, dtype)(x, jnp.arange(tokens.shape[1]))
+        return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
+
+
+def problem(
+    name: str,
+    size: str = "full",
+    dtype: DTypeLike | None = None,
+    softmax_dtype: DTypeLike | None = None,
+    **sizes: Any,
+) -> base.Problem:
+    """Makes the problem of `llama`; its softmax is in float32 as it is.
+
+    Args:
+      name: "llama".
+      size: "full" or "tiny".
+      dtype: of a hand-set model.
+      softmax_dtype: changes nothing.
+      **sizes: fields of `Config` to override.
+
+    Returns:
+      The problem.
+    """
+    config = dataclasses.replace(SIZES[size], **sizes)
+    data = base.tokens(config.batch, config.length, config.vocab)
+    return base.linen_problem(name, Llama(config, dtype), data)

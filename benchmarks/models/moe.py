@@ -1,0 +1,138 @@
+"""A decoder whose MLPs are mixtures of experts, in Linen, as public ones are written.
+
+Tokens go to their experts by products with one-hot matrices, each expert up to its
+capacity (Switch, GShard), and the loss has a term that spreads them.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from benchmarks.models import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a mixture of experts and of its batch."""
+
+    width: int = 512
+    layers: int = 6
+    heads: int = 8
+    experts: int = 8
+    chosen: int = 2
+    capacity: float = 1.25
+    vocab: int = 32000
+    length: int = 512
+    batch: int = 8
+
+
+SIZES = {
+    "full": Config(),
+    "tiny": Config(48, 6, 4, 4, vocab=128, length=32, batch=4),
+}
+
+
+class Router(nn.Module):
+    """Sends each token to the experts that it scores highest, in float32."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        length = x.shape[1]
+        logits = nn.Dense(config.experts, use_bias=False, dtype=jnp.float32)(x)
+        scores = nn.softmax(logits)
+        gates, chosen = jax.lax.top_k(scores, config.chosen)
+        gates = gates / jnp.sum(gates, axis=-1, keepdims=True)
+        picked = jax.nn.one_hot(chosen, config.experts)  # batch, length, choice, expert
+        share = jnp.mean(picked, axis=(1, 2)) * jnp.mean(scores, axis=1)
+        self.sow("losses", "balance", config.experts * jnp.mean(jnp.sum(share, -1)))
+        # First choices are served first, and in the order of the text.
+        order = picked.swapaxes(1, 2).reshape(x.shape[0], -1, config.experts)
+        place = jnp.cumsum(order, axis=1) * order - 1.0
+        place = place.reshape(x.shape[0], config.chosen, length, config.experts)
+        capacity = int(config.capacity * config.chosen * length / config.experts)
+        slots = jax.nn.one_hot(place.swapaxes(1, 2).astype(jnp.int32), capacity)
+        combine = jnp.einsum("blk,blkec->blec", gates, slots)
+        return combine > 0, combine
+
+
+class Experts(nn.Module):
+    """An MLP for each expert, over the tokens that are sent to it."""
+
+    config: Config
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, width = self.config, self.config.width
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up = self.param("up", init, (config.experts, width, 4 * width))
+        down = self.param("down", init, (config.experts, 4 * width, width))
+        dispatch, combine = Router(config)(x)
+        y = jnp.einsum("blec,blm->ebcm", dispatch.astype(x.dtype), x)
+        y = nn.gelu(jnp.einsum("ebcm,emh->ebch", y, base.cast(up, self.dtype)))
+        y = jnp.einsum("ebch,ehm->ebcm", y, base.cast(down, self.dtype))
+        return jnp.einsum("blec,ebcm->blm", combine.astype(x.dtype), y)
+
+
+class MoE(nn.Module):
+    """A decoder with learned positions, a mixture of experts in each layer."""
+
+    config: Config
+    dtype: DTypeLike | None = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        x = nn.Embed(config.vocab, config.width, dtype=dtype)(tokens)
+        positions = nn.Embed(config.length, config.width, dtype=dtype)
+        x = x + positions(jnp.arange(tokens.shape[1]))
+        mask = nn.make_causal_mask(tokens[:1], dtype=bool)
+        for _ in range(config.layers):
+            attention = nn.MultiHeadDotProductAttention(config.heads, dtype=dtype)
+            x = x + attention(nn.LayerNorm(dtype=dtype)(x), mask=mask)
+            x = x + Experts(config, dtype)(nn.LayerNorm(dtype=dtype)(x))
+        x = nn.LayerNorm(dtype=dtype)(x)
+        return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
+
+
+def problem(
+    name: str,
+    size: str = "full",
+    dtype: DTypeLike | None = None,
+    softmax_dtype: DTypeLike | None = None,
+    **sizes: Any,
+) -> base.Problem:
+    """Makes the problem of `moe`; the softmax of its router is in float32.
+
+    Args:
+      name: "moe".
+      size: "full" or "tiny".
+      dtype: of a hand-set model.
+      softmax_dtype: changes nothing.
+      **sizes: fields of `Config` to override.
+
+    Returns:
+      The problem.
+    """
+    config = dataclasses.replace(SIZES[size], **sizes)
+    model = MoE(config, dtype)
+    data = base.tokens(config.batch, config.length, config.vocab)
+    task = base.linen_problem(name, model, data)
+
+    def init(key: jax.Array) -> dict[str, Any]:
+        return {"params": task.init(key)["params"]}
+
+    def loss(params: Any, others: Any, batch: base.Batch) -> tuple[jax.Array, Any]:
+        variables = {"params": params}
+        logits, sown = model.apply(variables, batch["inputs"], mutable=["losses"])
+        balance = sum(jax.tree.leaves(sown["losses"]))
+        return base.cross_entropy(logits, batch["labels"]) + 0.01 * balance, others
+
+    return dataclasses.replace(task, init=init, loss=loss)
