@@ -66,7 +66,6 @@ class Attention(nn.Module):
         config = self.config
         size = config.width // config.heads
         groups = config.heads // config.kv_heads
-        length = x.shape[1]
 
         def project(name: str, heads: int) -> jax.Array:
             return nn.DenseGeneral(
