@@ -127,7 +127,8 @@ def test_rewritten_equations_have_the_lines_of_the_user():
     found = equations(jax.make_jaxpr(jax.grad(bfloat16(everything)))(W, X))
     lines = {source_info_util.summarize(eqn.source_info) for _, eqn in found}
     assert len(lines) > 5
-    assert all(line.startswith(__file__) for line in lines), lines
+    # None has a line of a function of JAX that nobody calls from here.
+    assert {line.partition(":")[0] for line in lines} <= {__file__, ""}
 
 
 def test_hlo_has_the_lines_of_the_user():
