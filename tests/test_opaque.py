@@ -72,7 +72,7 @@ def test_solvers(solver, transform):
     run = TRANSFORMS[transform](amp(solver, compute_dtype="bfloat16"))
     assert_close(jax.jit(run)(W), expected, jnp.bfloat16, gradient=True)
     if "call_hi_primitive" in _primitives(solver):
-        return  # custom_root since JAX 0.11: functions of Python, which stay as they are
+        return  # custom_root since JAX 0.11: Python functions, left as they are
     jaxpr = jax.make_jaxpr(run)(W)
     found = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
     assert found
