@@ -3,17 +3,20 @@
 The whole product is slow; a fixed part, in which every two settings meet, is not.
 """
 
+import functools
 import itertools
 import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import jaxpr_as_fun
 
 from flax_amp import amp
+from helpers import HALVES, MATMULS, equations
 
 SETTINGS = {
     "rule": ("vjp", "vjp_zeros", "jvp", "jvp_zeros"),
