@@ -23,7 +23,6 @@ class WithBatchNorm(nn.Module):
 
 
 # Its policy is for larger models than the one that it trains.
-@pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
 def test_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # it saves to "run"
     example, policy, step, optimizers, resume, migrate = BLOCKS
