@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -93,6 +94,11 @@ def _saturate_transpose(t: Any, x: Any, *, dtype: Any, headroom: bool) -> Any:
     return [jax.lax.convert_element_type(t, x.aval.dtype)]
 
 
+def _saturate_series(primals: Any, series: Any, **params: Any) -> Any:
+    terms = [jax.lax.convert_element_type(t, params["dtype"]) for t in series[0]]
+    return saturate_p.bind(*primals, **params), terms
+
+
 def _saturate_batch(args: Any, dims: Any, **params: Any) -> Any:
     return saturate_p.bind(*args, **params), dims[0]
 
@@ -104,4 +110,5 @@ saturate_p.def_abstract_eval(
 ad.deflinear2(saturate_p, _saturate_transpose)  # `jax.linear_transpose` asks for it
 ad.defjvp(saturate_p, _saturate_tangent)
 batching.primitive_batchers[saturate_p] = _saturate_batch
+jet.jet_rules[saturate_p] = _saturate_series
 mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))

@@ -139,21 +139,22 @@ def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]
         if body is not None:
             _evaluate(*open_jaxpr(body), operands)
 
-    outs = or_where_nan_arises(
+    outs = call_or_locate_nan(
         lambda: primitive.bind(*subfuns, *operands, **bind_params), one_by_one
     )
     return list(outs) if primitive.multiple_results else [outs]
 
 
-def or_where_nan_arises(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
-    """Returns what a call does; fails as `one_by_one` if a NaN is to be an error.
+def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
+    """Returns the result of a call, and tells the operation that made a NaN.
 
     Under `jax_debug_nans`, `jax.jit` runs a function that returns a NaN once more,
     operation by operation. A jit within a jaxpr only fails.
 
     Args:
       call: the call.
-      one_by_one: does the same, operation by operation.
+      one_by_one: does the same, operation by operation: it raises at the one that makes
+        the NaN.
     """
     try:
         return call()
@@ -194,7 +195,7 @@ def source_line(eqn: Any, name_stack: Any = None) -> contextlib.ExitStack:
 
 @contextlib.contextmanager
 def own_lines() -> Iterator[None]:
-    """Gives what is traced the source lines where it stands, not those of its call."""
+    """Traces a rule with its own source lines instead of those of its call."""
     current = _private("source_info_util")._source_info_context
     before = current.context
     current.context = source_info_util.SourceInfo(None, before.name_stack)
@@ -233,7 +234,7 @@ _STACK_TRACE = "JaxStackTraceBeforeTransformation"
 
 
 def _behind_package(traceback: Any) -> Any:
-    """Returns the frames that the package's own have called."""
+    """Returns the part of a traceback below the last frame of this package."""
     last, frame = traceback, traceback
     while frame is not None:
         is_own = frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)

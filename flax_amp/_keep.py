@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import Saveable
+from jax.experimental import jet
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
@@ -46,6 +47,11 @@ def _identity(x: Any, *, copies: int, **_: Any) -> list[Any]:
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return keep_p.bind(*primals, **params), _identity(*tangents, **params)
+
+
+def _series(primals: Any, series: Any, **params: Any) -> Any:
+    outs = keep_p.bind(*primals, **params)
+    return outs, [series[0]] * len(outs)
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -92,6 +98,7 @@ def _lowering_for(platform: str) -> Any:
 keep_p.def_impl(_identity)
 keep_p.def_abstract_eval(_identity)
 ad.primitive_jvps[keep_p] = _jvp
+jet.jet_rules[keep_p] = _series
 ad.primitive_transposes[keep_p] = _transpose
 batching.primitive_batchers[keep_p] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[keep_p] = _split

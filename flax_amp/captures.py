@@ -1,9 +1,9 @@
 """What the rules of custom derivatives close over.
 
 JAX traces the rule of a `custom_vjp`, `custom_jvp` or `custom_vmap` when somebody asks
-for it. By then the trace of the function around it is over, and what the rule closes
-over in there is known by its variable only. Here these variables are found, so that
-their arrays can be kept, and put into the places of the dead tracers.
+for it. By then the trace of the enclosing function is over. What the rule closes over
+is a dead tracer, which still names its variable. This module finds these variables, so
+that their arrays can replace the dead tracers.
 """
 
 import dataclasses
@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 
 # Parameters of equations that hold functions which JAX calls later.
 _RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule")
-_LIMIT = 10_000  # objects behind one rule: a rule may close over a whole program
-# Not looked into. Functions are, but for the module that they stand in.
+_LIMIT = 100_000  # objects behind one rule: a rule may close over a whole program
+# The search does not enter these. It enters functions, but not their globals.
 _OPAQUE = (
     *(jax.Array, np.ndarray, np.dtype, str, bytes, int, float),
     *(type, types.ModuleType, types.CodeType),
@@ -46,8 +47,8 @@ def captured_by(eqn: Any) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(_variables_behind(rules))) if rules else ()
 
 
-def with_exports(closed: Any) -> tuple[Any, frozenset[Any]]:
-    """Gives a jaxpr the variables that rules inside close over as further results.
+def with_captured_outputs(closed: Any) -> tuple[Any, frozenset[Any]]:
+    """Returns a jaxpr that also outputs the variables that its rules close over.
 
     Returns:
       The jaxpr, and these variables.
@@ -85,11 +86,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
         seen.add(id(jaxpr))
         for eqn in jaxpr.eqns:
             yield eqn
-            for param in eqn.params.values():
-                for item in param if isinstance(param, tuple | list) else (param,):
-                    inner = getattr(item, "jaxpr", item)
-                    if hasattr(inner, "eqns"):
-                        left.append(inner)
+            left += jaxprs_in_params(eqn.params)
 
 
 def _variables_behind(objects: Sequence[Any]) -> Iterator[Any]:
@@ -98,15 +95,14 @@ def _variables_behind(objects: Sequence[Any]) -> Iterator[Any]:
     left = list(objects)
     while left and len(seen) < _LIMIT:
         item = left.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
         variable = _compat.variable_of(item)
         if variable is not None:
             yield variable
-        elif isinstance(item, _OPAQUE):
             continue
-        elif isinstance(item, types.FunctionType):
+        if isinstance(item, _OPAQUE) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, types.FunctionType):
             held = (item.__closure__, item.__defaults__, item.__kwdefaults__)
             left += [x for x in (*held, item.__dict__) if x]
         elif not _compat.is_of_trace(item):

@@ -10,9 +10,9 @@ perturbed and which cotangents are zero, and the original equation is differenti
 with respect to just these operands, for just these cotangents.
 """
 
-import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -79,6 +79,7 @@ def _tangent_like(value: Value | None) -> Value | None:
 
 Mask = tuple[bool, ...]
 _DEFAULT_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
+_FP8_FILE = os.path.join("flax", "linen", "fp8_ops.py")
 
 
 def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
@@ -99,7 +100,8 @@ def _are_differentiable(atoms: Sequence[Any]) -> Mask:
 
 def _is_zero(tangent: Any) -> bool:
     """Whether a tangent or cotangent is a symbolic zero, or that of an integer."""
-    return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+    dtype = getattr(tangent, "dtype", None)  # a Python number has none
+    return isinstance(tangent, SymbolicZero) or dtype == jax.dtypes.float0
 
 
 # JAX shows functions in its debug information: a call must not spell out its plan.
@@ -169,7 +171,7 @@ class _CustomCall:
           function: the function.
           structs: the shapes of its arguments.
           ins: the values of these.
-          outs: the values that its first results have outside of it.
+          outs: the values that the caller expects of its first results.
 
         Returns:
           The plan, and the shapes of the results.
@@ -177,7 +179,7 @@ class _CustomCall:
         with _compat.own_lines():
             made, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
         closed = with_captured(made, self.emitter.captured)
-        if _asks_for_default_precision(self.plan):
+        if _is_fp8_product(self.plan):
             closed = _with_default_precision(closed)
         uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs]
         rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(outs)
@@ -186,17 +188,16 @@ class _CustomCall:
         return painter.plan(closed, ins, tuple(uses), self.context), shapes
 
 
-def _asks_for_default_precision(plan: Plan) -> bool:
-    """Whether a function has products that run low, and says that it wants them fast.
+def _is_fp8_product(plan: Plan) -> bool:
+    """Whether a function is the fp8 product of Flax, and runs low.
 
-    What its rule says of precision is then meant beside that: Flax's fp8 products ask
-    for `DEFAULT` forward and `HIGHEST` backward, which is a way to add up, in whatever
-    dtype the model has. It does not ask for float32 products.
+    Flax asks for `DEFAULT` forward and `HIGHEST` backward. `HIGHEST` there selects how
+    a product is accumulated, not float32 factors. Elsewhere it is honored.
     """
     return any(
         step.mode is Mode.LOW
         and eqn.primitive.name in LOW_OPS
-        and eqn.params.get("precision") == _DEFAULT_PRECISION
+        and _compat.user_file(eqn).endswith(_FP8_FILE)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
     )
 
@@ -247,6 +248,9 @@ class CustomJvp(_Custom):
     ) -> Sequence[Any]:
         call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
         rebuilt = jax.custom_jvp(call)
+        # JAX transposes the rule, and `wide_grad.product` has no transpose.
+        bare = dataclasses.replace(call.emitter, wide_gradients=False, bodies={})
+        call = dataclasses.replace(call, emitter=bare)
         rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
         return rebuilt(*operands)
 
@@ -267,7 +271,7 @@ class _JvpRule:
             primals, tangents = split(xs, len(mask))
             original = call.original(primals, mask)
             if call.sees_zeros:  # then it may also give symbolic zeros back
-                original = self._noting(original)
+                original = self._recording(original)
             chosen = tuple(_pick(primals, mask))
             outs, tangents_out = jax.jvp(original, chosen, tangents)
             return (*outs, *_pick(tangents_out, self.perturbed))
@@ -277,7 +281,7 @@ class _JvpRule:
         structs = [*structs, *_pick(structs, mask)]
         self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
 
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Notes which results have a tangent when the function is differentiated."""
         self.perturbed = (False,) * len(self.perturbed)
 
@@ -317,12 +321,12 @@ class CustomVjp(_Custom):
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
         call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
-        asks = call.sees_zeros or _compat.takes_symbolic_zeros(operands)
+        symbolic = call.sees_zeros or _compat.takes_symbolic_zeros(operands)
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(
-            functools.partial(_emit_forward, call, asks),
+            functools.partial(_emit_forward, call, symbolic),
             lambda residuals, cotangents: residuals(cotangents),
-            symbolic_zeros=asks,
+            symbolic_zeros=symbolic,
         )
         return rebuilt(*operands)
 
@@ -333,11 +337,11 @@ class _VjpRule:
     def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
         self._call, self._mask = call, mask
         self._backwards: dict[Any, Any] = {}
-        self._touched: Mask = ()
+        self._has_cotangent: Mask = ()
 
         def forward(*xs: Any) -> Any:
             original = call.original(xs, mask)
-            outs, vjp = jax.vjp(self._noting(original), *_pick(xs, mask))
+            outs, vjp = jax.vjp(self._recording(original), *_pick(xs, mask))
             residuals, self._treedef = jax.tree.flatten(vjp)
             return outs, residuals
 
@@ -346,7 +350,7 @@ class _VjpRule:
         )
         self._forward, self._outs, self._residuals = plan, outs, residuals
 
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Notes which arguments of a function get a cotangent."""
 
         @jax.custom_vjp
@@ -357,7 +361,7 @@ class _VjpRule:
             return tuple(x.value for x in xs), None
 
         def note(_: None, cotangents: Any) -> Any:
-            self._touched = tuple(not _is_zero(ct) for ct in cotangents)
+            self._has_cotangent = tuple(not _is_zero(ct) for ct in cotangents)
             return cotangents
 
         arguments.defvjp(forward, note, symbolic_zeros=True)
@@ -374,34 +378,35 @@ class _VjpRule:
     def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         """Returns the cotangents of all operands; those that are zero are `None`."""
         call, mask = self._call, self._mask
-        given = tuple(not _is_zero(ct) for ct in cotangents)
-        if given not in self._backwards:
-            self._backwards[given] = self._plan_backward(given, cotangents)
-        plan, touched = self._backwards[given]
-        grads = call.emitter.emit(plan, [*residuals, *_pick(cotangents, given)])
+        nonzero = tuple(not _is_zero(ct) for ct in cotangents)
+        if nonzero not in self._backwards:
+            self._backwards[nonzero] = self._plan_backward(nonzero, cotangents)
+        plan, has_cotangent = self._backwards[nonzero]
+        grads = call.emitter.emit(plan, [*residuals, *_pick(cotangents, nonzero)])
         values = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
-        landed = call.emitter.land(grads, tuple(_pick(values, touched)))
-        grads = _fill(landed, touched, [None] * len(touched))
+        landed = call.emitter.land(grads, tuple(_pick(values, has_cotangent)))
+        grads = _fill(landed, has_cotangent, [None] * len(has_cotangent))
         return tuple(_fill(grads, mask, [None] * len(mask)))
 
-    def _plan_backward(self, given: Mask, cotangents: Sequence[Any]) -> Any:
+    def _plan_backward(self, nonzero: Mask, cotangents: Sequence[Any]) -> Any:
         call = self._call
         zeros = [
             None if keep else ad.Zero(_zero_aval(ct, v.aval))
-            for ct, v, keep in zip(cotangents, call.eqn.outvars, given, strict=True)
+            for ct, v, keep in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
         ]
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             vjp = jax.tree.unflatten(self._treedef, residuals)
-            self._touched = (False,) * sum(self._mask)  # not asked if all are zero
-            grads = vjp(tuple(_fill(cotangents, given, zeros)))
-            return _pick(grads, self._touched)
+            # The rule is not asked if all are zero.
+            self._has_cotangent = (False,) * sum(self._mask)
+            grads = vjp(tuple(_fill(cotangents, nonzero, zeros)))
+            return _pick(grads, self._has_cotangent)
 
-        structs = (self._residuals, _pick(self._outs, given))
-        values = [_tangent_like(v) for v in _pick(call.plan.outs, given)]
+        structs = (self._residuals, _pick(self._outs, nonzero))
+        values = [_tangent_like(v) for v in _pick(call.plan.outs, nonzero)]
         ins = (*self._forward.outs[len(self._outs) :], *values)
         plan, _ = call.trace(backward, structs, ins)
-        return plan, self._touched
+        return plan, self._has_cotangent
 
 
 def _zero_aval(cotangent: Any, aval: Any) -> Any:
@@ -411,16 +416,14 @@ def _zero_aval(cotangent: Any, aval: Any) -> Any:
     return own if own.dtype == jax.dtypes.float0 else own.update(dtype=aval.dtype)
 
 
-def _emit_forward(call: _CustomCall, asks: bool, *operands: Any) -> Any:
-    perturbed = [asks and x.perturbed for x in operands]
-    operands = tuple(x.value for x in operands) if asks else operands
-    rule = None
-    if not call.sees_zeros:
-        # Then the residuals are the same whatever is perturbed. But some operands may
-        # be what the function closes over, for which there is no derivative.
-        with contextlib.suppress(Exception):
-            rule = call.rule(_VjpRule, call.differentiable, operands)
-    if rule is None:
-        pairs = zip(perturbed, call.differentiable, strict=True)
-        rule = call.rule(_VjpRule, tuple(p and d for p, d in pairs), operands)
-    return rule.forward(operands)
+def _emit_forward(call: _CustomCall, symbolic: bool, *operands: Any) -> Any:
+    perturbed = [symbolic and x.perturbed for x in operands]
+    operands = tuple(x.value for x in operands) if symbolic else operands
+    # The residuals do not depend on what is perturbed, unless the rule asks for it.
+    # What the function closes over comes first, and has no derivative.
+    first = len(operands) if call.sees_zeros else call.eqn.params["num_consts"]
+    mask = tuple(
+        d and (p or i >= first)
+        for i, (d, p) in enumerate(zip(call.differentiable, perturbed, strict=True))
+    )
+    return call.rule(_VjpRule, mask, operands).forward(operands)

@@ -110,7 +110,7 @@ class Emitter:
     def _capture(
         self, plan: Plan, env: "_Environment", variables: Iterable[Any]
     ) -> None:
-        """Notes what rules close over, as they expect it: in float32."""
+        """Keeps the float32 arrays of the variables that rules close over."""
         for v in plan.exports and plan.exports.intersection(variables):
             if env.has(v):
                 self.captured[v] = env.full(v)
@@ -141,7 +141,7 @@ class Emitter:
         recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
         arrays = [env.array(v) for v in region.ins]
         with _compat.source_line(eqns[-1]):
-            outs = _compat.or_where_nan_arises(
+            outs = _compat.call_or_locate_nan(
                 lambda: recomputed(*arrays), lambda: evaluate(*arrays)
             )
         env.write(region.outs, outs, [values[v] for v in region.outs])

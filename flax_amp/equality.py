@@ -3,8 +3,8 @@
 Two equations are equal if every part of them was compared and is equal. Jaxprs are
 compared equation by equation, numbers and small arrays by their bits, functions by
 their code and by what they close over, rules of custom derivatives and callbacks among
-them. Whatever is not understood equals only itself, and stays alive while equations
-are compared: an `id` means something only that long.
+them. Every other object equals only itself. It is kept alive during the comparison,
+because an `id` may be reused afterwards.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ from flax_amp.plan import Mode, Plan, Step, Value, value_of
 
 _SMALL = 4096  # elements of an array that is compared by its contents
 _PLAIN = frozenset((type(None), bool, int, str, bytes))
-_KNOWN = ("jax", "jaxlib", "flax_amp")  # whose dataclasses are what their fields are
+# Packages whose dataclasses are equal if their fields are.
+_KNOWN = ("jax", "jaxlib", "flax_amp")
 
 
 def plans_in(detail: Any) -> list[Plan]:
@@ -43,7 +44,7 @@ def replaced(detail: Any, function: Callable[[Plan], Any]) -> Any:
     """Returns the detail of a step with something else in the place of each plan."""
     if isinstance(detail, Plan):
         return function(detail)
-    if isinstance(detail, tuple | list):
+    if type(detail) in (tuple, list):  # not a NamedTuple, such as `Value`
         return tuple(replaced(item, function) for item in detail)
     if dataclasses.is_dataclass(detail) and not isinstance(detail, type):
         names = [field.name for field in dataclasses.fields(detail) if field.init]
@@ -55,7 +56,7 @@ def replaced(detail: Any, function: Callable[[Plan], Any]) -> Any:
 
 
 def bits(literal: Literal) -> Any:
-    """Returns what is equal for literals of one type with the same bits."""
+    """Returns a key that is the same for literals of one type with the same bits."""
     return literal.aval, np.asarray(literal.val).tobytes()
 
 
@@ -84,25 +85,25 @@ class Tokens:
 
     def of(self, eqn: Any, step: Step, values: Mapping[Any, Value | None]) -> int:
         """Returns the token of an equation; integer literals may differ."""
-        return self._number(self._planned(eqn, step, values, strict=False))
+        return self._number(self._planned_key(eqn, step, values, strict=False))
 
-    def _planned(
+    def _planned_key(
         self, eqn: Any, step: Step, values: Mapping[Any, Value | None], strict: bool
     ) -> Any:
-        """Returns what is equal for equal equations with equal steps."""
+        """Returns a key that is the same for equal equations with equal steps."""
         plans = plans_in(step.detail) if step.mode is Mode.RULE else ()
         return (
-            self._equation(eqn, strict, {id(plan.jaxpr) for plan in plans}),
-            _exactly(value_of(atom, values) for atom in eqn.invars),
+            self._equation_key(eqn, strict, {id(plan.jaxpr) for plan in plans}),
+            _value_keys(value_of(atom, values) for atom in eqn.invars),
             step.mode,
-            _exactly(step.outs),
-            self._part(replaced(step.detail, self._plan)),
+            _value_keys(step.outs),
+            self._part_key(replaced(step.detail, self._plan_key)),
         )
 
-    def _equation(
+    def _equation_key(
         self, eqn: Any, strict: bool = True, planned: Iterable[int] = ()
     ) -> Any:
-        """Returns what is equal for equal equations.
+        """Returns a key that is the same for equal equations.
 
         Args:
           eqn: the equation.
@@ -113,45 +114,45 @@ class Tokens:
             return _Same(eqn)
         return (
             _Same(eqn.primitive),
-            tuple(_operand(atom, strict) for atom in eqn.invars),
+            tuple(_operand_key(atom, strict) for atom in eqn.invars),
             tuple(v.aval for v in eqn.outvars),
             tuple(
-                (name, self._part(value))
+                (name, self._part_key(value))
                 for name, value in eqn.params.items()
                 if not _is_covered(value, planned)
             ),
             _Same(eqn.ctx),
         )
 
-    def _part(self, value: Any) -> Any:
-        """Returns what is equal for equal parts of equations."""
+    def _part_key(self, value: Any) -> Any:
+        """Returns a key that is the same for equal parts of equations."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, np.dtype):
             return kind, value
         if kind is tuple:
-            return self._parts(value)
+            return self._part_keys(value)
         if isinstance(value, type | enum.Enum):
             return _Same(value)
         if kind in (float, complex):
             return kind, np.asarray(value).tobytes()
         if isinstance(value, np.ndarray | np.generic | jax.Array):
-            return self._array(value)
+            return self._array_key(value)
         if kind is frozenset:
-            return kind, frozenset(map(self._part, value))
+            return kind, frozenset(map(self._part_key, value))
         if _compat.is_jaxpr(value):
-            return self._once(value, self._jaxpr)
+            return self._once(value, self._jaxpr_key)
         if (parts := _parts_of(value)) is not None:
-            return self._once(value, lambda _: (kind, self._parts(parts)))
+            return self._once(value, lambda _: (kind, self._part_keys(parts)))
         if hasattr(kind, "_fields") and not hasattr(value, "__dict__"):
-            return kind, self._parts(value)
+            return kind, self._part_keys(value)
         if kind is types.FunctionType:
-            return self._once(value, self._function)
+            return self._once(value, self._function_key)
         return (kind, value) if _is_comparable(value) else _Same(value)
 
-    def _parts(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(map(self._part, values))
+    def _part_keys(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(map(self._part_key, values))
 
-    def _array(self, x: Any) -> Any:
+    def _array_key(self, x: Any) -> Any:
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
             return _Same(x)
         where: tuple[Any, ...] = ()
@@ -165,7 +166,7 @@ class Tokens:
             return _Same(x)
         return type(x), where, array.dtype, array.shape, array.tobytes()
 
-    def _function(self, function: types.FunctionType) -> Any:
+    def _function_key(self, function: types.FunctionType) -> Any:
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:  # a variable that has no value yet
@@ -176,38 +177,44 @@ class Tokens:
         return (
             _Same(function.__code__),
             _Same(function.__globals__),
-            self._part(function.__defaults__),
-            self._parts((function.__kwdefaults__ or {}).items()),
-            self._parts(cells),
-            self._parts(vars(function).items()),
+            self._part_key(function.__defaults__),
+            self._part_keys((function.__kwdefaults__ or {}).items()),
+            self._part_keys(cells),
+            self._part_keys(vars(function).items()),
         )
 
-    def _jaxpr(self, closed: Any) -> Any:
+    def _jaxpr_key(self, closed: Any) -> Any:
         jaxpr, consts = _compat.open_jaxpr(closed)
         eqns = [
-            (self._equation(eqn), self._part(_compat.scopes(eqn))) for eqn in jaxpr.eqns
+            (self._equation_key(eqn), self._part_key(_compat.scopes(eqn)))
+            for eqn in jaxpr.eqns
         ]
-        return self._parts(consts), self._wired(jaxpr, eqns)
+        return self._part_keys(consts), self._dataflow_key(jaxpr, eqns)
 
-    def _plan(self, plan: Plan) -> Any:
-        """Returns what is equal for equal plans, but for the scopes in them."""
-        return self._once(plan, self._new_plan)
+    def _plan_key(self, plan: Plan) -> Any:
+        """Returns a key that is the same for equal plans, whatever their scopes."""
+        return self._once(plan, self._new_plan_key)
 
-    def _new_plan(self, plan: Plan) -> Any:
+    def _new_plan_key(self, plan: Plan) -> Any:
         jaxpr, values = plan.jaxpr, plan.values()
         eqns = [
-            self._planned(eqn, step, values, strict=True)
+            self._planned_key(eqn, step, values, strict=True)
             for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True)
         ]
-        known = _exactly((*plan.ins, *plan.const_ins))
-        return plan.site, known, self._parts(plan.consts), self._wired(jaxpr, eqns)
+        known = _value_keys((*plan.ins, *plan.const_ins))
+        return (
+            plan.site,
+            known,
+            self._part_keys(plan.consts),
+            self._dataflow_key(jaxpr, eqns),
+        )
 
-    def _wired(self, jaxpr: Any, eqns: Sequence[Any]) -> Any:
-        """Returns what is equal for jaxprs with equal equations between equal values.
+    def _dataflow_key(self, jaxpr: Any, eqns: Sequence[Any]) -> Any:
+        """Returns a key that is the same for jaxprs with the same flow of data.
 
         Args:
           jaxpr: the jaxpr.
-          eqns: what is equal for equal equations.
+          eqns: the keys of its equations.
         """
         number_of: dict[Any, int] = {}
 
@@ -240,12 +247,12 @@ class Tokens:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _exactly(values: Iterable[Value | None]) -> tuple[Any, ...]:
-    """Returns what is equal for equal values; a zero has a sign."""
+def _value_keys(values: Iterable[Value | None]) -> tuple[Any, ...]:
+    """Returns a key that is the same for equal values; a zero has a sign."""
     return tuple(value and (value, repr(value.constant)) for value in values)
 
 
-def _operand(atom: Any, strict: bool) -> Any:
+def _operand_key(atom: Any, strict: bool) -> Any:
     is_literal = isinstance(atom, Literal)
     if is_literal and (strict or not jnp.issubdtype(atom.aval.dtype, jnp.integer)):
         return bits(atom)

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._cast import cast_constant, finfo
@@ -98,7 +98,9 @@ def reads_again(eqn: Any) -> bool:
         return False
     batch = eqn.params["dimension_numbers"].start_indices_batching_dims
     *sizes, _ = eqn.invars[1].aval.shape
-    return math.prod(n for i, n in enumerate(sizes) if i not in batch) > 1
+    reads = [n for i, n in enumerate(sizes) if i not in batch]
+    # A symbolic size, of an export, may be any.
+    return not all(isinstance(n, int) for n in reads) or math.prod(reads) > 1
 
 
 def is_indexed(jaxpr: Any, position: int) -> bool:
@@ -112,7 +114,12 @@ def is_indexed(jaxpr: Any, position: int) -> bool:
 
 
 def is_multiplied(jaxpr: Any, position: int) -> bool:
-    """Whether a matrix product of a jaxpr reads an input. Arguments as above."""
+    """Whether a matrix product of a jaxpr reads an input.
+
+    Args:
+      jaxpr: an open or closed jaxpr.
+      position: the place of the input.
+    """
     return _is_read(jaxpr, position, LOW_OPS, 2)
 
 
@@ -131,7 +138,7 @@ def _is_read(jaxpr: Any, position: int, names: Collection[str], count: int) -> b
             continue
         if name in names and places[0] < count:
             return True
-        for body in _bodies(eqn):
+        for body in jaxprs_in_params(eqn.params):
             # Its inputs are the last operands.
             first = len(eqn.invars) - len(body.invars)
             if any(
@@ -141,15 +148,6 @@ def _is_read(jaxpr: Any, position: int, names: Collection[str], count: int) -> b
         if name in MOVE_OPS:
             moved.update(eqn.outvars)
     return False
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def noted(eqn: Any, ins: Values, step: Step) -> Step:

@@ -123,7 +123,7 @@ class Painter:
         self._policy = policy
         self._rules = rules
         self._plans: dict[Any, tuple[Any, Plan]] = {}
-        # The variables that hold states of recurrences; where they were looked for.
+        # The variables that hold states of recurrences, and the searched jaxprs.
         self._states: set[Any] = set()
         self._searched: dict[int, Any] = {}
 
@@ -338,7 +338,8 @@ class Painter:
         if not any(is_painted(aval) for aval in avals):
             return self._paint_compare(eqn, operands)
         if has_paint(ins[0], Paint.LOW) and reads_again(eqn):
-            # Rounded back, the result is the same; its cotangents add up in float32.
+            # A gather in float32, rounded again, gives the same result, but its
+            # cotangents are added in float32.
             outs = like(avals, LOW)
             return Step(Mode.FULL, outs, "its gradient is a long sum", use=None)
         if len(operands) == 1:

@@ -34,8 +34,8 @@ class Value(NamedTuple):
         (`x - mean`), so the value may return to the compute dtype.
       carried: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. Such a state never goes back low within the loop, whatever meets it.
-      bits: of a `LEAF` value: the number that every element has, if known. Its bytes:
-        equal values are the same number, the sign of zero and NaN included.
+      bits: of a `LEAF` value: the bytes of the float32 number that every element has,
+        if known. Bytes, because `0.0 == -0.0` and `nan != nan`.
       maximum: whether it is the maximum of something.
       below_zero: whether a maximum was subtracted from it: `x - max(x)`.
     """

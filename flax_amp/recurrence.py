@@ -1,12 +1,13 @@
-"""Recurrences in straight code: which values are states, that steps add up in.
+"""Finds the states of unrolled recurrences, to which each step adds a small term.
 
-`for _ in range(30): y = y + dt * tanh(y @ w)` has no loop by the time that it is a
-jaxpr. In half precision its small steps are rounded away, as those of a loop would be,
-whose carry stays in float32 (`flax_amp.rules`). Here the steps are recognized by what
-makes them the steps of one recurrence: each applies the same weights.
+Tracing unrolls `for _ in range(30): y = y + dt * tanh(y @ w)`. In half precision its
+small steps would be rounded away. The carry of a loop stays in float32 for this reason
+(`flax_amp.rules`), and so does `y` here. The steps are recognized by what makes them
+the steps of one recurrence: each applies the same weights.
 
-A *weight* is a value that is computed from the inputs without a matrix product; equal
-computations give equal weights. Its *application* is a product with it, or a scan whose
+A *weight* is a value that is computed from the inputs without a matrix product, a
+matrix of data such as the adjacency of a graph included; equal computations give equal
+weights. Its *application* is a product with it, or a scan whose
 body multiplies with it. An equation computes a *state* if
 
 - one operand *a* goes into an application of a weight (by no other product, and not by
@@ -15,8 +16,8 @@ body multiplies with it. An equation computes a *state* if
 - and the result goes into a later application of the same weight (by no other product).
 
 A weight that is used once, in two branches side by side, or at both ends of a network
-(a tied embedding) fulfils the first two of these, or the last, but never all. Calls are
-looked through; the bodies of loops are programs of their own.
+(a tied embedding) meets the first two conditions or the last one, never all three.
+Calls are looked through; the bodies of loops are programs of their own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,10 +31,18 @@ from flax_amp.facts import is_multiplied
 from flax_amp.policy import FOLLOW_OPS, LOW_OPS
 
 # Calls of a function whose inputs are their operands: looked through.
-_CALLS = frozenset(
+_INLINED = frozenset(
     """jit remat2 shard_map closed_call core_call custom_jvp_call
     custom_vjp_call""".split()
 )
+
+
+# Equations of a program with its calls inlined; a few nested calls may make millions.
+_LONGEST = 50_000
+
+
+class _TooLongError(Exception):
+    """Raised where a program is too long to be searched."""
 
 
 class _Equation(NamedTuple):
@@ -59,7 +68,10 @@ def find_states(jaxpr: Any) -> tuple[set[Any], list[Any]]:
       jaxpr: an open jaxpr.
     """
     flat = _Flat()
-    flat.inline(jaxpr, [flat.weight() for _ in jaxpr.invars])
+    try:
+        flat.inline(jaxpr, [flat.weight() for _ in jaxpr.invars])
+    except _TooLongError:
+        return set(), flat.jaxprs
     return _states(flat), flat.jaxprs
 
 
@@ -106,7 +118,9 @@ class _Flat:
 
     def _equation(self, eqn: Any, ins: Sequence[int]) -> Sequence[int]:
         name = eqn.primitive.name
-        if name in _CALLS:
+        if len(self.equations) > _LONGEST:
+            raise _TooLongError
+        if name in _INLINED:
             body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
             return self.inline(_compat.open_jaxpr(body)[0], ins)
         if name == "cond":
@@ -114,8 +128,8 @@ class _Flat:
             results = [self.inline(branch, ins[1:]) for branch in branches]
             return [self._merge(outs) for outs in zip(*results, strict=True)]
         for key, data in self._applied(eqn, ins):
-            place = len(self.equations), data
-            self.applications.setdefault(key, []).append(place)
+            application = len(self.equations), data
+            self.applications.setdefault(key, []).append(application)
         outs = self._equal(eqn, ins)
         outvar = eqn.outvars[0] if eqn.outvars else None
         self.equations.append(_Equation(name, ins, outs, outvar))
@@ -168,21 +182,24 @@ class _Flat:
 
 def _states(flat: _Flat) -> set[Any]:
     """Returns the variables of the states of a flat program."""
-    # Sets of applications are integers, a bit for each application.
-    own: dict[int, int] = {}  # by the place of the equation
-    read_by: dict[int, int] = {}  # by the value
-    together: dict[int, int] = {}  # by the bit: all applications of its weight
+    # Sets of applications are integers, a bit for each application. After
+    # `y1 = y0 + f(y0 @ w)` and `y1 @ w`, with the bits 1 and 2 for the two products,
+    # `y0` has bit 1 in `next_uses`, `f(...)` has it in `computed_from`, and `y1` has
+    # bit 2 in `later_uses`: so `y1` is a state.
+    bits_at: dict[int, int] = {}  # by the place of the equation
+    readers_of: dict[int, int] = {}  # by the value
+    group_of: dict[int, int] = {}  # by the bit: all applications of its weight
     for places in flat.applications.values():
         data = [value for _, values in places for value in values]
         if len(places) < 2 or all(map(flat.is_weight, data)):
             continue
-        names = [1 << len(together) + i for i in range(len(places))]
-        together |= dict.fromkeys(names, sum(names))
-        for bit, (place, values) in zip(names, places, strict=True):
-            own[place] = own.get(place, 0) | bit
+        bits_of = [1 << len(group_of) + i for i in range(len(places))]
+        group_of |= dict.fromkeys(bits_of, sum(bits_of))
+        for bit, (place, values) in zip(bits_of, places, strict=True):
+            bits_at[place] = bits_at.get(place, 0) | bit
             for value in values:
-                read_by[value] = read_by.get(value, 0) | bit
-    if not together:
+                readers_of[value] = readers_of.get(value, 0) | bit
+    if not group_of:
         return set()
 
     def siblings(bits: int) -> int:
@@ -190,31 +207,31 @@ def _states(flat: _Flat) -> set[Any]:
         found = 0
         while bits & ~found:
             rest = bits & ~found
-            found |= together[rest & -rest]
+            found |= group_of[rest & -rest]
         return found
 
     computed_from: dict[int, int] = {}
     for place, eqn in enumerate(flat.equations):
-        bits = own.get(place, 0)
+        bits = bits_at.get(place, 0)
         for value in eqn.ins:
             bits |= computed_from.get(value, 0)
         computed_from |= dict.fromkeys(eqn.outs, bits)
 
-    goes_into, next_into = dict(read_by), dict(read_by)
+    later_uses, next_uses = dict(readers_of), dict(readers_of)
     for eqn in reversed(flat.equations):
         if not _passes(eqn):
             continue
         for out in eqn.outs:
             for value in eqn.ins:
                 new = computed_from[out] & ~computed_from.get(value, 0)
-                near = next_into.get(out, 0) & ~siblings(new)
-                next_into[value] = next_into.get(value, 0) | near
-                goes_into[value] = goes_into.get(value, 0) | goes_into.get(out, 0)
+                near = next_uses.get(out, 0) & ~siblings(new)
+                next_uses[value] = next_uses.get(value, 0) | near
+                later_uses[value] = later_uses.get(value, 0) | later_uses.get(out, 0)
 
     def is_state(eqn: _Equation) -> bool:
-        later = goes_into.get(eqn.outs[0], 0)
+        later = later_uses.get(eqn.outs[0], 0)
         return bool(later) and any(
-            later & siblings(next_into.get(a, 0) & computed_from.get(b, 0))
+            later & siblings(next_uses.get(a, 0) & computed_from.get(b, 0))
             for a in eqn.ins
             for b in eqn.ins
         )

@@ -123,7 +123,7 @@ class _LoopPlan:
 
 
 def _enter_carry(value: Value | None, is_stack: bool) -> Value | None:
-    """The value with which the search for the value of a carry begins.
+    """Returns the first guess for the value of a carry.
 
     A carry that starts as a constant is an accumulator or a recurrent state, and one
     that the same weights are applied to again and again is an iterate: small terms add
@@ -138,22 +138,22 @@ def _enter_carry(value: Value | None, is_stack: bool) -> Value | None:
 
 
 def _enter_const(value: Value | None, jaxpr: Any, position: int) -> Value | None:
-    """The value of what each iteration reads.
+    """Returns the value of what each iteration reads.
 
-    Where an iteration reads a part of it, the parts overlap, and the cotangents of all
-    iterations add up in its dtype: as a float32 array, cast at each use, like a weight.
+    If an iteration reads slices of it, all iterations add to one cotangent. It is
+    therefore treated like a weight: float32, cast at each use.
     """
     is_low = has_paint(value, Paint.LOW)
     return LEAF if is_low and is_indexed(jaxpr, position) else value
 
 
-def _leave(value: Value | None, init: Value | None) -> Value | None:
+def _value_after_loop(value: Value | None, init: Value | None) -> Value | None:
     # What was the state of an outer loop before this one is so behind it, too.
     outer = init is not None and init.carried
-    return _inside(value) if outer else value
+    return _value_in_body(value) if outer else value
 
 
-def _inside(value: Value | None) -> Value | None:
+def _value_in_body(value: Value | None) -> Value | None:
     # Seen from the body, a float32 carry is no statistic of something, but data.
     return CARRIED if value is not None and value.paint is Paint.FULL else value
 
@@ -183,7 +183,7 @@ def _plan_loop(
         for value, state, out in zip(carry, states, body.outvars, strict=False)
     )
     while True:
-        ins = (*consts, *map(_inside, carry), *xs)
+        ins = (*consts, *map(_value_in_body, carry), *xs)
         plan = painter.plan(jaxpr, ins, None, context)
         joined = map(join, zip(carry, plan.outs[: len(carry)], strict=True))
         again = tuple(v and v.settled() for v in joined)
@@ -222,7 +222,7 @@ class _Scan:
         ys = tuple(v and v.settled() for v in plan.outs[len(carry) :])
         return Step(
             Mode.RULE,
-            (*map(_leave, carry, init), *ys),
+            (*map(_value_after_loop, carry, init), *ys),
             "inside scan",
             uses=(Use.LOW,) * len(ins),
             detail=_LoopPlan(plan, carry),
@@ -267,7 +267,7 @@ class _While:
         )
         return Step(
             Mode.RULE,
-            tuple(map(_leave, carry, init)),
+            tuple(map(_value_after_loop, carry, init)),
             "inside while",
             uses=(Use.LOW,) * len(ins),
             detail=_LoopPlan(body, carry, condition),
@@ -352,8 +352,8 @@ class _LinearSolve:
     ) -> Step:
         jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
         *consts, vectors = split(ins, *lengths)
-        state = tuple(map(_inside, like(self._avals(eqn, vectors), FULL)))
-        inner = context.of(Site.CLOSED)  # what is stored, its own rule says
+        state = tuple(map(_value_in_body, self._state(eqn, vectors)))
+        inner = context.of(Site.CLOSED)  # its own derivative decides what is stored
         plans = tuple(
             jaxpr and painter.plan(jaxpr, (*values, *state), None, inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)
@@ -371,7 +371,7 @@ class _LinearSolve:
     ) -> Sequence[Any]:
         jaxprs = eqn.params["jaxprs"]
         *consts, vectors = split(operands, *eqn.params["const_lengths"])
-        state = emitter.land(vectors, like(self._avals(eqn, vectors), FULL))
+        state = emitter.land(vectors, self._state(eqn, vectors))
 
         def function(plan: Plan, *xs: Any) -> list[Any]:
             outs = like([v.aval for v in plan.jaxpr.outvars], FULL)
@@ -385,8 +385,10 @@ class _LinearSolve:
         flat = [x for arrays in consts for x in arrays]
         return _compat.bind(eqn, [*flat, *state], params)
 
-    def _avals(self, eqn: Any, vectors: Sequence[Any]) -> list[Any]:
-        return [v.aval for v in eqn.invars[len(eqn.invars) - len(vectors) :]]
+    def _state(self, eqn: Any, vectors: Sequence[Any]) -> Values:
+        """Returns the values of the vectors, which are the last operands."""
+        places = eqn.invars[len(eqn.invars) - len(vectors) :]
+        return like([v.aval for v in places], FULL)
 
 
 class _CustomVmap(Inner):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _tree, nnx_bridge
-from flax_amp.captures import with_exports
+from flax_amp.captures import with_captured_outputs
 from flax_amp.emit import Emitter
 from flax_amp.equality import plans_in
 from flax_amp.paint import Painter
@@ -145,7 +145,7 @@ def amp(
         warn_of_policy(policy, closed, compute_dtype, call.array_paths)
         painter = Painter(policy, compute_dtype, RULES)
         ins = like([v.aval for v in jaxpr.invars], LEAF)
-        traced, exports = with_exports(closed)
+        traced, exports = with_captured_outputs(closed)
         uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
         plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
         if compute_dtype != jnp.float32:

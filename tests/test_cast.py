@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import jet
 
+from flax_amp import amp
 from flax_amp._cast import cast_constant, finfo, saturating_cast
 
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -60,3 +62,22 @@ def test_nothing_is_kept_for_the_backward_pass():
     x = jnp.ones(3)
     _, vjp = jax.vjp(lambda x: saturating_cast(x, jnp.float16), x)
     assert not [leaf for leaf in jax.tree.leaves(vjp) if jnp.shape(leaf)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_jet(dtype):
+    """Taylor series outside of `amp`: the primitives of the rewriter have rules."""
+    w = jnp.eye(4) / 2 + 0.1
+
+    def f(x):
+        return jnp.tanh(x @ w + 0.1 * w[:1]) @ w
+
+    x = jnp.ones((2, 4))
+    exact = jet.jet(f, (x,), ((x, x),))
+    for recompute in ("auto", "always"):
+        lowered = amp(f, compute_dtype=dtype, recompute=recompute)
+        found = jet.jet(lowered, (x,), ((x, x),))
+        for got, expected in zip(
+            jax.tree.leaves(found), jax.tree.leaves(exact), strict=True
+        ):
+            np.testing.assert_allclose(got, expected, rtol=3e-2, atol=3e-2)

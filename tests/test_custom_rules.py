@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from flax_amp import amp, emit, transform
-from helpers import both_halves, jit
+from helpers import both_halves, dtypes_of, jit
 
 
 @jax.custom_vjp
@@ -95,3 +95,77 @@ def test_what_jax_shows_of_a_function_is_short():
 
     assert len(shown) > 2
     assert max(map(len, shown)) < 200
+
+
+def test_a_rule_may_close_over_a_large_object():
+    """The search for what a rule closes over goes past it, to the traced value."""
+    table = {f"key {i}": i for i in range(20_000)}
+
+    def f(w, x):
+        total = jnp.sum(x)
+
+        @jax.custom_vjp
+        def scaled(w):
+            return 2 * w
+
+        scaled.defvjp(lambda w: (2 * w, None), lambda _, ct: (ct * total * len(table),))
+        return scaled(w).sum()
+
+    args = jnp.ones(2), jnp.ones(3)
+    grad = jax.grad(amp(f, compute_dtype=jnp.float32))(*args)
+    np.testing.assert_array_equal(grad, jax.grad(f)(*args))
+
+
+def test_an_error_of_a_rule_is_its_own():
+    def fails(x):
+        raise ValueError("mine")
+
+    @jax.custom_vjp
+    def f(x):
+        return 2 * x
+
+    f.defvjp(fails, lambda _, ct: (ct,))
+    mesh = jax.make_mesh((1,), ("d",))
+    spec = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        jax.grad(lambda x: amp(f)(x).sum()), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    for derivative in (jax.grad(lambda x: amp(f)(x).sum()), sharded):
+        with pytest.raises(ValueError, match="mine"):
+            derivative(jnp.ones(2))
+
+
+def test_a_rule_that_asks_for_precision_gets_it():
+    """Also where its function asks for the default, or the process does."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(operands, ct):
+        x, w = operands
+        high = functools.partial(jnp.dot, precision="highest")
+        return high(ct, w.T), high(x.T, ct)
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    grad = jax.grad(amp(lambda w, x: product(x, w).sum(), compute_dtype=jnp.bfloat16))
+    with jax.default_matmul_precision("bfloat16"):
+        found = dtypes_of(grad, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert sorted(found) == [("bfloat16",) * 2, *[("float32",) * 2] * 2]
+
+
+def test_wide_gradients_leave_jvp_rules_alone():
+    """JAX transposes the rule of a `custom_jvp`, whose products must then allow it."""
+
+    @jax.custom_jvp
+    def product(x, w):
+        return x @ w
+
+    product.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+    x, w = jnp.ones((2, 4)), jnp.eye(4)
+    lowered = amp(
+        lambda w: (product(x, w) ** 2).sum(),
+        compute_dtype=jnp.bfloat16,
+        reduce_dtype=jnp.float32,
+    )
+    np.testing.assert_allclose(jax.grad(lowered)(w), 4 * jnp.ones((4, 4)), rtol=1e-2)

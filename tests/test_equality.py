@@ -444,3 +444,22 @@ def test_nearly_equal_layers_compute_what_plain_jax_does(drawn, place):
     transform = batched if kind is vmapped else second if is_second else gradient
     plain = exact_jit(transform(fn))(W, X)
     assert_identical(exact_jit(transform(float32(fn)))(W, X), plain)
+
+
+def test_scopes_inside_of_loops_are_taken_off():
+    """A layer that is a loop has its scope inside only, beside the loop's values."""
+
+    def network(ws, h):
+        for i in range(LAYERS):
+
+            def body(h, w, i=i):
+                with jax.named_scope(f"layer_{i}"):
+                    return jnp.tanh(jnp.sin(h) @ w), None
+
+            h, _ = lax.scan(body, h, ws[i][None])
+        return h.sum()
+
+    lowered = amp(network, compute_dtype=jnp.bfloat16)
+    apart = amp(network, compute_dtype=jnp.bfloat16, merge_layers=False)
+    assert count_calls(lowered, W, X)
+    assert_identical(jax.grad(lowered)(W, X), jax.grad(apart)(W, X))

@@ -301,3 +301,12 @@ def test_the_models_of_the_benchmarks_are_unchanged(model, monkeypatch):
     searches = [result for result in found if not isinstance(result, bool)]
     assert searches and not any(states for states, _ in searches)
     assert True not in found
+
+
+def test_a_long_program_is_not_searched():
+    """Calls within calls may inline to any length: 2**20 products here."""
+    f = jax.jit(field)
+    for _ in range(20):
+        f = jax.jit(lambda w, y, f=f: f(w, f(w, y)))
+    states, _ = find_states(jax.make_jaxpr(f)(W, X).jaxpr)
+    assert not states

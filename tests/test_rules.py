@@ -22,7 +22,6 @@ from helpers import (
     dtypes_of,
     equations,
     jit,
-    relative_error,
 )
 
 SIZE = 8
@@ -304,8 +303,8 @@ def test_matmuls_inside_are_low(name, dtype, exact):
 
 
 @both_halves
-def test_solvers_are_left_alone(dtype):
-    """custom_linear_solve has no rule: it runs in float32, and is right."""
+def test_linear_solves(dtype):
+    """The solver runs in float32; the products of the map that it inverts run low."""
 
     def solve(w, x):
         a = jnp.eye(SIZE) * 4 + w
@@ -318,10 +317,10 @@ def test_solvers_are_left_alone(dtype):
 
     args = arguments()
     lowered = amp(loss_of(solve), compute_dtype=dtype)
-    assert ("float32", "float32") in dtypes_of(lowered, *args)
     grad = jax.grad(lowered, argnums=(0, 1))
+    assert (jnp.dtype(dtype).name,) * 2 in dtypes_of(grad, *args)
     expected = jax.grad(loss_of(solve), argnums=(0, 1))(*args)
-    assert relative_error(grad(*args), expected) < 1e-5
+    assert_close(grad(*args), expected, dtype, gradient=True)
 
 
 @both_halves
