@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _tree
-from flax_amp.nnx_bridge import is_node
+from flax_amp.nnx_bridge import is_module
 
 PyTree = Any
 AxisName = Any
@@ -61,9 +61,15 @@ def accumulate(
         variables = _tree.combine(result.variables, variables)
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
-    # Modules in the batch are no rows of examples.
-    whole = jax.tree.map(lambda x: x if is_node(x) else None, batch, is_leaf=is_node)
-    rows = jax.tree.map(lambda x: None if is_node(x) else x, batch, is_leaf=is_node)
+    # Modules in the batch are no rows of examples; a bare variable holds some.
+    whole, rows = (
+        jax.tree.map(
+            lambda x, kept=kept: x if is_module(x) is kept else None,
+            batch,
+            is_leaf=is_module,
+        )
+        for kept in (True, False)
+    )
     parts = _split_batch(rows, steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(steps), parts)
@@ -162,10 +168,10 @@ def synchronize(result: Result, axis: AxisName, variables: PyTree) -> Result:
     def agree(leaf: jax.Array) -> jax.Array:
         if _tree.is_inexact_array(leaf):
             return mean(leaf)
-        return jax.lax.pmax(vary(leaf, axis), axis)
+        return jax.lax.pmax(vary(jnp.asarray(leaf), axis), axis)
 
     def agree_on_variable(new: Any, old: jax.Array) -> Any:
-        if new is None or jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        if new is None or jnp.issubdtype(jnp.result_type(old), jax.dtypes.prng_key):
             return None  # a device's keys are the common ones, folded with its number
         if not _tree.is_inexact_array(new):
             return agree(new)

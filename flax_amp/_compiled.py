@@ -23,7 +23,9 @@ class Compiled:
 
     def __getattr__(self, name: str) -> Any:
         """Returns `lower`, `trace` and whatever else a jitted function has."""
-        return getattr(self.__dict__["_jitted"], name)
+        if name == "_jitted":  # of an object that is still being copied
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
 
 
 @contextlib.contextmanager

@@ -86,10 +86,12 @@ def gradients(
 
     def attempt(scale: Scaler) -> scaled_grad.Attempt:
         result = _compute(options, state, scale, batch)
-        stays = scaled_grad.stays_finite(result.variables, state.variables)
         return scaled_grad.Attempt(
-            forward_finite=_tree.all_finite(result.loss) & stays,
-            # Statistics of fp8 are among what the scale moves: those of cotangents are.
+            forward_finite=scaled_grad.forward_is_finite(
+                result.loss, result.variables, state.variables
+            ),
+            # fp8 statistics count as gradients: those of cotangents depend on the
+            # scale.
             grads_finite=_tree.all_finite((result.grads, result.overwrite)),
             outputs=result,
         )
@@ -133,7 +135,7 @@ def all_gradients(result: Result, params: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def explaining_update(where: str) -> Iterator[None]:
-    """Says what an optimizer misses that asks for more than gradients."""
+    """Names arguments that an optimizer's update requires and a step does not pass."""
     try:
         yield
     except TypeError as error:

@@ -34,7 +34,7 @@ _STATUSES = (
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
 )
-# TensorStore's word for a file, and for a part of one.
+# TensorStore says NOT_FOUND for a missing file, and for a missing JSON member.
 _MISSING = re.compile(r"NOT_FOUND: (?!.*JSON Pointer)")
 
 _DAMAGED = "its list of digests is damaged"

@@ -65,7 +65,7 @@ def _transpose(cotangents: Any, x: Any, **_: Any) -> Any:
 def _split(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
     """Splits the equation between the two passes (JAX: a partial-evaluation rule).
 
-    The forward pass hands the value out once more than before, for the backward pass;
+    The forward pass returns one more copy of the value, which the backward pass stores;
     there it goes through the barrier. An equation that was split before has several
     results: it stands in a gradient that is differentiated again.
     """

@@ -65,37 +65,30 @@ def release(directory: Any) -> None:
 
 
 def _open(path: str) -> bool:
-    # Nothing is read from the file or written into it, so whatever it is stays whole.
-    # Others who may write here may write the lock as well: the mask of the process,
-    # as everywhere, says who.
+    # The file is neither read nor written, so a foreign file is not harmed.
+    # The umask decides who else may write it.
     name = os.path.join(path, NAME)
     file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    locked = False
+    regular, locked = stat.S_ISREG(os.fstat(file).st_mode), False
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise FileExistsError(errno.EEXIST, "not a regular file", name)
-        locked = _flock(file)
+        if regular:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
     except BlockingIOError as error:
         raise RuntimeError(
             f"checkpoint.save: another process saves into {path}; expected one run for "
             "each directory. Choose another directory, or end the other run."
         ) from error
+    except OSError:  # a file system without locks
+        pass
     finally:
         if not locked:
             os.close(file)
+    if not regular:
+        raise FileExistsError(errno.EEXIST, "not a regular file", name)
     if locked:
         _held[path] = file, 1
     return locked
-
-
-def _flock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # a file system without locks
-        return False
-    return True
 
 
 def _is_there(path: str) -> bool:

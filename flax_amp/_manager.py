@@ -25,7 +25,7 @@ _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
 _LEFTOVER = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp")
 
-# That have saved something.
+# The managers that have saved something.
 _open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
 
 
@@ -37,8 +37,8 @@ class Manager(ocp.CheckpointManager):
     """See `manager`.
 
     Attributes:
-      best_metric: the one that its steps are kept by.
-      interval: of the steps that are saved.
+      best_metric: the metric that decides which steps are kept.
+      interval: a step is saved if its number is a multiple of this.
       mutex: held while a step is saved, for several threads.
     """
 
@@ -242,7 +242,10 @@ def manager(
 def _best_and_newest(
     settings: dict[str, Any],
 ) -> ocp.checkpoint_managers.PreservationPolicy:
-    """Returns Orbax's policy for these options, and the newest; takes them away."""
+    """Returns a policy that keeps the best steps and the newest one.
+
+    Removes the options that it replaces.
+    """
     policies = ocp.checkpoint_managers
     best = policies.BestN(
         get_metric_fn=settings["best_fn"],

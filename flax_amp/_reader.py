@@ -1,4 +1,5 @@
-"""Orbax's reader of trees: alone in its process, and quiet where it fails.
+"""Reads trees with Orbax without barriers between processes, and without stray
+tracebacks.
 
 Nothing here writes.
 """
@@ -75,7 +76,11 @@ class _Handlers(ocp.type_handlers.TypeHandlerRegistry):
         return ocp.type_handlers.has_type_handler(ty)
 
     def add(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("checkpoint: handlers are registered with Orbax")
+        raise NotImplementedError(
+            "checkpoint: this reader cannot register a type handler; expected one that "
+            "is registered with Orbax: call "
+            "orbax.checkpoint.type_handlers.register_type_handler."
+        )
 
     def _read(self, read: Callable[..., Any], *args: Any, **kwargs: Any) -> "_Read":
         return _Read(functools.partial(read, *args, **kwargs), self._reading)
@@ -93,9 +98,9 @@ class _Read:
         self.read, self.reading = read, reading
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._to_the_end().__await__()
+        return self._finish_others().__await__()
 
-    async def _to_the_end(self) -> Any:
+    async def _finish_others(self) -> Any:
         me, before = asyncio.current_task(), asyncio.all_tasks()
         self.reading.add(me)
         try:

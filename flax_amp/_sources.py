@@ -25,11 +25,11 @@ from flax_amp._steps import (
     ITEM,
     agreed,
     candidates,
-    decoded,
     describe,
     finish_saving,
     items_of,
     newest_intact,
+    read_or_explain,
     steps_in,
 )
 
@@ -121,7 +121,7 @@ def arrays_on_host(folder: epath.Path, tree: PyTree = None) -> Leaves:
         described = metadata_of(folder) if tree is None else tree
         return _flat(restored(folder, restore_args=jax.tree.map(how, described)))
 
-    return decoded(read)
+    return read_or_explain(read)
 
 
 def intact_on_host(folder: epath.Path, tree: PyTree, record: Record | None) -> Leaves:
@@ -143,7 +143,7 @@ def _steps_in(path: epath.Path) -> dict[int, str]:
     What else has a number in its name is no step where a manager has written some.
 
     Raises:
-      ValueError: if there are several kinds of names.
+      ValueError: if steps have names of different forms.
     """
     if _is_tree(path):
         return {}
@@ -152,16 +152,18 @@ def _steps_in(path: epath.Path) -> dict[int, str]:
     found = [_STEP.fullmatch(child.name) for child in path.iterdir()]
     matches = [match for match in found if match]
     if len(kinds := sorted({match[1] or "" for match in matches})) > 1:
+        names = ", ".join(f"`{kind}<number>`" for kind in kinds[:-1])
         raise ValueError(
-            f"checkpoint: {path} holds steps of several kinds, {kinds} and a number; "
-            "expected one kind. Pass the path of the step to take."
+            f"checkpoint: {path} holds steps with different names, {names} and "
+            f"`{kinds[-1]}<number>`; expected one form. Pass the path of the step to "
+            "take."
         )
     return {int(match[2]): match[0] for match in matches}
 
 
 def _read_step(path: epath.Path, step: int, name: str) -> Leaves:
     if name == str(step) and not (path / name).is_file():
-        items = decoded(lambda: items_of(path / name))
+        items = read_or_explain(lambda: items_of(path / name))
         if ITEM in items or not items:
             tree, record = describe(path, step)
             return intact_on_host(path / name / ITEM, tree, record)
@@ -194,7 +196,7 @@ def _names(path: epath.Path) -> list[str]:
 
 
 def _read_msgpack(content: bytes) -> PyTree:
-    return decoded(lambda: serialization.msgpack_restore(content))
+    return read_or_explain(lambda: serialization.msgpack_restore(content))
 
 
 def _of_tree(tree: PyTree) -> Leaves:

@@ -36,7 +36,7 @@ METRICS = "metrics"
 _HALF = ".orbax-checkpoint-tmp"  # in the name of what is half-written
 _STEP_FILE = "_CHECKPOINT_METADATA"  # in which Orbax keeps our record
 
-_LISTINGS = 10  # before a writer that is always faster is given up
+_LISTINGS = 10  # attempts, in case another process removes steps meanwhile
 
 # By directory: the steps that this process found damaged.
 _damaged: dict[str, set[int]] = {}
@@ -118,10 +118,12 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
     except (TypeError, RuntimeError) as error:  # RuntimeError: it was donated
         raise TypeError(
             f"{name} is {kind_of(value)}; expected an integer, or an array without "
-            "axes that holds one."
+            "axes that holds one. Pass an int."
         ) from error
     if least is not None and number < least:
-        raise ValueError(f"{name} is {number}; expected at least {least}.")
+        raise ValueError(
+            f"{name} is {number}; expected at least {least}. Use {least} or more."
+        )
     return number
 
 
@@ -203,7 +205,9 @@ def agreed(read: Callable[[], T]) -> T:
             "read the same files. Its own error says why."
         )
     if 1 in kinds:
-        raise CorruptCheckpointError(f"process {kinds.index(1)} found damage")
+        raise CorruptCheckpointError(
+            f"process {kinds.index(1)} found damage. Its own error names the files"
+        )
     return result
 
 
@@ -217,8 +221,8 @@ def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record |
     """
     where = f"step {step} in {directory}"
     folder = directory / str(step)
-    items = decoded(lambda: items_of(folder))
-    metadata = decoded(lambda: _metadata(folder))
+    items = read_or_explain(lambda: items_of(folder))
+    metadata = read_or_explain(lambda: _metadata(folder))
     if ITEM not in items:
         if metadata is None or not items:
             raise IncompleteError(f"its folder {ITEM!r} is missing")
@@ -231,7 +235,7 @@ def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record |
     if metadata is None and (directory / _lock.NAME).exists():
         raise IncompleteError("its digests are missing")
     record = read_record(metadata, step, where)
-    return decoded(lambda: _tree(folder / ITEM, record)), record
+    return read_or_explain(lambda: _tree(folder / ITEM, record)), record
 
 
 def items_of(folder: epath.Path) -> set[str]:
@@ -240,8 +244,9 @@ def items_of(folder: epath.Path) -> set[str]:
     return {name for name in inside if _HALF not in name} - {METRICS}
 
 
-def decoded(read: Callable[[], T]) -> T:
-    """Returns what `read` does; whatever it stumbles over is damage, or an outage.
+def read_or_explain(read: Callable[[], T]) -> T:
+    """Returns the result of `read`; every error becomes one that tells damage from an
+    outage.
 
     Raises:
       CorruptCheckpointError: if the files are damaged.

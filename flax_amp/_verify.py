@@ -24,7 +24,7 @@ class StepReport(NamedTuple):
         plain Orbax calls wrote have none.
       scaler: the values of its loss scaler, as far as they could be read.
       half_deleted: whether its problem is that files are missing, while a newer step
-        is intact: so a removal of an old step that was cut short leaves it.
+        is intact. An interrupted removal of an old step leaves this.
     """
 
     step: int

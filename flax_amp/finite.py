@@ -1,8 +1,8 @@
 """The counters of skipped steps, and an optimizer that skips where no step does it.
 
 The training steps skip as a whole, by one select of the old state against the new one,
-and count. They leave the counters where `optax.apply_if_finite` has them, which also
-says what `AmpTrainState.apply_gradients` does outside of a step.
+and count. The counters are those of `optax.apply_if_finite`. Outside of a step,
+`AmpTrainState.apply_gradients` skips by the optimizer of this module.
 """
 
 import dataclasses
@@ -16,9 +16,6 @@ from flax_amp import _tree
 
 PyTree = Any
 
-# The fields of `optax.ApplyIfFiniteState` that move on a skipped step.
-COUNTERS = ("notfinite_count", "last_finite", "total_notfinite")
-
 
 def counted(state: Any, finite: jax.Array) -> dict[str, jax.Array]:
     """Returns the counters of an `optax.ApplyIfFiniteState` after one more step."""
@@ -31,27 +28,32 @@ def counted(state: Any, finite: jax.Array) -> dict[str, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inner:
+class InnerOptimizer:
     """The optimizer inside of `apply_if_finite`.
 
-    What is made of equal ones is equal, so two states of one optimizer have one
-    structure, and a step that was compiled for the one serves the other.
+    Two of them are equal if their parts are, so two states of one optimizer have the
+    same tree structure and share a compiled step.
 
     Attributes:
-      init: that of the optimizer.
-      update: likewise.
+      init: the init function of the optimizer.
+      update: the update function of the optimizer.
+      takes_extra: whether `update` takes further keyword arguments.
       masked: keep integer parameters away from it.
     """
 
     init: Any
     update: Any
-    masked: bool = False
+    takes_extra: bool
+    masked: bool
 
     def built(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optimizer."""
-        tx = optax.with_extra_args_support(
-            optax.GradientTransformationExtraArgs(self.init, self.update)
+        kind = (
+            optax.GradientTransformationExtraArgs
+            if self.takes_extra
+            else optax.GradientTransformation
         )
+        tx = optax.with_extra_args_support(kind(self.init, self.update))
         # Optimizers give an integer moment a float update; that differs from the dtype
         # of the gradient.
         return optax.masked(tx, _trains) if self.masked else tx
@@ -59,7 +61,7 @@ class Inner:
 
 @dataclasses.dataclass(frozen=True)
 class _Init:
-    inner: Inner
+    inner: InnerOptimizer
 
     def __call__(self, params: PyTree) -> optax.ApplyIfFiniteState:
         return optax.ApplyIfFiniteState(
@@ -72,7 +74,7 @@ class _Init:
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    inner: Inner
+    inner: InnerOptimizer
     skips: bool
 
     def __call__(
@@ -117,7 +119,8 @@ def apply_if_finite(
       The transformation. Its state is an `optax.ApplyIfFiniteState`, so checkpoints of
       the one fit the other.
     """
-    wrapped = Inner(inner.init, inner.update, masked)
+    takes_extra = isinstance(inner, optax.GradientTransformationExtraArgs)
+    wrapped = InnerOptimizer(inner.init, inner.update, takes_extra, masked)
     return optax.GradientTransformationExtraArgs(
         _Init(wrapped), _Update(wrapped, skips=True)
     )
@@ -126,8 +129,8 @@ def apply_if_finite(
 def unguarded(tx: Any) -> Any:
     """Returns `tx` without its own test of the gradients, its state the same.
 
-    For steps, which skip more than the optimizer sees. What is not of this module is
-    returned as it is.
+    A training step skips the variables too, so it makes the test itself. Other
+    optimizers are returned unchanged.
     """
     if not isinstance(tx.update, _Update):
         return tx

@@ -25,25 +25,32 @@ class FunctionalCall:
         that it changed.
       inputs: the leaves of the arguments and of the state of the modules.
       finish: takes what `function` returned, updates the modules, returns the result.
-      arguments: takes values in the place of the inputs, and a function; returns
-        `(args, kwargs)` made of the values, with what the function makes of its
-        `nnx.State` for each module.
-      replaced: once `function` was traced, returns the inputs in whose place it has new
-        leaves, in the order of the leaves of its variables.
+      rebuild_arguments: takes one value for each input; returns `(args, kwargs)` with
+        these values. It takes a function, too, which makes of the `nnx.State` of each
+        module what stands for it.
+      old_leaves: returns, once `function` was traced, the inputs that its new leaves
+        replace, each with the name of its variable.
       array_paths: returns the path of each array among the inputs.
     """
 
     function: Callable[[list[Any]], tuple[Any, list[Any]]]
     inputs: list[Any]
     finish: Callable[[tuple[Any, list[Any]]], Any]
-    arguments: Callable[[Sequence[Any], Callable[[nnx.State], Any]], tuple[Any, Any]]
-    replaced: Callable[[], list[Any]]
+    rebuild_arguments: Callable[
+        [Sequence[Any], Callable[[nnx.State], Any]], tuple[Any, Any]
+    ]
+    old_leaves: Callable[[], list[tuple[str, Any]]]
     array_paths: Callable[[], list[str]]
 
 
 def is_node(x: Any) -> bool:
     """Whether `x` is an object of NNX, which may change while a function runs."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def is_module(x: Any) -> bool:
+    """Whether `x` is an object of NNX that is more than one variable."""
+    return isinstance(x, nnx.Pytree)
 
 
 def functional(
@@ -112,7 +119,7 @@ def functional(
     def paths() -> list[str]:
         return _paths(state) + _paths((args, kwargs), is_leaf=is_node)
 
-    def arguments(
+    def rebuild_arguments(
         values: Sequence[Any], of_module: Callable[[nnx.State], Any]
     ) -> tuple[Any, Any]:
         count = len(state_leaves)
@@ -127,12 +134,22 @@ def functional(
         filled = [next(of_nodes) if is_node(x) else next(rest) for x in leaves]
         return jax.tree.unflatten(treedef, filled)
 
-    def replaced() -> list[Any]:
+    def old_leaves() -> list[tuple[str, Any]]:
         before = dict(nnx.to_flat_state(state))
-        return jax.tree.leaves([before[path] for path in changed_paths])
+        return [
+            (_variable_name(nodes[path[0]], path[1:]), leaf)
+            for path in changed_paths
+            for leaf in jax.tree.leaves(before[path])
+        ]
 
     inputs = [*state_leaves, *others]
-    return FunctionalCall(function, inputs, finish, arguments, replaced, paths)
+    return FunctionalCall(
+        function, inputs, finish, rebuild_arguments, old_leaves, paths
+    )
+
+
+def _variable_name(node: Any, path: Sequence[Any]) -> str:
+    return ".".join([type(node).__name__, *map(str, path)])
 
 
 def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
@@ -142,7 +159,8 @@ def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
 
 
 def changes_in(tree: Any, name: str) -> Callable[[], list[str]]:
-    """Returns a function that names the variables in a tree that changed since.
+    """Returns a function that names the variables of a tree that have changed since
+    this call.
 
     Args:
       tree: arguments of a function, modules and variables among them.
@@ -150,15 +168,14 @@ def changes_in(tree: Any, name: str) -> Callable[[], list[str]]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
     nodes = [(path, node) for path, node in leaves if is_node(node)]
-    # In variables of their own: those of a module change with it.
-    before = [jax.tree.map(lambda x: x, nnx.split(node)[1]) for _, node in nodes]
+    # A copy: the variables of a module change with it.
+    before = [jax.tree.map(lambda x: x, nnx.state([node])) for _, node in nodes]
 
     def changes() -> list[str]:
         return [
-            f"{name}{jax.tree_util.keystr(path)} ({type(node).__name__}"
-            f"{''.join(f'.{key}' for key in variable)})"
+            f"{name}{jax.tree_util.keystr(path)} ({_variable_name(node, variable[1:])})"
             for (path, node), old in zip(nodes, before, strict=True)
-            for variable in _changed(nnx.split(node)[1], old)
+            for variable in _changed(nnx.state([node]), old)
         ]
 
     return changes
@@ -166,17 +183,21 @@ def changes_in(tree: Any, name: str) -> Callable[[], list[str]]:
 
 def _changed_structure(where: str, old: nnx.State, new: nnx.State) -> str:
     """Says what a function did to the structure of its modules."""
-    paths = [dict(nnx.to_flat_state(state)).keys() for state in (old, new)]
-    if paths[0] == paths[1]:
+    before, after = (
+        {"/".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(state)}
+        for state in (old, new)
+    )
+    if before == after:
         return (
             f"{where} changed a static attribute of its nnx.Module argument, as "
             "model.eval() does; expected changes of variables only. Change it before "
             "the call, or use nnx.view."
         )
     return (
-        f"{where} changed the structure of its nnx.Module argument (it added or "
-        "removed a variable or a module); expected changes of values only. Create all "
-        "variables in __init__, or call the function once before, so that they exist."
+        f"{where} changed the structure of its nnx.Module argument (it added the "
+        f"variables {sorted(after - before)} and removed {sorted(before - after)}); "
+        "expected changes of values only. Create all variables in __init__, or call "
+        "the function once before, so that they exist."
     )
 
 

@@ -24,7 +24,7 @@ from flax_amp._gradients import (
 from flax_amp._hyperparams import hyperparam_metrics
 from flax_amp._variables import pure
 from flax_amp.finite import counted
-from flax_amp.nnx_bridge import is_node
+from flax_amp.nnx_bridge import is_module, is_node
 from flax_amp.policy import PolicyEntries
 from flax_amp.scaler import Scaler, checked_scaler
 from flax_amp.train_state import (
@@ -146,9 +146,10 @@ def _step(
     scaler: Scaler,
     batch: PyTree,
 ) -> tuple[Scaler, dict[str, Any]]:
-    nodes, batch = _take_nodes(batch)
-    # Modules in the batch go where the model goes. Its name comes first: what both hold
-    # is the model's.
+    # A bare variable may hold rows of the batch, which micro-batches split.
+    nodes, batch = _take_nodes(batch, is_module if options.accum_steps > 1 else is_node)
+    # Modules in the batch go where the model goes. `model` sorts before `others`, so
+    # state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(nodes))
     before = _arrays((whole, optimizer))
     trained = {
@@ -202,13 +203,15 @@ def _skip_counts(optimizer: nnx.Optimizer, finite: jax.Array) -> dict[str, jax.A
     return counted(pure(optimizer.opt_state), finite)
 
 
-def _take_nodes(batch: PyTree) -> tuple[list[Any], PyTree]:
+def _take_nodes(
+    batch: PyTree, taken: Callable[[Any], bool]
+) -> tuple[list[Any], PyTree]:
     """Returns the modules in a batch, and the batch with their numbers for them."""
-    leaves, structure = jax.tree.flatten(batch, is_leaf=is_node)
-    nodes = [leaf for leaf in leaves if is_node(leaf)]
+    leaves, structure = jax.tree.flatten(batch, is_leaf=taken)
+    nodes = [leaf for leaf in leaves if taken(leaf)]
     numbers = map(_Number, range(len(nodes)))
     return nodes, jax.tree.unflatten(
-        structure, [next(numbers) if is_node(leaf) else leaf for leaf in leaves]
+        structure, [next(numbers) if taken(leaf) else leaf for leaf in leaves]
     )
 
 

@@ -34,7 +34,7 @@ from flax_amp import _compat
 from flax_amp.scope_paths import names_method, paths, pattern
 
 PrecisionFunction = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
-PolicyEntries = Mapping[Any, Any]  # in full, signatures would be hard to read
+PolicyEntries = Mapping[Any, Any]  # an alias, to keep signatures short
 
 # --- precision functions -------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Policy:
             if isinstance(key, Primitive)
         }
         scopes = [key for key in functions if isinstance(key, str)]
-        # What is for one method comes before what is for the module.
+        # Keys of one method take precedence over keys of the whole module.
         scopes.sort(key=names_method, reverse=True)
         self._scopes = [
             (pattern(key), Decision(functions[key], Origin.SCOPE, key))
@@ -372,7 +372,7 @@ class Policy:
         missing = set(keys) - {decision.key for decision in decisions if decision}
         if not missing:
             return missing
-        # What an outer scope decided may match, too.
+        # A key also counts as matched where an outer scope took precedence.
         spellings = {path for s in all_scopes for pair in paths(s) for path in pair}
         return {k for k in missing if not any(map(pattern(k).fullmatch, spellings))}
 

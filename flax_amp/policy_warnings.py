@@ -1,7 +1,7 @@
 """Warnings of a policy that does not do what it was written for, at trace time.
 
 They are found in the traced program alone, before it is planned: once for each trace of
-the function that `amp` was given. What cannot be proven is not said.
+the function that `amp` was given. If it is not certain, there is no warning.
 """
 
 import difflib
@@ -32,7 +32,7 @@ _FLAX = str(Path(flax.__file__).parent)
 _HALVES = (jnp.float16, jnp.bfloat16)
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
-# What lowers nothing by itself.
+# Precision functions that never cast to the compute dtype.
 _HIGH = (
     use_original_precision,
     use_widest_precision,
@@ -178,7 +178,7 @@ def _unmatched(
         return None
     scopes = {equation.scopes for equation in equations}
     missing = policy.unmatched(policy.scope_keys, scopes)
-    if missing:  # of modules that this program does not call
+    if missing:  # Keys may name modules that are passed but not called.
         inputs = zip(paths_of_inputs(), jaxpr.invars, strict=True)
         used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
         idle = {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
@@ -214,11 +214,11 @@ def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
         def call(*moving: Any) -> list[Any]:
             rest = iter(moving)
             pairs = zip(operands, moves, strict=True)
-            full = [next(rest) if moves else x for x, moves in pairs]
+            full = [next(rest) if moved else x for x, moved in pairs]
             outs = _compat.bind(eqn, full, eqn.params)
             return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        moving = [x for x, moves in zip(operands, moves, strict=True) if moves]
+        moving = [x for x, moved in zip(operands, moves, strict=True) if moved]
         if eqn.primitive.name == "custom_jvp_call":
             return jax.jvp(call, moving, moving)
         outs, pullback = jax.vjp(call, *moving)
@@ -239,7 +239,7 @@ def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
     if not modules:
         return " (it has no scopes)"
-    known: dict[str, str] = {}  # by their ends, as long as the key is
+    known: dict[str, str] = {}  # by their last segments, as many as the key has
     for names in sorted(map(_names, modules), key=lambda names: (len(names), names)):
         end = "/".join(names[-len(segments) :])
         known.setdefault(end.lower(), "/".join(names))

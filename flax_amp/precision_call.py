@@ -11,6 +11,7 @@ from flax_amp import _compat
 from flax_amp.policy import Decision
 
 _SIGNATURE = "(compute_dtype, original_dtypes, *invars, **bind_params)"
+_REMEDY = f"Write `def f{_SIGNATURE}: return invars, bind_params`."
 
 
 def call_precision_function(
@@ -32,7 +33,8 @@ def call_precision_function(
     if not _takes(function, args, eqn.params):
         raise TypeError(
             f"{what} cannot be called {where} with {len(operands)} operands and the "
-            f"parameters {sorted(eqn.params)}; expected the signature {_SIGNATURE}."
+            f"parameters {sorted(eqn.params)}; expected the signature {_SIGNATURE}. "
+            f"{_REMEDY}"
         )
     result = function(*args, **eqn.params)
     fault = _fault(result, operands)
@@ -40,16 +42,22 @@ def call_precision_function(
         raise TypeError(
             f"{what} returned {fault} {where}; expected (invars, bind_params): the "
             f"{len(operands)} operands, cast but of the same shapes, and the dict of "
-            "parameters."
+            f"parameters. {_REMEDY}"
         )
     try:
         outs = _compat.bind(eqn, *result)
     except (TypeError, ValueError) as error:
+        if missing := sorted(eqn.params.keys() - result[1].keys()):
+            raise TypeError(
+                f"{what} returned a bind_params {where} that lacks the parameters "
+                f"{missing}; expected all that it was given. Return operands, "
+                "bind_params."
+            ) from error
         given = ", ".join(str(jnp.result_type(x)) for x in result[0])
         names = sorted(map(str, result[1]))
         raise TypeError(
             f"{what} returned operands of dtypes ({given}) and the parameters {names} "
-            f"{where}, which cannot be computed with these: {error}"
+            f"{where}, which cannot be computed with these: {error}. {_REMEDY}"
         ) from error
     shapes = [np.shape(out) for out in outs]
     expected = [v.aval.shape for v in eqn.outvars]

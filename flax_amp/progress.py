@@ -50,7 +50,7 @@ def check_progress(
         of these it is and what to try. The state is good: it is the one after the last
         finite step.
       TypeError: if `state` is neither, has no scaler, or its optimizer does not count.
-      ValueError: if `max_skips` is less than 1.
+      ValueError: if `max_skips` is not an integer of at least 1.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -58,8 +58,13 @@ def check_progress(
       >>> check_progress(state)
     """
     step, scaler, skips = _counters(state)
-    if max_skips is not None and max_skips < 1:
-        raise ValueError(f"check_progress: {max_skips=}; expected at least 1.")
+    if max_skips is not None and (
+        not isinstance(max_skips, int | np.integer) or max_skips < 1
+    ):
+        raise ValueError(
+            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
+            "it out for the default."
+        )
     check_complete(scaler, "check_progress: state.scaler")
     fetched = jax.device_get(
         {
@@ -78,11 +83,14 @@ def check_progress(
 
 
 def _of(run: int, runs: int, values: Any) -> Any:
-    """Returns the number of a run; the last one, where there are those of all steps."""
+    """Returns the number of one run.
+
+    If a metric has all steps, the last step counts.
+    """
     values = np.ravel(values)
     if not len(values):
         return None
-    return values[run if len(values) == runs else -1].item()
+    return values[max(run - runs, -len(values))].item()
 
 
 def _check_run(seen: Mapping[str, Any], max_skips: int | None, which: str) -> None:

@@ -89,7 +89,8 @@ def is_cheap(eqn: Any) -> bool:
 def is_light(eqn: Any) -> bool:
     """Whether an equation may stand in a region.
 
-    It may not if it has a costly body of its own, or if a value at it cannot be stored.
+    It may not if it has a costly body of its own, or if `jax.checkpoint` cannot store
+    one of its operands or results.
     """
     name = eqn.primitive.name
     if eqn.effects or name in _STRUCTURED:

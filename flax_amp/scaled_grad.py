@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from flax_amp import _tree
@@ -93,7 +94,7 @@ class Attempt(NamedTuple):
 def retry_until_finite(
     attempt: Callable[[Scaler], Attempt], state: Scaler, retries: int
 ) -> tuple[Scaler, jax.Array, PyTree]:
-    """Runs `attempt` and, while that lowers the scale, again.
+    """Runs `attempt`, and repeats it while the scale falls.
 
     Args:
       attempt: one pass with a scaler.
@@ -107,8 +108,9 @@ def retry_until_finite(
     def run(state: Scaler) -> tuple[Scaler, jax.Array, Attempt]:
         tried = attempt(state)
         new = update_scaler(state, tried.grads_finite, loss_finite=tried.forward_finite)
-        # It stays where no lower one helps, and at the lowest.
-        return new, new["scaler"] < state["scaler"], tried
+        # The scale stays if a lower one would not help, and at its lower limit.
+        fails = tried.forward_finite & ~tried.grads_finite
+        return new, fails & (new["scaler"] < state["scaler"]), tried
 
     state, lowered, tried = run(state)
     if retries == 0:
@@ -134,21 +136,22 @@ def retry_until_finite(
     return state, tried.finite, tried.outputs
 
 
-def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
-    """Returns bool[]: nothing finite in `old` has become inf or NaN in `new`.
+def forward_is_finite(loss: jax.Array, new: PyTree, old: PyTree) -> jax.Array:
+    """Returns bool[]: the loss and the variables that a forward pass gave are finite.
 
     Args:
+      loss: the loss.
       new: updated variables, `None` for those that did not change.
-      old: those before. A mask of -inf among them is no fault of this step.
+      old: those before. Elements that were not finite before, such as a mask of -inf,
+        are ignored.
     """
 
-    def stays(new: Any, old: Any) -> jax.Array:
+    def judged(new: Any, old: Any) -> Any:
         if new is None or not _tree.is_inexact_array(new):
-            return jnp.array(True)
-        return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
+            return None
+        return jnp.where(jnp.isfinite(old), new, 0)
 
-    flags = jax.tree.leaves(_tree.map_or_none(stays, new, old))
-    return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
+    return _tree.all_finite((loss, _tree.map_or_none(judged, new, old)))
 
 
 def check_retries(redo_on_nan: Any, where: str) -> int:
@@ -219,7 +222,7 @@ def dynamic_scale_value_and_grad(
         and its gradient is `None`. If False, plain `jax.value_and_grad`.
       axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
         over which to average gradients, loss, the variables of modules and scalar
-        float entries of `aux`. All devices then make the same of the scale.
+        float entries of `aux`. All devices then update the scale alike.
       **kwargs: further arguments of `jax.value_and_grad`, such as `argnums`. As in
         `nnx.value_and_grad`, that may hold `nnx.DiffState`, and the gradients of a
         module are an `nnx.State` of its `nnx.Param`.
@@ -247,6 +250,19 @@ def dynamic_scale_value_and_grad(
       (36.0, 24.0, 1)
     """
     where = "dynamic_scale_value_and_grad"
+    return _scaled(where, fun, has_aux, redo_on_nan, filter, axis_name, kwargs)
+
+
+def _scaled(
+    where: str,
+    fun: Callable[..., Any],
+    has_aux: bool,
+    redo_on_nan: int,
+    filter: bool,
+    axis_name: AxisName,
+    kwargs: dict[str, Any],
+) -> Callable[..., Any]:
+    """Returns the function of `dynamic_scale_value_and_grad`; `where` is for errors."""
     retries = check_retries(redo_on_nan, where)
     argnums = kwargs.pop("argnums", 0)
     name = _name_of(fun)
@@ -255,41 +271,41 @@ def dynamic_scale_value_and_grad(
     def value_and_grad_fn(
         *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
     ) -> tuple[Scaler, Any]:
-        scaler = _check_call(dynamic_scaler_state, argnums, args)
+        scaler = _check_call(dynamic_scaler_state, argnums, args, where)
         bound_axis(axis_name, where)
         call = functional(fun, args, fun_kwargs, where=f"{where}: {name}")
         indices = _differentiated(call, argnums, filter)
         chosen = jax.tree.leaves(indices)
         structure: Any = None
+        old: list[Any] = []
 
         def attempt(state: Scaler) -> Attempt:
             def scaled(wrt: list[Any]) -> Any:
-                inputs = dict(enumerate(call.inputs)) | dict(
-                    zip(chosen, wrt, strict=True)
-                )
-                out, updated = call.function([*inputs.values()])
+                inputs = list(call.inputs)
+                for index, x in zip(chosen, wrt, strict=True):
+                    inputs[index] = x
+                out, updated = call.function(inputs)
                 loss, aux = split_aux(out, has_aux, name)
                 return scale_loss(loss, state), (jnp.asarray(loss), updated, aux)
 
-            nonlocal structure
+            nonlocal structure, old
             wrt = vary([call.inputs[index] for index in chosen], axis_name)
             grad_fn = jax.value_and_grad(scaled, has_aux=True, **kwargs)
             (_, (loss, updated, aux)), grads = grad_fn(wrt)
             updated, structure = jax.tree.flatten(updated)
-            old = call.replaced()
-            _check_shapes(updated, old, where)
+            named = call.old_leaves()
+            _check_shapes(updated, named, where)
+            old = [leaf for _, leaf in named]
             result = Result(unscale_grads(grads, state), None, loss, updated, aux)
             if axis_name is not None:
                 result = synchronize(result, axis_name, old)
                 result = result._replace(variables=_tree.combine(result.variables, old))
-            forward = _tree.all_finite(result.loss) & stays_finite(
-                result.variables, old
-            )
+            forward = forward_is_finite(result.loss, result.variables, old)
             result = result._replace(grads=cast_like(result.grads, wrt))
             return Attempt(forward, _tree.all_finite(result.grads), result)
 
         state, finite, result = retry_until_finite(attempt, scaler, retries)
-        kept = _tree.select(finite, result.variables, call.replaced())
+        kept = _tree.select(finite, result.variables, old)
         call.finish((None, jax.tree.unflatten(structure, kept)))
         of = dict(zip(chosen, result.grads, strict=True))
         grads = jax.tree.map(of.__getitem__, indices)
@@ -334,13 +350,9 @@ def dynamic_scale_grad(
       >>> float(grad)
       6.0
     """
-    value_and_grad_fn = dynamic_scale_value_and_grad(
-        fun,
-        has_aux=has_aux,
-        redo_on_nan=redo_on_nan,
-        filter=filter,
-        axis_name=axis_name,
-        **kwargs,
+    where = "dynamic_scale_grad"
+    value_and_grad_fn = _scaled(
+        where, fun, has_aux, redo_on_nan, filter, axis_name, kwargs
     )
 
     @functools.wraps(fun)
@@ -368,7 +380,9 @@ def _differentiated(call: FunctionalCall, argnums: Any, filter: bool) -> PyTree:
         if isinstance(argnum, nnx.DiffState):
             argnum, wrt = argnum.argnum, argnum.filter
         trains = nnx.All(wrt, lambda path, variable: inexact(variable))
-        args, _ = call.arguments(indices, lambda state: nnx.filter_state(state, trains))
+        args, _ = call.rebuild_arguments(
+            indices, lambda state: nnx.filter_state(state, trains)
+        )
         return jax.tree.map(
             lambda index: index if not filter or inexact(index) else None, args[argnum]
         )
@@ -381,30 +395,37 @@ def _as_sequence(argnums: Any) -> Sequence[Any]:
     return argnums if isinstance(argnums, Sequence) else [argnums]
 
 
-def _check_shapes(new: list[Any], old: list[Any], where: str) -> None:
+def _check_shapes(new: list[Any], old: list[tuple[str, Any]], where: str) -> None:
     """Raises a ValueError if a variable cannot be kept as it was."""
-    for x, y in zip(new, old, strict=True):
-        seen, wanted = (f"{leaf.dtype}{list(leaf.shape)}" for leaf in (x, y))
+    for x, (name, y) in zip(new, old, strict=True):
+        seen, wanted = (
+            f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in (x, y)
+        )
         if seen != wanted:
             raise ValueError(
-                f"{where}: a variable of a module changed from {wanted} to {seen}; "
+                f"{where}: the variable {name} changed from {wanted} to {seen}; "
                 "expected the same shape and dtype after each call. Create it with "
                 "those that it has afterwards."
             )
 
 
-def _check_call(state: Any, argnums: Any, args: Sequence[Any]) -> Scaler:
+def _check_call(state: Any, argnums: Any, args: Sequence[Any], where: str) -> Scaler:
     """Returns the scaler of a call, after checking it and the arguments."""
     if state is None:
         raise TypeError(
-            "dynamic_scale_grad: the keyword argument dynamic_scaler_state is missing; "
+            f"{where}: the keyword argument dynamic_scaler_state is missing; "
             "expected a scaler. Call grad_fn(..., dynamic_scaler_state=init_scaler()) "
             "and pass the state it returns to the next call."
         )
     nums = [getattr(num, "argnum", num) for num in _as_sequence(argnums)]
+    if not all(isinstance(num, int | np.integer) for num in nums):
+        raise TypeError(
+            f"{where}: {argnums=}; expected an integer, an nnx.DiffState, or a "
+            "sequence of them. Leave argnums out for the first argument."
+        )
     if any(not -len(args) <= num < len(args) for num in nums):
         raise TypeError(
-            f"dynamic_scale_grad: {argnums=} names an argument that was not passed by "
+            f"{where}: {argnums=} names an argument that was not passed by "
             f"position; got {len(args)} positional arguments. Pass it by position."
         )
     return checked_scaler(state, "dynamic_scaler_state", wait=True)

@@ -5,9 +5,9 @@ checkpoint without losing a field. Whatever happens to the gradients, the scale 
 a finite, positive number between `min_scaler` and `max_scaler`. What uses it stands in
 `flax_amp.scaled_grad`.
 
-Only what a lower scale can mend lowers it. The forward pass does not see the scale: a
-loss that is not finite comes from the batch or from the activations, and would be as
-wrong at any other scale.
+The scale is lowered only when a lower one can help. The forward pass does not see the
+scale: a loss that is not finite comes from the batch or from the activations, and would
+be as wrong at any other scale.
 
 Sharp edges:
   The scale grows on the `patience + 1`-th finite step in a row, as in jaxamp and in
@@ -39,23 +39,23 @@ _INT32_MAX = 2**31 - 1
 class DynamicScalerState(TypedDict, total=False):
     """The type of the scaler: a dict of 0-d arrays, all strongly typed.
 
-        `DynamicScalerState(patience=10)` is the dict `{"patience": 10}`. Every function
+    `DynamicScalerState(patience=10)` is the dict `{"patience": 10}`. Every function
     that takes a scaler completes missing keys with the defaults of `init_scaler` and
-        turns Python numbers into arrays, so such a short form is enough to start with.
+    turns Python numbers into arrays, so such a short form is enough to start with.
 
-        Attributes:
-          scaler: float32, the loss is multiplied by it.
-          count: int32, finite steps since the scale last changed.
-          patience: int32, the scale grows on the finite step after `patience` others.
-          adjust_factor: float32, what the scale is multiplied or divided by.
-          total_resets: int32, how many steps were not finite, those that left the scale
-            alone included.
-          min_scaler: float32, lower limit of the scale.
-          max_scaler: float32, upper limit of the scale.
+    Attributes:
+      scaler: float32, the loss is multiplied by it.
+      count: int32, finite steps since the scale last changed.
+      patience: int32, the scale grows on the finite step after `patience` others.
+      adjust_factor: float32, what the scale is multiplied or divided by.
+      total_resets: int32, how many steps were not finite, those that left the scale
+        alone included.
+      min_scaler: float32, lower limit of the scale.
+      max_scaler: float32, upper limit of the scale.
 
-        Example:
-          >>> DynamicScalerState(patience=10)
-          {'patience': 10}
+    Example:
+      >>> DynamicScalerState(patience=10)
+      {'patience': 10}
     """
 
     scaler: ArrayLike
@@ -277,26 +277,23 @@ def checked_scaler(state: Any, where: str = "scaler", *, wait: bool = False) -> 
       where: what it was given as, for messages.
       wait: look at arrays on the device, too, and wait for them.
     """
-    if isinstance(state, Mapping) and (wait or not _on_device(state)):
-        check_scaler(state, where)
+    if isinstance(state, Mapping):
+        check_scaler(state, where, wait=wait)
     return complete_scaler(state, where)
 
 
-def _on_device(state: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, jax.Array) for value in state.values())
-
-
-def check_scaler(state: Mapping[str, Any], where: str) -> None:
+def check_scaler(state: Mapping[str, Any], where: str, *, wait: bool = True) -> None:
     """Raises a ValueError that lists every value out of its range.
 
-    Nothing is checked if a value is traced. Missing keys have their defaults.
+    Traced values are not checked; arrays on the device only with `wait`. Missing keys
+    have their defaults.
     """
+    unknown = jax.core.Tracer if wait else jax.Array
     values = {key: state.get(key, default) for key, (default, _) in _DEFAULTS.items()}
-    if any(isinstance(value, jax.core.Tracer) for value in values.values()):
-        return
     for key, value in values.items():
         _check_scalar(key, value)
-    if bad := faults_of(values):
+    known = {k: v for k, v in values.items() if not isinstance(v, unknown)}
+    if known and (bad := faults_of(known)):
         raise ValueError(
             f"{where}: {', '.join(bad)}. Correct these values; the scale must stay "
             "a finite, positive float32."
@@ -314,8 +311,13 @@ def check_complete(state: Any, where: str) -> None:
 
 
 def faults_of(state: Mapping[str, Any]) -> list[str]:
-    """Says which values of a complete scaler are out of their ranges, and which are."""
-    values = {key: np.asarray(state[key]).item() for key in _DEFAULTS}
+    """Returns one text for each value of a scaler that is out of its range.
+
+    The text names the range. Missing values count as in their ranges.
+    """
+    known = {key: np.asarray(state[key]).item() for key in _DEFAULTS if key in state}
+    values = {key: default for key, (default, _) in _DEFAULTS.items()}
+    values |= {"min_scaler": _SMALLEST_SCALE, "max_scaler": _LARGEST_SCALE} | known
     with np.errstate(over="ignore"):  # as the float32 that it becomes
         scaler, factor, low, high = (
             float(np.float32(values[key]))
@@ -324,7 +326,10 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
     rules = {
         "min_scaler": (low >= _SMALLEST_SCALE, "at least 2**-126"),
         "max_scaler": (high <= _LARGEST_SCALE, "at most 2**126"),
-        "scaler": (low <= scaler <= high, f"between {low=} and {high=}"),
+        "scaler": (
+            low <= scaler <= high,
+            f"between min_scaler={low} and max_scaler={high}",
+        ),
         "adjust_factor": (factor > 1 and math.isfinite(factor), "finite, above 1"),
     } | {
         key: (
@@ -336,5 +341,5 @@ def faults_of(state: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}={values[key]!r} (expected {text})"
         for key, (holds, text) in rules.items()
-        if not holds
+        if key in known and not holds
     ]

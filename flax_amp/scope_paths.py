@@ -36,7 +36,7 @@ def pattern(key: str) -> re.Pattern[str]:
 
 
 def paths(scopes: tuple[str, ...], start: int = 0) -> Iterator[set[str]]:
-    """Yields the spellings of the path of each of nested scopes, outermost first.
+    """Yields, for each nested scope, the set of paths by which a key may name it.
 
     One is the path as it stands; in the other a module stands only once where its
     methods call each other.

@@ -5,8 +5,9 @@ in float32, differentiate, unscale by the scale that was used, average over micr
 batches and devices, decide once whether all of it is finite, and only then clip and
 update (`tx`). A step that is not finite changes nothing but `step`, the scaler and the
 counters of skipped steps: one select of the old state against the new one, so every
-other leaf keeps its bits. Only a finite loss with gradients that are not lowers the
-scale: a bad batch, or an overflow of the activations, is the same at any scale.
+other leaf keeps its bits. The scale is lowered only when the loss is finite and the
+gradients are not: a bad batch, or an overflow of the activations, is the same at any
+scale.
 
 Sharp edges:
   `state.step` counts skipped steps, the counts inside `opt_state` do not: a learning

@@ -128,6 +128,34 @@ def test_modules_that_stay_as_they_are_may_be_in_any_batch(accum_steps):
     assert jnp.allclose(metrics["loss"], expected)
 
 
+@pytest.mark.parametrize("accum_steps", [1, 2])
+@pytest.mark.parametrize("jit", [True, False])
+def test_bare_variables_hold_rows_of_the_batch(accum_steps, jit):
+    def loss_fn(model, batch):
+        assert batch["x"].shape == batch["y"].shape == (4 // accum_steps, SIZE)
+        return (model.linear(batch["x"][...]) * batch["y"]).sum()
+
+    options = dict(compute_dtype=jnp.float32, accum_steps=accum_steps, jit=jit)
+    batch = {"x": nnx.Variable(X), "y": X + 1}
+    model, optimizer = objects()
+    expected = (model.linear(X) * batch["y"]).sum() / accum_steps
+    _, on_state = make_train_step(loss_fn, **options)(make_state(), batch)
+    step = make_nnx_train_step(loss_fn, **options)
+    _, on_model = step(model, optimizer, scaler(), batch)
+    assert jnp.allclose(on_state["loss"], expected)
+    assert jnp.allclose(on_model["loss"], expected)
+
+
+def test_bare_variables_that_change_are_named():
+    def loss_fn(model, batch):
+        batch["n"][...] += 1
+        return model.linear(batch["x"]).sum()
+
+    message = r"loss_fn changed batch\['n'\] \(Variable\)"
+    with pytest.raises(ValueError, match=message):
+        make_train_step(loss_fn)(make_state(), {"x": X, "n": nnx.Variable(jnp.ones(4))})
+
+
 def test_the_way_out_is_a_way():
     """Streams made of the state's keys: others at each step."""
 

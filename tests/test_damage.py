@@ -13,12 +13,13 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from _models import changed
 from benchmarks.faults.files import empty, flip, truncate
-from flax_amp import AmpTrainState, __main__, _verify, checkpoint
+from flax_amp import AmpTrainState, __main__, _reader, _steps, _verify, checkpoint
 
 METADATA = "_CHECKPOINT_METADATA"
 
@@ -116,11 +117,26 @@ def test_neighbours_are_no_steps(steps):
         assert list(manager.all_steps()) == [1, 2]
 
 
+def test_a_reader_names_where_handlers_are_registered():
+    with pytest.raises(NotImplementedError, match="call .*register_type_handler"):
+        _reader._Handlers().add(int, None)
+
+
+def test_damage_that_another_process_found_is_told(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gathered = "flax_amp._steps.multihost_utils.process_allgather"
+    monkeypatch.setattr(gathered, lambda kind: np.array([0, 1]))
+    message = "process 1 found damage. Its own error names the files"
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
+        _steps.agreed(lambda: None)
+
+
 def test_names_of_several_kinds_are_not_guessed_between(steps, tmp_path):
     """Of other programs; where there are steps of a manager, they are the steps."""
     for name in ("checkpoint_3", "eval_100"):
         shutil.copytree(steps / "1", tmp_path / "other" / name)
-    with pytest.raises(ValueError, match=r"several kinds, \['checkpoint_', 'eval_'\]"):
+    message = "different names, `checkpoint_<number>` and `eval_<number>`; expected one"
+    with pytest.raises(ValueError, match=message):
         checkpoint.migrate(tmp_path / "other", make_state())
     shutil.rmtree(tmp_path / "other/eval_100")
     assert int(checkpoint.migrate(tmp_path / "other", make_state()).step) == 1

@@ -79,6 +79,28 @@ def test_two_states_of_one_optimizer_have_one_structure(tx, params):
     jax.tree.map(lambda x, y: x, a, b)
 
 
+def takes_value(updates, state, params=None, *, value, **_):
+    return jax.tree.map(lambda u: u * value, updates), state
+
+
+@pytest.mark.parametrize("params", INTEGERS.values(), ids=INTEGERS)
+@pytest.mark.parametrize(
+    "tx, expected",
+    [
+        (optax.scale(-0.1), 0.9),
+        (optax.GradientTransformationExtraArgs(optax.identity().init, takes_value), 4),
+        (optim.sgd(0.1), 0.9),
+    ],
+    ids=["takes none", "takes some", "optim"],
+)
+def test_an_update_takes_more_arguments_than_its_optimizer(tx, expected, params):
+    params = {"w": jnp.ones(3)} | params
+    state = AmpTrainState.create(params=params, tx=tx)
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = state.tx.update(grads, state.opt_state, params, value=3.0)
+    np.testing.assert_allclose(params["w"] + updates["w"], expected, rtol=1e-6)
+
+
 def test_states_of_different_optimizers_differ():
     make = functools.partial(AmpTrainState.create, params={"w": jnp.ones(3)})
     a, b = make(tx=optax.sgd(0.1)), make(tx=optax.sgd(0.2))

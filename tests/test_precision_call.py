@@ -43,6 +43,10 @@ SIGNATURE = (
     r"\*\*bind_params\)"
 )
 PAIR = r"for dot_general; expected \(invars, bind_params\): the 2 operands"
+WRITE = (
+    r"Write `def f\(compute_dtype, original_dtypes, \*invars, \*\*bind_params\): "
+    r"return invars, bind_params`\."
+)
 
 WRONG = {
     "no parameters": (lambda: ([], {}), NO_CALL, SIGNATURE),
@@ -78,13 +82,14 @@ WRONG = {
     ),
     "no params": (
         returning(lambda xs, p: (xs, {})),
-        r"operands of dtypes \(float32, float32\) and the parameters \[\] for dot_gen",
-        "which cannot be computed with these",
+        r"for dot_general that lacks the parameters \['dimension_numbers', ",
+        r"expected all that it was given. Return operands, bind_params\.",
     ),
     "unknown parameter": (
-        returning(lambda xs, p: ([xs[0], xs[1].astype("float16")], {"mode": 3})),
-        r"operands of dtypes \(float32, float16\) and the parameters \['mode'\]",
+        returning(lambda xs, p: ([xs[0], xs[1].astype("float16")], p | {"mode": 3})),
+        r"operands of dtypes \(float32, float16\) and the parameters \[.*'mode'",
         "which cannot be computed with these",
+        WRITE,
     ),
     "other results": (
         returning(lambda xs, p: (xs, p | dict(dimension_numbers=(((), ()), ((), ()))))),
@@ -107,6 +112,8 @@ def test_a_wrong_precision_function(name, key):
         error.value
     )
     assert f"of key {shown!r} " in str(error.value)
+    if SIGNATURE in messages or PAIR in messages:
+        messages.append(WRITE)
     for message in messages:
         assert error.match(message)
 

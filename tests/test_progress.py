@@ -204,6 +204,17 @@ def test_one_of_several_runs():
     check_progress(states, metrics, max_skips=21)
 
 
+def test_one_of_several_runs_in_one_scan():
+    """The metrics are those of all steps: [steps, runs]."""
+    step = jax.vmap(make_train_step(loss_fn, jit=False))
+    states = jax.tree.map(lambda x: jnp.stack([x] * 3), make_state(no_scaler()))
+    batches = jnp.stack([jnp.stack([GOOD, BAD, GOOD])] * 20)
+    states, metrics = jax.lax.scan(step, states, batches)
+    assert metrics["loss"].shape == (20, 3)
+    with pytest.raises(StuckError, match="last 20 steps of run 1 .*loss nan.*The loss"):
+        check_progress(states, metrics)
+
+
 def nnx_objects(tx):
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -237,8 +248,10 @@ def test_an_optimizer_that_does_not_count_is_named():
 def test_bad_arguments_are_named():
     with pytest.raises(TypeError, match="state is a dict"):
         check_progress({})
-    with pytest.raises(ValueError, match="max_skips=0"):
-        check_progress(make_state(no_scaler()), max_skips=0)
+    for wrong in (0, 2.5, "3"):
+        message = f"max_skips={wrong!r}; expected an integer of at least 1. Leave it"
+        with pytest.raises(ValueError, match=message):
+            check_progress(make_state(no_scaler()), max_skips=wrong)
 
 
 @pytest.mark.parametrize("key, value", [("adjust_factor", 0.5), ("scaler", jnp.nan)])

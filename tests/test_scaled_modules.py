@@ -162,9 +162,13 @@ def evaluates(model, batch):
 @pytest.mark.parametrize(
     "fun, message",
     [
-        (grows, "dynamic_scale_value_and_grad: grows changed the structure"),
-        (evaluates, "dynamic_scale_value_and_grad: evaluates changed a static attri"),
-        (reshapes, r"from float32\[8\] to float32\[2, 2\]; expected the same shape"),
+        (grows, r"dynamic_scale_grad: grows changed the structure.* the variables \['"),
+        (evaluates, "dynamic_scale_grad: evaluates changed a static attribute"),
+        (
+            reshapes,
+            r"dynamic_scale_grad: the variable NnxNet.norm.mean changed from "
+            r"float32\[8\] to float32\[2, 2\]; expected the same shape",
+        ),
     ],
 )
 def test_changes_that_cannot_be_carried_are_named(fun, message):
@@ -172,3 +176,36 @@ def test_changes_that_cannot_be_carried_are_named(fun, message):
         dynamic_scale_grad(fun)(
             NnxNet(nnx.Rngs(0)), make_batch(), dynamic_scaler_state=SCALER
         )
+
+
+class Counts(nnx.Module):
+    """Its counter is a Python number."""
+
+    def __init__(self):
+        self.w, self.n = nnx.Param(jnp.ones(3)), nnx.Variable(0)
+
+    def __call__(self, x):
+        self.n.set_value(self.n.get_value() + 1)
+        return (self.w * x).sum()
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+@pytest.mark.parametrize("axis_name", [None, "i"])
+def test_variables_may_hold_python_numbers(redo, axis_name):
+    model = Counts()
+    grad_fn = dynamic_scale_grad(
+        lambda model, x: model(x), redo_on_nan=redo, axis_name=axis_name
+    )
+
+    def count(x):
+        model = Counts()
+        grad_fn(model, x, dynamic_scaler_state=SCALER)
+        return model.n.get_value()
+
+    if axis_name:
+        counted = jax.vmap(count, axis_name=axis_name)(jnp.ones((2, 3)))
+        assert counted.tolist() == [1, 1]
+    else:
+        for calls in (1, 2):
+            grad_fn(model, jnp.ones(3), dynamic_scaler_state=SCALER)
+            assert int(model.n.get_value()) == calls

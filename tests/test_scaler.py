@@ -101,7 +101,7 @@ def test_completing_keeps_what_is_there():
 @pytest.mark.parametrize(
     "values, message",
     [
-        (dict(scaler=0.0), r"scaler=0.0 \(expected between low="),
+        (dict(scaler=0.0), r"scaler=0.0 \(expected between min_scaler="),
         (dict(scaler=2.0**30), "scaler=1073741824.0"),
         (dict(scaler=float("nan")), "scaler=nan"),
         (dict(adjust_factor=1.0), "adjust_factor=1.0"),
@@ -338,6 +338,22 @@ def test_redo_stops_where_no_lower_scale_helps(loss, start):
     assert state["scaler"] == start["scaler"]
 
 
+@pytest.mark.parametrize(
+    "loss, finite",
+    [(lambda x: x**2, True), (lambda x: x * jnp.inf, False)],
+)
+def test_a_scale_that_its_limit_lowers_is_no_reason_to_redo(loss, finite):
+    """Of a traced scaler, whose values are not checked."""
+    grad_fn = jax.jit(
+        lambda state: dynamic_scale_grad(loss, redo_on_nan=5)(
+            jnp.float32(2), dynamic_scaler_state=state
+        )
+    )
+    state, _ = grad_fn(init_scaler() | {"max_scaler": jnp.float32(4)})
+    assert int(state["count"]) == finite and float(state["scaler"]) == 4
+    assert int(state["total_resets"]) == (not finite)
+
+
 @pytest.mark.parametrize("redo, scale, finite", [(0, 14, 0), (2, 12, 0), (3, 12, 1)])
 def test_redo_stops_after_so_many_times(redo, scale, finite):
     grad_fn = dynamic_scale_grad(lambda x: x**3, redo_on_nan=redo)
@@ -538,6 +554,8 @@ def pair_loss(x):
         (pair_loss, {}, "pair_loss returned a tuple as its loss.*has_aux=True"),
         (vector_loss, dict(has_aux=True), r"expected a \(loss, aux\) pair"),
         (vector_loss, dict(argnums=1), "argnums=1 names an argument"),
+        (vector_loss, dict(argnums=None), "argnums=None; expected an integer.* Leave"),
+        (vector_loss, dict(argnums=(0, "x")), r"argnums=\(0, 'x'\); expected an int"),
     ],
 )
 @pytest.mark.parametrize(
@@ -549,8 +567,12 @@ def test_bad_losses_are_named(transform, fun, options, message):
 
 
 def test_missing_state_and_bad_redo_are_named():
-    with pytest.raises(TypeError, match="dynamic_scaler_state is missing"):
-        dynamic_scale_grad(vector_loss)(jnp.ones(3))
+    for transform in (dynamic_scale_grad, dynamic_scale_value_and_grad):
+        name = transform.__name__
+        with pytest.raises(TypeError, match=f"^{name}: .*scaler_state is missing"):
+            transform(vector_loss)(jnp.ones(3))
+        with pytest.raises(TypeError, match=f"^{name}: argnums=1"):
+            transform(vector_loss, argnums=1)(jnp.ones(3), dynamic_scaler_state={})
     for redo in (-1, 1.5, None):
         with pytest.raises(ValueError, match=f"redo_on_nan={redo}"):
             dynamic_scale_grad(vector_loss, redo_on_nan=redo)

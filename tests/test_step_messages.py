@@ -1,5 +1,6 @@
 """Bad input to the steps and their state: one error that says what to do."""
 
+import copy
 import functools
 
 import jax
@@ -101,6 +102,8 @@ def test_a_compiled_step_is_still_one_of_jax():
     _, metrics = step.lower(state, B).compile()(state, B)
     assert metrics["loss"] == 3
     assert jax.eval_shape(step, state, B)[1]["loss"].shape == ()
+    for twin in (copy.copy(step), copy.deepcopy(step)):
+        assert twin.__name__ == "train_step" and twin(state, B)[1]["loss"] == 3
 
 
 @pytest.mark.parametrize(
@@ -184,7 +187,7 @@ def test_an_axis_that_is_not_mapped_is_named():
     message = "axis_name='data' is not the axis of a map around this call"
     with pytest.raises(NameError, match=f"make_train_step: {message}"):
         make_train_step(loss_fn, axis_name="data")(make_state(), B)
-    with pytest.raises(NameError, match=f"dynamic_scale_value_and_grad: {message}"):
+    with pytest.raises(NameError, match=f"dynamic_scale_grad: {message}"):
         dynamic_scale_grad(loss_fn, axis_name="data")(
             {"w": jnp.ones(3)}, B, dynamic_scaler_state={}
         )
@@ -207,12 +210,15 @@ BAD_SCALERS = {
     "nan": (dict(scaler=np.nan), "scaler=nan"),
     "negative": (dict(scaler=-1.0), "scaler=-1.0"),
     "zero": (dict(scaler=0), "scaler=0"),
-    "too large": (dict(scaler=2.0**30), "scaler=1073741824.0 .*low="),
+    "too large": (dict(scaler=2.0**30), "scaler=1073741824.0 .*max_scaler=16777216.0"),
     "factor": (dict(adjust_factor=1.0), "adjust_factor=1.0 .*above 1"),
     "rounded factor": (dict(adjust_factor=1 + 1e-9), "adjust_factor=1.0"),
     "patience": (dict(patience=-1), "patience=-1"),
     "half": (dict(patience=1.5), "patience=1.5"),
-    "limits": (dict(min_scaler=8.0, max_scaler=4.0), "scaler=32768.0 .*low=8.0"),
+    "limits": (
+        dict(min_scaler=8.0, max_scaler=4.0),
+        "scaler=32768.0 .*min_scaler=8.0 and max_scaler=4.0",
+    ),
     "count": (dict(count=-5), "count=-5"),
 }
 
@@ -239,6 +245,32 @@ def test_scalers_are_checked_wherever_they_are_given(values, message):
                 use(scaler)
     with pytest.raises(ValueError, match=message):
         update_scaler(values, True)
+
+
+PARTLY = {
+    "factor": (dict(adjust_factor=-2.0), "adjust_factor=-2.0"),
+    "numpy": (dict(patience=np.int32(-1)), "patience=-1"),
+    "scale": (dict(scaler=-1.0), "scaler=-1.0 .*min_scaler="),
+    "limits": (dict(scaler=8.0, max_scaler=4.0), "scaler=8.0 .*max_scaler=4.0"),
+}
+
+
+@pytest.mark.parametrize("values, message", PARTLY.values(), ids=PARTLY)
+def test_numbers_beside_arrays_are_checked(values, message):
+    """What is on the device is not waited for; what is not costs nothing to check."""
+    for update in (
+        lambda state: update_scaler(state | values, False),
+        jax.jit(lambda state: update_scaler(state | values, False)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            update(init_scaler())
+
+
+def test_numbers_are_not_judged_by_arrays_beside_them():
+    given = init_scaler(scaler=2.0**21)
+    assert update_scaler(given | {"min_scaler": 2.0**20}, False)["scaler"] == 2.0**20
+    given = init_scaler(scaler=2.0, max_scaler=4.0)
+    assert update_scaler(given | {"min_scaler": 2.0}, False)["scaler"] == 2.0
 
 
 def test_scalers_are_not_waited_for_later_on(monkeypatch):
