@@ -26,8 +26,8 @@ class FunctionalCall:
       inputs: the leaves of the arguments and of the state of the modules.
       finish: takes what `function` returned, updates the modules, returns the result.
       rebuild_arguments: takes one value for each input; returns `(args, kwargs)` with
-        these values. It takes a function, too, which makes of the `nnx.State` of each
-        module what stands for it.
+        these values. Its second argument maps the `nnx.State` of each module to what
+        stands for the module there.
       old_leaves: returns, once `function` was traced, the inputs that its new leaves
         replace, each with the name of its variable.
       array_paths: returns the path of each array among the inputs.
