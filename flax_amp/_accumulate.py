@@ -132,7 +132,12 @@ def bound_axis(axis: AxisName, where: str) -> jax.Array | None:
 
 
 def vary(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Marks arrays as varying over the axes where `shard_map` keeps track of it."""
+    """Marks arrays as varying over the axes where `shard_map` keeps track of it.
+
+    Parameters, so that JAX does not sum their gradients over devices; and a loss that
+    was reduced over devices already, whose derivative on one device is then that of the
+    losses of all, as without `check_vma`. The mean over devices is right for both.
+    """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     axes = tuple(axis for axis in axes if axis in manual)

@@ -110,5 +110,5 @@ saturate_p.def_abstract_eval(
 ad.deflinear2(saturate_p, _saturate_transpose)  # `jax.linear_transpose` asks for it
 ad.defjvp(saturate_p, _saturate_tangent)
 batching.primitive_batchers[saturate_p] = _saturate_batch
-jet.jet_rules[saturate_p] = _saturate_series
+jet.jet_rules[saturate_p] = _saturate_series  # type: ignore[assignment]
 mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))

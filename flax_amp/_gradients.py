@@ -212,7 +212,9 @@ def _compute(
 
     def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> Result:
         streams = rngs if index is None else fold_in(rngs, index)
-        return _differentiate(lowered, scale, params, variables, batch, streams)
+        return _differentiate(
+            lowered, scale, params, variables, batch, streams, options.axis_name
+        )
 
     if options.accum_steps == 1:
         result = one_pass(variables, batch)
@@ -231,13 +233,14 @@ def _differentiate(
     variables: PyTree,
     batch: PyTree,
     rngs: PyTree,
+    axis_name: AxisName,
 ) -> Result:
     floating, rest = _tree.partition(params, _tree.is_inexact_array)
 
     def scaled(floating: PyTree) -> Any:
         params = _tree.combine(floating, rest)
         loss, new_variables, aux = loss_fn(params, variables, batch, rngs)
-        loss = jnp.asarray(loss)
+        loss = vary(jnp.asarray(loss), axis_name)
         return scaled_grad.scale_loss(loss, scale), (loss, new_variables, aux)
 
     (_, (loss, variables, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(

@@ -98,7 +98,7 @@ def _lowering_for(platform: str) -> Any:
 keep_p.def_impl(_identity)
 keep_p.def_abstract_eval(_identity)
 ad.primitive_jvps[keep_p] = _jvp
-jet.jet_rules[keep_p] = _series
+jet.jet_rules[keep_p] = _series  # type: ignore[assignment]
 ad.primitive_transposes[keep_p] = _transpose
 batching.primitive_batchers[keep_p] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[keep_p] = _split

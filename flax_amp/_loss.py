@@ -46,7 +46,8 @@ def pure_loss(
         changed = changes_in(batch, "batch")
         target, out = call(loss_fn, state, params, variables, batch, rngs, names=names)
         check_unchanged(changed(), name)
-        loss, aux = _split_output(out, has_aux, name)
+        collections = variables if state.graphdef is None else {}
+        loss, aux = _split_output(out, has_aux, collections, name)
         updates = aux.pop("variables", {})
         if state.graphdef is not None:
             if updates:
@@ -131,7 +132,9 @@ def declared(fn: Callable[..., Any], keywords: Sequence[str] = KEYWORDS) -> list
     return [name for name in keywords if name in parameters]
 
 
-def _split_output(out: Any, has_aux: bool, name: str) -> tuple[Any, dict[str, Any]]:
+def _split_output(
+    out: Any, has_aux: bool, collections: PyTree, name: str
+) -> tuple[Any, dict[str, Any]]:
     loss, aux = scaled_grad.split_aux(out, has_aux, name)
     if not has_aux:
         return loss, {}
@@ -145,6 +148,12 @@ def _split_output(out: Any, has_aux: bool, name: str) -> tuple[Any, dict[str, An
         raise TypeError(
             f"{name} returned aux with the keys {keys}; expected strings, the names of "
             "metrics. Write them out, e.g. {'layer_0': ...}."
+        )
+    if lost := sorted(set(aux) & set(collections)):
+        raise ValueError(
+            f"{name} returned aux with {lost}, collections of state.variables; "
+            "expected them in aux['variables'], which updates the state. Return "
+            "(loss, {'variables': updates})."
         )
     metrics = {key: value for key, value in aux.items() if key != "variables"}
     if bad := [

@@ -196,7 +196,8 @@ def manager(
     Raises:
       TypeError: if an argument has a wrong type.
       ValueError: if `best_mode` is neither "max" nor "min", if a number is less than 1,
-        or if an option gives the steps other names than their numbers.
+        if an option gives the steps other names than their numbers, or if the path of
+        the directory has brackets.
     """
     where = "checkpoint.manager"
     interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
@@ -217,6 +218,13 @@ def manager(
             f"checkpoint.manager: {', '.join(named)} given; expected steps under their "
             "plain numbers, by which restore and verify find them. Leave it out."
         )
+    folder = directory_of(directory)
+    if set("[]") & set(str(folder)):
+        raise ValueError(
+            f"{where}: the directory {str(folder)!r} has brackets in its path, which "
+            "Orbax takes for a pattern: it would save steps that cannot be read. "
+            "Expected a path without '[' and ']'. Rename it."
+        )
     settings = dict(
         max_to_keep=max_to_keep,
         save_interval_steps=interval,
@@ -231,7 +239,7 @@ def manager(
         settings.setdefault("preservation_policy", _best_and_newest(settings))
     opened = Manager(
         # Orbax refuses a relative path, but only at the first save.
-        directory_of(directory),
+        folder,
         options=ocp.CheckpointManagerOptions(**settings),
     )
     opened.best_metric = best_metric

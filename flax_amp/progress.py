@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from flax_amp import _tree
 from flax_amp.scaler import check_complete, faults_of
 from flax_amp.train_state import AmpTrainState
 
@@ -47,8 +48,8 @@ def check_progress(
 
     Raises:
       StuckError: with the step, the scale, the loss, the number of skipped steps, which
-        of these it is and what to try. The state is good: it is the one after the last
-        finite step.
+        of these it is and what to try. The state is the one after the last finite
+        step; the message says if an optimizer put a NaN into it.
       TypeError: if `state` is neither, has no scaler, or its optimizer does not count.
       ValueError: if `max_skips` is not an integer of at least 1.
 
@@ -79,7 +80,7 @@ def check_progress(
     runs = np.size(fetched["in_a_row"])
     for run in range(runs):
         seen = {key: _of(run, runs, values) for key, values in fetched.items()}
-        _check_run(seen, max_skips, "" if runs == 1 else f" of run {run}")
+        _check_run(state, seen, max_skips, "" if runs == 1 else f" of run {run}")
 
 
 def _of(run: int, runs: int, values: Any) -> Any:
@@ -93,7 +94,9 @@ def _of(run: int, runs: int, values: Any) -> Any:
     return values[max(run - runs, -len(values))].item()
 
 
-def _check_run(seen: Mapping[str, Any], max_skips: int | None, which: str) -> None:
+def _check_run(
+    state: Any, seen: Mapping[str, Any], max_skips: int | None, which: str
+) -> None:
     """Raises a `StuckError` if a run is stuck."""
     cause, hopeless = _cause(seen)
     limit = max_skips or (_HOPELESS if hopeless else _SEARCHING)
@@ -105,9 +108,19 @@ def _check_run(seen: Mapping[str, Any], max_skips: int | None, which: str) -> No
     raise StuckError(
         f"check_progress: the last {seen['in_a_row']} steps{which} were skipped, and "
         f"the loss scale {scale:g} is {place} (step {seen['step']}{loss}, "
-        f"{seen['total']} steps skipped in all). {cause} The parameters are those of "
-        "the last finite step."
+        f"{seen['total']} steps skipped in all). {cause} {_fate(state)}"
     )
+
+
+def _fate(state: Any) -> str:
+    """Says what has become of the parameters."""
+    if isinstance(state, AmpTrainState) and not _tree.all_finite(state.params):
+        return (
+            "The parameters hold an inf or a NaN, which the optimizer made of finite "
+            "gradients: restore an earlier checkpoint, and look at the optimizer (its "
+            "eps, say)."
+        )
+    return "The parameters are those of the last finite step."
 
 
 _FORWARD = (

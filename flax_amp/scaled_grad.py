@@ -286,7 +286,8 @@ def _scaled(
                     inputs[index] = x
                 out, updated = call.function(inputs)
                 loss, aux = split_aux(out, has_aux, name)
-                return scale_loss(loss, state), (jnp.asarray(loss), updated, aux)
+                loss = vary(jnp.asarray(loss), axis_name)
+                return scale_loss(loss, state), (loss, updated, aux)
 
             nonlocal structure, old
             wrt = vary([call.inputs[index] for index in chosen], axis_name)

@@ -254,6 +254,12 @@ def check_params(params: PyTree, where: str) -> None:
     bad = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{where}: the parameter {jax.tree_util.keystr(path)} is a PRNG key; "
+                "expected arrays that can be differentiated. Leave random streams out "
+                "of params, and out of what wrt selects."
+            )
         floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
         if floating and dtype not in (jnp.float32, jnp.complex64):
             bad.append(f"{jax.tree_util.keystr(path)}: {dtype}")

@@ -190,11 +190,20 @@ def _count_precise(plan: Plan, seen: set[int]) -> int:
 
 def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:
     """Whether gradients are to be wider than the compute dtype."""
-    if reduce_dtype is None or jnp.dtype(reduce_dtype) == compute_dtype:
+    if reduce_dtype is None:
         return False
-    if jnp.dtype(reduce_dtype) != jnp.float32:
+    try:
+        dtype = jnp.dtype(reduce_dtype)
+    except TypeError:
+        raise TypeError(
+            f"reduce_dtype: got {reduce_dtype!r}; expected a dtype: jnp.float32, or None "
+            "for the compute dtype."
+        ) from None
+    if dtype == compute_dtype:
+        return False
+    if dtype != jnp.float32:
         raise ValueError(
-            f"reduce_dtype: got {jnp.dtype(reduce_dtype).name}; expected float32, or "
+            f"reduce_dtype: got {dtype.name}; expected float32, or "
             f"None or {compute_dtype.name} for the compute dtype."
         )
     return True

@@ -219,8 +219,9 @@ def test_amp_does_what_plain_jax_does():
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", SETTINGS["rule"])
 def test_amp_does_what_plain_jax_does_everywhere(rule):
-    """The whole product."""
-    assert not failures([case for case in CASES if case[0] == rule])
+    """A sample of the whole product, which would take half an hour."""
+    cases = [case for case in CASES if case[0] == rule]
+    assert not failures(random.Random(rule).sample(cases, 100))
 
 
 HALF_CASES = list(covering([c for c in CASES if c[2:5] == ("all", "both", True)]))

@@ -262,3 +262,17 @@ def test_a_restored_scaler_is_checked(tmp_path, key, value):
         checkpoint.save(manager, state.replace(scaler=broken))
     with pytest.raises(ValueError, match=f"restore: step 0 .*scaler: {key}={value}"):
         checkpoint.restore(tmp_path, state)
+
+
+def test_a_nan_that_the_optimizer_made_is_told():
+    """Finite gradients, and a division by zero in the optimizer."""
+    params = {"w": jnp.ones(2), "unused": jnp.ones(2)}
+    tx = optax.adam(1e-2, eps=0.0)
+    state = AmpTrainState.create(params=params, tx=tx)
+    step = make_train_step(
+        lambda params, x: ((x * params["w"]) ** 2).sum() + 0 * params["unused"].sum()
+    )
+    for _ in range(22):
+        state, metrics = step(state, jnp.ones(2))
+    with pytest.raises(StuckError, match="hold an inf or a NaN, which the optimizer"):
+        check_progress(state, metrics)

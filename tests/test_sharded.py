@@ -20,7 +20,7 @@ from examples.sharded import (
     shardings_of,
     tensor_parallel,
 )
-from flax_amp import AmpTrainState, init_scaler, make_train_step
+from flax_amp import AmpTrainState, dynamic_scale_grad, init_scaler, make_train_step
 from helpers import assert_close, assert_identical
 
 FEATURES, WIDTH, EXAMPLES = 16, 64, 32
@@ -201,3 +201,42 @@ def test_shard_map_equals_one_device(name, check_vma, mesh):
         single, _ = alone(single, rows)
     assert_close(state.params, single.params, jnp.float32)
     assert int(metrics["skipped_total"]) == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_loss_that_is_reduced_over_devices(check_vma, accum_steps, mesh):
+    """Such as a mean over the tokens of all devices that a mask leaves."""
+    mask = jnp.arange(16) % 3 > 0
+    rows = {"x": jax.random.normal(jax.random.key(0), (16, 4)), "mask": mask}
+
+    def total(params, rows):
+        return ((rows["x"] @ params["w"]) ** 2 * rows["mask"]).sum()
+
+    def loss_fn(params, rows):
+        count = jax.lax.psum(rows["mask"].sum(), "data")
+        return jax.lax.psum(total(params, rows), "data") / count
+
+    options = dict(axis_name="data", compute_dtype=jnp.float32)
+    step = make_train_step(loss_fn, jit=False, accum_steps=accum_steps, **options)
+    params = {"w": jnp.ones(4)}
+    state = AmpTrainState.create(params=params, tx=optax.sgd(1.0))
+    scaled = dynamic_scale_grad(loss_fn, axis_name="data")
+
+    def both(state, rows):
+        _, grads = scaled(state.params, rows, dynamic_scaler_state=state.scaler)
+        return step(state, rows)[0].params, grads
+
+    mapped = jax.shard_map(
+        both,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    new, grads = jax.jit(mapped)(state, rows)
+    exact = jax.grad(lambda p: total(p, rows) / mask.sum())(params)
+    assert_close(grads, exact, jnp.float32)
+    if accum_steps == 1:  # otherwise each micro-batch has a count of its own
+        moved = jax.tree.map(jnp.subtract, params, new)
+        assert_close(moved, exact, jnp.float32)

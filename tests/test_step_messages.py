@@ -312,3 +312,24 @@ def test_leaves_that_do_not_split_alike_are_named(batch, message):
 
     with pytest.raises(ValueError, match=f"{message}.*the same for all.*accum_steps=2"):
         make_train_step(loss, accum_steps=2)(make_state(), batch)
+
+
+def test_updates_in_the_place_of_aux_are_named():
+    """`return loss, updates` would leave the statistics as they are."""
+
+    def loss_fn(params, batch):
+        return (params["w"] ** 2).sum(), {"batch_stats": {"mean": jnp.ones(2)}}
+
+    state = AmpTrainState.create(
+        params={"w": jnp.ones(2)},
+        variables={"batch_stats": {"mean": jnp.zeros(2)}},
+        tx=optax.sgd(0.1),
+    )
+    with pytest.raises(ValueError, match=r"\['batch_stats'\].*aux\['variables'\]"):
+        make_train_step(loss_fn, has_aux=True)(state, None)
+
+
+def test_a_key_among_the_parameters_is_named():
+    params = {"w": jnp.ones(2), "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match=r"\['key'\] is a PRNG key; expected arrays"):
+        AmpTrainState.create(params=params, tx=optax.sgd(0.1))

@@ -301,7 +301,7 @@ def test_other_dtypes(make, reduce_dtype, compute_dtype):
 @pytest.mark.parametrize("value", ["float33", 3, object()])
 def test_no_dtype_at_all(value):
     """What is no dtype is a TypeError."""
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="reduce_dtype: got .*; expected a dtype"):
         amp(dense, compute_dtype=jnp.bfloat16, reduce_dtype=value)
 
 
