@@ -196,8 +196,8 @@ def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:
         dtype = jnp.dtype(reduce_dtype)
     except TypeError:
         raise TypeError(
-            f"reduce_dtype: got {reduce_dtype!r}; expected a dtype: jnp.float32, or None "
-            "for the compute dtype."
+            f"reduce_dtype: got {reduce_dtype!r}; expected a dtype: jnp.float32, or "
+            "None for the compute dtype."
         ) from None
     if dtype == compute_dtype:
         return False
