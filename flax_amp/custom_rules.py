@@ -246,11 +246,12 @@ class CustomJvp(_Custom):
     def emit(
         self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
     ) -> Sequence[Any]:
-        call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
+        emitter = with_own_captures(emitter, eqn)
+        if emitter.wide_gradients:
+            # JAX transposes the rule, and `wide_grad.product` has no transpose.
+            emitter = dataclasses.replace(emitter, wide_gradients=False, bodies={})
+        call = _CustomCall(emitter, eqn, *step.detail)
         rebuilt = jax.custom_jvp(call)
-        # JAX transposes the rule, and `wide_grad.product` has no transpose.
-        bare = dataclasses.replace(call.emitter, wide_gradients=False, bodies={})
-        call = dataclasses.replace(call, emitter=bare)
         rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
         return rebuilt(*operands)
 

@@ -169,3 +169,17 @@ def test_wide_gradients_leave_jvp_rules_alone():
         reduce_dtype=jnp.float32,
     )
     np.testing.assert_allclose(jax.grad(lowered)(w), 4 * jnp.ones((4, 4)), rtol=1e-2)
+
+
+def test_calls_of_one_rule_share_their_rewritten_body():
+    """Otherwise each ReLU of a network would be rewritten and lowered anew."""
+
+    def network(w, x):
+        for i in range(5):
+            x = jax.nn.relu(x @ w[i])
+        return x.sum()
+
+    grad = jax.jit(jax.grad(amp(network, compute_dtype=jnp.bfloat16)))
+    text = grad.lower(jnp.ones((5, 4, 4)), jnp.ones((2, 4))).as_text()
+    # One for the function, one with what its derivative reads.
+    assert text.count("func.func private @relu") <= 2
