@@ -343,6 +343,9 @@ def is_of_trace(x: Any) -> bool:
     return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
 
 
+# Raised where a rule that closes over a value has to be differentiated by it.
+CustomVJPException = _private("interpreters.ad").CustomVJPException
+
 _CORE = _private("core")
 _TRACE = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
 _TRACING = "jax._src.interpreters.partial_eval"

@@ -420,11 +420,20 @@ def _zero_aval(cotangent: Any, aval: Any) -> Any:
 def _emit_forward(call: _CustomCall, symbolic: bool, *operands: Any) -> Any:
     perturbed = [symbolic and x.perturbed for x in operands]
     operands = tuple(x.value for x in operands) if symbolic else operands
-    # The residuals do not depend on what is perturbed, unless the rule asks for it.
-    # What the function closes over comes first, and has no derivative.
-    first = len(operands) if call.sees_zeros else call.eqn.params["num_consts"]
-    mask = tuple(
-        d and (p or i >= first)
-        for i, (d, p) in enumerate(zip(call.differentiable, perturbed, strict=True))
-    )
-    return call.rule(_VjpRule, mask, operands).forward(operands)
+    pairs = zip(call.differentiable, perturbed, strict=True)
+    asked = tuple(d and p for d, p in pairs)
+    if call.sees_zeros:
+        return call.rule(_VjpRule, asked, operands).forward(operands)
+    # The residuals of other rules do not depend on what is perturbed. What the function
+    # closes over comes first, and has no derivative.
+    first = call.eqn.params["num_consts"]
+    pairs = zip(call.differentiable, asked, strict=True)
+    mask = tuple(d and (a or i >= first) for i, (d, a) in enumerate(pairs))
+    try:
+        rule = call.rule(_VjpRule, mask, operands)
+    except _compat.CustomVJPException:
+        if not symbolic:
+            raise
+        # A rule inside closes over an operand that is not perturbed.
+        rule = call.rule(_VjpRule, asked, operands)
+    return rule.forward(operands)
