@@ -85,7 +85,9 @@ class Emitter:
           The results, in the dtypes that `plan.outs` says.
         """
         if plan not in self.outlined:
-            self.outlined[plan] = outline(plan) if self.merge_layers else plan
+            # A call hides its body from what the rules inside close over.
+            merges = self.merge_layers and not (plan.exports or self.captured)
+            self.outlined[plan] = outline(plan) if merges else plan
         plan = self.outlined[plan]
         jaxpr = plan.jaxpr
         env = _Environment(

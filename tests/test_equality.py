@@ -463,3 +463,37 @@ def test_scopes_inside_of_loops_are_taken_off():
     apart = amp(network, compute_dtype=jnp.bfloat16, merge_layers=False)
     assert count_calls(lowered, W, X)
     assert_identical(jax.grad(lowered)(W, X), jax.grad(apart)(W, X))
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_rules_over_a_traced_value(once):
+    """A layer that is a call would hide the value from the rule; so none is merged."""
+
+    def network(ws, h):
+        scale = jnp.tanh(h.sum()) + 2.0  # for all layers the same
+
+        def make():
+            @jax.custom_vjp
+            def layer(h, w):
+                return jnp.tanh(h @ w)
+
+            def backward(operands, ct):
+                h, w = operands
+                return scale * (ct @ w.T), scale * (h.T @ ct)
+
+            layer.defvjp(lambda h, w: (layer(h, w), (h, w)), backward)
+            return layer
+
+        shared = make()
+        for w in ws:
+            h = (shared if once else make())(h, w)
+        return h.sum()
+
+    batch = jnp.stack([X, X / 2])
+    for transform, x in (
+        (jax.grad, X),
+        (lambda f: jax.jit(jax.grad(f)), X),
+        (lambda f: jax.vmap(jax.grad(f), (None, 0)), batch),
+    ):
+        found = transform(float32(network))(W, x)
+        np.testing.assert_allclose(found, transform(network)(W, x), rtol=1e-5)
