@@ -14,11 +14,21 @@ from jax.extend.core import Literal
 from jax.typing import DTypeLike
 
 from flax_amp import _compat, default_amp_policy
-from flax_amp.equality import plans_in
-from flax_amp.paint import Painter
-from flax_amp.plan import LEAF, Mode, Paint, Plan, Step, Use, Value, has_paint, like
+from flax_amp._rewriter.outline.equality import plans_in
+from flax_amp._rewriter.paint import Painter
+from flax_amp._rewriter.plan import (
+    LEAF,
+    Mode,
+    Paint,
+    Plan,
+    Step,
+    Use,
+    Value,
+    has_paint,
+    like,
+)
+from flax_amp._rewriter.rules import RULES
 from flax_amp.policy import LOW_OPS, MOVE_OPS, Policy
-from flax_amp.rules import RULES
 
 PyTree = Any
 

@@ -64,6 +64,6 @@ def command_line() -> str:
 def _own_version() -> str:
     digest = hashlib.sha256()
     folder = pathlib.Path(flax_amp.__file__).parent
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return f"{flax_amp.__version__} (sources {digest.hexdigest()[:8]})"

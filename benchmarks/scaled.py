@@ -15,7 +15,7 @@ import flax_amp
 from benchmarks.method import OPTIMIZER, Method, Result, Training
 from benchmarks.models.base import Problem
 from benchmarks.problem import problem
-from flax_amp.finite import apply_if_finite
+from flax_amp._training.finite import apply_if_finite
 
 PyTree = Any
 

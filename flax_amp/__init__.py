@@ -7,8 +7,27 @@ jitted step over an `AmpTrainState`, which Orbax saves and restores.
 
 from flax_amp import checkpoint as checkpoint
 from flax_amp import optim as optim
+from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
+from flax_amp._rewriter.transform import amp as amp
+from flax_amp._rewriter.transform import amp_stop as amp_stop
+from flax_amp._training.nnx_step import make_nnx_train_step as make_nnx_train_step
+from flax_amp._training.progress import StuckError as StuckError
+from flax_amp._training.progress import check_progress as check_progress
+from flax_amp._training.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
+from flax_amp._training.scaled_grad import (
+    dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
+)
+from flax_amp._training.scaled_grad import scale_loss as scale_loss
+from flax_amp._training.scaled_grad import unscale_grads as unscale_grads
+from flax_amp._training.scaler import DynamicScalerState as DynamicScalerState
+from flax_amp._training.scaler import init_scaler as init_scaler
+from flax_amp._training.scaler import no_scaler as no_scaler
+from flax_amp._training.scaler import static_scaler as static_scaler
+from flax_amp._training.scaler import update_scaler as update_scaler
+from flax_amp._training.train_state import AmpTrainState as AmpTrainState
+from flax_amp._training.train_step import make_eval_step as make_eval_step
+from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
-from flax_amp.nnx_step import make_nnx_train_step as make_nnx_train_step
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
@@ -17,25 +36,6 @@ from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
-from flax_amp.policy_warnings import PolicyWarning as PolicyWarning
-from flax_amp.progress import StuckError as StuckError
-from flax_amp.progress import check_progress as check_progress
-from flax_amp.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
-from flax_amp.scaled_grad import (
-    dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
-)
-from flax_amp.scaled_grad import scale_loss as scale_loss
-from flax_amp.scaled_grad import unscale_grads as unscale_grads
-from flax_amp.scaler import DynamicScalerState as DynamicScalerState
-from flax_amp.scaler import init_scaler as init_scaler
-from flax_amp.scaler import no_scaler as no_scaler
-from flax_amp.scaler import static_scaler as static_scaler
-from flax_amp.scaler import update_scaler as update_scaler
-from flax_amp.train_state import AmpTrainState as AmpTrainState
-from flax_amp.train_step import make_eval_step as make_eval_step
-from flax_amp.train_step import make_train_step as make_train_step
-from flax_amp.transform import amp as amp
-from flax_amp.transform import amp_stop as amp_stop
 
 __version__ = "0.1.0"
 

@@ -31,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from flax_amp import _compat
-from flax_amp.scope_paths import names_method, paths, pattern
+from flax_amp._scope_paths import names_method, paths, pattern
 
 PrecisionFunction = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
 PolicyEntries = Mapping[Any, Any]  # an alias, to keep signatures short

@@ -7,7 +7,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from flax_amp.train_state import AmpTrainState
+from flax_amp._training.train_state import AmpTrainState
 
 FEATURES, CLASSES = 6, 3
 

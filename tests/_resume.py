@@ -15,8 +15,8 @@ import jax  # noqa: E402
 import orbax.checkpoint as ocp  # noqa: E402
 
 from _models import MODELS, leaves_by_path, make_batch  # noqa: E402
-from flax_amp.scaler import init_scaler  # noqa: E402
-from flax_amp.train_step import make_train_step  # noqa: E402
+from flax_amp._training.scaler import init_scaler  # noqa: E402
+from flax_amp._training.train_step import make_train_step  # noqa: E402
 
 STEPS, HALF = 6, 3
 POISONED = (1, 4)  # one before the stop, one after it

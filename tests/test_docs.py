@@ -4,7 +4,6 @@ The examples in docstrings are run by pytest itself (`--doctest-modules`).
 """
 
 import ast
-import importlib
 import inspect
 import re
 import types
@@ -15,8 +14,7 @@ import pytest
 import flax_amp
 
 ROOT = Path(__file__).parents[1]
-MODULES = sorted(p.stem for p in (ROOT / "flax_amp").glob("*.py"))
-MODULES.remove("__init__")
+SOURCES = sorted((ROOT / "flax_amp").rglob("*.py"))
 
 
 def test_all_is_complete():
@@ -34,7 +32,7 @@ def test_all_is_complete():
 
 def has_comment(name):
     """True if the value `name` is assigned right below a comment, or above a string."""
-    for path in (ROOT / "flax_amp").glob("*.py"):
+    for path in SOURCES:
         lines = path.read_text().splitlines()
         body = ast.parse("\n".join(lines)).body
         for node, after in zip(body, [*body[1:], None], strict=True):
@@ -56,10 +54,9 @@ def test_public_name_is_documented(name):
         assert has_comment(name), f"nothing in the source says what flax_amp.{name} is"
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_module_says_what_it_is_for(name):
-    module = importlib.import_module(f"flax_amp.{name}")
-    assert module.__doc__, f"flax_amp/{name}.py has no docstring"
+def test_every_module_says_what_it_is_for():
+    silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert not silent
 
 
 def test_one_version_number():

@@ -1,0 +1,1 @@
+"""Mixed precision as a transform: trace, paint, emit."""

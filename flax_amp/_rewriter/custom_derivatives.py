@@ -1,0 +1,439 @@
+"""Custom derivatives: rebuilt around the rewritten function, never inlined.
+
+The user's rule is traced through `jax.jvp` or `jax.vjp` of the original equation, and
+what comes out is planned and emitted like everything else. Inlining the function
+instead would silently drop the rule: a gradient that is clipped by a `custom_vjp` would
+no longer be.
+
+A rule sees what plain JAX shows it. JAX tells the rebuilt rule which operands are
+perturbed and which cotangents are zero, and the original equation is differentiated
+with respect to just these operands, for just these cotangents.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.interpreters import ad
+
+from flax_amp import _compat
+from flax_amp._rewriter.captures import Traced, captured_by, with_captured
+from flax_amp._rewriter.emit import Emitter
+from flax_amp._rewriter.paint import Painter
+from flax_amp._rewriter.plan import (
+    Context,
+    Mode,
+    Paint,
+    Plan,
+    Site,
+    Step,
+    Use,
+    Uses,
+    Value,
+    Values,
+    has_paint,
+    is_painted,
+)
+from flax_amp.policy import LOW_OPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """Paint of a primitive with one sub-jaxpr that takes its operands as they are."""
+
+    param: str
+    site: ClassVar[Site | None] = None  # None: that of the surroundings
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        context = context.of(self.site or context.site)
+        plan = painter.plan(eqn.params[self.param], ins, uses, context)
+        name = eqn.primitive.name
+        return Step(Mode.RULE, plan.outs, f"inside {name}", uses=plan.uses, detail=plan)
+
+
+def split(items: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
+    """Splits a sequence into groups of the given sizes and the rest."""
+    groups, start = [], 0
+    for count in counts:
+        groups.append(tuple(items[start : start + count]))
+        start += count
+    return [*groups, tuple(items[start:])]
+
+
+def _tangent_like(value: Value | None) -> Value | None:
+    """The value of a tangent or cotangent: it has the dtype of its primal.
+
+    Never a leaf: a leaf is cast down by saturation, which is not linear.
+    """
+    if value is None or value.paint is Paint.LOW:
+        return value
+    return value.varied()._replace(paint=Paint.FULL)
+
+
+Mask = tuple[bool, ...]
+_DEFAULT_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
+_FP8_FILE = os.path.join("flax", "linen", "fp8_ops.py")
+
+
+def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [item for item, keep in zip(items, mask, strict=True) if keep]
+
+
+def _fill(items: Sequence[Any], mask: Sequence[bool], others: Sequence[Any]) -> list:
+    """Returns the others with the items in the places that the mask has."""
+    kept = iter(items)
+    return [
+        next(kept) if keep else other for keep, other in zip(mask, others, strict=True)
+    ]
+
+
+def _are_differentiable(atoms: Sequence[Any]) -> Mask:
+    return tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in atoms)
+
+
+def _is_zero(tangent: Any) -> bool:
+    """Whether a tangent or cotangent is a symbolic zero, or that of an integer."""
+    dtype = getattr(tangent, "dtype", None)  # a Python number has none
+    return isinstance(tangent, SymbolicZero) or dtype == jax.dtypes.float0
+
+
+# JAX shows functions in its debug information: a call must not spell out its plan.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _CustomCall:
+    """What the rebuilt call of a function with a custom derivative is made of."""
+
+    emitter: Emitter
+    eqn: Any
+    plan: Plan
+    context: Context
+    # The planned functions of the rule, by what JAX differentiates.
+    rules: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def differentiable(self) -> Mask:
+        return _are_differentiable(self.eqn.invars)
+
+    @functools.cached_property
+    def out_differentiable(self) -> Mask:
+        return _are_differentiable(self.eqn.outvars)
+
+    @property
+    def sees_zeros(self) -> bool:
+        """Whether the user's rule asks what is perturbed."""
+        return self.eqn.params["symbolic_zeros"]
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        return tuple(self.emitter.emit(self.plan, operands))
+
+    def original(self, operands: Sequence[Any], mask: Mask) -> Callable[..., Any]:
+        """Returns the original call as a function of the operands in the mask."""
+
+        def call(*chosen: Any) -> tuple[Any, ...]:
+            full = _fill(chosen, mask, operands)
+            return tuple(_compat.bind(self.eqn, full, self.eqn.params))
+
+        return call
+
+    def structs(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns the shapes of operands, in the dtypes of the original program.
+
+        With the shardings and the manual axes that the operands have here.
+        """
+        return [
+            _compat.struct_of(jax.typeof(x), v.aval.dtype)
+            for x, v in zip(operands, self.eqn.invars, strict=True)
+        ]
+
+    def rule(self, make: Any, mask: Mask, operands: Sequence[Any]) -> Any:
+        """Returns the rule for some operands, made when it is first asked for."""
+        key = (mask, *map(jax.typeof, operands))
+        if key not in self.rules:
+            self.rules[key] = make(self, mask, self.structs(operands))
+        return self.rules[key]
+
+    def trace(
+        self,
+        function: Callable[..., Any],
+        structs: Sequence[Any],
+        ins: Values,
+        outs: Values = (),
+    ) -> tuple[Plan, Any]:
+        """Plans a function of the rule.
+
+        Args:
+          function: the function.
+          structs: the shapes of its arguments.
+          ins: the values of these.
+          outs: the values that the caller expects of its first results.
+
+        Returns:
+          The plan, and the shapes of the results.
+        """
+        with _compat.own_lines():
+            made, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
+        closed = with_captured(made, self.emitter.captured)
+        if _is_fp8_product(self.plan):
+            closed = _with_default_precision(closed)
+        uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs]
+        rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(outs)
+        uses += [Use.LOW] * rest
+        painter = self.emitter.painter
+        return painter.plan(closed, ins, tuple(uses), self.context), shapes
+
+
+def _is_fp8_product(plan: Plan) -> bool:
+    """Whether a function is the fp8 product of Flax, and runs low.
+
+    Flax asks for `DEFAULT` forward and `HIGHEST` backward. `HIGHEST` there selects how
+    a product is accumulated, not float32 factors. Elsewhere it is honored.
+    """
+    return any(
+        step.mode is Mode.LOW
+        and eqn.primitive.name in LOW_OPS
+        and _compat.user_file(eqn).endswith(_FP8_FILE)
+        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+    )
+
+
+def _with_default_precision(closed: Any) -> Traced:
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    eqns = [
+        eqn.replace(params={**eqn.params, "precision": _DEFAULT_PRECISION})
+        if eqn.primitive.name in LOW_OPS and all(is_painted(v.aval) for v in eqn.invars)
+        else eqn
+        for eqn in jaxpr.eqns
+    ]
+    return Traced(jaxpr.invars, jaxpr.outvars, eqns, jaxpr.constvars, consts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Custom(Inner):
+    """Paint of a call with a custom derivative: that of the function itself."""
+
+    site = Site.CLOSED
+
+    def paint(
+        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        step = super().paint(painter, eqn, ins, uses, context)
+        context = context.of(self.site)
+        return dataclasses.replace(step, detail=(step.detail, context))
+
+
+def with_own_captures(emitter: Emitter, eqn: Any) -> Emitter:
+    """Returns the emitter with what the rules of an equation close over, and no more.
+
+    It lives as long as the rules: with more, tracers would leak.
+    """
+    known = emitter.captured
+    captured = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
+    return dataclasses.replace(emitter, captured=captured)
+
+
+# --- forward mode --------------------------------------------------------------------
+
+
+class CustomJvp(_Custom):
+    """The user's jvp rule is rewritten and attached again."""
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        emitter = with_own_captures(emitter, eqn)
+        if emitter.wide_gradients:
+            # JAX transposes the rule, and `wide_grad.product` has no transpose.
+            emitter = dataclasses.replace(emitter, wide_gradients=False, bodies={})
+        call = _CustomCall(emitter, eqn, *step.detail)
+        rebuilt = jax.custom_jvp(call)
+        rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
+        return rebuilt(*operands)
+
+
+class _JvpRule:
+    """The user's jvp rule for some perturbed operands.
+
+    Attributes:
+      plan: the plan of `(*primals, *tangents of the perturbed) -> (*primals, *tangents
+        of the results that have one)`.
+      perturbed: which results have a tangent.
+    """
+
+    def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
+        self.perturbed = call.out_differentiable
+
+        def rule(*xs: Any) -> Any:
+            primals, tangents = split(xs, len(mask))
+            original = call.original(primals, mask)
+            if call.sees_zeros:  # then it may also give symbolic zeros back
+                original = self._recording(original)
+            chosen = tuple(_pick(primals, mask))
+            outs, tangents_out = jax.jvp(original, chosen, tangents)
+            return (*outs, *_pick(tangents_out, self.perturbed))
+
+        tangents = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
+        ins = (*call.plan.ins, *tangents)
+        structs = [*structs, *_pick(structs, mask)]
+        self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
+
+    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes which results have a tangent when the function is differentiated."""
+        self.perturbed = (False,) * len(self.perturbed)
+
+        @jax.custom_jvp
+        def results(*xs: Any) -> Any:
+            return xs
+
+        def note(primals: Any, tangents: Any) -> Any:
+            self.perturbed = tuple(not _is_zero(t) for t in tangents)
+            return primals, tangents
+
+        results.defjvp(note, symbolic_zeros=True)
+        return lambda *xs: results(*function(*xs))
+
+
+def _emit_jvp(call: _CustomCall, primals: Any, tangents: Any) -> Any:
+    primals = list(map(jnp.asarray, primals))  # jax.jvp hands a Python number on as one
+    mask = tuple(not _is_zero(t) for t in tangents)
+    rule = call.rule(_JvpRule, mask, primals)
+    given = [jnp.asarray(t) for t in _pick(tangents, mask)]
+    outs = call.emitter.emit(rule.plan, [*primals, *given])
+    primals_out, tangents_out = split(outs, len(call.plan.outs))
+    primals_out = tuple(call.emitter.land(primals_out, call.plan.outs))
+    values = tuple(_tangent_like(v) for v in _pick(call.plan.outs, rule.perturbed))
+    zeros = [zero_from_primal(x, symbolic_zeros=True) for x in primals_out]
+    landed = call.emitter.land(tangents_out, values)
+    return primals_out, tuple(_fill(landed, rule.perturbed, zeros))
+
+
+# --- reverse mode --------------------------------------------------------------------
+
+
+class CustomVjp(_Custom):
+    """The user's forward and backward functions are rewritten and attached again."""
+
+    def emit(
+        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
+    ) -> Sequence[Any]:
+        call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
+        symbolic = call.sees_zeros or _compat.takes_symbolic_zeros(operands)
+        rebuilt = jax.custom_vjp(call)
+        rebuilt.defvjp(
+            functools.partial(_emit_forward, call, symbolic),
+            lambda residuals, cotangents: residuals(cotangents),
+            symbolic_zeros=symbolic,
+        )
+        return rebuilt(*operands)
+
+
+class _VjpRule:
+    """The user's forward and backward functions for some perturbed operands."""
+
+    def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
+        self._call, self._mask = call, mask
+        self._backwards: dict[Any, Any] = {}
+        self._has_cotangent: Mask = ()
+
+        def forward(*xs: Any) -> Any:
+            original = call.original(xs, mask)
+            outs, vjp = jax.vjp(self._recording(original), *_pick(xs, mask))
+            residuals, self._treedef = jax.tree.flatten(vjp)
+            return outs, residuals
+
+        plan, (outs, residuals) = call.trace(
+            forward, structs, call.plan.ins, call.plan.outs
+        )
+        self._forward, self._outs, self._residuals = plan, outs, residuals
+
+    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes which arguments of a function get a cotangent."""
+
+        @jax.custom_vjp
+        def arguments(*xs: Any) -> Any:
+            return xs
+
+        def forward(*xs: Any) -> Any:
+            return tuple(x.value for x in xs), None
+
+        def note(_: None, cotangents: Any) -> Any:
+            self._has_cotangent = tuple(not _is_zero(ct) for ct in cotangents)
+            return cotangents
+
+        arguments.defvjp(forward, note, symbolic_zeros=True)
+        return lambda *xs: function(*arguments(*xs))
+
+    def forward(self, operands: Sequence[Any]) -> Any:
+        """Returns the results, and the backward function as a pytree of residuals."""
+        call = self._call
+        results = call.emitter.emit(self._forward, operands)
+        outs, residuals = split(results, len(self._outs))
+        landed = tuple(call.emitter.land(outs, call.plan.outs))
+        return landed, jax.tree_util.Partial(self.backward, list(residuals))
+
+    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        """Returns the cotangents of all operands; those that are zero are `None`."""
+        call, mask = self._call, self._mask
+        nonzero = tuple(not _is_zero(ct) for ct in cotangents)
+        if nonzero not in self._backwards:
+            self._backwards[nonzero] = self._plan_backward(nonzero, cotangents)
+        plan, has_cotangent = self._backwards[nonzero]
+        grads = call.emitter.emit(plan, [*residuals, *_pick(cotangents, nonzero)])
+        values = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
+        landed = call.emitter.land(grads, tuple(_pick(values, has_cotangent)))
+        grads = _fill(landed, has_cotangent, [None] * len(has_cotangent))
+        return tuple(_fill(grads, mask, [None] * len(mask)))
+
+    def _plan_backward(self, nonzero: Mask, cotangents: Sequence[Any]) -> Any:
+        call = self._call
+        zeros = [
+            None if keep else ad.Zero(_zero_aval(ct, v.aval))
+            for ct, v, keep in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
+        ]
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            vjp = jax.tree.unflatten(self._treedef, residuals)
+            # The rule is not asked if all are zero.
+            self._has_cotangent = (False,) * sum(self._mask)
+            grads = vjp(tuple(_fill(cotangents, nonzero, zeros)))
+            return _pick(grads, self._has_cotangent)
+
+        structs = (self._residuals, _pick(self._outs, nonzero))
+        values = [_tangent_like(v) for v in _pick(call.plan.outs, nonzero)]
+        ins = (*self._forward.outs[len(self._outs) :], *values)
+        plan, _ = call.trace(backward, structs, ins)
+        return plan, self._has_cotangent
+
+
+def _zero_aval(cotangent: Any, aval: Any) -> Any:
+    """The type of a symbolic zero in the original program."""
+    is_symbolic = isinstance(cotangent, SymbolicZero)
+    own: Any = cotangent.aval if is_symbolic else jax.typeof(cotangent)
+    return own if own.dtype == jax.dtypes.float0 else own.update(dtype=aval.dtype)
+
+
+def _emit_forward(call: _CustomCall, symbolic: bool, *operands: Any) -> Any:
+    perturbed = [symbolic and x.perturbed for x in operands]
+    operands = tuple(x.value for x in operands) if symbolic else operands
+    pairs = zip(call.differentiable, perturbed, strict=True)
+    asked = tuple(d and p for d, p in pairs)
+    if call.sees_zeros:
+        return call.rule(_VjpRule, asked, operands).forward(operands)
+    # The residuals of other rules do not depend on what is perturbed. What the function
+    # closes over comes first, and has no derivative.
+    first = call.eqn.params["num_consts"]
+    pairs = zip(call.differentiable, asked, strict=True)
+    mask = tuple(d and (a or i >= first) for i, (d, a) in enumerate(pairs))
+    try:
+        rule = call.rule(_VjpRule, mask, operands)
+    except _compat.CustomVJPException:
+        if not symbolic:
+            raise
+        # A rule inside closes over an operand that is not perturbed.
+        rule = call.rule(_VjpRule, asked, operands)
+    return rule.forward(operands)

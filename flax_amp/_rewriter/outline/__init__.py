@@ -1,0 +1,1 @@
+"""Equal layers of an unrolled network, rewritten once."""

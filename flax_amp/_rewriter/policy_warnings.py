@@ -1,0 +1,253 @@
+"""Warnings of a policy that does not do what it was written for, at trace time.
+
+They are found in the traced program alone, before it is planned: once for each trace of
+the function that `amp` was given. If it is not certain, there is no warning.
+"""
+
+import difflib
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from flax_amp import _compat
+from flax_amp._scope_paths import paths, split_method
+from flax_amp.policy import (
+    LOW_OPS,
+    Origin,
+    Policy,
+    follow_precision,
+    keep_precision,
+    use_original_precision,
+    use_precision,
+    use_widest_precision,
+)
+
+_FLAX = str(Path(flax.__file__).parent)
+_HALVES = (jnp.float16, jnp.bfloat16)
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+# Precision functions that never cast to the compute dtype.
+_HIGH = (
+    use_original_precision,
+    use_widest_precision,
+    follow_precision,
+    keep_precision,
+    use_precision(jnp.float32),
+)
+
+
+class PolicyWarning(UserWarning):
+    """A policy, or a part of it, has no effect on the program that `amp` was given."""
+
+
+class Equation(NamedTuple):
+    """An equation and all scopes around it, those of outer jaxprs included."""
+
+    eqn: Any
+    scopes: tuple[str, ...]
+
+    @property
+    def is_product(self) -> bool:
+        return self.eqn.primitive.name in LOW_OPS
+
+    def has_factors_in(self, dtypes: Sequence[Any]) -> bool:
+        return all(v.aval.dtype in dtypes for v in self.eqn.invars[:2])
+
+
+def warn_of_policy(
+    policy: Policy,
+    closed: Any,
+    compute_dtype: Any,
+    paths_of_inputs: Callable[[], Sequence[str]],
+) -> None:
+    """Warns of keys that match nothing, and of an `amp` that changes nothing.
+
+    Args:
+      policy: the policy.
+      closed: the traced program.
+      compute_dtype: its compute dtype.
+      paths_of_inputs: returns the path of each input of the program among the arguments
+        of the user's function.
+    """
+    if compute_dtype == jnp.float32:
+        return
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    equations = _equations(jaxpr)
+    found = (
+        _nothing_lowered(policy, equations, compute_dtype),
+        _half_already(policy, equations),
+        _unmatched(policy, equations, jaxpr, paths_of_inputs),
+    )
+    for message in filter(None, found):
+        # For the caller of the function that `amp` returned.
+        warnings.warn(message, PolicyWarning, stacklevel=3)
+
+
+def _equations(jaxpr: Any, scopes: tuple[str, ...] = ()) -> list[Equation]:
+    """Returns the equations of a jaxpr and of all jaxprs inside of it.
+
+    A jaxpr that is called again in the same scope is not repeated.
+    """
+    found: list[Equation] = []
+    seen = set()
+
+    def walk(jaxpr: Any, outer: tuple[str, ...]) -> None:
+        if (id(jaxpr), outer) in seen:
+            return
+        seen.add((id(jaxpr), outer))
+        for eqn in jaxpr.eqns:
+            names = _compat.scope_names(eqn)
+            inside = outer + names if names else outer
+            found.append(Equation(eqn, inside))
+            if eqn.primitive.name != "pallas_call":  # a kernel has its own precision
+                for inner in jaxprs_in_params(eqn.params):
+                    walk(inner, inside)
+
+    walk(jaxpr, scopes)
+    return found
+
+
+def _nothing_lowered(
+    policy: Policy, equations: Sequence[Equation], compute_dtype: Any
+) -> str | None:
+    deciding: list[str] = []
+    for equation in equations:
+        decision = policy.decide(equation.eqn.primitive, equation.scopes)
+        if decision.function not in _HIGH:
+            return None
+        is_asked = decision.origin is not Origin.SCOPE  # a scope is meant to be high
+        if equation.is_product and is_asked and equation.has_factors_in((jnp.float32,)):
+            deciding.append(decision.key)
+    if not deciding:
+        return None
+    keys = ", ".join(map(repr, sorted(set(deciding))))
+    return (
+        f"amp_policy: nothing in this program runs in {compute_dtype}: the policy "
+        f"leaves all of its {len(deciding)} matrix products and convolutions in "
+        f"float32 (by {keys}). Expected a policy that lowers some of them. Start from "
+        "the default one: flax_amp.default_amp_policy | {...}."
+    )
+
+
+def _half_already(policy: Policy, equations: Sequence[Equation]) -> str | None:
+    if any(e.eqn.primitive.name.startswith("flax_amp_") for e in equations):
+        return None  # it was amp that lowered them
+    products = [
+        equation
+        for equation in equations
+        if equation.is_product
+        if policy.decide(equation.eqn.primitive, equation.scopes).origin
+        is not Origin.SCOPE
+    ]
+    halves = [equation for equation in products if equation.has_factors_in(_HALVES)]
+    layers = [equation for equation in halves if _is_of_flax(equation.eqn)]
+    if not layers or 2 * len(halves) < len(products):
+        return None
+    scope = "/".join(layers[0].scopes)
+    where = f", such as {scope}" if scope else ""
+    dtype = layers[0].eqn.invars[0].aval.dtype
+    return (
+        f"amp: {len(halves)} of the {len(products)} matrix products and convolutions "
+        f"run in {dtype} without amp, in Flax layers that have a dtype of their own"
+        f"{where}; amp changes nothing there. Expected layers in float32: leave out "
+        "their dtype=, or put flax_amp.amp_stop around those that are to keep it."
+    )
+
+
+def _is_of_flax(eqn: Any) -> bool:
+    """Whether an equation stands in the code of a layer that comes with Flax."""
+    return _compat.user_file(eqn).startswith(_FLAX)
+
+
+# --- keys that match nothing ---------------------------------------------------------
+
+
+def _unmatched(
+    policy: Policy,
+    equations: Sequence[Equation],
+    jaxpr: Any,
+    paths_of_inputs: Callable[[], Sequence[str]],
+) -> str | None:
+    if not policy.scope_keys:
+        return None
+    scopes = {equation.scopes for equation in equations}
+    missing = policy.unmatched(policy.scope_keys, scopes)
+    if missing:  # Keys may name modules that are passed but not called.
+        inputs = zip(paths_of_inputs(), jaxpr.invars, strict=True)
+        used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
+        idle = {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
+        missing = policy.unmatched(missing, idle)
+    for equation in equations:
+        if missing and equation.eqn.primitive.name in _CUSTOM:
+            inside = _scopes_of_rule(equation)
+            if inside is None:  # may be anything
+                return None
+            missing = policy.unmatched(missing, inside)
+    if not missing:
+        return None
+    lines = "\n".join(f"  {key!r}{_nearest(key, scopes)}" for key in sorted(missing))
+    return (
+        f"amp_policy: scope keys that match nothing in this program:\n{lines}\n"
+        "expected the name of a jax.named_scope, or the path of a Flax module "
+        "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has one if it is an "
+        "argument of the function. Correct these keys, or leave them out."
+    )
+
+
+def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
+    """Returns the scopes in the derivative of a call with a custom one."""
+    eqn = equation.eqn
+    # JAX does not differentiate with respect to what a `custom_vjp` closes over.
+    first = eqn.params.get("num_consts", 0)
+    moves = [
+        i >= first and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        for i, v in enumerate(eqn.invars)
+    ]
+
+    def derivative(*operands: Any) -> Any:
+        def call(*moving: Any) -> list[Any]:
+            rest = iter(moving)
+            pairs = zip(operands, moves, strict=True)
+            full = [next(rest) if moved else x for x, moved in pairs]
+            outs = _compat.bind(eqn, full, eqn.params)
+            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        moving = [x for x, moved in zip(operands, moves, strict=True) if moved]
+        if eqn.primitive.name == "custom_jvp_call":
+            return jax.jvp(call, moving, moving)
+        outs, pullback = jax.vjp(call, *moving)
+        return pullback(outs)
+
+    structs = [_compat.struct_of(v.aval, v.aval.dtype) for v in eqn.invars]
+    try:
+        closed = jax.make_jaxpr(derivative)(*structs)
+    except Exception:  # whatever a rule raises that is never used
+        return None
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    return {inside.scopes for inside in _equations(jaxpr, equation.scopes)}
+
+
+def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
+    """Returns the keys of existing scopes that look most like a key, for a message."""
+    segments = _names(key.removeprefix("*/"))
+    modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
+    if not modules:
+        return " (it has no scopes)"
+    known: dict[str, str] = {}  # by their last segments, as many as the key has
+    for names in sorted(map(_names, modules), key=lambda names: (len(names), names)):
+        end = "/".join(names[-len(segments) :])
+        known.setdefault(end.lower(), "/".join(names))
+    close = difflib.get_close_matches("/".join(segments).lower(), known)
+    shown = [known[end] for end in close] or list(known.values())[:3]
+    return f" (nearest: {', '.join(map(repr, shown))})"
+
+
+def _names(path: str) -> list[str]:
+    """Returns the modules of a path, without their methods."""
+    return [split_method(segment)[0] for segment in path.split("/")]

@@ -1,0 +1,1 @@
+"""What the backward pass stores, and what it computes again."""

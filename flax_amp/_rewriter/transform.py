@@ -1,0 +1,281 @@
+"""`amp`: mixed precision for any function, and `amp_stop` to keep code out of it."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from flax_amp import _tree
+from flax_amp._rewriter import nnx_bridge
+from flax_amp._rewriter.captures import with_captured_outputs
+from flax_amp._rewriter.emit import Emitter
+from flax_amp._rewriter.outline.equality import plans_in
+from flax_amp._rewriter.paint import Painter
+from flax_amp._rewriter.plan import LEAF, Plan, Use, like
+from flax_amp._rewriter.policy_warnings import warn_of_policy
+from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
+from flax_amp._rewriter.rules import RULES
+from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def amp(
+    fun: F,
+    *,
+    compute_dtype: DTypeLike = ...,
+    amp_policy: PolicyEntries | None = ...,
+    recompute: str = ...,
+    reduce_dtype: DTypeLike | None = ...,
+    merge_layers: bool = ...,
+) -> F: ...
+@overload
+def amp(
+    fun: None = None,
+    *,
+    compute_dtype: DTypeLike = ...,
+    amp_policy: PolicyEntries | None = ...,
+    recompute: str = ...,
+    reduce_dtype: DTypeLike | None = ...,
+    merge_layers: bool = ...,
+) -> Callable[[F], F]: ...
+def amp(
+    fun: Any = None,
+    *,
+    compute_dtype: DTypeLike = jnp.float16,
+    amp_policy: PolicyEntries | None = None,
+    recompute: str = "auto",
+    reduce_dtype: DTypeLike | None = None,
+    merge_layers: bool = True,
+) -> Any:
+    """Transforms a float32 function into one that computes in mixed precision.
+
+    Matrix products and convolutions run in `compute_dtype`; sums, exponentials and
+    whatever else needs the range or the digits stay in float32; the rest follows its
+    operands. The rewriting reaches into `jit`, `scan`, `while_loop`, `cond`,
+    `checkpoint`, `shard_map` and custom derivatives. Arguments and results keep their
+    structure and dtypes, and so do gradients through the transformed function.
+
+    Put `amp` inside `grad` (`jax.grad(amp(loss))`): parameters stay float32 and their
+    gradients add up in float32.
+
+    Args:
+      fun: the function, or nothing to use `amp` as a decorator with arguments. Arrays
+        among its arguments are traced; everything else (strings, numbers, functions)
+        is static. `nnx.Module` arguments are updated as `fun` updates them.
+      compute_dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32` to change nothing.
+      amp_policy: which primitive or scope runs how: `{primitive or scope string:
+        precision function or dtype}`, usually `flax_amp.default_amp_policy | {...}`,
+        which is the default without more. A scope is a `jax.named_scope` or the path of
+        a Flax module, also as a glob (`"*/LayerNorm_*"`); the outermost one that
+        matches decides. `"*/embed"` means all methods of a module, `"*/embed.attend"`
+        one. A `PolicyWarning` tells of keys that match nothing.
+      recompute: what the backward pass computes again from low-precision values
+        instead of storing it in float32: elementwise arithmetic, norms, softmaxes,
+        never matrix products, convolutions, long sums or random numbers. Gradients are
+        the same. `"auto"`, the default: inside loops all of that; elsewhere what fuses
+        into its reader, and only on GPUs (on a TPU the barriers that it takes cost more
+        than they save). `"always"`: everywhere and all of it, for the least memory.
+        `"never"`: nothing. The bodies of your own `jax.checkpoint` keep their policy.
+      reduce_dtype: the dtype in which a sharded `jit` adds up the gradients of weights
+        over devices. `None`: `compute_dtype`, as with hand-set dtypes. `jnp.float32`:
+        they leave the matrix product in float32 already; twice the traffic, one
+        rounding less; then without forward-mode derivatives.
+      merge_layers: whether equal layers of an unrolled network become calls of one
+        function, which JAX then differentiates and lowers only once. With `False` each
+        layer stays by itself, which takes longer to trace.
+
+    Returns:
+      The transformed function.
+
+    Raises:
+      TypeError: if `compute_dtype`, an entry of `amp_policy` or `merge_layers` is of a
+        wrong kind; when called, if a precision function does not take or return what
+        it should.
+      ValueError: if `recompute` is none of its three values, or `reduce_dtype` neither
+        float32 nor the compute dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, flax_amp
+      >>> def loss(w, x):
+      ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+      >>> loss_amp = flax_amp.amp(loss, compute_dtype=jnp.bfloat16)
+      >>> value, grad = jax.value_and_grad(loss_amp)(jnp.ones((4, 2)), jnp.ones((3, 4)))
+      >>> value.dtype, grad.dtype
+      (dtype('float32'), dtype('float32'))
+
+    References:
+      Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
+      2017.
+    """
+    compute_dtype = check_compute_dtype(compute_dtype)
+    policy = Policy(amp_policy)
+    recompute_ = check_recompute(recompute)
+    if compute_dtype == jnp.float32:  # changes nothing
+        recompute_ = Recompute.NEVER
+    wide_gradients = _is_wide(reduce_dtype, compute_dtype)
+    if not isinstance(merge_layers, bool):
+        raise TypeError(f"merge_layers: got {merge_layers!r}; expected True or False.")
+    if fun is None:
+        return functools.partial(
+            amp,
+            compute_dtype=compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
+            reduce_dtype=reduce_dtype,
+            merge_layers=merge_layers,
+        )
+
+    if not callable(fun):
+        raise TypeError(
+            f"amp: got {type(fun).__name__}; expected a function of float32 arrays, or "
+            "no positional argument to use amp as a decorator with arguments."
+        )
+
+    @functools.wraps(fun)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        call = nnx_bridge.functional(fun, args, kwargs, names=policy.names_scopes)
+        closed, rebuild = _trace(call.function, call.inputs)
+        jaxpr = getattr(closed, "jaxpr", closed)
+        warn_of_policy(policy, closed, compute_dtype, call.array_paths)
+        painter = Painter(policy, compute_dtype, RULES)
+        ins = like([v.aval for v in jaxpr.invars], LEAF)
+        traced, exports = with_captured_outputs(closed)
+        uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
+        plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
+        if compute_dtype != jnp.float32:
+            _warn_of_precision(plan)
+        emitter = Emitter(painter, RULES, recompute_, wide_gradients, merge_layers)
+        outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
+        outs = outs[: len(jaxpr.outvars)]
+        outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
+        return call.finish(rebuild(outs))
+
+    return transformed
+
+
+def _warn_of_precision(plan: Plan) -> None:
+    """Warns if JAX's default precision keeps products in float32.
+
+    An equation does not tell who asked for its precision, the user or the default.
+    """
+    default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
+    if default in (None, "default", "fastest", "bfloat16"):
+        return
+    count = _count_precise(plan, set())
+    if count:
+        warnings.warn(
+            f"amp: {count} products stay in float32, because they ask for precision "
+            f"while jax.default_matmul_precision is {default!r}. Expected the default, "
+            "None, so that they run in the compute dtype: unset it around what amp "
+            "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
+            "precision=... at the products that need it.",
+            stacklevel=3,
+        )
+
+
+def _count_precise(plan: Plan, seen: set[int]) -> int:
+    if id(plan) in seen:
+        return 0
+    seen.add(id(plan))
+    inner = [p for step in plan.steps for p in plans_in(step.detail)]
+    own = sum(step.reason.startswith("precision=") for step in plan.steps)
+    return own + sum(_count_precise(p, seen) for p in inner)
+
+
+def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:
+    """Whether gradients are to be wider than the compute dtype."""
+    if reduce_dtype is None:
+        return False
+    try:
+        dtype = jnp.dtype(reduce_dtype)
+    except TypeError:
+        raise TypeError(
+            f"reduce_dtype: got {reduce_dtype!r}; expected a dtype: jnp.float32, or "
+            "None for the compute dtype."
+        ) from None
+    if dtype == compute_dtype:
+        return False
+    if dtype != jnp.float32:
+        raise ValueError(
+            f"reduce_dtype: got {dtype.name}; expected float32, or "
+            f"None or {compute_dtype.name} for the compute dtype."
+        )
+    return True
+
+
+def _trace(
+    function: Callable[[list[Any]], Any], inputs: list[Any]
+) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """Traces a function of a flat list of inputs, of which the arrays are dynamic.
+
+    Returns:
+      The closed jaxpr of its arrays, and a function that puts the arrays of its result
+      back among the other leaves.
+    """
+    treedef: Any = None
+    static: list[Any] = []
+    mask = [_tree.is_array(x) for x in inputs]
+
+    def pure(*arrays: Any) -> list[Any]:
+        nonlocal treedef, static
+        rest = iter(arrays)
+        out = function(
+            [next(rest) if m else x for m, x in zip(mask, inputs, strict=True)]
+        )
+        leaves, treedef = jax.tree.flatten(out)
+        static = [None if _tree.is_array(x) else x for x in leaves]
+        return [x for x in leaves if _tree.is_array(x)]
+
+    closed = jax.make_jaxpr(pure)(*[x for x in inputs if _tree.is_array(x)])
+
+    def rebuild(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        leaves = [next(rest) if x is None else x for x in static]
+        return jax.tree.unflatten(treedef, leaves)
+
+    return closed, rebuild
+
+
+def amp_stop(fun: Any = None) -> Any:
+    """Keeps code in its original precision, its backward pass included.
+
+    Args:
+      fun: a function to decorate, or nothing to get a context manager.
+
+    Returns:
+      The decorated function, or a context manager.
+
+    Example:
+      >>> import flax_amp, jax.numpy as jnp
+      >>> @flax_amp.amp_stop
+      ... def exact(w, x):
+      ...     return w @ x
+      >>> def f(w, x):
+      ...     y = w @ x                    # low precision
+      ...     with flax_amp.amp_stop():
+      ...         return exact(w, y) + w @ y   # float32
+      >>> flax_amp.amp(f)(jnp.eye(2), jnp.ones(2))
+      Array([2., 2.], dtype=float32)
+    """
+    if fun is None:
+        return jax.named_scope("amp_stop")
+    if not callable(fun):
+        raise TypeError(
+            f"amp_stop: got {type(fun).__name__}; expected a function to decorate, or "
+            "no argument for a context manager (`with flax_amp.amp_stop(): ...`)."
+        )
+
+    # A new scope per call: one scope object cannot be entered twice.
+    @functools.wraps(fun)
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope("amp_stop"):
+            return fun(*args, **kwargs)
+
+    return stopped

@@ -1,0 +1,1 @@
+"""The loss scaler, the train state and the train steps."""

@@ -1,0 +1,325 @@
+"""`AmpTrainState`: Flax's `TrainState` with the scaler and everything else that trains.
+
+The state is all there is to save: restored from a checkpoint, it goes on as if it had
+never stopped. From its first moment every leaf is a strongly typed `jax.Array`, so a
+step is traced once, and none shares its memory with the user's arrays or with another
+leaf, so that donating the state deletes nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import core, nnx, struct
+from flax.training import train_state
+
+from flax_amp import _tree
+from flax_amp._training.hyperparams import hyperparams_in, replace_in
+from flax_amp._training.scaler import Scaler, checked_scaler
+from flax_amp._training.wrap import bare, going_on, guarded, has_integers, updating
+from flax_amp.optim._optimizer import Optimizer
+
+PyTree = Any
+
+
+class AmpTrainState(train_state.TrainState):
+    """A train state for mixed precision, for Linen and for NNX models.
+
+    Subclass it to add fields, as with `TrainState`; a step that is not finite leaves
+    them as they were.
+
+    Attributes:
+      step: int32[], steps taken, skipped ones included.
+      apply_fn: usually `model.apply` (Linen); `None` for NNX.
+      params: the float32 master weights; for NNX a nested dict of plain arrays.
+      tx: the optimizer, inside `flax_amp.finite.apply_if_finite`.
+      opt_state: its state, an `optax.ApplyIfFiniteState`.
+      scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
+      variables: every other collection. Linen: `{"batch_stats": ...}`. NNX: the state
+        that does not train, such as batch statistics, random streams and, with `wrt`,
+        frozen parameters.
+      rngs: typed PRNG keys by the name of their stream.
+      graphdef: the structure of the NNX model; `None` for Linen.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import optax
+      >>> model = nn.Dense(2)
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+      >>> state = AmpTrainState.create(
+      ...     apply_fn=model.apply, params=params, tx=optax.adamw(3e-4)
+      ... )
+      >>> float(state.scaler["scaler"])
+      32768.0
+    """
+
+    # No defaults: a subclass may then add fields that have none either.
+    scaler: Scaler
+    variables: PyTree
+    rngs: dict[str, jax.Array]
+    graphdef: Any = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(  # type: ignore[override]  # TrainState requires the first two
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None = None,
+        params: PyTree = None,
+        tx: Any,
+        model: nnx.Module | None = None,
+        wrt: Any = nnx.Param,
+        variables: Mapping[str, Any] | None = None,
+        rngs: Mapping[str, jax.Array] | None = None,
+        scaler: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Makes the state of a new run.
+
+        Works under `jax.jit`, with `out_shardings` for a state that is born sharded,
+        and under `jax.eval_shape`.
+
+        Args:
+          apply_fn: usually `model.apply` of a Linen model.
+          params: its parameters, float32.
+          tx: an optimizer of optax or of `flax_amp.optim`; it is wrapped in
+            `apply_if_finite` unless optax's own is around it. It then skips, however
+            often, what is not finite. A pytree optimizer is itself the state that it
+            trains; one after `init` goes on from its state.
+          model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
+            `merge_model` gives the trained one.
+          wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
+            or a function of path and variable. The others go into `variables`.
+          variables: the other collections of a Linen model, `{"batch_stats": ...}`.
+          rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
+          scaler: a loss scaler, by default `flax_amp.init_scaler()`; for bfloat16 and
+            float32, `flax_amp.no_scaler()` scales nothing.
+          **kwargs: the fields of a subclass.
+
+        Returns:
+          A state at step 0.
+
+        Raises:
+          TypeError: if a model is missing, or `params`, `rngs`, `variables` or `scaler`
+            is no dict.
+          ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
+            selects nothing, if `tx` accumulates around `apply_if_finite`, or if a value
+            of `scaler` is out of its range.
+        """
+        graphdef = None
+        if model is not None:
+            _check_model(model, params, variables)
+            graphdef, params, collections = split_model(model, wrt)
+            check_selection(params, wrt, "AmpTrainState.create")
+        else:
+            collections = _as_collections(params, variables)
+        check_params(params, "AmpTrainState.create")
+        tx = bare(tx)
+        state = super().create(
+            apply_fn=apply_fn,
+            params=_own(params),
+            tx=guarded(tx, params),
+            scaler=checked_scaler(
+                {} if scaler is None else scaler,
+                "AmpTrainState.create: scaler",
+                wait=True,
+            ),
+            variables=collections,
+            rngs=_as_streams(rngs),
+            graphdef=graphdef,
+            **kwargs,
+        )
+        if isinstance(tx, Optimizer):
+            state = state.replace(tx=updating(has_integers(params)))
+            if tx.opt_state is not None:
+                state = state.replace(opt_state=going_on(state.opt_state, tx))
+        # Once more, now for all of it: `init` may have put the parameters themselves
+        # into its state, and a buffer must not be donated twice.
+        return _own(state).replace(step=jnp.zeros((), jnp.int32))
+
+    @property
+    def hyperparams(self) -> dict[str, jax.Array]:
+        """The hyper-parameters of this step, by name, if `tx` is of `flax_amp.optim`.
+
+        Example:
+          >>> import optax
+          >>> from flax_amp import optim
+          >>> tx = optim.adamw(optax.linear_schedule(0.1, 0.0, 10))
+          >>> state = AmpTrainState.create(params={"w": jnp.ones(3)}, tx=tx)
+          >>> float(state.hyperparams["learning_rate"])
+          0.1...
+        """
+        return hyperparams_in(self.opt_state)
+
+    def replace_hyperparams(self, **changes: Any) -> Self:
+        """Returns a state with other hyper-parameters; nothing is compiled again.
+
+        Args:
+          **changes: numbers by the names of `hyperparams`.
+
+        Raises:
+          TypeError: if there is no such name, or `tx` is not of `flax_amp.optim`.
+
+        Example:
+          >>> from flax_amp import optim
+          >>> params = {"w": jnp.ones(3)}
+          >>> state = AmpTrainState.create(params=params, tx=optim.adamw(3e-4))
+          >>> state = state.replace_hyperparams(learning_rate=1e-4)
+        """
+        where = "AmpTrainState.replace_hyperparams"
+        return self.replace(opt_state=replace_in(self.opt_state, changes, where))
+
+    def merge_model(self) -> nnx.Module:
+        """Returns the NNX model as it is now; training goes on without touching it.
+
+        Raises:
+          TypeError: if the state was made from a Linen model.
+
+        Example:
+          >>> import optax
+          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+          >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+          >>> state.merge_model()(jnp.ones((1, 3))).shape
+          (1, 2)
+        """
+        if self.graphdef is None:
+            raise TypeError(
+                "merge_model: the state was made from apply_fn and params; expected "
+                "one made with create(model=...). Use state.apply_fn(...) instead."
+            )
+        return merge_model(self.graphdef, _own(self.params), _own(self.variables))
+
+
+def split_model(model: nnx.Module, wrt: Any = nnx.Param) -> tuple[Any, PyTree, PyTree]:
+    """Returns `(graphdef, params, variables)` of a module, as nested dicts of arrays.
+
+    Plain dicts and not `nnx.State`: they hold no Variable objects, which an eager
+    merge would share and mutate, optax and Orbax see bare arrays, and on disk the
+    paths are those of a Linen model (`l1/kernel`, not `l1/kernel/value`).
+    """
+    graphdef, *states = nnx.split(model, wrt, ...)
+    params, variables = map(nnx.to_pure_dict, states)
+    return graphdef, params, variables
+
+
+def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
+    """Returns the state of a module beside its parameters, as `split_model` does."""
+    taken = set(nnx.traversals.flatten_mapping(params))
+    rest = nnx.state(model, lambda path, _: path not in taken)
+    return nnx.to_pure_dict(rest)
+
+
+def merge_model(graphdef: Any, params: PyTree, variables: PyTree) -> nnx.Module:
+    """Undoes `split_model`."""
+    return nnx.merge(graphdef, params, variables)
+
+
+def _own(tree: PyTree) -> PyTree:
+    """Copies every leaf into a strongly typed array of its own."""
+    return jax.tree.map(_own_leaf, tree)
+
+
+def _own_leaf(leaf: Any) -> Any:
+    if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+        return leaf
+    array = jnp.asarray(leaf)
+    return jnp.array(array, dtype=array.dtype, copy=True)
+
+
+def _check_model(model: Any, params: PyTree, variables: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"AmpTrainState.create: model is a {type(model).__name__}; expected an "
+            "nnx.Module. For a Linen model pass apply_fn=model.apply and params."
+        )
+    if params is not None or variables is not None:
+        raise TypeError(
+            "AmpTrainState.create: got model together with params or variables; "
+            "expected model alone, which holds both. Drop the others."
+        )
+
+
+def check_selection(params: PyTree, wrt: Any, where: str) -> None:
+    """Raises a ValueError if a filter has left nothing to train."""
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"{where}: wrt={wrt} selects no variable of the model; "
+            "expected a filter for the parameters to train, such as nnx.Param. "
+            "nnx.state(model) shows what there is."
+        )
+
+
+def check_params(params: PyTree, where: str) -> None:
+    """Raises one ValueError that lists every parameter of a wrong dtype."""
+    bad = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{where}: the parameter {jax.tree_util.keystr(path)} is a PRNG key; "
+                "expected arrays that can be differentiated. Leave random streams out "
+                "of params, and out of what wrt selects."
+            )
+        floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+        if floating and dtype not in (jnp.float32, jnp.complex64):
+            bad.append(f"{jax.tree_util.keystr(path)}: {dtype}")
+    if bad:
+        raise ValueError(
+            f"{where}: parameters are not float32: {', '.join(bad)}; "
+            "expected float32 master weights, which amp casts where it computes with "
+            "them. Make the model with param_dtype=jnp.float32 or cast them with "
+            "jax.tree.map(lambda x: x.astype(jnp.float32), params)."
+        )
+
+
+def _as_collections(params: PyTree, variables: Any) -> PyTree:
+    """Returns the collections of a Linen model next to its parameters."""
+    if params is None:
+        raise TypeError(
+            "AmpTrainState.create: got neither params nor model; expected params (and "
+            "apply_fn) of a Linen model, or an nnx.Module as model."
+        )
+    if not isinstance(params, Mapping | list | tuple):
+        raise TypeError(
+            f"AmpTrainState.create: params is a {type(params).__name__}; expected a "
+            "dict of arrays. Put a single array into one: {'w': array}."
+        )
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"AmpTrainState.create: variables is a {type(variables).__name__}; "
+            "expected a dict of collections such as {'batch_stats': ...}."
+        )
+    if "params" in variables:
+        raise ValueError(
+            "AmpTrainState.create: variables holds the collection 'params'; expected "
+            "the other collections only. Take it out and pass it as params."
+        )
+    return core.unfreeze(dict(variables))
+
+
+def _as_streams(rngs: Any) -> dict[str, jax.Array]:
+    if rngs is None:
+        return {}
+    if not isinstance(rngs, Mapping):
+        raise TypeError(
+            f"AmpTrainState.create: rngs is a {type(rngs).__name__}; expected a "
+            "dict of keys by the name of their stream, such as "
+            "{'dropout': jax.random.key(0)}."
+        )
+    return {name: _as_key(name, key) for name, key in rngs.items()}
+
+
+def _as_key(name: str, key: Any) -> jax.Array:
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if key.shape == ():
+            return key
+    elif dtype == jnp.uint32 and key.ndim == 1:  # from jax.random.PRNGKey
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    seen = type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"
+    raise TypeError(
+        f"AmpTrainState.create: rngs[{name!r}] is {seen}; expected one PRNG key. "
+        "Make it with jax.random.key(seed)."
+    )

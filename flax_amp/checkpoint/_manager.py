@@ -1,0 +1,310 @@
+"""Orbax's manager with defaults for training, one writer and errors that say more."""
+
+import atexit
+import itertools
+import math
+import re
+import shutil
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from flax_amp.checkpoint import _lock
+from flax_amp.checkpoint._integrity import CheckpointWarning, reason_of
+from flax_amp.checkpoint._steps import agreed, directory_of, known_damaged, whole_number
+
+_DAMAGED = ".damaged"
+_NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
+_LEFTOVER = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp")
+
+# The managers that have saved something.
+_open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
+
+
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Manager(ocp.CheckpointManager):
+    """See `manager`.
+
+    Attributes:
+      best_metric: the metric that decides which steps are kept.
+      interval: a step is saved if its number is a multiple of this.
+      mutex: held while a step is saved, for several threads.
+    """
+
+    best_metric: str | None = None
+    interval = 1
+    _locked = False
+    _closed = False
+    _saving: int | None = None
+    _failed: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.mutex = threading.RLock()
+        super().__init__(*args, **kwargs)
+
+    def begin(self, step: int) -> None:
+        """Makes this process the only writer, and removes what is half-written.
+
+        Raises:
+          RuntimeError: if another process is the writer, or the manager is closed.
+          CheckpointSaveError: if the directory cannot be written.
+        """
+        if self._closed:
+            raise RuntimeError(
+                f"checkpoint.save: the manager of {self.directory} is closed; expected "
+                "an open one. Save inside of `with checkpoint.manager(...)`."
+            )
+        agreed(self._begin)
+        self._saving = step
+
+    def _begin(self) -> None:
+        if jax.process_index() != 0:
+            return
+        if not self._locked:
+            try:
+                first = _lock.acquire(self.directory)
+            except OSError as error:
+                raise self.failure(error) from error
+            self._locked = True
+            if first:  # of runs that were killed: nobody else saves here with a lock
+                _remove_leftovers(self.directory)
+        if self._failed is not None:
+            _remove_leftovers(self.directory, self._failed)
+            self._failed = None
+
+    def failure(self, error: Exception) -> CheckpointSaveError:
+        """Notes that the last save failed, and returns the error that says so."""
+        self._failed = self._saving
+        # Orbax has taken the steps that were to be removed for removed already.
+        self.reload()
+        return save_error(self, error)
+
+    def make_room(self, step: int, force: bool) -> None:
+        """Moves damaged steps out of the way of an older one, and says so.
+
+        A run that went on from an older step would not be saved until it had passed
+        them.
+        """
+        if step % self.interval and not force:
+            return
+        newer = {other for other in self.all_steps() if other >= step}
+        if not newer or not newer <= known_damaged(self.directory):
+            return
+        self.wait_until_finished()
+        self.begin(step)
+        if jax.process_index() == 0:
+            for other in newer:
+                _set_aside(self.directory / str(other))
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("flax_amp: damaged steps moved")
+        known_damaged(self.directory).difference_update(newer)
+        self.reload()
+        warnings.warn(
+            f"checkpoint.save: {self.directory}: the damaged steps {sorted(newer)} are "
+            f"renamed to <step>{_DAMAGED}, to save step {step} of the run that went on "
+            "from an older one.",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+    def wait_until_finished(self) -> None:
+        try:
+            super().wait_until_finished()
+        except Exception as error:  # Orbax raises whatever its parts raise
+            raise self.failure(error) from error
+
+    def metrics(self, step: int) -> Any:
+        try:
+            return super().metrics(step)
+        except Exception as error:  # whatever a damaged file makes of Orbax
+            warnings.warn(
+                f"checkpoint.manager: {self.directory}: the metrics of step {step} "
+                f"cannot be read: {reason_of(error)}; it counts as the worst.",
+                CheckpointWarning,
+                stacklevel=2,
+            )
+            return None
+
+    def close(self) -> None:
+        self._closed = True
+        try:
+            super().close()
+        except CheckpointSaveError:
+            super().close()  # raised before it had closed anything, and raises once
+            raise
+        finally:
+            if self._locked:
+                _lock.release(self.directory)
+                self._locked = False
+
+
+def finish_at_exit(manager: ocp.CheckpointManager) -> None:
+    """Lets the program end only after the last save of a manager."""
+    _open.add(manager)
+
+
+def _finish() -> None:
+    for manager in list(_open):
+        try:
+            manager.wait_until_finished()
+        except Exception:  # of any kind; nobody is left to catch it
+            traceback.print_exc()
+
+
+# Orbax saves with executors, which are shut down before `atexit` calls anybody.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
+
+
+def manager(
+    directory: Any,
+    *,
+    max_to_keep: int | None = 3,
+    save_interval_steps: int = 1,
+    best_metric: str | None = None,
+    best_mode: str = "max",
+    **options: Any,
+) -> ocp.CheckpointManager:
+    """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
+
+    It saves in the background. Use it as a context manager, which waits for the last
+    save and closes it. A program that ends without waits as well; one that is killed
+    does not, and neither do Python 3.12.0 to 3.12.2, where no thread starts any more.
+
+    Args:
+      directory: where the steps are kept; may be relative, is made if it is absent.
+      max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
+      save_interval_steps: `save` does nothing for steps between; the first is saved.
+      best_metric: keep the checkpoints that are best by this metric, and the newest
+        beside them, to go on from; `save` then needs it among its metrics.
+      best_mode: "max" or "min".
+      **options: further `orbax.checkpoint.CheckpointManagerOptions`.
+
+    Returns:
+      The manager, with all of Orbax's own methods.
+
+    Raises:
+      TypeError: if an argument has a wrong type.
+      ValueError: if `best_mode` is neither "max" nor "min", if a number is less than 1,
+        if an option gives the steps other names than their numbers, or if the path of
+        the directory has brackets.
+    """
+    where = "checkpoint.manager"
+    interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
+    if max_to_keep is not None:
+        max_to_keep = whole_number(max_to_keep, f"{where}: max_to_keep", 1)
+    if not isinstance(best_metric, str | None):
+        raise TypeError(
+            f"{where}: {best_metric=}; expected the name of one of the metrics that "
+            "are saved with a state."
+        )
+    if best_mode not in ("max", "min"):
+        raise ValueError(
+            f"checkpoint.manager: {best_mode=}; expected 'max' or 'min'. Say whether "
+            "a larger or a smaller metric is better."
+        )
+    if named := sorted(options.keys() & _NAMES):
+        raise ValueError(
+            f"checkpoint.manager: {', '.join(named)} given; expected steps under their "
+            "plain numbers, by which restore and verify find them. Leave it out."
+        )
+    folder = directory_of(directory)
+    if set("[]") & set(str(folder)):
+        raise ValueError(
+            f"{where}: the directory {str(folder)!r} has brackets in its path, which "
+            "Orbax takes for a pattern: it would save steps that cannot be read. "
+            "Expected a path without '[' and ']'. Rename it."
+        )
+    settings = dict(
+        max_to_keep=max_to_keep,
+        save_interval_steps=interval,
+        best_mode=best_mode,
+        # Created in the background, a directory whose save fails at once leaves a
+        # thread behind that keeps the process from ending for five minutes.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
+    settings |= options
+    if best_metric is not None:
+        settings["best_fn"] = _score(best_metric, best_mode)
+        settings.setdefault("preservation_policy", _best_and_newest(settings))
+    opened = Manager(
+        # Orbax refuses a relative path, but only at the first save.
+        folder,
+        options=ocp.CheckpointManagerOptions(**settings),
+    )
+    opened.best_metric = best_metric
+    opened.interval = interval
+    return opened
+
+
+def _best_and_newest(
+    settings: dict[str, Any],
+) -> ocp.checkpoint_managers.PreservationPolicy:
+    """Returns a policy that keeps the best steps and the newest one.
+
+    Removes the options that it replaces.
+    """
+    policies = ocp.checkpoint_managers
+    best = policies.BestN(
+        get_metric_fn=settings["best_fn"],
+        reverse=settings["best_mode"] == "min",
+        n=settings.pop("max_to_keep"),
+        keep_checkpoints_without_metrics=settings.get(
+            "keep_checkpoints_without_metrics", True
+        ),
+    )
+    kept: list[Any] = [policies.LatestN(1), best]
+    if (steps := settings.pop("keep_period", None)) is not None:
+        kept.append(policies.EveryNSteps(steps))
+    if (time := settings.pop("keep_time_interval", None)) is not None:
+        kept.append(policies.EveryNSeconds(int(time.total_seconds())))
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _score(name: str, mode: str) -> Callable[[Any], float]:
+    """Returns what steps are ordered by: what is missing, NaN or damaged comes last."""
+    worst = -math.inf if mode == "max" else math.inf
+
+    def score(metrics: Any) -> float:
+        try:
+            value = float(metrics[name])
+        except (LookupError, TypeError, ValueError):
+            return worst
+        return worst if math.isnan(value) else value
+
+    return score
+
+
+def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSaveError:
+    """Returns the error for a save that failed, whatever Orbax raised."""
+    return CheckpointSaveError(
+        f"checkpoint.save: {manager.directory} could not be written: "
+        f"{reason_of(error)}. The steps {sorted(manager.all_steps())} are as they "
+        "were, and so is the state: mend the cause (room on the disk, permissions), "
+        "and save it again."
+    )
+
+
+def _remove_leftovers(directory: epath.Path, step: int | None = None) -> None:
+    """Removes half-written steps: all of them, or one."""
+    for path in directory.iterdir():
+        name = _LEFTOVER.fullmatch(path.name)
+        if name and step in (None, int(name[1])):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(step: epath.Path) -> None:
+    """Renames a damaged step; what was set aside before stays."""
+    names = itertools.chain([_DAMAGED], (f"{_DAMAGED}-{i}" for i in itertools.count(2)))
+    free = (step.with_name(step.name + name) for name in names)
+    step.rename(next(path for path in free if not path.exists()))

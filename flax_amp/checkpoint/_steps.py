@@ -1,0 +1,286 @@
+"""The steps in a directory of checkpoints, and what each says that it holds.
+
+Nothing here writes.
+"""
+
+import json
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from flax_amp.checkpoint import _lock
+from flax_amp.checkpoint._integrity import (
+    CheckpointWarning,
+    CorruptCheckpointError,
+    IncompleteError,
+    Record,
+    check_layout,
+    read_record,
+    unreadable,
+)
+from flax_amp.checkpoint._layout import kind_of, layout_of
+from flax_amp.checkpoint._reader import metadata_of
+
+T = TypeVar("T")
+
+ITEM = "default"  # where CheckpointManager puts what is not given a name
+METRICS = "metrics"
+_HALF = ".orbax-checkpoint-tmp"  # in the name of what is half-written
+_STEP_FILE = "_CHECKPOINT_METADATA"  # in which Orbax keeps our record
+
+_LISTINGS = 10  # attempts, in case another process removes steps meanwhile
+
+# By directory: the steps that this process found damaged.
+_damaged: dict[str, set[int]] = {}
+
+
+def finish_saving(manager: Any) -> epath.Path:
+    """Waits for a manager's last save and returns its directory.
+
+    Raises:
+      TypeError: if it is neither a manager nor a path.
+    """
+    if isinstance(manager, ocp.CheckpointManager):
+        manager.wait_until_finished()
+        manager = manager.directory
+    return directory_of(manager)
+
+
+def directory_of(path: Any) -> epath.Path:
+    """Returns an absolute path.
+
+    Raises:
+      TypeError: if it is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"checkpoint: the directory is a {type(path).__name__}; expected a path or "
+            "a manager, before the state. Pass what checkpoint.manager was given, or "
+            "what it returned."
+        )
+    return epath.Path(path).expanduser().resolve()
+
+
+def steps_in(directory: epath.Path) -> list[int]:
+    """Returns the complete steps in a directory, the oldest first.
+
+    They are the folders that a manager would give these names to, and no others.
+
+    Raises:
+      FileNotFoundError: if there is no such directory.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"checkpoint: {directory} is not a directory; expected one that "
+            "a manager has saved to. Check the path."
+        )
+    found = ocp.path.step.standard_name_format().find_all(directory)
+    return sorted(x.step for x in found if x.path.is_dir())
+
+
+def candidates(
+    steps: Iterable[int], directory: epath.Path, step: Any = None
+) -> list[int]:
+    """Returns which of the steps of a directory to try, the best first.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      TypeError: if `step` is no integer.
+    """
+    steps = sorted(steps, reverse=True)
+    number = None if step is None else whole_number(step, "checkpoint: step")
+    if not steps or (number is not None and number not in steps):
+        wanted = "a checkpoint" if number is None else f"step {number}"
+        raise FileNotFoundError(
+            f"checkpoint: {directory} holds the steps {sorted(steps)}; "
+            f"expected {wanted}. Save one first, or choose one of these."
+        )
+    return steps if number is None else [number]
+
+
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
+    """Returns an integer, or what an array of one integer holds, as an int.
+
+    Raises:
+      TypeError: if it is neither.
+      ValueError: if it is less than `least`.
+    """
+    try:
+        number = operator.index(value)
+    except (TypeError, RuntimeError) as error:  # RuntimeError: it was donated
+        raise TypeError(
+            f"{name} is {kind_of(value)}; expected an integer, or an array without "
+            "axes that holds one. Pass an int."
+        ) from error
+    if least is not None and number < least:
+        raise ValueError(
+            f"{name} is {number}; expected at least {least}. Use {least} or more."
+        )
+    return number
+
+
+def newest_intact(
+    steps: Callable[[], list[int]],
+    attempt: Callable[[int], T],
+    directory: epath.Path,
+    stacklevel: int,
+) -> T:
+    """Returns what `attempt` makes of the first step that is not damaged.
+
+    Args:
+      steps: lists those to try. It is asked again after a failure: a writer beside
+        this process may have removed a step for a newer one meanwhile.
+      attempt: reads one.
+      directory: they are in.
+      stacklevel: for the warning about damaged steps.
+
+    Raises:
+      CorruptCheckpointError: if all of them are.
+    """
+    for _ in range(_LISTINGS):
+        listed = steps()
+        damaged: dict[int, str] = {}
+        for step in listed:
+            try:
+                result = attempt(step)
+            except CorruptCheckpointError as error:
+                damaged[step] = f"step {step} is damaged: {error}"
+                # Several processes would have to agree on what they see then.
+                if jax.process_count() == 1 and steps() != listed:
+                    break
+                continue
+            known_damaged(directory).update(damaged)
+            known_damaged(directory).discard(step)
+            if damaged:
+                warnings.warn(
+                    f"checkpoint: {directory}: {'; '.join(damaged.values())}. Restored "
+                    f"step {step} instead.",
+                    CheckpointWarning,
+                    stacklevel=stacklevel + 1,
+                )
+            return result
+        else:
+            break
+    known_damaged(directory).update(damaged)
+    raise CorruptCheckpointError(
+        f"checkpoint: {directory}: {'; '.join(damaged.values())}; expected a step as "
+        "it was written. Restore another step, or these files from a backup."
+    )
+
+
+def known_damaged(directory: epath.Path) -> set[int]:
+    """Returns the set of steps of a directory that this process found damaged."""
+    return _damaged.setdefault(str(directory), set())
+
+
+def agreed(read: Callable[[], T]) -> T:
+    """Returns what `read` does, if it succeeds in every process.
+
+    Raises:
+      CorruptCheckpointError: if some process found damage.
+      RuntimeError: if something else failed in another one.
+    """
+    if jax.process_count() == 1:
+        return read()
+    error: Exception | None = None
+    try:
+        result = read()
+    except Exception as caught:  # the others must hear of any
+        error = caught
+    kind = 0 if error is None else 1 if isinstance(error, CorruptCheckpointError) else 2
+    kinds = multihost_utils.process_allgather(np.int32(kind)).ravel().tolist()
+    if error is not None:
+        raise error
+    if 2 in kinds:
+        raise RuntimeError(
+            f"checkpoint: process {kinds.index(2)} failed; expected all processes to "
+            "read the same files. Its own error says why."
+        )
+    if 1 in kinds:
+        raise CorruptCheckpointError(
+            f"process {kinds.index(1)} found damage. Its own error names the files"
+        )
+    return result
+
+
+def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record | None]:
+    """Returns the shapes and dtypes on disk, as a nested dict, and the record.
+
+    Raises:
+      CorruptCheckpointError: if the step is damaged.
+      OSError: if its files cannot be read for another reason.
+      ValueError: if something else was saved, or a newer version saved it.
+    """
+    where = f"step {step} in {directory}"
+    folder = directory / str(step)
+    items = read_or_explain(lambda: items_of(folder))
+    metadata = read_or_explain(lambda: _metadata(folder))
+    if ITEM not in items:
+        if metadata is None or not items:
+            raise IncompleteError(f"its folder {ITEM!r} is missing")
+        raise ValueError(
+            f"checkpoint: {where} holds no item {ITEM!r} but {sorted(items)}; expected "
+            "a state saved with StandardSave. Restore it with the Orbax calls that "
+            "match how it was saved, or read it with checkpoint.migrate."
+        )
+    # Something else than `checkpoint.save` may have written the step.
+    if metadata is None and (directory / _lock.NAME).exists():
+        raise IncompleteError("its digests are missing")
+    record = read_record(metadata, step, where)
+    return read_or_explain(lambda: _tree(folder / ITEM, record)), record
+
+
+def items_of(folder: epath.Path) -> set[str]:
+    """Returns what a step holds beside its metrics: the names of complete items."""
+    inside = {path.name for path in folder.iterdir() if path.is_dir()}
+    return {name for name in inside if _HALF not in name} - {METRICS}
+
+
+def read_or_explain(read: Callable[[], T]) -> T:
+    """Returns the result of `read`; every error becomes one that tells damage from an
+    outage.
+
+    Raises:
+      CorruptCheckpointError: if the files are damaged.
+      OSError: if they cannot be read for another reason.
+    """
+    try:
+        return read()
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file makes of those who read it
+        raise unreadable(error) from error
+
+
+def _tree(folder: epath.Path, record: Record | None) -> dict[str, Any]:
+    """Returns the description of the arrays in a folder, and holds it to the record."""
+    tree = metadata_of(folder)
+    if not isinstance(tree, Mapping):
+        raise CorruptCheckpointError("the description of its arrays cannot be read")
+    if record is not None:
+        check_layout(record, layout_of(tree))
+    return dict(tree)
+
+
+def _metadata(folder: epath.Path) -> dict[str, Any] | None:
+    """Returns the user's part of a step's metadata; `None` if the file is missing."""
+    try:
+        content = json.loads((folder / _STEP_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{_STEP_FILE} cannot be read") from error
+    # Orbax names the handlers of its items in every one, whoever called it.
+    if isinstance(content, dict) and "item_handlers" in content:
+        custom = content.get("custom_metadata")
+        if isinstance(custom, dict | None):
+            return custom or {}
+    raise CorruptCheckpointError(f"{_STEP_FILE} is not what Orbax wrote")

@@ -1,0 +1,144 @@
+"""The arguments of the Orbax helpers, and programs that end without closing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from flax_amp import AmpTrainState, checkpoint
+
+
+def small():
+    return AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+
+
+def at(state, step):
+    return state.replace(step=jnp.int32(step))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            dict(max_to_keep=0),
+            ValueError,
+            "max_to_keep is 0; expected at least 1. Use 1 or",
+        ),
+        (
+            dict(max_to_keep=-1),
+            ValueError,
+            "max_to_keep is -1; expected at least 1. Use 1 or",
+        ),
+        (dict(max_to_keep="3"), TypeError, "max_to_keep is a str; expected an integer"),
+        (dict(save_interval_steps=0), ValueError, "interval_steps is 0; expected at l"),
+        (dict(save_interval_steps=2.5), TypeError, "is a float; expected an integer"),
+        (dict(best_metric=3), TypeError, "best_metric=3; expected the name of one"),
+    ],
+)
+def test_settings_that_would_save_nothing_are_named(tmp_path, options, error, message):
+    with pytest.raises(error, match=f"checkpoint.manager: .*{message}"):
+        checkpoint.manager(tmp_path, **options)
+
+
+@pytest.mark.parametrize("read", [checkpoint.restore, checkpoint.migrate])
+def test_steps_are_integers(tmp_path, read):
+    with checkpoint.manager(tmp_path) as manager:
+        assert checkpoint.save(manager, at(small(), 3))
+    deleted = jnp.array(3)
+    deleted.delete()
+    for step in (3, np.int64(3), jnp.int32(3), jnp.array(3)):
+        assert int(read(tmp_path, small(), step=step).step) == 3
+    for step, seen in [
+        ("3", "a str"),
+        (3.0, "a float"),
+        (jnp.float32(3), r"float32\[\]"),
+        (jnp.arange(2), r"int32\[2\]"),
+        (deleted, "deleted, its memory was donated"),
+    ]:
+        with pytest.raises(TypeError, match=f"step is {seen}; .* Pass an int"):
+            read(tmp_path, small(), step=step)
+
+
+def test_arguments_in_the_wrong_place_are_named(tmp_path):
+    state = small()
+    with checkpoint.manager(tmp_path) as manager:
+        for first in (str(tmp_path), state, None):
+            with pytest.raises(TypeError, match="first argument .* expected a manager"):
+                checkpoint.save(first, state)
+        for other in ({"step": 1}, manager):
+            with pytest.raises(
+                TypeError, match="state is .* expected an AmpTrainState"
+            ):
+                checkpoint.save(manager, other)
+        with pytest.raises(TypeError, match="metrics is a float; expected a dict"):
+            checkpoint.save(manager, state, 0.5)
+        for value in (jnp.ones(3), "x", None):
+            with pytest.raises(
+                TypeError, match="metric 'loss' is .* expected one numb"
+            ):
+                checkpoint.save(manager, state, {"loss": value})
+        for step in (jnp.arange(3), jnp.float32(2)):
+            with pytest.raises(
+                TypeError, match=r"state\'s step is (int32\[3\]|float32\[\]);"
+            ):
+                checkpoint.save(manager, state.replace(step=step))
+        with pytest.raises(
+            ValueError, match="step is -1; expected at least 0. Use 0 or"
+        ):
+            checkpoint.save(manager, at(state, -1))
+        assert not manager.all_steps()
+    for call in (
+        lambda: checkpoint.restore(state, state),
+        lambda: checkpoint.restore(None, state),
+        lambda: checkpoint.verify(3),
+        lambda: checkpoint.manager(state),
+    ):
+        with pytest.raises(TypeError, match="the directory is a .* expected a path or"):
+            call()
+
+
+ENDING = """
+import sys
+import optax, jax.numpy as jnp
+from flax_amp import AmpTrainState, checkpoint
+state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+manager = checkpoint.manager(sys.argv[1])
+checkpoint.save(manager, state)
+"""
+
+
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 3),
+    reason="CPython issue 113964: threads cannot be started while it waits for others",
+)
+@pytest.mark.parametrize(
+    "last, code",
+    [
+        pytest.param("", 0, marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow),
+        ("raise KeyError", 1),
+    ],
+)
+def test_a_program_that_ends_without_closing_saves(tmp_path, last, code):
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING + last, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+    )
+    assert ended.returncode == code
+    assert bool(ended.stderr) == (code == 1), ended.stderr
+    (report,) = checkpoint.verify(tmp_path)
+    assert (report.step, report.problem) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["run[1]", "lr[0.1]/x"])
+def test_brackets_in_a_path_are_refused(name, tmp_path):
+    """Orbax would save there, and find nothing of it."""
+    with pytest.raises(ValueError, match="brackets in its path.*Rename it"):
+        checkpoint.manager(tmp_path / name)

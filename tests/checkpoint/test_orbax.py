@@ -1,0 +1,107 @@
+"""The state with plain Orbax calls: everything comes back, in other processes too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import _resume
+from _models import MODELS, changed, make_batch
+from flax_amp._training.scaler import init_scaler
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp._training.train_step import make_train_step
+
+
+def process(task, directory):
+    """Runs one process of the test and returns what it reports."""
+    report = directory / f"{task}.json"
+    subprocess.run(
+        [sys.executable, _resume.__file__, task, directory, report],
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        timeout=240,  # a hang of Orbax would last 300 seconds
+        cwd=Path(_resume.__file__).parents[1],
+    )
+    return json.loads(report.read_text())
+
+
+@pytest.mark.slow
+def test_resuming_in_another_process_changes_no_bit(tmp_path):
+    whole = process("run", tmp_path)
+    process("save", tmp_path)
+    resumed = process("restore", tmp_path)
+    for name in MODELS:
+        assert whole[name]["skipped"] == 2  # one in each half
+        assert whole[name]["scale"] != 64
+        assert resumed[name]["losses"] == whole[name]["losses"][_resume.HALF :]
+        assert resumed[name]["leaves"] == whole[name]["leaves"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request, tmp_path_factory):
+    """A model's name, its state after three steps, and the manager that saved it."""
+    make, loss = MODELS[request.param]
+    step = make_train_step(loss, has_aux=True)
+    state = _resume.new_state(make)
+    for i in range(3):
+        state, _ = step(state, make_batch(i, poisoned=i == 1))
+    with _resume.open_manager(tmp_path_factory.mktemp("plain")) as manager:
+        manager.save(3, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+        yield request.param, state, manager
+
+
+@pytest.mark.parametrize("kind", ["concrete", "abstract", "abstract with shardings"])
+def test_restores_into_every_kind_of_target(trained, kind):
+    name, state, manager = trained
+    make, _ = MODELS[name]
+    fresh = make()
+    target = fresh if kind == "concrete" else jax.eval_shape(lambda: fresh)
+    if kind == "abstract with shardings":
+        target = jax.tree.map(
+            lambda shape, leaf: jax.ShapeDtypeStruct(
+                shape.shape, shape.dtype, sharding=leaf.sharding
+            ),
+            target,
+            fresh,
+        )
+    restored = manager.restore(3, args=ocp.args.StandardRestore(target))
+    assert isinstance(restored, AmpTrainState)
+    assert not changed(state, restored)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(restored):
+        assert isinstance(leaf, jax.Array) and not leaf.aval.weak_type, path
+
+
+def test_a_restored_state_is_not_traced_again(trained):
+    name, state, manager = trained
+    make, loss = MODELS[name]
+    traces = []
+
+    def counted(*args, **kwargs):
+        traces.append(None)
+        return loss(*args, **kwargs)
+
+    counted.__wrapped__ = loss  # with its signature
+    step = make_train_step(counted, has_aux=True, donate=False)
+    target = _resume.new_state(make)
+    step(target, make_batch())
+    restored = manager.restore(3, args=ocp.args.StandardRestore(target))
+    step(restored, make_batch())
+    assert len(traces) == 1
+
+
+def test_a_state_without_collections_saves(tmp_path):
+    state = AmpTrainState.create(
+        params={"w": jax.numpy.ones(2)}, tx=optax.sgd(0.1), scaler=init_scaler()
+    )
+    with _resume.open_manager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+        restored = manager.restore(0, args=ocp.args.StandardRestore(state))
+    assert not changed(state, restored)
+    assert (restored.variables, restored.rngs) == ({}, {})

@@ -1,0 +1,214 @@
+"""The examples: each trains a few steps, resumes to the bit, refuses bad settings."""
+
+import json
+import re
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from configs.digits import get_config
+from examples.digits import data, train
+
+ROOT = Path(__file__).parents[2]
+PRECISIONS = ["float32", "bfloat16", "float16"]
+
+
+def small(precision="float16", **overrides):
+    """The config of examples/digits, shrunk to a few steps of a tiny network."""
+    config = get_config().unlock()
+    config.update(
+        precision=precision,
+        features=(4, 8),
+        batch_size=16,
+        num_steps=4,
+        warmup_steps=1,
+        scale_patience=1,  # so that the scale moves within the few steps
+        log_every=1,
+        eval_every=2,
+        checkpoint_every=2,
+    )
+    config.update(overrides)
+    return config
+
+
+def events(workdir):
+    """`{(tag, step): value}` of all the TensorBoard files in `workdir`."""
+    found = {}
+    for path in sorted(workdir.glob("events.out.tfevents.*")):
+        content, start = path.read_bytes(), 0
+        while start < len(content):  # length, its CRC, the event, its CRC
+            (length,) = struct.unpack_from("<Q", content, start)
+            event = event_pb2.Event.FromString(content[start + 12 :][:length])
+            start += 12 + length + 4
+            for value in event.summary.value:
+                found[value.tag, event.step] = value.simple_value
+    return found
+
+
+def bits(tree):
+    """`{path: (dtype, bytes)}` of every array."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        found[jax.tree_util.keystr(path)] = (str(x.dtype), np.asarray(x).tobytes())
+    return found
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["float16", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS[:2])],
+)
+def test_digits_trains(precision, tmp_path):
+    state, summary = train.train_and_evaluate(small(precision), tmp_path)
+    assert summary["step"] == int(state.step) == 4
+    assert summary["resumed_from"] == 0
+    assert 0.0 <= summary["test_accuracy"] <= 1.0
+    assert np.isfinite(summary["test_loss"])
+    assert (summary["scale"] != 1.0) == (precision == "float16")
+    float_leaves = jax.tree.leaves((state.params, state.variables))
+    assert {str(x.dtype) for x in float_leaves} == {"float32"}
+
+    written = events(tmp_path)
+    assert np.isfinite(written["train/loss", 4])
+    assert written["train/scale", 4] == summary["scale"]
+    assert written["test/accuracy", 4] == pytest.approx(summary["test_accuracy"])
+    assert ("test/accuracy", 2) in written
+
+
+@pytest.mark.slow
+def test_digits_computes_in_the_precision_asked_for():
+    images = np.zeros((2, 8, 8, 1), np.float32)
+    batch = {"image": images, "label": np.zeros(2, np.int32)}
+    for precision, name in {"bfloat16": "bf16", "float16": "f16"}.items():
+        config = small(precision)
+        state = train.create_state(config, images)
+        step = train.make_steps(config)[0]
+        jaxpr = str(jax.make_jaxpr(step)(state, batch))
+        outputs = re.findall(r":(\w+)\[[\d,]*\] = (?:dot_general|conv_general)", jaxpr)
+        assert outputs, "no matrix product was found"
+        assert set(outputs) == {name}
+
+
+@pytest.mark.slow
+def test_digits_resumes_to_the_bit(tmp_path):
+    config = small("float16")
+    straight, _ = train.train_and_evaluate(config, tmp_path / "straight")
+    stopped, summary = train.train_and_evaluate(
+        config, tmp_path / "stopped", should_stop=lambda step: step == 3
+    )
+    assert summary["step"] == int(stopped.step) == 3
+    resumed, summary = train.train_and_evaluate(config, tmp_path / "stopped")
+    assert summary["resumed_from"] == 3
+    assert bits(straight) == bits(resumed)
+    again, summary = train.train_and_evaluate(config, tmp_path / "stopped")
+    assert summary["resumed_from"] == summary["step"] == 4  # nothing left to do
+    assert bits(resumed) == bits(again)
+
+
+@pytest.mark.slow
+def test_digits_begins_with_the_weights_of_another_run(tmp_path):
+    first, _ = train.train_and_evaluate(small("float16"), tmp_path / "first")
+    config = small("bfloat16", init_from=str(tmp_path / "first" / "checkpoints"))
+    config.learning_rate = 0.0  # so that they can be seen in the end
+    second, summary = train.train_and_evaluate(config, tmp_path / "second")
+    assert summary["resumed_from"] == 0
+    assert bits(first.params) == bits(second.params)
+
+
+def test_digits_data_is_split_once_and_for_all():
+    (train_data, test_data), (again, _) = data.load(0), data.load(0)
+    assert len(train_data["label"]) == 1437
+    assert len(test_data["label"]) == 360
+    np.testing.assert_array_equal(train_data["image"], again["image"])
+    assert train_data["image"].min() == 0.0
+    assert train_data["image"].max() == 1.0
+
+
+def test_digits_batches_follow_from_seed_and_step():
+    rows = {"label": np.arange(10, dtype=np.int32)}
+
+    def labels(step, seed=0):
+        batch = data.batch_at(rows, step, batch_size=5, seed=seed)
+        return batch["label"].tolist()
+
+    assert labels(3) == labels(3)
+    assert sorted(labels(2) + labels(3)) == list(range(10))  # an epoch: each row once
+    assert labels(0) + labels(1) != labels(2) + labels(3)
+    assert labels(0) != labels(0, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"precision": "float8"}, r"config.precision='float8'.*'float32', 'bfloat16'"),
+        ({"batch_size": 2000}, r"batch_size=2000 must be between 1 and 1437"),
+        ({"batch_size": 0}, r"batch_size=0 must be between 1 and 1437"),
+    ],
+)
+def test_digits_refuses_bad_settings(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train.train_and_evaluate(small(**overrides), tmp_path)
+
+
+def test_every_setting_is_explained():
+    for path in (ROOT / "configs").glob("*.py"):
+        for line in path.read_text().splitlines():
+            if re.match(r" +config\.\w+ = ", line):
+                assert "  # " in line, f"{path.name}: no comment: {line.strip()}"
+
+
+def test_example_files_are_short():
+    for path in (ROOT / "examples").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 150, path
+
+
+def command(workdir, *flags):
+    main = [sys.executable, "-m", "examples.digits.main", f"--workdir={workdir}"]
+    return [*main, "--config=configs/digits.py", *flags]
+
+
+@pytest.mark.slow
+def test_digits_saves_and_ends_on_sigterm(tmp_path):
+    flags = ("--precision=bfloat16", "--config.num_steps=100000")
+    with subprocess.Popen(
+        command(tmp_path, *flags), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stdout.read()
+    assert process.returncode == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 50 <= summary["step"] < 100000
+    assert (tmp_path / "checkpoints" / str(summary["step"])).is_dir()
+
+
+@pytest.mark.slow
+def test_digits_refuses_unknown_flags(tmp_path):
+    for flag in ("--precision=float8", "--config.learing_rate=1"):
+        result = subprocess.run(
+            command(tmp_path, flag), cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode != 0
+        assert flag.split("=")[0].removeprefix("--config.").strip("-") in result.stderr
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "examples.digits.demo", f"--workdir={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FAILED" not in result.stdout

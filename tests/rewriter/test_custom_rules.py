@@ -1,0 +1,186 @@
+"""Custom derivatives: the user's rule decides, rewritten but never dropped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from flax_amp import amp
+from flax_amp._rewriter import emit, transform
+from helpers import both_halves, dtypes_of, jit
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 1.0
+
+
+clipped.defvjp(lambda x: (clipped(x), None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
+
+
+@jax.custom_jvp
+def wrong(x):
+    return x * 1.0
+
+
+wrong.defjvp(lambda p, t: (wrong(p[0]), 7.0 * t[0]))
+
+RULE_CASES = {  # x -> scalar, x, what the user's own rule says
+    "clipped": (lambda w, x: 100.0 * clipped((x * w).sum()), 0.0, 1e-3),
+    "clipped_low": (lambda w, x: 100.0 * clipped((x @ w).sum()), 0.0, 1e-3),
+    "relu_at_0": (lambda w, x: jax.nn.relu((x @ w).sum()), 0.0, 0.0),
+    "relu_above_0": (lambda w, x: jax.nn.relu((x @ w).sum()), 2.0, 1.0),
+    "relu6_at_0": (lambda w, x: jax.nn.relu6((x @ w).sum()), 0.0, 0.0),
+    "wrong": (lambda w, x: wrong((x @ w).sum()), 2.0, 7.0),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("name", RULE_CASES)
+def test_user_rule_decides_the_gradient(name, dtype):
+    """Under grad, jit, scan and vmap of grad: the user's number, not the true one."""
+    fn, at, slope = RULE_CASES[name]
+    w = jnp.ones((1, 1))
+    lowered = amp(functools.partial(fn, w), compute_dtype=dtype)
+    x = jnp.full((1, 1), at)
+    slope = float(jnp.asarray(slope, dtype)) if "low" in name else slope
+    tolerance = 1e-2 * slope
+    assert abs(float(jax.grad(lowered)(x)[0, 0]) - slope) <= tolerance
+    scanned = lambda x: lax.scan(lambda c, _: (c, lowered(c)), x, None, 2)[1].sum()  # noqa: E731
+    assert abs(float(jit(jax.grad(amp(scanned)))(x)[0, 0]) - 2 * slope) <= 2 * tolerance
+    batch = jit(jax.vmap(jax.grad(lowered)))(jnp.stack([x, x]))
+    assert batch.shape == (2, 1, 1)
+    np.testing.assert_allclose(batch, slope, atol=tolerance)
+
+
+@both_halves
+def test_custom_jvp_under_jvp_and_twice(dtype):
+    """Forward mode and grad of grad go through the user's rule as well."""
+    lowered = amp(lambda x: wrong(wrong(x) * x), compute_dtype=dtype)
+    # d/dx wrong(wrong(x) x) = 7 (7 x + x) = 56 x.
+    _, tangent = jax.jvp(lowered, (jnp.float32(1.5),), (jnp.float32(1.0),))
+    assert float(tangent) == 84.0
+    assert float(jax.grad(jax.grad(lowered))(jnp.float32(1.5))) == 7 * (7 + 7)
+    assert float(jax.jvp(jax.grad(lowered), (1.5,), (1.0,))[1]) == 7 * (7 + 7)
+
+
+@both_halves
+def test_where_guard_keeps_gradients_finite(dtype):
+    """The double `where` of a safe log, and logsumexp and softmax far out."""
+
+    def fn(w, x):
+        y = x @ w
+        safe = jnp.where(y > 0, jnp.log(jnp.where(y > 0, y, 1.0)), 0.0)
+        return safe.sum() + jax.nn.logsumexp(y * 100) + jax.nn.softmax(y * 100)[0, 0]
+
+    w, x = jnp.eye(3), jnp.array([[0.0, -1.0, 2.0]])
+    grads = jit(jax.grad(amp(fn, compute_dtype=dtype), argnums=(0, 1)))(w, x)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+def test_what_jax_shows_of_a_function_is_short():
+    """JAX writes the repr of callables into its debug information, at every call."""
+    shown = []
+
+    class Recorder(emit.Emitter):
+        def emit(self, plan, operands):
+            shown.extend(map(repr, (self, plan)))
+            return super().emit(plan, operands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transform, "Emitter", Recorder)
+        jax.make_jaxpr(jax.grad(amp(lambda x: jax.nn.relu(x * 2).sum())))(jnp.ones(3))
+
+    assert len(shown) > 2
+    assert max(map(len, shown)) < 200
+
+
+def test_a_rule_may_close_over_a_large_object():
+    """The search for what a rule closes over goes past it, to the traced value."""
+    table = {f"key {i}": i for i in range(20_000)}
+
+    def f(w, x):
+        total = jnp.sum(x)
+
+        @jax.custom_vjp
+        def scaled(w):
+            return 2 * w
+
+        scaled.defvjp(lambda w: (2 * w, None), lambda _, ct: (ct * total * len(table),))
+        return scaled(w).sum()
+
+    args = jnp.ones(2), jnp.ones(3)
+    grad = jax.grad(amp(f, compute_dtype=jnp.float32))(*args)
+    np.testing.assert_array_equal(grad, jax.grad(f)(*args))
+
+
+def test_an_error_of_a_rule_is_its_own():
+    def fails(x):
+        raise ValueError("mine")
+
+    @jax.custom_vjp
+    def f(x):
+        return 2 * x
+
+    f.defvjp(fails, lambda _, ct: (ct,))
+    mesh = jax.make_mesh((1,), ("d",))
+    spec = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(
+        jax.grad(lambda x: amp(f)(x).sum()), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    for derivative in (jax.grad(lambda x: amp(f)(x).sum()), sharded):
+        with pytest.raises(ValueError, match="mine"):
+            derivative(jnp.ones(2))
+
+
+def test_a_rule_that_asks_for_precision_gets_it():
+    """Also where its function asks for the default, or the process does."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(operands, ct):
+        x, w = operands
+        high = functools.partial(jnp.dot, precision="highest")
+        return high(ct, w.T), high(x.T, ct)
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    grad = jax.grad(amp(lambda w, x: product(x, w).sum(), compute_dtype=jnp.bfloat16))
+    with jax.default_matmul_precision("bfloat16"):
+        found = dtypes_of(grad, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert sorted(found) == [("bfloat16",) * 2, *[("float32",) * 2] * 2]
+
+
+def test_wide_gradients_leave_jvp_rules_alone():
+    """JAX transposes the rule of a `custom_jvp`, whose products must then allow it."""
+
+    @jax.custom_jvp
+    def product(x, w):
+        return x @ w
+
+    product.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+    x, w = jnp.ones((2, 4)), jnp.eye(4)
+    lowered = amp(
+        lambda w: (product(x, w) ** 2).sum(),
+        compute_dtype=jnp.bfloat16,
+        reduce_dtype=jnp.float32,
+    )
+    np.testing.assert_allclose(jax.grad(lowered)(w), 4 * jnp.ones((4, 4)), rtol=1e-2)
+
+
+def test_calls_of_one_rule_share_their_rewritten_body():
+    """Otherwise each ReLU of a network would be rewritten and lowered anew."""
+
+    def network(w, x):
+        for i in range(5):
+            x = jax.nn.relu(x @ w[i])
+        return x.sum()
+
+    grad = jax.jit(jax.grad(amp(network, compute_dtype=jnp.bfloat16)))
+    text = grad.lower(jnp.ones((5, 4, 4)), jnp.ones((2, 4))).as_text()
+    # One for the function, one with what its derivative reads.
+    assert text.count("func.func private @relu") <= 2

@@ -1,0 +1,287 @@
+"""AmpTrainState: what it holds from its first moment, and what it refuses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+from _models import (
+    FEATURES,
+    MODELS,
+    LinenNet,
+    NnxNet,
+    changed,
+    leaves_by_path,
+    linen_state,
+    nnx_state,
+)
+from flax_amp._training.scaler import init_scaler, no_scaler
+from flax_amp._training.train_state import AmpTrainState
+
+
+class EmaState(AmpTrainState):
+    """A subclass with a field that has no default."""
+
+    ema: Any
+
+
+def simple(**options):
+    options = dict(params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)) | options
+    return AmpTrainState.create(**options)
+
+
+@pytest.mark.parametrize("make", [linen_state, nnx_state])
+def test_every_leaf_is_a_strongly_typed_array(make):
+    hyper = optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)
+    state = make(cls=EmaState, tx=hyper, ema={"decay": 0.9, "n": 3, "on": True})
+    assert isinstance(state, TrainState)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        assert isinstance(leaf, jax.Array), path
+        assert not leaf.aval.weak_type, path
+    assert (state.step.dtype, state.step.shape, int(state.step)) == (jnp.int32, (), 0)
+    assert set(state.scaler) == set(init_scaler())
+
+
+def test_step_is_int32_in_x64_too():
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(3, jnp.float32)}
+        assert simple(params=params).step.dtype == jnp.int32
+
+
+def test_linen_holds_the_collections():
+    state = linen_state()
+    assert set(state.variables) == {"batch_stats"}
+    assert set(state.rngs) == {"dropout"}
+    assert state.graphdef is None
+    out = state.apply_fn(
+        {"params": state.params, **state.variables},
+        jnp.ones((2, FEATURES)),
+        train=False,
+    )
+    assert out.shape == (2, 3)
+
+
+def test_nnx_model_round_trips():
+    model = NnxNet(nnx.Rngs(3))
+    before = nnx.to_pure_dict(nnx.state(model))
+    state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+    assert state.apply_fn is None
+    assert type(state.params["last"][0]) is dict
+    merged = state.merge_model()
+    assert isinstance(merged, NnxNet)
+    assert not changed(before, nnx.to_pure_dict(nnx.state(merged)))
+    x = jnp.ones((4, FEATURES))
+    np.testing.assert_array_equal(merged(x), model(x))  # dropout and statistics too
+    assert not changed(before, {**nnx.to_pure_dict(nnx.state(state.merge_model()))})
+
+
+def test_nnx_variable_metadata_survives():
+    class Logical(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2), note="kept")
+
+    merged = AmpTrainState.create(model=Logical(), tx=optax.sgd(0.1)).merge_model()
+    assert merged.w.note == "kept"
+
+
+def test_shared_parameters_stay_shared():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.Linear(2, 2, rngs=rngs)
+            self.b = self.a
+
+    state = AmpTrainState.create(model=Tied(nnx.Rngs(0)), tx=optax.sgd(0.1))
+    assert len(jax.tree.leaves(state.params)) == 2
+    merged = state.merge_model()
+    assert merged.a is merged.b
+
+
+def test_no_leaf_shares_memory():
+    params = {"w": jnp.ones(3), "b": jnp.zeros(2)}
+    # Schedule-free optimizers start from a copy of the parameters, by reference.
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    key = jax.random.key(0)
+    state = AmpTrainState.create(params=params, tx=tx, rngs={"a": key, "b": key})
+    donated = jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)(state)
+    jax.block_until_ready(donated)
+    assert float(params["w"].sum()) == 3  # not deleted
+    assert jax.random.key_data(key).shape == (2,)
+
+
+def test_user_arrays_survive_donation_of_an_nnx_state():
+    model = NnxNet(nnx.Rngs(0))
+    state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+    jax.jit(lambda s: jax.tree.map(lambda x: x, s), donate_argnums=0)(state)
+    assert model(jnp.ones((2, FEATURES))).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_create_under_eval_shape_and_jit(name, mesh):
+    make, _ = MODELS[name]
+    state = make()
+    shapes = jax.eval_shape(make)
+    assert jax.tree.structure(shapes.params) == jax.tree.structure(state.params)
+    for shape, leaf in zip(
+        jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True
+    ):
+        assert (shape.shape, shape.dtype) == (leaf.shape, leaf.dtype)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    born = jax.jit(make, out_shardings=everywhere)()
+    assert all(leaf.sharding == everywhere for leaf in jax.tree.leaves(born))
+    assert set(leaves_by_path(born)) == set(leaves_by_path(state))
+
+
+def test_shardings_of_the_parameters_are_kept(mesh):
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    state = simple(params={"w": jax.device_put(jnp.ones(16), split)})
+    assert state.params["w"].sharding == split
+
+
+def test_optimizer_is_wrapped_once():
+    plain = simple(tx=optax.adam(0.1))
+    assert isinstance(plain.opt_state, optax.ApplyIfFiniteState)
+    assert not isinstance(plain.opt_state.inner_state, optax.ApplyIfFiniteState)
+    mine = simple(tx=optax.apply_if_finite(optax.adam(0.1), 3))
+    assert not isinstance(mine.opt_state.inner_state, optax.ApplyIfFiniteState)
+
+
+def test_apply_if_finite_never_gives_up():
+    state = simple()
+    for _ in range(20):
+        state = state.apply_gradients(grads={"w": jnp.full(3, jnp.nan)})
+    np.testing.assert_array_equal(state.params["w"], np.ones(3))
+
+
+def test_any_object_with_init_and_update_is_an_optimizer():
+    class Mine:
+        init = staticmethod(optax.sgd(0.1).init)
+        update = staticmethod(optax.sgd(0.1).update)
+
+    state = simple(tx=Mine()).apply_gradients(grads={"w": jnp.ones(3)})
+    np.testing.assert_allclose(state.params["w"], 0.9)
+    multi = optax.MultiSteps(optax.sgd(0.1), 2)
+    assert isinstance(simple(tx=multi).opt_state, optax.ApplyIfFiniteState)
+
+
+def test_integer_parameters_are_allowed():
+    params = {"w": jnp.ones(2), "table": jnp.arange(3)}
+    state = simple(params=params, tx=optax.adamw(0.1))
+    grads = {"w": jnp.ones(2), "table": jnp.zeros(3, jnp.int32)}
+    after = jax.jit(lambda s: s.apply_gradients(grads=grads))(state)
+    assert changed(state.params, after.params) == {"['w']"}
+    assert after.params["table"].dtype == jnp.int32
+
+
+def test_empty_collections_are_empty_dicts():
+    state = simple()
+    assert (state.variables, state.rngs, state.graphdef) == ({}, {}, None)
+
+
+def test_raw_keys_become_typed():
+    state = simple(rngs={"dropout": jax.random.PRNGKey(3)})
+    assert state.rngs["dropout"] == jax.random.key(3)
+
+
+def test_scaler_is_completed():
+    assert float(simple(scaler={"scaler": 8}).scaler["scaler"]) == 8
+    assert jax.tree.map(float, simple(scaler=no_scaler()).scaler) == jax.tree.map(
+        float, no_scaler()
+    )
+
+
+def test_subclass_fields_are_passed_on():
+    state = linen_state(cls=EmaState, ema={"w": np.ones(2, np.float32)})
+    assert isinstance(state.ema["w"], jax.Array)
+    with pytest.raises(TypeError, match="ema"):
+        linen_state(cls=EmaState)
+
+
+def test_fp8_statistics_stay_out_of_the_optimizer():
+    params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"s": 1.0}}
+    state = simple(params=params, tx=optax.adam(0.1))
+    grads = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"s": 5.0}}
+    assert state.apply_gradients(grads=grads).params["_overwrite_with_gradient"] == {
+        "s": 5.0
+    }
+
+
+HALF = {
+    "dense": {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)},
+    "norm": np.ones(2, np.float64),
+}
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(params=HALF), ValueError, r"\['dense'\]\['kernel'\]: float16"),
+        (dict(params=HALF), ValueError, r"\['norm'\]: float64.*param_dtype"),
+        (
+            dict(params={"w": jnp.ones(2, jnp.bfloat16)}),
+            ValueError,
+            r"not float32: \['w'\]: bfloat16",
+        ),
+        (dict(params=None), TypeError, "got neither params nor model"),
+        (
+            dict(params=None, model=LinenNet()),
+            TypeError,
+            "model is a LinenNet; expected an nnx.Module",
+        ),
+        (
+            dict(model=nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+            TypeError,
+            "model together with params",
+        ),
+        (dict(tx=None), TypeError, "tx is a NoneType"),
+        (dict(rngs=jax.random.key(0)), TypeError, "rngs is a .*expected a dict"),
+        (dict(rngs={"dropout": 0}), TypeError, r"rngs\['dropout'\] is int"),
+        (
+            dict(rngs={"dropout": jax.random.split(jax.random.key(0))}),
+            TypeError,
+            r"rngs\['dropout'\] is key<fry>\[2\]",
+        ),
+        (
+            dict(rngs={"dropout": jnp.ones(2)}),
+            TypeError,
+            r"rngs\['dropout'\] is float32\[2\]",
+        ),
+        (dict(variables=[1]), TypeError, "variables is a list; expected a dict"),
+        (
+            dict(variables={"params": {}, "batch_stats": {}}),
+            ValueError,
+            "holds the collection 'params'",
+        ),
+        (dict(scaler={"growth": 1}), ValueError, "unknown keys"),
+        (dict(ema=1), TypeError, "ema"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        simple(**options)
+
+
+def test_merge_model_needs_a_model():
+    with pytest.raises(TypeError, match="expected one made with create.model="):
+        simple().merge_model()
+
+
+def test_float16_nnx_model_is_named():
+    model = nnx.Linear(2, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"\['kernel'\]: float16"):
+        AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+
+
+def test_partitioned_parameters_keep_their_boxes():
+    model = nn.Dense(
+        4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("a", "b"))
+    )
+    params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+    state = simple(params=params)
+    assert isinstance(state.params["kernel"], nn.Partitioned)

@@ -1,0 +1,222 @@
+"""Loops other than one state and one step: epochs in one jit, GANs, penalties."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from _models import MODELS, changed, make_batch
+from flax_amp import AmpTrainState, amp, init_scaler, make_eval_step, make_train_step
+from helpers import assert_close, assert_identical, both_halves, dtypes_of
+
+# A whole epoch in one jit
+
+
+def stacked(batches):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scan_over_steps_equals_the_steps(name):
+    """One compiled epoch, with a bad batch in it, is the loop of steps."""
+    make, loss_fn = MODELS[name]
+    scaler = init_scaler(scaler=2.0**6, patience=2)
+    batches = [make_batch(seed, poisoned=seed == 2) for seed in range(6)]
+    step = make_train_step(loss_fn, has_aux=True, donate=False)
+    looped, losses = make(tx=optax.sgd(0.1), scaler=scaler), []
+    for batch in batches:
+        looped, metrics = step(looped, batch)
+        losses.append(metrics["loss"])
+
+    inner = make_train_step(loss_fn, has_aux=True, jit=False)
+    epoch = jax.jit(lambda state, batches: jax.lax.scan(inner, state, batches))
+    scanned, metrics = epoch(make(tx=optax.sgd(0.1), scaler=scaler), stacked(batches))
+
+    assert metrics["grads_finite"].tolist() == [True] * 2 + [False] + [True] * 3
+    assert metrics["loss"].shape == (6,)
+    assert_identical(scanned.scaler, looped.scaler)
+    assert_close(scanned.params, looped.params, jnp.float16, gradient=True)
+    good = jnp.array([0, 1, 3, 4, 5])
+    assert_close(metrics["loss"][good], jnp.stack(losses)[good], jnp.float16)
+
+
+def test_scan_over_steps_is_one_loop():
+    """The state is a fixed point of the step: types, weak ones too, and structure."""
+    make, loss_fn = MODELS["linen"]
+    step = make_train_step(loss_fn, has_aux=True, jit=False)
+    state = make()
+    out, _ = jax.eval_shape(step, state, make_batch())
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(out), strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+        assert not after.weak_type
+
+
+# What a loop costs the host
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_transfers_nothing(name):
+    """Metrics stay on the device until somebody asks: dispatch runs ahead."""
+    make, loss_fn = MODELS[name]
+    step = make_train_step(loss_fn, has_aux=True)
+
+    @functools.wraps(loss_fn)  # its keywords, too
+    def only_loss(*args, **kwargs):
+        return loss_fn(*args, **kwargs)[0]
+
+    evaluate = make_eval_step(only_loss)
+    batches = jax.device_put([make_batch(i, poisoned=i == 3) for i in range(6)])
+    state, history = make(), []
+    with jax.transfer_guard("disallow"):
+        for batch in batches:
+            state, metrics = step(state, batch)
+            history.append(metrics)
+            history.append({"eval": evaluate(state, batch)})
+    assert sum(bool(m["grads_finite"]) for m in history[::2]) == 5
+
+
+# Two networks, two states, two scalers
+
+
+class Generator(nn.Module):
+    @nn.compact
+    def __call__(self, z):
+        return nn.Dense(2)(nn.relu(nn.Dense(16)(z)))
+
+
+class Critic(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.softplus(nn.Dense(16)(x)))[:, 0]
+
+
+def generator_loss(params, batch):
+    fake = Generator().apply({"params": params}, batch["noise"])
+    return -Critic().apply({"params": batch["critic"]}, fake).mean()
+
+
+def critic_loss(params, batch):
+    """WGAN-GP: the gradient with respect to the input is part of the loss."""
+    critic = functools.partial(Critic().apply, {"params": params})
+    slopes = jax.vmap(jax.grad(lambda x: critic(x[None])[0]))(batch["real"])
+    penalty = ((jnp.sqrt((slopes**2).sum(-1) + 1e-6) - 1) ** 2).mean()
+    distance = critic(batch["fake"]).mean() - critic(batch["real"]).mean()
+    return distance + penalty
+
+
+def gan_states(**options):
+    generator = Generator().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    critic = Critic().init(jax.random.key(1), jnp.ones((1, 2)))["params"]
+    return tuple(
+        AmpTrainState.create(params=params, tx=optax.adam(1e-2), **options)
+        for params in (generator, critic)
+    )
+
+
+def gan_step(generator, critic, noise, real, **options):
+    train_critic = make_train_step(critic_loss, jit=False, **options)
+    train_generator = make_train_step(generator_loss, jit=False, **options)
+    fake = Generator().apply({"params": generator.params}, noise)
+    critic, told = train_critic(critic, {"real": real, "fake": fake})
+    batch = {"noise": noise, "critic": critic.params}
+    generator, _ = train_generator(generator, batch)
+    return generator, critic, told
+
+
+def gan_inputs(seed):
+    noise, real = jax.random.split(jax.random.key(seed))
+    real = jax.random.normal(real, (16, 2)) + 3
+    return jax.random.normal(noise, (16, 4)), real
+
+
+@both_halves
+def test_gan(dtype):
+    """Both networks train in one jit; the critic's own gradient is differentiated."""
+    step = jax.jit(functools.partial(gan_step, compute_dtype=dtype))
+    generator, critic = gan_states()
+    start = generator, critic
+    for seed in range(3):
+        generator, critic, told = step(generator, critic, *gan_inputs(seed))
+    assert told["grads_finite"]
+    assert changed(start[0].params, generator.params)
+    assert changed(start[1].params, critic.params)
+
+
+def test_gan_scalers_are_apart():
+    """A bad batch for the critic skips the critic only; no scale would mend it."""
+    generator, critic = gan_states()
+    noise, real = gan_inputs(0)
+    step = jax.jit(functools.partial(gan_step, compute_dtype=jnp.float16))
+    after, skipped, told = step(generator, critic, noise, real.at[0].set(jnp.inf))
+    assert not told["grads_finite"]
+    assert not changed(critic.params, skipped.params)
+    assert changed(generator.params, after.params)
+    scales = [float(s.scaler["scaler"]) for s in (after, skipped)]
+    assert scales == [2.0**15, 2.0**15]
+
+
+@both_halves
+def test_gradient_penalty(dtype):
+    """grad of grad through `amp`: in half precision, and close to float32."""
+    params = Critic().init(jax.random.key(1), jnp.ones((1, 2)))["params"]
+    _, real = gan_inputs(0)
+    batch = {"real": real, "fake": -real}
+    lowered = jax.grad(amp(critic_loss, compute_dtype=dtype))
+
+    exact = jax.grad(critic_loss)(params, batch)
+    assert_close(lowered(params, batch), exact, dtype, gradient=True)
+    found = dtypes_of(lowered, params, batch)
+    assert {name for names in found for name in names} == {jnp.dtype(dtype).name}
+
+
+@both_halves
+def test_gradient_penalty_outside_of_amp(dtype):
+    """`amp` on the network, two derivatives around it."""
+    params = Critic().init(jax.random.key(1), jnp.ones((1, 2)))["params"]
+    _, real = gan_inputs(0)
+
+    def penalty(critic, params):
+        slopes = jax.vmap(jax.grad(lambda x: critic(params, x[None])[0]))(real)
+        return ((slopes**2).sum(-1) - 1).mean()
+
+    def critic(params, x):
+        return Critic().apply({"params": params}, x)
+
+    low = amp(critic, compute_dtype=dtype)
+    exact = jax.grad(functools.partial(penalty, critic))(params)
+    lowered = jax.grad(functools.partial(penalty, low))(params)
+    assert_close(lowered, exact, dtype, gradient=True)
+
+
+def test_two_optimizers_of_one_nnx_model():
+    """`wrt` splits a model between two states, which train in turn."""
+
+    class Pair(nnx.Module):
+        def __init__(self, rngs):
+            self.encoder = nnx.Linear(4, 4, rngs=rngs)
+            self.decoder = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.decoder(nnx.tanh(self.encoder(x)))
+
+    def loss_fn(model, x):
+        return ((model(x) - x) ** 2).mean()
+
+    model, x = Pair(nnx.Rngs(0)), jnp.ones((3, 4))
+    step = make_train_step(loss_fn, donate=False)
+    for part, other in [("encoder", "decoder"), ("decoder", "encoder")]:
+        state = AmpTrainState.create(
+            model=model, tx=optax.sgd(0.1), wrt=lambda path, _, part=part: part in path
+        )
+        state, _ = step(state, x)
+        trained = state.merge_model()
+        assert_identical(
+            nnx.to_pure_dict(nnx.state(getattr(trained, other))),
+            nnx.to_pure_dict(nnx.state(getattr(model, other))),
+        )
+        assert (getattr(trained, part).kernel[...] != getattr(model, part).kernel).any()
+        model = trained
