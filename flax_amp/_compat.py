@@ -14,8 +14,18 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Literal, Primitive, Var
+from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as _public_primitives
+
+# What annotations call JAX's objects. Type checkers learn nothing from its classes: an
+# `AbstractValue` has no dtype for them, and a closed jaxpr is an open one in JAX 0.12.
+Array = Any  # jax.Array, a tracer, or a NumPy array
+Atom = Any  # jax.extend.core.Var or Literal
+Aval = Any  # jax.core.ShapedArray
+DType = Any  # numpy.dtype
+Eqn = Any  # jax.extend.core.JaxprEqn
+Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr, or an `EditedJaxpr`
+Var = Any  # jax.extend.core.Var
 
 # The lines of operations, in profiles and errors, are the user's.
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
@@ -308,7 +318,7 @@ def variable_of(x: Any) -> Any:
     `None` for everything else.
     """
     variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
-    return variable if isinstance(variable, Var) else None
+    return variable if isinstance(variable, jax.extend.core.Var) else None
 
 
 def call_vmap_rule(

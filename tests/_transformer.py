@@ -115,4 +115,5 @@ CONTEXTS = {
 def keeps(fn, *args):
     """The structured primitives around each mark of what is stored."""
     jaxpr = jax.make_jaxpr(fn)(*args)
-    return [path for path, e in equations(jaxpr) if e.primitive.name == "flax_amp_keep"]
+    name = "flax_amp_stored"
+    return [path for path, e in equations(jaxpr) if e.primitive.name == name]

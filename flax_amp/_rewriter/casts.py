@@ -11,13 +11,15 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from flax_amp._compat import Array, DType
 
-def finfo(dtype: Any) -> Any:
+
+def finfo(dtype: DType) -> Any:
     """Returns the float limits of `dtype`, bfloat16 included."""
     return ml_dtypes.finfo(dtype)
 
 
-def cast_constant(value: Any, dtype: Any, headroom: bool = False) -> np.ndarray:
+def cast_constant(value: Any, dtype: DType, headroom: bool = False) -> np.ndarray:
     """Casts a scalar constant; a finite value out of range becomes the limit.
 
     A mask of `-1e9` or `finfo(float32).min` stays a finite, very negative number, so
@@ -26,8 +28,8 @@ def cast_constant(value: Any, dtype: Any, headroom: bool = False) -> np.ndarray:
     Args:
       value: the number.
       dtype: float16, bfloat16 or float32.
-      headroom: saturate at half the limit: what is added to the mask may then not
-        push it over.
+      headroom: saturate at half the limit, so that what is added to a mask does not
+        push it over the limit.
     """
     constant = np.asarray(value, np.float64)
     largest, limit = _limits(dtype, headroom)
@@ -36,16 +38,16 @@ def cast_constant(value: Any, dtype: Any, headroom: bool = False) -> np.ndarray:
     return constant.astype(dtype)
 
 
-def saturating_cast(x: jax.Array, dtype: Any, headroom: bool = False) -> jax.Array:
+def saturating_cast(x: Array, dtype: DType, headroom: bool = False) -> Array:
     """Casts a float32 array down; finite values out of range become the limit.
 
-    The derivative is that of the plain cast, so no mask is kept for the backward
-    pass and the rule stays linear. Arguments as in `cast_constant`.
+    The derivative is that of the plain cast: the backward pass stores no mask, and the
+    rule is linear. Arguments as in `cast_constant`.
     """
     return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=headroom)
 
 
-def rounded_exp(x: jax.Array, dtype: Any) -> jax.Array:
+def rounded_exp(x: Array, dtype: DType) -> Array:
     """Returns `exp(x)`, computed in float32 and rounded to `dtype`.
 
     The derivative reads the rounded result, so that the float32 one need not be stored
@@ -55,10 +57,10 @@ def rounded_exp(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 @functools.cache
-def _rounded_exp(dtype: Any) -> Any:
+def _rounded_exp(dtype: DType) -> Any:
     @jax.custom_jvp
     @jax.jit
-    def rounded_exp(x: jax.Array) -> jax.Array:
+    def rounded_exp(x: Array) -> Array:
         return jnp.exp(x).astype(dtype)
 
     @rounded_exp.defjvp
@@ -69,28 +71,28 @@ def _rounded_exp(dtype: Any) -> Any:
     return rounded_exp
 
 
-def _limits(dtype: Any, headroom: bool) -> tuple[float, float]:
+def _limits(dtype: DType, headroom: bool) -> tuple[float, float]:
     largest = float(finfo(dtype).max)
     return largest, largest / 2 if headroom else largest
 
 
-# A primitive, not a function with a custom derivative: it stands at every use of every
-# bias, and those take JAX much longer to trace.
+# This is a primitive, because it stands at every use of every bias, and JAX takes much
+# longer to trace a function with a custom derivative.
 saturate_p = Primitive("flax_amp_saturate")
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "headroom"))
-def _saturate(x: jax.Array, *, dtype: Any, headroom: bool) -> jax.Array:
+def _saturate(x: Array, *, dtype: DType, headroom: bool) -> Array:
     largest, limit = _limits(dtype, headroom)
     is_over = (jnp.abs(x) > largest) & ~jnp.isinf(x)
     return jnp.where(is_over, jax.lax.sign(x) * limit, x).astype(dtype)
 
 
-def _saturate_tangent(t: Any, x: Any, *, dtype: Any, headroom: bool) -> Any:
+def _saturate_tangent(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Any:
     return jax.lax.convert_element_type(t, dtype)
 
 
-def _saturate_transpose(t: Any, x: Any, *, dtype: Any, headroom: bool) -> Any:
+def _saturate_transpose(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Any:
     return [jax.lax.convert_element_type(t, x.aval.dtype)]
 
 

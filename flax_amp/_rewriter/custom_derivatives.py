@@ -1,9 +1,15 @@
 """Custom derivatives: rebuilt around the rewritten function, never inlined.
 
 The user's rule is traced through `jax.jvp` or `jax.vjp` of the original equation, and
-what comes out is planned and emitted like everything else. Inlining the function
-instead would silently drop the rule: a gradient that is clipped by a `custom_vjp` would
-no longer be.
+the traced rule is planned and emitted like everything else. To inline the function
+instead would silently drop the rule: a gradient that a `custom_vjp` clips would not be
+clipped any more.
+
+    before                            after, in bfloat16
+    y:f32 = custom_vjp_call[          y:bf16 = custom_vjp_call[
+      call_jaxpr={f:f32 -> f32}         call_jaxpr={f:bf16 -> bf16}
+      bwd=rule                          bwd=rule, traced for f32, planned, emitted
+    ] x                               ] x:bf16
 
 A rule sees what plain JAX shows it. JAX tells the rebuilt rule which operands are
 perturbed and which cotangents are zero, and the original equation is differentiated
@@ -22,15 +28,17 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.interpreters import ad
 
 from flax_amp import _compat
-from flax_amp._rewriter.captures import Traced, captured_by, with_captured
+from flax_amp._compat import Array, Aval, Eqn, Jaxpr, Var
+from flax_amp._rewriter.captures import captured_by, with_captured
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
+    BodyKind,
     Context,
+    EditedJaxpr,
     Mode,
     Paint,
     Plan,
-    Site,
     Step,
     Use,
     Uses,
@@ -43,22 +51,26 @@ from flax_amp.policy import LOW_OPS
 
 
 @dataclasses.dataclass(frozen=True)
-class Inner:
-    """Paint of a primitive with one sub-jaxpr that takes its operands as they are."""
+class SingleBodyRule:
+    """The paint of a primitive with one sub-jaxpr that takes its operands as they are.
+
+    Args:
+      param: the parameter that holds the sub-jaxpr.
+    """
 
     param: str
-    site: ClassVar[Site | None] = None  # None: that of the surroundings
+    body_kind: ClassVar[BodyKind | None] = None  # None: that of the surroundings
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
-        context = context.of(self.site or context.site)
+        context = context.inside(self.body_kind or context.body_kind)
         plan = painter.plan(eqn.params[self.param], ins, uses, context)
         name = eqn.primitive.name
         return Step(Mode.RULE, plan.outs, f"inside {name}", uses=plan.uses, detail=plan)
 
 
-def split(items: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
+def split_list(items: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
     """Splits a sequence into groups of the given sizes and the rest."""
     groups, start = [], 0
     for count in counts:
@@ -68,34 +80,34 @@ def split(items: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
 
 
 def _tangent_like(value: Value | None) -> Value | None:
-    """The value of a tangent or cotangent: it has the dtype of its primal.
+    """Returns the value of a tangent or cotangent, which has the dtype of its primal.
 
-    Never a leaf: a leaf is cast down by saturation, which is not linear.
+    It is never a leaf: a leaf is cast down by saturation, which is not linear.
     """
     if value is None or value.paint is Paint.LOW:
         return value
-    return value.varied()._replace(paint=Paint.FULL)
+    return value.without_constant()._replace(paint=Paint.FULL)
 
 
 Mask = tuple[bool, ...]
+_FLAX_FP8_FILE = os.path.join("flax", "linen", "fp8_ops.py")
 _DEFAULT_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
-_FP8_FILE = os.path.join("flax", "linen", "fp8_ops.py")
 
 
 def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    return [item for item, keep in zip(items, mask, strict=True) if keep]
+    """Returns the items in the places that a mask selects."""
+    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
 
 
 def _fill(items: Sequence[Any], mask: Sequence[bool], others: Sequence[Any]) -> list:
-    """Returns the others with the items in the places that the mask has."""
-    kept = iter(items)
-    return [
-        next(kept) if keep else other for keep, other in zip(mask, others, strict=True)
-    ]
+    """Returns the others, with the items in the places that a mask selects."""
+    rest = iter(items)
+    pairs = zip(mask, others, strict=True)
+    return [next(rest) if chosen else other for chosen, other in pairs]
 
 
-def _are_differentiable(atoms: Sequence[Any]) -> Mask:
-    return tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in atoms)
+def _are_differentiable(variables: Sequence[Var]) -> Mask:
+    return tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in variables)
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -104,16 +116,16 @@ def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, SymbolicZero) or dtype == jax.dtypes.float0
 
 
-# JAX shows functions in its debug information: a call must not spell out its plan.
+# No repr: JAX writes that of functions into its debug information.
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _CustomCall:
-    """What the rebuilt call of a function with a custom derivative is made of."""
+class CustomCall:
+    """A call of a function with a user's rule: what it takes to rebuild it."""
 
     emitter: Emitter
-    eqn: Any
+    eqn: Eqn
     plan: Plan
     context: Context
-    # The planned functions of the rule, by what JAX differentiates.
+    # The planned rules, by the operands that JAX differentiates and by their types.
     rules: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -125,33 +137,33 @@ class _CustomCall:
         return _are_differentiable(self.eqn.outvars)
 
     @property
-    def sees_zeros(self) -> bool:
-        """Whether the user's rule asks what is perturbed."""
+    def wants_symbolic_zeros(self) -> bool:
+        """Whether the user's rule asks which operands are perturbed."""
         return self.eqn.params["symbolic_zeros"]
 
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+    def __call__(self, *operands: Array) -> tuple[Array, ...]:
         return tuple(self.emitter.emit(self.plan, operands))
 
-    def original(self, operands: Sequence[Any], mask: Mask) -> Callable[..., Any]:
-        """Returns the original call as a function of the operands in the mask."""
+    def original(self, operands: Sequence[Array], mask: Mask) -> Callable[..., Any]:
+        """Returns the original call as a function of those operands in a mask."""
 
-        def call(*chosen: Any) -> tuple[Any, ...]:
+        def call(*chosen: Array) -> tuple[Array, ...]:
             full = _fill(chosen, mask, operands)
             return tuple(_compat.bind(self.eqn, full, self.eqn.params))
 
         return call
 
-    def structs(self, operands: Sequence[Any]) -> list[Any]:
-        """Returns the shapes of operands, in the dtypes of the original program.
+    def structs(self, operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of operands, in the dtypes of the original program.
 
-        With the shardings and the manual axes that the operands have here.
+        They have the shardings and the manual axes that the operands have here.
         """
         return [
             _compat.struct_of(jax.typeof(x), v.aval.dtype)
             for x, v in zip(operands, self.eqn.invars, strict=True)
         ]
 
-    def rule(self, make: Any, mask: Mask, operands: Sequence[Any]) -> Any:
+    def rule(self, make: Any, mask: Mask, operands: Sequence[Array]) -> Any:
         """Returns the rule for some operands, made when it is first asked for."""
         key = (mask, *map(jax.typeof, operands))
         if key not in self.rules:
@@ -179,7 +191,7 @@ class _CustomCall:
         with _compat.own_lines():
             made, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
         closed = with_captured(made, self.emitter.captured)
-        if _is_fp8_product(self.plan):
+        if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
         uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs]
         rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(outs)
@@ -188,21 +200,24 @@ class _CustomCall:
         return painter.plan(closed, ins, tuple(uses), self.context), shapes
 
 
-def _is_fp8_product(plan: Plan) -> bool:
+def _is_flax_fp8_product(plan: Plan) -> bool:
     """Whether a function is the fp8 product of Flax, and runs low.
 
-    Flax asks for `DEFAULT` forward and `HIGHEST` backward. `HIGHEST` there selects how
-    a product is accumulated, not float32 factors. Elsewhere it is honored.
+    Flax asks for the precision `DEFAULT` in its forward pass and for `HIGHEST` in its
+    backward pass. There, `HIGHEST` selects how an fp8 product is accumulated; it does
+    not ask for float32 factors, as it does elsewhere. Nothing else in the equations
+    tells this product from a user's own `custom_vjp` with a precise backward pass, so
+    the source file decides. If Flax moves it, its backward products run in float32.
     """
     return any(
         step.mode is Mode.LOW
         and eqn.primitive.name in LOW_OPS
-        and _compat.user_file(eqn).endswith(_FP8_FILE)
+        and _compat.user_file(eqn).endswith(_FLAX_FP8_FILE)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
     )
 
 
-def _with_default_precision(closed: Any) -> Traced:
+def _with_default_precision(closed: Jaxpr) -> EditedJaxpr:
     jaxpr, consts = _compat.open_jaxpr(closed)
     eqns = [
         eqn.replace(params={**eqn.params, "precision": _DEFAULT_PRECISION})
@@ -210,47 +225,45 @@ def _with_default_precision(closed: Any) -> Traced:
         else eqn
         for eqn in jaxpr.eqns
     ]
-    return Traced(jaxpr.invars, jaxpr.outvars, eqns, jaxpr.constvars, consts)
+    return EditedJaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr.constvars, consts)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Custom(Inner):
-    """Paint of a call with a custom derivative: that of the function itself."""
+class CustomRule(SingleBodyRule):
+    """The paint of a call with a user's rule: that of the function itself."""
 
-    site = Site.CLOSED
+    body_kind = BodyKind.OPAQUE
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
         step = super().paint(painter, eqn, ins, uses, context)
-        context = context.of(self.site)
+        context = context.inside(BodyKind.OPAQUE)
         return dataclasses.replace(step, detail=(step.detail, context))
 
+    def call(self, emitter: Emitter, eqn: Eqn, step: Step) -> CustomCall:
+        """Returns the call, with the arrays that its own rules close over and no more.
 
-def with_own_captures(emitter: Emitter, eqn: Any) -> Emitter:
-    """Returns the emitter with what the rules of an equation close over, and no more.
-
-    It lives as long as the rules: with more, tracers would leak.
-    """
-    known = emitter.captured
-    captured = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
-    return dataclasses.replace(emitter, captured=captured)
+        The arrays live as long as the rules: with those of others, tracers would leak.
+        """
+        known = emitter.captured
+        own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
+        emitter = dataclasses.replace(emitter, captured=own)
+        return CustomCall(emitter, eqn, *step.detail)
 
 
 # --- forward mode --------------------------------------------------------------------
 
 
-class CustomJvp(_Custom):
+class CustomJvp(CustomRule):
     """The user's jvp rule is rewritten and attached again."""
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
-        emitter = with_own_captures(emitter, eqn)
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
         if emitter.wide_gradients:
             # JAX transposes the rule, and `wide_grad.product` has no transpose.
             emitter = dataclasses.replace(emitter, wide_gradients=False, bodies={})
-        call = _CustomCall(emitter, eqn, *step.detail)
+        call = self.call(emitter, eqn, step)
         rebuilt = jax.custom_jvp(call)
         rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
         return rebuilt(*operands)
@@ -265,13 +278,14 @@ class _JvpRule:
       perturbed: which results have a tangent.
     """
 
-    def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
+    def __init__(self, call: CustomCall, mask: Mask, structs: Sequence[Any]):
         self.perturbed = call.out_differentiable
 
         def rule(*xs: Any) -> Any:
-            primals, tangents = split(xs, len(mask))
+            primals, tangents = split_list(xs, len(mask))
             original = call.original(primals, mask)
-            if call.sees_zeros:  # then it may also give symbolic zeros back
+            # A rule that is given symbolic zeros may also return some.
+            if call.wants_symbolic_zeros:
                 original = self._recording(original)
             chosen = tuple(_pick(primals, mask))
             outs, tangents_out = jax.jvp(original, chosen, tangents)
@@ -283,46 +297,46 @@ class _JvpRule:
         self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes which results have a tangent when the function is differentiated."""
+        """Returns the function. Its derivative records which results have a tangent."""
         self.perturbed = (False,) * len(self.perturbed)
 
         @jax.custom_jvp
         def results(*xs: Any) -> Any:
             return xs
 
-        def note(primals: Any, tangents: Any) -> Any:
+        def record(primals: Any, tangents: Any) -> Any:
             self.perturbed = tuple(not _is_zero(t) for t in tangents)
             return primals, tangents
 
-        results.defjvp(note, symbolic_zeros=True)
+        results.defjvp(record, symbolic_zeros=True)
         return lambda *xs: results(*function(*xs))
 
 
-def _emit_jvp(call: _CustomCall, primals: Any, tangents: Any) -> Any:
-    primals = list(map(jnp.asarray, primals))  # jax.jvp hands a Python number on as one
+def _emit_jvp(call: CustomCall, primals: Any, tangents: Any) -> Any:
+    primals = list(map(jnp.asarray, primals))  # some may be Python numbers
     mask = tuple(not _is_zero(t) for t in tangents)
     rule = call.rule(_JvpRule, mask, primals)
     given = [jnp.asarray(t) for t in _pick(tangents, mask)]
     outs = call.emitter.emit(rule.plan, [*primals, *given])
-    primals_out, tangents_out = split(outs, len(call.plan.outs))
-    primals_out = tuple(call.emitter.land(primals_out, call.plan.outs))
+    primals_out, tangents_out = split_list(outs, len(call.plan.outs))
+    primals_out = tuple(call.emitter.cast_to_plan(primals_out, call.plan.outs))
     values = tuple(_tangent_like(v) for v in _pick(call.plan.outs, rule.perturbed))
     zeros = [zero_from_primal(x, symbolic_zeros=True) for x in primals_out]
-    landed = call.emitter.land(tangents_out, values)
-    return primals_out, tuple(_fill(landed, rule.perturbed, zeros))
+    low_tangents = call.emitter.cast_to_plan(tangents_out, values)
+    return primals_out, tuple(_fill(low_tangents, rule.perturbed, zeros))
 
 
 # --- reverse mode --------------------------------------------------------------------
 
 
-class CustomVjp(_Custom):
+class CustomVjp(CustomRule):
     """The user's forward and backward functions are rewritten and attached again."""
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
-        call = _CustomCall(with_own_captures(emitter, eqn), eqn, *step.detail)
-        symbolic = call.sees_zeros or _compat.takes_symbolic_zeros(operands)
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
+        call = self.call(emitter, eqn, step)
+        symbolic = call.wants_symbolic_zeros or _compat.takes_symbolic_zeros(operands)
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(
             functools.partial(_emit_forward, call, symbolic),
@@ -335,7 +349,7 @@ class CustomVjp(_Custom):
 class _VjpRule:
     """The user's forward and backward functions for some perturbed operands."""
 
-    def __init__(self, call: _CustomCall, mask: Mask, structs: Sequence[Any]):
+    def __init__(self, call: CustomCall, mask: Mask, structs: Sequence[Any]):
         self._call, self._mask = call, mask
         self._backwards: dict[Any, Any] = {}
         self._has_cotangent: Mask = ()
@@ -352,7 +366,7 @@ class _VjpRule:
         self._forward, self._outs, self._residuals = plan, outs, residuals
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes which arguments of a function get a cotangent."""
+        """Returns the function. Its derivative records what has a cotangent."""
 
         @jax.custom_vjp
         def arguments(*xs: Any) -> Any:
@@ -361,22 +375,22 @@ class _VjpRule:
         def forward(*xs: Any) -> Any:
             return tuple(x.value for x in xs), None
 
-        def note(_: None, cotangents: Any) -> Any:
+        def record(_: None, cotangents: Any) -> Any:
             self._has_cotangent = tuple(not _is_zero(ct) for ct in cotangents)
             return cotangents
 
-        arguments.defvjp(forward, note, symbolic_zeros=True)
+        arguments.defvjp(forward, record, symbolic_zeros=True)
         return lambda *xs: function(*arguments(*xs))
 
-    def forward(self, operands: Sequence[Any]) -> Any:
+    def forward(self, operands: Sequence[Array]) -> Any:
         """Returns the results, and the backward function as a pytree of residuals."""
         call = self._call
         results = call.emitter.emit(self._forward, operands)
-        outs, residuals = split(results, len(self._outs))
-        landed = tuple(call.emitter.land(outs, call.plan.outs))
-        return landed, jax.tree_util.Partial(self.backward, list(residuals))
+        outs, residuals = split_list(results, len(self._outs))
+        cast = tuple(call.emitter.cast_to_plan(outs, call.plan.outs))
+        return cast, jax.tree_util.Partial(self.backward, list(residuals))
 
-    def backward(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    def backward(self, residuals: Sequence[Array], cotangents: Sequence[Any]) -> Any:
         """Returns the cotangents of all operands; those that are zero are `None`."""
         call, mask = self._call, self._mask
         nonzero = tuple(not _is_zero(ct) for ct in cotangents)
@@ -385,20 +399,20 @@ class _VjpRule:
         plan, has_cotangent = self._backwards[nonzero]
         grads = call.emitter.emit(plan, [*residuals, *_pick(cotangents, nonzero)])
         values = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
-        landed = call.emitter.land(grads, tuple(_pick(values, has_cotangent)))
-        grads = _fill(landed, has_cotangent, [None] * len(has_cotangent))
+        cast = call.emitter.cast_to_plan(grads, tuple(_pick(values, has_cotangent)))
+        grads = _fill(cast, has_cotangent, [None] * len(has_cotangent))
         return tuple(_fill(grads, mask, [None] * len(mask)))
 
     def _plan_backward(self, nonzero: Mask, cotangents: Sequence[Any]) -> Any:
         call = self._call
         zeros = [
-            None if keep else ad.Zero(_zero_aval(ct, v.aval))
-            for ct, v, keep in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
+            None if given else ad.Zero(_zero_aval(ct, v.aval))
+            for ct, v, given in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
         ]
 
         def backward(residuals: Any, cotangents: Any) -> Any:
             vjp = jax.tree.unflatten(self._treedef, residuals)
-            # The rule is not asked if all are zero.
+            # JAX does not call the rule if all cotangents are zero.
             self._has_cotangent = (False,) * sum(self._mask)
             grads = vjp(tuple(_fill(cotangents, nonzero, zeros)))
             return _pick(grads, self._has_cotangent)
@@ -410,22 +424,23 @@ class _VjpRule:
         return plan, self._has_cotangent
 
 
-def _zero_aval(cotangent: Any, aval: Any) -> Any:
-    """The type of a symbolic zero in the original program."""
+def _zero_aval(cotangent: Any, aval: Aval) -> Aval:
+    """Returns the type of a symbolic zero in the original program."""
     is_symbolic = isinstance(cotangent, SymbolicZero)
     own: Any = cotangent.aval if is_symbolic else jax.typeof(cotangent)
     return own if own.dtype == jax.dtypes.float0 else own.update(dtype=aval.dtype)
 
 
-def _emit_forward(call: _CustomCall, symbolic: bool, *operands: Any) -> Any:
+def _emit_forward(call: CustomCall, symbolic: bool, *operands: Any) -> Any:
     perturbed = [symbolic and x.perturbed for x in operands]
     operands = tuple(x.value for x in operands) if symbolic else operands
     pairs = zip(call.differentiable, perturbed, strict=True)
     asked = tuple(d and p for d, p in pairs)
-    if call.sees_zeros:
+    if call.wants_symbolic_zeros:
         return call.rule(_VjpRule, asked, operands).forward(operands)
-    # The residuals of other rules do not depend on what is perturbed. What the function
-    # closes over comes first, and has no derivative.
+    # The residuals of other rules do not depend on what is perturbed: one rule serves
+    # all cases. The first operands are those that the function closes over. They have
+    # no derivative: they are in the mask only if they are perturbed, and JAX complains.
     first = call.eqn.params["num_consts"]
     pairs = zip(call.differentiable, asked, strict=True)
     mask = tuple(d and (a or i >= first) for i, (d, a) in enumerate(pairs))
@@ -434,6 +449,6 @@ def _emit_forward(call: _CustomCall, symbolic: bool, *operands: Any) -> Any:
     except _compat.CustomVJPException:
         if not symbolic:
             raise
-        # A rule inside closes over an operand that is not perturbed.
+        # A rule inside closes over an operand, which must not be perturbed then.
         rule = call.rule(_VjpRule, asked, operands)
     return rule.forward(operands)

@@ -1,14 +1,27 @@
-"""What single equations mean for precision; the rules of `flax_amp.paint` ask here."""
+"""What single equations mean for precision; the rules of `paint.py` ask here.
+
+The hardest case is a softmax. Its exponentials are the largest array of a transformer:
+
+    m:f32 = reduce_max x     is_maximum
+    s:f32 = sub x m          maximum_subtracted: s <= 0
+    e:f32 = exp s            0 <= e <= 1
+    n:f32 = reduce_sum e     a reader that takes a statistic ...
+    p:f32 = div e n          ... and one that does not
+
+`e` has to be computed in float32, because `exp` magnifies the error of `s`. But it lies
+between 0 and 1, where half precision has digits enough: `e` is stored rounded, and `n`
+is the float32 sum of the rounded numbers.
+"""
 
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
+from flax_amp._compat import DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import cast_constant, finfo
 from flax_amp._rewriter.plan import (
     Paint,
@@ -29,23 +42,24 @@ from flax_amp.policy import (
     use_original_precision,
 )
 
-# Elementwise choice: exact in any dtype, so there is nothing to gain in float32.
-_CHOOSE = frozenset((*KEEP_OPS, "max", "min", "clamp"))
+# Each element of the result is one of an operand: nothing is rounded in any dtype.
+_SELECTS = frozenset((*KEEP_OPS, "max", "min", "clamp"))
 _INDEXES = frozenset(("gather", "dynamic_slice"))  # their first operand
-_MASK = 1e3  # from this size on, a constant among activations is a mask
+# A constant of this size among activations is a mask. Its last digits mean nothing.
+_MASK = 1e3
 
 
-def is_exact(constant: float, compute_dtype: Any) -> bool:
+def is_exact(constant: float, compute_dtype: DType) -> bool:
     """Whether the compute dtype has this very number."""
     return float(cast_constant(constant, compute_dtype)) == constant
 
 
-def bears(eqn: Any, constant: float, compute_dtype: Any) -> bool:
-    """Whether an equation still means the same with the constant cast down.
+def constant_survives_cast(eqn: Eqn, constant: float, compute_dtype: DType) -> bool:
+    """Whether an equation means the same when the constant is cast down.
 
-    An epsilon that the compute dtype rounds to zero no longer guards a division, a
-    bound of `1 - 1e-7` that it rounds to one no longer guards a logarithm, and a
-    large factor may not saturate. A large summand or bound may: it is a mask.
+    In float16, `x + 1e-8` guards no division, because the epsilon is rounded to zero;
+    `min(x, 1 - 1e-7)` guards no logarithm, because the bound is rounded to one; and
+    `x * 1e6` multiplies by 65504. But `x - 1e9` is a mask, which may saturate.
     """
     name, size = eqn.primitive.name, abs(constant)
     limits = finfo(compute_dtype)
@@ -58,12 +72,12 @@ def bears(eqn: Any, constant: float, compute_dtype: Any) -> bool:
     return size >= float(limits.smallest_normal)
 
 
-def only_chooses(eqn: Any, operands: Sequence[Value], compute_dtype: Any) -> bool:
+def only_selects(eqn: Eqn, operands: Sequence[Value], compute_dtype: DType) -> bool:
     """Whether every element of the result is one of an operand, none rounded.
 
-    But for a large constant, a mask, of which the last digits mean nothing.
+    A mask may be rounded: a large constant, of which the last digits mean nothing.
     """
-    return eqn.primitive.name in _CHOOSE and all(
+    return eqn.primitive.name in _SELECTS and all(
         v.paint is Paint.LOW
         or (
             v.constant is not None
@@ -73,60 +87,61 @@ def only_chooses(eqn: Any, operands: Sequence[Value], compute_dtype: Any) -> boo
     )
 
 
-def is_softmax_numerator(eqn: Any, ins: Values, uses: Uses, decision: Decision) -> bool:
+def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) -> bool:
     """Whether an equation is the exponential of `exp(x - max(x)) / sum(...)`.
 
-    It is computed in float32, but what the quotient and the backward pass read of it is
-    rounded: it lies between 0 and 1, and is by far the largest array of a transformer.
+    The policy must run it in float32 by default, not because of a scope: then the user
+    wants the result in float32.
     """
     return (
         eqn.primitive.name == "exp"
         and decision.function is use_original_precision
         and decision.origin is Origin.PRIMITIVE
         and ins[0] is not None
-        and ins[0].below_zero
-        and uses[0].is_numerator
+        and ins[0].maximum_subtracted
+        and uses[0].is_measured_and_read
     )
 
 
-def reads_again(eqn: Any) -> bool:
+def may_read_twice(eqn: Eqn) -> bool:
     """Whether an equation may read an element of its operand more than once.
 
-    Then the derivative of that element is a sum, of as many terms as there are reads.
+    The derivative with respect to that element is then a sum with one term for each
+    read. The lookup of a token in an embedding is the common case.
     """
     if eqn.primitive.name != "gather" or eqn.params["unique_indices"]:
         return False
     batch = eqn.params["dimension_numbers"].start_indices_batching_dims
     *sizes, _ = eqn.invars[1].aval.shape
     reads = [n for i, n in enumerate(sizes) if i not in batch]
-    # A symbolic size, of an export, may be any.
+    # A symbolic size (`jax.export`) may be larger than one.
     return not all(isinstance(n, int) for n in reads) or math.prod(reads) > 1
 
 
-def is_indexed(jaxpr: Any, position: int) -> bool:
-    """Whether a jaxpr reads parts of an input, at places that it computes.
+def is_indexed(jaxpr: Jaxpr, position: int) -> bool:
+    """Whether a jaxpr reads parts of an input, at indices that it computes.
 
     Args:
       jaxpr: an open or closed jaxpr.
-      position: the place of the input.
+      position: the index of the input.
     """
     return _is_read(jaxpr, position, _INDEXES, 1)
 
 
-def is_multiplied(jaxpr: Any, position: int) -> bool:
+def is_multiplied(jaxpr: Jaxpr, position: int) -> bool:
     """Whether a matrix product of a jaxpr reads an input.
 
     Args:
       jaxpr: an open or closed jaxpr.
-      position: the place of the input.
+      position: the index of the input.
     """
     return _is_read(jaxpr, position, LOW_OPS, 2)
 
 
-def _is_read(jaxpr: Any, position: int, names: Collection[str], count: int) -> bool:
+def _is_read(jaxpr: Jaxpr, position: int, names: Collection[str], count: int) -> bool:
     """Whether primitives read an input among their first `count` operands."""
     jaxpr = _compat.open_jaxpr(jaxpr)[0]
-    moved = {jaxpr.invars[position]}
+    moved = {jaxpr.invars[position]}  # the input, and what only moves its data
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         places = [
@@ -139,7 +154,8 @@ def _is_read(jaxpr: Any, position: int, names: Collection[str], count: int) -> b
         if name in names and places[0] < count:
             return True
         for body in jaxprs_in_params(eqn.params):
-            # Its inputs are the last operands.
+            # The operands of the call that come before its own are a predicate (`cond`)
+            # or constants (`custom_linear_solve`).
             first = len(eqn.invars) - len(body.invars)
             if any(
                 _is_read(body, i - first, names, count) for i in places if i >= first
@@ -150,41 +166,47 @@ def _is_read(jaxpr: Any, position: int, names: Collection[str], count: int) -> b
     return False
 
 
-def noted(eqn: Any, ins: Values, step: Step) -> Step:
-    """Notes of the results of a step whether they are maxima, or below zero."""
+def with_maximum_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
+    """Returns a step that says which results are a maximum, or have one subtracted."""
     name = eqn.primitive.name
-    maximum = name == "reduce_max" or (
-        name == "max" and any(v is not None and v.maximum for v in ins)
+    # jax.nn.softmax also takes the larger one of the maximum and a constant.
+    is_maximum = name == "reduce_max" or (
+        name == "max" and any(v is not None and v.is_maximum for v in ins)
     )
-    below_zero = name == "sub" and ins[1] is not None and ins[1].maximum
-    if not (maximum or below_zero):
+    subtracted = name == "sub" and ins[1] is not None and ins[1].is_maximum
+    if not (is_maximum or subtracted):
         return step
     outs = tuple(
-        v and v._replace(maximum=maximum, below_zero=below_zero) for v in step.outs
+        v and v._replace(is_maximum=is_maximum, maximum_subtracted=subtracted)
+        for v in step.outs
     )
     return dataclasses.replace(step, outs=outs)
 
 
-def moves_of_inputs(plan: Plan, values: Mapping[Any, Value | None]) -> dict[int, None]:
-    """Returns the equations that only move parameters and other inputs about.
+def moves_of_inputs(plan: Plan, values: Mapping[Var, Value | None]) -> dict[int, None]:
+    """Returns the equations that only move the data of parameters and other inputs.
 
-    They can stand before all others, and better do: out of a loop, JAX hoists what is
-    the same at every step, and the layers that read them become equal.
+    They can run before all others, and that is better: JAX hoists what is the same at
+    each step out of a loop, and the layers that read the results become equal. In
+
+        w0 = slice w; y0 = dot x w0; w1 = slice w; y1 = dot y0 w1
+
+    the two products are next to each other once the slices have gone ahead.
 
     Args:
       plan: a plan.
       values: what is known of its variables.
 
     Returns:
-      Their places, in order, as keys.
+      Their indices, in order, as keys.
     """
-    known = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
-    loose: dict[int, None] = {}  # an ordered set
+    inputs = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
+    moves: dict[int, None] = {}  # an ordered set
     for i, eqn in enumerate(plan.jaxpr.eqns):
         if eqn.primitive.name in MOVE_OPS and all(
-            v in known and has_paint(values[v], Paint.LEAF)
+            v in inputs and has_paint(values[v], Paint.LEAF)
             for v in variables(eqn.invars)
         ):
-            loose[i] = None
-            known.update(eqn.outvars)
-    return loose
+            moves[i] = None
+            inputs.update(eqn.outvars)
+    return moves

@@ -4,7 +4,6 @@ A jaxpr transform sees arrays only. Without this bridge a module argument would 
 rebuilt for the trace and thrown away with its new batch statistics and random state.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import Any
@@ -12,35 +11,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from flax_amp._rewriter.nnx_scopes import Scopes, forget_names, with_names
-from flax_amp._tree import is_array
-
-
-@dataclasses.dataclass(frozen=True)
-class FunctionalCall:
-    """A call of a user's function, in terms of a flat list of inputs.
-
-    Attributes:
-      function: takes the inputs; returns the result, and the variables of the modules
-        that it changed.
-      inputs: the leaves of the arguments and of the state of the modules.
-      finish: takes what `function` returned, updates the modules, returns the result.
-      rebuild_arguments: takes one value for each input; returns `(args, kwargs)` with
-        these values. Its second argument maps the `nnx.State` of each module to what
-        stands for the module there.
-      old_leaves: returns, once `function` was traced, the inputs that its new leaves
-        replace, each with the name of its variable.
-      array_paths: returns the path of each array among the inputs.
-    """
-
-    function: Callable[[list[Any]], tuple[Any, list[Any]]]
-    inputs: list[Any]
-    finish: Callable[[tuple[Any, list[Any]]], Any]
-    rebuild_arguments: Callable[
-        [Sequence[Any], Callable[[nnx.State], Any]], tuple[Any, Any]
-    ]
-    old_leaves: Callable[[], list[tuple[str, Any]]]
-    array_paths: Callable[[], list[str]]
+from flax_amp._rewriter.nnx_scopes import forget_names, module_scopes
+from flax_amp._tree import PyTree, is_array
 
 
 def is_node(x: Any) -> bool:
@@ -53,114 +25,128 @@ def is_module(x: Any) -> bool:
     return isinstance(x, nnx.Pytree)
 
 
-def functional(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    names: bool = False,
-    where: str | None = None,
-) -> FunctionalCall:
-    """Makes `fun(*args, **kwargs)` a pure function of a flat list of leaves.
+class FunctionalCall:
+    """A call `fun(*args, **kwargs)` as a pure function of a flat list of inputs.
 
     Args:
       fun: the user's function.
       args: its arguments; modules and variables may stand anywhere in them, and may
         share state.
       kwargs: its keyword arguments, likewise.
-      names: open a scope around each call of a module.
-      where: what calls it, for messages.
+      open_scopes: open a scope around each call of a module.
+      caller: the function that makes the call, for messages.
 
-    Raises:
-      ValueError: when `function` is called, if that changes the structure of a module.
+    Attributes:
+      inputs: the leaves of the state of the modules, then the other leaves of the
+        arguments.
     """
-    where = where or f"amp: {getattr(fun, '__name__', fun)!s}"
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
-    nodes = [x for x in leaves if is_node(x)]
-    if not nodes:
-        return FunctionalCall(
-            lambda inputs: (_call(fun, treedef, inputs), []),
-            leaves,
-            lambda result: result[0],
-            lambda values, of_module: jax.tree.unflatten(treedef, values),
-            list,
-            lambda: _paths((args, kwargs)),
-        )
-    graphdef, state = nnx.split(nodes)
-    state_leaves, state_def = jax.tree.flatten(state)
-    others = [x for x in leaves if not is_node(x)]
-    changed_paths: list[Any] = []
 
-    def attempt(inputs: list[Any], scopes: Scopes) -> Any:
-        rest = iter(inputs[len(state_leaves) :])
-        new_state = jax.tree.unflatten(state_def, inputs[: len(state_leaves)])
-        merged = nnx.merge(graphdef, new_state, copy=True)
-        modules = iter(merged)
-        filled = [next(modules) if is_node(x) else next(rest) for x in leaves]
-        with scopes(merged):
-            out = _call(fun, treedef, filled)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        open_scopes: bool = False,
+        caller: str | None = None,
+    ):
+        self._fun = fun
+        self._arguments = args, kwargs
+        self._open_scopes = open_scopes
+        self._caller = caller or f"amp: {getattr(fun, '__name__', fun)!s}"
+        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+        self._nodes = [x for x in self._leaves if is_node(x)]
+        self._graphdef, self._state = nnx.split(self._nodes)
+        state_leaves, self._state_def = jax.tree.flatten(self._state)
+        self._state_size = len(state_leaves)
+        self._changed_paths: list[Any] = []
+        self.inputs = [*state_leaves, *(x for x in self._leaves if not is_node(x))]
+
+    def function(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Calls the user's function.
+
+        Returns:
+          Its result, and the variables of the modules that it changed.
+
+        Raises:
+          ValueError: if the function changes the structure of a module.
+        """
+        state, others = self._split(inputs)
+        merged = nnx.merge(self._graphdef, state, copy=True)
+        args, kwargs = self._fill(merged, others)
+        with module_scopes(merged, wanted=self._open_scopes):
+            out = self._fun(*args, **kwargs)
         forget_names(list(filter(is_node, jax.tree.leaves(out, is_leaf=is_node))))
         after, updated = nnx.split(merged)
-        if after != graphdef:
-            raise ValueError(_changed_structure(where, state, updated))
-        changed = _changed(updated, new_state)
-        changed_paths[:] = changed
+        if after != self._graphdef:
+            raise ValueError(_changed_structure(self._caller, self._state, updated))
+        changed = _changed(updated, state)
+        self._changed_paths = list(changed)
         return out, list(changed.values())
 
-    def function(inputs: list[Any]) -> Any:
-        return with_names(lambda scopes: attempt(inputs, scopes), wanted=names)
-
-    def finish(result: Any) -> Any:
+    def finish(self, result: tuple[Any, Sequence[Any]]) -> Any:
+        """Updates the modules with what `function` returned; returns its result."""
         out, updated = result
-        pairs = list(zip(changed_paths, updated, strict=True))
-        nnx.update(nodes, nnx.from_flat_state(pairs))
+        pairs = list(zip(self._changed_paths, updated, strict=True))
+        nnx.update(self._nodes, nnx.from_flat_state(pairs))
         return out
 
-    def paths() -> list[str]:
-        return _paths(state) + _paths((args, kwargs), is_leaf=is_node)
-
     def rebuild_arguments(
-        values: Sequence[Any], of_module: Callable[[nnx.State], Any]
+        self, values: Sequence[Any], of_module: Callable[[nnx.State], Any]
     ) -> tuple[Any, Any]:
-        count = len(state_leaves)
-        states = jax.tree.unflatten(state_def, values[:count])
-        rest = iter(values[count:])
-        of_nodes = (
+        """Returns `(args, kwargs)` with other leaves.
+
+        Args:
+          values: one value for each input.
+          of_module: maps the `nnx.State` of a module to what takes its place.
+        """
+        states, others = self._split(values)
+        nodes = [
             states[i]
             if isinstance(node, nnx.Variable)
             else of_module(states.get(i, nnx.State({})))
-            for i, node in enumerate(nodes)
-        )
-        filled = [next(of_nodes) if is_node(x) else next(rest) for x in leaves]
-        return jax.tree.unflatten(treedef, filled)
+            for i, node in enumerate(self._nodes)
+        ]
+        return self._fill(nodes, others)
 
-    def old_leaves() -> list[tuple[str, Any]]:
-        before = dict(nnx.to_flat_state(state))
+    def old_leaves(self) -> list[tuple[str, Any]]:
+        """Returns the inputs that the new variables replace, with their names.
+
+        They are known once `function` was traced.
+        """
+        before = dict(nnx.to_flat_state(self._state))
         return [
-            (_variable_name(nodes[path[0]], path[1:]), leaf)
-            for path in changed_paths
+            (_variable_name(self._nodes[path[0]], path[1:]), leaf)
+            for path in self._changed_paths
             for leaf in jax.tree.leaves(before[path])
         ]
 
-    inputs = [*state_leaves, *others]
-    return FunctionalCall(
-        function, inputs, finish, rebuild_arguments, old_leaves, paths
-    )
+    def array_paths(self) -> list[str]:
+        """Returns the path of each array among the inputs."""
+        return _paths(self._state) + _paths(self._arguments, is_leaf=is_node)
+
+    def _split(self, inputs: Sequence[Any]) -> tuple[nnx.State, Sequence[Any]]:
+        size = self._state_size
+        return jax.tree.unflatten(self._state_def, inputs[:size]), inputs[size:]
+
+    def _fill(self, nodes: Sequence[Any], others: Sequence[Any]) -> tuple[Any, Any]:
+        nodes_, others_ = iter(nodes), iter(others)
+        leaves = [next(nodes_) if is_node(x) else next(others_) for x in self._leaves]
+        return jax.tree.unflatten(self._treedef, leaves)
 
 
 def _variable_name(node: Any, path: Sequence[Any]) -> str:
     return ".".join([type(node).__name__, *map(str, path)])
 
 
-def _paths(tree: Any, is_leaf: Any = None) -> list[str]:
+def _paths(tree: PyTree, is_leaf: Any = None) -> list[str]:
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     keystr = jax.tree_util.keystr
     return [keystr(p, simple=True, separator="/") for p, x in found if is_array(x)]
 
 
-def changes_in(tree: Any, name: str) -> Callable[[], list[str]]:
-    """Returns a function that names the variables of a tree that have changed since
-    this call.
+def changes_in(tree: PyTree, name: str) -> Callable[[], list[str]]:
+    """Returns a function that names the variables that have changed since this call.
 
     Args:
       tree: arguments of a function, modules and variables among them.
@@ -181,7 +167,7 @@ def changes_in(tree: Any, name: str) -> Callable[[], list[str]]:
     return changes
 
 
-def _changed_structure(where: str, old: nnx.State, new: nnx.State) -> str:
+def _changed_structure(caller: str, old: nnx.State, new: nnx.State) -> str:
     """Says what a function did to the structure of its modules."""
     before, after = (
         {"/".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(state)}
@@ -189,12 +175,12 @@ def _changed_structure(where: str, old: nnx.State, new: nnx.State) -> str:
     )
     if before == after:
         return (
-            f"{where} changed a static attribute of its nnx.Module argument, as "
+            f"{caller} changed a static attribute of its nnx.Module argument, as "
             "model.eval() does; expected changes of variables only. Change it before "
             "the call, or use nnx.view."
         )
     return (
-        f"{where} changed the structure of its nnx.Module argument (it added the "
+        f"{caller} changed the structure of its nnx.Module argument (it added the "
         f"variables {sorted(after - before)} and removed {sorted(before - after)}); "
         "expected changes of values only. Create all variables in __init__, or call "
         "the function once before, so that they exist."
@@ -204,8 +190,8 @@ def _changed_structure(where: str, old: nnx.State, new: nnx.State) -> str:
 def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
     """Returns the variables that hold other arrays than before, by their paths.
 
-    To update the others would do harm: a module that the caller has from outside of a
-    trace may be read there, not changed.
+    The others must not be updated: in a trace, a module from outside of it may be read,
+    but not changed.
     """
     before = dict(nnx.to_flat_state(old))
     return {
@@ -214,8 +200,3 @@ def _changed(new: nnx.State, old: nnx.State) -> dict[Any, Any]:
         if path not in before
         or any(map(is_not, jax.tree.leaves(variable), jax.tree.leaves(before[path])))
     }
-
-
-def _call(fun: Callable[..., Any], treedef: Any, leaves: list[Any]) -> Any:
-    args, kwargs = jax.tree.unflatten(treedef, leaves)
-    return fun(*args, **kwargs)

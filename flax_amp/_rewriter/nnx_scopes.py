@@ -2,111 +2,111 @@
 
 Linen runs every method of a module under `jax.named_scope`, so that profiles and policy
 keys can name it. NNX leaves no trace of its modules in a jaxpr. Here they get the same
-scopes: `Model/layers/0/attention`, the class of the outermost module, then the
-attributes that lead from one called module to the next; `attention.project` for methods
-other than `__call__`.
+scopes: `Model/layers/0/attention` is the class of the outermost module, and then the
+attributes that lead from one called module to the next. For methods other than
+`__call__` it is `attention.project`.
 
-It is done with two things that go away again when the trace ends. Every module carries
-its name as a static attribute, which is how names survive the splitting and merging of
-`nnx.jit`, `nnx.scan` and their like; these are copies that no user sees. And the
-methods of their classes are wrapped; a module without a name, of another thread, say,
-goes through the wrapper as if it were not there.
+Two things make these scopes, and both are undone when the trace ends. Each module has
+its name as a static attribute, because static attributes survive the splitting and
+merging in `nnx.jit`, `nnx.scan` and the like; the modules are copies that no user sees.
+And the methods of their classes are wrapped. A module without a name, such as one of
+another thread, goes through the wrapper as if it were not there.
 
-A name makes two modules that are equal but for it different structures. Code that takes
-them for equal (stacks layers, maps over two of them at once) fails then, and is traced
-once more without names. So names are given only where a policy asks for scopes.
+Two modules that differ in their names only have different structures. Code that needs
+them equal (it stacks layers, or maps over two of them) fails then, and its error gets a
+note that says so. So modules have names only where a policy has scope keys.
 """
 
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
 
-T = TypeVar("T")
-Scopes = Callable[[Any], contextlib.AbstractContextManager[Any]]
-
 _NAME = "_flax_amp_scope"
-# The first two are not called; the last iterates over its own attributes.
+# The first two are not called; the last one iterates over its own attributes.
 _NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
 
+_NOTE = (
+    "amp gives each nnx.Module a static attribute with its name, because amp_policy "
+    "has scope keys: two layers of one class have different structures here. Code that "
+    "needs them equal can use their states, which have no names (graphdef, state = "
+    "nnx.split(layer)), or a policy without scope keys."
+)
 
-def with_names(attempt: Callable[[Scopes], T], *, wanted: bool) -> T:
-    """Traces with names; without them, and with a warning, if that fails.
 
-    Args:
-      attempt: makes its own copies of the modules and traces with them under the
-        context manager that it is given. Errors that have nothing to do with names are
-        those of the second attempt.
-      wanted: False to trace without names at once.
-    """
-    if not wanted:
-        return attempt(contextlib.nullcontext)
-    try:
-        return attempt(module_scopes)
-    except Exception as error:
-        failure = error
-    result = attempt(contextlib.nullcontext)
-    lines = str(failure).splitlines() or [""]
-    warnings.warn(
-        "amp: this function fails when its nnx.Modules carry names "
-        f"({type(failure).__name__}: {lines[0][:120]}), so it was traced without them: "
-        "the policy's scope keys see no module paths in it. Use jax.named_scope around "
-        "the code that they are for.",
-        UserWarning,
-        stacklevel=2,
-    )
-    return result
+class _Name(str):
+    """The name of a module; it reports comparisons with other names."""
+
+    was_compared: Callable[[], None]
+
+    def __eq__(self, other: object) -> bool:
+        is_equal = str.__eq__(self, other)
+        if not is_equal:
+            self.was_compared()
+        return is_equal
+
+    __hash__ = str.__hash__
 
 
 @contextlib.contextmanager
-def module_scopes(node: Any) -> Iterator[None]:
+def module_scopes(node: Any, *, wanted: bool) -> Iterator[None]:
     """Opens a scope around every method call of the modules in `node`.
 
     Args:
-      node: a module, or a structure of them. They must be copies: they carry their
-        names for as long as this lasts.
+      node: a module, or a structure of them. They must be copies, because they have
+        their names as long as this lasts.
+      wanted: False to do nothing.
     """
-    names = _names(node)
-    modules = [module for module, _ in names]
-    for module, name in names:
-        # Past the methods of NNX: a name is no state, whatever the level of the trace,
-        # and NNX takes an attribute that it was not told of for a static one.
+    if not wanted:
+        yield
+        return
+    comparisons: list[None] = []
+    modules = []
+    for module, path in _paths(node):
+        name = _Name(path)
+        name.was_compared = functools.partial(comparisons.append, None)
+        # Past the methods of NNX, which refuse to change a module of an outer trace.
+        # NNX takes an attribute that it was not told of for a static one.
         object.__setattr__(module, _NAME, name)
+        modules.append(module)
     with _wrapped({cls for module in modules for cls in _classes_of(module)}):
         try:
             yield
+        except Exception as error:
+            if comparisons:
+                error.add_note(_NOTE)
+            raise
         finally:
             forget_names(modules)
 
 
 def forget_names(tree: Any) -> None:
-    """Takes the names off all modules in a tree: copies may have been made of some."""
+    """Takes the names off all modules in a tree, copies among them."""
     for _, value in nnx.iter_graph(tree, graph=True):
         if isinstance(value, nnx.Module):
             vars(value).pop(_NAME, None)
 
 
-def _names(node: Any) -> list[tuple[nnx.Module, str]]:
+def _paths(node: Any) -> list[tuple[nnx.Module, str]]:
     """Returns every module with its path from the module that holds it."""
     modules = {
         path: value
         for path, value in nnx.iter_graph(node, graph=True)
         if isinstance(value, nnx.Module) and not isinstance(value, _NAMELESS)
     }
-    names = []
+    paths = []
     for path, module in modules.items():
         above = (path[:depth] for depth in reversed(range(len(path))))
         holder = next((prefix for prefix in above if prefix in modules), None)
         if holder is None:
-            names.append((module, type(module).__name__))
+            paths.append((module, type(module).__name__))
         else:
-            names.append((module, "/".join(map(str, path[len(holder) :]))))
-    return names
+            paths.append((module, "/".join(map(str, path[len(holder) :]))))
+    return paths
 
 
 def _classes_of(module: nnx.Module) -> list[type]:
@@ -123,7 +123,7 @@ def _classes_of(module: nnx.Module) -> list[type]:
 
 _lock = threading.Lock()
 _originals: dict[tuple[type, str], Any] = {}
-_users: dict[type, int] = {}  # traces that go on, in any thread
+_users: dict[type, int] = {}  # how many traces use the wrappers, in any thread
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def _scoped(method_name: str, method: Any) -> Callable[..., Any]:
         name = getattr(self, "__dict__", {}).get(_NAME)  # a mixin may have slots
         if not name:
             return bound(*args, **kwargs)
-        # Nameless within its own scope: methods that call one another open one scope,
+        # It has no name in its own scope: methods that call one another open one scope,
         # and equal layers under `nnx.jit` are traced once.
         object.__setattr__(self, _NAME, "")
         try:

@@ -11,23 +11,32 @@ The rules, in the order in which they apply to an equation:
 - **follow** (elementwise arithmetic):
     1. a `FULL` operand that is a *statistic*, or the float32 state of a loop, makes
        the result `FULL`;
-    2. a `FULL` operand to which its statistic *has been applied* (`Value.applied`: the
-       output of a normalization) stays `FULL` while float32 leaves (scale, bias) join
-       it, and goes back to `LOW` with anything else. Without this exit the residual
-       stream behind the first norm, and its memory, would be float32;
+    2. a `FULL` operand to which its statistic *has been applied* (the output of a
+       normalization) stays `FULL` while float32 leaves (scale, bias) join it, and goes
+       back to `LOW` with anything else. Without this exit the residual stream behind
+       the first norm, and its memory, would be float32;
     3. a `LOW` operand makes the result `LOW`, and leaf operands are cast down. Without
        this the first bias would promote the whole network back to float32;
     4. leaves alone stay float32 leaves.
 - **keep** (data movement, comparison): the operand's own paint.
 
-A backward sweep then finds the values that only full-precision equations consume
-(`Use`). A follow equation that computes such a value runs in float32 too: the `x - max`
-of a softmax, the loss behind the logits. The input of a normalization does not count:
-its consumers measure it and apply what they measured, and with it the whole residual
-stream of an unrolled network would turn float32, layer by layer from the end.
+An example, centering between two products with the weight `w`:
+
+    before                   after, in bfloat16           why
+    y:f32 = dot x w          y:bf16 = dot x:bf16 w:bf16   low
+    m:f32 = mean y           m:f32 = mean y:f32           full: a statistic of y
+    d:f32 = sub y m          d:f32 = sub y:f32 m          follow, rule 1
+    z:f32 = dot d w          z:bf16 = dot d:bf16 w:bf16   low
+
+The forward pass paints the equations in order. A backward pass then finds how each
+value is read (`Use`). A follow equation whose result is read in full precision only
+runs in float32, too: the `x - max` of a softmax, the loss behind the logits. A value
+that a norm reads is no such case: the norm takes its statistics in float32 anyway, and
+otherwise the whole residual stream of an unrolled network would turn float32, layer by
+layer from the end. If this changes a paint, a second forward pass paints with it.
 
 Structured primitives (scan, jit, custom derivatives, ...) have rules of their own in
-`flax_amp.rules`, which are handed to the `Painter`.
+`rules.py`, which are handed to the `Painter`.
 """
 
 import functools
@@ -40,20 +49,21 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from flax_amp import _compat
+from flax_amp._compat import Array, Atom, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import (
-    bears,
+    constant_survives_cast,
     is_exact,
     is_softmax_numerator,
-    noted,
-    only_chooses,
-    reads_again,
+    may_read_twice,
+    only_selects,
+    with_maximum_flags,
 )
 from flax_amp._rewriter.plan import (
-    APPLIED,
-    CARRIED,
     FULL,
     LEAF,
+    LOOP_STATE,
     LOW,
+    STATISTIC_APPLIED,
     Context,
     Mode,
     Paint,
@@ -89,12 +99,12 @@ from flax_amp.policy import (
     use_widest_precision,
 )
 
-# What measures a value, so that the result can be applied to it.
-_MEASURES = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
+# These take a statistic of their operand: their result can be applied to it.
+_STATISTICS = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
 
-# Movement whose result has no element that its operand does not have. A gather out of
-# bounds fills in, and a ppermute leaves zeros where nobody sends.
-_KEEP_CONSTANT = frozenset(
+# Data movement whose result has no element that its operand does not have. A gather
+# fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
+_MOVES_ALL = frozenset(
     "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
 )
 
@@ -104,7 +114,7 @@ class _Forward(NamedTuple):
 
     steps: list[Step]
     operands: list[Values]
-    values: dict[Any, Value | None]
+    values: dict[Var, Value | None]
 
 
 class Painter:
@@ -117,19 +127,20 @@ class Painter:
     """
 
     def __init__(
-        self, policy: Policy, compute_dtype: Any, rules: Mapping[str, Rule]
+        self, policy: Policy, compute_dtype: DType, rules: Mapping[str, Rule]
     ) -> None:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self._policy = policy
         self._rules = rules
-        self._plans: dict[Any, tuple[Any, Plan]] = {}
-        # The variables that hold states of recurrences, and the searched jaxprs.
-        self._states: set[Any] = set()
-        self._searched: dict[int, Any] = {}
+        self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
+        # The variables that hold states of unrolled recurrences, and the jaxprs that
+        # were searched for them, by id.
+        self._states: set[Var] = set()
+        self._searched: dict[int, Jaxpr] = {}
 
     def plan(
         self,
-        jaxpr: Any,
+        jaxpr: Jaxpr,
         ins: Values,
         uses: Uses | None = None,
         context: Context = Context(),  # noqa: B008 - immutable
@@ -146,13 +157,13 @@ class Painter:
         uses = uses or (Use.LOW,) * len(jaxpr_.outvars)
         key = (id(jaxpr), ins, uses, context)
         if key not in self._plans:
-            self._search(jaxpr_)
+            self._find_states(jaxpr_)
             plan = self._plan(jaxpr_, consts, ins, uses, context)
-            # Kept beside its plan, the jaxpr stays alive and its id unique.
+            # The jaxpr is stored with its plan: its id is unique while it lives.
             self._plans[key] = (jaxpr, plan)
         return self._plans[key][1]
 
-    def _search(self, jaxpr: Any) -> None:
+    def _find_states(self, jaxpr: Jaxpr) -> None:
         """Finds the states of recurrences in a jaxpr and in what it calls."""
         if id(jaxpr) not in self._searched and self.compute_dtype != jnp.float32:
             states, jaxprs = find_states(jaxpr)
@@ -160,7 +171,12 @@ class Painter:
             self._searched |= {id(searched): searched for searched in jaxprs}
 
     def _plan(
-        self, jaxpr: Any, consts: Any, ins: Values, out_uses: Uses, context: Context
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Array],
+        ins: Values,
+        out_uses: Uses,
+        context: Context,
     ) -> Plan:
         const_ins = const_values(jaxpr, consts)
         known = dict(zip(jaxpr.invars, ins, strict=True))
@@ -168,7 +184,8 @@ class Painter:
         forward = self._forward(jaxpr, known, {}, context)
         uses = self._backward(jaxpr, forward, out_uses, context)
         if any(
-            use.wants_full(has_leaf=True) or use.is_numerator for use in uses.values()
+            use.wants_full(has_leaf=True) or use.is_measured_and_read
+            for use in uses.values()
         ):
             forward = self._forward(jaxpr, known, uses, context)
         return Plan(
@@ -179,14 +196,14 @@ class Painter:
             outs=tuple(value_of(v, forward.values) for v in jaxpr.outvars),
             uses=tuple(uses.get(v, Use.NONE) for v in jaxpr.invars),
             steps=tuple(forward.steps),
-            site=context.site,
+            body_kind=context.body_kind,
         )
 
     def _forward(
         self,
-        jaxpr: Any,
-        known: dict[Any, Value | None],
-        uses: Mapping[Any, Use],
+        jaxpr: Jaxpr,
+        known: dict[Var, Value | None],
+        uses: Mapping[Var, Use],
         context: Context,
     ) -> _Forward:
         forward = _Forward([], [], dict(known))
@@ -200,17 +217,17 @@ class Painter:
         return forward
 
     def _backward(
-        self, jaxpr: Any, forward: _Forward, out_uses: Uses, context: Context
-    ) -> dict[Any, Use]:
+        self, jaxpr: Jaxpr, forward: _Forward, out_uses: Uses, context: Context
+    ) -> dict[Var, Use]:
         """Returns how each variable is read."""
-        uses: dict[Any, Use] = {}
+        uses: dict[Var, Use] = {}
 
-        def note(atoms: Sequence[Any], atom_uses: Sequence[Use]) -> None:
+        def read(atoms: Sequence[Atom], atom_uses: Sequence[Use]) -> None:
             for atom, use in zip(atoms, atom_uses, strict=True):
                 if not isinstance(atom, Literal):
                     uses[atom] = uses.get(atom, Use.NONE) | use
 
-        note(jaxpr.outvars, out_uses)
+        read(jaxpr.outvars, out_uses)
         for eqn, step, ins in zip(
             reversed(jaxpr.eqns),
             reversed(forward.steps),
@@ -220,16 +237,17 @@ class Painter:
             results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
             if step.mode is Mode.RULE:
                 if any(use.wants_full(has_leaf=True) for use in results):
+                    # What is inside reads its operands otherwise then.
                     step = self._paint(eqn, ins, results, context)
-                note(eqn.invars, step.uses)
+                read(eqn.invars, step.uses)
             else:
                 use = _union(results) if step.use is None else step.use
-                note(eqn.invars, (use,) * len(eqn.invars))
+                read(eqn.invars, (use,) * len(eqn.invars))
         return uses
 
     # --- one equation ----------------------------------------------------------------
 
-    def _paint(self, eqn: Any, ins: Values, uses: Uses, context: Context) -> Step:
+    def _paint(self, eqn: Eqn, ins: Values, uses: Uses, context: Context) -> Step:
         scopes = context.scopes + _compat.scope_names(eqn)
         decision = context.forced or self._policy.decide(eqn.primitive, scopes)
         stops = decision.function is use_original_precision
@@ -238,20 +256,20 @@ class Painter:
             _check_structured(eqn, decision)
             if decision.origin is Origin.SCOPE and _takes_no_data(ins):
                 return _full(eqn, FULL, "makes its numbers itself")
-            inner = Context(
+            body = Context(
                 scopes if self._policy.spans_scopes else (),
                 decision if decision.origin is Origin.SCOPE else None,
-                context.site,
+                context.body_kind,
             )
-            return rule.paint(self, eqn, ins, uses, inner)
+            return rule.paint(self, eqn, ins, uses, body)
         is_half = self.compute_dtype != jnp.float32
         if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.EXP, outs, "numerator of a softmax")
-        return noted(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
+        return with_maximum_flags(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
 
     def _paint_plain(
-        self, eqn: Any, ins: Values, uses: Uses, decision: Decision
+        self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
     ) -> Step:
         function = decision.function
         because = f"{decision.origin.value} {decision.key}"
@@ -261,6 +279,8 @@ class Painter:
         if eqn.params.get("update_jaxpr") is not None:  # of a scatter
             return _full(eqn, FULL, "its update function is a float32 one")
         if isinstance(function, use_precision):
+            # A third dtype, such as float16 under bfloat16, is no paint: the function
+            # is called on the equation, as a user's own function is.
             is_lowerable = eqn.primitive.name in LOWERABLE_OPS
             if function.dtype == self.compute_dtype:
                 function = use_compute_precision
@@ -276,13 +296,14 @@ class Painter:
             return self._paint_keep(eqn, ins, uses)
         return self._paint_call(eqn, ins, decision, because)
 
-    def _paint_low(self, eqn: Any, because: str) -> Step:
+    def _paint_low(self, eqn: Eqn, because: str) -> Step:
         obstacle = self._obstacle_to_low(eqn)
         if obstacle:
             return _full(eqn, FULL, obstacle)
         return Step(Mode.LOW, like(out_avals(eqn), LOW), because, use=Use.LOW)
 
-    def _obstacle_to_low(self, eqn: Any) -> str | None:
+    def _obstacle_to_low(self, eqn: Eqn) -> str | None:
+        """Says why an equation cannot run in the compute dtype, if it cannot."""
         if eqn.primitive.name not in LOWERABLE_OPS:
             return f"{eqn.primitive.name} runs in its original dtypes only"
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
@@ -291,7 +312,8 @@ class Painter:
             if is_inexact and dtype not in (jnp.float32, self.compute_dtype):
                 return f"{dtype} operand"
         if eqn.primitive.name in LOW_OPS:
-            for dtype in dtypes[:2]:  # the two factors; a quantized weight has a range
+            # A quantized weight has a range of its own, which a half may not have.
+            for dtype in dtypes[:2]:
                 if not jnp.issubdtype(dtype, jnp.floating):
                     return f"{dtype} operand"
         if not _is_default_precision(eqn.params.get("precision")):
@@ -301,71 +323,81 @@ class Painter:
             return f"preferred_element_type={preferred}"
         return None
 
-    def _paint_follow(self, eqn: Any, ins: Values, uses: Uses) -> Step:
+    def _paint_follow(self, eqn: Eqn, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
-        any_low = any(v.paint is Paint.LOW for v in operands)
-        applied = any(v.applied for v in operands)
-        has_leaf = any(v.paint is Paint.LEAF and v.constant is None for v in operands)
-        if any(v.carried for v in operands):
-            return _full(eqn, CARRIED, "float32 state of a loop")
-        if eqn.outvars[0] in self._states and (any_low or applied):
-            return _full(eqn, CARRIED, "state of a recurrence")
+        is_normalized = any(v.statistic_applied for v in operands)
+        has_data = is_normalized or any(v.paint is Paint.LOW for v in operands)
+        if any(v.loop_state for v in operands):
+            return _full(eqn, LOOP_STATE, "float32 state of a loop")
+        if has_data and eqn.outvars[0] in self._states:
+            return _full(eqn, LOOP_STATE, "state of a recurrence")
         if any(v.is_statistic for v in operands):
-            if any_low or applied:
-                return _full(eqn, APPLIED, "applies a full-precision value", Use.APPLY)
-            return _full(eqn, FULL, "follows a full-precision operand")
-        if applied and has_leaf:
-            return _full(eqn, APPLIED, "float32 leaf joins a normalized value")
-        if not (any_low or applied):
+            if not has_data:
+                return _full(eqn, FULL, "follows a full-precision operand")
+            reason = "applies a full-precision value"
+            return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
+        if is_normalized and _has_leaf(operands):
+            # Cast down, the scale and bias of a BatchNorm break its fusion on a TPU.
+            reason = "float32 leaf joins a normalized value"
+            return _full(eqn, STATISTIC_APPLIED, reason)
+        if not has_data:
             return _full(eqn, LEAF, "float32 leaves only")
+        return self._paint_data(eqn, operands, uses)
+
+    def _paint_data(self, eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Step:
+        """Paints arithmetic with low-precision data that meets no statistic."""
         for v in operands:
-            if v.constant is not None and not bears(
+            if v.constant is not None and not constant_survives_cast(
                 eqn, v.constant, self.compute_dtype
             ):
                 return _full(eqn, FULL, f"constant {v.constant:g} would not survive")
-        if only_chooses(eqn, operands, self.compute_dtype):
-            outs = like(out_avals(eqn), LOW)
-            return Step(Mode.LOW, outs, "chooses among low-precision values", use=None)
-        if _union(uses).wants_full(has_leaf):
-            return _full(eqn, APPLIED, "every consumer runs in full precision", None)
         outs = like(out_avals(eqn), LOW)
-        # Were all consumers to read it in full, it would be computed in full above.
+        if only_selects(eqn, operands, self.compute_dtype):
+            # Also where all readers want float32: `where(mask, logits, -inf)` would
+            # otherwise make the largest array of a transformer a float32 one.
+            return Step(Mode.LOW, outs, "chooses among low-precision values", use=None)
+        if _union(uses).wants_full(_has_leaf(operands)):
+            reason = "every consumer runs in full precision"
+            return _full(eqn, STATISTIC_APPLIED, reason, None)
         return Step(Mode.LOW, outs, "follows a low-precision operand", use=None)
 
-    def _paint_keep(self, eqn: Any, ins: Values, uses: Uses) -> Step:
+    def _paint_keep(self, eqn: Eqn, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
         avals = out_avals(eqn)
         if not any(is_painted(aval) for aval in avals):
             return self._paint_compare(eqn, operands)
-        if has_paint(ins[0], Paint.LOW) and reads_again(eqn):
-            # A gather in float32, rounded again, gives the same result, but its
-            # cotangents are added in float32.
+        if has_paint(ins[0], Paint.LOW) and may_read_twice(eqn):
+            # Gathered in float32 and rounded again, the result is the same, but the
+            # cotangents of an element that is read twice are added in float32.
             outs = like(avals, LOW)
             return Step(Mode.FULL, outs, "its gradient is a long sum", use=None)
         if len(operands) == 1:
-            keeps = eqn.primitive.name in _KEEP_CONSTANT
-            outs = like(avals, operands[0] if keeps else operands[0].varied())
+            (value,) = operands
+            if eqn.primitive.name not in _MOVES_ALL:
+                value = value.without_constant()
+            outs = like(avals, value)
         elif eqn.primitive.multiple_results and len(ins) == len(avals):
             outs = ins
         else:
             return self._paint_follow(eqn, ins, uses)
         return Step(Mode.KEEP, outs, "keeps its operand's dtype", use=None)
 
-    def _paint_compare(self, eqn: Any, operands: list[Value]) -> Step:
+    def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
+        # A constant that the cast rounds could change the answer: `x > 0.1`.
         exact = all(
             v.paint is Paint.LOW
             or (v.constant is not None and is_exact(v.constant, self.compute_dtype))
             for v in operands
         )
-        # A comparison goes along with whatever the other consumers want.
         outs = like(out_avals(eqn), FULL)
         mode = Mode.LOW if exact else Mode.FULL
+        # `Use.NONE`: the other readers alone decide on the precision of the operands.
         return Step(mode, outs, "compares at the widest dtype", use=Use.NONE)
 
     def _paint_call(
-        self, eqn: Any, ins: Values, decision: Decision, because: str
+        self, eqn: Eqn, ins: Values, decision: Decision, because: str
     ) -> Step:
-        def call(*operands: Any) -> list[Any]:
+        def call(*operands: Array) -> list[Array]:
             return call_precision_function(eqn, decision, self.compute_dtype, operands)
 
         # The only way to learn which dtypes a user's function gives is to ask it.
@@ -382,22 +414,26 @@ class Painter:
         )
         return Step(Mode.CALL, outs, because, use=Use.LOW, detail=decision)
 
-    def dtype_of(self, value: Value | None, aval: Any) -> Any:
+    def dtype_of(self, value: Value | None, aval: Aval) -> DType:
         """Returns the dtype in which a value of the original `aval` is emitted."""
         is_low = value is not None and value.paint is Paint.LOW
         return self.compute_dtype if is_low else aval.dtype
 
 
 def _takes_no_data(ins: Values) -> bool:
-    # Random numbers and positions: a scope that wants all in low precision means what
-    # is computed with them, not how they are made.
+    # Random numbers and positions: a scope that wants low precision means what is
+    # computed with them, not how they are made.
     return all(v is None or v.constant is not None for v in ins)
 
 
-def _full(eqn: Any, value: Value, reason: str, use: Use | None = Use.FULL) -> Step:
-    if use is Use.FULL and eqn.primitive.name in _MEASURES:
+def _full(eqn: Eqn, value: Value, reason: str, use: Use | None = Use.FULL) -> Step:
+    if use is Use.FULL and eqn.primitive.name in _STATISTICS:
         use = Use.MEASURE
     return Step(Mode.FULL, like(out_avals(eqn), value), reason, use=use)
+
+
+def _has_leaf(operands: Iterable[Value]) -> bool:
+    return any(v.paint is Paint.LEAF and v.constant is None for v in operands)
 
 
 def _union(uses: Iterable[Use]) -> Use:
@@ -410,11 +446,12 @@ def _is_default_precision(precision: Any) -> bool:
     return all(part in defaults for part in parts)
 
 
-def _check_structured(eqn: Any, decision: Decision) -> None:
+def _check_structured(eqn: Eqn, decision: Decision) -> None:
+    """Raises a TypeError if a policy sets the precision of a structured primitive."""
     if decision.origin is Origin.PRIMITIVE:
         raise TypeError(
-            f"amp_policy: key {decision.key!r} is a structured primitive, its value is "
-            f"{decision.function!r}; expected flax_amp.use_original_precision, which "
-            "leaves it untouched. To set the precision of what is inside, use the "
-            "primitives inside or a scope as keys."
+            f"amp_policy: key {decision.key!r} is a structured primitive, and its "
+            f"value is {decision.function!r}; expected "
+            "flax_amp.use_original_precision, which leaves it untouched. To set the "
+            "precision of what is inside, use the primitives inside or a scope as keys."
         )

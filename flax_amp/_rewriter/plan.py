@@ -1,7 +1,7 @@
-"""What the analysis says of a program: values, uses, steps, plans. Data only.
+"""The plan of a program: its values, their uses, one step for each equation. Data only.
 
-`flax_amp.paint` makes it, `flax_amp.emit` follows it; the rules of structured
-primitives do both.
+`paint.py` makes plans and `emit.py` follows them. The rules of structured primitives
+(`rules.py`) do both.
 """
 
 import dataclasses
@@ -14,38 +14,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from flax_amp._compat import Array, Atom, Aval, Eqn, Jaxpr, Var
 from flax_amp.policy import Decision
 
 
 class Paint(enum.Enum):
-    """Where a float32 value of the original program lives in the rewritten one."""
+    """The precision of a float32 value of the original program in the rewritten one.
 
-    LEAF = "leaf"  # float32, straight from an argument or constant
+    The name is that of TensorFlow's auto_mixed_precision pass (Grappler), which paints
+    the nodes of a graph with the precision that they are to run in.
+    """
+
+    LEAF = "leaf"  # float32, because it is an argument or a constant
     LOW = "low"  # in the compute dtype
-    FULL = "full"  # float32, computed so on purpose
+    FULL = "full"  # float32, because it has to be computed so
 
 
 class Value(NamedTuple):
     """What the analysis knows of one float32 value.
 
     Attributes:
-      paint: the precision in which it lives.
-      applied: of a `FULL` value: a statistic has been applied to low-precision data
-        (`x - mean`), so the value may return to the compute dtype.
-      carried: of a `FULL` value: it is, or was computed from, the float32 carry of a
-        loop. Such a state never goes back low within the loop, whatever meets it.
-      bits: of a `LEAF` value: the bytes of the float32 number that every element has,
-        if known. Bytes, because `0.0 == -0.0` and `nan != nan`.
-      maximum: whether it is the maximum of something.
-      below_zero: whether a maximum was subtracted from it: `x - max(x)`.
+      paint: its precision.
+      statistic_applied: of a `FULL` value: it is low-precision data to which a
+        statistic was applied (`x - mean`), and may return to the compute dtype.
+      loop_state: of a `FULL` value: it is, or was computed from, the float32 carry of a
+        loop. It stays `FULL` within the loop, whatever it is combined with.
+      bits: of a `LEAF` value: the bytes of the number that all its elements have, if
+        known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
+      is_maximum: it is the maximum of something.
+      maximum_subtracted: a maximum was subtracted from it: `x - max(x)`.
     """
 
     paint: Paint
-    applied: bool = False
-    carried: bool = False
+    statistic_applied: bool = False
+    loop_state: bool = False
     bits: bytes | None = None
-    maximum: bool = False
-    below_zero: bool = False
+    is_maximum: bool = False
+    maximum_subtracted: bool = False
 
     @property
     def constant(self) -> float | None:
@@ -54,37 +59,37 @@ class Value(NamedTuple):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether the value keeps what it is combined with in full precision."""
-        return self.paint is Paint.FULL and not self.applied
+        """Whether what the value is combined with has to be in full precision, too."""
+        return self.paint is Paint.FULL and not self.statistic_applied
 
-    def varied(self) -> "Value":
-        """The value without the number that all its elements have."""
+    def without_constant(self) -> "Value":
+        """Returns the value without the number that all its elements have."""
         return self._replace(bits=None)
 
-    def settled(self) -> "Value":
-        """The value as it leaves a loop: an applied one goes back low."""
-        return LOW if self.applied else self._replace(carried=False)
+    def after_loop(self) -> "Value":
+        """Returns the value as it leaves a loop, where it is no loop state any more."""
+        return LOW if self.statistic_applied else self._replace(loop_state=False)
 
 
 LEAF = Value(Paint.LEAF)
 LOW = Value(Paint.LOW)
 FULL = Value(Paint.FULL)
-APPLIED = Value(Paint.FULL, applied=True)
-CARRIED = Value(Paint.FULL, carried=True)
+STATISTIC_APPLIED = Value(Paint.FULL, statistic_applied=True)
+LOOP_STATE = Value(Paint.FULL, loop_state=True)
 
 
-class Site(enum.Enum):
-    """What a jaxpr is the body of; it decides what its backward pass stores."""
+class BodyKind(enum.Enum):
+    """What a jaxpr is the body of. It decides what its backward pass stores."""
 
     STRAIGHT = "straight code"
-    LAYERS = "a scan over layers"  # forward and backward pass are two loops
-    STEPS = "a scan over the steps of a recurrence"
-    BLOCK = "one of several equal pieces of straight code"
-    CLOSED = "a checkpoint or a custom derivative"  # whose own rules say what is stored
+    LAYER_SCAN = "a scan over layers"  # forward and backward pass are two loops
+    RECURRENT_SCAN = "a scan over the steps of a recurrence"
+    REPEATED_LAYER = "one of several equal layers of straight code"
+    OPAQUE = "a checkpoint or a custom derivative"  # its own rule says what is stored
 
 
 class Use(enum.Flag):
-    """How the consumers of a value read it; the union over all of them."""
+    """How the readers of a value read it: the union over all of them."""
 
     NONE = 0
     LOW = enum.auto()  # in the compute dtype
@@ -93,22 +98,28 @@ class Use(enum.Flag):
     APPLY = enum.auto()  # in float32, to apply a statistic to it
 
     @property
-    def is_numerator(self) -> bool:
-        """Whether a statistic of the value is taken and the value itself read, too."""
+    def is_measured_and_read(self) -> bool:
+        """Whether one reader takes a statistic of the value and another one does not.
+
+        So are the exponentials of a softmax read: by their sum, and by the quotient.
+        """
         return Use.MEASURE in self and self is not Use.MEASURE
 
     def wants_full(self, has_leaf: bool) -> bool:
         """Whether the equation that computes the value should run in full precision.
 
         Args:
-          has_leaf: whether a float32 leaf would have to be cast down for it.
+          has_leaf: whether a float32 leaf would otherwise be cast down for it.
         """
         if self is Use.NONE or Use.LOW in self:
             return False
+        # The readers are a norm, which takes its statistics in float32 anyway. If this
+        # asked for float32, the sum before the norm would run in it, then the sum
+        # before that one, and so on back to the first layer.
         if Use.MEASURE in self and Use.APPLY in self:
             return False
         # A statistic that is only applied comes from elsewhere, such as the running
-        # averages of a BatchNorm: what counts is not to round those.
+        # averages of a BatchNorm. Only a leaf would lose digits by a cast.
         return has_leaf or self is not Use.APPLY
 
 
@@ -121,11 +132,11 @@ class Mode(enum.Enum):
 
     LOW = "low"  # float32 operands cast to the compute dtype
     FULL = "full"  # float32 operands restored to float32
-    EXP = "exp"  # the same, its result rounded for good
+    EXP = "exp"  # in float32, and its result rounded to the compute dtype
     KEEP = "keep"  # operands as they arrive
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
-    REPEAT = "repeat"  # a call that stands for equal equations (`flax_amp.outline`)
+    REPEAT = "repeat"  # a call that stands for a repeated layer (`outline/`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +147,9 @@ class Step:
       mode: how it is emitted.
       outs: the values of its results.
       reason: the deciding rule, for people.
-      use: how it reads its operands; `None` if as its consumers read the results.
-      uses: of a rule: how it reads each operand.
-      detail: what the mode needs: the decision of a user, or the plans of sub-jaxprs.
+      use: how it reads its operands; `None` means as the results are read.
+      uses: of a structured primitive: how it reads each operand.
+      detail: what the mode needs: the user's decision, or the plans of sub-jaxprs.
     """
 
     mode: Mode
@@ -147,6 +158,19 @@ class Step:
     use: Use | None = Use.FULL
     uses: Uses = ()
     detail: Any = None
+
+
+# Neither this nor a plan has a repr of its parts: JAX writes the repr of callables into
+# its debug information at each call, and those that hold a plan would spell it out.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class EditedJaxpr:
+    """A jaxpr with other equations, constants or results than JAX gave it."""
+
+    invars: Sequence[Var]
+    outvars: Sequence[Atom]
+    eqns: Sequence[Eqn]
+    constvars: Sequence[Var] = ()
+    consts: Sequence[Array] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -160,28 +184,28 @@ class Plan:
       ins: the values of its inputs.
       outs: the values of its results.
       uses: how each input is read.
-      steps: one `Step` per equation.
-      site: what the jaxpr is the body of.
+      steps: one `Step` for each equation.
+      body_kind: what the jaxpr is the body of.
       exports: the variables that the rules of custom derivatives inside close over.
     """
 
-    jaxpr: Any
-    consts: Sequence[Any]
+    jaxpr: Jaxpr
+    consts: Sequence[Array]
     const_ins: Values
     ins: Values
     outs: Values
     uses: Uses
     steps: tuple[Step, ...]
-    site: Site
-    exports: frozenset[Any] = frozenset()
+    body_kind: BodyKind
+    exports: frozenset[Var] = frozenset()
 
-    def known(self) -> dict[Any, Value | None]:
+    def known(self) -> dict[Var, Value | None]:
         """Returns the values of the inputs and the consts, by variable."""
         jaxpr = self.jaxpr
         pairs = zip(jaxpr.invars, self.ins, strict=True)
         return dict(pairs) | dict(zip(jaxpr.constvars, self.const_ins, strict=True))
 
-    def values(self) -> dict[Any, Value | None]:
+    def values(self) -> dict[Var, Value | None]:
         """Returns the values of all variables."""
         values = self.known()
         for eqn, step in zip(self.jaxpr.eqns, self.steps, strict=True):
@@ -194,39 +218,39 @@ class Context:
     """Where a sub-jaxpr stands.
 
     Attributes:
-      scopes: the scopes around it, kept only if a policy key can span several.
-      forced: the decision of an enclosing scope, which holds for all inside.
-      site: what it is the body of.
+      scopes: the scopes around it; empty if no policy key can span several.
+      forced: the decision of a scope around it, which holds for all inside.
+      body_kind: what it is the body of.
     """
 
     scopes: tuple[str, ...] = ()
     forced: Decision | None = None
-    site: Site = Site.STRAIGHT
+    body_kind: BodyKind = BodyKind.STRAIGHT
 
-    def of(self, site: Site) -> "Context":
+    def inside(self, kind: BodyKind) -> "Context":
         """Returns the context of a body of another kind."""
-        return dataclasses.replace(self, site=site)
+        return dataclasses.replace(self, body_kind=kind)
 
 
 class Rule(Protocol):
-    """How a structured primitive is painted and emitted (see `flax_amp.rules`)."""
+    """How a structured primitive is painted and emitted (see `rules.py`)."""
 
     def paint(
-        self, painter: Any, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Any, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step: ...
 
     def emit(
         self,
         emitter: Any,
-        eqn: Any,
+        eqn: Eqn,
         step: Step,
-        operands: Sequence[Any],
+        operands: Sequence[Array],
         values: Values,
-    ) -> Sequence[Any]: ...
+    ) -> Sequence[Array]: ...
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the atoms of a jaxpr that are no literals."""
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Returns those operands or results of an equation that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -235,34 +259,37 @@ def has_paint(value: Value | None, *paints: Paint) -> bool:
     return value is not None and value.paint in paints
 
 
-def is_painted(aval: Any) -> bool:
+def is_painted(aval: Aval) -> bool:
     """Whether a value is painted at all: only float32 arrays are."""
     return isinstance(aval, jax.core.ShapedArray) and aval.dtype == jnp.float32
 
 
-def like(avals: Iterable[Any], value: Value) -> Values:
+def like(avals: Iterable[Aval], value: Value) -> Values:
     """Returns `value` for every painted aval, `None` for the others."""
     return tuple(value if is_painted(aval) else None for aval in avals)
 
 
-def out_avals(eqn: Any) -> list[Any]:
+def out_avals(eqn: Eqn) -> list[Aval]:
     """Returns the avals of an equation's results."""
     return [v.aval for v in eqn.outvars]
 
 
 def join(values: Iterable[Value | None]) -> Value | None:
-    """Returns the value of what several branches or iterations agree on."""
-    present = [LOW if v.applied else v for v in values if v is not None]
+    """Returns one value for what several branches or iterations give.
+
+    `FULL` wins over `LOW`, and `LOW` over `LEAF`.
+    """
+    present = [LOW if v.statistic_applied else v for v in values if v is not None]
     if not present:
         return None
-    carried = any(v.carried for v in present)
+    loop_state = any(v.loop_state for v in present)
     for paint in (Paint.FULL, Paint.LOW):
         if any(v.paint is paint for v in present):
-            return Value(paint, carried=carried)
+            return Value(paint, loop_state=loop_state)
     return present[0] if len(set(present)) == 1 else LEAF
 
 
-def const_values(jaxpr: Any, consts: Sequence[Any]) -> Values:
+def const_values(jaxpr: Jaxpr, consts: Sequence[Array]) -> Values:
     """Returns the values of the consts that a jaxpr closes over."""
     values = like([v.aval for v in jaxpr.constvars], LEAF)
     return tuple(
@@ -271,8 +298,8 @@ def const_values(jaxpr: Any, consts: Sequence[Any]) -> Values:
     )
 
 
-def _uniform(x: Any) -> bytes | None:
-    """The bits of every element of a small concrete float32 array, if all have them."""
+def _uniform(x: Array) -> bytes | None:
+    """Returns the bytes that all elements of a small concrete array share, if any."""
     if isinstance(x, jax.core.Tracer) or not 0 < np.size(x) <= 4096:
         return None
     words = np.asarray(x, np.float32).view(np.uint32)
@@ -280,7 +307,7 @@ def _uniform(x: Any) -> bytes | None:
     return first.tobytes() if (words == first).all() else None
 
 
-def value_of(atom: Any, values: Mapping[Any, Value | None]) -> Value | None:
+def value_of(atom: Atom, values: Mapping[Var, Value | None]) -> Value | None:
     """Returns the value of a variable or literal of a jaxpr."""
     if not isinstance(atom, Literal):
         return values[atom]

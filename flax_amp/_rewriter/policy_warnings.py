@@ -1,7 +1,8 @@
 """Warnings of a policy that does not do what it was written for, at trace time.
 
-They are found in the traced program alone, before it is planned: once for each trace of
-the function that `amp` was given. If it is not certain, there is no warning.
+Those of a policy are found in the traced program alone, before it is planned: once for
+each trace of the function that `amp` was given. If it is not certain that something is
+wrong, there is no warning.
 """
 
 import difflib
@@ -16,6 +17,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
+from flax_amp._compat import DType, Eqn, Jaxpr
+from flax_amp._rewriter.outline.equality import plans_in
+from flax_amp._rewriter.plan import Plan
 from flax_amp._scope_paths import paths, split_method
 from flax_amp.policy import (
     LOW_OPS,
@@ -49,7 +53,7 @@ class PolicyWarning(UserWarning):
 class Equation(NamedTuple):
     """An equation and all scopes around it, those of outer jaxprs included."""
 
-    eqn: Any
+    eqn: Eqn
     scopes: tuple[str, ...]
 
     @property
@@ -62,8 +66,8 @@ class Equation(NamedTuple):
 
 def warn_of_policy(
     policy: Policy,
-    closed: Any,
-    compute_dtype: Any,
+    closed: Jaxpr,
+    compute_dtype: DType,
     paths_of_inputs: Callable[[], Sequence[str]],
 ) -> None:
     """Warns of keys that match nothing, and of an `amp` that changes nothing.
@@ -89,7 +93,36 @@ def warn_of_policy(
         warnings.warn(message, PolicyWarning, stacklevel=3)
 
 
-def _equations(jaxpr: Any, scopes: tuple[str, ...] = ()) -> list[Equation]:
+def warn_of_precision(plan: Plan) -> None:
+    """Warns if JAX's default precision keeps products in float32.
+
+    An equation does not tell who asked for its precision, the user or the default.
+    """
+    default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
+    if default in (None, "default", "fastest", "bfloat16"):
+        return
+    count = _count_precise(plan, set())
+    if count:
+        warnings.warn(
+            f"amp: {count} products stay in float32, because they ask for precision "
+            f"while jax.default_matmul_precision is {default!r}. Expected the default, "
+            "None, so that they run in the compute dtype: unset it around what amp "
+            "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
+            "precision=... at the products that need it.",
+            stacklevel=3,
+        )
+
+
+def _count_precise(plan: Plan, seen: set[int]) -> int:
+    if id(plan) in seen:
+        return 0
+    seen.add(id(plan))
+    inner = [p for step in plan.steps for p in plans_in(step.detail)]
+    own = sum(step.reason.startswith("precision=") for step in plan.steps)
+    return own + sum(_count_precise(p, seen) for p in inner)
+
+
+def _equations(jaxpr: Jaxpr, scopes: tuple[str, ...] = ()) -> list[Equation]:
     """Returns the equations of a jaxpr and of all jaxprs inside of it.
 
     A jaxpr that is called again in the same scope is not repeated.
@@ -97,7 +130,7 @@ def _equations(jaxpr: Any, scopes: tuple[str, ...] = ()) -> list[Equation]:
     found: list[Equation] = []
     seen = set()
 
-    def walk(jaxpr: Any, outer: tuple[str, ...]) -> None:
+    def walk(jaxpr: Jaxpr, outer: tuple[str, ...]) -> None:
         if (id(jaxpr), outer) in seen:
             return
         seen.add((id(jaxpr), outer))
@@ -114,7 +147,7 @@ def _equations(jaxpr: Any, scopes: tuple[str, ...] = ()) -> list[Equation]:
 
 
 def _nothing_lowered(
-    policy: Policy, equations: Sequence[Equation], compute_dtype: Any
+    policy: Policy, equations: Sequence[Equation], compute_dtype: DType
 ) -> str | None:
     deciding: list[str] = []
     for equation in equations:
@@ -160,7 +193,7 @@ def _half_already(policy: Policy, equations: Sequence[Equation]) -> str | None:
     )
 
 
-def _is_of_flax(eqn: Any) -> bool:
+def _is_of_flax(eqn: Eqn) -> bool:
     """Whether an equation stands in the code of a layer that comes with Flax."""
     return _compat.user_file(eqn).startswith(_FLAX)
 
@@ -171,7 +204,7 @@ def _is_of_flax(eqn: Any) -> bool:
 def _unmatched(
     policy: Policy,
     equations: Sequence[Equation],
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     paths_of_inputs: Callable[[], Sequence[str]],
 ) -> str | None:
     if not policy.scope_keys:

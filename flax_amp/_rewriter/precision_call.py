@@ -1,4 +1,4 @@
-"""Calls of the precision functions that users write, and what can go wrong in them."""
+"""Calls of the precision functions that users write, with their error messages."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _compat
+from flax_amp._compat import Array, DType, Eqn
 from flax_amp.policy import Decision
 
 _SIGNATURE = "(compute_dtype, original_dtypes, *invars, **bind_params)"
@@ -15,9 +16,9 @@ _REMEDY = f"Write `def f{_SIGNATURE}: return invars, bind_params`."
 
 
 def call_precision_function(
-    eqn: Any, decision: Decision, compute_dtype: Any, operands: Sequence[Any]
-) -> list[Any]:
-    """Binds an equation as a user's precision function wants it.
+    eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Sequence[Array]
+) -> list[Array]:
+    """Binds an equation to the operands and parameters that a user's function gives.
 
     Raises:
       TypeError: if the function cannot be called like one, or does not return operands
@@ -85,7 +86,7 @@ def _takes(function: Any, args: Sequence[Any], params: Mapping[str, Any]) -> boo
     return True
 
 
-def _fault(result: Any, operands: Sequence[Any]) -> str | None:
+def _fault(result: Any, operands: Sequence[Array]) -> str | None:
     """Says what is wrong with the result of a precision function, if anything is."""
     if not isinstance(result, tuple | list):
         return f"a {type(result).__name__}"

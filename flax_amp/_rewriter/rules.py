@@ -1,8 +1,8 @@
-"""Structured primitives: one class each, its paint and its emit side by side.
+"""Structured primitives: a class for each, with its `paint` and its `emit` together.
 
-The paint flows through the border of a sub-jaxpr as if it were not there; nothing is
-cast back to float32 at it. Each rule changes only what it has to (the sub-jaxpr, the
-dtypes at its border) and keeps everything else: names, shardings, donation, policies,
+Paints flow into a sub-jaxpr and out of it; nothing is cast back to float32 at its
+border. Each rule changes only what it has to (the sub-jaxpr and the dtypes at its
+border) and leaves everything else as it is: names, shardings, donation, policies,
 unrolling, custom derivatives.
 
 A structured primitive without a rule here runs untouched in its original dtypes.
@@ -18,27 +18,27 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _compat
-from flax_amp._rewriter.captures import with_captured
+from flax_amp._compat import Array, Eqn, Jaxpr
 from flax_amp._rewriter.custom_derivatives import (
     CustomJvp,
+    CustomRule,
     CustomVjp,
-    Inner,
-    split,
-    with_own_captures,
+    SingleBodyRule,
+    split_list,
 )
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.heuristics import is_indexed
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
-    CARRIED,
     FULL,
     LEAF,
+    LOOP_STATE,
+    BodyKind,
     Context,
     Mode,
     Paint,
     Plan,
     Rule,
-    Site,
     Step,
     Use,
     Uses,
@@ -52,7 +52,7 @@ from flax_amp._rewriter.plan import (
 )
 
 
-def _retrace(emitter: Emitter, plan: Plan, operands: Sequence[Any]) -> Any:
+def _rewrite_body(emitter: Emitter, plan: Plan, operands: Sequence[Array]) -> Jaxpr:
     """Returns the rewritten closed jaxpr of a plan for operands of given types."""
     key = (plan, emitter.recompute, tuple(jax.typeof(x) for x in operands))
     if key not in emitter.bodies:
@@ -62,45 +62,45 @@ def _retrace(emitter: Emitter, plan: Plan, operands: Sequence[Any]) -> Any:
     return emitter.bodies[key]
 
 
-class _Jit(Inner):
+class _Jit(SingleBodyRule):
     """A jit stays a jit: same name, shardings, layouts, donation."""
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> list[Any]:
-        body = _retrace(emitter, step.detail, operands)
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> list[Array]:
+        body = _rewrite_body(emitter, step.detail, operands)
         return _compat.bind(eqn, operands, {**eqn.params, self.param: body})
 
 
-class _Checkpoint(Inner):
-    """A checkpoint keeps its policy and `prevent_cse`."""
+class _Checkpoint(SingleBodyRule):
+    """A checkpoint stays as it is: same policy and `prevent_cse`."""
 
-    site = Site.CLOSED
+    body_kind = BodyKind.OPAQUE
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> list[Any]:
-        closed = _retrace(emitter, step.detail, operands)
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> list[Array]:
+        closed = _rewrite_body(emitter, step.detail, operands)
         body, consts = _compat.hoist_consts(closed)
         params = {**eqn.params, self.param: body}
         return _compat.bind(eqn, [*consts, *operands], params)
 
 
-class _Call(Inner):
+class _Call(SingleBodyRule):
     """A plain call is evaluated in place."""
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> list[Any]:
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> list[Array]:
         return emitter.emit(step.detail, operands)
 
 
-class _ShardMap(Inner):
-    """A shard_map keeps its mesh, specs, manual axes and checks."""
+class _ShardMap(SingleBodyRule):
+    """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
         params = eqn.params
         return jax.shard_map(
             lambda *xs: tuple(emitter.emit(step.detail, xs)),
@@ -117,109 +117,118 @@ class _ShardMap(Inner):
 
 @dataclasses.dataclass(frozen=True)
 class _LoopPlan:
+    """The plan of a loop: its body, the values of the carry, a `while`'s condition."""
+
     body: Plan
     carry: Values
     condition: Plan | None = None
 
 
-def _enter_carry(value: Value | None, is_stack: bool) -> Value | None:
+def _initial_carry(value: Value | None, is_layer_stack: bool) -> Value | None:
     """Returns the first guess for the value of a carry.
 
-    A carry that starts as a constant is an accumulator or a recurrent state, and one
-    that the same weights are applied to again and again is an iterate: small terms add
-    up in both, and both stay in float32. The stream through a stack of layers goes as
-    the layers send it on.
+    A carry that starts as a constant is an accumulator or a recurrent state. A carry to
+    which each step applies the same weights is an iterate. Small terms add up in both,
+    and both stay in float32. The stream through a stack of layers becomes what the
+    layers make it.
     """
     if value is None:
         return None
-    if value.constant is not None or not is_stack:
+    if value.constant is not None or not is_layer_stack:
         return FULL
     return LEAF if value.paint is Paint.FULL else value
 
 
-def _enter_const(value: Value | None, jaxpr: Any, position: int) -> Value | None:
-    """Returns the value of what each iteration reads.
+def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value | None:
+    """Returns the value of an array that each iteration reads.
 
-    If an iteration reads slices of it, all iterations add to one cotangent. It is
-    therefore treated like a weight: float32, cast at each use.
+    If an iteration reads slices of it, all iterations add to one cotangent. The array
+    is therefore treated like a weight: float32, and cast at each use.
     """
     is_low = has_paint(value, Paint.LOW)
     return LEAF if is_low and is_indexed(jaxpr, position) else value
 
 
-def _value_after_loop(value: Value | None, init: Value | None) -> Value | None:
-    # What was the state of an outer loop before this one is so behind it, too.
-    outer = init is not None and init.carried
-    return _value_in_body(value) if outer else value
-
-
 def _value_in_body(value: Value | None) -> Value | None:
-    # Seen from the body, a float32 carry is no statistic of something, but data.
-    return CARRIED if value is not None and value.paint is Paint.FULL else value
+    # In the body, a float32 carry is data, not a statistic of something.
+    return LOOP_STATE if has_paint(value, Paint.FULL) else value
+
+
+def _value_after_loop(value: Value | None, init: Value | None) -> Value | None:
+    # A state of an outer loop is still one after the inner loop.
+    is_outer_state = init is not None and init.loop_state
+    return _value_in_body(value) if is_outer_state else value
 
 
 def _plan_loop(
     painter: Painter,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     consts: Values,
     carry: Values,
     xs: Values,
     context: Context,
 ) -> tuple[Plan, Values]:
-    """Plans a loop body with the carry values that one iteration gives back.
+    """Plans a loop body whose carry has the same values before and after an iteration.
 
     A carry only ever moves from LEAF to LOW to FULL, so the search ends.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
-    _, states, inputs = split(body.invars, len(consts), len(carry))
-    # Layers come with weights of their own: a matrix for each step.
-    is_stack = any(
-        x is not None and x.paint is Paint.LEAF and v.aval.ndim >= 2
+    _, states, inputs = split_list(body.invars, len(consts), len(carry))
+    # Each layer of a stack has a matrix of its own.
+    is_layer_stack = any(
+        has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
         for x, v in zip(xs, inputs, strict=True)
     )
     carry = tuple(
-        # What the body hands on untouched, such as weights, is what it was.
-        (value and value.settled()) if out is state else _enter_carry(value, is_stack)
+        # What the body returns untouched, such as weights, is what it was.
+        (value and value.after_loop())
+        if out is state
+        else _initial_carry(value, is_layer_stack)
         for value, state, out in zip(carry, states, body.outvars, strict=False)
     )
     while True:
         ins = (*consts, *map(_value_in_body, carry), *xs)
         plan = painter.plan(jaxpr, ins, None, context)
         joined = map(join, zip(carry, plan.outs[: len(carry)], strict=True))
-        again = tuple(v and v.settled() for v in joined)
-        if again == carry:
+        new_carry = tuple(v and v.after_loop() for v in joined)
+        if new_carry == carry:
             return plan, carry
-        carry = again
+        carry = new_carry
 
 
-def _strong(x: Any) -> Any:
-    """Ends a weak type: the body's results must have the types of its inputs."""
+def _strongly_typed(x: Array) -> Array:
+    """Ends a weak type, because a body's results must have the types of its inputs."""
     aval = jax.typeof(x)
     weak = getattr(aval, "weak_type", False)
     return jax.lax.convert_element_type(x, aval.dtype) if weak else x
 
 
-def _site(init: Values) -> Site:
-    """A state that starts as a constant is that of an RNN, not the stream of layers."""
+def _scan_kind(init: Values) -> BodyKind:
+    """An RNN has a state that starts as a constant; a stack of layers has none."""
     starts = any(value is not None and value.constant is not None for value in init)
-    return Site.STEPS if starts else Site.LAYERS
+    return BodyKind.RECURRENT_SCAN if starts else BodyKind.LAYER_SCAN
 
 
 class _Scan:
     """A scan casts its weights inside the body, at each use."""
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
-        consts, init, xs = split(ins, *_compat.scan_counts(eqn))
+        consts, init, xs = split_list(ins, *_compat.scan_counts(eqn))
         consts = tuple(
-            _enter_const(value, eqn.params["jaxpr"], i)
+            _value_of_const(value, eqn.params["jaxpr"], i)
             for i, value in enumerate(consts)
         )
         plan, carry = _plan_loop(
-            painter, eqn.params["jaxpr"], consts, init, xs, context.of(_site(init))
+            painter,
+            eqn.params["jaxpr"],
+            consts,
+            init,
+            xs,
+            context.inside(_scan_kind(init)),
         )
-        ys = tuple(v and v.settled() for v in plan.outs[len(carry) :])
+        ys = tuple(v and v.after_loop() for v in plan.outs[len(carry) :])
         return Step(
             Mode.RULE,
             (*map(_value_after_loop, carry, init), *ys),
@@ -229,22 +238,24 @@ class _Scan:
         )
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> list[Any]:
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> list[Array]:
         counts = _compat.scan_counts(eqn)
-        consts, init, xs = split(operands, *counts)
-        _, init_values, _ = split(values, *counts)
-        consts = tuple(emitter.land(consts, step.detail.body.ins[: len(consts)]))
+        consts, init, xs = split_list(operands, *counts)
+        _, init_values, _ = split_list(values, *counts)
+        consts = tuple(
+            emitter.cast_to_plan(consts, step.detail.body.ins[: len(consts)])
+        )
         body_plan, carry = step.detail.body, step.detail.carry
 
         def body(carry_in: Any, x: Any) -> Any:
             outs = emitter.emit(body_plan, (*consts, *carry_in, *x))
-            outs = emitter.land(outs, step.outs, body_plan.outs)
+            outs = emitter.cast_to_plan(outs, step.outs, body_plan.outs)
             return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
 
         carry_out, ys = jax.lax.scan(
             body,
-            tuple(emitter.land(init, carry, init_values)),
+            tuple(emitter.cast_to_plan(init, carry, init_values)),
             tuple(xs),
             **_compat.scan_options(eqn),
         )
@@ -255,10 +266,10 @@ class _While:
     """A while loop; its condition sees the carry in the body's dtypes."""
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
-        of_cond, of_body, init = split(ins, *self._counts(eqn))
-        context = context.of(Site.CLOSED)  # there is no backward pass
+        of_cond, of_body, init = split_list(ins, *self._counts(eqn))
+        context = context.inside(BodyKind.OPAQUE)  # it has no backward pass
         body, carry = _plan_loop(
             painter, eqn.params["body_jaxpr"], of_body, init, (), context
         )
@@ -274,29 +285,30 @@ class _While:
         )
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
         loop = step.detail
-        of_cond, of_body, init = split(operands, *self._counts(eqn))
-        _, _, init_values = split(values, *self._counts(eqn))
+        of_cond, of_body, init = split_list(operands, *self._counts(eqn))
+        _, _, init_values = split_list(values, *self._counts(eqn))
 
-        def land(carry: Any, origins: Values) -> list[Any]:
-            return [_strong(x) for x in emitter.land(carry, loop.carry, origins)]
+        def as_carry(arrays: Sequence[Array], origins: Values) -> list[Array]:
+            cast = emitter.cast_to_plan(arrays, loop.carry, origins)
+            return [_strongly_typed(x) for x in cast]
 
-        def body(*xs: Any) -> list[Any]:
-            return land(emitter.emit(loop.body, xs), loop.body.outs)
+        def body(*xs: Array) -> list[Array]:
+            return as_carry(emitter.emit(loop.body, xs), loop.body.outs)
 
-        # Bound, not called: under vmap the condition is one per example, which
-        # jax.lax.while_loop does not take.
-        start = land(init, init_values)
+        # The primitive is bound: under vmap there is a condition for each example,
+        # which jax.lax.while_loop does not take.
+        start = as_carry(init, init_values)
         params = {
             **eqn.params,
-            "cond_jaxpr": _retrace(emitter, loop.condition, (*of_cond, *start)),
+            "cond_jaxpr": _rewrite_body(emitter, loop.condition, (*of_cond, *start)),
             "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
         }
         return _compat.bind(eqn, [*of_cond, *of_body, *start], params)
 
-    def _counts(self, eqn: Any) -> tuple[int, int]:
+    def _counts(self, eqn: Eqn) -> tuple[int, int]:
         return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
 
@@ -304,7 +316,7 @@ class _Cond:
     """Branches agree on the dtype of each result."""
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
         plans = [
             painter.plan(branch, ins[1:], uses, context)
@@ -318,17 +330,19 @@ class _Cond:
         )
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
-        def branch(plan: Plan, *xs: Any) -> Any:
-            return tuple(emitter.land(emitter.emit(plan, xs), step.outs, plan.outs))
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
+        def branch(plan: Plan, *xs: Array) -> Any:
+            return tuple(
+                emitter.cast_to_plan(emitter.emit(plan, xs), step.outs, plan.outs)
+            )
 
         index, *xs = operands
         branches = [functools.partial(branch, plan) for plan in step.detail]
         platforms = eqn.params.get("branches_platforms")
         if not platforms:
             return jax.lax.switch(index, branches, *xs)
-        # The backend chooses when it compiles; it must not see the other branches.
+        # The compiler for a platform must not see the branches of other platforms.
         named = {
             name: chosen
             for names, chosen in zip(platforms, branches, strict=True)
@@ -343,17 +357,19 @@ class _Cond:
 class _LinearSolve:
     """The functions of a linear solve are rewritten; its vectors stay float32.
 
-    A solver applies the same map again and again: its state is that of a loop. Within
-    the map and the solver, products run low like everywhere else.
+    A solver applies the same map again and again, so its vectors are the state of a
+    loop. Products in the map and in the solver run low like everywhere else.
     """
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
         jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
-        *consts, vectors = split(ins, *lengths)
+        *consts, vectors = split_list(ins, *lengths)
         state = tuple(map(_value_in_body, self._state(eqn, vectors)))
-        inner = context.of(Site.CLOSED)  # its own derivative decides what is stored
+        inner = context.inside(
+            BodyKind.OPAQUE
+        )  # its own derivative decides what is stored
         plans = tuple(
             jaxpr and painter.plan(jaxpr, (*values, *state), None, inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)
@@ -367,15 +383,16 @@ class _LinearSolve:
         )
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
         jaxprs = eqn.params["jaxprs"]
-        *consts, vectors = split(operands, *eqn.params["const_lengths"])
-        state = emitter.land(vectors, self._state(eqn, vectors))
+        *consts, vectors = split_list(operands, *eqn.params["const_lengths"])
+        state = emitter.cast_to_plan(vectors, self._state(eqn, vectors))
 
-        def function(plan: Plan, *xs: Any) -> list[Any]:
-            outs = like([v.aval for v in plan.jaxpr.outvars], FULL)
-            return [_strong(x) for x in emitter.land(emitter.emit(plan, xs), outs)]
+        def function(plan: Plan, *xs: Array) -> list[Array]:
+            values = like([v.aval for v in plan.jaxpr.outvars], FULL)
+            outs = emitter.cast_to_plan(emitter.emit(plan, xs), values)
+            return [_strongly_typed(x) for x in outs]
 
         rewritten = [
             plan and jax.make_jaxpr(functools.partial(function, plan))(*arrays, *state)
@@ -385,53 +402,37 @@ class _LinearSolve:
         flat = [x for arrays in consts for x in arrays]
         return _compat.bind(eqn, [*flat, *state], params)
 
-    def _state(self, eqn: Any, vectors: Sequence[Any]) -> Values:
+    def _state(self, eqn: Eqn, vectors: Sequence[Any]) -> Values:
         """Returns the values of the vectors, which are the last operands."""
         places = eqn.invars[len(eqn.invars) - len(vectors) :]
         return like([v.aval for v in places], FULL)
 
 
-class _CustomVmap(Inner):
+class _CustomVmap(CustomRule):
     """The function is rewritten, and so is the user's batching rule when it is used."""
 
-    site = Site.CLOSED
-
-    def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
-    ) -> Step:
-        step = super().paint(painter, eqn, ins, uses, context)
-        return dataclasses.replace(step, detail=(step.detail, context.of(self.site)))
-
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
-        plan, context = step.detail
-        emitter = with_own_captures(emitter, eqn)
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
+        call = self.call(emitter, eqn, step)
 
         @jax.custom_batching.custom_vmap
-        def rebuilt(*xs: Any) -> list[Any]:
-            return emitter.emit(plan, xs)
+        def rebuilt(*xs: Array) -> list[Array]:
+            return list(call(*xs))
 
         @rebuilt.def_vmap
-        def batched(axis_size: int, in_batched: Any, *xs: Any) -> Any:
+        def batched(axis_size: int, in_batched: Any, *xs: Array) -> Any:
             out_batched: list[bool] = []
 
-            def rule(*xs: Any) -> list[Any]:
+            def rule(*xs: Array) -> list[Array]:
                 outs, out_batched[:] = _compat.call_vmap_rule(
                     eqn, axis_size, in_batched, xs
                 )
                 return outs
 
-            structs = [
-                _compat.struct_of(jax.typeof(x), v.aval.dtype)
-                for x, v in zip(xs, eqn.invars, strict=True)
-            ]
-            with _compat.own_lines():
-                made = jax.make_jaxpr(rule)(*structs)
-            closed = with_captured(made, emitter.captured)
-            rule_plan = emitter.painter.plan(closed, plan.ins, None, context)
-            outs = emitter.land(emitter.emit(rule_plan, xs), plan.outs)
-            return outs, out_batched
+            plan, _ = call.trace(rule, call.structs(xs), call.plan.ins)
+            outs = call.emitter.emit(plan, xs)
+            return call.emitter.cast_to_plan(outs, call.plan.outs), out_batched
 
         return rebuilt(*operands)
 
@@ -440,10 +441,10 @@ class _CustomVmap(Inner):
 
 
 class _ConvertElementType:
-    """The user's own casts are commands; only float32 to float32 is mere movement."""
+    """The user's own casts are obeyed; one from float32 to float32 moves data only."""
 
     def paint(
-        self, painter: Painter, eqn: Any, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
         operand = eqn.invars[0].aval
         if is_painted(operand) and is_painted(eqn.outvars[0].aval):
@@ -453,11 +454,11 @@ class _ConvertElementType:
         return Step(Mode.FULL, like(out_avals(eqn), FULL), "explicit cast")
 
     def emit(
-        self, emitter: Emitter, eqn: Any, step: Step, operands: Any, values: Values
-    ) -> Sequence[Any]:
+        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
+    ) -> Sequence[Array]:
         (x,) = operands
-        # Not bound: there is nothing to convert, and the dtype parameter would undo
-        # the paint. A weak type ends here, as it does in the original.
+        # It is not bound, because its dtype parameter would undo the paint. A weak type
+        # ends here, as it does in the original.
         return [jnp.asarray(x, dtype=x.dtype)]
 
 

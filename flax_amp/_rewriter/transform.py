@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -11,13 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter import nnx_bridge
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.outline.equality import plans_in
+from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import LEAF, Plan, Use, like
-from flax_amp._rewriter.policy_warnings import warn_of_policy
+from flax_amp._rewriter.plan import LEAF, Use, like
+from flax_amp._rewriter.policy_warnings import warn_of_policy, warn_of_precision
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.rules import RULES
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
@@ -31,7 +29,7 @@ def amp(
     *,
     compute_dtype: DTypeLike = ...,
     amp_policy: PolicyEntries | None = ...,
-    recompute: str = ...,
+    recompute: Recompute = ...,
     reduce_dtype: DTypeLike | None = ...,
     merge_layers: bool = ...,
 ) -> F: ...
@@ -41,7 +39,7 @@ def amp(
     *,
     compute_dtype: DTypeLike = ...,
     amp_policy: PolicyEntries | None = ...,
-    recompute: str = ...,
+    recompute: Recompute = ...,
     reduce_dtype: DTypeLike | None = ...,
     merge_layers: bool = ...,
 ) -> Callable[[F], F]: ...
@@ -50,7 +48,7 @@ def amp(
     *,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: PolicyEntries | None = None,
-    recompute: str = "auto",
+    recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
     merge_layers: bool = True,
 ) -> Any:
@@ -116,9 +114,9 @@ def amp(
     """
     compute_dtype = check_compute_dtype(compute_dtype)
     policy = Policy(amp_policy)
-    recompute_ = check_recompute(recompute)
+    recompute = check_recompute(recompute)
     if compute_dtype == jnp.float32:  # changes nothing
-        recompute_ = Recompute.NEVER
+        recompute = "never"
     wide_gradients = _is_wide(reduce_dtype, compute_dtype)
     if not isinstance(merge_layers, bool):
         raise TypeError(f"merge_layers: got {merge_layers!r}; expected True or False.")
@@ -140,7 +138,7 @@ def amp(
 
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        call = nnx_bridge.functional(fun, args, kwargs, names=policy.names_scopes)
+        call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         closed, rebuild = _trace(call.function, call.inputs)
         jaxpr = getattr(closed, "jaxpr", closed)
         warn_of_policy(policy, closed, compute_dtype, call.array_paths)
@@ -150,43 +148,14 @@ def amp(
         uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
         plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
         if compute_dtype != jnp.float32:
-            _warn_of_precision(plan)
-        emitter = Emitter(painter, RULES, recompute_, wide_gradients, merge_layers)
+            warn_of_precision(plan)
+        emitter = Emitter(painter, RULES, recompute, wide_gradients, merge_layers)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
         outs = outs[: len(jaxpr.outvars)]
-        outs = emitter.land(outs, like([v.aval for v in jaxpr.outvars], LEAF))
+        outs = emitter.cast_to_plan(outs, like([v.aval for v in jaxpr.outvars], LEAF))
         return call.finish(rebuild(outs))
 
     return transformed
-
-
-def _warn_of_precision(plan: Plan) -> None:
-    """Warns if JAX's default precision keeps products in float32.
-
-    An equation does not tell who asked for its precision, the user or the default.
-    """
-    default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
-    if default in (None, "default", "fastest", "bfloat16"):
-        return
-    count = _count_precise(plan, set())
-    if count:
-        warnings.warn(
-            f"amp: {count} products stay in float32, because they ask for precision "
-            f"while jax.default_matmul_precision is {default!r}. Expected the default, "
-            "None, so that they run in the compute dtype: unset it around what amp "
-            "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
-            "precision=... at the products that need it.",
-            stacklevel=3,
-        )
-
-
-def _count_precise(plan: Plan, seen: set[int]) -> int:
-    if id(plan) in seen:
-        return 0
-    seen.add(id(plan))
-    inner = [p for step in plan.steps for p in plans_in(step.detail)]
-    own = sum(step.reason.startswith("precision=") for step in plan.steps)
-    return own + sum(_count_precise(p, seen) for p in inner)
 
 
 def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:

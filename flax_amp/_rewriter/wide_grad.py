@@ -2,9 +2,15 @@
 
 The gradient of a weight is a matrix product of low-precision factors, which the
 hardware adds up in float32. By default its result is rounded to the compute dtype, as
-in a model with hand-set dtypes, and where a sharded batch makes several devices
-compute a part of the sum each, the parts travel and are added in that dtype. Here the
-result stays float32 from the accumulator on, and so does what is reduced over devices.
+in a model with hand-set dtypes. Where a batch is sharded, each device computes a part
+of the sum, and the parts travel and are added in that dtype. Here the result stays
+float32 from the accumulator on, and so does the reduction over devices:
+
+    dw:bf16 = dot x:bf16 g:bf16                                  by default
+    dw:f32 = dot[preferred_element_type=float32] x:bf16 g:bf16   here
+
+`preferred_element_type` on the forward product would not do: the products of the
+backward pass would get float32 factors.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +21,18 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from flax_amp import _compat
+from flax_amp._compat import Array, DType, Eqn
 from flax_amp.policy import LOW_OPS
 
 
 def product(
-    eqn: Any,
-    params: Any,
-    dtype: Any,
-    factors: Sequence[Any],
+    eqn: Eqn,
+    params: dict[str, Any],
+    dtype: DType,
+    factors: Sequence[Array],
     wide: Sequence[bool],
-) -> Any:
-    """Returns a product in low precision, of which factors have float32 gradients.
+) -> Array:
+    """Returns a product in low precision whose weights have float32 gradients.
 
     Differentiable in reverse mode only.
 
@@ -33,18 +40,18 @@ def product(
       eqn: the equation of a matrix product or convolution.
       params: its parameters, result dtype included.
       dtype: the compute dtype.
-      factors: the two factors; those that are wide in float32.
-      wide: which of them are weights, with float32 gradients.
+      factors: the two factors; those whose gradient is wide are in float32.
+      wide: which of them are weights, whose gradient is float32.
     """
 
-    def bind(*factors: Any) -> Any:
+    def bind(*factors: Array) -> Any:
         return _compat.bind(eqn, [x.astype(dtype) for x in factors], params)[0]
 
     @jax.custom_vjp
-    def low_product(*factors: Any) -> Any:
+    def low_product(*factors: Array) -> Array:
         return bind(*factors)
 
-    def forward(*factors: Any) -> Any:
+    def forward(*factors: Array) -> Any:
         return low_product(*factors), factors
 
     def backward(factors: Any, g: Any) -> Any:
@@ -62,8 +69,8 @@ def product(
     return low_product(*factors)
 
 
-def _in_float32(transpose: Callable[[Any], Any], g: Any) -> Any:
-    """Calls a transpose: one product and data movement; the result is float32."""
+def _in_float32(transpose: Callable[[Array], Any], g: Array) -> Array:
+    """Calls a transpose, which is one product and data movement, in float32."""
     closed = jax.make_jaxpr(transpose)(g)
     jaxpr, consts = _compat.open_jaxpr(closed)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, g), strict=True))
@@ -73,17 +80,17 @@ def _in_float32(transpose: Callable[[Any], Any], g: Any) -> Any:
     return env[jaxpr.outvars[0]].astype(jnp.float32)
 
 
-def _bind_wide(eqn: Any, operands: Sequence[Any]) -> Any:
+def _bind_wide(eqn: Eqn, operands: Sequence[Array]) -> Array:
     if eqn.primitive.name == "convert_element_type":
         return operands[0]
     if eqn.primitive.name not in LOW_OPS:
         return _compat.bind(eqn, operands, eqn.params)[0]
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
 
-    def bind(*operands: Any) -> Any:
+    def bind(*operands: Array) -> Array:
         return _compat.bind(eqn, operands, params)[0]
 
-    def bind_full(*operands: Any) -> Any:
+    def bind_full(*operands: Any) -> Array:
         return bind(*[x.astype(jnp.float32) for x in operands])
 
     # The CPU has no products of half-precision factors with a float32 result.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
-from flax_amp._rewriter.nnx_scopes import Scopes, with_names
+from flax_amp._rewriter.nnx_scopes import module_scopes
 from flax_amp._training import scaled_grad
 from flax_amp._training.train_state import AmpTrainState, merge_model, variables_of
 
@@ -80,15 +80,11 @@ def call(
     keywords = keywords_of(fn, state, params, variables, rngs)
     if state.graphdef is None:
         return params, fn(params, batch, **keywords)
-
-    def attempt(scopes: Scopes) -> tuple[Any, Any]:
-        model = merge_model(state.graphdef, params, variables)
-        if evaluate:
-            model.eval()
-        with scopes(model):
-            return model, fn(model, batch, **keywords)
-
-    return with_names(attempt, wanted=names)
+    model = merge_model(state.graphdef, params, variables)
+    if evaluate:
+        model.eval()
+    with module_scopes(model, wanted=names):
+        return model, fn(model, batch, **keywords)
 
 
 def check_unchanged(changes: list[str], name: str) -> None:

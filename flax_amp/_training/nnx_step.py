@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import is_module, is_node
+from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._training.accumulate import AxisName
 from flax_amp._training.compiled import explaining_donation
 from flax_amp._training.finite import counted
@@ -43,7 +44,7 @@ def make_nnx_train_step(
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: PolicyEntries | None = None,
-    recompute: str = "auto",
+    recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
     merge_layers: bool = True,
     redo_on_nan: int = 0,

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import FunctionalCall, functional
+from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._training.accumulate import (
     AxisName,
     Result,
@@ -279,7 +279,7 @@ def _scaled(
     ) -> tuple[Scaler, Any]:
         scaler = _check_call(dynamic_scaler_state, argnums, args, where)
         bound_axis(axis_name, where)
-        call = functional(fun, args, fun_kwargs, where=f"{where}: {name}")
+        call = FunctionalCall(fun, args, fun_kwargs, caller=f"{where}: {name}")
         indices = _differentiated(call, argnums, filter)
         chosen = jax.tree.leaves(indices)
         structure: Any = None

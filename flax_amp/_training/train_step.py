@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
+from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.accumulate import AxisName, Result
 from flax_amp._training.compiled import Compiled
@@ -53,7 +54,7 @@ def make_train_step(
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: PolicyEntries | None = None,
-    recompute: str = "auto",
+    recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
     merge_layers: bool = True,
     redo_on_nan: int = 0,

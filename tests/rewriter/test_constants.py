@@ -93,4 +93,4 @@ def test_one_plan_for_equal_constants():
 
     assert value(float("nan")) == value(float("nan"))
     assert value(0.0) != value(-0.0)
-    assert LEAF.constant is None and value(1.5).varied() == LEAF
+    assert LEAF.constant is None and value(1.5).without_constant() == LEAF

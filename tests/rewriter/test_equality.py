@@ -32,7 +32,7 @@ float32 = functools.partial(amp, compute_dtype=jnp.float32)
 
 @pytest.fixture(autouse=True)
 def small_layers(monkeypatch):
-    monkeypatch.setattr(repeats, "_WORTH", 2)
+    monkeypatch.setattr(repeats, "_MIN_SAVED", 2)
 
 
 def count_calls(fn, *args):

@@ -13,8 +13,8 @@ from jax.test_util import check_grads
 from _transformer import bfloat16, exact_jit, norm
 from flax_amp import amp
 from flax_amp._rewriter.casts import saturating_cast
-from flax_amp._rewriter.recompute.keep import EVERYWHERE, keep, keep_p
 from flax_amp._rewriter.recompute.residuals import is_stored
+from flax_amp._rewriter.recompute.stored import EVERYWHERE, mark_stored, stored_p
 from helpers import HALVES, both_halves, equations, jit, relative_error
 
 stored = functools.partial(jax.checkpoint, policy=is_stored, prevent_cse=False)
@@ -84,7 +84,7 @@ TRANSFORMS = {
 
 
 def marked(x):
-    return jnp.sum(jnp.sin(keep(jnp.cos(x) * 2, EVERYWHERE)))
+    return jnp.sum(jnp.sin(mark_stored(jnp.cos(x) * 2, EVERYWHERE)))
 
 
 def unmarked(x):
@@ -93,7 +93,7 @@ def unmarked(x):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_keep(transform):
-    """`keep` under a checkpoint changes no number, however often it is split."""
+    """`mark_stored` under a checkpoint changes no number, however often it is split."""
     x = jnp.linspace(0.1, 1, 4)
     apply = TRANSFORMS[transform]
     actual, expected = jit(
@@ -105,7 +105,7 @@ def test_keep(transform):
 def test_keep_splits_again():
     """A gradient of a gradient hands the value out once more."""
     jaxpr = jax.make_jaxpr(again(stored(marked), stored))(jnp.ones(4))
-    kept = [e for _, e in equations(jaxpr) if e.primitive is keep_p]
+    kept = [e for _, e in equations(jaxpr) if e.primitive is stored_p]
     assert {len(e.outvars) for e in kept} == {1, 2, 3}
     assert all(len(e.outvars) == e.params["copies"] for e in kept)
 
@@ -129,7 +129,7 @@ def test_keep_is_transposed():
 
     def copies(x):
         params = {"platforms": (), "copies": 3, "is_stored": False}
-        return keep_p.bind(x, **params)
+        return stored_p.bind(x, **params)
 
     x = jnp.arange(4.0)
     for weights in ((1, 2, 4), (0, 2, 0), (1, None, None), (None, None, None)):

@@ -21,8 +21,8 @@ LAYERS = 6
 @pytest.fixture(autouse=True)
 def from_two_equations_on(monkeypatch):
     """Calls also where they save next to nothing: the layers of a test are small."""
-    monkeypatch.setattr(repeats, "_WORTH", 2)
-    monkeypatch.setattr(repeats, "_COPIES", 2)
+    monkeypatch.setattr(repeats, "_MIN_SAVED", 2)
+    monkeypatch.setattr(repeats, "_MIN_COPIES", 2)
 
 
 def calls(fn, *args):
@@ -62,7 +62,7 @@ W = jax.random.normal(jax.random.key(1), (LAYERS, 8, 8)) / 3
 X = jax.random.normal(jax.random.key(2), (4, 8))
 
 
-@pytest.mark.parametrize("limit", ["_WORTH", "_COPIES"])
+@pytest.mark.parametrize("limit", ["_MIN_SAVED", "_MIN_COPIES"])
 def test_what_saves_little_is_left_alone(monkeypatch, limit):
     monkeypatch.setattr(repeats, limit, 500)
     assert not calls(bfloat16(unrolled), weights(LAYERS), inputs())

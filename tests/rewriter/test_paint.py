@@ -103,7 +103,7 @@ def test_a_norm_returns_to_the_stream():
 
 def test_a_statistic_holds_what_it_meets_in_full():
     found = values(lambda w, x: low(w, x) - jnp.mean(low(w, x)), W, X)
-    assert found["sub"] == Value(Paint.FULL, applied=True)
+    assert found["sub"] == Value(Paint.FULL, statistic_applied=True)
 
 
 def test_the_residual_stream_stays_low_through_unrolled_norms():
@@ -138,7 +138,7 @@ def test_a_recurrent_state_is_full_inside_its_loop_only():
     inside = steps["scan"].detail.body
     names = [e.primitive.name for e in inside.jaxpr.eqns]
     found = dict(zip(names, inside.steps, strict=True))
-    assert found["add"].outs[0].carried
+    assert found["add"].outs[0].loop_state
     assert found["tanh"].mode is Mode.FULL  # the last one, of the state
     assert steps["scan"].outs[1] == Value(Paint.FULL)
     assert steps["tanh"].mode is Mode.LOW
@@ -345,7 +345,7 @@ def test_one_plan_per_jaxpr_and_values():
         ((LEAF, LEAF), LEAF),
         ((LEAF, Value(Paint.LOW)), Value(Paint.LOW)),
         ((Value(Paint.LOW), Value(Paint.FULL)), Value(Paint.FULL)),
-        ((LEAF, Value(Paint.FULL, applied=True)), Value(Paint.LOW)),
+        ((LEAF, Value(Paint.FULL, statistic_applied=True)), Value(Paint.LOW)),
         ((Value(Paint.LEAF, bits=b"this"), Value(Paint.LEAF, bits=b"that")), LEAF),
         ((None, None), None),
     ],

@@ -295,7 +295,7 @@ def test_the_models_of_the_benchmarks_are_unchanged(model, monkeypatch):
         return call
 
     monkeypatch.setattr(paint, "find_states", watched(paint.find_states))
-    monkeypatch.setattr(paint, "reads_again", watched(paint.reads_again))
+    monkeypatch.setattr(paint, "may_read_twice", watched(paint.may_read_twice))
     training = variants.training("amp_bf16", model, "tiny")
     with jax.numpy_rank_promotion("allow"):
         jax.make_jaxpr(training.step)(*training.shapes())

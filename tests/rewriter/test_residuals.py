@@ -23,8 +23,8 @@ from _transformer import (
     weights,
 )
 from flax_amp import amp
-from flax_amp._rewriter.recompute.keep import EVERYWHERE, NOWHERE, ON_GPU, keep
 from flax_amp._rewriter.recompute.residuals import is_stored
+from flax_amp._rewriter.recompute.stored import EVERYWHERE, NOWHERE, ON_GPU, mark_stored
 from helpers import (
     assert_close,
     both_halves,
@@ -33,7 +33,7 @@ from helpers import (
     relative_error,
 )
 
-KEEP = "flax_amp_keep"
+KEEP = "flax_amp_stored"
 stored = functools.partial(jax.checkpoint, policy=is_stored, prevent_cse=False)
 
 # --- residuals -----------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_masks_stay_low(number, dtype):
 
 
 def marked(x, platforms=ON_GPU):
-    return jnp.sum(jnp.sin(keep(jnp.cos(x) * 2, platforms)))
+    return jnp.sum(jnp.sin(mark_stored(jnp.cos(x) * 2, platforms)))
 
 
 def plain(x):
@@ -274,7 +274,7 @@ IDENTITIES = {
 @pytest.mark.parametrize("transform", IDENTITIES)
 @pytest.mark.parametrize("platforms", [NOWHERE, ON_GPU, EVERYWHERE])
 def test_keep_is_the_identity(transform, platforms):
-    """Under every transformation `keep` changes no number."""
+    """Under every transformation `mark_stored` changes no number."""
     x = jnp.linspace(0.1, 1, 4)
     apply = IDENTITIES[transform]
     actual = apply(functools.partial(marked, platforms=platforms), x)

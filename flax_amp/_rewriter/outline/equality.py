@@ -1,10 +1,18 @@
 """Which equations of a program are equal, however different their variables are.
 
 Two equations are equal if every part of them was compared and is equal. Jaxprs are
-compared equation by equation, numbers and small arrays by their bits, functions by
-their code and by what they close over, rules of custom derivatives and callbacks among
-them. Every other object equals only itself. It is kept alive during the comparison,
-because an `id` may be reused afterwards.
+compared equation by equation, numbers and small arrays by their bits, functions (rules
+of custom derivatives and callbacks among them) by their code and by what they close
+over. Every other object equals only itself. In
+
+    a = mul x 2.0;  b = mul y 2.0;  c = mul y 3.0
+    d = jit[jaxpr=f] a;  e = jit[jaxpr=g] b
+
+`a` equals `b` if `x` and `y` have one type and one paint, neither equals `c`, and `d`
+equals `e` if the jaxprs `f` and `g` have equal equations with the same flow of data.
+
+Nothing is traced for the comparison: a rule that calls itself, such as that of relu,
+would never be traced to its end, and the text of a jaxpr does not show callbacks.
 """
 
 import dataclasses
@@ -20,9 +28,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp import _compat
+from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import Mode, Plan, Step, Value, value_of
 
-_SMALL = 4096  # elements of an array that is compared by its contents
+_SMALL = 4096  # elements of the largest array that is compared by its contents
 _PLAIN = frozenset((type(None), bool, int, str, bytes))
 # Packages whose dataclasses are equal if their fields are.
 _KNOWN = ("jax", "jaxlib", "flax_amp")
@@ -32,36 +41,39 @@ def plans_in(detail: Any) -> list[Plan]:
     """Returns the plans in the detail of a step."""
     found: list[Plan] = []
 
-    def note(plan: Plan) -> Plan:
+    def collect(plan: Plan) -> Plan:
         found.append(plan)
         return plan
 
-    replaced(detail, note)
+    map_plans(detail, collect)
     return found
 
 
-def replaced(detail: Any, function: Callable[[Plan], Any]) -> Any:
-    """Returns the detail of a step with something else in the place of each plan."""
+def map_plans(detail: Any, function: Callable[[Plan], Any]) -> Any:
+    """Returns the detail of a step, with a function applied to each plan in it."""
     if isinstance(detail, Plan):
         return function(detail)
     if type(detail) in (tuple, list):  # not a NamedTuple, such as `Value`
-        return tuple(replaced(item, function) for item in detail)
+        return tuple(map_plans(item, function) for item in detail)
     if dataclasses.is_dataclass(detail) and not isinstance(detail, type):
         names = [field.name for field in dataclasses.fields(detail) if field.init]
         fields = {name: getattr(detail, name) for name in names}
-        new = {name: replaced(value, function) for name, value in fields.items()}
+        new = {name: map_plans(value, function) for name, value in fields.items()}
         changed = {name: x for name, x in new.items() if x is not fields[name]}
         return dataclasses.replace(detail, **changed) if changed else detail
     return detail
 
 
 def bits(literal: Literal) -> Any:
-    """Returns a key that is the same for literals of one type with the same bits."""
+    """Returns the key of a literal: its type and its bits."""
     return literal.aval, np.asarray(literal.val).tobytes()
 
 
-class _Same:
-    """Equals what stands for the same object, and keeps that alive."""
+class _Identity:
+    """The key of an object that equals only itself.
+
+    It holds the object, because an `id` may be used again for another one.
+    """
 
     __slots__ = ("_object",)
 
@@ -69,51 +81,59 @@ class _Same:
         self._object = x
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._object is other._object
+        return isinstance(other, _Identity) and self._object is other._object
 
     def __hash__(self) -> int:
         return id(self._object)
 
 
-class Tokens:
-    """Small numbers for equations, the same for equal ones."""
+class EquationIds:
+    """Small numbers for equations, the same for equal ones.
+
+    Each part of an equation has a key: a hashable object that is equal for equal parts.
+    Keys are numbered, so that the key of a whole stays small.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        # What was compared, by its id, which is unique while this holds it.
-        self._met: dict[int, tuple[Any, Any]] = {}
+        # Objects with their numbers, by `id`, which is unique while this holds them.
+        self._numbered: dict[int, tuple[Any, Any]] = {}
 
-    def of(self, eqn: Any, step: Step, values: Mapping[Any, Value | None]) -> int:
-        """Returns the token of an equation; integer literals may differ."""
+    def id_of(self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None]) -> int:
+        """Returns the number of an equation, whatever integer literals it has.
+
+        The number that a dropout key is folded with differs from layer to layer. It
+        becomes an operand of the call.
+        """
         return self._number(self._planned_key(eqn, step, values, strict=False))
 
     def _planned_key(
-        self, eqn: Any, step: Step, values: Mapping[Any, Value | None], strict: bool
+        self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None], strict: bool
     ) -> Any:
-        """Returns a key that is the same for equal equations with equal steps."""
+        """Returns the key of an equation with its step."""
         plans = plans_in(step.detail) if step.mode is Mode.RULE else ()
         return (
             self._equation_key(eqn, strict, {id(plan.jaxpr) for plan in plans}),
             _value_keys(value_of(atom, values) for atom in eqn.invars),
             step.mode,
             _value_keys(step.outs),
-            self._part_key(replaced(step.detail, self._plan_key)),
+            self._part_key(map_plans(step.detail, self._plan_key)),
         )
 
     def _equation_key(
-        self, eqn: Any, strict: bool = True, planned: Iterable[int] = ()
+        self, eqn: Eqn, strict: bool = True, planned: Iterable[int] = ()
     ) -> Any:
-        """Returns a key that is the same for equal equations.
+        """Returns the key of an equation without its step.
 
         Args:
           eqn: the equation.
           strict: whether literals of integer type have to be equal.
-          planned: the jaxprs that are compared by their plans instead.
+          planned: the ids of jaxprs that are compared by their plans instead.
         """
         if eqn.effects:
-            return _Same(eqn)
+            return _Identity(eqn)
         return (
-            _Same(eqn.primitive),
+            _Identity(eqn.primitive),
             tuple(_operand_key(atom, strict) for atom in eqn.invars),
             tuple(v.aval for v in eqn.outvars),
             tuple(
@@ -121,18 +141,18 @@ class Tokens:
                 for name, value in eqn.params.items()
                 if not _is_covered(value, planned)
             ),
-            _Same(eqn.ctx),
+            _Identity(eqn.ctx),
         )
 
     def _part_key(self, value: Any) -> Any:
-        """Returns a key that is the same for equal parts of equations."""
+        """Returns the key of any part of an equation."""
         kind = type(value)
         if kind in _PLAIN or isinstance(value, np.dtype):
             return kind, value
         if kind is tuple:
             return self._part_keys(value)
         if isinstance(value, type | enum.Enum):
-            return _Same(value)
+            return _Identity(value)
         if kind in (float, complex):
             return kind, np.asarray(value).tobytes()
         if isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -140,50 +160,50 @@ class Tokens:
         if kind is frozenset:
             return kind, frozenset(map(self._part_key, value))
         if _compat.is_jaxpr(value):
-            return self._once(value, self._jaxpr_key)
+            return self._number_once(value, self._jaxpr_key)
         if (parts := _parts_of(value)) is not None:
-            return self._once(value, lambda _: (kind, self._part_keys(parts)))
+            return self._number_once(value, lambda _: (kind, self._part_keys(parts)))
         if hasattr(kind, "_fields") and not hasattr(value, "__dict__"):
             return kind, self._part_keys(value)
         if kind is types.FunctionType:
-            return self._once(value, self._function_key)
-        return (kind, value) if _is_comparable(value) else _Same(value)
+            return self._number_once(value, self._function_key)
+        return (kind, value) if _is_comparable(value) else _Identity(value)
 
     def _part_keys(self, values: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(map(self._part_key, values))
 
-    def _array_key(self, x: Any) -> Any:
+    def _array_key(self, x: Array) -> Any:
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
-            return _Same(x)
-        where: tuple[Any, ...] = ()
+            return _Identity(x)
+        placement: tuple[Any, ...] = ()
         if isinstance(x, jax.Array):
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
             if is_key or x.is_deleted() or not x.is_fully_addressable:
-                return _Same(x)
-            where = (jax.typeof(x), x.sharding, x.committed)
+                return _Identity(x)
+            placement = (jax.typeof(x), x.sharding, x.committed)
         array = np.asarray(x)
         if array.dtype.hasobject:
-            return _Same(x)
-        return type(x), where, array.dtype, array.shape, array.tobytes()
+            return _Identity(x)
+        return type(x), placement, array.dtype, array.shape, array.tobytes()
 
     def _function_key(self, function: types.FunctionType) -> Any:
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:  # a variable that has no value yet
-            return _Same(function)
+            return _Identity(function)
         # JAX does not change the lists that its functions hold; others may.
         if _is_of(str(function.__globals__.get("__name__")), "jax"):
             cells = [tuple(x) if type(x) is list else x for x in cells]
         return (
-            _Same(function.__code__),
-            _Same(function.__globals__),
+            _Identity(function.__code__),
+            _Identity(function.__globals__),
             self._part_key(function.__defaults__),
             self._part_keys((function.__kwdefaults__ or {}).items()),
             self._part_keys(cells),
             self._part_keys(vars(function).items()),
         )
 
-    def _jaxpr_key(self, closed: Any) -> Any:
+    def _jaxpr_key(self, closed: Jaxpr) -> Any:
         jaxpr, consts = _compat.open_jaxpr(closed)
         eqns = [
             (self._equation_key(eqn), self._part_key(_compat.scopes(eqn)))
@@ -192,8 +212,8 @@ class Tokens:
         return self._part_keys(consts), self._dataflow_key(jaxpr, eqns)
 
     def _plan_key(self, plan: Plan) -> Any:
-        """Returns a key that is the same for equal plans, whatever their scopes."""
-        return self._once(plan, self._new_plan_key)
+        """Returns the key of a plan, whatever the scopes in it."""
+        return self._number_once(plan, self._new_plan_key)
 
     def _new_plan_key(self, plan: Plan) -> Any:
         jaxpr, values = plan.jaxpr, plan.values()
@@ -203,22 +223,22 @@ class Tokens:
         ]
         known = _value_keys((*plan.ins, *plan.const_ins))
         return (
-            plan.site,
+            plan.body_kind,
             known,
             self._part_keys(plan.consts),
             self._dataflow_key(jaxpr, eqns),
         )
 
-    def _dataflow_key(self, jaxpr: Any, eqns: Sequence[Any]) -> Any:
-        """Returns a key that is the same for jaxprs with the same flow of data.
+    def _dataflow_key(self, jaxpr: Jaxpr, eqns: Sequence[Any]) -> Any:
+        """Returns the key of a jaxpr, in which variables are numbered in order.
 
         Args:
           jaxpr: the jaxpr.
           eqns: the keys of its equations.
         """
-        number_of: dict[Any, int] = {}
+        number_of: dict[Var, int] = {}
 
-        def numbers(atoms: Sequence[Any]) -> tuple[Any, ...]:
+        def numbers(atoms: Sequence[Atom]) -> tuple[Any, ...]:
             return tuple(
                 bits(atom)
                 if isinstance(atom, Literal)
@@ -236,23 +256,27 @@ class Tokens:
             numbers(jaxpr.outvars),
         )
 
-    def _once(self, value: Any, compare: Callable[[Any], Any]) -> Any:
-        """Returns the number of something that may be met again, also within itself."""
-        if id(value) not in self._met:
-            self._met[id(value)] = value, _Same(value)
-            self._met[id(value)] = value, self._number(compare(value))
-        return self._met[id(value)][1]
+    def _number_once(self, value: Any, compare: Callable[[Any], Any]) -> Any:
+        """Returns the number of an object that may stand in several places.
+
+        Until it is known, the object stands for itself: a function may reach itself
+        through its closure.
+        """
+        if id(value) not in self._numbered:
+            self._numbered[id(value)] = value, _Identity(value)
+            self._numbered[id(value)] = value, self._number(compare(value))
+        return self._numbered[id(value)][1]
 
     def _number(self, key: Any) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
 def _value_keys(values: Iterable[Value | None]) -> tuple[Any, ...]:
-    """Returns a key that is the same for equal values; a zero has a sign."""
+    """Returns the key of some values."""
     return tuple(value and (value, repr(value.constant)) for value in values)
 
 
-def _operand_key(atom: Any, strict: bool) -> Any:
+def _operand_key(atom: Atom, strict: bool) -> Any:
     is_literal = isinstance(atom, Literal)
     if is_literal and (strict or not jnp.issubdtype(atom.aval.dtype, jnp.integer)):
         return bits(atom)
@@ -269,7 +293,7 @@ def _is_covered(value: Any, planned: Iterable[int]) -> bool:
 
 
 def _parts_of(value: Any) -> Sequence[Any] | None:
-    """Returns what an object is made of, `None` if that is not known."""
+    """Returns what decides how an object behaves, `None` if that is not known."""
     kind = type(value)
     if kind in (functools.partial, jax.tree_util.Partial) and not vars(value):
         return (value.func, value.args, *value.keywords.items())
@@ -281,7 +305,7 @@ def _parts_of(value: Any) -> Sequence[Any] | None:
 
 
 def _is_comparable(value: Any) -> bool:
-    """Whether equality of a value is that of its type in JAX, and means the same."""
+    """Whether a value has a class of JAX whose `==` means that both behave alike."""
     kind = type(value)
     is_plain = not callable(value) or isinstance(value, jax.sharding.Mesh)
     if not is_plain or not _is_of(kind.__module__, "jax", "jaxlib"):

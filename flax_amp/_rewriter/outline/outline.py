@@ -1,9 +1,15 @@
-"""Calls in the place of repeated layers, so that each kind is rewritten only once.
+"""Calls in place of repeated layers, so that each kind of layer is rewritten once.
 
 A network of 24 equal layers that a Python loop unrolls is 24 times the same equations.
-Here they become 24 calls of one function: JAX differentiates, transposes and lowers a
-jitted function once, whatever the number of its calls, and XLA inlines the calls before
-it optimizes, so the compiled program stays the same.
+Here they become 24 calls of one function. JAX differentiates, transposes and lowers a
+jitted function once, whatever the number of its calls. XLA inlines the calls before it
+optimizes, so the compiled program is the same.
+
+    before             after
+    a = dot x w0       b = repeat[layer] x w0
+    b = tanh a         d = repeat[layer] b w1
+    c = dot b w1       layer: lambda x w0. a = dot x w0; b = tanh a; return b
+    d = tanh c
 """
 
 import dataclasses
@@ -13,111 +19,115 @@ from typing import Any
 from jax.extend.core import Literal, Primitive, Var
 
 from flax_amp import _compat
-from flax_amp._rewriter.outline.equality import bits, replaced
-from flax_amp._rewriter.outline.repeats import Code, Run, common, find, wiring
-from flax_amp._rewriter.plan import Mode, Plan, Site, Step, variables
+from flax_amp._compat import Eqn
+from flax_amp._rewriter.outline.equality import bits, map_plans
+from flax_amp._rewriter.outline.repeats import (
+    Program,
+    Run,
+    common_prefix,
+    find,
+    substitution,
+)
+from flax_amp._rewriter.plan import BodyKind, EditedJaxpr, Mode, Plan, Step, variables
 
-# Stands for a call in an outlined plan; never bound.
+# The primitive of the calls in an outlined plan. It is never bound.
 repeat_p = Primitive("flax_amp_repeat")
 repeat_p.multiple_results = True
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Piece:
-    """Some equations of a jaxpr, with what a `Plan` needs of one."""
-
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    eqns: Sequence[Any]
-    constvars: Sequence[Any] = ()
-
-
 def outline(plan: Plan) -> Plan:
-    """Returns the plan with calls in the place of repeated equations.
+    """Returns the plan with calls in place of repeated layers.
 
     Args:
-      plan: the plan of straight code; others come back as they are.
+      plan: a plan. One that is not of straight code is returned as it is.
 
     Returns:
-      A plan that computes the same. Its calls have the primitive `repeat_p`; the
-      `detail` of their steps is the plan of the layer, the same object for all of them.
+      A plan that computes the same. Its calls have the primitive `repeat_p`. The
+      `detail` of their steps is the plan of the layer, one object for all of them.
     """
-    if plan.site not in (Site.STRAIGHT, Site.BLOCK):
+    if plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER):
         return plan
-    code = Code(plan)
-    eqns: list[Any] = []
+    program = Program(plan)
+    eqns: list[Eqn] = []
     steps: list[Step] = []
     done = 0
-    for run in find(code):
-        eqns += code.eqns[done : run.start]
-        steps += code.steps[done : run.start]
-        calls, step = _calls(code, run)
+    for run in find(program):
+        eqns += program.eqns[done : run.start]
+        steps += program.steps[done : run.start]
+        calls, step = _calls(program, run)
         eqns += calls
         steps += [step] * run.copies
         done = run.stop
     if not done:
         return plan
-    eqns += code.eqns[done:]
-    steps += code.steps[done:]
+    eqns += program.eqns[done:]
+    steps += program.steps[done:]
     return _with_equations(plan, eqns, steps)
 
 
-def _with_equations(plan: Plan, eqns: Sequence[Any], steps: Sequence[Step]) -> Plan:
+def _with_equations(plan: Plan, eqns: Sequence[Eqn], steps: Sequence[Step]) -> Plan:
     jaxpr = plan.jaxpr
-    piece = Piece(jaxpr.invars, jaxpr.outvars, eqns, jaxpr.constvars)
-    return dataclasses.replace(plan, jaxpr=piece, steps=tuple(steps))
+    edited = EditedJaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr.constvars)
+    return dataclasses.replace(plan, jaxpr=edited, steps=tuple(steps))
 
 
-def _calls(code: Code, run: Run) -> tuple[list[Any], Step]:
+def _calls(program: Program, run: Run) -> tuple[list[Eqn], Step]:
     """Returns the calls of a run, and the step of all of them."""
-    wirings = [wiring(code, run, start) or {} for start in run.starts]
-    layer, keys = _layer(code, run, wirings)
+    substitutions = [substitution(program, run, start) or {} for start in run.starts]
+    layer, keys = _layer(program, run, substitutions)
     calls = []
-    for start, found in zip(run.starts, wirings, strict=True):
-        call = code.eqns[start].replace(
+    for start, found in zip(run.starts, substitutions, strict=True):
+        call = program.eqns[start].replace(
             primitive=repeat_p,
             invars=[found[key] for key in keys],
             outvars=[found[v] for v in layer.jaxpr.outvars],
             params={},
         )
-        calls.append(_compat.with_scopes(call, common(code.scopes(start, run))))
+        calls.append(
+            _compat.with_scopes(call, common_prefix(program.scopes(start, run)))
+        )
     return calls, Step(Mode.REPEAT, layer.outs, "one of equal layers", detail=layer)
 
 
 def _layer(
-    code: Code, run: Run, wirings: Sequence[dict[Any, Any]]
+    program: Program, run: Run, substitutions: Sequence[dict[Any, Any]]
 ) -> tuple[Plan, list[Any]]:
-    """Returns the plan of the layers of a run, and the keys of its inputs in wirings.
+    """Returns the plan of a layer, with the variables of the first one.
 
-    Its variables are those of the first layer.
+    Returns:
+      The plan, and the keys of its inputs in the substitutions.
     """
-    depth = len(common(code.scopes(run.start, run)))
+    depth = len(common_prefix(program.scopes(run.start, run)))
     places = range(run.start, run.start + run.period)
-    made = {v for i in places for v in code.eqns[i].outvars}
-    ins: dict[Any, Any] = {}  # the inputs by their keys in wirings
+    made = {v for i in places for v in program.eqns[i].outvars}
+    ins: dict[Any, Var] = {}  # the inputs by their keys in the substitutions
     eqns, steps, outs = [], [], []
     for i in places:
-        eqn, step = _without(code.eqns[i], code.steps[i], depth)
+        eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
         ins |= {v: v for v in variables(eqn.invars) if v not in made}
         invars = list(eqn.invars)
         for k, atom in enumerate(invars):
             key = (i - run.start, k)
-            if isinstance(atom, Literal) and _differ(found[key] for found in wirings):
+            if isinstance(atom, Literal) and _differ(
+                found[key] for found in substitutions
+            ):
                 ins[key] = invars[k] = Var(atom.aval)
         eqns.append(eqn.replace(invars=invars))
         steps.append(step)
-        outs += [v for v in eqn.outvars if _leaves(code, run, wirings, v)]
-    values = code.values
+        outs += [
+            v for v in eqn.outvars if _is_read_outside(program, run, substitutions, v)
+        ]
+    values = program.values
     invars = list(ins.values())
     plan = Plan(
-        jaxpr=Piece(invars, outs, eqns),
+        jaxpr=EditedJaxpr(invars, outs, eqns),
         consts=(),
         const_ins=(),
         ins=tuple(values.get(v) for v in invars),
         outs=tuple(values[v] for v in outs),
         uses=(),
         steps=tuple(steps),
-        site=Site.BLOCK,
+        body_kind=BodyKind.REPEATED_LAYER,
     )
     return plan, list(ins)
 
@@ -126,30 +136,32 @@ def _differ(literals: Iterable[Literal]) -> bool:
     return len(set(map(bits, literals))) > 1
 
 
-def _leaves(
-    code: Code, run: Run, wirings: Sequence[dict[Any, Any]], variable: Any
+def _is_read_outside(
+    program: Program, run: Run, substitutions: Sequence[dict[Any, Any]], variable: Var
 ) -> bool:
-    """Whether any layer hands on what is this variable in the first one."""
+    """Whether a variable of the first layer is read outside of it, in any layer."""
     return any(
         not start <= place < start + run.period
-        for start, found in zip(run.starts, wirings, strict=True)
-        for place in code.readers.get(found[variable], ())
+        for start, found in zip(run.starts, substitutions, strict=True)
+        for place in program.readers.get(found[variable], ())
     )
 
 
-def _without(eqn: Any, step: Step, depth: int) -> tuple[Any, Step]:
-    """Returns an equation and its step without the first scopes, also those inside."""
+def _without_scopes(eqn: Eqn, step: Step, depth: int) -> tuple[Eqn, Step]:
+    """Returns an equation and its step without the first scopes around them."""
     own = _compat.scopes(eqn)
     eqn = _compat.with_scopes(eqn, own[depth:])
     if depth <= len(own):
         return eqn, step
-    detail = replaced(step.detail, lambda plan: _plan_without(plan, depth - len(own)))
+    detail = map_plans(
+        step.detail, lambda plan: _plan_without_scopes(plan, depth - len(own))
+    )
     return eqn, dataclasses.replace(step, detail=detail)
 
 
-def _plan_without(plan: Plan, depth: int) -> Plan:
+def _plan_without_scopes(plan: Plan, depth: int) -> Plan:
     pairs = [
-        _without(eqn, step, depth)
+        _without_scopes(eqn, step, depth)
         for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
     ]
     return _with_equations(plan, [e for e, _ in pairs], [step for _, step in pairs])

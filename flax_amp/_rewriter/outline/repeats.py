@@ -1,9 +1,15 @@
 """Finds the layers of unrolled code: runs of equal pieces, one behind the other.
 
 A run is a tandem repeat in the sequence of equations: from its start on, each equation
-equals the one a period later (`flax_amp.equality`), and the pieces are wired alike.
-Where in the period a layer begins is chosen such that the fewest values pass from layer
-to layer, and such that all layers have the same scopes inside of a prefix of their own.
+equals the one a period later (`equality.py`), and the layers are connected alike. With
+the numbers of equal equations beside them,
+
+    a = dot x w0    1        c = dot b w1    1        e = dot d w2    1
+    b = tanh a      2        d = tanh c      2        f = tanh e      2
+
+is a run of period 2. Its layers could as well begin at the `tanh`. The offset is chosen
+such that few values pass from layer to layer, and such that all layers have the same
+scopes, but for a prefix of their own (`Model/layers_0`, `Model/layers_1`).
 """
 
 import functools
@@ -15,25 +21,27 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from flax_amp import _compat
+from flax_amp._compat import Eqn, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
-from flax_amp._rewriter.outline.equality import Tokens, plans_in
+from flax_amp._rewriter.outline.equality import EquationIds, plans_in
 from flax_amp._rewriter.plan import Plan, Step, variables
 
-_WORTH = 48  # equations that need not be rewritten: from there on calls pay
-# Few copies save little time, and the calls are not free: XLA inlines them, but fuses
-# otherwise (ResNet-50 with its runs of 2 to 5 on a TPU v5e: 3 % more estimated time).
-_COPIES = 6
-_PERIODS = 16  # tried at most
-_STARTS = 8  # tried at most in each period
+_MIN_SAVED = 48  # equations that need not be rewritten; calls do not pay for fewer
+# A few layers save little time, and calls are not free: XLA inlines them, but then it
+# fuses otherwise (ResNet-50, whose runs have 2 to 5 layers, takes 3 % more estimated
+# time with calls on a TPU v5e).
+_MIN_COPIES = 6
+_MAX_PERIODS = 16  # that are tried
+_MAX_OFFSETS = 8  # that are tried in each period
 
 Scopes = tuple[Any, ...]
 
 
 class Run(NamedTuple):
-    """Layers that follow one another.
+    """Equal layers, one behind the other.
 
     Attributes:
-      start: the place of the first equation of the first layer.
+      start: the index of the first equation of the first layer.
       period: the number of equations of a layer.
       copies: the number of layers.
     """
@@ -52,7 +60,7 @@ class Run(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Equations of which each equals the one a period later, if there is one."""
+    """Equations, each of which equals the one a period later, if there is one."""
 
     start: int
     stop: int
@@ -64,16 +72,17 @@ class _Stretch(NamedTuple):
         return Run(self.start + offset, self.period, copies)
 
 
-class Code:
-    """The equations of a plan, and what is asked of them again and again.
+class Program:
+    """The equations of a plan, with what the search for layers asks again and again.
 
     Attributes:
-      eqns: its equations, those that only move inputs about before all others.
-      steps: of the equations.
-      values: of all variables.
-      tokens: equal for equal equations.
-      weights: of each equation, how many it has inside.
-      readers: the places where each variable is read; results count as the last place.
+      eqns: its equations; those that only move inputs come first.
+      steps: their steps.
+      values: the values of all variables.
+      ids: numbers that are the same for equal equations.
+      weights: how many equations each equation has inside, itself included.
+      readers: the indices of the equations that read each variable. A result of the
+        plan counts as read after the last equation.
     """
 
     def __init__(self, plan: Plan):
@@ -82,11 +91,11 @@ class Code:
         order = [*first, *(i for i in range(len(plan.steps)) if i not in first)]
         self.eqns = [plan.jaxpr.eqns[i] for i in order]
         self.steps = [plan.steps[i] for i in order]
-        tokens = Tokens()
+        equation_ids = EquationIds()
         pairs = list(zip(self.eqns, self.steps, strict=True))
-        self.tokens = [tokens.of(eqn, step, self.values) for eqn, step in pairs]
+        self.ids = [equation_ids.id_of(eqn, step, self.values) for eqn, step in pairs]
         self.weights = [_weight(eqn, step) for eqn, step in pairs]
-        self.readers: dict[Any, list[int]] = defaultdict(list)
+        self.readers: dict[Var, list[int]] = defaultdict(list)
         for i, eqn in enumerate(self.eqns):
             for v in variables(eqn.invars):
                 self.readers[v].append(i)
@@ -94,7 +103,7 @@ class Code:
             self.readers[v].append(len(self.eqns))
 
     def scopes(self, start: int, run: Run) -> list[Scopes]:
-        """Returns the scopes in a layer; of equations with a body, those inside."""
+        """Returns the scopes of a layer's equations, or those inside their bodies."""
         return [
             scopes
             for i in range(start, start + run.period)
@@ -102,17 +111,17 @@ class Code:
         ]
 
     def saved(self, run: Run) -> int:
-        """Returns how many equations need not be rewritten if layers are calls."""
+        """Returns how many equations need not be rewritten if the layers are calls."""
         layer = self.weights[run.start : run.start + run.period]
         return sum(layer) * (run.copies - 1)
 
     def is_worth_it(self, run: Run) -> bool:
-        """Whether calls in the place of the layers pay."""
-        return run.copies >= _COPIES and self.saved(run) >= _WORTH
+        """Whether calls in place of the layers pay."""
+        return run.copies >= _MIN_COPIES and self.saved(run) >= _MIN_SAVED
 
 
-def _weight(eqn: Any, step: Step) -> int:
-    # A jitted block is rewritten once as it is.
+def _weight(eqn: Eqn, step: Step) -> int:
+    # A jitted block is rewritten once anyway.
     inside = () if eqn.primitive.name == "jit" else plans_in(step.detail)
     return 1 + sum(
         _weight(*pair)
@@ -121,107 +130,114 @@ def _weight(eqn: Any, step: Step) -> int:
     )
 
 
-def find(code: Code) -> list[Run]:
+def find(program: Program) -> list[Run]:
     """Returns runs that are worth it and do not overlap, in order."""
-    return list(_runs(code, 0, len(code.eqns)))
+    return list(_runs(program, 0, len(program.eqns)))
 
 
-def _runs(code: Code, start: int, stop: int) -> Iterator[Run]:
-    """Yields the best run between two places, and those before and behind it."""
-    for stretch in _stretches(code, start, stop):
-        run = _placed(code, stretch)
+def _runs(program: Program, start: int, stop: int) -> Iterator[Run]:
+    """Yields the best run between two indices, and those before and behind it."""
+    for stretch in _stretches(program, start, stop):
+        run = _best_run(program, stretch)
         if run is not None:
-            yield from _runs(code, start, run.start)
+            yield from _runs(program, start, run.start)
             yield run
-            yield from _runs(code, run.stop, stop)
+            yield from _runs(program, run.stop, stop)
             return
 
 
-def _stretches(code: Code, start: int, stop: int) -> list[_Stretch]:
+def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
     """Returns the stretches that are worth it, the best first."""
-    tokens = code.tokens
+    ids = program.ids
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
     for i in range(start, stop):
-        if tokens[i] in last:
-            gaps[i - last[tokens[i]]] += code.weights[i]
-        last[tokens[i]] = i
+        if ids[i] in last:
+            gaps[i - last[ids[i]]] += program.weights[i]
+        last[ids[i]] = i
     found = []
-    for period, _ in gaps.most_common(_PERIODS):
+    for period, _ in gaps.most_common(_MAX_PERIODS):
         begin = start
         for i in range(start, stop - period + 1):
-            if i + period < stop and tokens[i] == tokens[i + period]:
+            if i + period < stop and ids[i] == ids[i + period]:
                 continue
             found.append(_Stretch(begin, i + period, period))
             begin = i + 1
-    worth = [stretch for stretch in found if code.is_worth_it(stretch.run())]
-    return sorted(worth, key=lambda stretch: -code.saved(stretch.run()))
+    worth = [stretch for stretch in found if program.is_worth_it(stretch.run())]
+    return sorted(worth, key=lambda stretch: -program.saved(stretch.run()))
 
 
-def _placed(code: Code, stretch: _Stretch) -> Run | None:
-    """Returns the run in a stretch of which the layers are best separated."""
+def _best_run(program: Program, stretch: _Stretch) -> Run | None:
+    """Returns the run in a stretch whose layers pass on the fewest values."""
     start, _, period = stretch
-    passing = _passing(code, start, start + 2 * period)[period:]
+    passing = _passing(program, start, start + 2 * period)[period:]
     offsets = sorted(range(period), key=lambda offset: passing[offset])
-    for offset in offsets[:_STARTS]:
+    for offset in offsets[:_MAX_OFFSETS]:
         run = stretch.run(offset)
-        if code.is_worth_it(run) and _is_sound(code, run):
+        if program.is_worth_it(run) and _is_sound(program, run):
             return run
     return None
 
 
-def _passing(code: Code, start: int, stop: int) -> list[int]:
-    """Returns how many of the values made between two places pass each of them."""
+def _passing(program: Program, start: int, stop: int) -> list[int]:
+    """Returns, for each index, how many values computed before it are read later."""
     changes = [0] * (stop - start + 1)
     for i in range(start, stop):
-        for v in code.eqns[i].outvars:
-            if readers := code.readers.get(v):
+        for v in program.eqns[i].outvars:
+            if readers := program.readers.get(v):
                 changes[i + 1 - start] += 1
                 if max(readers) < stop:
                     changes[max(readers) + 1 - start] -= 1
     return list(itertools.accumulate(changes))
 
 
-def _is_sound(code: Code, run: Run) -> bool:
-    """Whether all layers are wired alike and have the same scopes inside."""
+def _is_sound(program: Program, run: Run) -> bool:
+    """Whether all layers are connected alike and have the same scopes inside."""
     inside = []
     for start in run.starts:
-        scopes = code.scopes(start, run)
-        depth = len(common(scopes))
+        scopes = program.scopes(start, run)
+        depth = len(common_prefix(scopes))
         inside.append([scope[depth:] for scope in scopes])
     if any(scopes != inside[0] for scopes in inside):
         return False
-    return all(wiring(code, run, start) is not None for start in run.starts)
+    return all(substitution(program, run, start) is not None for start in run.starts)
 
 
-def wiring(code: Code, run: Run, start: int) -> dict[Any, Any] | None:
-    """Returns what takes the place of each variable of the first layer in another.
+def substitution(program: Program, run: Run, start: int) -> dict[Any, Any] | None:
+    """Returns what takes the place of each variable of the first layer in another one.
 
-    Integer literals that differ are in it by the place at which they stand.
+    Integer literals are in it, too, by the equation and operand where they stand.
+
+    Args:
+      program: the program.
+      run: the run.
+      start: where the other layer begins.
 
     Returns:
-      The variables by those of the first layer; `None` if the wiring is different.
+      The variables and literals; `None` if the layers are not connected alike.
     """
     found: dict[Any, Any] = {}
-    own: set[Any] = set()  # made in this layer
-    made: set[Any] = set()  # made in the first one
+    made_here: set[Var] = set()
+    made_in_first: set[Var] = set()
     for i in range(run.period):
-        first, other = code.eqns[run.start + i], code.eqns[start + i]
+        first, other = program.eqns[run.start + i], program.eqns[start + i]
         pairs = zip(first.invars, other.invars, strict=True)
         for k, (a, b) in enumerate(pairs):
             if isinstance(a, Literal) != isinstance(b, Literal):
                 return None
             if isinstance(a, Literal):
                 found[i, k] = b
-            elif (a in made) != (b in own) or found.setdefault(a, b) is not b:
+            elif (a in made_in_first) != (b in made_here) or found.setdefault(
+                a, b
+            ) is not b:
                 return None
         found |= zip(first.outvars, other.outvars, strict=True)
-        made.update(first.outvars)
-        own.update(other.outvars)
+        made_in_first.update(first.outvars)
+        made_here.update(other.outvars)
     return found
 
 
-def _scopes(eqn: Any, step: Step) -> list[Scopes]:
+def _scopes(eqn: Eqn, step: Step) -> list[Scopes]:
     own = _compat.scopes(eqn)
     inside = [
         scopes
@@ -232,8 +248,8 @@ def _scopes(eqn: Any, step: Step) -> list[Scopes]:
     return [own + scopes for scopes in inside] or [own]
 
 
-def common(scopes: Sequence[Scopes]) -> Scopes:
-    """Returns the longest common prefix."""
+def common_prefix(scopes: Sequence[Scopes]) -> Scopes:
+    """Returns the longest common prefix of some paths."""
     return functools.reduce(_common_of_two, set(scopes))
 
 

@@ -9,7 +9,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 Node = TypeVar("Node", bound=Hashable)
 
-_CAPACITY = 1 << 29  # of all nodes together; scipy counts in int32
+_CAPACITY = 1 << 29  # of all nodes together; scipy adds up in int32
 _UNLIMITED = 1 << 30
 
 
@@ -21,14 +21,15 @@ def min_cut(
 ) -> set[Node]:
     """Returns the nodes to cut so that no path leads from a source to a sink.
 
-    Of several cheapest sets it is the one nearest to the sinks. Found as a maximum flow
-    (Ford and Fulkerson 1956) through a graph in which each node is an edge of its cost.
+    Of several cheapest sets, the one nearest to the sinks is returned. It is found by a
+    maximum flow (Ford and Fulkerson, 1956), for which each node becomes an edge whose
+    capacity is the cost of the node.
 
     Args:
       costs: what cutting each node costs; costs are compared to about 9 digits.
       edges: from node to node.
-      sources: where paths begin; may be cut, too.
-      sinks: where they end; may be cut, too.
+      sources: where paths begin. They may be cut themselves.
+      sinks: where paths end. They may be cut themselves.
     """
     if not sources or not sinks:
         return set()
@@ -44,7 +45,8 @@ def min_cut(
     data = np.fromiter(capacity.values(), np.int32, len(capacity))
     graph = csr_matrix((data, (rows, columns)), shape=(size, size))
     residual = graph - maximum_flow(graph, 0, 1).flow
-    # Which nodes can still send something to the sinks?
+    # The cut is where the flow uses up a node: its exit can still reach the sinks,
+    # through edges with capacity left, and its entry cannot.
     backwards = csr_array(residual > 0).T.astype(np.int8)
     reaching = set(
         breadth_first_order(csr_matrix(backwards), 1, return_predecessors=False)

@@ -1,51 +1,46 @@
-"""Groups the equations of a plan into the regions that are recomputed as one.
+"""Groups the equations of a plan into the regions that are recomputed together.
 
-A region is emitted under `jax.checkpoint`: of it the backward pass stores what
-`flax_amp.residuals` chooses. What has a body with expensive equations of its own (a
-loop, a jitted block, a user's checkpoint, a custom derivative) stands between regions.
+A region is emitted under `jax.checkpoint`, and `residuals.py` chooses what the backward
+pass stores of it. Equations with a costly body of their own (a loop, a jitted block, a
+user's checkpoint, a custom derivative) stand between regions. In
+
+    a = add x b;  c = custom_vjp_call a;  d = mul c x;  e = tanh b
+
+`a` and `e` are one region, `custom_vjp_call` follows, and `d` is the second region.
 """
 
 import dataclasses
-import enum
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from flax_amp._compat import DType, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
-from flax_amp._rewriter.plan import Plan, Site, Value, variables
-from flax_amp._rewriter.recompute import keep
+from flax_amp._rewriter.plan import BodyKind, Plan, Value, variables
+from flax_amp._rewriter.recompute import stored
 from flax_amp._rewriter.recompute.residuals import Residuals, choose, is_light
 from flax_amp.policy import LOW_OPS
 
 _SMALL_STEP = 4 << 20  # bytes
 
-
-class Recompute(enum.Enum):
-    """How much the backward pass computes again instead of storing it.
-
-    `AUTO` is what pays on every backend: inside loops all that is cheap, in straight
-    code what fuses, and that only on GPUs.
-    """
-
-    NEVER = "never"
-    AUTO = "auto"
-    ALWAYS = "always"
+# How much the backward pass computes again instead of storing it. "auto" is what pays
+# on every backend: inside loops all that is cheap, in straight code what fuses, and
+# that on GPUs only.
+Recompute = Literal["auto", "always", "never"]
 
 
 def check_recompute(recompute: Any) -> Recompute:
-    """Returns the `Recompute` of this value.
+    """Returns `recompute`.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if it is none of the three values.
     """
-    try:
-        return Recompute(recompute)
-    except ValueError:
-        expected = ", ".join(repr(mode.value) for mode in Recompute)
-        raise ValueError(
-            f"recompute: got {recompute!r}; expected one of {expected}."
-        ) from None
+    modes = ("never", "auto", "always")
+    if recompute not in modes:
+        expected = ", ".join(map(repr, modes))
+        raise ValueError(f"recompute: got {recompute!r}; expected one of {expected}.")
+    return recompute
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,31 +48,31 @@ class Region:
     """Equations that are recomputed together.
 
     Attributes:
-      indices: their places in the plan.
+      indices: their indices in the plan.
       ins: the variables that they read.
       outs: the variables that others read of them.
-      kept: the variables that the backward pass stores, and the `LowCopy` of those of
+      stored: the variables that the backward pass stores, and the `LowCopy` of those of
         which it stores the copy that matrix products read.
-      barriers: the platforms on which there are barriers at what is stored.
-      barriers_until: from this place in the plan on there are none.
+      barriers: the platforms with barriers at what is stored.
+      barriers_until: from this index in the plan on there are none.
     """
 
     indices: Sequence[int]
-    ins: Sequence[Any]
-    outs: Sequence[Any]
-    kept: frozenset[Any]
+    ins: Sequence[Var]
+    outs: Sequence[Var]
+    stored: frozenset[Any]
     barriers: Sequence[str]
     barriers_until: int
 
     def barriers_at(self, index: int) -> Sequence[str]:
         """Returns the platforms with barriers at what an equation reads or makes."""
-        return self.barriers if index < self.barriers_until else keep.NOWHERE
+        return self.barriers if index < self.barriers_until else stored.NOWHERE
 
 
-def schedule(
-    plan: Plan, recompute: Recompute, compute_dtype: Any
+def group_into_regions(
+    plan: Plan, recompute: Recompute, compute_dtype: DType
 ) -> list[Region | int]:
-    """Returns the regions and the places of all other equations, in order.
+    """Returns the regions and the indices of all other equations, in order.
 
     Args:
       plan: the plan.
@@ -85,21 +80,23 @@ def schedule(
       compute_dtype: the dtype of low-precision values.
     """
     if (
-        recompute is Recompute.NEVER
-        or plan.site is Site.CLOSED
+        recompute == "never"
+        or plan.body_kind is BodyKind.OPAQUE
         or not _sizes_are_known(plan)
     ):
         return list(range(len(plan.steps)))
     values = plan.values()
-    loose = moves_of_inputs(plan, values)
-    light, heavy = _levels(plan, loose)
+    moves = moves_of_inputs(plan, values)
+    light, heavy = _levels(plan, moves)
     readers = _readers(plan, light)
-    order: list[Region | int] = [*loose]
+    order: list[Region | int] = [*moves]
     levels = sorted({*light, *heavy})
     for level in levels:
         if light[level]:
             is_last = (
-                plan.site is Site.STRAIGHT and level == levels[-1] and not heavy[level]
+                plan.body_kind is BodyKind.STRAIGHT
+                and level == levels[-1]
+                and not heavy[level]
             )
             made = [v for i in light[level] for v in plan.jaxpr.eqns[i].outvars]
             outs = [v for v in made if readers[v] - {level}]
@@ -123,19 +120,24 @@ def _sizes_are_known(plan: Plan) -> bool:
 
 
 def _levels(
-    plan: Plan, loose: Collection[int]
+    plan: Plan, moves: Collection[int]
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Sorts equations by how many heavy ones stand before them at most.
+    """Sorts light and heavy equations by level.
 
-    The light ones of one level can run in one go: no path between two of them leads
-    through a heavy one.
+    The level of an equation is the largest number of heavy equations on a path to it.
+    No path between two light equations of one level leads through a heavy one, so they
+    can run together.
+
+    Args:
+      plan: a plan.
+      moves: the indices of equations that run before all others.
     """
-    level_of: dict[Any, int] = defaultdict(int)
+    level_of: dict[Var, int] = defaultdict(int)
     light: dict[int, list[int]] = defaultdict(list)
     heavy: dict[int, list[int]] = defaultdict(list)
-    floor = 0  # effects keep their order
+    floor = 0  # for effects, which must stay in order
     for i, eqn in enumerate(plan.jaxpr.eqns):
-        if i in loose:
+        if i in moves:
             continue
         level = max((level_of[v] for v in variables(eqn.invars)), default=0)
         if is_light(eqn):
@@ -149,10 +151,13 @@ def _levels(
     return light, heavy
 
 
-def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Any, set[int | None]]:
-    """Returns the levels whose regions read each variable; `None` stands for others."""
+def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Var, set[int | None]]:
+    """Returns the levels whose regions read each variable.
+
+    `None` stands for heavy equations and for the results of the plan.
+    """
     level_at = {i: level for level, indices in light.items() for i in indices}
-    readers: dict[Any, set[int | None]] = defaultdict(set)
+    readers: dict[Var, set[int | None]] = defaultdict(set)
     for i, eqn in enumerate(plan.jaxpr.eqns):
         for v in variables(eqn.invars):
             readers[v].add(level_at.get(i))
@@ -164,10 +169,10 @@ def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Any, set[int | Non
 def _region(
     plan: Plan,
     indices: list[int],
-    outs: list[Any],
-    values: dict[Any, Value | None],
+    outs: list[Var],
+    values: dict[Var, Value | None],
     recompute: Recompute,
-    compute_dtype: Any,
+    compute_dtype: DType,
     is_last: bool,
 ) -> Region | None:
     """Returns the region of some light equations, if recomputing saves anything."""
@@ -175,49 +180,51 @@ def _region(
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = [v for eqn in eqns for v in variables(eqn.invars)]
     ins = list(dict.fromkeys(v for v in reads if v not in made))
-    in_loop = plan.site not in (Site.STRAIGHT, Site.BLOCK)
-    keeps_operands = not in_loop and recompute is Recompute.AUTO
+    in_loop = plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER)
+    stores_operands = not in_loop and recompute == "auto"
     residuals = choose(
         eqns,
         [plan.steps[i] for i in indices],
         ins,
         values,
         compute_dtype,
-        keeps_operands=keeps_operands,
+        stores_operands=stores_operands,
     )
-    if not _is_worth_it(plan.site, keeps_operands, residuals):
+    if not _is_worth_it(plan.body_kind, stores_operands, residuals):
         return None
     if in_loop:
-        barriers = keep.NOWHERE
-    elif recompute is Recompute.ALWAYS:
-        barriers = keep.EVERYWHERE
+        barriers = stored.NOWHERE
+    elif recompute == "always":
+        barriers = stored.EVERYWHERE
     else:
-        barriers = keep.ON_GPU
+        barriers = stored.ON_GPU
     return Region(
         indices=indices,
         ins=ins,
         outs=outs,
-        kept=residuals.kept,
+        stored=residuals.stored,
         barriers=barriers,
         barriers_until=_start_of_head(plan, indices) if is_last else len(plan.steps),
     )
 
 
-def _is_worth_it(site: Site, keeps_operands: bool, residuals: Residuals) -> bool:
+def _is_worth_it(
+    body_kind: BodyKind, stores_operands: bool, residuals: Residuals
+) -> bool:
     """Whether recomputing saves enough."""
-    if keeps_operands:
+    if stores_operands:
         # Where little is saved, barriers only force XLA to store what it need not.
-        return residuals.saved_bytes > 0.5 * residuals.stored_bytes
-    saved = residuals.saved_bytes + residuals.called_bytes
+        return residuals.recomputed_bytes > 0.5 * residuals.stored_bytes
+    saved = residuals.recomputed_bytes + residuals.called_bytes
     # The steps of an RNN are small and wait for one another: there time counts.
-    return saved > (_SMALL_STEP if site is Site.STEPS else 0)
+    return saved > (_SMALL_STEP if body_kind is BodyKind.RECURRENT_SCAN else 0)
 
 
 def _start_of_head(plan: Plan, indices: Sequence[int]) -> int:
     """Returns where the head of a model begins: behind its last product but one.
 
-    The backward pass of the head follows at once. Nothing of it is stored for long, and
-    there barriers only get in the way of fusions.
+    The backward pass of the head comes right after its forward pass. Nothing is stored
+    for long there, and barriers only get in the way of fusions.
     """
     eqns = plan.jaxpr.eqns
     products = [i for i in indices if eqns[i].primitive.name in LOW_OPS]

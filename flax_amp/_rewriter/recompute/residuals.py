@@ -1,16 +1,25 @@
 """What the backward pass stores, and what it computes again from that.
 
 Elementwise arithmetic, casts and data movement are computed again: they fuse into
-whatever reads them, whereas a stored float32 intermediate is written once and read once
-and takes its memory in between. Matrix products, long reductions, random numbers and
-every primitive that is not known here are never computed again.
+whatever reads them, whereas a stored float32 intermediate is written once, read once,
+and takes memory in between. Matrix products, long reductions, random numbers and every
+primitive that is not known here are never computed again.
 
-Which values to store is a minimum cut. The graph has the values of a piece of a program
-as nodes; paths lead from what can only be stored, not computed again, to what the
-derivatives read; every path must be cut, and cutting a value costs its bytes in the
-precision in which it lives. The float32 inside of a norm or a softmax is so never
-stored if its low-precision input can be. The method is that of PyTorch's AOTAutograd
-("Min-cut optimal recomputation with AOTAutograd", 2022), here with precisions.
+Which values to store is a minimum cut. The nodes of the graph are the values of a piece
+of a program. Paths lead from values that can only be stored, not computed again, to the
+values that derivatives read. Every path must be cut, and to cut it at a value costs the
+bytes of the value in its precision. In the inside of a norm,
+
+    f:f32 = convert x:bf16
+    s:f32 = sub f m             m, r: one number for each row
+    o:f32 = mul s r
+
+the derivative of `mul` reads `s` and `r`. JAX would store both, with four bytes for
+each element of `s`. The paths to `s` come from `x`, which has two bytes, and from `m`.
+So the cut stores `x`, `m` and `r`, and the backward pass computes `f` and `s` again.
+
+The method is that of PyTorch's AOTAutograd ("Min-cut optimal recomputation with
+AOTAutograd", 2022), here with precisions.
 """
 
 import dataclasses
@@ -22,15 +31,17 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from flax_amp import _compat
+from flax_amp._compat import Aval, DType, Eqn, Var
 from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
-from flax_amp._rewriter.recompute.keep import keep_p
 from flax_amp._rewriter.recompute.mincut import min_cut
+from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp.policy import FOLLOW_OPS, LOW_OPS, MOVE_OPS, RANGE_OPS
 
 _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
 )
-# From this factor on, a reduction's result is small to store beside its operand.
+# From this length on, the result of a reduction is small beside its operand: it is
+# stored. Then all that is computed again is elementwise, and fuses.
 _LONG = 8
 
 _SELECTS = """
@@ -48,14 +59,14 @@ _CHEAP = (
         bessel_i1e regularized_incomplete_beta""".split()
     )
 )
-# Calls that are as cheap as what they call.
+# Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call core_call custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
 _STRUCTURED = frozenset(
     "scan while cond remat2 shard_map custom_vjp_call flax_amp_repeat".split()
 )
 
-_STORED = frozenset(
+_STORABLE = frozenset(
     map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 )
 
@@ -71,12 +82,12 @@ _READS_FACTORS = frozenset(("mul", *LOW_OPS))
 
 def is_stored(primitive: Any, *avals: Any, **params: Any) -> bool:
     """The policy of `jax.checkpoint`: whether a result is stored if it is needed."""
-    if primitive is keep_p:
+    if primitive is stored_p:
         return True
     return not _is_cheap(primitive.name, avals, params)
 
 
-def is_cheap(eqn: Any) -> bool:
+def is_cheap(eqn: Eqn) -> bool:
     """Whether an equation may be computed again."""
     if eqn.effects:
         return False
@@ -86,8 +97,8 @@ def is_cheap(eqn: Any) -> bool:
     return _is_cheap(eqn.primitive.name, avals, eqn.params)
 
 
-def is_light(eqn: Any) -> bool:
-    """Whether an equation may stand in a region.
+def is_light(eqn: Eqn) -> bool:
+    """Whether an equation may stand in a region (see `regions.py`).
 
     It may not if it has a costly body of its own, or if `jax.checkpoint` cannot store
     one of its operands or results.
@@ -103,21 +114,21 @@ def is_light(eqn: Any) -> bool:
     return all(is_light(e) and e.primitive.name not in LOW_OPS for e in inner)
 
 
-def _can_be_stored(aval: Any) -> bool:
+def _can_be_stored(aval: Aval) -> bool:
     """Whether `jax.checkpoint` stores a value as it is.
 
-    It passes the floats that it stores through `reduce_precision`, which refuses
-    complex numbers and, on a CPU, makes NaN of the largest float8.
+    It sends floats through `reduce_precision`, which refuses complex numbers and, on a
+    CPU, turns the largest float8 into NaN.
     """
-    return not _is_inexact(aval) or aval.dtype in _STORED
+    return not _is_inexact(aval) or aval.dtype in _STORABLE
 
 
-def _body(eqn: Any) -> Sequence[Any]:
+def _body(eqn: Eqn) -> Sequence[Eqn]:
     body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return _compat.open_jaxpr(body)[0].eqns
 
 
-def _is_cheap(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
+def _is_cheap(name: str, avals: Sequence[Aval], params: Mapping[str, Any]) -> bool:
     if name in _REDUCTIONS:
         length = math.prod(avals[0].shape[axis] for axis in params["axes"])
         return isinstance(length, int) and length < _LONG  # a symbol may be long
@@ -128,7 +139,7 @@ def _is_cheap(name: str, avals: Sequence[Any], params: Mapping[str, Any]) -> boo
 class LowCopy:
     """The low-precision copy of a full value that matrix products read."""
 
-    variable: Any
+    variable: Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,27 +147,27 @@ class Residuals:
     """What the backward pass of a piece of a program stores.
 
     Attributes:
-      kept: the values to store: variables, and low copies of variables.
+      stored: the variables to store, and the `LowCopy` of variables.
       stored_bytes: their size.
-      saved_bytes: the size of what is computed again instead of being stored.
-      called_bytes: the size of the results of cheap calls, whose inside is computed
-        again, too, but of which it is not known what they would store.
+      recomputed_bytes: the size of what derivatives read that is computed again.
+      called_bytes: the size of the results of cheap calls. What is inside of them is
+        computed again, too, but it is not known what they would store.
     """
 
-    kept: frozenset[Any]
+    stored: frozenset[Var | LowCopy]
     stored_bytes: int
-    saved_bytes: int
+    recomputed_bytes: int
     called_bytes: int
 
 
 def choose(
-    eqns: Sequence[Any],
+    eqns: Sequence[Eqn],
     steps: Sequence[Step],
-    ins: Collection[Any],
-    values: Mapping[Any, Value | None],
-    compute_dtype: Any,
+    ins: Collection[Var],
+    values: Mapping[Var, Value | None],
+    compute_dtype: DType,
     *,
-    keeps_operands: bool,
+    stores_operands: bool,
 ) -> Residuals:
     """Chooses what the backward pass of some equations stores.
 
@@ -166,59 +177,77 @@ def choose(
       ins: the variables that they read from outside.
       values: what is known of each variable.
       compute_dtype: the dtype of low-precision values.
-      keeps_operands: whether the operands of matrix products are stored in any case.
+      stores_operands: whether the operands of matrix products are stored in any case.
         They lie in memory anyway, and to compute one again takes a kernel of its own
         where the product is a library call.
     """
     made = {v for eqn in eqns for v in eqn.outvars}
-    inputs = set(ins)
-    # Parameters, constants and integers of the outside are there as long as it needs.
-    free = {v for v in inputs if not has_paint(values[v], Paint.LOW, Paint.FULL)}
-    reads, operands = _reads(eqns, steps, inputs)
+    reads, operands = _reads(eqns, steps, ins)
+    # A product reads the low copy of a full value, and so does its derivative.
     copies = {LowCopy(v): v for v in operands if has_paint(values[v], Paint.FULL)}
     operands = (operands - set(copies.values())) | copies.keys()
-    sizes = {v: _bytes(v.aval, values[v], compute_dtype) for v in (*inputs, *made)}
+    sizes = {v: _bytes(v.aval, values[v], compute_dtype) for v in (*ins, *made)}
     sizes |= {copy: _bytes(v.aval, LOW, compute_dtype) for copy, v in copies.items()}
-    if keeps_operands:
+    # Parameters, constants and integers from outside stay in memory anyway.
+    free = {v for v in ins if not _is_computed(values[v])}
+    if stores_operands:
         free |= operands
+    read = reads | operands
     costs = {v: 0 if v in free else size for v, size in sizes.items()}
-    fixed = inputs | {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
-    edges = [
-        (v, out)
-        for eqn in eqns
-        for out in eqn.outvars
-        if out not in fixed
-        for v in variables(eqn.invars)
-    ]
-    edges += [(v, copy) for copy, v in copies.items()]
-    kept = min_cut(costs, edges, fixed, reads | operands) - free
-    if keeps_operands:
-        kept |= {
-            v
-            for v in operands
-            if v in copies or has_paint(values[v], Paint.LOW, Paint.FULL)
-        }
+    stored = _cut(eqns, ins, copies, costs, read) - free
+    if stores_operands:
+        stored |= {v for v in operands if v in copies or _is_computed(values[v])}
     return Residuals(
-        frozenset(kept),
-        stored_bytes=sum(sizes[v] for v in kept),
-        saved_bytes=sum(sizes[v] for v in (reads | operands) - kept - free),
-        called_bytes=sum(_made_by_call(eqn) for eqn in eqns),
+        frozenset(stored),
+        stored_bytes=sum(sizes[v] for v in stored),
+        recomputed_bytes=sum(sizes[v] for v in read - stored - free),
+        called_bytes=sum(map(_called_bytes, eqns)),
     )
 
 
-def _made_by_call(eqn: Any) -> int:
+def _is_computed(value: Value | None) -> bool:
+    return has_paint(value, Paint.LOW, Paint.FULL)
+
+
+def _cut(
+    eqns: Sequence[Eqn],
+    ins: Collection[Var],
+    copies: Mapping[LowCopy, Var],
+    costs: Mapping[Any, int],
+    read: Collection[Any],
+) -> set[Any]:
+    """Returns the cheapest values from which all that is read can be computed."""
+    costly = {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
+    given = costly.union(ins)
+    edges: list[tuple[Any, Any]] = [
+        (v, out)
+        for eqn in eqns
+        for out in eqn.outvars
+        if out not in given
+        for v in variables(eqn.invars)
+    ]
+    edges += [(v, copy) for copy, v in copies.items()]
+    return min_cut(costs, edges, given, read)
+
+
+def _called_bytes(eqn: Eqn) -> int:
     if eqn.primitive.name not in _CALLS or not is_cheap(eqn):
         return 0
     return sum(_bytes(v.aval, None, None) for v in eqn.outvars if _is_inexact(v.aval))
 
 
 def _reads(
-    eqns: Sequence[Any], steps: Sequence[Step], inputs: Collection[Any]
-) -> tuple[set[Any], set[Any]]:
-    """Returns what the derivatives read: all but, and only, operands of products."""
+    eqns: Sequence[Eqn], steps: Sequence[Step], inputs: Collection[Var]
+) -> tuple[set[Var], set[Var]]:
+    """Returns what derivatives read.
+
+    Returns:
+      What those of all equations but products read, and what those of products read.
+    """
+    # What a derivative may flow through: integers have none.
     active = {v for v in inputs if _is_inexact(v.aval)}
-    reads: set[Any] = set()
-    operands: set[Any] = set()
+    reads: set[Var] = set()
+    operands: set[Var] = set()
     for eqn, step in zip(eqns, steps, strict=True):
         name = eqn.primitive.name
         if name == "stop_gradient" or active.isdisjoint(variables(eqn.invars)):
@@ -229,13 +258,14 @@ def _reads(
     return reads, operands
 
 
-def _read_by_derivative(eqn: Any, step: Step, active: Collection[Any]) -> Iterator[Any]:
+def _read_by_derivative(eqn: Eqn, step: Step, active: Collection[Var]) -> Iterator[Var]:
     name = eqn.primitive.name
     if name in _READS_NOTHING:
         return
     if name in _READS_RESULT:
         yield from eqn.outvars
     elif name in _READS_FACTORS and len(eqn.invars) == 2:
+        # One factor is read for the derivative with respect to the other.
         for factor, other in (eqn.invars, eqn.invars[::-1]):
             if not isinstance(other, Literal) and other in active:
                 yield from variables([factor])
@@ -247,11 +277,11 @@ def _read_by_derivative(eqn: Any, step: Step, active: Collection[Any]) -> Iterat
             yield from eqn.outvars
 
 
-def _is_inexact(aval: Any) -> bool:
+def _is_inexact(aval: Aval) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _bytes(aval: Any, value: Value | None, compute_dtype: Any) -> int:
+def _bytes(aval: Aval, value: Value | None, compute_dtype: DType) -> int:
     dtype = (
         compute_dtype if has_paint(value, Paint.LOW) else getattr(aval, "dtype", None)
     )

@@ -1,0 +1,119 @@
+"""`mark_stored` marks a value that the backward pass reads instead of computing it.
+
+Under `jax.checkpoint` with a policy that stores what is marked, everything else is
+computed again in the backward pass:
+
+    y = mark_stored(x @ w)         forward:   y = dot x w; stored y
+    z = sin(cos(y))                backward:  c = cos y; dc = g * cos c; ...
+
+But XLA sees both passes in one program and merges equal computations: in straight code
+it would undo the recomputation and store `c` after all. On a GPU an optimization
+barrier between the stored value and what is computed from it saves the memory. On a TPU
+it costs more fusions than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on
+every backend. Here the marked value carries the barrier, and whether there is one is
+decided when the program is lowered, for the platform that it is lowered to.
+
+That takes a primitive; `jax.ad_checkpoint.checkpoint_name` cannot do it. Partial
+evaluation splits it into a forward and a backward equation, and the backward one is
+lowered to a barrier.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import Saveable
+from jax.experimental import jet
+from jax.extend.core import Primitive, Var
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from flax_amp._compat import Array
+
+stored_p = Primitive("flax_amp_stored")
+stored_p.multiple_results = True
+
+# Platforms with barriers; on all others the value passes as it is.
+NOWHERE: tuple[str, ...] = ()
+ON_GPU = ("cuda", "rocm")
+EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
+
+
+def mark_stored(x: Array, platforms: Sequence[str]) -> Array:
+    """Returns `x`, marked to be stored for the backward pass.
+
+    Args:
+      x: an array.
+      platforms: the platforms on which a barrier stands between the stored value and
+        what the backward pass computes from it.
+    """
+    params = {"platforms": tuple(platforms), "copies": 1, "in_backward": False}
+    return stored_p.bind(x, **params)[0]
+
+
+def _identity(x: Array, *, copies: int, **_: Any) -> list[Array]:
+    return [x] * copies
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return stored_p.bind(*primals, **params), _identity(*tangents, **params)
+
+
+def _series(primals: Any, series: Any, **params: Any) -> Any:
+    outs = stored_p.bind(*primals, **params)
+    return outs, [series[0]] * len(outs)
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    return stored_p.bind(*args, **params), _identity(*dims, **params)
+
+
+def _transpose(cotangents: Any, x: Any, **_: Any) -> Any:
+    return [functools.reduce(ad.add_tangents, cotangents)]
+
+
+def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
+    """Splits the equation between the forward and the backward pass.
+
+    The forward pass returns one more copy of the value. The backward pass stores the
+    copy, and sends it through the barrier. An equation with several results was split
+    before: it stands in a gradient that is differentiated again.
+    """
+    (x,) = eqn.invars
+    results = len(eqn.outvars)
+    unknowns, instantiated = [unknown[0]] * results, [True] * results
+    is_saved = saveable(stored_p, x.aval, **eqn.params) in (True, Saveable)
+    if unknown[0] or not is_saved:
+        residuals = [] if available[0] or not isinstance(x, Var) else [x]
+        return None if unknown[0] else eqn, eqn, unknowns, instantiated, residuals
+    residual = Var(x.aval)
+    forward = eqn.replace(
+        outvars=[*eqn.outvars, residual], params={**eqn.params, "copies": results + 1}
+    )
+    backward = eqn.replace(
+        invars=[residual], params={**eqn.params, "in_backward": True}
+    )
+    return forward, backward, unknowns, instantiated, [residual]
+
+
+def _lowering_for(platform: str) -> Any:
+    def lower(
+        x: Array, *, copies: int, platforms: Sequence[str], in_backward: bool
+    ) -> list[Array]:
+        if in_backward and platform in platforms:
+            x = jax.lax.optimization_barrier(x)
+        return [x] * copies
+
+    return mlir.lower_fun(lower, multiple_results=True)
+
+
+stored_p.def_impl(_identity)
+stored_p.def_abstract_eval(_identity)
+ad.primitive_jvps[stored_p] = _jvp
+jet.jet_rules[stored_p] = _series  # type: ignore[assignment]
+ad.primitive_transposes[stored_p] = _transpose
+batching.primitive_batchers[stored_p] = _batch
+partial_eval.partial_eval_jaxpr_custom_rules[stored_p] = _partial_eval
+mlir.register_lowering(stored_p, mlir.lower_fun(_identity, multiple_results=True))
+for _platform in EVERYWHERE:
+    mlir.register_lowering(stored_p, _lowering_for(_platform), platform=_platform)
