@@ -42,7 +42,7 @@ _PRIVATE_PRIMITIVE_MODULES = (
 )
 
 _JAX_FOLDER = os.path.dirname(jax.__file__)
-# What decides how the objects of some private classes of JAX behave; see `parts`.
+# The attributes that decide how objects of some private classes behave; see `parts`.
 _PARTS = {
     "jax._src.linear_util.WrappedFun": ("f", "transforms", "params", "in_type"),
     "jax._src.linear_util.Store": (),
@@ -66,7 +66,7 @@ def primitives() -> dict[str, Primitive]:
     return found
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns `(jaxpr, consts)` of an open or closed jaxpr.
 
     JAX 0.12 has one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
@@ -86,10 +86,10 @@ def is_jaxpr(value: Any) -> bool:
 def parts(value: Any) -> Sequence[Any] | None:
     """Returns what decides how an object that JAX made for itself behaves.
 
-    The rule of a custom derivative, for one, reaches its equation in a memoized thunk
-    around a wrapped function with its transformations, all of them new at each call.
-    Names for people, caches, and what functions leave behind when they are traced
-    decide nothing.
+    The rule of a custom derivative, for example, is in its equation as a memoized thunk
+    around a wrapped function with transformations. All of these are new objects at each
+    call. Names for people, caches, and what traces leave in functions are not among
+    the parts.
 
     Returns:
       The parts; `None` if they are not known.
@@ -118,7 +118,7 @@ def _memoized_code() -> Any:
     return _private("interpreters.partial_eval")._memoize(len).__code__
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """Returns `(num_consts, num_carry)` of a scan equation."""
     if "num_carry" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -126,7 +126,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def scan_options(eqn: Any) -> dict[str, Any]:
+def scan_options(eqn: Eqn) -> dict[str, Any]:
     """Returns the keyword arguments that rebuild a scan with `jax.lax.scan`."""
     names = ["reverse", "unroll", "_split_transpose"]
     if isinstance(eqn.params["length"], int):  # a symbol stands in the shapes of xs
@@ -134,7 +134,7 @@ def scan_options(eqn: Any) -> dict[str, Any]:
     return {name: eqn.params[name] for name in names if name in eqn.params}
 
 
-def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+def bind(eqn: Eqn, operands: Sequence[Array], params: dict[str, Any]) -> list[Array]:
     """Binds `eqn.primitive` to other operands and parameters."""
     primitive = eqn.primitive
     if "bwd" in params:  # JAX runs it under the line of the call
@@ -156,15 +156,15 @@ def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]
 
 
 def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
-    """Returns the result of a call, and tells the operation that made a NaN.
+    """Returns the result of a call, and says which operation made a NaN.
 
     Under `jax_debug_nans`, `jax.jit` runs a function that returns a NaN once more,
-    operation by operation. A jit within a jaxpr only fails.
+    operation by operation. A jit in a jaxpr only fails.
 
     Args:
       call: the call.
-      one_by_one: does the same, operation by operation: it raises at the one that makes
-        the NaN.
+      one_by_one: does the same, operation by operation, and raises at the one that
+        makes the NaN.
     """
     try:
         return call()
@@ -174,7 +174,7 @@ def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -
     raise FloatingPointError(message)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> None:
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array]) -> None:
     """Runs a jaxpr equation by equation, each under its own line."""
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= zip(jaxpr.invars, operands, strict=True)
@@ -184,7 +184,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> Non
             env |= zip(eqn.outvars, bind(eqn, arrays, eqn.params), strict=True)
 
 
-def equation_context(eqn: Any) -> contextlib.ExitStack:
+def equation_context(eqn: Eqn) -> contextlib.ExitStack:
     """Restores an equation's scopes, source line and JAX context around its bind."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     context = source_line(eqn, stack)
@@ -192,7 +192,7 @@ def equation_context(eqn: Any) -> contextlib.ExitStack:
     return context
 
 
-def source_line(eqn: Any, name_stack: Any = None) -> contextlib.ExitStack:
+def source_line(eqn: Eqn, name_stack: Any = None) -> contextlib.ExitStack:
     """Restores an equation's source line, also in the traceback of a NaN."""
     context = contextlib.ExitStack()
     context.push(_show_line)  # runs after what is entered later
@@ -205,7 +205,7 @@ def source_line(eqn: Any, name_stack: Any = None) -> contextlib.ExitStack:
 
 @contextlib.contextmanager
 def own_lines() -> Iterator[None]:
-    """Traces a rule with its own source lines instead of those of its call."""
+    """Traces a rule under its own source lines instead of the line of its call."""
     current = _private("source_info_util")._source_info_context
     before = current.context
     current.context = source_info_util.SourceInfo(None, before.name_stack)
@@ -254,7 +254,7 @@ def _behind_package(traceback: Any) -> Any:
     return last
 
 
-def scope_names(eqn: Any) -> tuple[str, ...]:
+def scope_names(eqn: Eqn) -> tuple[str, ...]:
     """Returns the `jax.named_scope` names around an equation, outermost first.
 
     Names are relative to the jaxpr that holds the equation. Entries that JAX's own
@@ -264,26 +264,26 @@ def scope_names(eqn: Any) -> tuple[str, ...]:
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
-def user_file(eqn: Any) -> str:
+def user_file(eqn: Eqn) -> str:
     """Returns the file of the code outside of JAX that an equation comes from."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     files = (frame.file_name for frame in frames)
     return next((f for f in files if not f.startswith(_JAX_FOLDER)), "")
 
 
-def scopes(eqn: Any) -> tuple[Any, ...]:
+def scopes(eqn: Eqn) -> tuple[Any, ...]:
     """Returns all scopes around an equation within its jaxpr, outermost first."""
     return tuple(eqn.source_info.name_stack.stack)
 
 
-def with_scopes(eqn: Any, scopes: Sequence[Any]) -> Any:
+def with_scopes(eqn: Eqn, scopes: Sequence[Any]) -> Any:
     """Returns an equation with other scopes around it."""
     info = eqn.source_info
     name_stack = type(info.name_stack)(tuple(scopes))
     return eqn.replace(source_info=info.replace(name_stack=name_stack))
 
 
-def struct_of(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+def struct_of(aval: Aval, dtype: DType) -> jax.ShapeDtypeStruct:
     """Returns what `jax.make_jaxpr` needs to trace an operand like `aval`.
 
     Keeps the sharding type and the manual (`shard_map`) axes of `aval`.
@@ -297,7 +297,7 @@ def struct_of(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def hoist_consts(closed: Any) -> tuple[Any, Sequence[Any]]:
+def hoist_consts(closed: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns a closed jaxpr as an open one that takes its consts as first inputs."""
     jaxpr, consts = open_jaxpr(closed)
     if not consts:
@@ -312,7 +312,7 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     return convert.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
-def variable_of(x: Any) -> Any:
+def variable_of(x: Any) -> Var | None:
     """Returns the variable of a tracer of a jaxpr that is being, or was, made.
 
     `None` for everything else.
@@ -322,7 +322,7 @@ def variable_of(x: Any) -> Any:
 
 
 def call_vmap_rule(
-    eqn: Any, axis_size: int, in_batched: Sequence[bool], operands: Sequence[Any]
+    eqn: Eqn, axis_size: int, in_batched: Sequence[bool], operands: Sequence[Array]
 ) -> tuple[list[Any], list[bool]]:
     """Calls the rule of a `custom_vmap`; returns results, and which are batched."""
     in_tree = eqn.params["in_tree"]
@@ -340,7 +340,7 @@ def call_vmap_rule(
     return leaves, jax.tree.leaves(out_batched)
 
 
-def takes_symbolic_zeros(operands: Sequence[Any]) -> bool:
+def takes_symbolic_zeros(operands: Sequence[Array]) -> bool:
     """Whether a `custom_vjp` may ask for symbolic zeros here.
 
     An eager `shard_map` refuses it, whether or not there is a derivative.
@@ -349,7 +349,7 @@ def takes_symbolic_zeros(operands: Sequence[Any]) -> bool:
 
 
 def is_of_trace(x: Any) -> bool:
-    """Whether an object belongs to the machinery of a trace, and reaches all of it."""
+    """Whether an object belongs to a trace, and so reaches all that the trace made."""
     return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
 
 

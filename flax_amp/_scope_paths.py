@@ -1,9 +1,10 @@
 """How the scope keys of a policy match the paths of scopes in a program.
 
-Flax names the scope of a call after the module, and after its method if that is another
-than `__call__`: `LM/embed.attend`. A key names modules, so each segment of it matches
-with and without such a suffix. Linen opens one scope more where a method calls another
-one of its own module (`LM/LM.logits/embed.attend`): these are one module, too.
+Flax names the scope of a call after the module, and also after its method if that is
+not `__call__`: `LM/embed.attend`. A key names modules, so each of its segments matches
+with and without such a suffix. Where a method calls another one of its own module,
+Linen opens one more scope (`LM/LM.logits/embed.attend`). These two scopes count as one
+module.
 """
 
 import fnmatch
@@ -22,14 +23,14 @@ def split_method(segment: str) -> tuple[str, str]:
 
 
 def names_method(key: str) -> bool:
-    """Whether a key is for one method of a module only."""
+    """Whether a key means one method of a module only."""
     return bool(split_method(key.rpartition("/")[2])[1])
 
 
 def pattern(key: str) -> re.Pattern[str]:
-    """Returns what the path of a scope must match as a whole to be meant by a key.
+    """Returns the regular expression for the whole paths of scopes that a key means.
 
-    A key is a glob, whose `*` crosses slashes, and may leave out the outer scopes.
+    A key is a glob whose `*` crosses slashes. It may leave out the outer scopes.
     """
     parts = [fnmatch.translate(part)[: -len(r"\Z")] for part in key.split("/")]
     return re.compile(rf"(?:.*/)?{f'{_METHOD}/'.join(parts)}{_METHOD}", re.DOTALL)
@@ -38,11 +39,12 @@ def pattern(key: str) -> re.Pattern[str]:
 def paths(scopes: tuple[str, ...], start: int = 0) -> Iterator[set[str]]:
     """Yields, for each nested scope, the set of paths by which a key may name it.
 
-    One is the path as it stands; in the other a module stands only once where its
-    methods call each other.
+    One is the path as it is. In the other one, a module whose methods call each other
+    is named only once.
 
     Args:
-      scopes: the names of the scopes, outermost first; a slash in one is a border, too.
+      scopes: the names of the scopes, outermost first. A name with slashes stands for
+        several.
       start: how many of the outer scopes are left out.
     """
     segments: list[str] = []

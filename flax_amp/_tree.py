@@ -1,6 +1,6 @@
-"""Leaf helpers for pytrees; they know nothing of policies, scalers or Flax."""
+"""Helpers for pytrees. They know nothing of policies, scalers or Flax."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def is_inexact_array(leaf: Any) -> bool:
 
 
 def own(leaf: Any) -> Any:
-    """Returns an array of its own, of JAX: donating it deletes no other."""
+    """Returns a copy of an array as a JAX array: donating it deletes no other one."""
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
 
@@ -44,20 +44,20 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
-    """Returns every leaf of one of two trees, bit for bit; typed keys included."""
+    """Returns the leaves of one of two trees, bit for bit, typed keys included."""
     return jax.tree.map(
         lambda new, old: jnp.where(predicate, new, old), on_true, on_false
     )
 
 
 def nodes(tree: PyTree, kind: Kind) -> list[Any]:
-    """Returns the nodes of a type in a tree, but for those inside of others."""
+    """Returns the nodes of a type in a tree, except those inside of others."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
-    """Returns a tree with other nodes in place of those that `nodes` gives."""
+    """Returns a tree with other nodes in place of those that `nodes` returns."""
     new = iter(new)
     return jax.tree.map(
         lambda leaf: next(new) if isinstance(leaf, kind) else leaf,
@@ -66,15 +66,15 @@ def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
     )
 
 
-def partition(tree: PyTree, where: Any) -> tuple[PyTree, PyTree]:
+def partition(tree: PyTree, where: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
     """Splits a tree into `(matching, rest)`, with `None` in place of what is absent."""
     matching = jax.tree.map(lambda leaf: leaf if where(leaf) else None, tree)
     rest = jax.tree.map(lambda leaf: None if where(leaf) else leaf, tree)
     return matching, rest
 
 
-def map_or_none(function: Any, *trees: PyTree) -> PyTree:
-    """Maps over the leaves of trees, `None` being one."""
+def map_or_none(function: Callable[..., Any], *trees: PyTree) -> PyTree:
+    """Maps over the leaves of trees; `None` counts as a leaf."""
     return jax.tree.map(function, *trees, is_leaf=lambda leaf: leaf is None)
 
 

@@ -6,17 +6,16 @@ A *policy* is a plain dict. Its keys are JAX primitives and scope strings, its v
     (compute_dtype, original_dtypes, *invars, **bind_params) -> (invars, bind_params)
 
 which cast the operands of one equation and adapt its parameters. `amp` recognizes the
-functions of this module and paints the whole program with them (`flax_amp.paint`); any
-other function is called as it is on the equations that its key selects.
+functions of this module, and paints the whole program with them
+(`flax_amp/_rewriter/paint.py`). It calls any other function on the equations that its
+key selects. A dtype as a value means `use_precision(dtype)`.
 
-A dtype as a value means `use_precision(dtype)`.
-
-How the function of an equation is found:
+The function of an equation is that of
 
 1. the outermost `jax.named_scope` (or Flax module) around it that a key matches
-   (`flax_amp.scope_paths`);
-2. its primitive;
-3. `"amp_default"`.
+   (`flax_amp/_scope_paths.py`);
+2. or else its primitive;
+3. or else `"amp_default"`.
 """
 
 import dataclasses
@@ -31,9 +30,10 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from flax_amp import _compat
+from flax_amp._compat import Array, DType
 from flax_amp._scope_paths import names_method, paths, pattern
 
-PrecisionFunction = Callable[..., tuple[Sequence[Any], dict[str, Any]]]
+PrecisionFunction = Callable[..., tuple[Sequence[Array], dict[str, Any]]]
 PolicyEntries = Mapping[Any, Any]  # an alias, to keep signatures short
 
 # --- precision functions -------------------------------------------------------------
@@ -53,7 +53,7 @@ def _as_dtype(dtype: Any) -> Any:
         return None
 
 
-def _cast(x: Any, dtype: DTypeLike) -> Any:
+def _cast(x: Array, dtype: DTypeLike) -> Array:
     return x.astype(dtype) if _is_float(x) and x.dtype != dtype else x
 
 
@@ -73,10 +73,10 @@ def with_result_dtype(
 
 def use_compute_precision(
     compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, Any]]:
     """Runs the equation in the compute dtype.
 
     Args:
@@ -95,10 +95,10 @@ def use_compute_precision(
 
 def use_original_precision(
     compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, Any]]:
     """Runs the equation in the dtypes of the untransformed program.
 
     Arguments and result as in `use_compute_precision`.
@@ -110,10 +110,10 @@ def use_original_precision(
 
 def use_widest_precision(
     compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, Any]]:
     """Runs the equation in the widest float dtype of its original operands.
 
     Arguments and result as in `use_compute_precision`.
@@ -156,10 +156,10 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
     def __call__(
         self,
         compute_dtype: DTypeLike,
-        original_dtypes: Sequence[Any],
-        *invars: Any,
+        original_dtypes: Sequence[DType],
+        *invars: Array,
         **bind_params: Any,
-    ) -> tuple[list[Any], dict[str, Any]]:
+    ) -> tuple[list[Array], dict[str, Any]]:
         """Arguments and result as in `use_compute_precision`."""
         del compute_dtype
         return use_compute_precision(
@@ -169,16 +169,17 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
 
 def follow_precision(
     compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, Any]]:
     """Runs the equation in the precision of its operands.
 
-    In a policy: full as soon as one operand was computed in full precision; else in
-    the compute dtype as soon as one operand is in it, and float32 parameters and
-    constants are then cast down. Called on its own it knows dtypes only, and promotes
-    to the widest that arrives. Arguments and result as in `use_compute_precision`.
+    In a policy, the equation runs in float32 if one operand was computed in full
+    precision. Otherwise it runs in the compute dtype if one operand is in it, and
+    float32 parameters and constants are then cast down. Called on its own, the function
+    knows dtypes only, and promotes to the widest of them. Arguments and result as in
+    `use_compute_precision`.
     """
     del compute_dtype
     floats = [x.dtype for x in invars if _is_float(x)]
@@ -190,10 +191,10 @@ def follow_precision(
 
 def keep_precision(
     compute_dtype: DTypeLike,
-    original_dtypes: Sequence[Any],
-    *invars: Any,
+    original_dtypes: Sequence[DType],
+    *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Array], dict[str, Any]]:
     """Moves or compares data in whatever precision it arrives.
 
     Arguments and result as in `use_compute_precision`.
@@ -216,7 +217,7 @@ BUILT_IN = (
 # accumulates in float32 whatever the dtype of the result.
 LOW_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
-# |f(x)| much larger than |x|, or digits lost near a pole: half precision overflows.
+# |f(x)| is much larger than |x|, or digits are lost near a pole.
 RANGE_OPS = """
     exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt sinh cosh tan asin acos
     asinh acosh atanh erf_inv lgamma digamma polygamma zeta igamma igammac
@@ -259,9 +260,10 @@ KEEP_OPS = """
     scatter-max scatter-min eq ne lt le gt ge is_finite
 """.split()
 
-# What a scope with `use_compute_precision` may lower. The rest (casts, random numbers,
-# callbacks, linear algebra, unknown primitives) runs in its original dtypes even there.
-LOWERABLE_OPS = frozenset(
+# What a scope with `use_compute_precision` may cast to the compute dtype. The rest
+# (casts, random numbers, callbacks, linear algebra, unknown primitives) runs in its
+# original dtypes even there.
+CASTABLE_OPS = frozenset(
     (*LOW_OPS, *RANGE_OPS, *ACCUMULATION_OPS, *FOLLOW_OPS, *KEEP_OPS)
 )
 
@@ -277,7 +279,7 @@ _SPECIAL_SCOPES = {
     "amp_default": use_original_precision,
 }
 
-# What `amp` uses by default; extend it with `default_amp_policy | {...}`.
+# The default of `amp`. Extend it with `default_amp_policy | {...}`.
 default_amp_policy: dict[Any, PrecisionFunction] = {
     **_family(LOW_OPS, use_compute_precision),
     **_family((*RANGE_OPS, *ACCUMULATION_OPS, *LINALG_OPS), use_original_precision),
@@ -286,7 +288,7 @@ default_amp_policy: dict[Any, PrecisionFunction] = {
     **_SPECIAL_SCOPES,
 }
 
-# The small default of jaxamp: four primitives low, four full, the rest untouched.
+# The default of jaxamp: four primitives are low, four are full, the rest is untouched.
 jaxamp_policy: dict[Any, PrecisionFunction] = {
     **_family(
         ("add", "sub", "dot_general", "conv_general_dilated"), use_compute_precision
@@ -348,8 +350,8 @@ class Policy:
         default = functions.get("amp_default", use_original_precision)
         self._default = Decision(default, Origin.DEFAULT, "amp_default")
         self._match = functools.cache(self._match_scopes)
-        # A key that spans several scopes can match across the border of a sub-jaxpr,
-        # whose own scope names start afresh; only then is the outer path needed there.
+        # Scope names in a sub-jaxpr start at its border. The scopes around the border
+        # are needed only if a key spans several scopes.
         self.spans_scopes = any(set("/*?[") & set(key) for key in scopes)
         self.scope_keys = frozenset(scopes) - {"amp_stop", "amp_default"}
         self.names_scopes = bool(self.scope_keys)
@@ -372,7 +374,7 @@ class Policy:
         missing = set(keys) - {decision.key for decision in decisions if decision}
         if not missing:
             return missing
-        # A key also counts as matched where an outer scope took precedence.
+        # A key also counts as matched where a key of an outer scope decided.
         spellings = {path for s in all_scopes for pair in paths(s) for path in pair}
         return {k for k in missing if not any(map(pattern(k).fullmatch, spellings))}
 
@@ -416,7 +418,7 @@ def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
 
 
 def _as_function(value: Any) -> Any:
-    """Returns the precision function that a value of a policy means, if it does."""
+    """Returns the precision function that a value of a policy means, if any."""
     if callable(value) and not isinstance(value, type):
         return value
     # Arrays have a dtype, and numpy takes them for it.
@@ -428,7 +430,7 @@ def _as_function(value: Any) -> Any:
         return None
 
 
-def check_compute_dtype(dtype: Any) -> Any:
+def check_compute_dtype(dtype: Any) -> DType:
     """Returns `dtype` as a numpy dtype.
 
     Raises:

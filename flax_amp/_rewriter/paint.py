@@ -86,8 +86,8 @@ from flax_amp._rewriter.recurrence import find_states
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
+    CASTABLE_OPS,
     LOW_OPS,
-    LOWERABLE_OPS,
     Decision,
     Origin,
     Policy,
@@ -281,10 +281,10 @@ class Painter:
         if isinstance(function, use_precision):
             # A third dtype, such as float16 under bfloat16, is no paint: the function
             # is called on the equation, as a user's own function is.
-            is_lowerable = eqn.primitive.name in LOWERABLE_OPS
+            is_castable = eqn.primitive.name in CASTABLE_OPS
             if function.dtype == self.compute_dtype:
                 function = use_compute_precision
-            elif function.dtype == jnp.float32 or not is_lowerable:
+            elif function.dtype == jnp.float32 or not is_castable:
                 function = use_original_precision
         if function in (use_original_precision, use_widest_precision):
             return _full(eqn, FULL, because)
@@ -304,7 +304,7 @@ class Painter:
 
     def _obstacle_to_low(self, eqn: Eqn) -> str | None:
         """Says why an equation cannot run in the compute dtype, if it cannot."""
-        if eqn.primitive.name not in LOWERABLE_OPS:
+        if eqn.primitive.name not in CASTABLE_OPS:
             return f"{eqn.primitive.name} runs in its original dtypes only"
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:

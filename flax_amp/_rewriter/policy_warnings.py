@@ -84,7 +84,7 @@ def warn_of_policy(
     jaxpr, _ = _compat.open_jaxpr(closed)
     equations = _equations(jaxpr)
     found = (
-        _nothing_lowered(policy, equations, compute_dtype),
+        _nothing_in_compute_dtype(policy, equations, compute_dtype),
         _half_already(policy, equations),
         _unmatched(policy, equations, jaxpr, paths_of_inputs),
     )
@@ -146,7 +146,7 @@ def _equations(jaxpr: Jaxpr, scopes: tuple[str, ...] = ()) -> list[Equation]:
     return found
 
 
-def _nothing_lowered(
+def _nothing_in_compute_dtype(
     policy: Policy, equations: Sequence[Equation], compute_dtype: DType
 ) -> str | None:
     deciding: list[str] = []
@@ -163,14 +163,14 @@ def _nothing_lowered(
     return (
         f"amp_policy: nothing in this program runs in {compute_dtype}: the policy "
         f"leaves all of its {len(deciding)} matrix products and convolutions in "
-        f"float32 (by {keys}). Expected a policy that lowers some of them. Start from "
+        f"float32 (by {keys}). Expected a policy that casts some of them. Start from "
         "the default one: flax_amp.default_amp_policy | {...}."
     )
 
 
 def _half_already(policy: Policy, equations: Sequence[Equation]) -> str | None:
     if any(e.eqn.primitive.name.startswith("flax_amp_") for e in equations):
-        return None  # it was amp that lowered them
+        return None  # amp has transformed it before
     products = [
         equation
         for equation in equations
@@ -189,7 +189,7 @@ def _half_already(policy: Policy, equations: Sequence[Equation]) -> str | None:
         f"amp: {len(halves)} of the {len(products)} matrix products and convolutions "
         f"run in {dtype} without amp, in Flax layers that have a dtype of their own"
         f"{where}; amp changes nothing there. Expected layers in float32: leave out "
-        "their dtype=, or put flax_amp.amp_stop around those that are to keep it."
+        "their dtype=, or put flax_amp.amp_stop around those that need it."
     )
 
 
@@ -260,7 +260,7 @@ def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
     structs = [_compat.struct_of(v.aval, v.aval.dtype) for v in eqn.invars]
     try:
         closed = jax.make_jaxpr(derivative)(*structs)
-    except Exception:  # whatever a rule raises that is never used
+    except Exception:  # whatever a rule raises that the program never uses
         return None
     jaxpr, _ = _compat.open_jaxpr(closed)
     return {inside.scopes for inside in _equations(jaxpr, equation.scopes)}

@@ -1,4 +1,4 @@
-"""`amp`: mixed precision for any function, and `amp_stop` to keep code out of it."""
+"""`amp`: mixed precision for any function; `amp_stop`: code that stays in float32."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
+from flax_amp._compat import Array, DType, Jaxpr
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
@@ -18,6 +19,7 @@ from flax_amp._rewriter.plan import LEAF, Use, like
 from flax_amp._rewriter.policy_warnings import warn_of_policy, warn_of_precision
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.rules import RULES
+from flax_amp._tree import PyTree
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,9 +56,9 @@ def amp(
 ) -> Any:
     """Transforms a float32 function into one that computes in mixed precision.
 
-    Matrix products and convolutions run in `compute_dtype`; sums, exponentials and
-    whatever else needs the range or the digits stay in float32; the rest follows its
-    operands. The rewriting reaches into `jit`, `scan`, `while_loop`, `cond`,
+    Matrix products and convolutions run in `compute_dtype`. Sums, exponentials and
+    other operations that need the range or the digits stay in float32. The rest follows
+    its operands. The rewriting reaches into `jit`, `scan`, `while_loop`, `cond`,
     `checkpoint`, `shard_map` and custom derivatives. Arguments and results keep their
     structure and dtypes, and so do gradients through the transformed function.
 
@@ -68,23 +70,24 @@ def amp(
         among its arguments are traced; everything else (strings, numbers, functions)
         is static. `nnx.Module` arguments are updated as `fun` updates them.
       compute_dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32` to change nothing.
-      amp_policy: which primitive or scope runs how: `{primitive or scope string:
-        precision function or dtype}`, usually `flax_amp.default_amp_policy | {...}`,
-        which is the default without more. A scope is a `jax.named_scope` or the path of
-        a Flax module, also as a glob (`"*/LayerNorm_*"`); the outermost one that
-        matches decides. `"*/embed"` means all methods of a module, `"*/embed.attend"`
-        one. A `PolicyWarning` tells of keys that match nothing.
+      amp_policy: which primitive or scope runs in which precision: `{primitive or scope
+        string: precision function or dtype}`, usually `flax_amp.default_amp_policy |
+        {...}`. `None`: `flax_amp.default_amp_policy`. A scope is a `jax.named_scope` or
+        the path of a Flax module, also as a glob (`"*/LayerNorm_*"`); the outermost one
+        that matches decides. `"*/embed"` means all methods of a module,
+        `"*/embed.attend"` one. A `PolicyWarning` tells of keys that match nothing.
       recompute: what the backward pass computes again from low-precision values
-        instead of storing it in float32: elementwise arithmetic, norms, softmaxes,
-        never matrix products, convolutions, long sums or random numbers. Gradients are
-        the same. `"auto"`, the default: inside loops all of that; elsewhere what fuses
-        into its reader, and only on GPUs (on a TPU the barriers that it takes cost more
-        than they save). `"always"`: everywhere and all of it, for the least memory.
-        `"never"`: nothing. The bodies of your own `jax.checkpoint` keep their policy.
+        instead of storing it in float32. That can be elementwise arithmetic, norms and
+        softmaxes, never matrix products, convolutions, long sums or random numbers.
+        Gradients are the same. `"auto"`, the default: all of that inside loops;
+        elsewhere what fuses into its reader, and only on GPUs (on a TPU the barriers
+        that it takes cost more than they save). `"always"`: all of that everywhere, for
+        the least memory. `"never"`: nothing. The bodies of your own `jax.checkpoint`
+        keep their policy.
       reduce_dtype: the dtype in which a sharded `jit` adds up the gradients of weights
         over devices. `None`: `compute_dtype`, as with hand-set dtypes. `jnp.float32`:
-        they leave the matrix product in float32 already; twice the traffic, one
-        rounding less; then without forward-mode derivatives.
+        the gradients leave their matrix product in float32, for twice the traffic, one
+        rounding less, and no forward-mode derivatives.
       merge_layers: whether equal layers of an unrolled network become calls of one
         function, which JAX then differentiates and lowers only once. With `False` each
         layer stays by itself, which takes longer to trace.
@@ -93,9 +96,9 @@ def amp(
       The transformed function.
 
     Raises:
-      TypeError: if `compute_dtype`, an entry of `amp_policy` or `merge_layers` is of a
-        wrong kind; when called, if a precision function does not take or return what
-        it should.
+      TypeError: if `compute_dtype`, an entry of `amp_policy` or `merge_layers` has the
+        wrong type; when called, if a precision function does not take or return what it
+        should.
       ValueError: if `recompute` is none of its three values, or `reduce_dtype` neither
         float32 nor the compute dtype.
 
@@ -158,7 +161,7 @@ def amp(
     return transformed
 
 
-def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:
+def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
     """Whether gradients are to be wider than the compute dtype."""
     if reduce_dtype is None:
         return False
@@ -181,8 +184,8 @@ def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: Any) -> bool:
 
 def _trace(
     function: Callable[[list[Any]], Any], inputs: list[Any]
-) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """Traces a function of a flat list of inputs, of which the arrays are dynamic.
+) -> tuple[Jaxpr, Callable[[list[Array]], PyTree]]:
+    """Traces a function of a flat list of inputs; those that are no arrays are static.
 
     Returns:
       The closed jaxpr of its arrays, and a function that puts the arrays of its result
@@ -192,7 +195,7 @@ def _trace(
     static: list[Any] = []
     mask = [_tree.is_array(x) for x in inputs]
 
-    def pure(*arrays: Any) -> list[Any]:
+    def pure(*arrays: Array) -> list[Array]:
         nonlocal treedef, static
         rest = iter(arrays)
         out = function(
@@ -204,7 +207,7 @@ def _trace(
 
     closed = jax.make_jaxpr(pure)(*[x for x in inputs if _tree.is_array(x)])
 
-    def rebuild(arrays: list[Any]) -> Any:
+    def rebuild(arrays: list[Array]) -> PyTree:
         rest = iter(arrays)
         leaves = [next(rest) if x is None else x for x in static]
         return jax.tree.unflatten(treedef, leaves)
@@ -241,7 +244,7 @@ def amp_stop(fun: Any = None) -> Any:
             "no argument for a context manager (`with flax_amp.amp_stop(): ...`)."
         )
 
-    # A new scope per call: one scope object cannot be entered twice.
+    # A new scope for each call: one scope object cannot be entered twice.
     @functools.wraps(fun)
     def stopped(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope("amp_stop"):
