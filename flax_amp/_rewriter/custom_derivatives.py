@@ -188,11 +188,13 @@ class CustomCall:
         Returns:
           The plan, and the shapes of the results.
         """
+        # The lines of the user's rule, not the line where the function is called.
         with _compat.own_lines():
             made, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
         closed = with_captured(made, self.emitter.captured)
         if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
+        # The rule computes its results in the precision in which the function does.
         uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs]
         rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(outs)
         uses += [Use.LOW] * rest
@@ -314,6 +316,7 @@ class _JvpRule:
 
 def _emit_jvp(call: CustomCall, primals: Any, tangents: Any) -> Any:
     primals = list(map(jnp.asarray, primals))  # some may be Python numbers
+    # A tangent that is zero stays symbolic: to the user's rule, too.
     mask = tuple(not _is_zero(t) for t in tangents)
     rule = call.rule(_JvpRule, mask, primals)
     given = [jnp.asarray(t) for t in _pick(tangents, mask)]
@@ -336,6 +339,7 @@ class CustomVjp(CustomRule):
         self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
     ) -> Sequence[Array]:
         call = self.call(emitter, eqn, step)
+        # With symbolic zeros, JAX says which operands are perturbed.
         symbolic = call.wants_symbolic_zeros or _compat.takes_symbolic_zeros(operands)
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(
@@ -357,6 +361,8 @@ class _VjpRule:
         def forward(*xs: Any) -> Any:
             original = call.original(xs, mask)
             outs, vjp = jax.vjp(self._recording(original), *_pick(xs, mask))
+            # The backward function that JAX returns is a pytree: its leaves are what
+            # the backward pass reads, and travel from one plan to the other.
             residuals, self._treedef = jax.tree.flatten(vjp)
             return outs, residuals
 

@@ -146,9 +146,11 @@ class Emitter:
             inside = _Environment(arrays, dict(values), reads)
             for i in region.indices:
                 inner._emit_equation(plan, i, inside, region)
+            # Known only now, and read after the region.
             values.update((v, inside.value(v)) for v in region.outs)
             return [inside.array(v) for v in region.outs]
 
+        # No barriers here: the stored values carry them (`stored.py`).
         recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
         arrays = [env.array(v) for v in region.ins]
         with _compat.source_line(eqns[-1]):
@@ -179,6 +181,7 @@ class Emitter:
             else:
                 arrays = [env.array(v) for v in eqn.invars]
             outs = self._emit_step(eqn, step, arrays, values)
+            # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
             if region is not None:
                 outs = [
@@ -218,6 +221,7 @@ class Emitter:
         wide = [has_paint(value, Paint.LEAF) for value in values]
         if not any(wide):
             return _compat.bind(eqn, low, params)
+        # A weight enters in float32, so that its gradient leaves in float32.
         factors = [x if w else y for x, y, w in zip(arrays, low, wide, strict=True)]
         return [product(eqn, params, self.compute_dtype, factors, wide)]
 

@@ -233,6 +233,8 @@ class _Scan:
             Mode.RULE,
             (*map(_value_after_loop, carry, init), *ys),
             "inside scan",
+            # No demand leaves a loop: stacked inputs in float32 cost more than one
+            # rounding.
             uses=(Use.LOW,) * len(ins),
             detail=_LoopPlan(plan, carry),
         )
@@ -322,6 +324,7 @@ class _Cond:
             painter.plan(branch, ins[1:], uses, context)
             for branch in eqn.params["branches"]
         ]
+        # A result has the precision of all branches: full if it is full in one of them.
         outs = tuple(map(join, zip(*(plan.outs for plan in plans), strict=True)))
         reads = zip(*(plan.uses for plan in plans), strict=True)
         together = [functools.reduce(operator.or_, read) for read in reads]
@@ -449,7 +452,8 @@ class _ConvertElementType:
         operand = eqn.invars[0].aval
         if is_painted(operand) and is_painted(eqn.outvars[0].aval):
             return Step(Mode.RULE, ins, "weak type only", uses=uses)
-        if operand.dtype == jnp.bool_:  # a mask: exact in any dtype
+        # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
+        if operand.dtype == jnp.bool_:
             return Step(Mode.FULL, like(out_avals(eqn), LEAF), "mask")
         return Step(Mode.FULL, like(out_avals(eqn), FULL), "explicit cast")
 

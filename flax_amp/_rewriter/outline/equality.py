@@ -130,6 +130,7 @@ class EquationIds:
           strict: whether literals of integer type have to be equal.
           planned: the ids of jaxprs that are compared by their plans instead.
         """
+        # An effect happens as often as it stands in the program, and in its order.
         if eqn.effects:
             return _Identity(eqn)
         return (
@@ -153,6 +154,7 @@ class EquationIds:
             return self._part_keys(value)
         if isinstance(value, type | enum.Enum):
             return _Identity(value)
+        # By bits: `0.0 == -0.0`, and `nan != nan`.
         if kind in (float, complex):
             return kind, np.asarray(value).tobytes()
         if isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -173,6 +175,7 @@ class EquationIds:
         return tuple(map(self._part_key, values))
 
     def _array_key(self, x: Array) -> Any:
+        # Larger arrays are compared by identity: to read them may wait for a device.
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
             return _Identity(x)
         placement: tuple[Any, ...] = ()
@@ -194,6 +197,7 @@ class EquationIds:
         # JAX does not change the lists that its functions hold; others may.
         if _is_of(str(function.__globals__.get("__name__")), "jax"):
             cells = [tuple(x) if type(x) is list else x for x in cells]
+        # Two functions of one `def` differ in closures and defaults only.
         return (
             _Identity(function.__code__),
             _Identity(function.__globals__),
@@ -204,6 +208,7 @@ class EquationIds:
         )
 
     def _jaxpr_key(self, closed: Jaxpr) -> Any:
+        # A body without a plan keeps the scopes that it has, so they must be equal.
         jaxpr, consts = _compat.open_jaxpr(closed)
         eqns = [
             (self._equation_key(eqn), self._part_key(_compat.scopes(eqn)))

@@ -48,6 +48,7 @@ def outline(plan: Plan) -> Plan:
     if plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER):
         return plan
     program = Program(plan)
+    # Between the runs, the equations stay as they are.
     eqns: list[Eqn] = []
     steps: list[Step] = []
     done = 0
@@ -76,6 +77,8 @@ def _calls(program: Program, run: Run) -> tuple[list[Eqn], Step]:
     substitutions = [substitution(program, run, start) or {} for start in run.starts]
     layer, keys = _layer(program, run, substitutions)
     calls = []
+    # A call takes its source line from the first equation of its layer, and the scopes
+    # that all of the layer shares.
     for start, found in zip(run.starts, substitutions, strict=True):
         call = program.eqns[start].replace(
             primitive=repeat_p,
@@ -100,13 +103,16 @@ def _layer(
     depth = len(common_prefix(program.scopes(run.start, run)))
     places = range(run.start, run.start + run.period)
     made = {v for i in places for v in program.eqns[i].outvars}
-    ins: dict[Any, Var] = {}  # the inputs by their keys in the substitutions
+    # The inputs by their keys in the substitutions: variables by themselves, literals
+    # by the equation and operand where they stand.
+    ins: dict[Any, Var] = {}
     eqns, steps, outs = [], [], []
     for i in places:
         eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
         ins |= {v: v for v in variables(eqn.invars) if v not in made}
         invars = list(eqn.invars)
         for k, atom in enumerate(invars):
+            # A literal that is not the same in all layers becomes an input.
             key = (i - run.start, k)
             if isinstance(atom, Literal) and _differ(
                 found[key] for found in substitutions
@@ -119,6 +125,7 @@ def _layer(
         ]
     values = program.values
     invars = list(ins.values())
+    # Nothing asks for `uses`: the layer is planned already, and is only emitted.
     plan = Plan(
         jaxpr=EditedJaxpr(invars, outs, eqns),
         consts=(),
@@ -153,6 +160,8 @@ def _without_scopes(eqn: Eqn, step: Step, depth: int) -> tuple[Eqn, Step]:
     eqn = _compat.with_scopes(eqn, own[depth:])
     if depth <= len(own):
         return eqn, step
+    # The scopes of equations in a body begin at its border. If the layer shares more
+    # scopes than the call has, the others are inside.
     detail = map_plans(
         step.detail, lambda plan: _plan_without_scopes(plan, depth - len(own))
     )

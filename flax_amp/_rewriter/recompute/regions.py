@@ -93,12 +93,14 @@ def group_into_regions(
     levels = sorted({*light, *heavy})
     for level in levels:
         if light[level]:
+            # The head of a model is in the last region, with no loop behind it.
             is_last = (
                 plan.body_kind is BodyKind.STRAIGHT
                 and level == levels[-1]
                 and not heavy[level]
             )
             made = [v for i in light[level] for v in plan.jaxpr.eqns[i].outvars]
+            # What only the region itself reads does not leave it.
             outs = [v for v in made if readers[v] - {level}]
             region = _region(
                 plan, light[level], outs, values, recompute, compute_dtype, is_last
@@ -192,6 +194,7 @@ def _region(
     )
     if not _is_worth_it(plan.body_kind, stores_operands, residuals):
         return None
+    # In a loop the passes are two loops, which XLA cannot merge.
     if in_loop:
         barriers = stored.NOWHERE
     elif recompute == "always":
