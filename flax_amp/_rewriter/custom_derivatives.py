@@ -316,7 +316,7 @@ class _JvpRule:
 
 def _emit_jvp(call: CustomCall, primals: Any, tangents: Any) -> Any:
     primals = list(map(jnp.asarray, primals))  # some may be Python numbers
-    # A tangent that is zero stays symbolic: to the user's rule, too.
+    # A zero tangent stays symbolic, so that the user's rule sees it as zero.
     mask = tuple(not _is_zero(t) for t in tangents)
     rule = call.rule(_JvpRule, mask, primals)
     given = [jnp.asarray(t) for t in _pick(tangents, mask)]

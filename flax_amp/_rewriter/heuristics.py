@@ -75,7 +75,7 @@ def constant_survives_cast(eqn: Eqn, constant: float, compute_dtype: DType) -> b
 def only_selects(eqn: Eqn, operands: Sequence[Value], compute_dtype: DType) -> bool:
     """Whether every element of the result is one of an operand, none rounded.
 
-    A mask may be rounded: a large constant, of which the last digits mean nothing.
+    A mask may be rounded: it is a large constant whose last digits mean nothing.
     """
     return eqn.primitive.name in _SELECTS and all(
         v.paint is Paint.LOW

@@ -45,7 +45,7 @@ class _Name(str):
 
     def __eq__(self, other: object) -> bool:
         is_equal = str.__eq__(self, other)
-        if not is_equal:
+        if is_equal is False:  # `NotImplemented` if the other is no string
             self.was_compared()
         return is_equal
 

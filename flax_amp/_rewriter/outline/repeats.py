@@ -9,7 +9,7 @@ the numbers of equal equations beside them,
 
 is a run of period 2. Its layers could as well begin at the `tanh`. The offset is chosen
 such that few values pass from layer to layer, and such that all layers have the same
-scopes, but for a prefix of their own (`Model/layers_0`, `Model/layers_1`).
+scopes below a prefix of their own (`Model/layers_0`, `Model/layers_1`).
 """
 
 import functools
