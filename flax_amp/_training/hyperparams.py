@@ -12,48 +12,50 @@ from flax_amp.optim._variables import pure
 PyTree = Any
 
 
-def hyperparams_in(opt_state: PyTree) -> dict[str, jax.Array]:
+def collect_hyperparams(opt_state: PyTree) -> dict[str, jax.Array]:
     """Returns `hyperparams` of the optimizers in a state.
 
     The names of several optimizers are preceded by their numbers.
     """
     optimizers = _tree.nodes(pure(opt_state), Optimizer)
     return {
-        f"{start}{name}": value
-        for start, node in zip(_starts(optimizers), optimizers, strict=True)
+        f"{prefix}{name}": value
+        for prefix, node in zip(_prefixes(optimizers), optimizers, strict=True)
         for name, value in node.hyperparams.items()
     }
 
 
 def hyperparam_metrics(opt_state: PyTree) -> dict[str, jax.Array]:
-    """Returns the numbers among `hyperparams_in`, under names of metrics."""
-    found = hyperparams_in(opt_state)
+    """Returns the numbers among `collect_hyperparams`, under names of metrics."""
+    found = collect_hyperparams(opt_state)
     return {
         f"hyperparams/{name}": value for name, value in found.items() if not value.shape
     }
 
 
-def replace_in(opt_state: PyTree, changes: Mapping[str, Any], where: str) -> PyTree:
-    """Returns a state with other hyper-parameters, by the names of `hyperparams_in`."""
+def replace_hyperparams(
+    opt_state: PyTree, changes: Mapping[str, Any], caller: str
+) -> PyTree:
+    """Returns a state with new values for the names of `collect_hyperparams`."""
     nodes = _tree.nodes(opt_state, Optimizer)
     if not nodes:
         raise TypeError(
-            f"{where}: the optimizer has no hyper-parameters to replace; expected one "
+            f"{caller}: the optimizer has no hyper-parameters to replace; expected one "
             "of flax_amp.optim. Create the state with tx=flax_amp.optim.adamw(3e-4)."
         )
-    starts = _starts(nodes)
-    for i, start in enumerate(starts):
-        mine = {n[len(start) :]: v for n, v in changes.items() if n.startswith(start)}
+    prefixes = _prefixes(nodes)
+    for i, prefix in enumerate(prefixes):
+        mine = {n[len(prefix) :]: v for n, v in changes.items() if n.startswith(prefix)}
         nodes[i] = nodes[i].replace(**mine) if mine else nodes[i]
-    if lost := [n for n in changes if not n.startswith(tuple(starts))]:
+    if lost := [n for n in changes if not n.startswith(tuple(prefixes))]:
         raise TypeError(
-            f"{where}: no {', '.join(lost)}; expected some of "
-            f"{', '.join(hyperparams_in(opt_state))}."
+            f"{caller}: no {', '.join(lost)}; expected some of "
+            f"{', '.join(collect_hyperparams(opt_state))}."
         )
     return _tree.replace_nodes(opt_state, Optimizer, nodes)
 
 
-def _starts(optimizers: Sequence[Any]) -> list[str]:
+def _prefixes(optimizers: Sequence[Any]) -> list[str]:
     """Returns what precedes the names of each of several optimizers."""
     several = len(optimizers) > 1
     return [f"{number}/" if several else "" for number in range(len(optimizers))]

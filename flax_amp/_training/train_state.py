@@ -15,9 +15,15 @@ from flax import core, nnx, struct
 from flax.training import train_state
 
 from flax_amp import _tree
-from flax_amp._training.hyperparams import hyperparams_in, replace_in
+from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
 from flax_amp._training.scaler import Scaler, checked_scaler
-from flax_amp._training.wrap import bare, going_on, guarded, has_integers, updating
+from flax_amp._training.wrap import (
+    has_integers,
+    resume_opt_state,
+    shared_update_fn,
+    unwrap_to_optax,
+    wrap_optimizer,
+)
 from flax_amp.optim._optimizer import Optimizer
 
 PyTree = Any
@@ -114,11 +120,11 @@ class AmpTrainState(train_state.TrainState):
         else:
             collections = _as_collections(params, variables)
         check_params(params, "AmpTrainState.create")
-        tx = bare(tx)
+        tx = unwrap_to_optax(tx)
         state = super().create(
             apply_fn=apply_fn,
             params=_own(params),
-            tx=guarded(tx, params),
+            tx=wrap_optimizer(tx, params),
             scaler=checked_scaler(
                 {} if scaler is None else scaler,
                 "AmpTrainState.create: scaler",
@@ -130,9 +136,9 @@ class AmpTrainState(train_state.TrainState):
             **kwargs,
         )
         if isinstance(tx, Optimizer):
-            state = state.replace(tx=updating(has_integers(params)))
+            state = state.replace(tx=shared_update_fn(has_integers(params)))
             if tx.opt_state is not None:
-                state = state.replace(opt_state=going_on(state.opt_state, tx))
+                state = state.replace(opt_state=resume_opt_state(state.opt_state, tx))
         # Once more, now for all of it: `init` may have put the parameters themselves
         # into its state, and a buffer must not be donated twice.
         return _own(state).replace(step=jnp.zeros((), jnp.int32))
@@ -149,7 +155,7 @@ class AmpTrainState(train_state.TrainState):
           >>> float(state.hyperparams["learning_rate"])
           0.1...
         """
-        return hyperparams_in(self.opt_state)
+        return collect_hyperparams(self.opt_state)
 
     def replace_hyperparams(self, **changes: Any) -> Self:
         """Returns a state with other hyper-parameters; nothing is compiled again.
@@ -167,7 +173,9 @@ class AmpTrainState(train_state.TrainState):
           >>> state = state.replace_hyperparams(learning_rate=1e-4)
         """
         where = "AmpTrainState.replace_hyperparams"
-        return self.replace(opt_state=replace_in(self.opt_state, changes, where))
+        return self.replace(
+            opt_state=replace_hyperparams(self.opt_state, changes, where)
+        )
 
     def merge_model(self) -> nnx.Module:
         """Returns the NNX model as it is now; training goes on without touching it.

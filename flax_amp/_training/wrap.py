@@ -17,7 +17,7 @@ def has_integers(params: PyTree) -> bool:
     return not all(map(_tree.is_inexact_array, jax.tree.leaves(params)))
 
 
-def bare(tx: Any) -> Any:
+def unwrap_to_optax(tx: Any) -> Any:
     """Returns the pytree optimizer in what its `to_optax` gave, anything else as it is.
 
     Inside of functions its hyper-parameters would be constants of the compiled step.
@@ -29,7 +29,7 @@ def bare(tx: Any) -> Any:
     return tx
 
 
-def guarded(tx: Any, params: PyTree) -> Any:
+def wrap_optimizer(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
         tx = tx.to_optax()
@@ -54,7 +54,7 @@ def guarded(tx: Any, params: PyTree) -> Any:
     return wrapped
 
 
-def updating(masked: bool) -> Any:
+def shared_update_fn(masked: bool) -> Any:
     """Returns what updates a state of pytree optimizers: the same for all of them.
 
     It holds no hyper-parameters, which are in the state, so a step that is compiled
@@ -72,7 +72,7 @@ def _no_init(params: PyTree) -> Any:
     )
 
 
-def going_on(opt_state: PyTree, warm: Optimizer) -> PyTree:
+def resume_opt_state(opt_state: PyTree, warm: Optimizer) -> PyTree:
     """Returns a new state with the optimizer that has been at work already.
 
     Raises:
