@@ -1,11 +1,12 @@
-"""The counters of skipped steps, and an optimizer that skips where no step does it.
+"""The counters of skipped steps, and an optimizer that skips updates by itself.
 
-The training steps skip as a whole, by one select of the old state against the new one,
-and count. The counters are those of `optax.apply_if_finite`. Outside of a step,
-`AmpTrainState.apply_gradients` skips by the optimizer of this module.
+A training step is skipped as a whole: one select of the old state against the new one.
+The step counts skips in the counters of `optax.apply_if_finite`. Where no step does it,
+in `AmpTrainState.apply_gradients`, the optimizer of this module skips the update.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,11 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from flax_amp import _tree
+from flax_amp._training.aliases import Array, PyTree
 
-PyTree = Any
 
-
-def counted(state: Any, finite: jax.Array) -> dict[str, jax.Array]:
+def count_skip(state: Any, finite: Array) -> dict[str, Array]:
     """Returns the counters of an `optax.ApplyIfFiniteState` after one more step."""
     in_a_row, total = state.notfinite_count, state.total_notfinite
     return {
@@ -29,34 +29,34 @@ def counted(state: Any, finite: jax.Array) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class InnerOptimizer:
-    """The optimizer inside of `apply_if_finite`.
+    """The optimizer inside `apply_if_finite`.
 
-    Two of them are equal if their parts are, so two states of one optimizer have the
-    same tree structure and share a compiled step.
+    Two of them are equal if their fields are equal, so two states of one optimizer have
+    the same tree structure and share a compiled step.
 
     Attributes:
       init: the init function of the optimizer.
       update: the update function of the optimizer.
-      takes_extra: whether `update` takes further keyword arguments.
-      masked: keep integer parameters away from it.
+      takes_extra_args: whether `update` takes further keyword arguments.
+      masked: whether integer parameters are kept away from the optimizer.
     """
 
-    init: Any
-    update: Any
-    takes_extra: bool
+    init: Callable[..., PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]
+    takes_extra_args: bool
     masked: bool
 
-    def built(self) -> optax.GradientTransformationExtraArgs:
+    def build(self) -> optax.GradientTransformationExtraArgs:
         """Returns the optimizer."""
         kind = (
             optax.GradientTransformationExtraArgs
-            if self.takes_extra
+            if self.takes_extra_args
             else optax.GradientTransformation
         )
         tx = optax.with_extra_args_support(kind(self.init, self.update))
-        # Optimizers give an integer moment a float update; that differs from the dtype
-        # of the gradient.
-        return optax.masked(tx, _trains) if self.masked else tx
+        # The moments of an optimizer have the dtype of the parameters, but its updates
+        # are floats, so the state of an integer parameter would change its dtype.
+        return optax.masked(tx, _is_trainable) if self.masked else tx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +68,14 @@ class _Init:
             notfinite_count=jnp.zeros((), jnp.int32),
             last_finite=jnp.array(True),
             total_notfinite=jnp.zeros((), jnp.int32),
-            inner_state=self.inner.built().init(params),
+            inner_state=self.inner.build().init(params),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
     inner: InnerOptimizer
-    skips: bool
+    checks_finite: bool
 
     def __call__(
         self,
@@ -84,54 +84,55 @@ class _Update:
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, optax.ApplyIfFiniteState]:
-        new, inner_state = self.inner.built().update(
+        new, inner_state = self.inner.build().update(
             updates, state.inner_state, params, **extra_args
         )
-        if not self.skips:
+        if not self.checks_finite:
             return new, state._replace(inner_state=inner_state)
         finite = _tree.all_finite(updates)
         new = jax.tree.map(lambda u: jnp.where(finite, u, 0).astype(u.dtype), new)
-        kept = _tree.select(finite, inner_state, state.inner_state)
-        return new, state._replace(inner_state=kept, **counted(state, finite))
+        inner_state = _tree.select(finite, inner_state, state.inner_state)
+        counters = count_skip(state, finite)
+        return new, state._replace(inner_state=inner_state, **counters)
 
 
-def _trains(tree: PyTree) -> PyTree:
-    """Returns whether each leaf is one that an optimizer can train."""
+def _is_trainable(tree: PyTree) -> PyTree:
+    """Returns for each leaf whether an optimizer can train it."""
     return jax.tree.map(_tree.is_inexact_array, tree)
 
 
 def apply_if_finite(
     inner: Any, *, masked: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Skips updates that are not finite: computes them all the same, and selects.
+    """Skips updates that are not finite: it computes them anyway, and then selects.
 
-    `optax.apply_if_finite` branches, which saves the work of a skipped step but keeps
-    XLA from fusing across the branch and from updating in place. A float16 step of a
-    3 x 4096 MLP compiled for a TPU v5e: 975 MB of temporary memory and an estimated
-    13.9 ms with the branch, 178 MB and 10.7 ms with the select. It also gives up after
-    some errors in a row, which are the scaler's ordinary way to find its scale.
+    `optax.apply_if_finite` branches instead. A branch saves the work of a skipped step,
+    but XLA cannot fuse across it or update in place. A float16 step of a 3 x 4096 MLP
+    compiled for a TPU v5e takes 975 MB of temporary memory and an estimated 13.9 ms
+    with the branch, 178 MB and 10.7 ms with the select. `optax.apply_if_finite` also
+    gives up after some skips in a row, but the scaler needs them to find its scale.
 
     Args:
       inner: the optimizer.
-      masked: keep integer parameters away from it.
+      masked: whether to keep integer parameters away from it.
 
     Returns:
-      The transformation. Its state is an `optax.ApplyIfFiniteState`, so checkpoints of
-      the one fit the other.
+      The transformation. Its state is an `optax.ApplyIfFiniteState`, so a checkpoint of
+      either transformation fits the other.
     """
-    takes_extra = isinstance(inner, optax.GradientTransformationExtraArgs)
-    wrapped = InnerOptimizer(inner.init, inner.update, takes_extra, masked)
+    takes_extra_args = isinstance(inner, optax.GradientTransformationExtraArgs)
+    wrapped = InnerOptimizer(inner.init, inner.update, takes_extra_args, masked)
     return optax.GradientTransformationExtraArgs(
-        _Init(wrapped), _Update(wrapped, skips=True)
+        _Init(wrapped), _Update(wrapped, checks_finite=True)
     )
 
 
-def unguarded(tx: Any) -> Any:
-    """Returns `tx` without its own test of the gradients, its state the same.
+def without_finite_check(tx: Any) -> Any:
+    """Returns `tx` without its own check of the gradients; its state is the same.
 
-    A training step skips the variables too, so it makes the test itself. Other
-    optimizers are returned unchanged.
+    A training step makes the check itself, since it also skips the update of variables.
+    Optimizers that `apply_if_finite` did not make are returned unchanged.
     """
     if not isinstance(tx.update, _Update):
         return tx
-    return tx._replace(update=dataclasses.replace(tx.update, skips=False))
+    return tx._replace(update=dataclasses.replace(tx.update, checks_finite=False))

@@ -1,7 +1,11 @@
-"""From the user's loss to unscaled gradients, over micro-batches and devices."""
+"""From the user's loss to unscaled gradients, over micro-batches and devices.
+
+Both training steps share this part. It scales the loss, differentiates, unscales,
+averages, decides whether everything is finite, and moves the scale. The steps then
+apply the gradients.
+"""
 
 import contextlib
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,39 +17,62 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._rewriter.transform import amp
-from flax_amp._training import scaled_grad
-from flax_amp._training.accumulate import (
-    AxisName,
-    Result,
+from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, Rngs
+from flax_amp._training.averaging import (
+    PassResult,
     accumulate,
-    bound_axis,
-    synchronize,
-    vary,
+    average_over_devices,
+    check_axis_name,
+    device_index,
+    mark_varying,
 )
-from flax_amp._training.loss import KEYWORDS, RESERVED, declared, pure_loss
-from flax_amp._training.scaler import Scaler, checked_scaler
+from flax_amp._training.loss import KEYWORDS, check_function, pure_loss
+from flax_amp._training.retry import (
+    Attempt,
+    check_retries,
+    forward_is_finite,
+    retry_until_finite,
+)
+from flax_amp._training.scaled_grad import (
+    cast_like,
+    scaled_value_and_grad,
+    unscale_grads,
+)
+from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import Policy, PolicyEntries
 
-PyTree = Any
+# The metrics that the step itself reports.
+_RESERVED = {"loss", "grads_finite", "scaler", "grad_norm", "skipped_total"}
 
 
 class Options(NamedTuple):
-    """What `make_train_step` was asked for, checked."""
+    """The checked arguments of `make_train_step` or `make_nnx_train_step`.
+
+    Attributes:
+      loss_fn: the user's function.
+      has_aux: whether it returns `(loss, aux)`.
+      amp: `flax_amp.amp` with the user's policy and options.
+      redo_on_nan: the number of times that a pass may be repeated.
+      accum_steps: the number of micro-batches.
+      axis_name: the mapped axes to average over.
+      caller: the function that the messages name.
+      open_scopes: whether NNX modules open named scopes, for the keys of the policy.
+    """
 
     loss_fn: Callable[..., Any]
     has_aux: bool
-    lower: Callable[[Callable[..., Any]], Callable[..., Any]]
+    amp: Callable[[Callable[..., Any]], Callable[..., Any]]
     redo_on_nan: int
     accum_steps: int
     axis_name: AxisName
-    where: str  # for messages
-    names: bool  # NNX modules open scopes: the policy asks for some
+    caller: str
+    open_scopes: bool
 
 
 def make_options(
     loss_fn: Any,
-    where: str,
+    caller: str,
     *,
     has_aux: bool,
     redo_on_nan: Any,
@@ -53,111 +80,112 @@ def make_options(
     axis_name: AxisName,
     amp_policy: PolicyEntries | None,
     keywords: tuple[str, ...] = KEYWORDS,
-    **lowering: Any,
+    **amp_options: Any,
 ) -> Options:
-    """Checks the arguments of `where`; `lowering` are those of `flax_amp.amp`.
+    """Checks the arguments of `caller`.
 
-    `keywords` are those that the loss may declare.
+    `keywords` are those that the loss may declare, `amp_options` are further arguments
+    of `flax_amp.amp`.
     """
     if type(accum_steps) is not int or accum_steps < 1:
         raise ValueError(
-            f"{where}: {accum_steps=}; expected an integer of at least 1, the "
+            f"{caller}: {accum_steps=}; expected an integer of at least 1, the "
             "number of micro-batches."
         )
     return Options(
-        loss_fn=check_function(loss_fn, f"{where}: loss_fn", keywords),
+        loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
         has_aux=has_aux,
-        lower=amp(amp_policy=amp_policy, **lowering),
-        redo_on_nan=scaled_grad.check_retries(redo_on_nan, where),
+        amp=amp(amp_policy=amp_policy, **amp_options),
+        redo_on_nan=check_retries(redo_on_nan, caller),
         accum_steps=accum_steps,
-        axis_name=axis_name,
-        where=where,
-        names=Policy(amp_policy).names_scopes,
+        axis_name=check_axis_name(axis_name, caller),
+        caller=caller,
+        open_scopes=Policy(amp_policy).names_scopes,
     )
 
 
-def gradients(
-    options: Options, state: AmpTrainState, batch: PyTree
-) -> tuple[Scaler, jax.Array, Result]:
-    """Differentiates the loss, again with lower scales if asked to.
+def compute_gradients(
+    options: Options, state: AmpTrainState, batch: Batch
+) -> tuple[Scaler, Array, PassResult]:
+    """Differentiates the loss, and repeats that with lower scales if asked to.
 
     Returns:
       The new scaler, whether everything is finite, and the result.
     """
 
-    def attempt(scale: Scaler) -> scaled_grad.Attempt:
-        result = _compute(options, state, scale, batch)
-        return scaled_grad.Attempt(
-            forward_finite=scaled_grad.forward_is_finite(
+    def attempt(scaler: Scaler) -> Attempt:
+        result = _run_passes(options, state, scaler, batch)
+        return Attempt(
+            forward_finite=forward_is_finite(
                 result.loss, result.variables, state.variables
             ),
-            # fp8 statistics count as gradients: those of cotangents depend on the
-            # scale.
+            # The fp8 statistics of cotangents depend on the scale, as gradients do.
             grads_finite=_tree.all_finite((result.grads, result.overwrite)),
             outputs=result,
         )
 
-    scaler = checked_scaler(state.scaler)
-    return scaled_grad.retry_until_finite(attempt, scaler, options.redo_on_nan)
+    scaler = validate_scaler(state.scaler)
+    return retry_until_finite(attempt, scaler, options.redo_on_nan)
 
 
-def metrics_of(
+def make_metrics(
     options: Options,
     scaler: Scaler,
-    finite: jax.Array,
-    result: Result,
+    finite: Array,
+    result: PassResult,
     **more: Any,
-) -> dict[str, Any]:
-    """Returns what a step reports: its own metrics, and those of `aux` beside them."""
+) -> Metrics:
+    """Returns the metrics of a step: its own ones, `more`, and those of `aux`."""
     own = more | dict(
         loss=result.loss,
         grads_finite=finite,
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
-    if taken := sorted(set(result.aux) & {*own, *RESERVED}):
+    reserved = {*own, *_RESERVED}
+    if taken := sorted(set(result.aux) & reserved):
         raise ValueError(
-            f"{options.where}: the loss returned aux with the reserved names {taken}; "
-            f"expected others than {sorted({*own, *RESERVED})}, which the step reports "
+            f"{options.caller}: the loss returned aux with the reserved names {taken}; "
+            f"expected names other than {sorted(reserved)}, which the step reports "
             "itself. Rename them."
         )
     return own | result.aux
 
 
-def all_gradients(result: Result, params: PyTree) -> PyTree:
+def complete_grads(result: PassResult, params: PyTree) -> PyTree:
     """Returns a gradient for every parameter, in its dtype: zeros for integers."""
     grads = result.grads
     if result.overwrite is not None:
         grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
     _, rest = _tree.partition(params, _tree.is_inexact_array)
     grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
-    return scaled_grad.cast_like(grads, params)
+    return cast_like(grads, params)
 
 
 @contextlib.contextmanager
-def explaining_update(where: str) -> Iterator[None]:
+def explain_missing_update_args(caller: str) -> Iterator[None]:
     """Names arguments that an optimizer's update requires and a step does not pass."""
     try:
         yield
     except TypeError as error:
-        asked = re.search(r"missing \d+ required keyword-only argument.*", str(error))
-        if not asked:
+        missing = re.search(r"missing \d+ required keyword-only argument.*", str(error))
+        if not missing:
             raise
-        names = ", ".join(re.findall(r"'(\w+)'", asked[0]))
+        names = ", ".join(re.findall(r"'(\w+)'", missing[0]))
         raise TypeError(
-            f"{where}: the optimizer's update asks for {names} too, as optax.lbfgs and "
-            "reduce_on_plateau do; expected one that needs gradients, its state and "
-            "the parameters only, such as optax.adamw. Call this one in a loop of your "
-            "own, with jax.value_and_grad(flax_amp.amp(loss_fn))."
+            f"{caller}: the optimizer's update asks for {names} too, as optax.lbfgs "
+            "and reduce_on_plateau do; expected one that needs only gradients, its "
+            "state and the parameters, such as optax.adamw. Use this one in a loop of "
+            "your own, with jax.value_and_grad(flax_amp.amp(loss_fn))."
         ) from error
 
 
-def fold_in(rngs: dict[str, jax.Array], data: Any) -> dict[str, jax.Array]:
+def fold_in(rngs: Rngs, data: Any) -> Rngs:
     """Folds a number into every key."""
     return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
 
 
-def _fold_key(leaf: Any, data: jax.Array) -> Any:
+def _fold_in_if_key(leaf: Any, data: Array) -> Any:
     """Folds a number into the keys that NNX keeps among the variables."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
@@ -165,95 +193,56 @@ def _fold_key(leaf: Any, data: jax.Array) -> Any:
     return folded.reshape(leaf.shape)
 
 
-def check_function(
-    fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS
-) -> Callable[..., Any]:
-    """Returns `fn`, or raises a TypeError if it cannot be called as the steps do."""
-    wanted = "a function of (params, batch), or of (model, batch) for NNX"
-    if not callable(fn):
-        raise TypeError(f"{name} is a {type(fn).__name__}; expected {wanted}.")
-    try:
-        # As it is called, whatever function it wraps.
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # some builtins have none
-        return fn
-    try:
-        signature.bind(None, None, **{key: None for key in declared(fn, keywords)})
-    except TypeError as error:
-        allowed = f", with the keywords {' and '.join(keywords)} if it declares them"
-        raise TypeError(
-            f"{name} has the signature {signature} ({error}); expected {wanted}"
-            f"{allowed if keywords else ''}. Put further arguments into the batch, or "
-            "bind them with functools.partial."
-        ) from None
-    return fn
-
-
-def _compute(
-    options: Options, state: AmpTrainState, scale: Scaler, batch: PyTree
-) -> Result:
+def _run_passes(
+    options: Options, state: AmpTrainState, scaler: Scaler, batch: Batch
+) -> PassResult:
     """Returns the gradients of one batch, over all micro-batches and devices."""
     axis = options.axis_name
-    device = bound_axis(axis, options.where)
-    # Gradients of device-varying parameters are not summed over devices by JAX itself,
-    # whether or not `shard_map` checks varying axes; the mean below is then right.
-    params, variables = vary((state.params, state.variables), axis)
+    device = device_index(axis, options.caller)
+    params, variables = mark_varying((state.params, state.variables), axis)
     rngs = fold_in(state.rngs, state.step)
     if device is not None:
         rngs = fold_in(rngs, device)
-        variables = jax.tree.map(lambda x: _fold_key(x, device), variables)
-    loss_fn = pure_loss(
-        options.loss_fn,
-        options.has_aux,
-        state,
-        where=options.where,
-        names=options.names,
-    )
-    lowered = options.lower(loss_fn)
-
-    def one_pass(variables: PyTree, batch: PyTree, index: Any = None) -> Result:
-        streams = rngs if index is None else fold_in(rngs, index)
-        return _differentiate(
-            lowered, scale, params, variables, batch, streams, options.axis_name
+        variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
+    loss_fn = options.amp(
+        pure_loss(
+            options.loss_fn,
+            options.has_aux,
+            state,
+            caller=options.caller,
+            open_scopes=options.open_scopes,
         )
+    )
+    floating, rest = _tree.partition(params, _tree.is_inexact_array)
+
+    def one_pass(variables: PyTree, batch: Batch, index: Any = None) -> PassResult:
+        streams = rngs if index is None else fold_in(rngs, index)
+
+        def loss_of(floating: PyTree) -> tuple[Any, PyTree, Metrics]:
+            params = _tree.combine(floating, rest)
+            return loss_fn(params, variables, batch, streams)
+
+        (loss, updates, aux), grads = scaled_value_and_grad(
+            loss_of, floating, scaler, axis
+        )
+        grads, overwrite = _split_overwrite(grads)
+        grads = unscale_grads(grads, scaler)
+        return PassResult(grads, overwrite, loss.astype(jnp.float32), updates, aux)
 
     if options.accum_steps == 1:
         result = one_pass(variables, batch)
     else:
-        floating, _ = _tree.partition(state.params, _tree.is_inexact_array)
-        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
-        zeros = vary(zeros, axis)
+        trained, _ = _tree.partition(state.params, _tree.is_inexact_array)
+        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(trained)[0])
+        zeros = mark_varying(zeros, axis)
         result = accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    return result if axis is None else synchronize(result, axis, state.variables)
-
-
-def _differentiate(
-    loss_fn: Callable[..., Any],
-    scale: Scaler,
-    params: PyTree,
-    variables: PyTree,
-    batch: PyTree,
-    rngs: PyTree,
-    axis_name: AxisName,
-) -> Result:
-    floating, rest = _tree.partition(params, _tree.is_inexact_array)
-
-    def scaled(floating: PyTree) -> Any:
-        params = _tree.combine(floating, rest)
-        loss, new_variables, aux = loss_fn(params, variables, batch, rngs)
-        loss = vary(jnp.asarray(loss), axis_name)
-        return scaled_grad.scale_loss(loss, scale), (loss, new_variables, aux)
-
-    (_, (loss, variables, aux)), grads = jax.value_and_grad(scaled, has_aux=True)(
-        floating
-    )
-    grads, overwrite = _split_overwrite(grads)
-    grads = scaled_grad.unscale_grads(grads, scale)
-    return Result(grads, overwrite, loss.astype(jnp.float32), variables, aux)
+    if axis is None:
+        return result
+    return average_over_devices(result, axis, state.variables)
 
 
 def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Takes out Flax's fp8 statistics: values that replace parameters, unscaled."""
+    """Takes out Flax's fp8 statistics: unscaled values that replace parameters."""
     if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
         return grads, None
     rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}

@@ -1,4 +1,9 @@
-"""The user's loss function as a pure function of arrays."""
+"""The user's loss function as a pure function of arrays, and checks of what it returns.
+
+A loss of a Linen model is `loss_fn(params, batch)` and one of an NNX model is
+`loss_fn(model, batch)`. `pure_loss` gives both one form: arrays in; the loss, updated
+variables and `aux` out.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +15,10 @@ import jax.numpy as jnp
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
-from flax_amp._training import scaled_grad
+from flax_amp._training.aliases import Batch, Metrics, PyTree, Rngs
 from flax_amp._training.train_state import AmpTrainState, merge_model, variables_of
 
-PyTree = Any
-
-# What the step itself reports among its metrics.
-RESERVED = ("loss", "grads_finite", "scaler", "grad_norm", "skipped_total")
-
-# What a loss is given if it declares them.
+# The keywords that a user's function may declare.
 KEYWORDS = ("state", "rngs")
 
 
@@ -27,26 +27,28 @@ def pure_loss(
     has_aux: bool,
     state: AmpTrainState,
     *,
-    where: str,
-    names: bool,
-) -> Callable[..., Any]:
+    caller: str,
+    open_scopes: bool,
+) -> Callable[[PyTree, PyTree, Batch, Rngs], tuple[Any, PyTree, Metrics]]:
     """Returns `(params, variables, batch, rngs) -> (loss, updates, aux)`.
 
-    The updates are the new variables, with `None` for those that the loss left alone.
+    The updates are the new variables, with `None` for those that did not change.
 
     Args:
       loss_fn: the user's function.
       has_aux: whether it returns `(loss, aux)`.
-      state: what it may ask for.
-      where: who calls, for messages.
-      names: open a scope around each call of an NNX module.
+      state: the state, for a function that declares the keyword `state`.
+      caller: the function that the messages name.
+      open_scopes: whether to open a named scope around each call of an NNX module.
     """
-    name = f"{where}: {getattr(loss_fn, '__name__', 'loss_fn')}"
+    name = f"{caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
-    def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
-        changed = changes_in(batch, "batch")
-        target, out = call(loss_fn, state, params, variables, batch, rngs, names=names)
-        check_unchanged(changed(), name)
+    def pure(params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs) -> Any:
+        batch_changes = changes_in(batch, "batch")
+        target, out = call_user_fn(
+            loss_fn, state, params, variables, batch, rngs, open_scopes=open_scopes
+        )
+        check_batch_unchanged(batch_changes(), name)
         collections = variables if state.graphdef is None else {}
         loss, aux = _split_output(out, has_aux, collections, name)
         updates = aux.pop("variables", {})
@@ -57,71 +59,42 @@ def pure_loss(
                     "none: the model's own state is collected. Drop it from aux."
                 )
             updates = variables_of(target, params)
-            updates = _conform(variables, updates, name)
+            updates = _match_structure(variables, updates, name)
         elif updates:
-            updates = _conform_collections(variables, updates, name)
-        return loss, _changed({**variables, **updates}, variables), aux
+            updates = _match_collections(variables, updates, name)
+        return loss, _none_if_same({**variables, **updates}, variables), aux
 
     return pure
 
 
-def call(
+def call_user_fn(
     fn: Callable[..., Any],
     state: AmpTrainState,
     params: PyTree,
     variables: PyTree,
-    batch: PyTree,
-    rngs: PyTree,
+    batch: Batch,
+    rngs: Rngs,
     *,
-    names: bool,
+    open_scopes: bool,
     evaluate: bool = False,
 ) -> tuple[Any, Any]:
     """Returns the parameters or the module that `fn` was given, and its result."""
-    keywords = keywords_of(fn, state, params, variables, rngs)
+    offered = {
+        "state": state.replace(params=params, variables=variables),
+        "rngs": rngs,
+    }
+    keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
     if state.graphdef is None:
         return params, fn(params, batch, **keywords)
     model = merge_model(state.graphdef, params, variables)
     if evaluate:
         model.eval()
-    with module_scopes(model, wanted=names):
+    with module_scopes(model, wanted=open_scopes):
         return model, fn(model, batch, **keywords)
 
 
-def check_unchanged(changes: list[str], name: str) -> None:
-    """Raises a ValueError if modules in a batch were changed."""
-    if changes:
-        raise ValueError(
-            f"{name} changed {', '.join(changes)}; expected modules in the batch to "
-            "stay as they are: a compiled step cannot hand their changes back. For "
-            "random numbers, pass rngs={'dropout': jax.random.key(0)} to "
-            "AmpTrainState.create, declare the keyword rngs and make "
-            "nnx.Rngs(**rngs) of it; return what is counted or measured in aux; or "
-            "use make_nnx_train_step, which carries changes on."
-        )
-
-
-def _changed(new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new leaves, with `None` for those that are the old ones."""
-    return jax.tree.map(lambda x, y: None if x is y else x, new, old)
-
-
-def keywords_of(
-    fn: Callable[..., Any],
-    state: AmpTrainState,
-    params: PyTree,
-    variables: PyTree,
-    rngs: PyTree,
-) -> dict[str, Any]:
-    """Returns those of the keywords `state` and `rngs` that `fn` declares."""
-    offered = {
-        "state": state.replace(params=params, variables=variables),
-        "rngs": rngs,
-    }
-    return {name: offered[name] for name in declared(fn)}
-
-
-def declared(fn: Callable[..., Any], keywords: Sequence[str] = KEYWORDS) -> list[str]:
-    """Returns those of some keywords that a function declares."""
+def _declared_keywords(fn: Callable[..., Any], keywords: Sequence[str]) -> list[str]:
+    """Returns those of the keywords that `fn` declares."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # some builtins have no signature
@@ -129,10 +102,83 @@ def declared(fn: Callable[..., Any], keywords: Sequence[str] = KEYWORDS) -> list
     return [name for name in keywords if name in parameters]
 
 
+def check_function(
+    fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS
+) -> Callable[..., Any]:
+    """Returns `fn`, or raises a TypeError if a step could not call it.
+
+    Args:
+      fn: the user's function.
+      name: what the messages call it.
+      keywords: the keywords that it may declare.
+    """
+    wanted = "a function of (params, batch), or of (model, batch) for NNX"
+    if not callable(fn):
+        raise TypeError(f"{name} is a {type(fn).__name__}; expected {wanted}.")
+    try:
+        # A decorated function is called with the signature of its wrapper.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return fn
+    declared = _declared_keywords(fn, keywords)
+    try:
+        signature.bind(None, None, **dict.fromkeys(declared))
+    except TypeError as error:
+        allowed = f", with the keywords {' and '.join(keywords)} if it declares them"
+        raise TypeError(
+            f"{name} has the signature {signature} ({error}); expected {wanted}"
+            f"{allowed if keywords else ''}. Put further arguments into the batch, or "
+            "bind them with functools.partial."
+        ) from None
+    return fn
+
+
+def check_batch_unchanged(changes: list[str], name: str) -> None:
+    """Raises a ValueError if `changes` lists modules in the batch that were changed."""
+    if changes:
+        raise ValueError(
+            f"{name} changed {', '.join(changes)}; expected modules in the batch to "
+            "stay as they are: a compiled step cannot return their changes. For random "
+            "numbers, pass rngs={'dropout': jax.random.key(0)} to "
+            "AmpTrainState.create, declare the keyword rngs and make nnx.Rngs(**rngs) "
+            "from it. Return counts and measurements in aux. Or use "
+            "make_nnx_train_step, which updates the modules in a batch."
+        )
+
+
+def check_loss(loss: Any, name: str) -> None:
+    """Raises a TypeError unless `loss` is a scalar float."""
+    if isinstance(loss, float):
+        return
+    if not _tree.is_array(loss):
+        seen = f"a {type(loss).__name__}"
+    elif loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
+        return
+    else:
+        seen = f"{loss.dtype}{list(loss.shape)}"
+    raise TypeError(
+        f"{name} returned {seen} as its loss; expected a scalar float. Reduce it, "
+        "e.g. with .mean(); if it returns a (loss, aux) pair, pass has_aux=True."
+    )
+
+
+def split_aux(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+    """Splits the result of a loss function into `(loss, aux)`, after checking it."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"{name} returned a {type(out).__name__}; expected a (loss, aux) pair "
+            "because of has_aux=True. Return the pair or drop has_aux=True."
+        )
+    loss, aux = out if has_aux else (out, None)
+    check_loss(loss, name)
+    return loss, aux
+
+
 def _split_output(
     out: Any, has_aux: bool, collections: PyTree, name: str
-) -> tuple[Any, dict[str, Any]]:
-    loss, aux = scaled_grad.split_aux(out, has_aux, name)
+) -> tuple[Any, Metrics]:
+    """Splits the result of a step's loss into the loss and its `aux`, a dict."""
+    loss, aux = split_aux(out, has_aux, name)
     if not has_aux:
         return loss, {}
     if not isinstance(aux, Mapping):
@@ -146,27 +192,40 @@ def _split_output(
             f"{name} returned aux with the keys {keys}; expected strings, the names of "
             "metrics. Write them out, e.g. {'layer_0': ...}."
         )
-    if lost := sorted(set(aux) & set(collections)):
+    if misplaced := sorted(set(aux) & set(collections)):
         raise ValueError(
-            f"{name} returned aux with {lost}, collections of state.variables; "
+            f"{name} returned aux with {misplaced}, collections of state.variables; "
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
+    _check_metrics(aux, name)
+    return loss, aux
+
+
+def _check_metrics(aux: Metrics, name: str) -> None:
+    """Raises a TypeError that lists what a compiled step could not return."""
     metrics = {key: value for key, value in aux.items() if key != "variables"}
-    if bad := [
+    if wrong := [
         f"aux{jax.tree_util.keystr(path)}, a {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)
         if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float)
     ]:
         raise TypeError(
-            f"{name} returned {'; '.join(bad)}; expected arrays and numbers, which a "
-            "compiled step can return. Keep the rest outside of the loss."
+            f"{name} returned {'; '.join(wrong)}; expected arrays and numbers, which a "
+            "compiled step can return. Keep everything else outside of the loss."
         )
-    return loss, aux
 
 
-def _conform_collections(old: PyTree, updates: Any, name: str) -> PyTree:
-    """Checks the Linen collections that a loss returned against those of the state."""
+# Updated variables
+
+
+def _none_if_same(new: PyTree, old: PyTree) -> PyTree:
+    """Returns the new leaves, with `None` for those that are the old objects."""
+    return jax.tree.map(lambda x, y: None if x is y else x, new, old)
+
+
+def _match_collections(old: PyTree, updates: Any, name: str) -> PyTree:
+    """Checks updated collections of a Linen model against those of the state."""
     seen = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
     if not isinstance(updates, Mapping) or set(updates) - set(old):
         raise ValueError(
@@ -174,23 +233,26 @@ def _conform_collections(old: PyTree, updates: Any, name: str) -> PyTree:
             f"of the collections {sorted(old)} of state.variables. Pass them to "
             "AmpTrainState.create(variables=...) or leave them out of aux."
         )
-    updates = jax.tree.map(lambda x: x, _plain(updates))
-    return {key: _conform(old[key], new, name, key) for key, new in updates.items()}
+    # A dict that is mapped has its keys sorted, as the collections of the state have.
+    updates = jax.tree.map(lambda x: x, _as_dicts(updates))
+    return {
+        key: _match_structure(old[key], new, name, key) for key, new in updates.items()
+    }
 
 
-def _plain(tree: Any) -> Any:
-    """Turns mappings of any kind (FrozenDict) into dicts."""
+def _as_dicts(tree: Any) -> Any:
+    """Turns mappings of any kind, such as FrozenDict, into dicts."""
     if isinstance(tree, Mapping):
-        return {key: _plain(value) for key, value in tree.items()}
+        return {key: _as_dicts(value) for key, value in tree.items()}
     return tree
 
 
-def _conform(old: PyTree, new: PyTree, name: str, where: str = "") -> PyTree:
+def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> PyTree:
     """Returns `new` strongly typed, or raises an error that lists what differs."""
-    before, after = _describe(old), _describe(new)
+    before, after = _describe_leaves(old), _describe_leaves(new)
     if before != after:
         lines = [
-            f"{where}{path}: {before.get(path, 'absent')} before, "
+            f"{prefix}{path}: {before.get(path, 'absent')} before, "
             f"{after.get(path, 'absent')} now"
             for path in sorted(before | after)
             if before.get(path) != after.get(path)
@@ -205,7 +267,7 @@ def _conform(old: PyTree, new: PyTree, name: str, where: str = "") -> PyTree:
     )
 
 
-def _describe(tree: PyTree) -> dict[str, str]:
+def _describe_leaves(tree: PyTree) -> dict[str, str]:
     return {
         jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

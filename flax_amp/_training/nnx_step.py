@@ -1,8 +1,8 @@
-"""The training step for loops that keep `nnx.Optimizer`."""
+"""The training step for loops with their own `nnx.Optimizer`."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,19 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import is_module, is_node
 from flax_amp._rewriter.recompute.regions import Recompute
-from flax_amp._training.accumulate import AxisName
-from flax_amp._training.compiled import explaining_donation
-from flax_amp._training.finite import counted
+from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree
+from flax_amp._training.donation import explain_donation
+from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
     Options,
-    all_gradients,
-    explaining_update,
-    gradients,
+    complete_grads,
+    compute_gradients,
+    explain_missing_update_args,
+    make_metrics,
     make_options,
-    metrics_of,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
-from flax_amp._training.scaler import Scaler, checked_scaler
+from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import (
     AmpTrainState,
     check_params,
@@ -35,7 +35,17 @@ from flax_amp._training.train_state import (
 from flax_amp.optim._variables import pure
 from flax_amp.policy import PolicyEntries
 
-PyTree = Any
+
+class NnxTrainStep(Protocol):
+    """A training step that updates a model and its optimizer in place."""
+
+    def __call__(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        scaler: Scaler,
+        batch: Batch,
+    ) -> tuple[Scaler, Metrics]: ...
 
 
 def make_nnx_train_step(
@@ -52,11 +62,12 @@ def make_nnx_train_step(
     axis_name: AxisName = None,
     donate: bool = True,
     jit: bool = True,
-) -> Callable[..., tuple[Scaler, dict[str, Any]]]:
+) -> NnxTrainStep:
     """Makes a training step that updates a model and its `nnx.Optimizer` in place.
 
-    The step of `make_train_step` for loops that keep their own objects. A step that is
-    not finite changes nothing in either, the optimizer's own `step` included.
+    It does what the step of `make_train_step` does, for a model and an optimizer of
+    your own. A step that is not finite changes neither of them, not even the
+    optimizer's own `step`.
 
     Args:
       loss_fn: `loss_fn(model, batch)`, which returns a scalar float loss. Modules in
@@ -68,25 +79,27 @@ def make_nnx_train_step(
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
       merge_layers: see `flax_amp.amp`.
-      redo_on_nan: see `make_train_step`, as for the following ones.
-      accum_steps: see there.
-      axis_name: see there.
-      donate: let the new arrays reuse the memory of the old ones. Say False if the
-        optimizer's state begins with the parameters themselves, as that of
-        `optax.contrib.mechanize`: a buffer cannot be donated twice.
+      redo_on_nan: see `make_train_step`.
+      accum_steps: see `make_train_step`.
+      axis_name: see `make_train_step`.
+      donate: let the new arrays reuse the memory of the old ones. Pass False if the
+        first state of the optimizer holds the parameters themselves, as that of
+        `optax.contrib.mechanize` does, because a buffer cannot be donated twice.
       jit: compile the step, with `nnx.jit`.
 
     Returns:
-      `train_step(model, optimizer, scaler, batch) -> (scaler, metrics)`. The optimizer
-      says by its own `wrt` what trains. The scaler is a dict as from
-      `flax_amp.init_scaler`; pass the returned one to the next step. The metrics are
-      those of `make_train_step`; `skipped_total` only if the optimizer's `tx` is an
-      `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters `check_progress` reads.
+      `train_step(model, optimizer, scaler, batch) -> (scaler, metrics)`. The `wrt` of
+      the optimizer selects what trains. The scaler is a dict as from
+      `flax_amp.init_scaler`; pass the returned scaler to the next step. The metrics are
+      those of `make_train_step`. They include `skipped_total` only if the optimizer's
+      `tx` is an `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters
+      `check_progress` reads.
 
     Raises:
-      TypeError: if an argument is of a wrong kind; when called, if model, optimizer
-        or what the loss returns is not what is expected.
+      TypeError: if an argument is of a wrong kind; when called, if the model, the
+        optimizer or the result of the loss is not what is expected.
       ValueError: as `make_train_step`; when called, if a parameter is not float32.
+      RuntimeError: when called, if an earlier step has deleted the scaler.
 
     Example:
       >>> import optax
@@ -116,25 +129,32 @@ def make_nnx_train_step(
     )
 
     def pure_step(
-        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: PyTree
-    ) -> tuple[Scaler, dict[str, Any]]:
+        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: Batch
+    ) -> tuple[Scaler, Metrics]:
         return _step(options, model, optimizer, scaler, batch)
 
     step = pure_step
     if jit:
         step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
 
-    checked = False
+    first = True
 
     def train_step(
-        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: PyTree
-    ) -> tuple[Scaler, dict[str, Any]]:
-        nonlocal checked
+        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: Batch
+    ) -> tuple[Scaler, Metrics]:
+        nonlocal first
         _check(model, optimizer)
-        # The first time all of it; later on, that would wait for the step before.
-        with explaining_donation("train_step", "scaler", scaler):
-            scaler = checked_scaler(scaler, "train_step: scaler", wait=not checked)
-            checked = True
+
+        def donated() -> dict[str, PyTree]:
+            # Variables that are shared have one path in the state of both objects.
+            state = nnx.state({"model": model, "optimizer": optimizer})
+            return {"scaler": scaler, **state}
+
+        with explain_donation("train_step", donated, lambda: {"batch": batch}):
+            # Values on the device are checked in the first step only: later, that would
+            # wait for the step before.
+            scaler = validate_scaler(scaler, "train_step: scaler", wait=first)
+            first = False
             return step(model, optimizer, scaler, batch)
 
     return train_step
@@ -145,14 +165,15 @@ def _step(
     model: nnx.Module,
     optimizer: nnx.Optimizer,
     scaler: Scaler,
-    batch: PyTree,
-) -> tuple[Scaler, dict[str, Any]]:
-    # A bare variable may hold rows of the batch, which micro-batches split.
-    nodes, batch = _take_nodes(batch, is_module if options.accum_steps > 1 else is_node)
-    # Modules in the batch go where the model goes. `model` sorts before `others`, so
-    # state that both share gets its path in the model.
-    whole = nnx.Dict(model=model, others=nnx.List(nodes))
-    before = _arrays((whole, optimizer))
+    batch: Batch,
+) -> tuple[Scaler, Metrics]:
+    # An nnx.Variable by itself may hold examples, which micro-batches split.
+    is_taken = is_module if options.accum_steps > 1 else is_node
+    modules, batch = _take_modules(batch, is_taken)
+    # One Dict holds the model and the modules of the batch. `model` sorts before
+    # `others`, so state that both share gets its path in the model.
+    whole = nnx.Dict(model=model, others=nnx.List(modules))
+    before = _copy_state((whole, optimizer))
     trained = {
         ("model", *path)
         for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))
@@ -162,7 +183,7 @@ def _step(
     check_params(params["model"], "train_step")
     state = AmpTrainState(
         step=optimizer.step[...],
-        apply_fn=None,  # type: ignore[arg-type]  # as create does for a model
+        apply_fn=None,  # type: ignore[arg-type]  # as in `create` for a model
         params=params,
         tx=optimizer.tx,
         opt_state=None,
@@ -172,74 +193,74 @@ def _step(
         graphdef=graphdef,
     )
 
-    given = options.loss_fn
+    user_loss_fn = options.loss_fn
 
-    def loss_fn(whole: nnx.Dict, batch: PyTree) -> Any:
-        return given(whole.model, _put_nodes(batch, whole.others))
+    def loss_fn(whole: nnx.Dict, batch: Batch) -> Any:
+        return user_loss_fn(whole.model, _put_modules(batch, whole.others))
 
-    loss_fn.__name__ = getattr(given, "__name__", "loss_fn")
+    loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=loss_fn)
-    new_scaler, finite, result = gradients(options, state, batch)
+    new_scaler, finite, result = compute_gradients(options, state, batch)
     grads = nnx.state(model, optimizer.wrt)
-    nnx.replace_by_pure_dict(grads, all_gradients(result, params)["model"])
-    counters = _skip_counts(optimizer, finite)
-    with explaining_update(options.where):
+    nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
+    counters = _skip_counters(optimizer, finite)
+    with explain_missing_update_args(options.caller):
         optimizer.update(model, grads)
-    _assign(whole, _tree.combine(result.variables, variables))
+    _set_variables(whole, _tree.combine(result.variables, variables))
 
-    kept = _tree.select(finite, _arrays((whole, optimizer)), before)
-    nnx.update((whole, optimizer), kept)
+    selected = _tree.select(finite, _copy_state((whole, optimizer)), before)
+    nnx.update((whole, optimizer), selected)
     for name, count in counters.items():
         getattr(optimizer.opt_state, name).set_value(count)
     more = hyperparam_metrics(optimizer.opt_state)
     if counters:
         more["skipped_total"] = counters["total_notfinite"]
-    return new_scaler, metrics_of(options, new_scaler, finite, result, **more)
+    return new_scaler, make_metrics(options, new_scaler, finite, result, **more)
 
 
-def _skip_counts(optimizer: nnx.Optimizer, finite: jax.Array) -> dict[str, jax.Array]:
-    """Returns the new counters of `apply_if_finite`, if `tx` is inside of one."""
+def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
+    """Returns the new counters of skipped steps, if `tx` is an `apply_if_finite`."""
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         return {}
-    return counted(pure(optimizer.opt_state), finite)
+    return count_skip(pure(optimizer.opt_state), finite)
 
 
-def _take_nodes(
-    batch: PyTree, taken: Callable[[Any], bool]
-) -> tuple[list[Any], PyTree]:
-    """Returns the modules in a batch, and the batch with their numbers for them."""
-    leaves, structure = jax.tree.flatten(batch, is_leaf=taken)
-    nodes = [leaf for leaf in leaves if taken(leaf)]
-    numbers = map(_Number, range(len(nodes)))
-    return nodes, jax.tree.unflatten(
-        structure, [next(numbers) if taken(leaf) else leaf for leaf in leaves]
+def _take_modules(
+    batch: Batch, is_taken: Callable[[Any], bool]
+) -> tuple[list[Any], Batch]:
+    """Returns the modules in a batch, and the batch with a placeholder for each."""
+    leaves, structure = jax.tree.flatten(batch, is_leaf=is_taken)
+    modules = [leaf for leaf in leaves if is_taken(leaf)]
+    placeholders = map(_Placeholder, range(len(modules)))
+    return modules, jax.tree.unflatten(
+        structure, [next(placeholders) if is_taken(leaf) else leaf for leaf in leaves]
     )
 
 
-def _put_nodes(batch: PyTree, nodes: Any) -> PyTree:
-    """Undoes `_take_nodes`."""
+def _put_modules(batch: Batch, modules: Any) -> Batch:
+    """Undoes `_take_modules`."""
     return jax.tree.map(
-        lambda leaf: nodes[leaf.number] if isinstance(leaf, _Number) else leaf,
+        lambda leaf: modules[leaf.index] if isinstance(leaf, _Placeholder) else leaf,
         batch,
-        is_leaf=lambda leaf: isinstance(leaf, _Number),
+        is_leaf=lambda leaf: isinstance(leaf, _Placeholder),
     )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Number:
-    """Stands for a module in a batch; no array, so no transformation touches it."""
+class _Placeholder:
+    """Stands for a module in a batch. It is static, so no transformation changes it."""
 
-    number: int
+    index: int
 
 
-def _arrays(node: Any) -> nnx.State:
-    """Returns the state of a node in variables of its own."""
+def _copy_state(node: Any) -> nnx.State:
+    """Returns the state of a node, in Variable objects that the node does not share."""
     return jax.tree.map(lambda leaf: leaf, nnx.state(node))
 
 
-def _assign(model: nnx.Module, variables: PyTree) -> None:
-    """Puts the variables of `split_model` into a model."""
+def _set_variables(model: nnx.Module, variables: PyTree) -> None:
+    """Writes the variables of `split_model` into a model."""
     paths = set(nnx.traversals.flatten_mapping(variables))
     state = nnx.state(model, lambda path, _: path in paths)
     nnx.replace_by_pure_dict(state, variables)

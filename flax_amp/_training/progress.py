@@ -1,7 +1,7 @@
-"""A run that skips every step is told apart from one that looks for its scale."""
+"""Tells a run that skips every step from one that still searches for its scale."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -9,16 +9,21 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.scaler import check_complete, faults_of
+from flax_amp._training.aliases import Array
+from flax_amp._training.scaler import check_keys, values_out_of_range
 from flax_amp._training.train_state import AmpTrainState
+
+# A train state, or an optimizer and its scaler.
+_State: TypeAlias = AmpTrainState | tuple[nnx.Optimizer, Mapping[str, Any]]
 
 
 class StuckError(RuntimeError):
-    """Raised by `check_progress`: steps fail at every scale."""
+    """Raised by `check_progress` when one step after the other is skipped."""
 
 
-# A search for the scale from 2**24 down to 2**-14 skips 38 steps.
-_HOPELESS, _SEARCHING = 20, 50
+# The search for a scale from 2**24 down to 2**-14 skips 38 steps.
+_MAX_SKIPS_IN_SEARCH = 50
+_MAX_SKIPS = 20
 
 
 def check_progress(
@@ -29,36 +34,65 @@ def check_progress(
 ) -> None:
     """Raises an error if one step after the other is skipped.
 
-    Skipped steps are how the scaler finds its scale, so a step never raises. But no
-    scale mends a loss that is not finite, and at the lowest one there is nothing left
-    to try: the parameters stay as they are for ever, and nobody notices. Call this
-    every so many steps, where metrics are logged: it waits for the state and fetches a
+    The scaler finds its scale by skipping steps, so a step never raises an error. But
+    no scale helps if the loss is not finite, and at the lowest scale there is nothing
+    left to try. The parameters then never change again, and nobody notices. Call this
+    function every N steps, where you log metrics: it waits for the state and fetches a
     few numbers.
 
     Args:
-      state: the state that the last step returned; for `make_nnx_train_step`, the pair
-        `(optimizer, scaler)`, where the optimizer's `tx` is an
-        `optax.apply_if_finite(tx, 2**31 - 1)`, which counts.
-      metrics: those of the last step, which tell what is not finite: the loss, the
-        updated variables or the gradients.
-      max_skips: steps in a row that may be skipped, whatever the scale. By default 20
-        where a lower scale would not help: the loss or the variables are not finite, or
-        the scale is the lowest allowed (bfloat16 runs, with `no_scaler`, are always at
-        theirs); 50 while it falls, since a search for it may take 38.
+      state: the state that the last step returned. For `make_nnx_train_step`, the pair
+        `(optimizer, scaler)`, where the `tx` of the optimizer is an
+        `optax.apply_if_finite(tx, 2**31 - 1)`, which counts skipped steps.
+      metrics: the metrics of the last step. They tell whether the loss, the updated
+        variables or the gradients are not finite.
+      max_skips: how many steps in a row may be skipped, whatever the scale. The default
+        is 20 where a lower scale would not help: if the loss or the variables are not
+        finite, or if the scale is the lowest allowed (the scale of `no_scaler`, for
+        bfloat16, always is). It is 50 while the scale falls, since the search for a
+        scale may take 38.
 
     Raises:
-      StuckError: with the step, the scale, the loss, the number of skipped steps, which
-        of these it is and what to try. The state is the one after the last finite
-        step; the message says if an optimizer put a NaN into it.
-      TypeError: if `state` is neither, has no scaler, or its optimizer does not count.
-      ValueError: if `max_skips` is not an integer of at least 1.
+      StuckError: with the step, the scale, the loss, the number of skipped steps, the
+        cause, and what to try. The state is that of the last finite step; the message
+        says if an optimizer put a NaN into it.
+      TypeError: if `state` is neither of the two, or its optimizer does not count, or
+        if `metrics` is not a mapping.
+      ValueError: if the scaler lacks a key, or if `max_skips` is not an integer of at
+        least 1.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
       >>> check_progress(state)
     """
-    step, scaler, skips = _counters(state)
+    step, scaler, counters = _read_state(state)
+    _check_arguments(metrics, max_skips)
+    check_keys(scaler, "check_progress: state.scaler")
+    fetched = jax.device_get(
+        {
+            **scaler,
+            "step": step,
+            "in_a_row": counters.notfinite_count,
+            "total": counters.total_notfinite,
+            **{key: (metrics or {}).get(key, ()) for key in ("loss", "grad_norm")},
+        }
+    )
+    # Each is one number, or one for each run (`vmap`) or copy (`pmap`) of the state.
+    runs = np.size(fetched["in_a_row"])
+    for run in range(runs):
+        numbers = {
+            key: _number_of_run(run, runs, values) for key, values in fetched.items()
+        }
+        _check_run(state, numbers, max_skips, "" if runs == 1 else f" of run {run}")
+
+
+def _check_arguments(metrics: Any, max_skips: Any) -> None:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"check_progress: metrics is a {type(metrics).__name__}; expected the dict "
+            "of metrics that the training step returns. Pass it, or leave it out."
+        )
     if max_skips is not None and (
         not isinstance(max_skips, int | np.integer) or max_skips < 1
     ):
@@ -66,27 +100,12 @@ def check_progress(
             f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
             "it out for the default."
         )
-    check_complete(scaler, "check_progress: state.scaler")
-    fetched = jax.device_get(
-        {
-            **scaler,
-            "step": step,
-            "in_a_row": skips.notfinite_count,
-            "total": skips.total_notfinite,
-            **{key: (metrics or {}).get(key, ()) for key in ("loss", "grad_norm")},
-        }
-    )
-    # One number each, or as many as there are runs (`vmap`) or copies (`pmap`) of it.
-    runs = np.size(fetched["in_a_row"])
-    for run in range(runs):
-        seen = {key: _of(run, runs, values) for key, values in fetched.items()}
-        _check_run(state, seen, max_skips, "" if runs == 1 else f" of run {run}")
 
 
-def _of(run: int, runs: int, values: Any) -> Any:
-    """Returns the number of one run.
+def _number_of_run(run: int, runs: int, values: Any) -> Any:
+    """Returns the number of one run, or `None` if there is none.
 
-    If a metric has all steps, the last step counts.
+    If a metric holds the values of several steps, this is the value of the last step.
     """
     values = np.ravel(values)
     if not len(values):
@@ -95,79 +114,80 @@ def _of(run: int, runs: int, values: Any) -> Any:
 
 
 def _check_run(
-    state: Any, seen: Mapping[str, Any], max_skips: int | None, which: str
+    state: _State, numbers: Mapping[str, Any], max_skips: int | None, which: str
 ) -> None:
     """Raises a `StuckError` if a run is stuck."""
-    cause, hopeless = _cause(seen)
-    limit = max_skips or (_HOPELESS if hopeless else _SEARCHING)
-    if seen["in_a_row"] < limit:
+    cause, still_searching = _find_cause(numbers)
+    limit = max_skips or (_MAX_SKIPS_IN_SEARCH if still_searching else _MAX_SKIPS)
+    if numbers["in_a_row"] < limit:
         return
-    scale, lowest = seen["scaler"], seen["min_scaler"]
+    scale, lowest = numbers["scaler"], numbers["min_scaler"]
     place = "the lowest allowed" if scale <= lowest else f"above the lowest, {lowest:g}"
-    loss = "" if seen["loss"] is None else f", loss {seen['loss']:g}"
+    loss = "" if numbers["loss"] is None else f", loss {numbers['loss']:g}"
     raise StuckError(
-        f"check_progress: the last {seen['in_a_row']} steps{which} were skipped, and "
-        f"the loss scale {scale:g} is {place} (step {seen['step']}{loss}, "
-        f"{seen['total']} steps skipped in all). {cause} {_fate(state)}"
+        f"check_progress: the last {numbers['in_a_row']} steps{which} were skipped, "
+        f"and the loss scale {scale:g} is {place} (step {numbers['step']}{loss}, "
+        f"{numbers['total']} steps skipped in all). {cause} {_describe_params(state)}"
     )
 
 
-def _fate(state: Any) -> str:
-    """Says what has become of the parameters."""
+def _describe_params(state: _State) -> str:
+    """Says whether the parameters are still good."""
     if isinstance(state, AmpTrainState) and not _tree.all_finite(state.params):
         return (
             "The parameters hold an inf or a NaN, which the optimizer made of finite "
-            "gradients: restore an earlier checkpoint, and look at the optimizer (its "
-            "eps, say)."
+            "gradients: restore an earlier checkpoint, and check the optimizer, for "
+            "example its eps."
         )
     return "The parameters are those of the last finite step."
 
 
-_FORWARD = (
-    "no loss scale mends that: look for inf or NaN in the batch, and for a division, "
-    "log or sqrt at 0. If there is none, values overflow on their way: lower the "
-    "learning rate, use compute_dtype=jnp.bfloat16, or keep the layers at fault in "
-    "float32 with amp_stop. Another min_scaler changes nothing."
+_FORWARD_NOT_FINITE = (
+    "no loss scale helps: look for inf or NaN in the batch, and for a division, "
+    "log or sqrt at 0. If there is none, values overflow in the forward pass: lower "
+    "the learning rate, use compute_dtype=jnp.bfloat16, or keep the layers that "
+    "overflow in float32 with amp_stop. Another min_scaler changes nothing."
 )
-_BACKWARD = (
+_GRADS_NOT_FINITE = (
     "Look for a sqrt, norm or division at 0, whose derivative is not finite; lower the "
     "learning rate, clip the gradients, use compute_dtype=jnp.bfloat16, or keep the "
-    "layers at fault in float32 with amp_stop"
+    "layers that overflow in float32 with amp_stop"
 )
 
 
-def _cause(seen: Mapping[str, Any]) -> tuple[str, bool]:
-    """Returns what is not finite, with what to do, and whether no scale helps."""
-    if faults := faults_of(seen):
-        text = ", ".join(faults)
-        return f"The scaler cannot find its scale: {text}. Correct it.", True
-    loss, norm = seen["loss"], seen["grad_norm"]
-    lowest = seen["scaler"] <= seen["min_scaler"]
+def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, bool]:
+    """Returns what is not finite and what to do, and whether the scale still falls."""
+    if wrong := values_out_of_range(numbers):
+        text = ", ".join(wrong)
+        return f"The scaler cannot find its scale: {text}. Correct it.", False
+    loss, norm = numbers["loss"], numbers["grad_norm"]
     if loss is not None and not np.isfinite(loss):
-        return f"The loss is not finite, and {_FORWARD}", True
+        return f"The loss is not finite, and {_FORWARD_NOT_FINITE}", False
     if loss is not None and norm is not None and np.isfinite(norm):
         return (
-            "Loss and gradients are finite, but updated variables (batch statistics, "
-            f"say) are not, and {_FORWARD}"
-        ), True
-    subject = "The loss is finite, the gradients are not"
+            "Loss and gradients are finite, but updated variables (for example batch "
+            f"statistics) are not, and {_FORWARD_NOT_FINITE}"
+        ), False
+    finding = "The loss is finite, the gradients are not"
     if loss is None:
-        subject = (
+        finding = (
             "Pass the metrics of the step to learn what is not finite. If it is the "
-            f"loss, {_FORWARD} If it is the gradients"
+            f"loss, {_FORWARD_NOT_FINITE} If it is the gradients"
         )
-    if lowest:
+    if numbers["scaler"] <= numbers["min_scaler"]:
         return (
-            f"{subject}, and there is no lower scale to try. {_BACKWARD}, or lower "
-            "min_scaler."
-        ), True
+            f"{finding}, and there is no lower scale to try. {_GRADS_NOT_FINITE}, or "
+            "lower min_scaler."
+        ), False
     return (
-        f"{subject}, and the scale is still looked for, so far in vain. {_BACKWARD}, "
-        "or begin with a lower scale, init_scaler(scaler=...)."
-    ), False
+        f"{finding}, and the search for a scale has not ended. {_GRADS_NOT_FINITE}, "
+        "or start with a lower scale, init_scaler(scaler=...)."
+    ), True
 
 
-def _counters(state: Any) -> tuple[Any, Mapping[str, Any], Any]:
+def _read_state(
+    state: Any,
+) -> tuple[int | Array, Mapping[str, Any], optax.ApplyIfFiniteState]:
     """Returns the step, the scaler and the counters of skipped steps."""
     if isinstance(state, AmpTrainState):
         return state.step, state.scaler, state.opt_state

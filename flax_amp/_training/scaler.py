@@ -1,13 +1,13 @@
 """The dynamic loss scaler: a plain dict of 0-d arrays.
 
-The scaler is data, hyper-parameters included: it passes through `jit`, `vmap` and any
-checkpoint without losing a field. Whatever happens to the gradients, the scale stays
-a finite, positive number between `min_scaler` and `max_scaler`. What uses it stands in
-`flax_amp.scaled_grad`.
+The scaler is data, hyper-parameters included, so it passes through `jit`, `vmap` and
+any checkpoint without losing a field. Whatever happens to the gradients, the scale
+stays a finite, positive number between `min_scaler` and `max_scaler`. The functions
+that scale losses with it are in `scaled_grad.py`.
 
-The scale is lowered only when a lower one can help. The forward pass does not see the
-scale: a loss that is not finite comes from the batch or from the activations, and would
-be as wrong at any other scale.
+The scale falls only when a lower scale can help. The forward pass does not see the
+scale: a loss that is not finite comes from the batch or from the activations, and it
+would be the same at every other scale.
 
 Sharp edges:
   The scale grows on the `patience + 1`-th finite step in a row, as in jaxamp and in
@@ -21,15 +21,15 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
+from flax_amp._training.aliases import Array
 
-PyTree = Any
-Scaler = dict[str, jax.Array]
+Scaler = dict[str, Array]
 
-# The reciprocal of a scale must be a normal float32: XLA flushes subnormals to zero,
-# and the gradients with them.
+# The reciprocal of a scale must be a normal float32. XLA flushes subnormal numbers to
+# zero, and gradients that are multiplied by zero are lost.
 _LARGEST_SCALE = 2.0**126
 _SMALLEST_SCALE = 2.0**-126
 
@@ -40,18 +40,18 @@ class DynamicScalerState(TypedDict, total=False):
     """The type of the scaler: a dict of 0-d arrays, all strongly typed.
 
     `DynamicScalerState(patience=10)` is the dict `{"patience": 10}`. Every function
-    that takes a scaler completes missing keys with the defaults of `init_scaler` and
-    turns Python numbers into arrays, so such a short form is enough to start with.
+    that takes a scaler fills in missing keys with the defaults of `init_scaler` and
+    turns Python numbers into arrays, so this short form is enough to start with.
 
     Attributes:
-      scaler: float32, the loss is multiplied by it.
-      count: int32, finite steps since the scale last changed.
+      scaler: float32, the scale: the loss is multiplied by it.
+      count: int32, the number of finite steps since the scale last changed.
       patience: int32, the scale grows on the finite step after `patience` others.
-      adjust_factor: float32, what the scale is multiplied or divided by.
-      total_resets: int32, how many steps were not finite, those that left the scale
-        alone included.
-      min_scaler: float32, lower limit of the scale.
-      max_scaler: float32, upper limit of the scale.
+      adjust_factor: float32, the factor by which the scale grows or falls.
+      total_resets: int32, the number of steps that were not finite. It also counts the
+        steps that left the scale alone.
+      min_scaler: float32, the lower limit of the scale.
+      max_scaler: float32, the upper limit of the scale.
 
     Example:
       >>> DynamicScalerState(patience=10)
@@ -67,7 +67,7 @@ class DynamicScalerState(TypedDict, total=False):
     max_scaler: ArrayLike
 
 
-_DEFAULTS: dict[str, tuple[float, Any]] = {
+_DEFAULTS: dict[str, tuple[float, DTypeLike]] = {
     "scaler": (2.0**15, jnp.float32),
     "count": (0, jnp.int32),
     "patience": (2000, jnp.int32),
@@ -93,8 +93,8 @@ def init_scaler(
 
     Args:
       scaler: the first scale.
-      patience: finite steps to wait; the scale grows on the one after them.
-      adjust_factor: what the scale is multiplied or divided by, greater than 1.
+      patience: the number of finite steps to wait; the scale grows on the next one.
+      adjust_factor: the factor by which the scale grows or falls, greater than 1.
       min_scaler: the scale never falls below it.
       max_scaler: the scale never rises above it.
 
@@ -124,11 +124,11 @@ def init_scaler(
 
 
 def static_scaler(value: ArrayLike) -> Scaler:
-    """Makes a scaler that keeps its scale for ever.
+    """Makes a scaler whose scale never changes.
 
-    It has the keys of a dynamic one, so that a checkpoint fits both. Its limits are
-    both `value`: the ordinary update leaves it there, and still counts what was not
-    finite in `total_resets`.
+    It has the same keys as a dynamic scaler, so one checkpoint fits both. Both of its
+    limits are `value`: the ordinary update leaves the scale there, and `total_resets`
+    still counts the steps that were not finite.
 
     Args:
       value: the scale.
@@ -144,7 +144,7 @@ def static_scaler(value: ArrayLike) -> Scaler:
 
 
 def no_scaler() -> Scaler:
-    """Makes a scaler of 1, for bfloat16 and float32, which need no loss scaling.
+    """Makes a scaler of 1 for bfloat16 and float32, which need no loss scaling.
 
     Example:
       >>> float(no_scaler()["scaler"])
@@ -153,15 +153,15 @@ def no_scaler() -> Scaler:
     return static_scaler(1.0)
 
 
-def complete_scaler(state: Mapping[str, Any], where: str = "scaler") -> Scaler:
+def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
     """Fills in missing keys and turns Python numbers into strongly typed arrays.
 
-    This is also what brings the scaler of an older checkpoint up to date. It does not
-    look at the values: `check_scaler` does.
+    It also brings the scaler of an older checkpoint up to date. It does not look at the
+    values; `check_scaler` does.
 
     Args:
-      state: any part of a scaler; see `DynamicScalerState`.
-      where: what it was given as, for messages.
+      state: some or all keys of a scaler; see `DynamicScalerState`.
+      name: what the messages call `state`.
 
     Returns:
       A dict with every key, as from `init_scaler`.
@@ -176,13 +176,13 @@ def complete_scaler(state: Mapping[str, Any], where: str = "scaler") -> Scaler:
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            f"{where}: got {type(state).__name__}; expected a dict such as "
+            f"{name}: got {type(state).__name__}; expected a dict such as "
             "flax_amp.init_scaler() returns. Pass that, or flax_amp.no_scaler() for "
             "bfloat16."
         )
     if unknown := sorted(str(key) for key in state if key not in _DEFAULTS):
         raise ValueError(
-            f"{where}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
+            f"{name}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
             "Remove or rename them."
         )
     return {
@@ -197,27 +197,30 @@ def update_scaler(
     *,
     loss_finite: ArrayLike = True,
 ) -> Scaler:
-    """Grows or lowers the scale after one step.
+    """Raises or falls the scale after one step.
 
-    A finite step adds one to `count`; when `count` has reached `patience`, it instead
-    multiplies the scale by `adjust_factor` and starts the count again. A finite loss
-    with gradients that are not finite divides the scale and starts the count again. A
-    loss that is not finite leaves both alone: no scale would have helped. Either adds
-    one to `total_resets`. The scale is kept within its limits, and counters stop at
-    the largest int32.
+    - If loss and gradients are finite, `count` goes up by one. If `count` has already
+      reached `patience`, the scale is multiplied by `adjust_factor` instead, and
+      `count` starts again at 0.
+    - If the loss is finite and the gradients are not, the scale is divided by
+      `adjust_factor`, `count` starts again at 0, and `total_resets` goes up by one.
+    - If the loss is not finite, no scale would have helped: scale and `count` stay, and
+      `total_resets` goes up by one.
+
+    The scale stays within its limits, and the counters stop at the largest int32.
 
     Args:
       state: a scaler; see `DynamicScalerState`.
       grads_finite: bool[], True when the gradients are finite on every device.
-      loss_finite: bool[], True when the loss, and whatever else the forward pass gave,
-        is finite on every device.
+      loss_finite: bool[], True when the loss and everything else that the forward pass
+        computes is finite on every device.
 
     Returns:
       A new scaler with the same keys, shapes and dtypes.
 
     Raises:
       TypeError: if `state` is not a mapping.
-      ValueError: if a key is unknown, or a Python number is out of its range.
+      ValueError: if a key is unknown, or if a Python number is out of its range.
 
     Example:
       >>> state = update_scaler(init_scaler(), False)
@@ -227,30 +230,30 @@ def update_scaler(
       >>> float(state["scaler"]), int(state["total_resets"])
       (16384.0, 2)
     """
-    state = checked_scaler(state)
-    forward = jnp.asarray(loss_finite, bool)
-    finite = forward & jnp.asarray(grads_finite, bool)
-    lowers = forward & ~finite
+    state = validate_scaler(state)
+    loss_finite = jnp.asarray(loss_finite, bool)
+    finite = loss_finite & jnp.asarray(grads_finite, bool)
+    falls = loss_finite & ~finite
     scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
     grows = finite & (count >= state["patience"])
-    moved = jnp.where(grows, scale * factor, scale)
-    moved = jnp.where(lowers, scale / factor, moved)
-    # fmax and fmin ignore a NaN operand: even a scale that came in broken recovers.
-    moved = jnp.fmin(jnp.fmax(moved, state["min_scaler"]), state["max_scaler"])
-    counted = jnp.where(finite, _saturating_increment(count), count)
+    new_scale = jnp.where(grows, scale * factor, scale)
+    new_scale = jnp.where(falls, scale / factor, new_scale)
+    # fmax and fmin ignore a NaN operand, so even a NaN scale recovers.
+    new_scale = jnp.fmin(jnp.fmax(new_scale, state["min_scaler"]), state["max_scaler"])
+    new_count = jnp.where(finite, _saturating_increment(count), count)
     resets = state["total_resets"]
     return state | {
-        "scaler": moved,
-        "count": jnp.where(lowers | grows, 0, counted),
+        "scaler": new_scale,
+        "count": jnp.where(falls | grows, 0, new_count),
         "total_resets": jnp.where(finite, resets, _saturating_increment(resets)),
     }
 
 
-def _saturating_increment(count: jax.Array) -> jax.Array:
+def _saturating_increment(count: Array) -> Array:
     return jnp.where(count < _INT32_MAX, count + 1, count)
 
 
-def _as_scalar(key: str, value: Any, dtype: Any) -> jax.Array:
+def _as_scalar(key: str, value: Any, dtype: DTypeLike) -> Array:
     _check_scalar(key, value)
     return jnp.asarray(value, dtype)
 
@@ -264,61 +267,63 @@ def _check_scalar(key: str, value: Any) -> None:
         )
     if shape != ():
         raise ValueError(
-            f"scaler[{key!r}] has shape {shape}; expected a scalar. For several "
+            f"scaler[{key!r}] has shape {shape}; expected a scalar. To use several "
             "scalers at once, use jax.vmap."
         )
 
 
-def checked_scaler(state: Any, where: str = "scaler", *, wait: bool = False) -> Scaler:
-    """Returns a complete scaler, after checking what is known of it.
+def validate_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Scaler:
+    """Returns a complete scaler, after checking its values.
 
     Args:
-      state: any part of a scaler.
-      where: what it was given as, for messages.
-      wait: look at arrays on the device, too, and wait for them.
+      state: some or all keys of a scaler.
+      name: what the messages call `state`.
+      wait: also check arrays on the device, and wait for them.
     """
     if isinstance(state, Mapping):
-        check_scaler(state, where, wait=wait)
-    return complete_scaler(state, where)
+        check_scaler(state, name, wait=wait)
+    return complete_scaler(state, name)
 
 
-def check_scaler(state: Mapping[str, Any], where: str, *, wait: bool = True) -> None:
+def check_scaler(state: Mapping[str, Any], name: str, *, wait: bool = True) -> None:
     """Raises a ValueError that lists every value out of its range.
 
-    Traced values are not checked; arrays on the device only with `wait`. Missing keys
-    have their defaults.
+    Traced values are not checked. Arrays on the device are checked only with `wait`.
+    Missing keys have their defaults.
     """
-    unknown = jax.core.Tracer if wait else jax.Array
+    unchecked = jax.core.Tracer if wait else Array
     values = {key: state.get(key, default) for key, (default, _) in _DEFAULTS.items()}
     for key, value in values.items():
         _check_scalar(key, value)
-    known = {k: v for k, v in values.items() if not isinstance(v, unknown)}
-    if known and (bad := faults_of(known)):
+    known = {k: v for k, v in values.items() if not isinstance(v, unchecked)}
+    if known and (wrong := values_out_of_range(known)):
         raise ValueError(
-            f"{where}: {', '.join(bad)}. Correct these values; the scale must stay "
+            f"{name}: {', '.join(wrong)}. Correct these values; the scale must stay "
             "a finite, positive float32."
         )
 
 
-def check_complete(state: Any, where: str) -> None:
+def check_keys(state: Any, name: str) -> None:
     """Raises a ValueError unless `state` is a dict with every key of a scaler."""
     keys = state.keys() if isinstance(state, Mapping) else set()
     if missing := sorted(_DEFAULTS.keys() - keys):
         raise ValueError(
-            f"{where}, a {type(state).__name__}, lacks {missing}; expected every key "
+            f"{name}, a {type(state).__name__}, lacks {missing}; expected every key "
             "of flax_amp.init_scaler(). Complete it: flax_amp.init_scaler() | scaler."
         )
 
 
-def faults_of(state: Mapping[str, Any]) -> list[str]:
-    """Returns one text for each value of a scaler that is out of its range.
+def values_out_of_range(state: Mapping[str, Any]) -> list[str]:
+    """Describes each value of a scaler that is out of its range, with that range.
 
-    The text names the range. Missing values count as in their ranges.
+    A missing value counts as one that is in its range.
     """
     known = {key: np.asarray(state[key]).item() for key in _DEFAULTS if key in state}
     values = {key: default for key, (default, _) in _DEFAULTS.items()}
     values |= {"min_scaler": _SMALLEST_SCALE, "max_scaler": _LARGEST_SCALE} | known
-    with np.errstate(over="ignore"):  # as the float32 that it becomes
+    # The scaler holds float32, so its values are compared as float32. A number that
+    # overflows float32 becomes inf here, which is out of every range.
+    with np.errstate(over="ignore"):
         scaler, factor, low, high = (
             float(np.float32(values[key]))
             for key in ("scaler", "adjust_factor", "min_scaler", "max_scaler")

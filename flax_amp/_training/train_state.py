@@ -1,11 +1,12 @@
-"""`AmpTrainState`: Flax's `TrainState` with the scaler and everything else that trains.
+"""`AmpTrainState`: Flax's `TrainState` with the scaler and all other state of a run.
 
-The state is all there is to save: restored from a checkpoint, it goes on as if it had
-never stopped. From its first moment every leaf is a strongly typed `jax.Array`, so a
-step is traced once, and none shares its memory with the user's arrays or with another
-leaf, so that donating the state deletes nothing else.
+A checkpoint of the state is complete: a run that is resumed from it is bit-identical to
+an uninterrupted one. From the start every leaf is a strongly typed `jax.Array`, so a
+step is traced once. No leaf shares its memory with the user's arrays or with another
+leaf, so donating the state deletes no other array.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -15,8 +16,9 @@ from flax import core, nnx, struct
 from flax.training import train_state
 
 from flax_amp import _tree
+from flax_amp._training.aliases import Array, PyTree, Rngs
 from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
-from flax_amp._training.scaler import Scaler, checked_scaler
+from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.wrap import (
     has_integers,
     resume_opt_state,
@@ -26,21 +28,42 @@ from flax_amp._training.wrap import (
 )
 from flax_amp.optim._optimizer import Optimizer
 
-PyTree = Any
+Filter = nnx.filterlib.Filter
 
 
-class AmpTrainState(train_state.TrainState):
+class _CheckedReplace:
+    """Gives the dataclasses of Flax a `replace` that names unknown fields."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Only now: Flax has just given the class a `replace` without the check.
+        cls.replace = _replace  # type: ignore[attr-defined]
+
+
+def _replace(state: Any, **updates: Any) -> Any:
+    """Returns a new object with new values for some fields."""
+    fields = [field.name for field in dataclasses.fields(state)]
+    if unknown := sorted(set(updates) - set(fields)):
+        raise TypeError(
+            f"{type(state).__name__}.replace: unknown fields {unknown}; expected some "
+            f"of {fields}. Declare new fields in a subclass; for hyper-parameters of "
+            "flax_amp.optim use replace_hyperparams."
+        )
+    return dataclasses.replace(state, **updates)
+
+
+class AmpTrainState(_CheckedReplace, train_state.TrainState):
     """A train state for mixed precision, for Linen and for NNX models.
 
-    Subclass it to add fields, as with `TrainState`; a step that is not finite leaves
-    them as they were.
+    To add fields, subclass it, as you would `TrainState`. A skipped step leaves them as
+    they were.
 
     Attributes:
-      step: int32[], steps taken, skipped ones included.
+      step: int32[], the number of steps, skipped ones included.
       apply_fn: usually `model.apply` (Linen); `None` for NNX.
       params: the float32 master weights; for NNX a nested dict of plain arrays.
-      tx: the optimizer, inside `flax_amp.finite.apply_if_finite`.
-      opt_state: its state, an `optax.ApplyIfFiniteState`.
+      tx: the optimizer, inside an `apply_if_finite` of flax_amp.
+      opt_state: the state of `tx`, an `optax.ApplyIfFiniteState`.
       scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
       variables: every other collection. Linen: `{"batch_stats": ...}`. NNX: the state
         that does not train, such as batch statistics, random streams and, with `wrt`,
@@ -60,11 +83,11 @@ class AmpTrainState(train_state.TrainState):
       32768.0
     """
 
-    # No defaults: a subclass may then add fields that have none either.
+    # These fields have no defaults, so that the fields of a subclass need none either.
     scaler: Scaler
     variables: PyTree
-    rngs: dict[str, jax.Array]
-    graphdef: Any = struct.field(pytree_node=False)
+    rngs: Rngs
+    graphdef: nnx.GraphDef[Any] | None = struct.field(pytree_node=False)
 
     @classmethod
     def create(  # type: ignore[override]  # TrainState requires the first two
@@ -74,40 +97,41 @@ class AmpTrainState(train_state.TrainState):
         params: PyTree = None,
         tx: Any,
         model: nnx.Module | None = None,
-        wrt: Any = nnx.Param,
-        variables: Mapping[str, Any] | None = None,
-        rngs: Mapping[str, jax.Array] | None = None,
+        wrt: Filter = nnx.Param,
+        variables: Mapping[str, PyTree] | None = None,
+        rngs: Mapping[str, Array] | None = None,
         scaler: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
         """Makes the state of a new run.
 
-        Works under `jax.jit`, with `out_shardings` for a state that is born sharded,
-        and under `jax.eval_shape`.
+        It works under `jax.eval_shape` and under `jax.jit`. With `out_shardings`, the
+        state is sharded from the start.
 
         Args:
           apply_fn: usually `model.apply` of a Linen model.
           params: its parameters, float32.
-          tx: an optimizer of optax or of `flax_amp.optim`; it is wrapped in
-            `apply_if_finite` unless optax's own is around it. It then skips, however
-            often, what is not finite. A pytree optimizer is itself the state that it
-            trains; one after `init` goes on from its state.
+          tx: an optimizer of optax or of `flax_amp.optim`. It is wrapped in
+            `apply_if_finite`, which skips updates that are not finite, however many,
+            unless it is an `optax.apply_if_finite` already. An optimizer of
+            `flax_amp.optim` becomes a part of the state. If its `init` was called, it
+            continues from the state that it has.
           model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
-            `merge_model` gives the trained one.
+            `merge_model` returns the trained model.
           wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
             or a function of path and variable. The others go into `variables`.
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
-          scaler: a loss scaler, by default `flax_amp.init_scaler()`; for bfloat16 and
-            float32, `flax_amp.no_scaler()` scales nothing.
+          scaler: a loss scaler, by default `flax_amp.init_scaler()`. For bfloat16 and
+            float32, pass `flax_amp.no_scaler()`, which scales nothing.
           **kwargs: the fields of a subclass.
 
         Returns:
           A state at step 0.
 
         Raises:
-          TypeError: if a model is missing, or `params`, `rngs`, `variables` or `scaler`
-            is no dict.
+          TypeError: if both `params` and `model` are missing, or if `params`, `rngs`,
+            `variables` or `scaler` is not a dict.
           ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
             selects nothing, if `tx` accumulates around `apply_if_finite`, or if a value
             of `scaler` is out of its range.
@@ -123,9 +147,9 @@ class AmpTrainState(train_state.TrainState):
         tx = unwrap_to_optax(tx)
         state = super().create(
             apply_fn=apply_fn,
-            params=_own(params),
+            params=_copy_leaves(params),
             tx=wrap_optimizer(tx, params),
-            scaler=checked_scaler(
+            scaler=validate_scaler(
                 {} if scaler is None else scaler,
                 "AmpTrainState.create: scaler",
                 wait=True,
@@ -139,13 +163,13 @@ class AmpTrainState(train_state.TrainState):
             state = state.replace(tx=shared_update_fn(has_integers(params)))
             if tx.opt_state is not None:
                 state = state.replace(opt_state=resume_opt_state(state.opt_state, tx))
-        # Once more, now for all of it: `init` may have put the parameters themselves
-        # into its state, and a buffer must not be donated twice.
-        return _own(state).replace(step=jnp.zeros((), jnp.int32))
+        # The `init` of an optimizer may return the parameters themselves. All leaves
+        # are copied again, because one buffer must not be donated twice.
+        return _copy_leaves(state).replace(step=jnp.zeros((), jnp.int32))
 
     @property
-    def hyperparams(self) -> dict[str, jax.Array]:
-        """The hyper-parameters of this step, by name, if `tx` is of `flax_amp.optim`.
+    def hyperparams(self) -> dict[str, Array]:
+        """The hyper-parameters of this step by name, for a `tx` of `flax_amp.optim`.
 
         Example:
           >>> import optax
@@ -158,13 +182,13 @@ class AmpTrainState(train_state.TrainState):
         return collect_hyperparams(self.opt_state)
 
     def replace_hyperparams(self, **changes: Any) -> Self:
-        """Returns a state with other hyper-parameters; nothing is compiled again.
+        """Returns a state with new values of hyper-parameters, without compiling again.
 
         Args:
-          **changes: numbers by the names of `hyperparams`.
+          **changes: new values, by the names of `hyperparams`.
 
         Raises:
-          TypeError: if there is no such name, or `tx` is not of `flax_amp.optim`.
+          TypeError: if a name is unknown, or if `tx` is not of `flax_amp.optim`.
 
         Example:
           >>> from flax_amp import optim
@@ -172,13 +196,12 @@ class AmpTrainState(train_state.TrainState):
           >>> state = AmpTrainState.create(params=params, tx=optim.adamw(3e-4))
           >>> state = state.replace_hyperparams(learning_rate=1e-4)
         """
-        where = "AmpTrainState.replace_hyperparams"
-        return self.replace(
-            opt_state=replace_hyperparams(self.opt_state, changes, where)
-        )
+        caller = "AmpTrainState.replace_hyperparams"
+        opt_state = replace_hyperparams(self.opt_state, changes, caller)
+        return self.replace(opt_state=opt_state)
 
     def merge_model(self) -> nnx.Module:
-        """Returns the NNX model as it is now; training goes on without touching it.
+        """Returns a copy of the NNX model as it is now; training does not change it.
 
         Raises:
           TypeError: if the state was made from a Linen model.
@@ -195,15 +218,18 @@ class AmpTrainState(train_state.TrainState):
                 "merge_model: the state was made from apply_fn and params; expected "
                 "one made with create(model=...). Use state.apply_fn(...) instead."
             )
-        return merge_model(self.graphdef, _own(self.params), _own(self.variables))
+        params, variables = _copy_leaves((self.params, self.variables))
+        return merge_model(self.graphdef, params, variables)
 
 
-def split_model(model: nnx.Module, wrt: Any = nnx.Param) -> tuple[Any, PyTree, PyTree]:
-    """Returns `(graphdef, params, variables)` of a module, as nested dicts of arrays.
+def split_model(
+    model: nnx.Module, wrt: Filter = nnx.Param
+) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
+    """Returns `(graphdef, params, variables)` of a module, the last two as plain dicts.
 
-    Plain dicts and not `nnx.State`: they hold no Variable objects, which an eager
-    merge would share and mutate, optax and Orbax see bare arrays, and on disk the
-    paths are those of a Linen model (`l1/kernel`, not `l1/kernel/value`).
+    An `nnx.State` would hold Variable objects, which a merge outside of `jit` shares
+    and changes. With nested dicts of arrays, optax and Orbax see arrays only, and the
+    paths on disk are those of a Linen model (`l1/kernel`, not `l1/kernel/value`).
     """
     graphdef, *states = nnx.split(model, wrt, ...)
     params, variables = map(nnx.to_pure_dict, states)
@@ -211,9 +237,9 @@ def split_model(model: nnx.Module, wrt: Any = nnx.Param) -> tuple[Any, PyTree, P
 
 
 def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
-    """Returns the state of a module beside its parameters, as `split_model` does."""
-    taken = set(nnx.traversals.flatten_mapping(params))
-    rest = nnx.state(model, lambda path, _: path not in taken)
+    """Returns the state of a module except its parameters, as `split_model` does."""
+    trained = set(nnx.traversals.flatten_mapping(params))
+    rest = nnx.state(model, lambda path, _: path not in trained)
     return nnx.to_pure_dict(rest)
 
 
@@ -222,12 +248,12 @@ def merge_model(graphdef: Any, params: PyTree, variables: PyTree) -> nnx.Module:
     return nnx.merge(graphdef, params, variables)
 
 
-def _own(tree: PyTree) -> PyTree:
-    """Copies every leaf into a strongly typed array of its own."""
-    return jax.tree.map(_own_leaf, tree)
+def _copy_leaves(tree: PyTree) -> PyTree:
+    """Copies every array and number into a strongly typed array of its own."""
+    return jax.tree.map(_copy_leaf, tree)
 
 
-def _own_leaf(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
         return leaf
     array = jnp.asarray(leaf)
@@ -247,41 +273,41 @@ def _check_model(model: Any, params: PyTree, variables: Any) -> None:
         )
 
 
-def check_selection(params: PyTree, wrt: Any, where: str) -> None:
-    """Raises a ValueError if a filter has left nothing to train."""
+def check_selection(params: PyTree, wrt: Filter, caller: str) -> None:
+    """Raises a ValueError if a filter selects no parameters to train."""
     if not jax.tree.leaves(params):
         raise ValueError(
-            f"{where}: wrt={wrt} selects no variable of the model; "
+            f"{caller}: wrt={wrt} selects no variable of the model; "
             "expected a filter for the parameters to train, such as nnx.Param. "
             "nnx.state(model) shows what there is."
         )
 
 
-def check_params(params: PyTree, where: str) -> None:
+def check_params(params: PyTree, caller: str) -> None:
     """Raises one ValueError that lists every parameter of a wrong dtype."""
-    bad = []
+    wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
             raise ValueError(
-                f"{where}: the parameter {jax.tree_util.keystr(path)} is a PRNG key; "
+                f"{caller}: the parameter {jax.tree_util.keystr(path)} is a PRNG key; "
                 "expected arrays that can be differentiated. Leave random streams out "
                 "of params, and out of what wrt selects."
             )
         floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
         if floating and dtype not in (jnp.float32, jnp.complex64):
-            bad.append(f"{jax.tree_util.keystr(path)}: {dtype}")
-    if bad:
+            wrong.append(f"{jax.tree_util.keystr(path)}: {dtype}")
+    if wrong:
         raise ValueError(
-            f"{where}: parameters are not float32: {', '.join(bad)}; "
-            "expected float32 master weights, which amp casts where it computes with "
-            "them. Make the model with param_dtype=jnp.float32 or cast them with "
+            f"{caller}: parameters are not float32: {', '.join(wrong)}; "
+            "expected float32 master weights, which amp casts at each use. "
+            "Make the model with param_dtype=jnp.float32 or cast them with "
             "jax.tree.map(lambda x: x.astype(jnp.float32), params)."
         )
 
 
 def _as_collections(params: PyTree, variables: Any) -> PyTree:
-    """Returns the collections of a Linen model next to its parameters."""
+    """Returns the collections of a Linen model other than its parameters."""
     if params is None:
         raise TypeError(
             "AmpTrainState.create: got neither params nor model; expected params (and "
@@ -290,7 +316,7 @@ def _as_collections(params: PyTree, variables: Any) -> PyTree:
     if not isinstance(params, Mapping | list | tuple):
         raise TypeError(
             f"AmpTrainState.create: params is a {type(params).__name__}; expected a "
-            "dict of arrays. Put a single array into one: {'w': array}."
+            "dict of arrays. Put a single array into a dict: {'w': array}."
         )
     if variables is None:
         return {}
@@ -307,7 +333,7 @@ def _as_collections(params: PyTree, variables: Any) -> PyTree:
     return core.unfreeze(dict(variables))
 
 
-def _as_streams(rngs: Any) -> dict[str, jax.Array]:
+def _as_streams(rngs: Any) -> Rngs:
     if rngs is None:
         return {}
     if not isinstance(rngs, Mapping):
@@ -319,7 +345,7 @@ def _as_streams(rngs: Any) -> dict[str, jax.Array]:
     return {name: _as_key(name, key) for name, key in rngs.items()}
 
 
-def _as_key(name: str, key: Any) -> jax.Array:
+def _as_key(name: str, key: Any) -> Array:
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if key.shape == ():

@@ -1,21 +1,21 @@
-"""One training step in mixed precision, and one evaluation step.
+"""One training step and one evaluation step in mixed precision.
 
-The order is fixed here, because every other order is wrong somewhere: scale the loss
-in float32, differentiate, unscale by the scale that was used, average over micro-
-batches and devices, decide once whether all of it is finite, and only then clip and
-update (`tx`). A step that is not finite changes nothing but `step`, the scaler and the
-counters of skipped steps: one select of the old state against the new one, so every
-other leaf keeps its bits. The scale is lowered only when the loss is finite and the
-gradients are not: a bad batch, or an overflow of the activations, is the same at any
-scale.
+The order of a step is fixed here, because every other order is wrong somewhere. The
+step scales the loss in float32, differentiates, unscales by the scale that was used,
+averages over micro-batches and devices, and decides once whether everything is finite.
+Only then does it clip and update, which is what `tx` does. A step that is not finite
+changes nothing but `step`, the scaler and the counters of skipped steps. One select
+between the old and the new state does that, so every other leaf keeps its bits. The
+scale falls only if the loss is finite and the gradients are not. A bad batch, or an
+overflow of the activations, would be the same at every scale.
 
 Sharp edges:
-  `state.step` counts skipped steps, the counts inside `opt_state` do not: a learning
-  rate logged as `schedule(state.step)` is early after skips.
+  `state.step` counts skipped steps, but the counts inside `opt_state` do not. After
+  skips, `schedule(state.step)` is ahead of the learning rate that the optimizer uses.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +26,33 @@ from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.accumulate import AxisName, Result
-from flax_amp._training.compiled import Compiled
-from flax_amp._training.finite import counted, unguarded
+from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, Rngs
+from flax_amp._training.averaging import PassResult
+from flax_amp._training.donation import JittedStep
+from flax_amp._training.finite import count_skip, without_finite_check
 from flax_amp._training.gradients import (
     Options,
-    all_gradients,
-    check_function,
-    explaining_update,
+    complete_grads,
+    compute_gradients,
+    explain_missing_update_args,
     fold_in,
-    gradients,
+    make_metrics,
     make_options,
-    metrics_of,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
-from flax_amp._training.loss import call, check_unchanged
-from flax_amp._training.scaler import Scaler, check_complete
+from flax_amp._training.loss import call_user_fn, check_batch_unchanged, check_function
+from flax_amp._training.scaler import Scaler, check_keys
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import Policy, PolicyEntries
 
-PyTree = Any
+StateT = TypeVar("StateT", bound=AmpTrainState)
+ResultT = TypeVar("ResultT")
+
+
+class TrainStep(Protocol):
+    """A training step: it returns a state of the class that it was given."""
+
+    def __call__(self, state: StateT, batch: Batch) -> tuple[StateT, Metrics]: ...
 
 
 def make_train_step(
@@ -63,56 +70,65 @@ def make_train_step(
     state_shardings: PyTree = None,
     donate: bool = True,
     jit: bool = True,
-) -> Callable[[AmpTrainState, PyTree], tuple[AmpTrainState, dict[str, Any]]]:
+) -> TrainStep:
     """Makes a training step from an ordinary float32 loss.
 
     Args:
-      loss_fn: `loss_fn(params, batch)`, or `loss_fn(model, batch)` when the state was
-        made from an NNX model. It returns a scalar float loss. It may also declare
-        the keywords `state` and `rngs`: it then gets the state (with the parameters
-        and variables of this pass) and `state.rngs`, folded with `state.step`.
+      loss_fn: `loss_fn(params, batch)`, or `loss_fn(model, batch)` if the state was
+        made from an NNX model. It returns a scalar float loss. It may also declare the
+        keywords `state` and `rngs`. `state` is then the state, with the parameters and
+        variables of this pass, and `rngs` is `state.rngs`, folded with `state.step`.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict. Its reserved key
         `"variables"` holds updated collections of a Linen model, as `apply` with
-        `mutable=` returns them; the rest goes into the metrics. The state of an NNX
+        `mutable=` returns them; all other entries become metrics. The state of an NNX
         model is collected from the model itself.
       compute_dtype: see `flax_amp.amp`.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
-      reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are averaged in
-        float32 whatever it is.
+      reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
+        in float32.
       merge_layers: see `flax_amp.amp`.
       redo_on_nan: while the loss is finite, the gradients are not, and the scale can
         still fall, compute the same batch again with the lower scale, at most this
         many times.
-      accum_steps: split the leading axis of every leaf of the batch into so many
-        micro-batches (every `accum_steps`-th example makes one) and average their
-        gradients in float32. Scalar float entries of `aux` are averaged too, entries
-        with a `reduce` method (clu metrics) are reduced, all others come back stacked.
+      accum_steps: the number of micro-batches. The leading axis of every leaf of the
+        batch is split (every `accum_steps`-th example goes into the same micro-batch),
+        and the gradients are averaged in float32. Scalar float entries of `aux` are
+        averaged too, entries with a `reduce` method (clu metrics) are reduced, and all
+        other entries come back stacked.
       axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
         over which to average gradients, loss, variables and scalar float entries of
-        `aux`. Each device draws its own `rngs`; use it with `jit=False` inside the
+        `aux`. Each device draws its own `rngs`. Use it with `jit=False` inside the
         mapped function.
-      state_shardings: where the leaves of the new state lie, as a state of shardings or
-        one for all. On a mesh, give the ones that the state was created with: without
-        them XLA chooses, and may move a leaf that was replicated.
+      state_shardings: the shardings of the new state, as a state of shardings or as one
+        sharding for all leaves. On a mesh, pass the shardings that the state was
+        created with. Otherwise XLA chooses them, and may move a leaf that was
+        replicated.
       donate: let the new state reuse the memory of the old one, which is then deleted.
       jit: compile the step.
 
     Returns:
       `train_step(state, batch) -> (state, metrics)`. The metrics are arrays on the
-      device: `loss` (float32), `grads_finite` (False for every step that was skipped,
-      because of its loss or updated variables, too), `scaler` (the scale of the next
-      step),
-      `grad_norm` (unscaled, before any clipping), `skipped_total`, those of `aux`, and
-      `hyperparams/learning_rate` and so on if `tx` is of `flax_amp.optim`: the values
-      that the last update used, schedules included.
+      device:
+
+      - `loss`: float32.
+      - `grads_finite`: False for every skipped step, also if its loss or its updated
+        variables were the cause.
+      - `scaler`: the scale of the next step.
+      - `grad_norm`: the norm of the unscaled gradients, before any clipping.
+      - `skipped_total`: the number of skipped steps.
+      - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim`: the
+        values that the last update used, schedules included.
+      - the entries of `aux`.
 
     Raises:
-      TypeError: if an argument is of a wrong kind; when called, if the state is no
-        `AmpTrainState`, or the loss or `aux` is not what is expected.
+      TypeError: if an argument is of a wrong kind; when called, if the state is not an
+        `AmpTrainState`, or if the loss or `aux` is not what is expected.
       ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
-        of range, or `state_shardings` comes with `jit=False`; when called, if the batch
-        does not split, or updated variables do not fit the state.
+        of range, or if `state_shardings` comes with `jit=False`; when called, if the
+        batch does not split, if updated variables do not fit the state, or if two
+        leaves of the state are the same array.
+      RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:
       >>> from flax import nnx
@@ -140,42 +156,41 @@ def make_train_step(
         axis_name=axis_name,
     )
 
-    def train_step(
-        state: AmpTrainState, batch: PyTree
-    ) -> tuple[AmpTrainState, dict[str, Any]]:
+    def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
         _check_state(state, "train_step")
-        new_scaler, finite, result = gradients(options, state, batch)
-        new_state = _advance(options, state, new_scaler, finite, result)
+        scaler, finite, result = compute_gradients(options, state, batch)
+        new_state = _update_or_skip(options, state, scaler, finite, result)
         more = hyperparam_metrics(new_state.opt_state)
         more["skipped_total"] = new_state.opt_state.total_notfinite
-        return new_state, metrics_of(options, new_scaler, finite, result, **more)
+        return new_state, make_metrics(options, scaler, finite, result, **more)
 
     if not jit:
         if state_shardings is not None:
             raise ValueError(
-                "make_train_step: got state_shardings with jit=False; expected one of "
-                "them. Pass out_shardings=(state_shardings, None) to your own jax.jit."
+                "make_train_step: got state_shardings with jit=False; expected only "
+                "one of them. Pass out_shardings=(state_shardings, None) to jax.jit "
+                "yourself."
             )
         return train_step
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return Compiled(jax.jit(train_step, **settings))
+    return JittedStep(jax.jit(train_step, **settings), donates=donate)
 
 
 def make_eval_step(
-    fn: Callable[..., Any],
+    fn: Callable[..., ResultT],
     *,
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: PolicyEntries | None = None,
     merge_layers: bool = True,
     jit: bool = True,
-) -> Callable[[AmpTrainState, PyTree], Any]:
+) -> Callable[[AmpTrainState, Batch], ResultT]:
     """Makes an evaluation step in the precision of training, without a scaler.
 
     Args:
-      fn: `fn(params, batch)`, or `fn(model, batch)` for NNX, where the model is in
-        evaluation mode (`model.eval()`) and its updates are dropped. It may declare
+      fn: `fn(params, batch)`, or `fn(model, batch)` for NNX. The model is then in
+        evaluation mode (`model.eval()`), and its updates are dropped. `fn` may declare
         the keywords `state` and `rngs`, as in `make_train_step`.
       compute_dtype: see `flax_amp.amp`.
       amp_policy: see `flax_amp.amp`.
@@ -197,72 +212,74 @@ def make_eval_step(
       (4, 1)
     """
     check_function(fn, "make_eval_step: fn")
-    # Nothing is differentiated, so there is nothing to compute again.
-    lower = amp(
+    # Nothing is differentiated, so nothing is computed again for a backward pass.
+    rewrite = amp(
         compute_dtype=compute_dtype,
         amp_policy=amp_policy,
         recompute="never",
         merge_layers=merge_layers,
     )
-    names = Policy(amp_policy).names_scopes
+    open_scopes = Policy(amp_policy).names_scopes
     name = getattr(fn, "__name__", "fn")
 
-    def eval_step(state: AmpTrainState, batch: PyTree) -> Any:
+    def eval_step(state: AmpTrainState, batch: Batch) -> ResultT:
         _check_state(state, "eval_step")
 
-        def pure(params: PyTree, variables: PyTree, batch: PyTree, rngs: Any) -> Any:
-            asked = dict(names=names, evaluate=True)
-            changed = changes_in(batch, "batch")
-            _, out = call(fn, state, params, variables, batch, rngs, **asked)
+        def pure(params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs) -> Any:
+            batch_changes = changes_in(batch, "batch")
+            _, out = call_user_fn(
+                fn,
+                state,
+                params,
+                variables,
+                batch,
+                rngs,
+                open_scopes=open_scopes,
+                evaluate=True,
+            )
             if jit:
-                check_unchanged(changed(), f"eval_step: {name}")
+                check_batch_unchanged(batch_changes(), f"eval_step: {name}")
             return out
 
         rngs = fold_in(state.rngs, state.step)
-        return lower(pure)(state.params, state.variables, batch, rngs)
+        return rewrite(pure)(state.params, state.variables, batch, rngs)
 
-    return Compiled(jax.jit(eval_step)) if jit else eval_step
-
-
-# The update
+    return JittedStep(jax.jit(eval_step), donates=False) if jit else eval_step
 
 
-def _advance(
+def _update_or_skip(
     options: Options,
-    state: AmpTrainState,
-    new_scaler: Scaler,
-    finite: jax.Array,
-    result: Result,
-) -> AmpTrainState:
-    """Applies the gradients, or skips the step and leaves the rest as it was."""
-    grads = all_gradients(result, state.params)
+    state: StateT,
+    scaler: Scaler,
+    finite: Array,
+    result: PassResult,
+) -> StateT:
+    """Applies the gradients if everything is finite; otherwise keeps the old state."""
+    grads = complete_grads(result, state.params)
     variables = _tree.combine(result.variables, state.variables)
-    with explaining_update(options.where):
-        new = state.replace(tx=unguarded(state.tx)).apply_gradients(
-            grads=grads, scaler=new_scaler, variables=variables
+    with explain_missing_update_args(options.caller):
+        new = state.replace(tx=without_finite_check(state.tx)).apply_gradients(
+            grads=grads, scaler=scaler, variables=variables
         )
-    kept = _tree.select(finite, new.replace(tx=state.tx), state)
-    counters = counted(state.opt_state, finite)
-    return kept.replace(
+    selected = _tree.select(finite, new.replace(tx=state.tx), state)
+    counters = count_skip(state.opt_state, finite)
+    return selected.replace(
         step=new.step,
-        scaler=new_scaler,
-        opt_state=kept.opt_state._replace(**counters),
+        scaler=scaler,
+        opt_state=selected.opt_state._replace(**counters),
     )
 
 
-# Errors
-
-
-def _check_state(state: Any, name: str) -> None:
+def _check_state(state: Any, caller: str) -> None:
     if not isinstance(state, AmpTrainState):
         raise TypeError(
-            f"{name}: state is a {type(state).__name__}; expected an AmpTrainState. "
+            f"{caller}: state is a {type(state).__name__}; expected an AmpTrainState. "
             "Make it with flax_amp.AmpTrainState.create(...)."
         )
     if not isinstance(state.opt_state, optax.ApplyIfFiniteState):
         raise TypeError(
-            f"{name}: state.opt_state is a {type(state.opt_state).__name__}; expected "
-            "an optax.ApplyIfFiniteState. Make the state with AmpTrainState.create, "
-            "which wraps tx."
+            f"{caller}: state.opt_state is a {type(state.opt_state).__name__}; "
+            "expected an optax.ApplyIfFiniteState. Make the state with "
+            "AmpTrainState.create, which wraps tx."
         )
-    check_complete(state.scaler, f"{name}: state.scaler")
+    check_keys(state.scaler, f"{caller}: state.scaler")

@@ -98,7 +98,7 @@ LOW = init_scaler(scaler=4.0, min_scaler=1.0)
             1.0,
             init_scaler(adjust_factor=1.1),
             50,
-            "the gradients are not, and the scale is still looked for",
+            "gradients are not, and the search for a scale has not ended",
         ),
     ],
 )

@@ -276,7 +276,7 @@ def test_numbers_are_not_judged_by_arrays_beside_them():
 def test_scalers_are_not_waited_for_later_on(monkeypatch):
     """On the way from step to step they are arrays; nobody fetches them."""
     state = init_scaler()
-    monkeypatch.setattr("flax_amp._training.scaler.faults_of", None)
+    monkeypatch.setattr("flax_amp._training.scaler.values_out_of_range", None)
     for finite in (True, False):
         state = update_scaler(state, finite)
     assert scale_loss(jnp.float32(1), state) == 2.0**14

@@ -1,0 +1,20 @@
+"""Names for the types that pass between the modules of this room."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+from flax_amp import _tree
+
+Array = jax.Array
+PyTree = _tree.PyTree
+
+# A pytree of arrays whose leading axis counts the examples.
+Batch = PyTree
+# What a step reports, by name: arrays, or what the `aux` of a loss holds.
+Metrics = dict[str, Any]
+# PRNG keys by the name of their stream.
+Rngs = dict[str, Array]
+# The name of a mapped axis, several of them, or `None` for none.
+AxisName = Hashable | tuple[Hashable, ...] | None

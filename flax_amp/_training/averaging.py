@@ -1,0 +1,231 @@
+"""Averages passes: over micro-batches one after the other, over devices at once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_amp import _tree
+from flax_amp._rewriter.nnx_bridge import is_module
+from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree
+
+
+class PassResult(NamedTuple):
+    """The result of one forward and backward pass over a batch or a micro-batch.
+
+    Attributes:
+      grads: unscaled float32 gradients, `None` for integer parameters.
+      overwrite: the fp8 statistics that Flax passes on as gradients, usually `None`.
+      loss: the loss.
+      variables: the updated variables, `None` for those that did not change.
+      aux: what the loss function returned beside the loss.
+    """
+
+    grads: PyTree
+    overwrite: PyTree
+    loss: Array
+    variables: PyTree
+    aux: Metrics
+
+
+# Micro-batches
+
+
+def accumulate(
+    one_pass: Callable[[PyTree, Batch, Array], PassResult],
+    zeros: PyTree,
+    variables: PyTree,
+    batch: Batch,
+    accum_steps: int,
+) -> PassResult:
+    """Averages `one_pass(variables, micro_batch, index)` over the micro-batches.
+
+    Args:
+      one_pass: one forward and backward pass. Each pass starts with the variables that
+        the last one updated.
+      zeros: gradients of zero, the start of the sum.
+      variables: the variables of the first pass.
+      batch: arrays, whose leading axis is split, and modules, which are not split.
+      accum_steps: the number of micro-batches.
+
+    Returns:
+      The mean gradients and loss, the last variables, and `aux` reduced or stacked.
+    """
+
+    updates: PyTree = None
+
+    def body(carry: tuple[PyTree, PyTree], x: tuple[Array, Batch]) -> Any:
+        nonlocal updates
+        total, variables = carry
+        index, rows = x
+        result = one_pass(variables, _tree.combine(rows, modules), index)
+        updates = result.variables
+        total = jax.tree.map(jnp.add, total, result.grads)
+        variables = _tree.combine(result.variables, variables)
+        return (total, variables), (result.overwrite, result.loss, result.aux)
+
+    # A module in the batch holds no examples, but an nnx.Variable by itself does.
+    modules, arrays = (
+        jax.tree.map(
+            lambda x, wanted=wanted: x if is_module(x) is wanted else None,
+            batch,
+            is_leaf=is_module,
+        )
+        for wanted in (True, False)
+    )
+    micro_batches = _split_batch(arrays, accum_steps)
+    (total, variables), (overwrite, losses, aux) = jax.lax.scan(
+        body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)
+    )
+    return PassResult(
+        grads=jax.tree.map(lambda g: g / accum_steps, total),
+        overwrite=jax.tree.map(functools.partial(jnp.max, axis=0), overwrite),
+        loss=losses.mean(),
+        variables=_tree.partition_like(variables, updates),
+        aux=jax.tree.map(_reduce_aux, aux, is_leaf=_has_reduce),
+    )
+
+
+def _split_batch(batch: Batch, accum_steps: int) -> Batch:
+    """Turns every leaf [n, ...] into [accum_steps, n / accum_steps, ...]."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) > 1 or any(not size or size[0] % accum_steps for size in sizes):
+        seen = "; ".join(f"batch{path} has shape {s}" for path, s in shapes.items())
+        raise ValueError(
+            f"train_step: {seen}; expected one leading axis, the same for all and "
+            f"divisible by {accum_steps=}. Change the batch size or accum_steps, and "
+            "close over arrays that do not have one row for each example."
+        )
+
+    # A micro-batch is every accum_steps-th example, not the first n / accum_steps: when
+    # the batch is sharded over devices, each micro-batch is then sharded over them too.
+    def split(leaf: Array) -> Array:
+        shape = (leaf.shape[0] // accum_steps, accum_steps, *leaf.shape[1:])
+        return jnp.swapaxes(leaf.reshape(shape), 0, 1)
+
+    return jax.tree.map(split, batch)
+
+
+def _has_reduce(node: Any) -> bool:
+    """Whether `node` reduces itself, as the metrics of clu do."""
+    return callable(getattr(node, "reduce", None))
+
+
+def _reduce_aux(stacked: Any) -> Any:
+    if _has_reduce(stacked):
+        return stacked.reduce()
+    scalars = stacked.ndim == 1 and jnp.issubdtype(stacked.dtype, jnp.inexact)
+    return stacked.mean() if scalars else stacked
+
+
+# Devices
+
+
+def check_axis_name(axis_name: AxisName, caller: str) -> AxisName:
+    """Returns `axis_name`, or raises a TypeError if it cannot name a mapped axis."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    # JAX takes an integer for a position in the shape, not for the name of an axis.
+    if any(isinstance(name, int | list | dict | set) for name in names):
+        raise TypeError(
+            f"{caller}: {axis_name=}; expected the name of a mapped axis, such as "
+            "'data', or a tuple of names. Pass the axis_name of your jax.vmap or "
+            "jax.pmap, or an axis of the mesh of your jax.shard_map."
+        )
+    return axis_name
+
+
+def device_index(axis_name: AxisName, caller: str) -> Array | None:
+    """Returns the index of this device on the mapped axes, or `None` without axes.
+
+    Raises:
+      NameError: if the call is not inside a map over these axes.
+    """
+    if axis_name is None:
+        return None
+    try:
+        return jax.lax.axis_index(axis_name)
+    except NameError as error:
+        raise NameError(
+            f"{caller}: {axis_name=} is not the axis of a map around this call; "
+            "expected one of jax.shard_map, jax.pmap or jax.vmap. With jax.jit on a "
+            "sharded batch, leave axis_name out: the mean over the batch is the mean "
+            "over its devices."
+        ) from error
+
+
+def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """Marks arrays as device-varying, where `shard_map` keeps track of that.
+
+    The steps mark two things. Marked parameters get one gradient for each device; JAX
+    would otherwise sum them over devices. A marked loss has the same derivative whether
+    or not the user has reduced it over devices already. The mean over devices that
+    follows is right for both, with and without `check_vma`.
+    """
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in axes if axis in manual)
+
+    def mark(leaf: Any) -> Any:
+        # A key stays as it is: no average could make it equal on all devices again.
+        if not axes or not _tree.is_array(leaf) or _is_key(leaf):
+            return leaf
+        varying = getattr(getattr(jax.typeof(leaf), "mat", None), "varying", ())
+        missing = tuple(axis for axis in axes if axis not in varying)
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def average_over_devices(
+    result: PassResult, axis_name: AxisName, variables: PyTree
+) -> PassResult:
+    """Makes a result the same on every device of the mapped axes.
+
+    A mean over devices is not finite when one of its terms is not, so all devices take
+    the same decision to skip a step.
+
+    Args:
+      result: the result of this device.
+      axis_name: the mapped axes.
+      variables: the variables before the pass, the same on every device.
+    """
+
+    def mean(tree: PyTree) -> PyTree:
+        return jax.lax.pmean(mark_varying(tree, axis_name), axis_name)
+
+    def mean_or_max(leaf: Array) -> Array:
+        if _tree.is_inexact_array(leaf):
+            return mean(leaf)
+        return jax.lax.pmax(mark_varying(jnp.asarray(leaf), axis_name), axis_name)
+
+    def average_variable(new: Any, old: Array) -> Any:
+        # Each device has folded its index into its keys: the old key is the common one.
+        if new is None or _is_key(old):
+            return None
+        if not _tree.is_inexact_array(new):
+            return mean_or_max(new)
+        # The mean of equal numbers may round to another number. The mean of their
+        # changes is exactly 0, so a variable that did not change keeps its bits.
+        base = jnp.where(jnp.isfinite(old), old, 0)
+        return base + mean(new - base)
+
+    def mean_of_scalar(leaf: Any) -> Any:
+        scalar = _tree.is_inexact_array(leaf) and leaf.ndim == 0
+        return mean(leaf) if scalar else leaf
+
+    return PassResult(
+        grads=mean(result.grads),
+        overwrite=jax.tree.map(mean_or_max, result.overwrite),
+        loss=mean(result.loss),
+        variables=_tree.map_or_none(average_variable, result.variables, variables),
+        aux=jax.tree.map(mean_of_scalar, result.aux, is_leaf=_has_reduce),
+    )
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
