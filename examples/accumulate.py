@@ -3,11 +3,11 @@
     python -m examples.accumulate
 
 `accum_steps` splits the batch within one step: one scan, float32 sums, one update, one
-decision to skip. `optax.MultiSteps` waits over several steps, for batches that do not
-exist at once. Clipping stands inside of both, and so sees the mean gradient of the
-whole batch. The table says how far each ends from the full batch, and what memory XLA
-takes. A step that is skipped would show: it costs a full batch in the one case, a part
-of it in the other. So the scale starts low.
+decision to skip. `optax.MultiSteps` accumulates over several steps, for batches that
+arrive in parts. In both, clipping sees the mean gradient of the whole batch. The table
+shows how far the parameters end from those of the full batch, and how much memory XLA
+takes. The scale starts low, so that no step is skipped: a skipped step loses a full
+batch with `accum_steps`, and a part of one with `MultiSteps`.
 """
 
 import jax
@@ -47,7 +47,7 @@ def create_state(tx):
 
 
 def train(tx, accum_steps, steps_per_update):
-    """Trains on the same examples, whatever the number of steps they come in."""
+    """Trains on the same examples, however many steps they are split over."""
     images, _ = data.load(split_seed=0)
     state = create_state(tx)
     train_step = flax_amp.make_train_step(loss_fn, accum_steps=accum_steps, jit=False)

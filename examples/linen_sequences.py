@@ -1,11 +1,11 @@
-"""Linen: digits read row by row, with most of what a Linen training loop may hold.
+"""Linen: digits read row by row, with most features of a Linen training loop.
 
     python -m examples.linen_sequences
 
-An `nn.RNN` over an LSTM, layers under `nn.scan` and `nn.remat`, BatchNorm and a
-collection of the model's own, two streams of random numbers, and a train state with a
-field more: a moving average of the parameters (EMA), which is what gets evaluated. A
-step that is skipped leaves every one of them as it was.
+The model has an `nn.RNN` over an LSTM, layers under `nn.scan` and `nn.remat`,
+BatchNorm, a collection of its own and two streams of random numbers. The train state
+has one more field, a moving average of the parameters (EMA), which is evaluated at the
+end. A skipped step leaves all of them as they were.
 """
 
 import jax
@@ -103,7 +103,7 @@ def main():
     for step in range(1, STEPS + 1):
         batch = data.batch_at(train_images, step, batch_size=64, seed=0)
         if step == 100:
-            batch["image"] = batch["image"] + jnp.inf  # one bad batch does no harm
+            batch["image"] = batch["image"] + jnp.inf  # one bad batch is skipped
         state, metrics = train_step(state, batch)
         if step % 100 == 0:
             flax_amp.check_progress(state, metrics)

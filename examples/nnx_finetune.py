@@ -1,11 +1,11 @@
-"""NNX: a deep network learns digits, then adapts to negatives with LoRA alone.
+"""NNX: a deep network learns digits, then learns inverted images with LoRA alone.
 
     python -m examples.nnx_finetune
 
 The layers are one stack (`nnx.vmap`), run by `nnx.scan` and `nnx.remat`, with BatchNorm
-and dropout inside. First everything but the LoRA factors trains; then the images are
-inverted and `wrt=nnx.LoRAParam` trains the factors only: the rest of the model is state
-that no optimizer sees. `--keep-optimizer` does the second part with `nnx.Optimizer`.
+and dropout inside. First everything but the LoRA factors trains. Then the images are
+inverted, and `wrt=nnx.LoRAParam` trains only the factors: the optimizer does not see
+the rest of the model. With `--keep-optimizer` the second part uses `nnx.Optimizer`.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def train(model, wrt, images):
 
 
 def train_in_place(model, wrt, images):
-    """The same for a loop that has an `nnx.Optimizer` already."""
+    """Does the same with an `nnx.Optimizer`, and updates the model in place."""
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=wrt)
     scaler = flax_amp.init_scaler()
     train_step = flax_amp.make_nnx_train_step(loss_fn, amp_policy=POLICY)

@@ -1,13 +1,13 @@
 """Several processes, each with its own devices, train one sharded model together.
 
-One command starts all of them on this machine and trains on handwritten digits:
+One command starts all of them on this machine. They train on handwritten digits:
 
     python -m examples.processes --workdir=runs/processes
 
-Run it again and it goes on from the newest checkpoint: kill it whenever you like, or
-send it SIGTERM, on which it saves and ends. On a cluster every machine runs it once,
-with a workdir that all of them see: under Slurm, on Cloud TPU and GKE with `--cluster`,
-elsewhere with `--coordinator` and `--process`.
+Kill it whenever you like. Run it again, and it continues from the newest checkpoint. On
+SIGTERM it saves first and then ends. On a cluster, start it once on every machine, with
+a workdir on a disk that all of them see: with `--cluster` under Slurm, on Cloud TPU and
+on GKE, elsewhere with `--coordinator` and `--process`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from examples.sharded import (
 def train(args):
     mesh = make_mesh(data=jax.device_count())
     shardings = shardings_of(create_state, mesh, fully_sharded)
-    # Born sharded: no process ever holds the whole state.
+    # The state is created sharded: no process ever holds all of it.
     state = jax.jit(create_state, out_shardings=shardings)()
     train_step = flax_amp.make_train_step(loss_fn, state_shardings=shardings)
     manager = flax_amp.checkpoint.manager(os.path.join(args.workdir, "checkpoints"))
@@ -60,7 +60,7 @@ def train(args):
                 for name, x in batch.items()
             }
             state, metrics = train_step(state, batch)
-            # SIGTERM, to any of them: all agree on the step at which to stop.
+            # If one process gets SIGTERM, all of them agree on the step to stop at.
             told_to_stop = multihost_utils.reached_preemption_sync_point(step)
             last = told_to_stop or step == args.steps
             if last or step % args.save_every == 0:
@@ -70,7 +70,7 @@ def train(args):
                 say(f"step {step} loss {float(metrics['loss']):.6f}")
             if told_to_stop:
                 break
-    # A fingerprint of all that this process holds.
+    # A fingerprint of the arrays that this process holds.
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:
@@ -84,7 +84,7 @@ def say(text):
 
 
 def launch(args):
-    """Starts the processes on this machine and ends with them."""
+    """Starts the processes on this machine and waits for them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -101,7 +101,7 @@ def launch(args):
             child.terminate()
 
     signal.signal(signal.SIGTERM, pass_on)
-    # One that dies takes the others with it: they would wait for it for minutes.
+    # If one process dies, the others are killed: they would wait for it for minutes.
     try:
         while any(child.poll() is None for child in children):
             if any(child.poll() for child in children):
@@ -121,19 +121,21 @@ def main():
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--process", type=int, help="which one this is")
+    parser.add_argument("--process", type=int, help="the index of this process")
     parser.add_argument("--coordinator", help="host:port of the first process")
-    parser.add_argument("--cluster", action="store_true", help="JAX finds the others")
-    parser.add_argument("--local", action="store_true", help="on CPUs, four devices")
+    parser.add_argument(
+        "--cluster", action="store_true", help="JAX finds all processes"
+    )
+    parser.add_argument("--local", action="store_true", help="use four CPU devices")
     args = parser.parse_args()
     if args.process is None and not args.cluster:
         sys.exit(launch(args))
     if args.local:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 4)
-    logging.set_verbosity(logging.ERROR)  # Orbax tells a lot
-    whom = (args.coordinator, args.processes, args.process)
-    jax.distributed.initialize(*() if args.cluster else whom)
+    logging.set_verbosity(logging.ERROR)  # Orbax logs a lot
+    address = (args.coordinator, args.processes, args.process)
+    jax.distributed.initialize(*() if args.cluster else address)
     train(args)
     jax.distributed.shutdown()
 

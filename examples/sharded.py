@@ -1,11 +1,11 @@
-"""One model over eight devices: data parallel, FSDP, tensor parallel, `shard_map`.
+"""One model on eight devices: data parallel, FSDP, tensor parallel, `shard_map`.
 
     python -m examples.sharded
 
-The devices are eight parts of this machine's CPU; for real ones take out the first two
-lines of `main`. Every way trains the same network on the same batches, with a state
-that is born sharded; the table says what a device holds, and how far from one device's
-parameters it ends.
+The devices are eight parts of this machine's CPU. To use real ones, delete the first
+two lines of `main`. Each way trains the same network on the same batches, and creates
+its state sharded. The table shows how many bytes a device holds, and how far the
+parameters end from those of one device.
 """
 
 import jax
@@ -42,7 +42,7 @@ def create_state():
     return flax_amp.AmpTrainState.create(params=params, tx=optax.adamw(3e-3))
 
 
-# Where each leaf of the state lies: parameters, moments of the optimizer, scaler.
+# Each rule returns where a leaf of the state lies: parameters, moments and scaler.
 
 
 def replicated(path, leaf, mesh):
@@ -50,7 +50,7 @@ def replicated(path, leaf, mesh):
 
 
 def fully_sharded(path, leaf, mesh):
-    """FSDP: along the largest axis that the devices divide."""
+    """FSDP: splits the largest axis that is divisible by the number of devices."""
     fits = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0]
     if not fits:
         return PartitionSpec()
@@ -58,7 +58,7 @@ def fully_sharded(path, leaf, mesh):
 
 
 def tensor_parallel(path, leaf, mesh):
-    """The wide layer by columns, the one behind it by rows; the rest whole."""
+    """Splits the wide layer by columns, the next one by rows, and nothing else."""
     rules = {"['up']['kernel']": (None, "model"), "['up']['bias']": ("model",)}
     rules["['down']['kernel']"] = ("model", None)
     name = jax.tree_util.keystr(path)
@@ -67,7 +67,7 @@ def tensor_parallel(path, leaf, mesh):
 
 
 def shardings_of(create, mesh, rule):
-    """The shardings of the state that `create` makes; nothing is computed."""
+    """Returns the shardings of the state that `create` makes, without making it."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, rule(path, leaf, mesh)),
         jax.eval_shape(create),
@@ -80,7 +80,7 @@ def make_mesh(**axes):
 
 
 def with_jit(mesh, rule):
-    """The ordinary step: JAX splits the work as the shardings of its arguments say."""
+    """The ordinary step: JAX splits the work by the shardings of the arguments."""
     shardings = shardings_of(create_state, mesh, rule)
     state = jax.jit(create_state, out_shardings=shardings)()
     step = flax_amp.make_train_step(loss_fn, state_shardings=shardings)
@@ -88,7 +88,7 @@ def with_jit(mesh, rule):
 
 
 def with_shard_map(mesh):
-    """Every device runs the step on its examples; `axis_name` averages."""
+    """Each device runs the step on its own examples, and `axis_name` averages."""
     step = flax_amp.make_train_step(loss_fn, axis_name="data", jit=False)
     whole, split = PartitionSpec(), PartitionSpec("data")
     step = jax.shard_map(step, mesh=mesh, in_specs=(whole, split), out_specs=whole)
@@ -109,8 +109,8 @@ def train(state, step, sharding):
     return state, float(metrics["loss"])
 
 
-def held(state):
-    """Bytes that the first device holds."""
+def bytes_held(state):
+    """Returns the number of bytes that the first device holds."""
     device = jax.devices()[0]
     shards = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
@@ -135,7 +135,7 @@ def main():
         reference = reference or params
         distance = optax.tree.norm(optax.tree.sub(params, reference))
         distance = float(distance / optax.tree.norm(reference))
-        print(f"{name:22} {loss:8.4f} {held(state) / 1e3:12.0f} {distance:9.1e}")
+        print(f"{name:22} {loss:8.4f} {bytes_held(state) / 1e3:12.0f} {distance:9.1e}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Sixteen learning rates of the digits model, trained at once in one compiled step.
+"""Trains the digits model with sixteen learning rates in one compiled step.
 
     python -m examples.sweep [--plot sweep.svg]
 
-The optimizer is a pytree and the peak of its learning rate a leaf: `jax.vmap` makes of
-one state sixteen, and of one step one that trains them all, each with its own schedule,
-its own loss scale and its own skipped steps.
+The optimizer is a pytree, and the peak of its learning rate is a leaf. So `jax.vmap`
+turns one state into sixteen, and one step into a step that trains all of them, each
+with its own schedule, its own loss scale and its own skipped steps.
 """
 
 import argparse

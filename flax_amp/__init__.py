@@ -1,8 +1,8 @@
 """Automatic mixed precision for Flax training loops.
 
 `amp` rewrites a float32 function so that it computes in float16 or bfloat16 where that
-is safe; a dynamic loss scaler guards the gradients; `make_train_step` makes of both one
-jitted step over an `AmpTrainState`, which Orbax saves and restores.
+is safe. A dynamic loss scaler guards the gradients. `make_train_step` turns a loss into
+one jitted step over an `AmpTrainState`, which Orbax saves and restores.
 """
 
 from flax_amp import checkpoint as checkpoint

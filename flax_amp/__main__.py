@@ -1,7 +1,7 @@
-"""`python -m flax_amp checkpoint DIR`: what a directory of checkpoints holds.
+"""`python -m flax_amp checkpoint DIR` lists what a directory of checkpoints holds.
 
-Exit codes: 0 if every step is intact, 1 if one is damaged, 2 if there is no directory.
-An old step that was half deleted when a run was killed is no damage.
+The exit code is 0 if every step is intact, 1 if a step is damaged, and 2 if there is no
+such directory. An old step that was half deleted when a run was killed is not damaged.
 """
 
 import argparse
@@ -20,14 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser(
         "checkpoint", help="list steps, sizes, scaler values and integrity"
     )
-    command.add_argument("directory", help="where a manager has saved to")
+    command.add_argument("directory", help="the directory of a checkpoint manager")
     command.set_defaults(run=lambda args: _checkpoint(args.directory))
     args = parser.parse_args(arguments)
     return args.run(args)
 
 
 def _checkpoint(directory: str) -> int:
-    # Beside a run that has all of the accelerator.
+    # A run may hold the accelerator at the same time.
     jax.config.update("jax_platforms", "cpu")
     try:
         reports = checkpoint.verify(directory)

@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits: 1797 grey images of 8x8, shipped with it.
 
-The order of the batches is a pure function of (seed, step), so a resumed run sees
-exactly what it would have seen, and no iterator state needs saving.
+The order of the batches is a pure function of (seed, step). A resumed run sees the same
+batches as an uninterrupted one, without any iterator state in the checkpoint.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ NUM_CLASSES = 10
 
 
 def load(split_seed: int, test_size: int = 360) -> tuple[Batch, Batch]:
-    """The training and the test images, split at random but always the same way."""
+    """Returns the training and the test images; the seed determines the split."""
     digits = load_digits()
     images = (digits.images[..., None] / 16.0).astype(np.float32)  # 0..16 -> 0..1
     labels = digits.target.astype(np.int32)
@@ -25,7 +25,11 @@ def load(split_seed: int, test_size: int = 360) -> tuple[Batch, Batch]:
 
 
 def batch_at(data: Batch, step: int, *, batch_size: int, seed: int) -> Batch:
-    """The batch of one step: each epoch is shuffled anew, its last part dropped."""
+    """Returns the batch of one step.
+
+    Each epoch has an order of its own. Its last examples are dropped if they do not
+    fill a batch.
+    """
     size = len(data["label"])
     if not 0 < batch_size <= size:
         raise ValueError(f"batch_size={batch_size} must be between 1 and {size}")

@@ -1,8 +1,8 @@
-"""The example four times over, and what came of it, in about a minute.
+"""Runs the example four times, in about a minute, and prints the results.
 
-float16 is killed (SIGKILL, no warning) midway and started again; float32 runs
-undisturbed. Then a loss so small that float16 gradients underflow, with and without
-loss scaling. Ends with exit code 1 if a claim of the tables does not hold.
+The float16 run is killed midway by SIGKILL and started again; the float32 run is not
+disturbed. Two more runs have a loss so small that float16 gradients underflow, one with
+loss scaling and one without. The exit code is 1 if a claim about the results is false.
 
     python -m examples.digits.demo
 """
@@ -32,7 +32,10 @@ def run(
     kill_after: int | None = None,
     overview: bool = False,
 ) -> int:
-    """Runs the example; returns the last step it told of. Kills it if asked to."""
+    """Runs the example and returns the last step that it logged.
+
+    With `kill_after`, kills it after that step, once there is a checkpoint.
+    """
     command = [sys.executable, "-m", "examples.digits.main", f"--workdir={workdir}"]
     command += [f"--config.num_steps={NUM_STEPS}"]
     step = 0
@@ -56,7 +59,7 @@ def run(
 
 
 def saved(workdir: pathlib.Path) -> list[int]:
-    """The steps of the complete checkpoints: one being written has a longer name."""
+    """Returns the steps of all complete checkpoints; others have longer names."""
     return [int(p.name) for p in workdir.glob("checkpoints/*") if p.name.isdigit()]
 
 

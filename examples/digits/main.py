@@ -15,7 +15,7 @@ from examples.digits import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/digits", "Checkpoints and TensorBoard files; resumes what is there"
+    "workdir", "runs/digits", "For checkpoints and TensorBoard files; resumes from it"
 )
 PRECISION = flags.DEFINE_enum(
     "precision", None, [*train.PRECISIONS], "Overrides config.precision"
@@ -28,14 +28,14 @@ CONFIG = config_flags.DEFINE_config_file(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"too many arguments: {argv[1:]}")
-    logging.set_verbosity(logging.ERROR)  # Orbax: 59 lines for one save otherwise
+    logging.set_verbosity(logging.ERROR)  # Orbax logs 59 lines for one save
     config = CONFIG.value
     if PRECISION.value is not None:
         config.precision = PRECISION.value
     workdir = pathlib.Path(WORKDIR.value).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
 
-    # SIGTERM (a machine that is taken away): finish the step, save, end.
+    # On SIGTERM (a preempted machine), finish the step, save and end.
     told_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
 

@@ -1,7 +1,7 @@
 """TensorBoard event files without TensorFlow.
 
-The methods are those of `clu.metric_writers.MetricWriter`, so one of clu's own
-writers, or yours for another tracker, drops in unchanged.
+The methods are those of `clu.metric_writers.MetricWriter`, so a writer of clu, or your
+own for another tracker, can replace this one without changes.
 """
 
 import os
@@ -16,8 +16,8 @@ class TensorBoardWriter:
 
     Args:
       logdir: a folder; a resumed run adds a file of events to it.
-      first_step: TensorBoard hides what an earlier run wrote from this step on (the
-        steps between its last checkpoint and its end).
+      first_step: TensorBoard hides all events from this step on that an earlier run
+        wrote after its last checkpoint.
     """
 
     def __init__(self, logdir: str | os.PathLike[str], *, first_step: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Model, loss and metrics, in float32: nothing in here is about precision."""
+"""Model, loss and metrics in float32; nothing in this file is about precision."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,14 +32,14 @@ class ConvNet(nn.Module):
 
 @flax.struct.dataclass
 class Metrics(metrics.Collection):
-    """Sums, kept on the device over many steps; `compute()` divides."""
+    """Sums over many steps, which stay on the device until `compute()`."""
 
     accuracy: metrics.Accuracy
     loss: metrics.Average.from_output("loss")  # type: ignore[valid-type]
 
 
 def make_loss_fn(weight: float = 1.0) -> Callable[..., Any]:
-    """The loss of one batch, times `weight`; its aux updates the batch statistics."""
+    """Returns a loss function; its `aux` updates the batch statistics."""
 
     def loss_fn(params, batch, *, state, rngs):
         logits, updated = state.apply_fn(
@@ -56,7 +56,7 @@ def make_loss_fn(weight: float = 1.0) -> Callable[..., Any]:
 
 
 def eval_fn(params, batch, *, state):
-    """The metrics of one batch, with the running statistics and without dropout."""
+    """Returns the metrics of one batch, with running statistics and without dropout."""
     variables = {"params": params, **state.variables}
     logits = state.apply_fn(variables, batch["image"], train=False)
     return _loss_and_metrics(logits, batch["label"])[1]

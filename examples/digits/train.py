@@ -1,4 +1,4 @@
-"""Trains and evaluates; picks up from the newest checkpoint of its `workdir`."""
+"""Trains and evaluates, from the newest checkpoint in `workdir` if there is one."""
 
 import os
 from collections.abc import Callable
@@ -26,7 +26,7 @@ LINE = "loss {loss:.4f} accuracy {accuracy:.4f} scale {scale:.0f} skipped {skipp
 
 
 def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
-    """The state at step 0; `images` is any batch of the right shape."""
+    """Returns the state at step 0; `images` is any batch of the right shape."""
     model = ConvNet(data.NUM_CLASSES, tuple(config.features), config.dropout_rate)
     params_key, dropout_key = jax.random.split(jax.random.key(config.seed))
     variables = jax.jit(model.init, static_argnames="train")(
@@ -52,7 +52,7 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
 
 
 def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The jitted training and evaluation steps, in the precision of the config."""
+    """Returns the training and the evaluation step, in the precision of the config."""
     if config.precision not in PRECISIONS:
         raise ValueError(
             f"config.precision={config.precision!r}; expected one of {[*PRECISIONS]}"
@@ -73,7 +73,7 @@ def train_and_evaluate(
 ) -> tuple[flax_amp.AmpTrainState, dict[str, float]]:
     """Trains up to `config.num_steps`, or until `should_stop(step)`; then evaluates.
 
-    Returns the state, and a summary in plain numbers.
+    Returns the state and a summary in Python numbers.
     """
     console = Console(highlight=False)
     train_data, test_data = data.load(config.split_seed)
@@ -87,7 +87,7 @@ def train_and_evaluate(
     if manager.latest_step() is not None:
         state = flax_amp.checkpoint.restore(manager, state)
         console.print(f"resuming from step {int(state.step)}")
-    elif config.init_from:  # of any run of this model, in plain Flax too
+    elif config.init_from:  # a run of this model, with flax_amp or plain Flax
         kept = ["params", "variables"]
         state = flax_amp.checkpoint.migrate(config.init_from, state, include=kept)
     start = int(state.step)
@@ -115,8 +115,8 @@ def train_and_evaluate(
             batch = data.batch_at(
                 train_data, step - 1, batch_size=config.batch_size, seed=config.seed
             )
-            # Returns before the step has run: nothing below reads a value of the
-            # device but every `log_every` steps.
+            # The call returns before the step has run on the device. The loop waits
+            # for values only every `log_every` steps.
             state, metrics = train_step(state, batch)
             window = window.merge(metrics["batch_metrics"])
             progress.update(bar, completed=step)
