@@ -1,6 +1,6 @@
 """Names for the types that pass between the modules of this room."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -16,5 +16,7 @@ Batch = PyTree
 Metrics = dict[str, Any]
 # PRNG keys by the name of their stream.
 Rngs = dict[str, Array]
+# A function of the user's: `fn(params, batch)` or `fn(model, batch)`.
+UserFn = Callable[..., Any]
 # The name of a mapped axis, several of them, or `None` for none.
 AxisName = Hashable | tuple[Hashable, ...] | None

@@ -57,7 +57,9 @@ def accumulate(
 
     updates: PyTree = None
 
-    def body(carry: tuple[PyTree, PyTree], x: tuple[Array, Batch]) -> Any:
+    def body(
+        carry: tuple[PyTree, PyTree], x: tuple[Array, Batch]
+    ) -> tuple[PyTree, PyTree]:
         nonlocal updates
         total, variables = carry
         index, rows = x
@@ -111,7 +113,7 @@ def _split_batch(batch: Batch, accum_steps: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def _has_reduce(node: Any) -> bool:
+def _has_reduce(node: object) -> bool:
     """Whether `node` reduces itself, as the metrics of clu do."""
     return callable(getattr(node, "reduce", None))
 

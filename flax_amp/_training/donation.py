@@ -1,8 +1,7 @@
-"""A compiled step that explains which donated arrays were used wrongly.
+"""Errors about donated arrays that name the path of the array and say what to do.
 
 A step donates its state: the new state takes over the memory of the old one, which is
-then deleted. JAX reports misuse by the position of a flattened argument; the errors
-here name the path in the state and say what to do.
+then deleted. JAX reports misuse by the position of a flattened argument only.
 """
 
 import contextlib
@@ -11,12 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp._training.aliases import Array, Batch, PyTree
-
-_Named = Mapping[str, PyTree]
 
 
 class JittedStep:
@@ -27,11 +23,9 @@ class JittedStep:
         self._jitted, self._donates = jitted, donates
 
     def __call__(self, state: PyTree, batch: Batch) -> Any:
-        with explain_donation(
-            self.__name__, lambda: {"state": state}, lambda: {"batch": batch}
-        ):
-            if self._donates:
-                _check_no_leaf_twice(state, batch)
+        if self._donates:
+            check_distinct(self.__name__, {"state": state}, {"batch": batch})
+        with explain_deleted(self.__name__, "state", state):
             return self._jitted(state, batch)
 
     def __getattr__(self, name: str) -> Any:
@@ -41,79 +35,57 @@ class JittedStep:
         return getattr(self._jitted, name)
 
 
-def _check_no_leaf_twice(state: PyTree, batch: Batch) -> None:
-    """Raises the error of JAX for arrays that would be donated twice.
+def check_distinct(
+    caller: str, donated: Mapping[str, PyTree], others: Mapping[str, PyTree] = {}
+) -> None:
+    """Raises a ValueError if a donated array is a second time among the arguments.
 
-    JAX itself finds them when the step starts. On several CPU devices, it crashes.
+    JAX finds that out only when the step starts. With several CPU devices it crashes.
+
+    Args:
+      caller: the function that the message names.
+      donated: the donated arguments, by name.
+      others: the other arguments, by name.
     """
-    leaves = jax.tree.leaves((state, batch))
-    if len(set(map(id, leaves))) < len(leaves) and _shared_memory(
-        {"state": state}, {"batch": batch}
-    ):
-        raise ValueError("Attempt to donate the same buffer twice.")
+    leaves = jax.tree.leaves((donated, others))
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    paths: dict[int, str] = {}
+    for arguments in (donated, others):
+        for path, array in _arrays(arguments):
+            if first := paths.get(id(array)):
+                raise ValueError(
+                    f"{caller}: {first} and {path} are the same array; expected two "
+                    "arrays, because the step donates the memory of the old ones to "
+                    "the new ones. Copy one of them with jnp.copy, or make the "
+                    "training step with donate=False."
+                )
+            if arguments is donated:
+                paths[id(array)] = path
 
 
 @contextlib.contextmanager
-def explain_donation(
-    caller: str, donated: Callable[[], _Named], others: Callable[[], _Named]
-) -> Iterator[None]:
-    """Explains errors of a call that donates arrays.
-
-    Args:
-      caller: the function that the messages name.
-      donated: returns the donated arguments, by name. The user gets a new value of the
-        first one back.
-      others: returns the other arguments, by name.
-    """
+def explain_deleted(caller: str, name: str, argument: PyTree) -> Iterator[None]:
+    """Names the first deleted array of an argument if a call fails because of it."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        name, tree = next(iter(donated().items()))
-        deleted = [path for path, leaf in _arrays({name: tree}) if leaf.is_deleted()]
-        if deleted and "deleted" in str(error):
-            raise RuntimeError(
-                f"{caller}: {deleted[0]} was deleted ({len(deleted)} arrays of it "
-                f"were): an earlier step took its memory for the new {name}. Expected "
-                f"the {name} that the last step returned. Go on with that, or make the "
-                "training step with donate=False."
-            ) from error
-        if "donate" in str(error) and (shared := _shared_memory(donated(), others())):
-            raise ValueError(
-                f"{caller}: {' and '.join(shared)} are the same array; expected two "
-                "arrays, because the step donates the memory of the old ones to the "
-                "new ones. Copy one of them with jnp.copy, or make the training step "
-                "with donate=False."
-            ) from error
-        raise
+        deleted = [
+            path for path, array in _arrays({name: argument}) if array.is_deleted()
+        ]
+        if not deleted or "deleted" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{caller}: {deleted[0]} was deleted ({len(deleted)} arrays of it were): "
+            f"an earlier step took its memory for the new {name}. Expected the {name} "
+            "that the last step returned. Go on with that, or make the training step "
+            "with donate=False."
+        ) from error
 
 
-def _arrays(arguments: _Named) -> Iterator[tuple[str, Array]]:
-    """Yields each array on a device, with its path."""
+def _arrays(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, Array]]:
+    """Yields each array that is not traced, with its path."""
     for name, tree in arguments.items():
         for path, leaf in tree_leaves_with_path(tree):
             if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer):
                 yield f"{name}{keystr(path)}", leaf
-
-
-def _shared_memory(donated: _Named, others: _Named) -> tuple[str, str] | None:
-    """Returns the paths of a donated array and of another one in the same memory."""
-    seen: dict[tuple[Any, int], str] = {}
-    for arguments in (donated, others):
-        for path, array in _arrays(arguments):
-            for place in _memory(array):
-                first = seen.get(place, path)
-                if first != path:
-                    return first, path
-                if arguments is donated:
-                    seen[place] = path
-    return None
-
-
-def _memory(array: Array) -> list[tuple[Any, int]]:
-    """Returns the device and the address of each part of an array."""
-    if array.is_deleted() or not array.size:
-        return []
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return [(None, id(array))]  # JAX does not show the address of a key
-    shards = array.addressable_shards
-    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]

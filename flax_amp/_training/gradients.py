@@ -14,10 +14,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.typing import ArrayLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, Rngs
+from flax_amp._training.aliases import (
+    Array,
+    AxisName,
+    Batch,
+    Metrics,
+    PyTree,
+    Rngs,
+    UserFn,
+)
 from flax_amp._training.averaging import (
     PassResult,
     accumulate,
@@ -47,36 +56,25 @@ _RESERVED = {"loss", "grads_finite", "scaler", "grad_norm", "skipped_total"}
 
 
 class Options(NamedTuple):
-    """The checked arguments of `make_train_step` or `make_nnx_train_step`.
+    """The checked arguments of `make_train_step` or `make_nnx_train_step`."""
 
-    Attributes:
-      loss_fn: the user's function.
-      has_aux: whether it returns `(loss, aux)`.
-      amp: `flax_amp.amp` with the user's policy and options.
-      redo_on_nan: the number of times that a pass may be repeated.
-      accum_steps: the number of micro-batches.
-      axis_name: the mapped axes to average over.
-      caller: the function that the messages name.
-      open_scopes: whether NNX modules open named scopes, for the keys of the policy.
-    """
-
-    loss_fn: Callable[..., Any]
+    loss_fn: UserFn
     has_aux: bool
-    amp: Callable[[Callable[..., Any]], Callable[..., Any]]
+    amp: Callable[[UserFn], UserFn]  # with the user's policy
     redo_on_nan: int
     accum_steps: int
     axis_name: AxisName
-    caller: str
-    open_scopes: bool
+    caller: str  # the function that the messages name
+    open_scopes: bool  # whether NNX modules open scopes, for the keys of the policy
 
 
 def make_options(
-    loss_fn: Any,
+    loss_fn: object,
     caller: str,
     *,
     has_aux: bool,
-    redo_on_nan: Any,
-    accum_steps: Any,
+    redo_on_nan: object,
+    accum_steps: int,
     axis_name: AxisName,
     amp_policy: PolicyEntries | None,
     keywords: tuple[str, ...] = KEYWORDS,
@@ -133,7 +131,7 @@ def make_metrics(
     scaler: Scaler,
     finite: Array,
     result: PassResult,
-    **more: Any,
+    **more: PyTree,
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `more`, and those of `aux`."""
     own = more | dict(
@@ -180,7 +178,7 @@ def explain_missing_update_args(caller: str) -> Iterator[None]:
         ) from error
 
 
-def fold_in(rngs: Rngs, data: Any) -> Rngs:
+def fold_in(rngs: Rngs, data: ArrayLike) -> Rngs:
     """Folds a number into every key."""
     return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
 
@@ -215,10 +213,12 @@ def _run_passes(
     )
     floating, rest = _tree.partition(params, _tree.is_inexact_array)
 
-    def one_pass(variables: PyTree, batch: Batch, index: Any = None) -> PassResult:
+    def one_pass(
+        variables: PyTree, batch: Batch, index: Array | None = None
+    ) -> PassResult:
         streams = rngs if index is None else fold_in(rngs, index)
 
-        def loss_of(floating: PyTree) -> tuple[Any, PyTree, Metrics]:
+        def loss_of(floating: PyTree) -> tuple[Array, PyTree, Metrics]:
             params = _tree.combine(floating, rest)
             return loss_fn(params, variables, batch, streams)
 

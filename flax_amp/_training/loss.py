@@ -7,7 +7,6 @@ variables and `aux` out.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
-from flax_amp._training.aliases import Batch, Metrics, PyTree, Rngs
+from flax_amp._training.aliases import Array, Batch, Metrics, PyTree, Rngs, UserFn
 from flax_amp._training.train_state import AmpTrainState, merge_model, variables_of
 
 # The keywords that a user's function may declare.
@@ -23,13 +22,13 @@ KEYWORDS = ("state", "rngs")
 
 
 def pure_loss(
-    loss_fn: Callable[..., Any],
+    loss_fn: UserFn,
     has_aux: bool,
     state: AmpTrainState,
     *,
     caller: str,
     open_scopes: bool,
-) -> Callable[[PyTree, PyTree, Batch, Rngs], tuple[Any, PyTree, Metrics]]:
+) -> Callable[[PyTree, PyTree, Batch, Rngs], tuple[Array, PyTree, Metrics]]:
     """Returns `(params, variables, batch, rngs) -> (loss, updates, aux)`.
 
     The updates are the new variables, with `None` for those that did not change.
@@ -43,7 +42,9 @@ def pure_loss(
     """
     name = f"{caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
-    def pure(params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs) -> Any:
+    def pure(
+        params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs
+    ) -> tuple[Array, PyTree, Metrics]:
         batch_changes = changes_in(batch, "batch")
         target, out = call_user_fn(
             loss_fn, state, params, variables, batch, rngs, open_scopes=open_scopes
@@ -68,7 +69,7 @@ def pure_loss(
 
 
 def call_user_fn(
-    fn: Callable[..., Any],
+    fn: UserFn,
     state: AmpTrainState,
     params: PyTree,
     variables: PyTree,
@@ -77,23 +78,24 @@ def call_user_fn(
     *,
     open_scopes: bool,
     evaluate: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Returns the parameters or the module that `fn` was given, and its result."""
     offered = {
         "state": state.replace(params=params, variables=variables),
         "rngs": rngs,
     }
     keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
-    if state.graphdef is None:
+    graphdef = state.graphdef
+    if graphdef is None:
         return params, fn(params, batch, **keywords)
-    model = merge_model(state.graphdef, params, variables)
+    model = merge_model(graphdef, params, variables)
     if evaluate:
         model.eval()
     with module_scopes(model, wanted=open_scopes):
         return model, fn(model, batch, **keywords)
 
 
-def _declared_keywords(fn: Callable[..., Any], keywords: Sequence[str]) -> list[str]:
+def _declared_keywords(fn: UserFn, keywords: Sequence[str]) -> list[str]:
     """Returns those of the keywords that `fn` declares."""
     try:
         parameters = inspect.signature(fn).parameters
@@ -103,8 +105,8 @@ def _declared_keywords(fn: Callable[..., Any], keywords: Sequence[str]) -> list[
 
 
 def check_function(
-    fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS
-) -> Callable[..., Any]:
+    fn: object, name: str, keywords: tuple[str, ...] = KEYWORDS
+) -> UserFn:
     """Returns `fn`, or raises a TypeError if a step could not call it.
 
     Args:
@@ -146,7 +148,7 @@ def check_batch_unchanged(changes: list[str], name: str) -> None:
         )
 
 
-def check_loss(loss: Any, name: str) -> None:
+def check_loss(loss: PyTree, name: str) -> None:
     """Raises a TypeError unless `loss` is a scalar float."""
     if isinstance(loss, float):
         return
@@ -162,7 +164,7 @@ def check_loss(loss: Any, name: str) -> None:
     )
 
 
-def split_aux(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
+def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
     """Splits the result of a loss function into `(loss, aux)`, after checking it."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
@@ -175,8 +177,8 @@ def split_aux(out: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
 
 
 def _split_output(
-    out: Any, has_aux: bool, collections: PyTree, name: str
-) -> tuple[Any, Metrics]:
+    out: PyTree, has_aux: bool, collections: PyTree, name: str
+) -> tuple[Array, Metrics]:
     """Splits the result of a step's loss into the loss and its `aux`, a dict."""
     loss, aux = split_aux(out, has_aux, name)
     if not has_aux:
@@ -224,7 +226,7 @@ def _none_if_same(new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: None if x is y else x, new, old)
 
 
-def _match_collections(old: PyTree, updates: Any, name: str) -> PyTree:
+def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
     """Checks updated collections of a Linen model against those of the state."""
     seen = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
     if not isinstance(updates, Mapping) or set(updates) - set(old):
@@ -240,7 +242,7 @@ def _match_collections(old: PyTree, updates: Any, name: str) -> PyTree:
     }
 
 
-def _as_dicts(tree: Any) -> Any:
+def _as_dicts(tree: PyTree) -> PyTree:
     """Turns mappings of any kind, such as FrozenDict, into dicts."""
     if isinstance(tree, Mapping):
         return {key: _as_dicts(value) for key, value in tree.items()}

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import is_module, is_node
 from flax_amp._rewriter.recompute.regions import Recompute
-from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree
-from flax_amp._training.donation import explain_donation
+from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, UserFn
+from flax_amp._training.donation import check_distinct, explain_deleted
 from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
     Options,
@@ -36,20 +35,8 @@ from flax_amp.optim._variables import pure
 from flax_amp.policy import PolicyEntries
 
 
-class NnxTrainStep(Protocol):
-    """A training step that updates a model and its optimizer in place."""
-
-    def __call__(
-        self,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        scaler: Scaler,
-        batch: Batch,
-    ) -> tuple[Scaler, Metrics]: ...
-
-
 def make_nnx_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: UserFn,
     *,
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
@@ -62,7 +49,7 @@ def make_nnx_train_step(
     axis_name: AxisName = None,
     donate: bool = True,
     jit: bool = True,
-) -> NnxTrainStep:
+) -> Callable[[nnx.Module, nnx.Optimizer, Scaler, Batch], tuple[Scaler, Metrics]]:
     """Makes a training step that updates a model and its `nnx.Optimizer` in place.
 
     It does what the step of `make_train_step` does, for a model and an optimizer of
@@ -144,13 +131,11 @@ def make_nnx_train_step(
     ) -> tuple[Scaler, Metrics]:
         nonlocal first
         _check(model, optimizer)
-
-        def donated() -> dict[str, PyTree]:
-            # Variables that are shared have one path in the state of both objects.
+        if first and jit and donate:
+            # Variables that both share have one path in their common state.
             state = nnx.state({"model": model, "optimizer": optimizer})
-            return {"scaler": scaler, **state}
-
-        with explain_donation("train_step", donated, lambda: {"batch": batch}):
+            check_distinct("train_step", {"scaler": scaler, **state})
+        with explain_deleted("train_step", "scaler", scaler):
             # Values on the device are checked in the first step only: later, that would
             # wait for the step before.
             scaler = validate_scaler(scaler, "train_step: scaler", wait=first)
@@ -167,9 +152,10 @@ def _step(
     scaler: Scaler,
     batch: Batch,
 ) -> tuple[Scaler, Metrics]:
-    # An nnx.Variable by itself may hold examples, which micro-batches split.
-    is_taken = is_module if options.accum_steps > 1 else is_node
-    modules, batch = _take_modules(batch, is_taken)
+    # Micro-batches split an nnx.Variable by itself, since it may hold examples.
+    kinds = (nnx.Pytree,) if options.accum_steps > 1 else (nnx.Pytree, nnx.Variable)
+    modules = _tree.nodes(batch, kinds)
+    batch = _tree.replace_nodes(batch, kinds, [_Placeholder()] * len(modules))
     # One Dict holds the model and the modules of the batch. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules))
@@ -195,8 +181,9 @@ def _step(
 
     user_loss_fn = options.loss_fn
 
-    def loss_fn(whole: nnx.Dict, batch: Batch) -> Any:
-        return user_loss_fn(whole.model, _put_modules(batch, whole.others))
+    def loss_fn(whole: nnx.Dict, batch: Batch) -> PyTree:
+        batch = _tree.replace_nodes(batch, _Placeholder, whole.others)
+        return user_loss_fn(whole.model, batch)
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=loss_fn)
@@ -225,33 +212,10 @@ def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
     return count_skip(pure(optimizer.opt_state), finite)
 
 
-def _take_modules(
-    batch: Batch, is_taken: Callable[[Any], bool]
-) -> tuple[list[Any], Batch]:
-    """Returns the modules in a batch, and the batch with a placeholder for each."""
-    leaves, structure = jax.tree.flatten(batch, is_leaf=is_taken)
-    modules = [leaf for leaf in leaves if is_taken(leaf)]
-    placeholders = map(_Placeholder, range(len(modules)))
-    return modules, jax.tree.unflatten(
-        structure, [next(placeholders) if is_taken(leaf) else leaf for leaf in leaves]
-    )
-
-
-def _put_modules(batch: Batch, modules: Any) -> Batch:
-    """Undoes `_take_modules`."""
-    return jax.tree.map(
-        lambda leaf: modules[leaf.index] if isinstance(leaf, _Placeholder) else leaf,
-        batch,
-        is_leaf=lambda leaf: isinstance(leaf, _Placeholder),
-    )
-
-
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Placeholder:
     """Stands for a module in a batch. It is static, so no transformation changes it."""
-
-    index: int
 
 
 def _copy_state(node: Any) -> nnx.State:
@@ -267,7 +231,7 @@ def _set_variables(model: nnx.Module, variables: PyTree) -> None:
     nnx.update(model, state)
 
 
-def _check(model: Any, optimizer: Any) -> None:
+def _check(model: object, optimizer: object) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"train_step: model is a {type(model).__name__}; expected an nnx.Module. "

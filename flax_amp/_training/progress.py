@@ -87,7 +87,7 @@ def check_progress(
         _check_run(state, numbers, max_skips, "" if runs == 1 else f" of run {run}")
 
 
-def _check_arguments(metrics: Any, max_skips: Any) -> None:
+def _check_arguments(metrics: object, max_skips: object) -> None:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(
             f"check_progress: metrics is a {type(metrics).__name__}; expected the dict "

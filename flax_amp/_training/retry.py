@@ -10,6 +10,9 @@ from flax_amp import _tree
 from flax_amp._training.aliases import Array, PyTree
 from flax_amp._training.scaler import Scaler, update_scaler
 
+# The scaler, whether the scale fell, the arrays of an attempt, and how many there were.
+_Carry = tuple[Scaler, Array, PyTree, Array]
+
 
 class Attempt(NamedTuple):
     """One forward and backward pass, and whether its results are finite.
@@ -58,11 +61,11 @@ def retry_until_finite(
     # A loop can carry arrays only. The other leaves are the same in every pass.
     arrays, static = _tree.partition(tried, _tree.is_array)
 
-    def should_retry(carry: Any) -> Array:
+    def should_retry(carry: _Carry) -> Array:
         _, lowered, _, retried = carry
         return lowered & (retried < retries)
 
-    def retry(carry: Any) -> Any:
+    def retry(carry: _Carry) -> _Carry:
         scaler, lowered, tried = run(carry[0])
         arrays, _ = _tree.partition(tried, _tree.is_array)
         return scaler, lowered, arrays, carry[3] + 1
@@ -94,7 +97,7 @@ def forward_is_finite(loss: Array, new: PyTree, old: PyTree) -> Array:
     return _tree.all_finite((loss, _tree.map_or_none(ignore_old_infs, new, old)))
 
 
-def check_retries(redo_on_nan: Any, caller: str) -> int:
+def check_retries(redo_on_nan: object, caller: str) -> int:
     """Returns `redo_on_nan` as an integer, or raises an error that names `caller`."""
     # A bool is an int, and the signature of jaxamp annotates this argument as one.
     if not isinstance(redo_on_nan, int) or redo_on_nan < 0:

@@ -15,7 +15,7 @@ from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._training.aliases import Array, AxisName, PyTree
+from flax_amp._training.aliases import Array, AxisName, PyTree, UserFn
 from flax_amp._training.averaging import (
     PassResult,
     average_over_devices,
@@ -92,12 +92,12 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def scaled_value_and_grad(
-    fn: Callable[[PyTree], tuple[Any, PyTree, Any]],
+    fn: Callable[[PyTree], tuple[Array, PyTree, PyTree]],
     wrt: PyTree,
     scaler: Scaler,
     axis_name: AxisName,
     **kwargs: Any,
-) -> tuple[tuple[Array, PyTree, Any], PyTree]:
+) -> tuple[tuple[Array, PyTree, PyTree], PyTree]:
     """Differentiates a loss times the scale.
 
     Args:
@@ -111,7 +111,7 @@ def scaled_value_and_grad(
       `(loss, updates, aux)`, and the gradients, which are still scaled.
     """
 
-    def scaled(wrt: PyTree) -> Any:
+    def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
         loss, updates, aux = fn(wrt)
         loss = mark_varying(jnp.asarray(loss), axis_name)
         return scale_loss(loss, scaler), (loss, updates, aux)
@@ -121,14 +121,14 @@ def scaled_value_and_grad(
 
 
 def dynamic_scale_value_and_grad(
-    fun: Callable[..., Any],
+    fun: UserFn,
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: AxisName = None,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> UserFn:
     """Like `jax.value_and_grad`, with the loss scaled and the gradients unscaled.
 
     The loss is multiplied by the scale in float32. The gradients are divided by the
@@ -183,14 +183,14 @@ def dynamic_scale_value_and_grad(
 
 
 def dynamic_scale_grad(
-    fun: Callable[..., Any],
+    fun: UserFn,
     *,
     has_aux: bool = False,
     redo_on_nan: int = 0,
     filter: bool = True,
     axis_name: AxisName = None,
     **kwargs: Any,
-) -> Callable[..., Any]:
+) -> UserFn:
     """Like `jax.grad`, with the loss scaled and the gradients unscaled.
 
     Args:
@@ -224,7 +224,7 @@ def dynamic_scale_grad(
     )
 
     @functools.wraps(fun)
-    def grad_fn(*args: Any, **fun_kwargs: Any) -> tuple[Scaler, Any]:
+    def grad_fn(*args: PyTree, **fun_kwargs: PyTree) -> tuple[Scaler, PyTree]:
         state, (value, grads) = value_and_grad_fn(*args, **fun_kwargs)
         return state, ((grads, value[1]) if has_aux else grads)
 
@@ -233,13 +233,13 @@ def dynamic_scale_grad(
 
 def _make_grad_fn(
     caller: str,
-    fun: Callable[..., Any],
+    fun: UserFn,
     has_aux: bool,
     redo_on_nan: int,
     filter: bool,
     axis_name: AxisName,
     kwargs: dict[str, Any],
-) -> Callable[..., Any]:
+) -> UserFn:
     """Returns the function of `dynamic_scale_value_and_grad`."""
     retries = check_retries(redo_on_nan, caller)
     check_axis_name(axis_name, caller)
@@ -248,8 +248,8 @@ def _make_grad_fn(
 
     @functools.wraps(fun)
     def value_and_grad_fn(
-        *args: Any, dynamic_scaler_state: Any = None, **fun_kwargs: Any
-    ) -> tuple[Scaler, Any]:
+        *args: PyTree, dynamic_scaler_state: Any = None, **fun_kwargs: PyTree
+    ) -> tuple[Scaler, PyTree]:
         scaler = _check_call(dynamic_scaler_state, argnums, args, caller)
         device_index(axis_name, caller)
         call = FunctionalCall(fun, args, fun_kwargs, caller=f"{caller}: {name}")
@@ -258,7 +258,7 @@ def _make_grad_fn(
         updates_def: Any = None
         old: list[Any] = []
 
-        def loss_of(wrt: list[Any]) -> tuple[Any, PyTree, Any]:
+        def loss_of(wrt: list[Array]) -> tuple[Array, PyTree, PyTree]:
             inputs = list(call.inputs)
             for index, x in zip(selected, wrt, strict=True):
                 inputs[index] = x

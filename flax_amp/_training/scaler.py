@@ -120,7 +120,9 @@ def init_scaler(
         max_scaler=max_scaler,
     )
     check_scaler(given, "init_scaler")
-    return complete_scaler(given)
+    # A step donates the scaler, so it must not hold an array of the caller, nor one
+    # array twice.
+    return {key: _tree.own(value) for key, value in complete_scaler(given).items()}
 
 
 def static_scaler(value: ArrayLike) -> Scaler:
@@ -303,7 +305,7 @@ def check_scaler(state: Mapping[str, Any], name: str, *, wait: bool = True) -> N
         )
 
 
-def check_keys(state: Any, name: str) -> None:
+def check_keys(state: object, name: str) -> None:
     """Raises a ValueError unless `state` is a dict with every key of a scaler."""
     keys = state.keys() if isinstance(state, Mapping) else set()
     if missing := sorted(_DEFAULTS.keys() - keys):

@@ -243,7 +243,9 @@ def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
     return nnx.to_pure_dict(rest)
 
 
-def merge_model(graphdef: Any, params: PyTree, variables: PyTree) -> nnx.Module:
+def merge_model(
+    graphdef: nnx.GraphDef[Any], params: PyTree, variables: PyTree
+) -> nnx.Module:
     """Undoes `split_model`."""
     return nnx.merge(graphdef, params, variables)
 
@@ -260,7 +262,7 @@ def _copy_leaf(leaf: Any) -> Any:
     return jnp.array(array, dtype=array.dtype, copy=True)
 
 
-def _check_model(model: Any, params: PyTree, variables: Any) -> None:
+def _check_model(model: object, params: PyTree, variables: object) -> None:
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"AmpTrainState.create: model is a {type(model).__name__}; expected an "
@@ -306,7 +308,7 @@ def check_params(params: PyTree, caller: str) -> None:
         )
 
 
-def _as_collections(params: PyTree, variables: Any) -> PyTree:
+def _as_collections(params: PyTree, variables: object) -> PyTree:
     """Returns the collections of a Linen model other than its parameters."""
     if params is None:
         raise TypeError(
@@ -333,7 +335,7 @@ def _as_collections(params: PyTree, variables: Any) -> PyTree:
     return core.unfreeze(dict(variables))
 
 
-def _as_streams(rngs: Any) -> Rngs:
+def _as_streams(rngs: object) -> Rngs:
     if rngs is None:
         return {}
     if not isinstance(rngs, Mapping):

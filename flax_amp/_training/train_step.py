@@ -26,7 +26,15 @@ from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, Rngs
+from flax_amp._training.aliases import (
+    Array,
+    AxisName,
+    Batch,
+    Metrics,
+    PyTree,
+    Rngs,
+    UserFn,
+)
 from flax_amp._training.averaging import PassResult
 from flax_amp._training.donation import JittedStep
 from flax_amp._training.finite import count_skip, without_finite_check
@@ -56,7 +64,7 @@ class TrainStep(Protocol):
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: UserFn,
     *,
     has_aux: bool = False,
     compute_dtype: DTypeLike = jnp.float16,
@@ -270,7 +278,7 @@ def _update_or_skip(
     )
 
 
-def _check_state(state: Any, caller: str) -> None:
+def _check_state(state: object, caller: str) -> None:
     if not isinstance(state, AmpTrainState):
         raise TypeError(
             f"{caller}: state is a {type(state).__name__}; expected an AmpTrainState. "

@@ -16,6 +16,7 @@ from flax_amp import (
     make_eval_step,
     make_nnx_train_step,
     make_train_step,
+    static_scaler,
 )
 
 B = jnp.ones(8)
@@ -106,6 +107,15 @@ def test_an_optimizer_that_holds_the_parameters_is_named():
     message = r"model\['bias'\]\.value and optimizer\['opt_state'\].* same.*donate=F"
     with pytest.raises(ValueError, match=message):
         step(model, optimizer, init_scaler(), B)
+
+
+def test_a_scaler_made_from_an_array_can_be_donated():
+    value = jnp.float32(8)
+    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = make_nnx_train_step(lambda model, batch: model(batch).sum())
+    scaler, _ = step(model, optimizer, static_scaler(value), B)
+    assert scaler["scaler"] == value
 
 
 class Subclass(AmpTrainState):
