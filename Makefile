@@ -3,8 +3,9 @@
 # chooses the interpreter (`make clean` first if another one made .venv).
 PYTHON ?= python3
 VENV ?= .venv
-# One worker per core, at most four: every worker compiles with all the cores.
-PYTEST_ARGS ?= -n auto --maxprocesses 4
+# One worker per core, at most four. The tests of a file stay together (worksteal), so
+# that they share what is compiled.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 # For every command of the benchmarks: --resume, --models mlp,vit_s16, ...
 BENCH_ARGS ?=
 # Without it the newest Python wins, which gets the newest JAX.
@@ -20,7 +21,7 @@ export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check lint format types doctest layering clean
+.PHONY: help demo test test-slow check lint format types doctest layering clean
 .PHONY: bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
@@ -29,13 +30,13 @@ help: ## Lists the targets.
 demo: $(RUN_READY) ## Trains on real data in float16, is killed, resumes; prints a table.
 	$(BIN)/python -m examples.digits.demo
 
-test: $(RUN_READY) ## The whole test suite, doctests included.
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-test-fast: $(RUN_READY) ## The test suite without its slow part.
+test: $(RUN_READY) ## The test suite, doctests included, without its slow part.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
-check: lint types test ## Lint, types, layering, doctests and the test suite.
+test-slow: $(RUN_READY) ## The slow part: long tables, and examples in processes.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+check: lint types test ## Lint, types, and the test suite.
 
 lint: $(DEV_READY) ## ruff: rules and formatting.
 	$(BIN)/ruff check .

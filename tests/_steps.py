@@ -1,0 +1,81 @@
+"""Small states, their steps and batches, and what a skipped step changes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from _models import MODELS, make_batch
+from flax_amp import AmpTrainState, init_scaler, make_train_step
+
+DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32]
+
+# What a step that is skipped for its loss changes, and nothing else.
+SKIP_LEAVES = {
+    ".step",
+    ".scaler['total_resets']",
+    ".opt_state.notfinite_count",
+    ".opt_state.last_finite",
+    ".opt_state.total_notfinite",
+}
+
+
+class EmaState(AmpTrainState):
+    """Averages the parameters, with a counter, at every update."""
+
+    ema: Any
+
+    def apply_gradients(self, *, grads, **kwargs):
+        new = super().apply_gradients(grads=grads, **kwargs)
+        mean = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, self.ema["p"], new.params)
+        return new.replace(ema={"p": mean, "n": self.ema["n"] + 1})
+
+
+def setup(name, *, cls=AmpTrainState, scaler=None, **options):
+    """Returns a state that has taken two steps, and its training step."""
+    make, loss = MODELS[name]
+    extra = {}
+    if cls is EmaState:
+        extra["ema"] = {"p": make().params, "n": 0}
+    state = make(cls=cls, scaler=scaler or init_scaler(scaler=16), **extra)
+    step = make_train_step(loss, has_aux=True, **options)
+    for seed in (1, 2):
+        state, _ = step(state, make_batch(seed))
+    return state, step
+
+
+def linear_loss(params, batch):
+    return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+
+
+def linear_state(tx=None, w=None, **options):
+    params = {"w": jnp.array([1.0, -2.0, 0.5]) if w is None else w}
+    options = {"scaler": init_scaler(scaler=16)} | options  # 2**15 is too much here
+    return AmpTrainState.create(params=params, tx=tx or optax.sgd(0.1), **options)
+
+
+def linear_batch(size=8, poisoned=False):
+    generator = np.random.default_rng(0)
+    x = generator.integers(-4, 5, (size, 3)).astype(np.float32)
+    if poisoned:
+        x[size // 2] = np.inf
+    return {"x": x, "y": generator.integers(-4, 5, size).astype(np.float32)}
+
+
+def counting(fn):
+    """Returns `fn`, its signature kept, and a list that grows with every trace."""
+    traces = []
+
+    @functools.wraps(fn)
+    def counted(*args, **kwargs):
+        traces.append(None)
+        return fn(*args, **kwargs)
+
+    return counted, traces
+
+
+def copy(state):
+    return jax.tree.map(jnp.copy, state)

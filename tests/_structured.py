@@ -1,0 +1,251 @@
+"""One layer inside each structured primitive of JAX, and their nestings."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+SIZE = 8
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+# --- functions with custom derivatives -----------------------------------------------
+
+
+@jax.custom_jvp
+def jvp_layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+@jvp_layer.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    y = jnp.tanh(x @ w)
+    return y, (1 - y * y) * (dx @ w + x @ dw)
+
+
+@jax.custom_vjp
+def vjp_layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def _vjp_layer_fwd(w, x):
+    y = jnp.tanh(x @ w)
+    return y, {"inputs": (w, x), "y": y}
+
+
+def _vjp_layer_bwd(residuals, ct):
+    w, x = residuals["inputs"]
+    ct = ct * (1 - residuals["y"] ** 2)
+    return x.T @ ct, ct @ w.T
+
+
+vjp_layer.defvjp(_vjp_layer_fwd, _vjp_layer_bwd)
+
+
+@jax.custom_vjp
+def vjp_rows(w, x, rows):
+    """Takes integers, which have no gradient."""
+    return x[rows] @ w
+
+
+def _vjp_rows_bwd(residuals, ct):
+    w, x, rows = residuals
+    return x[rows].T @ ct, jnp.zeros_like(x).at[rows].add(ct @ w.T), None
+
+
+vjp_rows.defvjp(lambda *args: (vjp_rows(*args), args), _vjp_rows_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def vjp_static(act, w, x, scale):
+    return act(x @ w) * scale
+
+
+def _vjp_static_fwd(act, w, x, scale):
+    return vjp_static(act, w, x, scale), (w, x)
+
+
+def _vjp_static_bwd(act, scale, residuals, ct):
+    return jax.vjp(lambda w, x: act(x @ w) * scale, *residuals)[1](ct)
+
+
+vjp_static.defvjp(_vjp_static_fwd, _vjp_static_bwd)
+
+
+@jax.custom_vjp
+def vjp_tree(params):
+    y = params["x"] @ params["w"]
+    return {"y": y, "both": (y * 2, jnp.arange(len(y)))}
+
+
+def _vjp_tree_bwd(params, ct):
+    ct = ct["y"] + 2 * ct["both"][0]
+    return ({"w": params["x"].T @ ct, "x": ct @ params["w"].T},)
+
+
+vjp_tree.defvjp(lambda params: (vjp_tree(params), params), _vjp_tree_bwd)
+
+
+def from_tree(w, x):
+    out = vjp_tree({"w": w, "x": x})
+    return out["y"] + jnp.tanh(out["both"][0]) * out["both"][1][:, None] / SIZE
+
+
+# --- loops and devices ---------------------------------------------------------------
+
+
+def scan(fn, w, x, length=3, **options):
+    return lax.scan(lambda c, _: (fn(w, c), None), x, None, length, **options)[0]
+
+
+def scan_xs(w, x):
+    """Weights come in as xs, results go out as ys."""
+    ws = jnp.stack([w, w.T, -w])
+    carry, ys = lax.scan(lambda c, v: (layer(v, c), c @ v), x, ws)
+    return carry + ys.sum(0)
+
+
+def while_loop(fn, w, x):
+    return lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, fn(w, c[1])), (0, x)
+    )[1]
+
+
+def cond_of(w, x):
+    return lax.cond(x[0, 0] > -100, layer, lambda w, x: jnp.sin(x @ w), w, x)
+
+
+def switch(w, x):
+    branches = [layer, lambda w, x: x @ w, lambda w, x: x]
+    return sum(lax.switch(i, branches, w, x) for i in range(3))
+
+
+def sharded(fn, check_vma=True):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+
+
+def psum_inside(w, x):
+    y = layer(w, x)
+    return y - lax.psum(y.mean(0), "data")[None]
+
+
+def gather_inside(w, x):
+    return layer(w, lax.all_gather(x, "data", tiled=True))[:1] * x.mean()
+
+
+def remat(fn, **options):
+    return jax.checkpoint(fn, **options)
+
+
+POLICIES = jax.checkpoint_policies
+
+
+class Case(NamedTuple):
+    fn: Any
+    forward: int  # matmuls in the function ...
+    both: int | None  # ... and in its value_and_grad; None: no reverse mode
+
+
+CASES = {
+    "jit": Case(jax.jit(layer), 1, 3),
+    "scan_carry": Case(functools.partial(scan, layer), 1, 3),
+    "scan_xs_ys": Case(scan_xs, 2, 6),
+    "scan_reversed": Case(functools.partial(scan, layer, reverse=True), 1, 3),
+    "scan_unrolled": Case(functools.partial(scan, layer, unroll=3), 1, 3),
+    "while": Case(functools.partial(while_loop, layer), 1, None),
+    "fori_static": Case(
+        lambda w, x: lax.fori_loop(0, 3, lambda i, c: layer(w, c), x), 1, 3
+    ),
+    "fori_dynamic": Case(
+        lambda w, x: lax.fori_loop(0, jnp.int32(3), lambda i, c: layer(w, c), x),
+        1,
+        None,
+    ),
+    "cond": Case(cond_of, 2, 6),
+    "switch": Case(switch, 6, 18),
+    "remat": Case(remat(layer), 1, 4),
+    "remat_dots": Case(remat(layer, policy=POLICIES.dots_saveable), 1, 3),
+    "remat_nothing": Case(remat(layer, policy=POLICIES.nothing_saveable), 1, 4),
+    "remat_everything": Case(remat(layer, policy=POLICIES.everything_saveable), 1, 3),
+    "remat_cse": Case(remat(layer, prevent_cse=False), 1, 4),
+    "custom_jvp": Case(jvp_layer, 1, 3),
+    "custom_vjp": Case(vjp_layer, 1, 3),
+    "custom_vjp_integers": Case(
+        lambda w, x: vjp_rows(w, x, jnp.arange(SIZE) // 2), 1, 3
+    ),
+    "custom_vjp_nondiff": Case(
+        lambda w, x: vjp_static(jnp.tanh, w, x, 2.0), 1, 4
+    ),
+    "custom_vjp_tree": Case(from_tree, 1, 3),
+    "shard_map": Case(sharded(layer), 1, 3),
+    "shard_map_unchecked": Case(sharded(layer, check_vma=False), 1, 3),
+    "shard_map_psum": Case(sharded(psum_inside), 1, 3),
+    "shard_map_psum_unchecked": Case(sharded(psum_inside, check_vma=False), 1, 3),
+    "shard_map_gather": Case(sharded(gather_inside), 1, 3),
+    "shard_map_of_scan": Case(sharded(functools.partial(scan, layer)), 1, 3),
+    "shard_map_of_custom_vjp": Case(sharded(vjp_layer, check_vma=False), 1, 3),
+    "vmap_of_scan": Case(
+        lambda w, x: jax.vmap(functools.partial(scan, layer, w))(x[:, None])[:, 0], 1, 3
+    ),
+    "vmap_of_custom_vjp": Case(
+        lambda w, x: jax.vmap(vjp_layer, (None, 0))(w, x[:, None])[:, 0], 1, 3
+    ),
+    "vmap_of_custom_vjp_in_scan": Case(
+        lambda w, x: jax.vmap(lambda r: scan(vjp_layer, w, r[None])[0])(x), 1, 3
+    ),
+    "scan_of_remat_of_jit": Case(
+        functools.partial(scan, remat(jax.jit(layer), prevent_cse=False)), 1, 4
+    ),
+    "jit_of_scan_of_cond": Case(jax.jit(functools.partial(scan, cond_of)), 2, 6),
+    "remat_of_custom_vjp": Case(remat(vjp_layer), 1, 4),
+    "remat_of_custom_jvp": Case(remat(jvp_layer), 1, 4),
+    "scan_in_while": Case(
+        functools.partial(while_loop, functools.partial(scan, layer, length=1)), 1, None
+    ),
+    "scan_in_scan": Case(
+        functools.partial(scan, functools.partial(scan, layer)), 1, 3
+    ),
+    "jit_of_scan_of_custom_vjp": Case(
+        jax.jit(functools.partial(scan, vjp_layer)), 1, 3
+    ),
+    "map": Case(lambda w, x: lax.map(lambda r: layer(w, r[None])[0], x), 1, 3),
+    "associative_scan": Case(
+        lambda w, x: lax.associative_scan(jnp.matmul, jnp.stack([w, w.T, x]))[-1],
+        2,
+        6,
+    ),
+}  # fmt: skip
+
+
+def arguments(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(SIZE, SIZE)) / np.sqrt(SIZE)
+    return w.astype(np.float32).astype(dtype), rng.normal(size=w.shape).astype(
+        np.float32
+    ).astype(dtype)
+
+
+def loss_of(fn):
+    return lambda w, x: jnp.mean(fn(w, x) ** 2)
+
+
+def differentiate(fn, has_reverse):
+    """Returns value and gradients; in forward mode along one direction."""
+    if has_reverse:
+        return jax.value_and_grad(loss_of(fn), argnums=(0, 1))
+    return lambda w, x: jax.jvp(loss_of(fn), (w, x), (jnp.ones_like(w), x))

@@ -1,0 +1,318 @@
+"""Gradients with a scaler: the published expectations of jaxamp, to the step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from flax_amp import (
+    DynamicScalerState,
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    init_scaler,
+    scale_loss,
+    static_scaler,
+    unscale_grads,
+)
+
+
+def split(transform, has_aux, out):
+    """Returns `(value, aux, grads)`; what the transform does not give is `None`."""
+    if transform is dynamic_scale_grad:
+        grads, aux = out if has_aux else (out, None)
+        return None, aux, grads
+    value, grads = out
+    value, aux = value if has_aux else (value, None)
+    return value, aux, grads
+
+
+@pytest.mark.parametrize(
+    "transform", [dynamic_scale_grad, dynamic_scale_value_and_grad]
+)
+@pytest.mark.parametrize("filter", [True, False])
+@pytest.mark.parametrize("has_aux", [True, False])
+def test_seed_table(transform, filter, has_aux):
+    def cube(x):
+        return (x**3, 1.0) if has_aux else x**3
+
+    def expect(scale, count, resets, correct=True):
+        nonlocal state
+        state, out = grad_fn(x, dynamic_scaler_state=state)
+        value, aux, grads = split(transform, has_aux, out)
+        assert float(state["scaler"]) == scale
+        assert (int(state["count"]), int(state["total_resets"])) == (count, resets)
+        assert aux == (1.0 if has_aux else None)
+        assert value is None or (value == 8.0 and value.dtype == jnp.float16)
+        assert not correct or (grads == 12.0 and grads.dtype == jnp.float16)
+
+    x = jnp.float16(2.0)
+    options = dict(filter=filter, has_aux=has_aux)
+    # 12 * 2**13 is beyond float16, 12 * 2**12 is not.
+    grad_fn = jax.jit(transform(cube, redo_on_nan=100, **options))
+    state = DynamicScalerState(patience=10)
+    for count in range(1, 11):
+        expect(2**12, count, 3)
+    expect(2**13, 0, 3)
+    expect(2**12, 1, 4)
+
+    grad_fn = jax.jit(transform(cube, redo_on_nan=0, **options))
+    state = DynamicScalerState(scaler=2**15)
+    expect(2**14, 0, 1, correct=False)
+    expect(2**13, 0, 2, correct=False)
+    expect(2**12, 0, 3, correct=False)
+    expect(2**12, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "loss, start",
+    [
+        (lambda x: x * jnp.inf, init_scaler()),  # no scale helps
+        (lambda x: jnp.sqrt(x - 2), static_scaler(8.0)),  # and no lower one is left
+    ],
+)
+def test_redo_stops_where_no_lower_scale_helps(loss, start):
+    grad_fn = dynamic_scale_grad(loss, redo_on_nan=50)
+    state, _ = grad_fn(jnp.float32(2), dynamic_scaler_state=start)
+    assert int(state["total_resets"]) == 1
+    assert state["scaler"] == start["scaler"]
+
+
+@pytest.mark.parametrize(
+    "loss, finite",
+    [(lambda x: x**2, True), (lambda x: x * jnp.inf, False)],
+)
+def test_a_scale_that_its_limit_lowers_is_no_reason_to_redo(loss, finite):
+    """Of a traced scaler, whose values are not checked."""
+    grad_fn = jax.jit(
+        lambda state: dynamic_scale_grad(loss, redo_on_nan=5)(
+            jnp.float32(2), dynamic_scaler_state=state
+        )
+    )
+    state, _ = grad_fn(init_scaler() | {"max_scaler": jnp.float32(4)})
+    assert int(state["count"]) == finite and float(state["scaler"]) == 4
+    assert int(state["total_resets"]) == (not finite)
+
+
+@pytest.mark.parametrize("redo, scale, finite", [(0, 14, 0), (2, 12, 0), (3, 12, 1)])
+def test_redo_stops_after_so_many_times(redo, scale, finite):
+    grad_fn = dynamic_scale_grad(lambda x: x**3, redo_on_nan=redo)
+    state, grads = grad_fn(jnp.float16(2), dynamic_scaler_state={})
+    assert float(state["scaler"]) == 2**scale
+    assert bool(jnp.isfinite(grads)) == bool(finite)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_loss_and_gradients_are_exact_while_the_scale_moves(dtype):
+    grad_fn = jax.jit(dynamic_scale_value_and_grad(lambda x: x**3))
+    state = init_scaler(scaler=2.0**10, patience=1)
+    moves = [jnp.inf, 2, 2, 2, jnp.inf, 2]  # bad, good, grow, good, bad, grow
+    scales = []
+    for x in moves:
+        state, (loss, grad) = grad_fn(dtype(x), dynamic_scaler_state=state)
+        scales.append(float(state["scaler"]))
+        assert loss.dtype == grad.dtype == dtype
+        if x == 2:
+            assert (loss, grad) == (8, 12)
+    assert scales == [2.0**e for e in (10, 10, 11, 11, 11, 12)]
+
+
+def test_scaling_saves_what_float16_would_lose():
+    def loss(x):
+        return (x * jnp.float16(2.0**-13)).astype(jnp.float32) * 2.0**-13
+
+    x = jnp.float32(1)
+    assert jax.grad(lambda x: loss(x.astype(jnp.float16)))(x) == 0
+    _, grad = dynamic_scale_grad(lambda x: loss(x.astype(jnp.float16)))(
+        x, dynamic_scaler_state={}
+    )
+    assert grad == 2.0**-26
+
+
+def test_scale_beyond_float16_works_with_a_float16_loss():
+    state = static_scaler(2.0**20)
+    assert float(scale_loss(jnp.float16(4), state)) == 2.0**22
+    assert float(unscale_grads(jnp.float16(4), state)) == 2.0**-18
+
+
+def test_value_is_the_loss_even_where_the_scaled_loss_overflows():
+    grad_fn = dynamic_scale_value_and_grad(lambda x: x * 1e30)
+    state, (loss, grad) = grad_fn(
+        jnp.float32(1e3), dynamic_scaler_state=static_scaler(2.0**24)
+    )
+    assert loss == jnp.float32(1e30) * jnp.float32(1e3)
+    assert grad == jnp.float32(1e30)
+    assert int(state["total_resets"]) == 0
+
+
+@pytest.mark.parametrize(
+    "fun, resets, scale",
+    [
+        (lambda w: w["a"] + jax.lax.stop_gradient(w["b"] / 0), 1, 15),  # only the loss
+        (lambda w: w["a"] + jnp.sqrt(w["b"] * 0), 1, 14),  # only one gradient
+        (lambda w: w["a"] + jnp.sqrt(w["b"] * 0) / 0, 1, 15),  # both
+        (lambda w: (w["a"] + w["b"], w["a"] * jnp.inf), 0, 15),  # only aux
+        (lambda w: w["a"] * 2 + w["b"], 0, 15),
+    ],
+)
+def test_only_gradients_that_are_not_finite_lower_the_scale(fun, resets, scale):
+    params = {"a": jnp.float32(1), "b": jnp.float32(2)}
+    grad_fn = dynamic_scale_grad(fun, has_aux=isinstance(fun(params), tuple))
+    state, _ = grad_fn(params, dynamic_scaler_state={})
+    assert int(state["total_resets"]) == resets
+    assert float(state["scaler"]) == 2.0**scale
+
+
+def test_no_parameters_still_tests_the_loss():
+    grad_fn = dynamic_scale_grad(lambda w, x: x * 1.0)
+    assert int(grad_fn({}, 1.0, dynamic_scaler_state={})[0]["count"]) == 1
+    bad, _ = grad_fn({}, jnp.inf, dynamic_scaler_state={})
+    assert (int(bad["count"]), int(bad["total_resets"])) == (0, 1)
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+def test_filter_passes_other_leaves_through(redo):
+    params = {
+        "w": jnp.float32(2),
+        "half": np.float16(3),
+        "ints": jnp.arange(3),
+        "none": None,
+        "name": "layer",
+        "number": 4.0,
+        "fun": jnp.tanh,
+        "key": jax.random.key(0),
+    }
+
+    def loss(params, offset):
+        assert params["name"] == "layer" and params["none"] is None
+        assert isinstance(params["number"], float) and params["fun"] is jnp.tanh
+        total = params["w"] * params["number"] * params["ints"].sum() + offset
+        aux = dict(key=params["key"], total=total, note=None, five=5)
+        return total * params["half"], aux
+
+    grad_fn = dynamic_scale_grad(loss, has_aux=True, redo_on_nan=redo)
+    _, (grads, aux) = grad_fn(
+        params, offset=1.0, dynamic_scaler_state=static_scaler(16)
+    )
+    assert grads.pop("w") == 4 * 3 * 3
+    half = grads.pop("half")
+    assert (half, half.dtype) == (2 * 4 * 3 + 1, jnp.float16)
+    assert set(grads.values()) == {None}
+    assert aux["total"] == 25 and aux["five"] == 5
+    assert jnp.issubdtype(aux["key"].dtype, jax.dtypes.prng_key)
+
+
+@pytest.mark.parametrize("filter", [True, False])
+@pytest.mark.parametrize("argnums", [0, 1, -1, (1,), (0, 1), (1, 0)])
+def test_argnums_as_in_jax(filter, argnums):
+    def loss(x, y):
+        return (x * y).sum() ** 2
+
+    args = jnp.arange(1.0, 4), jnp.float32(3)
+    _, grads = dynamic_scale_grad(loss, filter=filter, argnums=argnums)(
+        *args, dynamic_scaler_state={}
+    )
+    expected = jax.grad(loss, argnums=argnums)(*args)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, grads, expected)
+
+
+def test_integer_parameters_without_filter_are_jax():
+    with pytest.raises(TypeError, match="int32"):
+        dynamic_scale_grad(lambda x: x * 1.0, filter=False)(1, dynamic_scaler_state={})
+    _, grad = dynamic_scale_grad(lambda x: x * 1.0, filter=False, allow_int=True)(
+        1, dynamic_scaler_state={}
+    )
+    assert grad.dtype == jax.dtypes.float0
+
+
+def test_gradients_agree_with_finite_differences():
+    def loss(w):
+        return jnp.sum(jnp.sin(w) ** 3)
+
+    @jax.custom_vjp
+    def through_scaler(w):
+        return loss(w)
+
+    def forward(w):
+        out = dynamic_scale_value_and_grad(loss)(w, dynamic_scaler_state={})[1]
+        return out
+
+    through_scaler.defvjp(forward, lambda grads, g: (grads * g,))
+    check_grads(
+        through_scaler, (jnp.linspace(0.1, 1, 5),), 1, ["rev"], atol=1e-2, rtol=1e-2
+    )
+
+
+def test_one_trace_for_every_kind_of_step(count_traces):
+    counted, traces = count_traces(lambda x: x**3)
+    grad_fn = jax.jit(dynamic_scale_value_and_grad(counted))
+    state = init_scaler(patience=1)
+    for x in [jnp.inf, 1.0, 1.0, 1.0, jnp.nan, 1.0]:
+        state, _ = grad_fn(jnp.float32(x), dynamic_scaler_state=state)
+    assert traces() == 1
+    assert grad_fn._cache_size() == 1
+
+
+def test_vmap_over_scalers_of_a_gradient_that_retries():
+    states = jax.vmap(lambda scale: init_scaler(scaler=scale))(
+        jnp.array([2.0**15, 2.0**10])
+    )
+    grad_fn = dynamic_scale_grad(lambda x: x**3, redo_on_nan=8)
+    states, grads = jax.vmap(lambda s: grad_fn(jnp.float16(2), dynamic_scaler_state=s))(
+        states
+    )
+    np.testing.assert_array_equal(states["scaler"], [2.0**12, 2.0**10])
+    np.testing.assert_array_equal(grads, [12, 12])
+
+
+def test_keeps_the_name_and_docstring():
+    def my_loss(x):
+        """Mine."""
+        return x
+
+    for transform in (dynamic_scale_grad, dynamic_scale_value_and_grad):
+        wrapped = transform(my_loss)
+        assert (wrapped.__name__, wrapped.__doc__) == ("my_loss", "Mine.")
+
+
+def vector_loss(x):
+    return x
+
+
+def pair_loss(x):
+    return x.sum(), {}
+
+
+@pytest.mark.parametrize(
+    "fun, options, message",
+    [
+        (vector_loss, {}, r"vector_loss returned float32\[3\] as its loss.*\.mean\(\)"),
+        (lambda x: x.sum().astype(int), {}, r"int32\[\].*scalar float"),
+        (lambda x: x.sum() + 0j, {}, r"complex64\[\].*scalar float"),
+        (lambda x: None, {}, "a NoneType as its loss"),
+        (pair_loss, {}, "pair_loss returned a tuple as its loss.*has_aux=True"),
+        (vector_loss, dict(has_aux=True), r"expected a \(loss, aux\) pair"),
+        (vector_loss, dict(argnums=1), "argnums=1 names an argument"),
+        (vector_loss, dict(argnums=None), "argnums=None; expected an integer.* Leave"),
+        (vector_loss, dict(argnums=(0, "x")), r"argnums=\(0, 'x'\); expected an int"),
+    ],
+)
+@pytest.mark.parametrize(
+    "transform", [dynamic_scale_grad, dynamic_scale_value_and_grad]
+)
+def test_bad_losses_are_named(transform, fun, options, message):
+    with pytest.raises(TypeError, match=message):
+        transform(fun, **options)(jnp.ones(3), dynamic_scaler_state={})
+
+
+def test_missing_state_and_bad_redo_are_named():
+    for transform in (dynamic_scale_grad, dynamic_scale_value_and_grad):
+        name = transform.__name__
+        with pytest.raises(TypeError, match=f"^{name}: .*scaler_state is missing"):
+            transform(vector_loss)(jnp.ones(3))
+        with pytest.raises(TypeError, match=f"^{name}: argnums=1"):
+            transform(vector_loss, argnums=1)(jnp.ones(3), dynamic_scaler_state={})
+    for redo in (-1, 1.5, None):
+        with pytest.raises(ValueError, match=f"redo_on_nan={redo}"):
+            dynamic_scale_grad(vector_loss, redo_on_nan=redo)
