@@ -34,13 +34,20 @@ class EmaState(AmpTrainState):
         return new.replace(ema={"p": mean, "n": self.ema["n"] + 1})
 
 
-def setup(name, *, cls=AmpTrainState, scaler=None, **options):
+def setup(name, *, cls=AmpTrainState, **options):
     """Returns a state that has taken two steps, and its training step."""
+    state, step = _setup(name, cls, **options)
+    return copy(state), step
+
+
+@functools.cache
+def _setup(name, cls, **options):
+    """All states of a name share what is static, and so a compiled step."""
     make, loss = MODELS[name]
     extra = {}
     if cls is EmaState:
         extra["ema"] = {"p": make().params, "n": 0}
-    state = make(cls=cls, scaler=scaler or init_scaler(scaler=16), **extra)
+    state = make(cls=cls, scaler=init_scaler(scaler=16), **extra)
     step = make_train_step(loss, has_aux=True, **options)
     for seed in (1, 2):
         state, _ = step(state, make_batch(seed))

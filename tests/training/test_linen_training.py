@@ -1,5 +1,7 @@
 """Training a Linen model with everything that a Linen model may hold."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -69,13 +71,21 @@ def keys():
     return {"dropout": jax.random.key(1), "noise": jax.random.key(2)}
 
 
+@functools.cache
 def initial():
     model = Everything()
     streams = {"params": jax.random.key(0), **keys()}
-    return model, model.init(streams, make_batch()["x"])
+    return model, jax.jit(model.init)(streams, make_batch()["x"])
 
 
-def make_state(**options):
+@functools.cache
+def make_step(dtype):
+    return make_train_step(loss_fn, has_aux=True, compute_dtype=dtype, donate=False)
+
+
+@functools.cache
+def make_state(scale=None):
+    """One for all tests, which share what is compiled for it; nothing donates it."""
     model, variables = initial()
     return AmpTrainState.create(
         apply_fn=model.apply,
@@ -83,7 +93,7 @@ def make_state(**options):
         variables={name: variables[name] for name in COLLECTIONS},
         rngs=keys(),
         tx=optax.sgd(0.1),
-        **options,
+        scaler=init_scaler(scaler=scale) if scale else no_scaler(),
     )
 
 
@@ -91,6 +101,7 @@ def make_state(**options):
 def test_equals_plain_flax():
     """Without lower precision: TrainState and a loop by hand, collections included."""
     model, variables = initial()
+    variables = {**variables}
     params = variables.pop("params")
     plain = train_state.TrainState.create(
         apply_fn=model.apply, params=params, tx=optax.sgd(0.1)
@@ -111,8 +122,7 @@ def test_equals_plain_flax():
         grads, updates = jax.grad(loss, has_aux=True)(plain.params)
         return plain.apply_gradients(grads=grads), updates
 
-    state = make_state(scaler=no_scaler())
-    step = make_train_step(loss_fn, has_aux=True, compute_dtype=jnp.float32)
+    state, step = make_state(), make_step(jnp.float32)
     for seed in range(4):
         state, _ = step(state, make_batch(seed))
         plain, variables = by_hand(plain, variables, make_batch(seed))
@@ -124,8 +134,7 @@ def test_equals_plain_flax():
 
 @both_halves
 def test_every_product_is_low_and_every_collection_moves(dtype):
-    state = make_state(scaler=init_scaler(scaler=2.0**6))
-    step = make_train_step(loss_fn, has_aux=True, compute_dtype=dtype, donate=False)
+    state, step = make_state(2.0**6), make_step(dtype)
     after, metrics = step(state, make_batch())
 
     assert metrics["grads_finite"]
@@ -138,8 +147,10 @@ def test_every_product_is_low_and_every_collection_moves(dtype):
 
 @pytest.mark.parametrize("accum_steps", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_bad_step_moves_nothing(accum_steps):
-    state = make_state(scaler=init_scaler(scaler=2.0**6))
-    step = make_train_step(loss_fn, has_aux=True, accum_steps=accum_steps, donate=False)
+    state, step = make_state(2.0**6), make_step(jnp.float16)
+    if accum_steps > 1:
+        options = dict(has_aux=True, accum_steps=accum_steps, donate=False)
+        step = make_train_step(loss_fn, **options)
     after, metrics = step(state, make_batch(poisoned=True))
     assert not metrics["grads_finite"]
     assert not changed(state.params, after.params)
@@ -148,10 +159,7 @@ def test_a_bad_step_moves_nothing(accum_steps):
 
 def test_each_stream_is_its_own():
     """Another key in one stream changes the loss; the same keys do not."""
-    step = make_train_step(
-        loss_fn, has_aux=True, compute_dtype=jnp.float32, donate=False
-    )
-    state = make_state(scaler=no_scaler())  # one: another would compile anew
+    state, step = make_state(), make_step(jnp.float32)
 
     def loss(**streams):
         changed = state.replace(rngs={**state.rngs, **streams})
@@ -169,7 +177,7 @@ def test_some_collections_may_stay_out_of_the_update():
         kept = {"batch_stats": aux["variables"]["batch_stats"]}
         return loss, {"variables": kept}
 
-    state = make_state(scaler=init_scaler(scaler=2.0**6))
+    state = make_state(2.0**6)
     after, _ = make_train_step(partial, has_aux=True, donate=False)(state, make_batch())
     moved = changed(state.variables, after.variables)
     assert {path.split("'")[1] for path in moved} == {"batch_stats"}

@@ -55,10 +55,10 @@ def test_changes_and_gradients_are_those_of_nnx(lowered, has_aux, redo, compiled
         return grad_fn(model, batch, dynamic_scaler_state=SCALER)
 
     run = nnx.jit(run) if compiled else run
+    reference = nnx.jit(nnx.value_and_grad(fun, has_aux=has_aux))
     before = arrays(model)
     for seed in range(2):
         scaler, (value, grads) = run(model, make_batch(seed))
-        reference = nnx.jit(nnx.value_and_grad(fun, has_aux=has_aux))
         expected, expected_grads = reference(twin, make_batch(seed))
         assert type(grads) is nnx.State
         assert_same_avals(grads, expected_grads)

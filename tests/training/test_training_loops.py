@@ -11,7 +11,7 @@ from flax import nnx
 
 from _models import MODELS, changed, make_batch
 from flax_amp import AmpTrainState, amp, init_scaler, make_eval_step, make_train_step
-from helpers import assert_close, assert_identical, both_halves, dtypes_of
+from helpers import assert_close, assert_identical, both_halves, dtypes_of, jit
 
 # A whole epoch in one jit
 
@@ -108,23 +108,30 @@ def critic_loss(params, batch):
     return distance + penalty
 
 
-def gan_states(**options):
+@functools.cache
+def gan_states():
     generator = Generator().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
     critic = Critic().init(jax.random.key(1), jnp.ones((1, 2)))["params"]
     return tuple(
-        AmpTrainState.create(params=params, tx=optax.adam(1e-2), **options)
+        AmpTrainState.create(params=params, tx=optax.adam(1e-2))
         for params in (generator, critic)
     )
 
 
-def gan_step(generator, critic, noise, real, **options):
-    train_critic = make_train_step(critic_loss, jit=False, **options)
-    train_generator = make_train_step(generator_loss, jit=False, **options)
-    fake = Generator().apply({"params": generator.params}, noise)
-    critic, told = train_critic(critic, {"real": real, "fake": fake})
-    batch = {"noise": noise, "critic": critic.params}
-    generator, _ = train_generator(generator, batch)
-    return generator, critic, told
+@functools.cache
+def make_gan_step(dtype):
+    train_critic = make_train_step(critic_loss, jit=False, compute_dtype=dtype)
+    train_generator = make_train_step(generator_loss, jit=False, compute_dtype=dtype)
+
+    @jax.jit
+    def step(generator, critic, noise, real):
+        fake = Generator().apply({"params": generator.params}, noise)
+        critic, told = train_critic(critic, {"real": real, "fake": fake})
+        batch = {"noise": noise, "critic": critic.params}
+        generator, _ = train_generator(generator, batch)
+        return generator, critic, told
+
+    return step
 
 
 def gan_inputs(seed):
@@ -136,7 +143,7 @@ def gan_inputs(seed):
 @both_halves
 def test_gan(dtype):
     """Both networks train in one jit; the critic's own gradient is differentiated."""
-    step = jax.jit(functools.partial(gan_step, compute_dtype=dtype))
+    step = make_gan_step(dtype)
     generator, critic = gan_states()
     start = generator, critic
     for seed in range(3):
@@ -150,7 +157,7 @@ def test_gan_scalers_are_apart():
     """A bad batch for the critic skips the critic only; no scale would mend it."""
     generator, critic = gan_states()
     noise, real = gan_inputs(0)
-    step = jax.jit(functools.partial(gan_step, compute_dtype=jnp.float16))
+    step = make_gan_step(jnp.float16)
     after, skipped, told = step(generator, critic, noise, real.at[0].set(jnp.inf))
     assert not told["grads_finite"]
     assert not changed(critic.params, skipped.params)
@@ -167,8 +174,8 @@ def test_gradient_penalty(dtype):
     batch = {"real": real, "fake": -real}
     lowered = jax.grad(amp(critic_loss, compute_dtype=dtype))
 
-    exact = jax.grad(critic_loss)(params, batch)
-    assert_close(lowered(params, batch), exact, dtype, gradient=True)
+    exact = jit(jax.grad(critic_loss))(params, batch)
+    assert_close(jit(lowered)(params, batch), exact, dtype, gradient=True)
     found = dtypes_of(lowered, params, batch)
     assert {name for names in found for name in names} == {jnp.dtype(dtype).name}
 
@@ -187,8 +194,8 @@ def test_gradient_penalty_outside_of_amp(dtype):
         return Critic().apply({"params": params}, x)
 
     low = amp(critic, compute_dtype=dtype)
-    exact = jax.grad(functools.partial(penalty, critic))(params)
-    lowered = jax.grad(functools.partial(penalty, low))(params)
+    exact = jit(jax.grad(functools.partial(penalty, critic)))(params)
+    lowered = jit(jax.grad(functools.partial(penalty, low)))(params)
     assert_close(lowered, exact, dtype, gradient=True)
 
 
