@@ -36,7 +36,7 @@ class JittedStep:
 
 
 def check_distinct(
-    caller: str, donated: Mapping[str, PyTree], others: Mapping[str, PyTree] = {}
+    caller: str, donated: Mapping[str, PyTree], others: Mapping[str, PyTree]
 ) -> None:
     """Raises a ValueError if a donated array is a second time among the arguments.
 

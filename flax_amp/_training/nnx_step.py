@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, UserFn
-from flax_amp._training.donation import check_distinct, explain_deleted
+from flax_amp._training.donation import explain_deleted
 from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
     Options,
@@ -69,9 +69,8 @@ def make_nnx_train_step(
       redo_on_nan: see `make_train_step`.
       accum_steps: see `make_train_step`.
       axis_name: see `make_train_step`.
-      donate: let the new arrays reuse the memory of the old ones. Pass False if the
-        first state of the optimizer holds the parameters themselves, as that of
-        `optax.contrib.mechanize` does, because a buffer cannot be donated twice.
+      donate: let the new arrays reuse the memory of the old ones, which are then
+        deleted.
       jit: compile the step, with `nnx.jit`.
 
     Returns:
@@ -132,9 +131,7 @@ def make_nnx_train_step(
         nonlocal first
         _check(model, optimizer)
         if first and jit and donate:
-            # Variables that both share have one path in their common state.
-            state = nnx.state({"model": model, "optimizer": optimizer})
-            check_distinct("train_step", {"scaler": scaler, **state})
+            _copy_repeated_arrays(model, optimizer)
         with explain_deleted("train_step", "scaler", scaler):
             # Values on the device are checked in the first step only: later, that would
             # wait for the step before.
@@ -216,6 +213,24 @@ def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
 @dataclasses.dataclass(frozen=True)
 class _Placeholder:
     """Stands for a module in a batch. It is static, so no transformation changes it."""
+
+
+def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+    """Copies arrays of the optimizer that are in the model too, or in itself twice.
+
+    The first state of some optimizers, such as `optax.contrib.mechanize`, holds the
+    parameters themselves, and a buffer must not be donated twice.
+    """
+    seen = set(map(id, jax.tree.leaves(nnx.state(model))))
+    state = nnx.state(optimizer)
+    leaves, structure = jax.tree.flatten(state)
+    if len(seen.union(map(id, leaves))) == len(seen) + len(leaves):
+        return
+    copies = []
+    for leaf in leaves:
+        copies.append(_tree.own(leaf) if id(leaf) in seen else leaf)
+        seen.add(id(leaf))
+    nnx.update(optimizer, jax.tree.unflatten(structure, copies))
 
 
 def _copy_state(node: Any) -> nnx.State:
