@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from flax_amp import optim
@@ -187,3 +188,63 @@ def inputs(case: Case, params: PyTree) -> tuple[PyTree, dict[str, Any]]:
     if case.per_example:
         grads = jax.tree.map(lambda g: jnp.stack([g, g / 2]), grads)
     return grads, extra
+
+
+# Training
+
+
+class Training(NamedTuple):
+    """A training, whatever the state is of which it is made.
+
+    Attributes:
+      init: parameters -> state.
+      step: parameters, state -> the next of both.
+    """
+
+    init: Callable[[PyTree], Any]
+    step: Callable[[PyTree, Any], tuple[PyTree, Any]]
+
+
+def ours(case: Case, rate: Any) -> Training:
+    """Returns the training with a pytree optimizer, which is its state."""
+
+    def step(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
+        grads, extra = inputs(case, params)
+        updates, tx = tx.update(grads, params, **extra)
+        return optax.apply_updates(params, updates), tx
+
+    return Training(case.pytree(rate).init, step)
+
+
+def in_optax(case: Case, rate: Any) -> Training:
+    """Returns the training with plain optax."""
+    tx = case.plain(rate)
+
+    def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        grads, extra = inputs(case, params)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return Training(tx.init, step)
+
+
+def run(training: Training, steps: int) -> tuple[PyTree, Any]:
+    """Returns parameters and state after some compiled steps."""
+    quick: Any = {"xla_backend_optimization_level": 0}
+    step, params = jax.jit(training.step, compiler_options=quick), params_of()
+    state = training.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def distance(a: PyTree, b: PyTree) -> float:
+    """Returns the relative L2 distance of two trees, 0 if all bits are equal."""
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    as64 = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+    if all(np.array_equal(x, y, equal_nan=True) for x, y in as64):
+        return 0.0
+    difference = sum(float(np.sum((x - y) ** 2)) for x, y in as64)
+    return float(
+        np.sqrt(difference / max(sum(float(np.sum(y**2)) for _, y in as64), 1e-4))
+    )

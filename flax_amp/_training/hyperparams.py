@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from flax_amp import _tree
-from flax_amp.optim._optimizer import Optimizer
-from flax_amp.optim._variables import pure
+from flax_amp.optim._optimizer import Optimizer, pure
 
 PyTree = Any
 

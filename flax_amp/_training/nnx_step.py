@@ -31,7 +31,7 @@ from flax_amp._training.train_state import (
     check_selection,
     split_model,
 )
-from flax_amp.optim._variables import pure
+from flax_amp.optim._optimizer import pure
 from flax_amp.policy import PolicyEntries
 
 

@@ -23,7 +23,6 @@ from flax_amp._training.wrap import (
     has_integers,
     resume_opt_state,
     shared_update_fn,
-    unwrap_to_optax,
     wrap_optimizer,
 )
 from flax_amp.optim._optimizer import Optimizer
@@ -144,7 +143,6 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         else:
             collections = _as_collections(params, variables)
         check_params(params, "AmpTrainState.create")
-        tx = unwrap_to_optax(tx)
         state = super().create(
             apply_fn=apply_fn,
             params=_copy_leaves(params),

@@ -7,7 +7,7 @@ import optax
 
 from flax_amp import _tree
 from flax_amp._training.finite import apply_if_finite
-from flax_amp.optim._optimizer import Optimizer, update_as_optax
+from flax_amp.optim._optimizer import Optimizer, update_state
 
 PyTree = Any
 
@@ -17,22 +17,10 @@ def has_integers(params: PyTree) -> bool:
     return not all(map(_tree.is_inexact_array, jax.tree.leaves(params)))
 
 
-def unwrap_to_optax(tx: Any) -> Any:
-    """Returns the pytree optimizer in what its `to_optax` gave, anything else as it is.
-
-    Inside of functions its hyper-parameters would be constants of the compiled step.
-    """
-    if getattr(tx, "update", None) is update_as_optax:
-        optimizer = getattr(tx.init, "__self__", None)
-        # Its `init` begins anew.
-        return tx if optimizer is None else optimizer.replace(opt_state=None)
-    return tx
-
-
 def wrap_optimizer(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
-        tx = tx.to_optax()
+        tx = tx.to_optax(in_state=True)
     if isinstance(tx, type) and issubclass(tx, Optimizer):
         raise TypeError(
             f"AmpTrainState.create: tx is the class {tx.__name__}; expected an "
@@ -60,7 +48,7 @@ def shared_update_fn(masked: bool) -> Any:
     It holds no hyper-parameters, which are in the state, so a step that is compiled
     for one serves others.
     """
-    tx = optax.GradientTransformationExtraArgs(_no_init, update_as_optax)
+    tx = optax.GradientTransformationExtraArgs(_no_init, update_state)
     return apply_if_finite(tx, masked=masked)
 
 

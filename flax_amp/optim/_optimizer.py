@@ -1,45 +1,71 @@
-"""Optimizers as pytrees; `flax_amp.optim` makes their classes."""
+"""`Optimizer` and `Schedule`; `flax_amp.optim` makes their classes."""
 
 import collections
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from flax import nnx
 
 from flax_amp import _tree
-from flax_amp.optim._arguments import is_real, map_nested, nested_leaves
-from flax_amp.optim._bound import Bound
-from flax_amp.optim._injected import carried_over, inject, injected
-from flax_amp.optim._schedule import Schedule, check_names
-from flax_amp.optim._transformation import (
-    as_transformation,
-    explaining,
-    first_update,
-    settled,
-)
-from flax_amp.optim._values import gives_a_float, last_counts, value_at
-from flax_amp.optim._variables import as_variables, pure
+from flax_amp.optim._call import FactoryCall, is_call, is_number
 
 PyTree = Any
+Path = tuple[str, ...]
+
+# What states of optax call the count that they give to schedules.
+_COUNTS = ("count", "step_count", "step")
+
+# States of what does not update the optimizer inside at every step.
+_GATES = (
+    optax.ApplyIfFiniteState,
+    optax.ConditionallyMaskState,
+    optax.ConditionallyTransformState,
+    optax.MultiStepsState,
+)
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
-# To try things on; of NumPy, which starts no backend.
-_SMALL = {"matrix": np.ones((4, 4), np.float32), "vector": np.ones(4, np.float32)}
+class Schedule(FactoryCall):
+    """A schedule as a pytree: a function of the count of updates.
+
+    Example:
+      >>> from flax_amp import optim
+      >>> schedule = optim.cosine_decay_schedule(init_value=0.1, decay_steps=100)
+      >>> float(schedule.replace(init_value=0.2)(0))
+      0.2...
+    """
+
+    def __call__(self, count: Any) -> jax.Array:
+        """Returns the value at a count of updates, float32[]."""
+        with self._explaining():
+            return _own(self.made()(count))
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with other arguments, by name."""
+        _check_names(self, changes, self._static)
+        return self._with(changes)
+
+    @classmethod
+    def checked(cls, made: Any) -> Any:
+        """Returns a function; raises a TypeError if it is none."""
+        if not callable(made):
+            raise TypeError(
+                f"{cls.__name__}: the factory returned a {type(made).__name__}; "
+                "expected a function of the count, as of optax.linear_schedule(...)."
+            )
+        return made
 
 
-class Optimizer(Bound):
-    """An optimizer of optax that holds its hyper-parameters and its state.
+class Optimizer(FactoryCall):
+    """An optimizer of optax with its hyper-parameters and its state, as one pytree.
 
-    Make one with a function of this module, such as `adamw`, or with `wrap`.
+    Make one with a function of `flax_amp.optim`, such as `adamw`, or with `wrap`.
 
     Attributes:
       opt_state: the state of optax, in optax's own structure; `None` before `init`.
-      remainders: see `flax_amp._exact`.
 
     Example:
       >>> from flax_amp import optim
@@ -51,352 +77,294 @@ class Optimizer(Bound):
       0.05...
     """
 
-    _states = ("opt_state",)
     opt_state: PyTree
 
-    def init(self, params: PyTree) -> Self:
-        """Returns the optimizer with the state of a new run.
+    def __init__(self, /, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for leaf in jax.tree.leaves(self._arguments(), is_leaf=is_call):
+            if isinstance(leaf, Optimizer) and leaf.opt_state is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: {type(leaf).__name__}, an argument, has a "
+                    "state; expected an optimizer before init. Call init on the outer "
+                    "one, which holds the state of all."
+                )
+        self._arrays["opt_state"] = None
 
-        Args:
-          params: the parameters to train.
-        """
-        with explaining(f"{type(self).__name__}.init"):
-            state = self.as_argument().init(params)
-        # From here on all leaves are arrays of JAX: one kind, one compilation.
-        # Arrays of their own: donating the optimizer must delete no array of the user.
-        mine = jax.tree.map(_tree.own, self._replace_own({"opt_state": None}))
-        return mine._replace_own({"opt_state": jax.tree.map(_as_jax, settled(state))})
+    @classmethod
+    def checked(cls, made: Any) -> optax.GradientTransformationExtraArgs:
+        """Returns a transformation; raises a TypeError if it is none."""
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            raise TypeError(
+                f"{cls.__name__}: the factory returned a {type(made).__name__}; "
+                "expected an optax.GradientTransformation, as of optax.chain(...)."
+            )
+        if not isinstance(made, optax.GradientTransformation):  # as optax.MultiSteps
+            made = optax.GradientTransformation(made.init, made.update)
+        return optax.with_extra_args_support(made)
+
+    def init(self, params: PyTree) -> Self:
+        """Returns the optimizer with the state of a new run for these parameters."""
+        with self._explaining():
+            state = self.made().init(params)
+        # Arrays of its own: donating it must delete no array of the user.
+        return jax.tree.map(_own, self._with({"opt_state": state}))
 
     def update(
-        self,
-        grads: PyTree,
-        params: PyTree | None = None,
-        *as_optax: Any,
-        **extra_args: Any,
+        self, grads: PyTree, params: PyTree = None, *as_optax: Any, **extra_args: Any
     ) -> tuple[PyTree, Self]:
         """Returns the updates, and the optimizer after them.
 
         Args:
           grads: the gradients, shaped as the parameters.
           params: the parameters, for the optimizers that need them.
-          *as_optax: none; `update(grads, state, params)` is that of optax's pair.
+          *as_optax: none; `update(grads, state, params)` is how optax is called.
           **extra_args: what else an optimizer of optax asks for, such as `value`.
-
-        Returns:
-          `(updates, tx)`; `optax.apply_updates(params, updates)` applies them.
 
         Raises:
           RuntimeError: before `init`.
-          TypeError: if optax uses a traced hyper-parameter in Python, or if it is
-            called as a transformation of optax.
+          TypeError: if it is called as an optimizer of optax, or if that needs a Python
+            number where there is an array.
         """
-        name = type(self).__name__
-        if as_optax or "state" in extra_args or self._is_state(params, grads):
+        given, mine, like = map(_structure, (params, self.opt_state, grads))
+        is_state = isinstance(params, Optimizer) or given == mine != like
+        if as_optax or "state" in extra_args or is_state:
             raise TypeError(
-                f"{name}.update: got grads and a state; expected "
-                "tx.update(grads, params). Where a transformation of optax is called, "
-                "pass tx.to_optax()."
+                f"{type(self).__name__}.update: got grads and a state; expected "
+                "tx.update(grads, params). Where optax calls it, pass tx.to_optax()."
             )
         if self.opt_state is None:
             raise RuntimeError(
-                f"{name}.update: it has no state yet; expected an optimizer after "
-                "init. Call tx = tx.init(params) first."
+                f"{type(self).__name__}.update: it has no state; expected an optimizer "
+                "after init. Call tx = tx.init(params) first."
             )
-        with explaining(f"{name}.update"):
-            updates, state = self.as_argument().update(
-                grads, self.opt_state, params, **extra_args
-            )
-        return settled(updates), self._replace_own({"opt_state": settled(state)})
+        with self._explaining():
+            tx = self.made()
+            updates, state = tx.update(grads, self.opt_state, params, **extra_args)
+        return updates, self._with({"opt_state": jax.tree.map(_strong, state)})
 
-    def _is_state(self, params: PyTree, grads: PyTree) -> bool:
-        structures: Any = map(jax.tree.structure, (self.opt_state, params, grads))
-        mine, given, like = structures
-        return given == mine != like and mine.num_nodes > 1
+    def to_optax(
+        self, *, in_state: bool = False
+    ) -> optax.GradientTransformationExtraArgs:
+        """Returns the optimizer of optax, with the hyper-parameters as they are now.
+
+        Args:
+          in_state: let the pytree be the state: `opt_state.replace(learning_rate=...)`
+            of an `nnx.Optimizer` then changes its run. What is around it, such as
+            `optax.inject_hyperparams`, cannot change hyper-parameters in a state.
+
+        Example:
+          >>> from flax_amp import optim
+          >>> tx = optax.chain(optax.clip(1.0), optim.adam(1e-3).to_optax())
+        """
+        if in_state:
+            return optax.GradientTransformationExtraArgs(self.init, update_state)
+        return self.made()
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other hyper-parameters.
 
-        A number in place of a number changes no structure: nothing is compiled again.
+        A number in the place of an array stays an array: nothing is compiled again.
 
         Args:
           **changes: values by the name of an argument, or by a name of `hyperparams`,
             which reaches the optimizers inside; also `opt_state`.
 
         Raises:
-          TypeError: if there is no such name, or a value is of a wrong type.
-          ValueError: if the state would have another structure.
+          TypeError: if there is no such name, or it holds shapes only.
+          ValueError: if the state might have another structure.
         """
-        self._check_values("replace")
-        pure_self = pure(self)
-        if pure_self is not self:
-            where = f"{type(self).__name__}.replace"
-            return as_variables(self, pure_self.replace(**changes), where)
-        own = {*self._fixed.values, *self._states}
-        entries, copies = self._entries()
-        inner: dict[str, tuple[str, ...]] = {}
-        for name, path, _ in entries:
-            inner |= {name: path, "/".join(path): path}
-        check_names(self, changes, [*own, *inner, *copies])
-        new = self._replace_own({n: v for n, v in changes.items() if n in own})
-        for name in [n for n in changes if n in inner and n not in own]:
-            new = new._replace_at(inner[name], changes[name])
-        if self.opt_state is None or new.opt_state is None:
-            return new
-        if "opt_state" in changes:
-            self._check_structure(new.opt_state)
-            return new
-        state = self.opt_state
-        paths = {n: inner.get(n, (n,)) for n in changes if n in own or n in inner}
-        if paths:
-            state = self._state_for(new, paths, changes)
-        rest = {copies[n]: v for n, v in changes.items() if n not in paths}
-        return new._replace_own({"opt_state": inject(state, rest)})
+        if _tree.nodes(self, nnx.Variable):  # as in `nnx.Optimizer`
+            new = pure(self).replace(**changes)
+            return jax.tree.map(_as_variable, self, new, is_leaf=_is_variable)
+        places: dict[str, tuple[Path, Any]]
+        places = {n: ((n,), getattr(self, n)) for n in (*self._static, "opt_state")}
+        for name, path, value in self._entries():
+            places = {"/".join(path): (path, value), name: (path, value)} | places
+        _check_names(self, changes, places)
+        new = self
+        for name, value in changes.items():
+            path, old = places[name]
+            if (
+                self.opt_state is not None
+                and changes.get("opt_state", self) is not None
+            ):
+                self._check_change(name, old, value)
+            new = new._with_at(path, value)
+        return new
 
-    def _check_structure(self, opt_state: PyTree) -> None:
-        """Raises a ValueError if it is not the state of this optimizer."""
-        now: Any
-        now, new = map(jax.tree.structure, (self.opt_state, opt_state))
-        if now != new:
-            raise ValueError(
-                f"{type(self).__name__}.replace: opt_state has the structure {new}; "
-                f"expected that of the present one, {now}, or None to begin anew."
-            )
-
-    def _state_for(
-        self,
-        new: "Optimizer",
-        paths: Mapping[str, tuple[str, ...]],
-        changes: Mapping[str, Any],
-    ) -> PyTree:
-        """Returns the state as other arguments need it.
-
-        Raises:
-          ValueError: if they need one of another structure.
-        """
-        copies = injected(self.opt_state)
-        if new._fixed == self._fixed and not copies:
-            return self.opt_state
-        try:
-            before, after = _small_state(self), _small_state(new)
-        except Exception as error:  # the small parameters do not suit a mask, say
-            if not any(self._copies(path) for path in paths.values()):
-                return self.opt_state
-            if copies.keys() >= paths.keys():  # by the names of the arguments
-                return inject(self.opt_state, {n: changes[n] for n in paths})
-            raise ValueError(
-                f"{type(self).__name__}.replace: optax.inject_hyperparams keeps copies "
-                f"in the state, and which of them are of {', '.join(paths)} cannot be "
-                f"found out; expected some of {', '.join(copies)}."
-            ) from error
-        if _kinds(before) != _kinds(after):
-            raise ValueError(
-                f"{type(self).__name__}.replace: with another {', '.join(paths)} the "
-                "state has another structure; expected a change before init. Begin "
-                "anew: tx.replace(..., opt_state=None).init(params)."
-            )
-        if not copies:
-            return self.opt_state
-        # The same value once more must count, too, where a copy was changed.
-        with contextlib.suppress(Exception):
-            probe = new
-            for path in paths.values():
-                value = _at(new, path)
-                probe = probe._replace_at(path, 2 * value + 1)
-            before = _small_state(probe)
-        return carried_over(self.opt_state, before, after)
-
-    def _copies(self, path: tuple[str, ...]) -> bool:
-        """Whether the optimizer that has an argument may copy it into its state."""
-        owner, *_ = [tx for tx in _along(self, path) if isinstance(tx, Optimizer)][::-1]
-        try:
-            return bool(injected(_small_state(owner)))
-        except Exception:
-            return True
-
-    def _replace_at(self, path: tuple[str, ...], value: Any) -> Self:
-        argument, *keys = path
-
-        def replaced(at: tuple[str, ...], leaf: Any) -> Any:
-            if at != tuple(keys[: len(at)]):
-                return leaf
-            rest = tuple(keys[len(at) :])
-            return leaf._replace_at(rest, value) if rest else value
-
-        return self._replace_own(
-            {argument: map_nested(replaced, getattr(self, argument))}
+    def _check_change(self, name: str, old: Any, new: Any) -> None:
+        """Raises a ValueError if the present state may not fit to a new argument."""
+        is_state = name == "opt_state"
+        if not is_state and _tree.nodes(self.opt_state, _INJECTED):
+            problem = "optax.inject_hyperparams keeps its own copy in the state"
+        elif is_state and _structure(old) != _structure(new):
+            problem = f"it has the structure {_structure(new)}, not {_structure(old)}"
+        elif not is_state and _kind(old) != _kind(new):
+            problem = f"{_kind(new)} in the place of {_kind(old)} changes the state"
+        else:
+            return
+        raise ValueError(
+            f"{type(self).__name__}.replace: {name}: {problem}; expected a change "
+            f"before init. Begin anew: tx.replace({name}=..., opt_state=None).init(params)."
         )
+
+    def _with_at(self, path: Path, value: Any) -> Self:
+        """Returns a copy with another value at a path."""
+
+        def changed(keys: Any, leaf: Any) -> Any:
+            here = _names(keys)
+            if here != path[1 : len(here) + 1]:
+                return leaf
+            inside = path[len(here) + 1 :]
+            return leaf._with_at(inside, value) if inside else value
+
+        argument = getattr(self, path[0])
+        if len(path) > 1:
+            value = jax.tree_util.tree_map_with_path(changed, argument, is_leaf=is_call)
+        return self._with({path[0]: value})
 
     @property
     def hyperparams(self) -> dict[str, jax.Array]:
         """The values of this step by name, those of the optimizers inside included.
 
         Schedules give the value that the last update used, before the first that of a
-        count of 0. Names that occur twice are preceded by the path to their optimizer.
-        Left out are numbers that the factory needs in Python, and schedules for which
-        the state has no count, or several that may differ.
-
-        Raises:
-          TypeError: if it holds shapes only.
+        count of 0; they are left out where the state does not tell their counts. Names
+        that occur twice are preceded by the path to their optimizer. What
+        `optax.inject_hyperparams` keeps in the state stands for arguments of its name.
         """
-        self._check_values("hyperparams")
-        pure_self = pure(self)
-        named, copies = pure_self._entries()
-        entries = [(name, entry) for name, _, entry in named]
-        counts = iter(
-            last_counts(pure_self.opt_state, sum(callable(e) for _, e in entries))
-        )
-        values = {
-            name: value_at(entry, next(counts) if callable(entry) else None)
-            for name, entry in entries
-        }
-        held = injected(pure_self.opt_state)
-        values |= {name: jnp.array(held[copy]) for name, copy in copies.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        whole = pure(self)
+        entries = whole._entries()
+        counts = _counts(whole.opt_state, sum(callable(x) for _, _, x in entries))
+        values: dict[str, Any] = {}
+        for name, _, value in entries:
+            count = next(counts) if callable(value) else None
+            if count is not None or not callable(value):
+                values[name] = value(count) if callable(value) else value
+        for node in _tree.nodes(whole.opt_state, _INJECTED):
+            values |= node.hyperparams
+        # Copies, because the state may be donated.
+        return {name: _own(value) for name, value in values.items()}
 
-    def to_optax(self) -> optax.GradientTransformationExtraArgs:
-        """Returns an optax transformation whose state is this optimizer.
-
-        For `TrainState.create`, `nnx.Optimizer` and the combinators of optax. Its
-        `init` begins anew, whatever state the optimizer has.
-        `AmpTrainState.create` takes the optimizer itself.
-
-        Example:
-          >>> from flax_amp import optim
-          >>> tx = optax.chain(optax.clip(1.0), optim.adam(1e-3).to_optax())
-        """
-        return optax.GradientTransformationExtraArgs(self.init, update_as_optax)
-
-    def as_argument(self) -> optax.GradientTransformationExtraArgs:
-        """Returns the optimizer of optax, as for the factory of one around it."""
-        made, guarded = self._build()
-        tx = as_transformation(made)
-
-        def update(*args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
-            updates, state = tx.update(*args, **kwargs)
-            return guarded(updates), state
-
-        return optax.GradientTransformationExtraArgs(tx.init, update)
-
-    @classmethod
-    def _uses(cls) -> Sequence[Callable[[Any], Any]]:
-        params = _SMALL
-
-        def update(made: Any, grads: PyTree = params) -> Any:
-            return settled(first_update(as_transformation(made), grads, params))
-
-        def derivative(made: Any) -> Any:
-            _, pull_back = jax.vjp(lambda grads: update(made, grads)[0], params)
-            return pull_back(params)
-
-        return [update, derivative]
-
-    def _entries(self) -> tuple[list[tuple[str, tuple[str, ...], Any]], dict[str, str]]:
-        """Returns what has a name.
-
-        Returns:
-          `(name, path, value)` of every number and schedule; and the names of the
-          copies in the state, as `injected` has them, by those that tell them from the
-          others. The copy of an argument of the same name stands for it.
-        """
+    def _entries(self) -> list[tuple[str, Path, Any]]:
+        """Returns `(name, path, value)` of every number and schedule."""
         found = list(self._walk())
-        copies = injected(self.opt_state)
-        several = any(isinstance(x, Optimizer) for x in _inner(self))
-        counts = collections.Counter(name for _, name, _ in found)
-        if several:
-            counts.update(copies)
-        entries = [
-            (name if counts[name] == 1 else "/".join(path), path, value)
-            for path, name, value in found
+        count = collections.Counter(name for name, _, _ in found)
+        return [
+            (n if count[n] == 1 else "/".join(p), p, value) for n, p, value in found
         ]
-        named = {
-            copy if counts[copy] == 1 or not several else f"injected/{copy}": copy
-            for copy in copies
-        }
-        return entries, named
 
-    def _walk(self) -> Iterator[tuple[tuple[str, ...], str, Any]]:
-        for argument, value in self._arguments().items():
-            for keys, leaf in nested_leaves(value):
-                path = (argument, *keys)
-                number = argument in self._parts and is_real(leaf)
+    def _walk(self) -> Iterator[tuple[str, Path, Any]]:
+        for argument, tree in self._arguments().items():
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(
+                tree, is_leaf=is_call
+            ):
+                path = (argument, *_names(keys))
                 if isinstance(leaf, Optimizer):
-                    for inner, name, entry in leaf._walk():
-                        yield (*path, *inner), name, entry
-                elif number or self._is_schedule(argument, leaf):
-                    yield path, "/".join(path), leaf
-
-    def _is_schedule(self, argument: str, value: Any) -> bool:
-        if not callable(value) or isinstance(value, Schedule):
-            return isinstance(value, Schedule)
-        declared = self._parameters[argument].annotation
-        if declared is inspect.Parameter.empty:
-            return gives_a_float(value)
-        return declared == optax.Schedule or float in getattr(declared, "__args__", ())
+                    for name, inside, value in leaf._walk():
+                        yield name, (*path, *inside), value
+                elif is_number(leaf) or _is_schedule(argument, leaf):
+                    yield "/".join(path), path, leaf
 
     def __repr__(self) -> str:
         return super(Optimizer, pure(self)).__repr__()
 
-    # No sequence interface
-
-    def _no_sequence(self, used: str) -> NoReturn:
+    def _no_sequence(self, *used: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__}: an optimizer is no sequence and cannot be {used}; "
-            "expected tx.init(params), tx.update(grads, params), tx.opt_state, or a "
-            "hyper-parameter by its name. tx.to_optax() gives the pair (init, update)."
+            f"{type(self).__name__}: an optimizer is no sequence, to be indexed, "
+            "unpacked, searched or measured; expected tx.init(params), tx.update(grads, params), "
+            "tx.opt_state or tx.<argument>. tx.to_optax() is the pair (init, update)."
         )
 
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._no_sequence("indexed")
-
-    def __iter__(self) -> NoReturn:
-        self._no_sequence("iterated over or unpacked")
-
-    def __len__(self) -> int:
-        self._no_sequence("measured with len")
-
-    def __contains__(self, item: Any) -> bool:
-        self._no_sequence("searched")
+    __getitem__ = __iter__ = __len__ = __contains__ = _no_sequence
 
     def __bool__(self) -> bool:
-        return True
+        return True  # and not by its length
 
 
-def _inner(bound: Bound) -> list[Any]:
-    return [x for v in bound._arguments().values() for _, x in nested_leaves(v)]
-
-
-def _along(bound: Any, path: tuple[str, ...]) -> Iterator[Any]:
-    """Yields an optimizer, those inside of it on a path, and what is at its end."""
-    yield bound
-    if not path:
-        return
-    argument, *keys = path
-    for at, leaf in nested_leaves(getattr(bound, argument)):
-        if at == tuple(keys[: len(at)]):
-            rest = tuple(keys[len(at) :])
-            yield from _along(leaf, rest) if rest else [leaf]
-
-
-def _at(bound: Any, path: tuple[str, ...]) -> Any:
-    return list(_along(bound, path))[-1]
-
-
-def _small_state(tx: Optimizer) -> PyTree:
-    return settled(tx.as_argument().init(_SMALL))
-
-
-def _kinds(tree: PyTree) -> Any:
-    structure: Any
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
-
-
-def _as_jax(leaf: Any) -> Any:
-    return jnp.array(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf
-
-
-def update_as_optax(
+def update_state(
     grads: PyTree, state: Optimizer, params: PyTree = None, **extra_args: Any
 ) -> tuple[PyTree, Optimizer]:
-    """Updates an optimizer that is the state of a transformation of optax."""
+    """Updates a pytree optimizer that is the state of one of optax."""
     return state.update(grads, params, **extra_args)
+
+
+def pure(tree: PyTree) -> PyTree:
+    """Returns a tree with arrays for variables, which `nnx.Optimizer` makes of them."""
+    return nnx.as_pure(tree) if _tree.nodes(tree, nnx.Variable) else tree
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _as_variable(old: Any, new: Any) -> Any:
+    return old.replace(new) if _is_variable(old) else new
+
+
+def _check_names(call: Any, changes: Mapping[str, Any], known: Any) -> None:
+    """Raises a TypeError if there is a name that is not known."""
+    if unknown := sorted(changes.keys() - {*known}):
+        ends = tuple(f"/{name}" for name in unknown)
+        expected = [name for name in known if name.endswith(ends)] or known
+        raise TypeError(
+            f"{type(call).__name__}.replace: no {', '.join(unknown)}; expected some of "
+            f"{', '.join(expected)}."
+        )
+
+
+def _counts(opt_state: PyTree, schedules: int) -> Iterator[Any]:
+    """Yields the count that the last update gave to each schedule, at first 0.
+
+    Where the state has a count for each schedule they are in one order; otherwise all
+    are taken to count alike. `None` if it has none, or some that may differ.
+    """
+    counts = [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
+    if opt_state is None:
+        counts = [jnp.zeros((), jnp.int32)] * schedules
+    elif len(counts) != schedules:
+        inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
+        named = jax.tree_util.tree_leaves_with_path(inside)
+        ends = [(_names(path)[-1:], leaf) for path, leaf in named]
+        counts += [x for wanted in _COUNTS for name, x in ends if name == (wanted,)]
+        one = counts and not _tree.nodes(inside, _GATES)
+        counts = (counts[:1] if one else [None]) * schedules
+    return (None if count is None else jnp.maximum(count - 1, 0) for count in counts)
+
+
+def _is_schedule(argument: str, value: Any) -> bool:
+    """Whether a function gives one float for one count."""
+    if not callable(value) or is_call(value) or argument == "learning_rate":
+        return callable(value)
+    try:
+        value = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
+        return value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
+    except Exception:  # whatever a function raises for what it does not expect
+        return False
+
+
+def _names(keys: Any) -> Path:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def _structure(tree: PyTree) -> Any:
+    return jax.tree.structure(tree)
+
+
+def _kind(value: Any) -> str:
+    """Returns what an argument is, as far as the structure of a state depends on it."""
+    if is_number(value):
+        return "a number"
+    return "a function" if callable(value) else f"a {type(value).__name__}"
+
+
+def _own(leaf: Any) -> Any:
+    """Returns a number or an array as a strongly typed array of its own."""
+    python = isinstance(leaf, int | float | complex)
+    return _strong(_tree.own(jnp.asarray(leaf) if python else leaf))
+
+
+def _strong(leaf: Any) -> Any:
+    """Returns an array without a weak type, with which a step would be traced again."""
+    if getattr(leaf, "weak_type", False):
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
