@@ -12,6 +12,7 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import flax_amp
 from examples.digits import data, model
@@ -21,9 +22,18 @@ STEPS, WARM_UP, BATCH_SIZE = 120, 12, 64
 PEAKS = np.geomspace(1e-5, 1.0, 16).astype(np.float32)
 
 
+@optim.schedule
+def warm_up_and_decay(peak):
+    # optax.warmup_cosine_decay_schedule asks whether the peak is 0; an array has no
+    # answer to that inside of vmap.
+    warm_up = optax.linear_schedule(0.0, peak, WARM_UP)
+    decay = optax.cosine_decay_schedule(peak, STEPS - WARM_UP)
+    return optax.join_schedules([warm_up, decay], [WARM_UP])
+
+
 def create_state(peak):
     network = model.ConvNet(data.NUM_CLASSES)
-    rate = optim.warmup_cosine_decay_schedule(0.0, peak, WARM_UP, STEPS)
+    rate = warm_up_and_decay(peak)
     variables = network.init(jax.random.key(0), jnp.ones((1, 8, 8, 1)), train=False)
     return flax_amp.AmpTrainState.create(
         apply_fn=network.apply,

@@ -1,26 +1,19 @@
-"""`optim`: every pytree optimizer under every transformation, and what a step costs.
+"""`optim`: how far a learning rate that is an array is from plain optax, and its cost.
 
-One table says for each optimizer of optax whether the one of `flax_amp.optim` passes a
-check, and how far apart the two are; another compares the time that a step takes.
+That the optimizers pass through every transformation is shown by tests/optim.
 """
 
 import contextlib
 import sys
 import warnings
-from typing import Any
 
-import absl.logging
 import jax
+import optax
 
 from benchmarks import environment
-from benchmarks.optimizers import cases, checks, overhead
+from benchmarks.optimizers import cases, overhead
 from benchmarks.request import Request
 from benchmarks.show import markdown_table
-
-_FAILED = "FAILED"
-_NOT_IN_OPTAX = "–"
-
-PyTree = Any
 
 
 def run(asked: Request, only: str, rounds: int) -> None:
@@ -32,43 +25,35 @@ def run(asked: Request, only: str, rounds: int) -> None:
       rounds: turns of the comparison of time; 0 leaves it out.
 
     Raises:
-      SystemExit: if a check failed.
+      SystemExit: if an optimizer failed.
     """
-    with contextlib.suppress(RuntimeError):  # JAX runs already, on the devices it has
-        jax.config.update("jax_num_cpu_devices", 8)
-    absl.logging.set_verbosity("error")
     names = only.split(";") if only else [*cases.names(), *cases.COMPOSED]
     table, failed = [], []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of optimistic_adam
+        warnings.simplefilter("ignore")  # what is deprecated is in the table too
         for name in names:
-            row, problems = _row(name)
-            failed += problems
-            table.append([f"`{name}`", *row])
-            print(f"{name:28} {' '.join(row)}", flush=True)
-            for problem in problems:
-                print(f"    {problem}", flush=True)
-    compared = overhead.OPTIMIZERS if rounds else ()
-    times = [[f"`{name}`", *overhead.row(name, rounds)] for name in compared]
+            try:
+                cells = _differences(cases.case(name))
+            except Exception as error:  # one failure must not hide the others
+                cells = ["FAILED", ""]
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+            table.append([f"`{name}`", *cells])
+            print(f"{name:28} {' '.join(cells)}", flush=True)
+            jax.clear_caches()
+    compared = [name for name in overhead.OPTIMIZERS if not only or name in names]
+    times = [[f"`{n}`", *overhead.row(n, rounds)] for n in compared if rounds]
     text = f"""# Pytree optimizers
 
 Made by `{environment.command_line()}`, {environment.machine()}, JAX {jax.__version__},
 optax {environment.versions()["optax"]}.
 
-## Each optimizer under each transformation
+## Trajectories
 
-{_meanings()}
+Parameters after 50 steps: the relative distance (L2) to plain optax with a number as
+learning rate, which is an array in `flax_amp.optim` and in `optax.inject_hyperparams`.
+"exact": equal bit for bit. "–": it has no learning rate, or is not injected.
 
-{markdown_table(["optimizer", *checks.CHECKS], table, words=1)}
-
-"exact": equal bit for bit. A number: the relative distance (L2, over all parameters),
-at most {checks.CLOSE:.0e}, of derivatives 1e-4. With `*` it is larger, and so is
-that of plain optax to itself under the same transformation (or, for a trajectory,
-under another level of optimization): the algorithm amplifies roundings, or is not
-smooth.
-"finite": forward mode only. "{_NOT_IN_OPTAX}": plain optax cannot do it either (no
-learning rate or no schedule, no derivative, keys that are not pickled, arrays of no
-size).
+{markdown_table(["optimizer", "flax_amp.optim", "inject_hyperparams"], table, words=1)}
 """
     if times:
         text += f"""
@@ -83,26 +68,24 @@ size).
     path.write_text(text)
     print(f"wrote {path}")
     if failed:
-        sys.exit(f"{len(failed)} checks failed: {'; '.join(failed)}")
+        sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 
 
-def _row(name: str) -> tuple[list[str], list[str]]:
-    row, problems = [], []
-    case = cases.case(name)
-    for title, check in checks.CHECKS.items():
-        try:
-            row.append(check(case))
-        except checks.NotInOptax:
-            row.append(_NOT_IN_OPTAX)
-        except Exception as error:  # one failure must not hide the others
-            row.append(_FAILED)
-            problems.append(f"{name}, {title}: {type(error).__name__}: {error}")
-    jax.clear_caches()
-    return row, problems
+def _differences(case: cases.Case) -> list[str]:
+    expected, _ = cases.run(cases.in_optax(case, cases.RATE), 50)
+    found, _ = cases.run(cases.ours(case, cases.RATE), 50)
+    injected = "–"
+    if case.rate:
+
+        def factory(learning_rate: float) -> optax.GradientTransformation:
+            return case.plain(learning_rate)
+
+        same = case._replace(plain=optax.inject_hyperparams(factory))
+        with contextlib.suppress(Exception):  # optax has one that it cannot inject
+            params, _ = cases.run(cases.in_optax(same, cases.RATE), 50)
+            injected = _shown(cases.distance(params, expected))
+    return [_shown(cases.distance(found, expected)), injected]
 
 
-def _meanings() -> str:
-    return "\n".join(
-        f"- **{title}**: {(check.__doc__ or '').splitlines()[0]}"
-        for title, check in checks.CHECKS.items()
-    )
+def _shown(apart: float) -> str:
+    return f"{apart:.0e}" if apart else "exact"

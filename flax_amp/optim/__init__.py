@@ -141,8 +141,8 @@ def _kind_of(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if _kind_of(name) is None:
         raise AttributeError(
-            f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule of "
-            "this name. Expected one of dir(optim), or use optim.wrap."
+            f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule "
+            "of this name. Expected one of dir(optim), or use optim.wrap."
         )
     return _class_of(_public(name), _kind_of(name))
 

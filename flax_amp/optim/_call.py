@@ -145,8 +145,8 @@ class FactoryCall:
             raise TypeError(
                 f"{type(self).__name__}: optax needs a Python number, for a branch or "
                 f"a shape, and got an array. Arrays are: {arrays or 'its inputs'}. "
-                "Expected a Python number, which is static. A learning_rate is one only "
-                "if optim.wrap is given a function that calls it otherwise."
+                "Expected a Python number, which is static. A learning_rate is one "
+                "only if optim.wrap is given a function that calls it otherwise."
             ) from error
 
     # As a pytree, as a copy, and as a dict of arrays
@@ -185,8 +185,8 @@ def _from_state(call: FactoryCall, state: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{type(call).__name__}: the state has {', '.join(state) or 'nothing'}; "
             f"expected {', '.join(own) or 'nothing'}, or the state of the same "
-            "optimizer of optax. Make the target with the arguments that were saved, and call "
-            "tx = tx.init(params) first."
+            "optimizer of optax. Make the target with the arguments that were saved, "
+            "and call tx = tx.init(params) first."
         )
     read = {
         name: serialization.from_state_dict(call._arrays[name], value, name=name)

@@ -125,17 +125,17 @@ class Optimizer(FactoryCall):
           TypeError: if it is called as an optimizer of optax, or if that needs a Python
             number where there is an array.
         """
+        if self.opt_state is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.update: it has no state; expected an optimizer "
+                "after init. Call tx = tx.init(params) first."
+            )
         given, mine, like = map(_structure, (params, self.opt_state, grads))
         is_state = isinstance(params, Optimizer) or given == mine != like
         if as_optax or "state" in extra_args or is_state:
             raise TypeError(
                 f"{type(self).__name__}.update: got grads and a state; expected "
                 "tx.update(grads, params). Where optax calls it, pass tx.to_optax()."
-            )
-        if self.opt_state is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.update: it has no state; expected an optimizer "
-                "after init. Call tx = tx.init(params) first."
             )
         with self._explaining():
             tx = self.made()
@@ -205,7 +205,7 @@ class Optimizer(FactoryCall):
             return
         raise ValueError(
             f"{type(self).__name__}.replace: {name}: {problem}; expected a change "
-            f"before init. Begin anew: tx.replace({name}=..., opt_state=None).init(params)."
+            f"before init: tx.replace({name}=..., opt_state=None).init(params)."
         )
 
     def _with_at(self, path: Path, value: Any) -> Self:
@@ -271,8 +271,9 @@ class Optimizer(FactoryCall):
     def _no_sequence(self, *used: Any) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__}: an optimizer is no sequence, to be indexed, "
-            "unpacked, searched or measured; expected tx.init(params), tx.update(grads, params), "
-            "tx.opt_state or tx.<argument>. tx.to_optax() is the pair (init, update)."
+            "unpacked, searched or measured; expected tx.init(params), "
+            "tx.update(grads, params), tx.opt_state or an argument by its name. "
+            "tx.to_optax() is the pair (init, update)."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _no_sequence

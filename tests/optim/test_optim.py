@@ -1,10 +1,10 @@
 """Pytree optimizers: their interface, and what they are inside of each other."""
 
-import copy
-import dataclasses
 import pickle
 import subprocess
 import sys
+import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,18 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from flax.training.train_state import TrainState
 
 from _gradients import GRADS, PARAMS
-from flax_amp import optim
+from flax_amp import AmpTrainState, optim
 from helpers import assert_identical
 
 
-def trained(tx, steps=3, params=PARAMS, grads=GRADS):
-    tx = tx.init(params)
-    for _ in range(steps):
-        updates, tx = tx.update(grads, params)
-        params = optax.apply_updates(params, updates)
-    return params, tx
+def in_optax(tx, params=PARAMS):
+    return tx.update(GRADS, tx.init(params), params)[0]
+
+
+def names_of(tx):
+    return [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tx)]
 
 
 # The thread that asked for it
@@ -39,315 +38,286 @@ def test_the_example_of_the_thread_runs_as_written():
     updates, tx = tx.update(grads)
     params = optax.apply_updates(params, updates)
 
-    plain = optax.sgd(3e-4)
-    expected, _ = plain.update(grads, plain.init(PARAMS))
+    expected = in_optax(optax.sgd(3e-4))
     assert_identical(params, optax.apply_updates(PARAMS, expected))
 
 
 def test_the_class_of_the_thread_is_one_line():
-    """Its five fields, `init`, `update` and `replace`."""
     SGD = optim.wrap(optax.sgd)
     assert SGD is optim.sgd
-    names = [field.name for field in dataclasses.fields(SGD)]
-    assert names[:4] == "learning_rate momentum nesterov accumulator_dtype".split()
     tx = SGD(learning_rate=3e-4, momentum=0.9, nesterov=True).init(PARAMS)
     assert tx.nesterov is True and tx.accumulator_dtype is None
-    assert tx.momentum == np.float32(0.9) and tx.opt_state is not None
+    assert tx.momentum == 0.9 and tx.opt_state is not None
 
 
-def test_benefit_through_jit(count_traces):
-    step, traces = count_traces(lambda tx, grads: tx.update(grads))
-    step, tx = jax.jit(step), optim.sgd(0.1, momentum=0.9).init(PARAMS)
-    for _ in range(3):
-        _, tx = step(tx, GRADS)
-    assert traces() == 1 and step._cache_size() == 1
-    expected = 0.3 * (1 + 0.9 + 0.9**2)
-    np.testing.assert_allclose(tx.opt_state[0].trace["w"], expected, rtol=1e-6)
+# The rule
 
 
-def test_benefit_replace_does_not_compile_again(count_traces):
+def test_a_leaf_is_an_array():
+    tx = optim.adamw(0.1, b1=jnp.float32(0.8), b2=np.full((), 0.9))
+    assert names_of(tx) == [".learning_rate", ".b1", ".b2"]
+    assert tx.weight_decay == 1e-4 and type(tx.eps) is float
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(tx))
+    assert not any(jax.tree.leaves(optim.linear_schedule(0.1, 0.0, 10)))
+    inside = optim.chain(optim.clip(1.0), optim.prodigy(betas=(0.9, jnp.ones(()))))
+    assert names_of(inside) == [".args[1].learning_rate", ".args[1].betas[1]"]
+    for rate in (1, np.int64(1), jnp.int32(1), 0.5):
+        assert optim.sgd(rate).learning_rate.dtype == jnp.float32
+
+
+def test_static_arguments_are_structure():
+    structures = {
+        jax.tree.structure(optim.adam(0.1, **more))
+        for more in ({}, {"b1": 0.8}, {"b1": jnp.ones(())}, {"nesterov": True})
+    }
+    assert len(structures) == 4
+    assert jax.tree.structure(optim.adam(0.3)) in structures
+    masks = [optim.adamw(0.1, mask={"w": True, "b": False}) for _ in range(2)]
+    assert len({*map(jax.tree.structure, masks)}) == 1
+    with pytest.raises(TypeError, match="'nesterov': False"):
+        jax.lax.cond(
+            True, lambda: optim.adam(0.1), lambda: optim.adam(0.1, nesterov=True)
+        )
+
+
+def test_replacing_a_number_by_a_number_compiles_nothing(count_traces):
     step, traces = count_traces(lambda tx, grads: tx.update(grads, PARAMS))
-    step, tx = jax.jit(step), optim.adamw(0.1).init(PARAMS)
-    changes = [
-        {"learning_rate": 0.5},
-        {"learning_rate": np.float64(0.25), "b1": jnp.float32(0.8)},
-        {"weight_decay": 1, "eps": np.float16(0.5)},
-        {"learning_rate": jnp.bfloat16(0.5)},
-    ]
-    for change in changes:
-        tx = tx.replace(**change)
+    step, tx = jax.jit(step), optim.adamw(0.1, b1=jnp.float32(0.9)).init(PARAMS)
+    changes = [0.5, np.float64(0.25), jnp.bfloat16(0.5), 1, np.float16(0.5)]
+    for rate in changes:
+        tx = tx.replace(learning_rate=rate, b1=rate)
+        assert tx.learning_rate == tx.b1 == rate
         _, tx = step(tx, GRADS)
     assert traces() == 1 and step._cache_size() == 1
-    assert tx.learning_rate == 0.5 and tx.weight_decay == 1.0 and tx.eps == 0.5
+    _, tx = step(tx.replace(b2=0.5), GRADS)  # static, as in optax
+    assert traces() == 2 and tx.hyperparams["b2"] == 0.5
+    runs = jax.vmap(lambda rate: optim.sgd(rate).init(PARAMS))(jnp.ones(3))
+    assert runs.replace(learning_rate=0.5).learning_rate.shape == (3,)
 
 
-def test_a_replaced_number_is_as_exact_as_a_given_one():
-    tx = optim.adam(0.1).init(PARAMS).replace(b1=0.95, b2=0.9999)
-    plain = optax.adam(0.1, b1=0.95, b2=0.9999)
-    updates, _ = jax.jit(lambda tx: tx.update(GRADS))(tx)
-    expected, _ = jax.jit(lambda state: plain.update(GRADS, state))(plain.init(PARAMS))
-    assert_identical(updates, expected)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_keeps_the_dtypes_of_optax(name, dtype):
+    params, grads = jax.tree.map(lambda x: x.astype(dtype), (PARAMS, GRADS))
+    plain = getattr(optax, name)(0.1)
+    expected = jax.eval_shape(plain.update, grads, plain.init(params), params)
+    tx = getattr(optim, name)(0.1).init(params)
+    updates, tx = jax.eval_shape(lambda tx: tx.update(grads, params), tx)
+    assert (updates, tx.opt_state) == expected
 
 
-def test_benefit_one_object():
-    tx = optim.adam(0.1).init(PARAMS)
-    plain = optax.adam(0.1).init(PARAMS)
-    assert_identical(tx.opt_state, plain)
-    names = [
-        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tx)
-    ]
-    assert names[:2] == [".learning_rate", ".b1"] and ".opt_state[0].count" in names
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(tx))
-    assert not any(leaf.weak_type for leaf in jax.tree.leaves(tx))
+def test_arrays_of_the_user_stay_his_own():
+    rate, key = jnp.float32(0.1), jax.random.key(1)
+    noisy = optim.add_noise(rate, 0.5, jax.random.key(0)).init(PARAMS).replace(key=key)
+    jax.jit(lambda tx: tx.update(GRADS)[1], donate_argnums=0)(noisy)
+    assert not key.is_deleted() and not rate.is_deleted()
+    written = np.array(0.1, np.float32)
+    tx = optim.sgd(written)
+    written[...] = 7
+    assert tx.learning_rate == np.float32(0.1)
 
 
-def test_benefit_hyperparams_of_this_step():
-    schedule = optax.linear_schedule(1.0, 0.0, 10)
-    tx = optim.adamw(schedule, b1=0.8).init(PARAMS)
-    assert tx.hyperparams["learning_rate"] == 1.0  # of the first step
-    seen = []
-    for _ in range(4):
+# Hyper-parameters
+
+
+def composed():
+    rates = {
+        "a": optim.adamw(optim.linear_schedule(1.0, 0.0, 10)),
+        "b": optim.sgd(0.01),
+    }
+    labels = {"w": "a", "b": "b"}
+    return optim.chain(optim.clip_by_global_norm(1.0), optim.partition(rates, labels))
+
+
+def test_hyperparams_inside():
+    tx, path = composed().init(PARAMS), "args/1/transforms"
+    assert {"max_norm", "b1", f"{path}/a/learning_rate"} <= {*tx.hyperparams}
+    changed = tx.replace(**{"max_norm": 2.0, f"{path}/b/learning_rate": 0.5})
+    assert changed.hyperparams[f"{path}/b/learning_rate"] == 0.5
+    assert changed.args[0].max_norm == 2.0
+    with pytest.raises(TypeError, match=f"no learning_rate; expected .*{path}/a/lea"):
+        tx.replace(learning_rate=0.3)
+    for i in range(3):
         _, tx = tx.update(GRADS, PARAMS)
-        seen.append(float(tx.hyperparams["learning_rate"]))
-    np.testing.assert_allclose(seen, [1.0, 0.9, 0.8, 0.7], rtol=1e-6)
-    assert tx.hyperparams["b1"] == np.float32(0.8)
-    assert tx.learning_rate is schedule
+        rate = tx.hyperparams[f"{path}/a/learning_rate"]
+        np.testing.assert_allclose(rate, 1 - i / 10, rtol=1e-6)
+
+
+def test_schedules():
+    fall = optax.linear_schedule(1.0, 0.0, 10)
+    halves = optax.MultiSteps(optax.sgd(fall), 2).gradient_transformation()
+    tx = optim.partition({"a": halves, "b": optim.sgd(fall)}, {"w": "a", "b": "b"})
+    _, tx = tx.init(PARAMS).update(GRADS, PARAMS)
+    assert tx.hyperparams == {}  # counts that may differ
+    assert optim.sgd(fall).hyperparams["learning_rate"] == 1.0  # of the first step
+    swept = optim.linear_schedule(jnp.float32(0.2), 0.0, 10)
+    assert swept(5).dtype == jnp.float32 and swept.replace(init_value=1)(5) == 0.5
+    assert jax.grad(lambda s: s(5))(swept).init_value == 0.5
+    tx = optim.sgd(swept).init(PARAMS)
+    tx = tx.replace(learning_rate=tx.learning_rate.replace(init_value=0.4))
+    np.testing.assert_allclose(tx.update(GRADS)[0]["b"], 0.08, rtol=1e-6)
+
+
+def test_injected_inside():
+    kind = optim.wrap(optax.inject_hyperparams(optax.adam))
+    tx = kind(0.1).init(PARAMS)
+    tx.opt_state.hyperparams["learning_rate"] = jnp.float32(0.7)  # as optax suggests
+    assert tx.hyperparams["learning_rate"] == np.float32(0.7)
+    with pytest.raises(ValueError, match="inject_hyperparams keeps its own copy"):
+        tx.replace(learning_rate=0.2)
+
+
+# In optax
+
+
+def test_to_optax_is_plain_optax():
+    tx = optim.adam(0.1)
+    assert_identical(tx.to_optax().init(PARAMS), optax.adam(0.1).init(PARAMS))
+    fall = optax.linear_schedule(1.0, 0.0, 4)
+    make = optax.inject_hyperparams(lambda rate: optim.sgd(rate).to_optax())(fall)
+    state = make.init(PARAMS)
+    for i in range(3):  # without jit
+        updates, state = make.update(GRADS, state, PARAMS)
+        np.testing.assert_allclose(updates["b"], 0.2 * (1 - i / 4), rtol=1e-6)
+
+
+def test_in_state():
+    tx = optax.chain(optax.clip(0.1), optim.sgd(0.1).to_optax(in_state=True))
+    state = AmpTrainState.create(params=PARAMS, tx=tx)
+    state = state.replace_hyperparams(learning_rate=0.5)
+    changed = state.apply_gradients(grads=GRADS)
+    np.testing.assert_allclose(changed.params["b"], 1 + 0.05, rtol=1e-6)
+
+
+@pytest.mark.parametrize("use", ["update", "jit", "replace"])
+def test_deprecations_are_told_once_and_when_made(use):
+    with pytest.warns(DeprecationWarning, match="optimistic_adam") as seen:
+        tx = optim.chain(optim.clip(1.0), optim.optimistic_adam(0.1))
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx = tx.init(PARAMS)
+        if use == "replace":
+            tx = tx.replace(learning_rate=0.2)
+        update = lambda tx: tx.update(GRADS, PARAMS)  # noqa: E731
+        (jax.jit(update) if use == "jit" else update)(tx)
+
+
+# No sequence, frozen
 
 
 @pytest.mark.parametrize(
-    "name", ["sgd", "adam", "adamw", "lion", "rmsprop", "adafactor", "yogi", "muon"]
-)
-def test_hyperparams_are_what_optax_was_given(name):
-    seen = []
-
-    def schedule(count):
-        seen.append(float(0.1 / (count + 1)))
-        return 0.1 / (count + 1)
-
-    factory = getattr(optim, name).factory
-    plain, tx = factory(schedule), getattr(optim, name)(schedule).init(PARAMS)
-    state = plain.init(PARAMS)
-    for _ in range(3):
-        _, state = plain.update(GRADS, state, PARAMS)
-        last = seen[-1]
-        _, tx = tx.update(GRADS, PARAMS)
-        np.testing.assert_allclose(tx.hyperparams["learning_rate"], last, rtol=1e-6)
-
-
-# No sequence
-
-
-@pytest.mark.parametrize(
-    "use, word",
+    "use",
     [
-        (lambda tx: tx[0], "indexed"),
-        (lambda tx: list(tx), "iterated over"),
-        (lambda tx: (lambda a, b: None)(*tx), "unpacked"),
-        (len, "measured with len"),
-        (lambda tx: 1 in tx, "searched"),
+        lambda tx: tx[0],
+        lambda tx: list(tx),
+        lambda tx: (lambda a, b: None)(*tx),
+        len,
+        lambda tx: 1 in tx,
     ],
 )
-def test_is_no_sequence(use, word):
+def test_is_no_sequence(use):
     tx = optim.adam(0.1).init(PARAMS)
-    with pytest.raises(TypeError, match=rf"{word}.*tx.update\(grads, params\)"):
+    with pytest.raises(TypeError, match=r"is no sequence.*tx.update\(grads, params\)"):
         use(tx)
     assert tx
 
 
-def test_is_frozen():
-    tx = optim.adam(0.1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        tx.learning_rate = 0.2
-    assert dataclasses.is_dataclass(tx) and tx.learning_rate.dtype == jnp.float32
-
-
-# Arguments
-
-
-def test_wraps_every_kind_of_parameter():
-    def factory(rate, /, decay=0.9, *parts, names=("a", "b"), flag=True, **more):
-        assert names == ("a", "b") and flag and len(parts) == 1 and list(more) == ["x"]
-        return optax.chain(optax.scale(-rate * more["x"]), optax.trace(decay))
-
-    tx = optim.wrap(factory)(0.5, 0.8, 2.0, x=3.0)
-    params, tx = trained(tx)
-    assert set(tx.hyperparams) == {"rate", "decay", "parts/0", "more/x"}
-    expected, _ = trained(optim.chain(optim.scale(-1.5), optim.trace(0.8)))
-    assert_identical(params, expected)
-    again = dataclasses.replace(tx, rate=0.25)
-    assert again.rate == 0.25 and again.opt_state is tx.opt_state
-    assert_identical(again.remainders[1:], tx.remainders[1:])
-
-
-def test_numbers_used_in_python_stay_fixed():
-    def factory(rate, power=2):
-        return optax.chain(*[optax.scale(rate)] * power)  # a length
-
-    tx = optim.wrap(factory)(0.5)
-    assert tx.power == 2 and not isinstance(tx.power, np.ndarray)
-    assert list(tx.hyperparams) == ["rate"]
-    kept = optim.wrap(optax.adam, static_args=("b1", "b2"))(0.1)
-    assert kept.b1 == 0.9 and "b1" not in kept.hyperparams
-    assert optim.lbfgs(0.1, memory_size=3).memory_size == 3
-
-
-def test_whole_numbers_are_floats_where_floats_are_expected():
-    assert optim.sgd(1).learning_rate.dtype == jnp.float32
-    assert optim.adamw(1, weight_decay=0).weight_decay.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "rmsprop"])
-def test_keeps_the_dtypes_of_optax(name, dtype):
-    params, grads = jax.tree.map(lambda x: x.astype(dtype), (PARAMS, GRADS))
-    plain, tx = getattr(optax, name)(0.1), getattr(optim, name)(0.1).init(params)
-    expected = jax.jit(plain.update)(grads, plain.init(params), params)
-    updates, tx = jax.jit(lambda tx: tx.update(grads, params))(tx)
-    assert_identical((updates, tx.opt_state), expected)
-
-
-def test_masks_are_structure():
-    mask = {"w": True, "b": False}
-    tx = optim.adamw(0.1, mask=mask)
-    assert jax.tree.structure(tx) == jax.tree.structure(
-        optim.adamw(0.2, mask=mask | {})
-    )
-    assert jax.tree.structure(tx) != jax.tree.structure(optim.adamw(0.2, mask=None))
-    plain = optax.adamw(0.1, mask=mask)
-    updates, _ = tx.init(PARAMS).update(GRADS, PARAMS)
-    assert_identical(updates, plain.update(GRADS, plain.init(PARAMS), PARAMS)[0])
-
-
-def test_extra_arguments():
-    tx = optim.polyak_sgd().init(PARAMS)
-    updates, _ = tx.update(GRADS, PARAMS, value=jnp.float32(0.5))
-    plain = optax.polyak_sgd()
-    state = plain.init(PARAMS)
-    expected, _ = plain.update(GRADS, state, PARAMS, value=jnp.float32(0.5))
-    assert_identical(updates, expected)
-
-
-# Inside of each other
-
-
-def composed(peak=0.1):
-    schedule = optim.cosine_decay_schedule(peak, 100)
-    return optim.chain(
-        optim.clip_by_global_norm(1.0),
-        optax.zero_nans(),
-        optim.partition(
-            {"a": optim.adamw(schedule), "b": optim.sgd(0.01, momentum=0.9)},
-            {"w": "a", "b": "b"},
-        ),
-    )
-
-
-def test_hyperparams_inside():
-    tx = composed().init(PARAMS)
-    names = set(tx.hyperparams)
-    path = "args/2/transforms"
-    assert {"max_norm", "momentum", "b1", f"{path}/a/learning_rate"} <= names
-    changed = tx.replace(**{"max_norm": 2.0, f"{path}/b/learning_rate": 0.5})
-    assert changed.hyperparams[f"{path}/b/learning_rate"] == 0.5
-    assert changed.args[0].max_norm == 2.0
-    assert jax.tree.structure(changed) == jax.tree.structure(tx)
-
-
-def test_composed_as_plain():
-    schedule = optax.cosine_decay_schedule(0.1, 100)
-    plain = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.zero_nans(),
-        optax.partition(
-            {"a": optax.adamw(schedule), "b": optax.sgd(0.01, momentum=0.9)},
-            {"w": "a", "b": "b"},
-        ),
-    )
-    step = jax.jit(lambda tx: tx.update(GRADS, PARAMS))
-    plain_step = jax.jit(lambda state: plain.update(GRADS, state, PARAMS))
-    tx, state = composed().init(PARAMS), plain.init(PARAMS)
-    for _ in range(3):
-        (updates, tx), (expected, state) = step(tx), plain_step(state)
-        assert_identical((updates, tx.opt_state), (expected, state))
-
-
-def test_schedules_are_pytrees(count_traces):
-    schedule = optim.cosine_decay_schedule(0.1, decay_steps=10)
-    assert schedule.decay_steps == 10 or int(schedule.decay_steps) == 10
-    plain = optax.cosine_decay_schedule(0.1, 10)
-    for count in (0, 3, 20):
-        assert schedule(count) == jnp.float32(plain(count))
-    step, traces = count_traces(lambda tx: tx.update(GRADS))
-    step, tx = jax.jit(step), optim.sgd(schedule).init(PARAMS)
-    _, tx = step(tx)
-    tx = tx.replace(learning_rate=tx.learning_rate.replace(init_value=0.5))
-    updates, tx = step(tx)
-    assert traces() == 1
-    np.testing.assert_allclose(updates["b"], 0.2 * 0.5 * plain(1) / 0.1, rtol=1e-6)
-    slope = jax.grad(lambda peak: schedule.replace(init_value=peak)(5))(0.1)
-    np.testing.assert_allclose(slope, plain(5) / 0.1, rtol=1e-6)
-
-
-def test_through_optax_and_flax():
-    tx = optim.adam(0.1)
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx.to_optax())
-    state = state.apply_gradients(grads=GRADS)
-    state = state.replace(opt_state=state.opt_state.replace(learning_rate=0.5))
-    chained = optax.chain(optax.clip(0.1), tx.to_optax())
-    _, inside = chained.update(GRADS, chained.init(PARAMS), PARAMS)
-    assert state.opt_state.opt_state[0].count == inside[1].opt_state[0].count == 1
-
-
 # Errors
+
+
+def branching(learning_rate, cut):
+    return optax.sgd(learning_rate if cut > 0.1 else 0.0)
+
+
+def branching_on_the_rate(learning_rate):
+    return optax.sgd(learning_rate if learning_rate > 0 else 0.0)
+
+
+def jitted(tx):
+    return jax.jit(lambda tx: tx.update(GRADS, PARAMS))(tx)
+
+
+STATE = optim.adam(0.1).init
+NEEDS = "optax needs a Python number.*Arrays are: "
 
 
 @pytest.mark.parametrize(
     "call, kind, message",
     [
         (lambda: optim.adam(), TypeError, "adam: missing .*learning_rate.*expected"),
-        (lambda: optim.adam(0.1, beta=1), TypeError, "adam: .*beta.*optax.adam: learn"),
-        (
-            lambda: optim.adam(0.1).update(GRADS),
-            RuntimeError,
-            r"tx = tx.init\(params\)",
-        ),
+        (lambda: optim.adam(0.1, beta=1), TypeError, "adam: .*beta.*arguments learn"),
+        (lambda: optim.adam(True), TypeError, "learning_rate is True; expected a num"),
+        (lambda: optim.adam("0.1"), TypeError, "learning_rate is '0.1'; expected"),
+        (lambda: optim.adam(0.1).update(GRADS), RuntimeError, r"tx = tx.init\(params"),
         (lambda: optim.adam(0.1).replace(lr=1), TypeError, "no lr; expected .*b1"),
         (
             lambda: optim.adam(0.1).lr,
             AttributeError,
             "adam has no lr; it has learning_",
         ),
-        (
-            lambda: optim.linear_schedule(0, 1, 2).replace(x=1),
-            TypeError,
-            "no x; expected",
-        ),
+        (lambda: setattr(optim.sgd(1), "a", 1), AttributeError, "sgd is frozen; expec"),
+        (lambda: optim.constant_schedule(1).replace(x=1), TypeError, "no x; expected"),
         (lambda: optim.nothing, AttributeError, "no 'nothing'.*optim.wrap"),
+        (lambda: optim.inject_hyperparams, AttributeError, "no 'inject_hyperparams'"),
+        (lambda: optim.wrap(3), TypeError, "the factory is a int; expected a func"),
+        (lambda: optim.wrap(lambda init: 0), TypeError, "arguments named init, as"),
         (
-            lambda: optim.wrap(3),
+            lambda: optim.wrap(lambda a: 0)(1),
             TypeError,
-            "wrap: the factory is a int; expected a func",
+            "returned a int; expected an o",
         ),
-        (lambda: optim.wrap(lambda init: 0), TypeError, "arguments named init, which"),
+        (lambda: optim.schedule(lambda a: 0)(1), TypeError, "int; expected a function"),
+        (lambda: STATE(PARAMS).replace(mu_dtype="f"), ValueError, "changes the state"),
+        (lambda: STATE(PARAMS).replace(opt_state=3), ValueError, "has the structure"),
+        (lambda: STATE(PARAMS).update(GRADS, 1, 2), TypeError, "got grads and a state"),
+        (lambda: optim.chain(STATE(PARAMS)), ValueError, "adam, an argument, has a st"),
         (
-            lambda: optim.wrap(lambda a: 0, static_args="b"),
+            lambda: STATE(PARAMS).update(GRADS, STATE(PARAMS).opt_state),
             TypeError,
-            "names b; expected",
+            r"got grads and a state.*tx.to_optax\(\)",
         ),
         (
-            lambda: optim.wrap(lambda a: 0)(1).init({}),
+            lambda: jax.eval_shape(STATE, PARAMS).hyperparams,
             TypeError,
-            "returned a int; expec",
+            "holds shapes without values",
+        ),
+        (
+            lambda: jax.eval_shape(STATE, PARAMS).replace(learning_rate=1),
+            TypeError,
+            "holds shapes without values",
         ),
         (
             lambda: jax.jit(lambda m: optim.lbfgs(0.1, m))(3),
             TypeError,
-            "memory_size is t",
+            f"{NEEDS}learning_rate, memory_size",
         ),
         (
-            lambda: optim.sgd(0.1).init(PARAMS).replace(opt=1),
+            lambda: jitted(optim.wrap(branching)(0.1, jnp.ones(())).init(PARAMS)),
             TypeError,
-            "no opt; expec",
+            f"branching: {NEEDS}learning_rate, cut",
+        ),
+        (
+            lambda: jitted(optim.wrap(branching_on_the_rate)(0.1).init(PARAMS)),
+            TypeError,
+            f"{NEEDS}learning_rate.*calls it otherwise",
+        ),
+        (
+            lambda: jax.vmap(
+                lambda peak: optim.warmup_cosine_decay_schedule(0.0, peak, 5, 30)(3)
+            )(jnp.ones(2)),
+            TypeError,
+            f"warmup_cosine_decay_schedule: {NEEDS}peak_value",
+        ),
+        (
+            lambda: serialization.from_state_dict(STATE(PARAMS), {"rate": 1}),
+            ValueError,
+            "adam: the state has rate; expected learning_rate, opt_state",
+        ),
+        (
+            lambda: AmpTrainState.create(params=PARAMS, tx=optim.adamw),
+            TypeError,
+            r"tx is the class adamw; .* optim\.adamw\(",
         ),
     ],
 )
@@ -356,20 +326,7 @@ def test_messages(call, kind, message):
         call()
 
 
-def test_message_for_a_number_that_only_the_true_parameters_need():
-    def factory(rate, cut):
-        def update(grads, state, params=None):
-            if "special" in grads and cut > 0:  # not so in a trial
-                grads = jax.tree.map(lambda g: rate * g, grads)
-            return grads, state
-
-        return optax.GradientTransformation(lambda params: (), update)
-
-    tx = optim.wrap(factory)(0.1, 0.5).init({"special": jnp.ones(2)})
-    with pytest.raises(TypeError, match="used in Python.*static_args"):
-        jax.jit(lambda tx: tx.update({"special": jnp.ones(2)}))(tx)
-    fixed = optim.wrap(factory, static_args="cut")(0.1, 0.5).init({})
-    jax.jit(lambda tx: tx.update({"special": jnp.ones(2)}))(fixed)
+# Classes, copies and state dicts
 
 
 def test_making_one_starts_no_backend():
@@ -377,55 +334,61 @@ def test_making_one_starts_no_backend():
     code = """
 from flax_amp import optim
 tx = optim.chain(optim.clip(1.0), optim.adamw(optim.cosine_decay_schedule(0.1, 9)))
-print(tx.replace(b1=0.5))
+print(optim.sgd(0.1).replace(learning_rate=0.5), tx.replace(b1=0.5))
 from jax._src import xla_bridge
 assert not xla_bridge._backends
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-# Copies and state dicts
+def test_threads_get_one_class():
+    def factory(rate):
+        return optax.sgd(rate)
+
+    found, barrier = [], threading.Barrier(4)
+
+    def run():
+        barrier.wait()
+        found.append(optim.wrap(factory))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*found}) == 1
 
 
-def test_pickles_schedules_and_compositions():
-    tx = optim.chain(
-        optim.clip_by_global_norm(1.0), optim.adamw(optim.linear_schedule(1.0, 0.0, 9))
-    ).init(PARAMS)
-    read = pickle.loads(pickle.dumps(tx))
-    assert_identical(read, tx)
-    assert pickle.loads(pickle.dumps(optim.adamw)) is optim.adamw
-    assert_identical(copy.deepcopy(tx), tx)
+@optim.wrap
+def decorated(learning_rate, *parts, flag=True, **more):
+    assert flag and [*parts] == [2.0] and more == {"x": 3.0}
+    return optax.sgd(learning_rate)
+
+
+def undecorated(learning_rate):
+    return optax.sgd(learning_rate)
+
+
+def test_pickles():
+    rate = optim.linear_schedule(1.0, 0.0, 9)
+    for tx in (
+        optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate)),
+        decorated(0.1, 2.0, x=3.0),
+        optim.wrap(undecorated)(0.1),
+        optim.nadamw(0.1),
+    ):
+        tx = tx.init(PARAMS)
+        read = pickle.loads(pickle.dumps(tx))
+        assert type(read) is type(tx)
+        assert_identical(read, tx)
 
 
 def test_state_dict_is_a_dict_of_arrays():
     tx = optim.adam(0.1).init(PARAMS)
     state = serialization.to_state_dict(tx)
-    assert set(state) == {*tx.hyperparams, "remainders", "opt_state"}
-    assert_identical(
-        state["opt_state"], serialization.to_state_dict(optax.adam(0.1).init(PARAMS))
-    )
-    other = optim.adam(0.7, b1=0.3).init(PARAMS)
+    assert {*state} == {"learning_rate", "opt_state"}
+    plain = optax.adam(0.1).init(PARAMS)
+    assert_identical(tx.opt_state, plain)
+    assert_identical(state["opt_state"], serialization.to_state_dict(plain))
+    other = optim.adam(0.7).init(PARAMS)
     assert_identical(serialization.from_state_dict(other, state), tx)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: optim.masked(optim.adam(0.1), {"w": True, "b": False}),
-        lambda: optim.wrap(optax.inject_hyperparams(optax.adam))(0.1),
-    ],
-)
-def test_state_dicts_of_masked_and_injected_state(make):
-    _, tx = trained(make())
-    saved = serialization.to_state_dict(tx)["opt_state"]
-    loaded = serialization.from_state_dict(make().init(PARAMS), saved)
-    assert_identical(loaded.opt_state, tx.opt_state)
-
-
-def test_state_dicts_that_do_not_fit():
-    tx = optim.adam(0.1)
-    state = serialization.to_state_dict(tx.init(PARAMS))
-    with pytest.raises(ValueError, match=r"the target has no opt_state.*tx.init"):
-        serialization.from_state_dict(tx, state)
-    with pytest.raises(ValueError, match="the state has rate; expected some of learn"):
-        serialization.from_state_dict(tx.init(PARAMS), state | {"rate": 1})

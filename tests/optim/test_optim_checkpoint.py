@@ -45,7 +45,7 @@ def saved(state, directory):
 def test_restores_and_goes_on(tmp_path):
     """Hyper-parameters that were replaced come back, and nothing is traced again."""
     state = trained(optim.chain(optim.clip(1.0), optim.adamw(0.1)))
-    state = state.replace_hyperparams(learning_rate=0.05, b1=0.8)
+    state = state.replace_hyperparams(learning_rate=0.05)
     target = state_of(optim.chain(optim.clip(1.0), optim.adamw(0.3)))
     restored = checkpoint.restore(saved(state, tmp_path), target)
     assert restored.hyperparams["learning_rate"] == np.float32(0.05)
@@ -101,9 +101,8 @@ def test_comes_from_a_plain_train_state():
 
 def test_hyperparameters_of_another_kind(tmp_path):
     """By name: what both have is read, the rest stays, and is said."""
-    state = trained(optim.sgd(0.1, momentum=0.9))
-    kind = optim.wrap(optax.sgd, static_args="momentum")
-    target = state_of(kind(0.3, momentum=0.8))
+    state = trained(optim.sgd(0.1, momentum=jnp.float32(0.9)))
+    target = state_of(optim.sgd(0.3, momentum=0.8))
     with pytest.warns(
         checkpoint.CheckpointWarning, match="hyper-parameters momentum, w"
     ):
@@ -126,7 +125,5 @@ def test_plain_orbax_calls(tmp_path):
 
 def test_mismatches_are_named(tmp_path):
     directory = saved(trained(optim.adam(0.1)), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"opt_state/inner_state/momentum: not on disk"
-    ):
-        checkpoint.restore(directory, state_of(optim.sgd(0.1, momentum=0.9)))
+    with pytest.raises(ValueError, match=r"opt_state/inner_state/b1: not on disk"):
+        checkpoint.restore(directory, state_of(optim.adam(0.1, b1=jnp.ones(()))))
