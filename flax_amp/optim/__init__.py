@@ -20,7 +20,7 @@ from typing import Any
 import optax
 import optax.contrib
 
-from flax_amp.optim._call import FactoryCall
+from flax_amp.optim._call import FactoryCall, Static
 from flax_amp.optim._optimizer import Optimizer as Optimizer
 from flax_amp.optim._optimizer import Schedule as Schedule
 
@@ -106,17 +106,29 @@ def _made_class(factory: Any, base: Any) -> Any:
 
 
 def _reduce(call: FactoryCall) -> Any:
-    """Pickles a call by the name of its class, or by its factory if it has no name."""
+    """Pickles a call by the name of its class, or by its factory if it has no name.
+
+    Defaults stay out: some are functions without a name.
+    """
     kind: Any = type(call)
-    found = None
+    found, defaults = None, _defaults(kind)
     with contextlib.suppress(AttributeError, KeyError):
         found = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
     named = (kind, None) if found is kind else (kind.factory, kind.__base__)
-    return _restored, (*named, call._arrays, call._static)
+    states = {n: x for n, x in call._arrays.items() if n not in defaults}
+    values = call._arguments() | states
+    given = {n: x for n, x in values.items() if x is not defaults.get(n, call)}
+    return _restored, (*named, given)
 
 
-def _restored(kind: Any, base: Any, arrays: Any, static: Any) -> Any:
-    return (_class_of(kind, base) if base else kind)._new(arrays, static)
+def _restored(kind: Any, base: Any, given: dict[str, Any]) -> Any:
+    kind = _class_of(kind, base) if base else kind
+    empty = kind._new({}, Static(dict.fromkeys(_defaults(kind))))
+    return empty._with(_defaults(kind) | given)
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {n: p.default for n, p in kind._signature.parameters.items()}
 
 
 def _public(name: str) -> Any:

@@ -37,9 +37,6 @@ class Static(dict[str, PyTree]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
 
-    def __reduce__(self) -> Any:
-        return Static, (dict(self),)
-
 
 class FactoryCall:
     """The base of optimizers and schedules: a factory with its arguments."""
