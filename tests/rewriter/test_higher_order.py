@@ -117,7 +117,7 @@ def test_keep_under_policies_that_do_not_store_it():
         jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(marked, policy=policy)))(
             jnp.ones(4)
         )
-        return any(e.params.get("is_stored") for _, e in equations(jaxpr))
+        return any(e.params.get("in_backward") for _, e in equations(jaxpr))
 
     assert is_read_again(is_stored)
     assert not is_read_again(lambda *args, **params: False)
@@ -128,7 +128,7 @@ def test_keep_is_transposed():
     """Its cotangents add up; those that are zero by their structure count for none."""
 
     def copies(x):
-        params = {"platforms": (), "copies": 3, "is_stored": False}
+        params = {"platforms": (), "copies": 3, "in_backward": False}
         return stored_p.bind(x, **params)
 
     x = jnp.arange(4.0)

@@ -290,7 +290,7 @@ def test_keep_is_what_is_stored():
         found = [(path, e) for path, e in equations(jax.make_jaxpr(grad)(x))]
         again = [e.primitive.name for path, e in found if path]
         return again.count("cos"), [
-            e.params["is_stored"]
+            e.params["in_backward"]
             for path, e in found
             if e.primitive.name == KEEP and path
         ]
