@@ -144,21 +144,21 @@ def _is_read(jaxpr: Jaxpr, position: int, names: Collection[str], count: int) ->
     moved = {jaxpr.invars[position]}  # the input, and what only moves its data
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        places = [
+        positions = [
             i
             for i, v in enumerate(eqn.invars)
             if not isinstance(v, Literal) and v in moved
         ]
-        if not places:
+        if not positions:
             continue
-        if name in names and places[0] < count:
+        if name in names and positions[0] < count:
             return True
         for body in jaxprs_in_params(eqn.params):
             # The operands of the call that come before its own are a predicate (`cond`)
             # or constants (`custom_linear_solve`).
             first = len(eqn.invars) - len(body.invars)
             if any(
-                _is_read(body, i - first, names, count) for i in places if i >= first
+                _is_read(body, i - first, names, count) for i in positions if i >= first
             ):
                 return True
         if name in MOVE_OPS:

@@ -1,7 +1,7 @@
-"""Warnings of a policy that does not do what it was written for, at trace time.
+"""Warnings at trace time: a policy has no effect, or products stay in float32.
 
-Those of a policy are found in the traced program alone, before it is planned: once for
-each trace of the function that `amp` was given. If it is not certain that something is
+A policy is judged by the traced program alone, before it is planned, once for each
+trace of the function that `amp` was given. If it is not certain that something is
 wrong, there is no warning.
 """
 

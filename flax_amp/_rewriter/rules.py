@@ -407,8 +407,8 @@ class _LinearSolve:
 
     def _state(self, eqn: Eqn, vectors: Sequence[Any]) -> Values:
         """Returns the values of the vectors, which are the last operands."""
-        places = eqn.invars[len(eqn.invars) - len(vectors) :]
-        return like([v.aval for v in places], FULL)
+        variables = eqn.invars[len(eqn.invars) - len(vectors) :]
+        return like([v.aval for v in variables], FULL)
 
 
 class _CustomVmap(CustomRule):

@@ -101,13 +101,13 @@ def _layer(
       The plan, and the keys of its inputs in the substitutions.
     """
     depth = len(common_prefix(program.scopes(run.start, run)))
-    places = range(run.start, run.start + run.period)
-    made = {v for i in places for v in program.eqns[i].outvars}
+    indices = range(run.start, run.start + run.period)
+    made = {v for i in indices for v in program.eqns[i].outvars}
     # The inputs by their keys in the substitutions: variables by themselves, literals
     # by the equation and operand where they stand.
     ins: dict[Any, Var] = {}
     eqns, steps, outs = [], [], []
-    for i in places:
+    for i in indices:
         eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
         ins |= {v: v for v in variables(eqn.invars) if v not in made}
         invars = list(eqn.invars)
@@ -148,9 +148,9 @@ def _is_read_outside(
 ) -> bool:
     """Whether a variable of the first layer is read outside of it, in any layer."""
     return any(
-        not start <= place < start + run.period
+        not start <= index < start + run.period
         for start, found in zip(run.starts, substitutions, strict=True)
-        for place in program.readers.get(found[variable], ())
+        for index in program.readers.get(found[variable], ())
     )
 
 
