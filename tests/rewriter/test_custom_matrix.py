@@ -221,7 +221,7 @@ def test_amp_does_what_plain_jax_does():
 def test_amp_does_what_plain_jax_does_everywhere(rule):
     """A sample of the whole product, which would take half an hour."""
     cases = [case for case in CASES if case[0] == rule]
-    assert not failures(random.Random(rule).sample(cases, 100))
+    assert not failures(random.Random(rule).sample(cases, 30))
 
 
 HALF_CASES = list(covering([c for c in CASES if c[2:5] == ("all", "both", True)]))
