@@ -11,20 +11,9 @@ import sys
 import flax_amp
 
 _PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "numpy",
-    "libtpu",
-    "jax-cuda12-plugin",
-    "jax-cuda12-pjrt",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "jmp",
-    "mixed-precision-for-JAX",
-    "jaxamp",
-    "equinox",
+    "jax jaxlib flax optax numpy libtpu jax-cuda12-plugin jax-cuda12-pjrt "
+    "jax-cuda13-plugin jax-cuda13-pjrt jmp mixed-precision-for-JAX jaxamp "
+    "equinox".split()
 )
 
 

@@ -1,303 +1,323 @@
 """Figures of a compiled step, read from the text of its optimised HLO module.
 
-Every figure counts an instruction as often as the loops around it turn.
+Every figure counts an instruction as often as the loops around it turn, which XLA's
+own `cost_analysis` does not. It also counts an asynchronous copy twice; here it counts
+once.
 """
 
-import dataclasses
+import functools
+import json
+import math
 import re
-from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
 
-from benchmarks import flops, traffic
-from benchmarks.buffers import Buffer, largest_buffers
-from benchmarks.hlo_text import CONTROL, FREE, Computation, Instruction, parse
+import numpy as np
 
-if TYPE_CHECKING:
-    from benchmarks.stages import Build
-
-__all__ = [
-    "Buffer",
-    "Collective",
-    "Converts",
-    "Dots",
-    "Figures",
-    "Kernels",
-    "bytes_accessed",
-    "collectives",
-    "converts",
-    "dots_by_dtype",
-    "estimated_seconds",
-    "kernels",
-    "largest_buffers",
-    "main_memory_bytes",
-    "measure",
-]
+from benchmarks.hlo_text import (
+    CONTROL,
+    FREE,
+    FUSIONS,
+    VIEWS,
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+    parse,
+)
 
 V5E_HZ = 1.5e9
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
+    "collective-permute collective-broadcast".split()
 )
-_NOT_LAUNCHED_TARGETS = ("AllocateBuffer", "ConcatBitcast", "Sharding")
+_NOT_LAUNCHED = ("AllocateBuffer", "ConcatBitcast", "Sharding")
+_SLICES = ("slice", "dynamic-slice", "gather")
+_GEMM = ("__cublas$gemm", "__cublas$lt$matmul")
+_CONVOLUTION = "__cudnn$conv"
+_LABELS = re.compile(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class Dots:
-    """Multiplications of matrices with factors of one dtype.
-
-    Attributes:
-      count: in the text.
-      executed: in a run.
-      flops: in a run.
-    """
-
-    count: int
-    executed: float
-    flops: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Converts:
-    """Casts.
-
-    Attributes:
-      count: in the text, fused ones included.
-      executed: in a run.
-      bytes: read and written by them in a run, were none fused.
-      standalone: in the text, those outside fusions, which really go through memory.
-    """
-
-    count: int
-    executed: float
-    bytes: float
-    standalone: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """What a device launches.
-
-    Attributes:
-      count: in the text.
-      executed: in a run.
-      by_kind: executed, by opcode, kind of fusion or target of a custom call.
-    """
-
-    count: int
-    executed: float
-    by_kind: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind and dtype.
-
-    Attributes:
-      kind: such as "all-gather".
-      dtype: of what is moved.
-      count: in the text; parts of one asynchronous collective count once.
-      executed: in a run.
-      bytes: in a run and for one device, the larger of operands and results.
-      text_bytes: the same with each instruction of the text counted once.
-    """
-
-    kind: str
-    dtype: str
-    count: int
-    executed: float
-    bytes: float
-    text_bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """The figures of one compiled step.
-
-    Attributes:
-      estimated_ms: XLA's estimate of the time of a run; a TPU only.
-      gb_accessed: 1e9 bytes read and written in a run, wherever they lie.
-      gb_main_memory: the part of it in main memory; on-chip memory left out.
-      temp_mb: 1e6 bytes of temporaries, by XLA's buffer assignment.
-      peak_mb: 1e6 bytes at the peak, arguments and on-chip memory included.
-      converts: casts.
-      kernels: launches.
-      dots: multiplications of matrices by the dtype of their factors.
-      collectives: by kind and dtype.
-      unknown_loops: loops that were counted as one turn for want of a trip count.
-      trace_s: seconds of tracing.
-      lower_s: seconds of lowering.
-      compile_s: seconds of XLA.
-    """
-
-    estimated_ms: float | None
-    gb_accessed: float
-    gb_main_memory: float
-    temp_mb: float
-    peak_mb: float | None
-    converts: Converts
-    kernels: Kernels
-    dots: dict[str, Dots]
-    collectives: list[Collective]
-    unknown_loops: list[str]
-    trace_s: float
-    lower_s: float
-    compile_s: float
-
-
-def measure(build: "Build") -> Figures:
+def measure(compiled: Any) -> dict[str, Any]:
     """Returns the figures of a compiled step.
 
-    Args:
-      build: what `benchmarks.stages.build` or `benchmarks.targets.compile_for` gave.
-
-    Returns:
-      The figures.
+    `estimated_ms` is XLA's estimate for a v5e, `gb_accessed` 1e9 bytes read and
+    written, `temp_mb` 1e6 bytes of temporaries; casts, kernels and flops are those of
+    one run.
     """
-    text = build.compiled.as_text() or ""
-    memory = build.compiled.memory_analysis()
-    seconds = estimated_seconds(text)
-    peak = getattr(memory, "peak_memory_in_bytes", None)
-    return Figures(
-        estimated_ms=seconds * 1e3 if seconds else None,
-        gb_accessed=bytes_accessed(text) / 1e9,
-        gb_main_memory=main_memory_bytes(text) / 1e9,
-        temp_mb=getattr(memory, "temp_size_in_bytes", 0) / 1e6,
-        peak_mb=None if peak is None else peak / 1e6,
-        converts=converts(text),
-        kernels=kernels(text),
-        dots=dots_by_dtype(text),
-        collectives=collectives(text),
-        unknown_loops=parse(text).unknown_loops,
-        trace_s=build.trace_s,
-        lower_s=build.lower_s,
-        compile_s=build.compile_s,
-    )
+    text = compiled.as_text() or ""
+    memory = compiled.memory_analysis()
+    return {
+        "estimated_ms": estimated_seconds(text) * 1e3 or None,
+        "gb_accessed": bytes_accessed(text) / 1e9,
+        "temp_mb": getattr(memory, "temp_size_in_bytes", 0) / 1e6,
+        "converts": {"executed": converts(text)},
+        "kernels": {"executed": kernels(text)},
+        "dots": {dtype: {"flops": n} for dtype, n in flops_by_dtype(text).items()},
+        "collectives": collectives(text),
+        "unknown_loops": parse(text).unknown_loops,
+    }
 
 
 def estimated_seconds(text: str, hz: float = V5E_HZ) -> float:
-    """Returns XLA's own estimate of the time of a run on a TPU.
-
-    Args:
-      text: the module.
-      hz: the clock of the TPU.
-
-    Returns:
-      The seconds; 0 for a module without estimates.
-    """
+    """Returns XLA's own estimate of the time of a run; 0 where it made none."""
     cycles = 0.0
     for _, instruction, count in parse(text).scheduled():
-        found = _CYCLES.search(instruction.attributes)
-        if found:
+        if found := _CYCLES.search(instruction.attributes):
             cycles += count * int(found[1])
     return cycles / hz
 
 
-def bytes_accessed(text: str) -> float:
-    """Returns the bytes that a run reads and writes; see `benchmarks.traffic`."""
-    return traffic.module_bytes(parse(text))
+def converts(text: str) -> float:
+    """Returns how many casts a run executes, fused ones included."""
+    found = parse(text).everything()
+    return sum(count for _, i, count in found if i.opcode == "convert")
 
 
-def main_memory_bytes(text: str) -> float:
-    """Returns the bytes of main memory that a run reads and writes."""
-    return traffic.module_bytes(parse(text), traffic.main_memory)
+def kernels(text: str) -> float:
+    """Returns how often a run launches something: a fusion, a custom call, a copy."""
+    found = parse(text).scheduled()
+    return sum(count for _, i, count in found if not _is_free(i))
 
 
-def dots_by_dtype(text: str) -> dict[str, Dots]:
-    """Returns the multiplications of matrices, by the dtype of their factors.
+def _is_free(instruction: Instruction) -> bool:
+    opcode = instruction.opcode
+    if opcode in FREE | CONTROL or opcode.endswith("-done"):
+        return True
+    return instruction.target in _NOT_LAUNCHED
 
-    On a TPU, dots are convolutions in the text; float32 factors are multiplied in
-    bfloat16 there unless the program asks for more.
+
+# Collectives
+
+
+def collectives(text: str) -> list[dict[str, Any]]:
+    """Returns the bytes that one device sends or receives, by collective and dtype.
+
+    `bytes` are those of a run, `text_bytes` count each instruction once. A TPU splits
+    an asynchronous collective over several fusions of one channel, which count once.
     """
-    counts: Counter[str] = Counter()
-    executed: defaultdict[str, float] = defaultdict(float)
-    work: defaultdict[str, float] = defaultdict(float)
-    for computation, instruction, count in parse(text).everything():
-        if flops.is_matmul(instruction):
-            dtype = flops.operand_dtypes(computation, instruction)
-            counts[dtype] += 1
-            executed[dtype] += count
-            work[dtype] += count * flops.matmul_flops(computation, instruction)
-    return {d: Dots(counts[d], executed[d], work[d]) for d in sorted(counts)}
-
-
-def converts(text: str) -> Converts:
-    """Returns the casts of a module."""
-    module = parse(text)
-    total = standalone = 0
-    executed = moved = 0.0
-    for computation, instruction, count in module.everything():
-        if instruction.opcode != "convert":
-            continue
-        total += 1
-        standalone += computation.name in module.runs
-        executed += count
-        arrays = [instruction, *computation.operands_of(instruction)]
-        moved += count * sum(shape.bytes for i in arrays for shape in i.shapes)
-    return Converts(total, executed, moved, standalone)
-
-
-def kernels(text: str) -> Kernels:
-    """Returns what a device launches: fusions, custom calls, copies and the rest."""
-    total = 0
-    by_kind: defaultdict[str, float] = defaultdict(float)
-    for _, instruction, count in parse(text).scheduled():
-        if _is_launched(instruction):
-            total += 1
-            by_kind[instruction.kind] += count
-    return Kernels(total, sum(by_kind.values()), dict(sorted(by_kind.items())))
-
-
-def collectives(text: str) -> list[Collective]:
-    """Returns the collectives of a module, by kind and dtype.
-
-    A TPU splits an asynchronous collective over several fusions that carry one channel
-    each; a channel counts once.
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    executed: defaultdict[tuple[str, str], float] = defaultdict(float)
-    moved: defaultdict[tuple[str, str], float] = defaultdict(float)
-    written: Counter[tuple[str, str]] = Counter()
-    seen: set[tuple[str, str]] = set()
+    moved: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    seen = set()
     for computation, instruction, count in parse(text).everything():
         kind = instruction.opcode.removesuffix("-start")
         if kind not in _COLLECTIVES:
             continue
-        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-        if channel:
+        if channel := re.search(r"channel_id=(\d+)", instruction.attributes):
             if (kind, channel[1]) in seen:
                 continue
             seen.add((kind, channel[1]))
-        for dtype, size in _payload(computation, instruction).items():
-            counts[kind, dtype] += 1
-            executed[kind, dtype] += count
-            moved[kind, dtype] += count * size
-            written[kind, dtype] += size
+        read = [s for o in computation.operands_of(instruction) for s in o.shapes]
+        made = _results(computation, instruction)
+        for shape in max(read, made, key=lambda shapes: sum(s.bytes for s in shapes)):
+            total = moved[kind, shape.dtype]
+            total[0] += count * shape.bytes
+            total[1] += shape.bytes
     return [
-        Collective(*key, counts[key], executed[key], moved[key], written[key])
-        for key in sorted(counts)
+        {"kind": kind, "dtype": dtype, "bytes": in_run, "text_bytes": in_text}
+        for (kind, dtype), (in_run, in_text) in sorted(moved.items())
     ]
 
 
-def _is_launched(instruction: Instruction) -> bool:
-    opcode = instruction.opcode
-    if opcode in FREE or opcode in CONTROL or opcode.endswith("-done"):
-        return False
-    return instruction.target not in _NOT_LAUNCHED_TARGETS
+# Bytes: operands and results of what is run by itself, padded to tiles as layouts say.
 
 
-def _payload(computation: Computation, collective: Instruction) -> dict[str, int]:
-    """Returns the bytes that a collective moves by dtype: operands or results."""
-    read = [s for o in computation.operands_of(collective) for s in o.shapes]
-    made = list(traffic.result_shapes(computation, collective))
-    moved = max(read, made, key=lambda shapes: sum(shape.bytes for shape in shapes))
-    by_dtype: Counter[str] = Counter()
-    for shape in moved:
-        by_dtype[shape.dtype] += shape.bytes
-    return dict(by_dtype)
+def bytes_accessed(text: str) -> float:
+    """Returns the bytes that a run reads and writes, in memory of any kind.
+
+    Of an operand that a fusion only slices, the slices count; of one that it updates in
+    place, the update.
+    """
+    module = parse(text)
+    return sum(
+        count * _bytes(module, computation, instruction)
+        for computation, instruction, count in module.scheduled()
+        if not _is_free(instruction)
+    )
+
+
+def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Returns the bytes that one run of a scheduled instruction reads and writes."""
+    opcode, operands = instruction.opcode, computation.operands_of(instruction)
+    results = _results(computation, instruction)
+    if opcode in FUSIONS:
+        return _fusion_bytes(module, computation, instruction, results)
+    if opcode in ("slice-start", "dynamic-slice-start"):
+        return sum(_part(s, operands[0].shapes[0]) for s in results) + _size(results)
+    if opcode in _SLICES:
+        read = _part(instruction.shapes[0], operands[0].shapes[0])
+        return read + _size(instruction.shapes) + _sizes(operands[1:])
+    if opcode == "dynamic-update-slice":
+        return 2 * _size(operands[1].shapes) + _sizes(operands[2:])
+    if opcode == "scatter":
+        arrays = len(operands) // 2
+        return 3 * _sizes(operands[arrays + 1 :]) + _size(operands[arrays].shapes)
+    return _size(results) + _sizes(operands)
+
+
+def _results(
+    computation: Computation, instruction: Instruction
+) -> tuple[Shape, ...] | list[Shape]:
+    """Returns what an instruction makes; of a -start, what its -done gives."""
+    if instruction.opcode.endswith("-start"):
+        for user in computation.users[instruction.name]:
+            if user.opcode.endswith("-done"):
+                return user.shapes
+    return instruction.shapes
+
+
+def _fusion_bytes(
+    module: Module,
+    computation: Computation,
+    fusion: Instruction,
+    results: Iterable[Shape],
+) -> int:
+    inner, results = module.fused(fusion), list(results)
+    operands = computation.operands_of(fusion)
+    total = 0
+    for parameter, operand in zip(inner.parameters, operands, strict=False):
+        for whole in operand.shapes[:1]:
+            total += min(whole.padded_bytes, _read(module, inner, parameter, whole))
+    makers = module.makers(computation, fusion)
+    if len(makers) != len(results):
+        return total + _size(results)
+    for (where, maker), result in zip(makers, results, strict=True):
+        position = {"dynamic-update-slice": 1, "scatter": -1}.get(maker.opcode)
+        if position is None:
+            total += result.padded_bytes
+        else:
+            total += _part(where.operands_of(maker)[position].shapes[0], result)
+    return total
+
+
+def _read(module: Module, inner: Computation, value: Instruction, whole: Shape) -> int:
+    """Returns the bytes of a fusion's parameter that the fusion reads."""
+    if value is inner.root:
+        return whole.padded_bytes
+    total = 0
+    for user in inner.users[value.name]:
+        position = user.operands.index(value.name)
+        if user.opcode in VIEWS:
+            total += _read(module, inner, user, whole)
+        elif user.opcode in _SLICES and position == 0:
+            total += _part(user.shapes[0], whole)
+        elif user.opcode == "dynamic-update-slice" and position == 0:
+            pass
+        elif user.opcode == "scatter" and position < len(user.operands) // 2:
+            total += _part(inner.instructions[user.operands[-1]].shapes[0], whole)
+        elif user.opcode in FUSIONS:
+            nested = module.fused(user)
+            total += _read(module, nested, nested.parameters[position], whole)
+        else:
+            return whole.padded_bytes
+    return total
+
+
+def _part(part: Shape, whole: Shape) -> int:
+    return min(part.padded_bytes, whole.padded_bytes)
+
+
+def _size(shapes: Iterable[Shape]) -> int:
+    return sum(shape.padded_bytes for shape in shapes)
+
+
+def _sizes(instructions: Iterable[Instruction]) -> int:
+    return sum(_size(instruction.shapes) for instruction in instructions)
+
+
+# Flops of matrix products, a multiplication and an addition counted as two
+
+
+def flops_by_dtype(text: str) -> dict[str, float]:
+    """Returns the flops of matrix products in a run, by the dtype of the factors.
+
+    Factors of two dtypes are named "bf16 x f32". On a TPU, dots are convolutions in the
+    text; it multiplies float32 factors in bfloat16 unless the program asks for more.
+    """
+    work: defaultdict[str, float] = defaultdict(float)
+    for computation, instruction, count in parse(text).everything():
+        if not _is_matmul(instruction):
+            continue
+        factors = [o.shapes[0] for o in computation.operands_of(instruction)[:2]]
+        dtype = " x ".join(sorted({factor.dtype for factor in factors}))
+        work[dtype] += count * _flops(instruction, *factors)
+    return dict(sorted(work.items()))
+
+
+def _is_matmul(instruction: Instruction) -> bool:
+    if instruction.opcode in ("dot", "convolution", "ragged-dot", "scaled-dot"):
+        return True
+    targets = (*_GEMM, _CONVOLUTION)
+    return instruction.opcode == "custom-call" and instruction.target.startswith(
+        targets
+    )
+
+
+def _flops(instruction: Instruction, lhs: Shape, rhs: Shape) -> float:
+    attributes, result = instruction.attributes, instruction.shapes[0]
+    labels = _LABELS.search(attributes)
+    if labels and instruction.opcode == "convolution":
+        return _convolution_flops(attributes, labels.groups(), lhs, rhs, result)
+    if labels and instruction.target.startswith(_CONVOLUTION):  # padding counts as work
+        backward = "Backward" in instruction.target
+        output = lhs if "Input" in instruction.target else rhs if backward else result
+        filters = result if "Filter" in instruction.target else rhs
+        features = filters.dims[labels[2].index("o")]
+        return 2.0 * output.elements * filters.elements / features
+    found = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]', attributes
+    )
+    contracted = json.loads(f"[{found[1]}]") if found else []
+    return 2.0 * result.elements * math.prod(lhs.dims[int(i)] for i in contracted)
+
+
+def _convolution_flops(
+    attributes: str, labels: tuple[str, ...], lhs: Shape, rhs: Shape, out: Shape
+) -> float:
+    """Counts the flops of a convolution.
+
+    Positions where it reads padding or the holes of a dilated operand are no work,
+    because a TPU writes every dot as such a convolution.
+    """
+    left, right, result = labels
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    window = {}
+    for field in found[1].split() if found else ():
+        key, _, value = field.partition("=")
+        if key in ("pad", "stride", "lhs_dilate", "rhs_dilate"):
+            axes = value.split("x")
+            window[key] = [tuple(int(n) for n in axis.split("_")) for axis in axes]
+    positions = 1
+    for axis in sorted(label for label in left if label.isdigit()):
+        positions *= _valid_positions(
+            lhs.dims[left.index(axis)],
+            rhs.dims[right.index(axis)],
+            out.dims[result.index(axis)],
+            **{key: values[int(axis)] for key, values in window.items()},
+        )
+    outputs = out.dims[result.index("b")] * out.dims[result.index("f")]
+    return 2.0 * outputs * rhs.dims[right.index("i")] * positions
+
+
+@functools.lru_cache(maxsize=4096)
+def _valid_positions(
+    lhs: int,
+    rhs: int,
+    out: int,
+    pad: tuple[int, ...] = (0,),
+    stride: tuple[int, ...] = (1,),
+    lhs_dilate: tuple[int, ...] = (1,),
+    rhs_dilate: tuple[int, ...] = (1,),
+) -> int:
+    """Counts the pairs of an output and a filter position that meet an operand."""
+    if rhs == 1 and lhs == out and stride == lhs_dilate == (1,):
+        return out
+    starts = np.arange(out, dtype=np.int64) * stride[0] - pad[0]
+    valid = 0
+    for tap in range(rhs):
+        at = starts + tap * rhs_dilate[0]
+        meets = (at >= 0) & (at % lhs_dilate[0] == 0) & (at // lhs_dilate[0] < lhs)
+        valid += int(meets.sum())
+    return valid

@@ -1,8 +1,8 @@
 """Reads the text of an optimised HLO module: computations, calls and loop trips.
 
-What `jax.stages.Compiled.as_text` gives for a TPU, a GPU or a CPU. An instruction runs
-as often as the loops around it turn; the text tells how often a loop turns either
-outright (`known_trip_count`: GPU and CPU) or through its condition (TPU).
+The text is what `jax.stages.Compiled.as_text` gives for a TPU, a GPU or a CPU. An
+instruction runs as often as the loops around it turn. The text tells how often a loop
+turns either outright (`known_trip_count` on GPU and CPU) or by its condition (TPU).
 """
 
 import dataclasses
@@ -11,13 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from benchmarks.trips import inferred_trips
-
-_BITS = {
-    "pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8,
-    "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
-    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
-}  # fmt: skip
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _LEAF = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^{}]*)\})?")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s+\(.*\{\s*$")
 _LHS = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
@@ -29,16 +23,20 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"n":"(\d+)"')
 _TILES = re.compile(r"T((?:\([\d,*]+\))+)")
 
+FUSIONS = ("fusion", "fusion-start")
+VIEWS = ("bitcast", "reshape")
+# These neither compute nor move anything.
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
+    "opt-barrier partition-id replica-id".split()
+)
+# These run other computations and cost nothing by themselves.
+CONTROL = frozenset("while conditional call async-start async-update".split())
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array of an instruction's result.
-
-    Attributes:
-      dtype: HLO's name, such as "bf16".
-      dims: the dimensions.
-      layout: the text between the braces, such as "1,0:T(8,128)S(1)".
-    """
+    """One array of a result; `layout` is such as "1,0:T(8,128)"."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -46,7 +44,6 @@ class Shape:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.dims)
 
     @property
@@ -58,12 +55,6 @@ class Shape:
     def padded_bytes(self) -> int:
         """Size in memory: a TPU pads the minor dimensions to whole tiles."""
         return -(-math.prod(self._padded_dims()) * _bits(self.dtype) // 8)
-
-    @property
-    def memory_space(self) -> int:
-        """0 is the main memory; 1 is on-chip memory (VMEM) on a TPU."""
-        found = re.search(r"S\((\d+)\)", self.layout)
-        return int(found[1]) if found else 0
 
     def _padded_dims(self) -> list[int]:
         minor_to_major = [int(i) for i in re.findall(r"\d+", self.layout.split(":")[0])]
@@ -79,20 +70,13 @@ class Shape:
                 dims[position] = -(-dims[position] // int(size)) * int(size)
         return dims
 
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a computation.
 
-    Attributes:
-      name: without the percent sign.
-      opcode: such as "fusion" or "all-gather-start".
-      result: the result's shape as text; `shapes` holds it parsed.
-      operands: names of the operands; for a parameter or constant, its literal.
-      attributes: all that follows the operands.
+    The operands of a parameter or constant are its literal; `result` is the shape of
+    the result as text, and `attributes` is all that follows the operands.
     """
 
     name: str
@@ -103,32 +87,14 @@ class Instruction:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of the result; a tuple's are flattened."""
+        """The arrays of the result; tuples are flattened."""
         return parse_shapes(self.result)
 
     @functools.cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
         """Names of the computations that the instruction calls, by attribute."""
-        return {
-            key: tuple(re.findall(r"[\w.\-]+", value))
-            for key, value in _CALLED.findall(self.attributes)
-        }
-
-    @property
-    def op_name(self) -> str:
-        """The JAX operation that the instruction comes from, where known."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def kind(self) -> str:
-        """The opcode; for a fusion or custom call, also what sort of one it is."""
-        opcode = self.opcode.removesuffix("-start")
-        if opcode == "fusion":
-            triton = re.search(r'"kind":"(__\w+)"', self.attributes)
-            sort = triton or re.search(r"kind=(\w+)", self.attributes)
-            return f"fusion {sort[1]}" if sort else opcode
-        return self.target or opcode
+        found = _CALLED.findall(self.attributes)
+        return {key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in found}
 
     @property
     def index(self) -> int:
@@ -174,30 +140,30 @@ class Computation:
         found = (self.instructions.get(name) for name in instruction.operands)
         return [operand for operand in found if operand is not None]
 
+    def source(self, instruction: Instruction) -> Instruction:
+        """Follows copies and the like back to where a value comes from."""
+        seen_through = ("copy", "bitcast", "convert", "copy-done", "copy-start")
+        while instruction.opcode in seen_through and self.operands_of(instruction):
+            instruction = self.operands_of(instruction)[0]
+        return instruction
+
+    def integer(self, name: str) -> int | None:
+        """Returns the value of an instruction that is a constant integer."""
+        if name not in self.instructions:
+            return None
+        found = self.source(self.instructions[name])
+        is_integer = found.opcode == "constant" and re.fullmatch(
+            r"-?\d+", found.operands[0]
+        )
+        return int(found.operands[0]) if is_integer else None
+
 
 @dataclasses.dataclass
 class Module:
-    """A parsed module.
-
-    Attributes:
-      computations: by name.
-      entry: name of the computation that runs first.
-      header: the first line.
-    """
+    """A parsed module; `entry` names the computation that runs first."""
 
     computations: dict[str, Computation]
     entry: str
-    header: str = ""
-
-    @functools.cached_property
-    def runs(self) -> dict[str, float]:
-        """How often each scheduled computation runs (entry, loop bodies, calls)."""
-        return self._counts[0]
-
-    @functools.cached_property
-    def fused_runs(self) -> dict[str, float]:
-        """How often each fused computation runs, which launches nothing by itself."""
-        return self._counts[1]
 
     def fused(self, fusion: Instruction) -> Computation:
         """Returns the computation that a fusion stands for."""
@@ -206,15 +172,7 @@ class Module:
     def makers(
         self, computation: Computation, instruction: Instruction
     ) -> list[tuple[Computation, Instruction]]:
-        """Returns what makes each array of a result, looked for inside fusions.
-
-        Args:
-          computation: where the instruction is.
-          instruction: the instruction.
-
-        Returns:
-          The computation and the instruction that make each array, in order.
-        """
+        """Returns what makes each array of a result, looked for inside fusions."""
         while instruction.opcode in VIEWS and computation.operands_of(instruction):
             instruction = computation.operands_of(instruction)[0]
         if instruction.opcode in FUSIONS:
@@ -222,38 +180,30 @@ class Module:
             if inner.root is not None:
                 return self.makers(inner, inner.root)
         if instruction.opcode == "tuple":
-            return [
-                maker
-                for operand in computation.operands_of(instruction)
-                for maker in self.makers(computation, operand)
-            ]
+            operands = computation.operands_of(instruction)
+            return [m for o in operands for m in self.makers(computation, o)]
         return [(computation, instruction)] * len(instruction.shapes)
 
     def scheduled(self) -> Iterator[tuple[Computation, Instruction, float]]:
         """Yields every instruction that is run by itself, and how often."""
-        for name, count in self.runs.items():
-            computation = self.computations[name]
-            for instruction in computation.instructions.values():
-                yield computation, instruction, count
+        return self._counted(self.runs[0])
 
     def everything(self) -> Iterator[tuple[Computation, Instruction, float]]:
         """Yields every instruction, also inside fusions, and how often it is run."""
-        yield from self.scheduled()
-        for name, count in self.fused_runs.items():
+        yield from self._counted(self.runs[0])
+        yield from self._counted(self.runs[1])
+
+    def _counted(
+        self, runs: dict[str, float]
+    ) -> Iterator[tuple[Computation, Instruction, float]]:
+        for name, count in runs.items():
             computation = self.computations[name]
             for instruction in computation.instructions.values():
                 yield computation, instruction, count
 
-    def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """Returns how often a while loop turns; `None` where the text does not tell."""
-        known = _TRIPS.search(loop.attributes)
-        if known:
-            return int(known[1])
-        return inferred_trips(self, computation, loop)
-
     @property
     def unknown_loops(self) -> list[str]:
-        """Names of the while loops that are counted as one turn, for want of better."""
+        """Names of the loops that count as one turn, because the text tells nothing."""
         return [
             instruction.name
             for computation, instruction, _ in self.scheduled()
@@ -262,39 +212,36 @@ class Module:
         ]
 
     @functools.cached_property
-    def _counts(self) -> tuple[dict[str, float], dict[str, float]]:
-        runs: dict[str, float] = {}
+    def runs(self) -> tuple[dict[str, float], dict[str, float]]:
+        """How often each computation runs: the scheduled ones, then the fused ones."""
+        scheduled: dict[str, float] = {}
         fused: dict[str, float] = {}
 
         def visit(name: str, count: float, into: dict[str, float]) -> None:
-            computation = self.computations.get(name)
-            if computation is None:
+            if name not in self.computations:
                 return
             into[name] = into.get(name, 0.0) + count
+            computation = self.computations[name]
             for instruction in computation.instructions.values():
                 for callee, times, inside in self._callees(computation, instruction):
                     visit(callee, count * times, fused if inside else into)
 
-        visit(self.entry, 1.0, runs)
-        return runs, fused
+        visit(self.entry, 1.0, scheduled)
+        return scheduled, fused
 
     def _callees(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[str, float, bool]]:
         """Yields the computations that an instruction runs: name, times, fused or not.
 
-        Left out are a loop's condition and what a reduction, sort, scatter or
+        A loop's condition is left out, and so is what a reduction, sort, scatter or
         collective applies to elements.
         """
-        called = instruction.called
-        if not called:
-            return
-        opcode = instruction.opcode
+        called, opcode = instruction.called, instruction.opcode
         if opcode == "while":
             turns = self.trips(computation, instruction)
-            for name in called["body"]:
-                yield name, 1 if turns is None else turns, False
-        elif opcode == "conditional":
+            yield called["body"][0], 1 if turns is None else turns, False
+        elif opcode == "conditional":  # only the costliest branch counts
             branches = [name for names in called.values() for name in names]
             yield max(branches, key=self._weight), 1, False
         elif opcode == "call":
@@ -303,62 +250,87 @@ class Module:
         elif opcode == "async-start":
             for name in called.get("calls", ()):
                 yield name, 1, False
-        elif opcode in ("fusion", "fusion-start", "custom-call"):
+        elif opcode in (*FUSIONS, "custom-call"):
             for key in ("calls", "called_computations"):
                 for name in called.get(key, ()):
                     yield name, 1, True
 
     def _weight(self, name: str) -> int:
-        """Returns a rough cost: only the costliest branch of a conditional counts."""
+        """Returns a rough cost of a computation: the bytes of all its results."""
         computation = self.computations[name]
-        own = sum(
-            shape.bytes
-            for instruction in computation.instructions.values()
-            if instruction.opcode not in FREE
-            for shape in instruction.shapes
-        )
-        return own + sum(
-            int(self._weight(callee) * times)
-            for instruction in computation.instructions.values()
-            for callee, times, _ in self._callees(computation, instruction)
-        )
+        total = 0
+        for instruction in computation.instructions.values():
+            if instruction.opcode not in FREE:
+                total += sum(shape.bytes for shape in instruction.shapes)
+            for callee, times, _ in self._callees(computation, instruction):
+                total += int(self._weight(callee) * times)
+        return total
 
+    def trips(self, computation: Computation, loop: Instruction) -> int | None:
+        """Returns how often a while loop turns; `None` where the text does not tell.
 
-FUSIONS = ("fusion", "fusion-start")
-VIEWS = ("bitcast", "reshape")
-# What neither computes nor moves anything.
-FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all add-dependency "
-    "opt-barrier partition-id replica-id".split()
-)
+        Without a known count, a loop is read that counts up from a constant to a
+        constant: its condition compares an element of the carried tuple with a limit.
+        """
+        if known := _TRIPS.search(loop.attributes):
+            return int(known[1])
+        init = computation.instructions.get(loop.operands[0])
+        condition = self.computations[loop.called["condition"][0]]
+        body = self.computations[loop.called["body"][0]]
+        test, owner, arguments = condition.root, condition, list[Instruction]()
+        if test is not None and test.opcode == "fusion":
+            owner, arguments = self.fused(test), condition.operands_of(test)
+            test = owner.root
+        if init is None or init.opcode != "tuple" or test is None:
+            return None
+        direction = re.search(r"direction=L([TE])\b", test.attributes)
+        if test.opcode != "compare" or not direction:
+            return None
+        sides = []
+        for operand in owner.operands_of(test):
+            side, where = owner.source(operand), owner
+            if arguments and side.opcode == "parameter":
+                argument = arguments[int(side.operands[0])]
+                side, where = condition.source(argument), condition
+            if side.opcode == "get-tuple-element":
+                start = computation.integer(init.operands[side.index])
+                sides.append((start, side.index))
+            else:
+                sides.append((where.integer(side.name), -1))
+        (start, counter), (stop, _) = sides
+        if counter < 0 or start is None or stop is None:
+            return None
+        step = self._step(body, counter)
+        return max(0, -(-(stop - start + (direction[1] == "E")) // step))
 
-
-# What runs other computations and is nothing by itself.
-CONTROL = frozenset("while conditional call async-start async-update".split())
+    def _step(self, body: Computation, counter: int) -> int:
+        """Returns by how much a loop raises its counter; 1 where it is not plain."""
+        if body.root is None or body.root.opcode != "tuple":
+            return 1
+        raised = body.source(body.instructions[body.root.operands[counter]])
+        owner = body
+        if raised.opcode == "fusion":
+            owner = self.fused(raised)
+            raised = owner.root or raised
+        if raised.opcode != "add":
+            return 1
+        steps = (owner.integer(name) for name in raised.operands)
+        return next((step for step in steps if step), 1)
 
 
 @functools.lru_cache(maxsize=4)
 def parse(text: str) -> Module:
     """Parses the text of an HLO module.
 
-    Args:
-      text: what `compiled.as_text()` gave.
-
-    Returns:
-      The module.
-
     Raises:
       ValueError: if there is no entry computation in the text.
     """
     computations: dict[str, Computation] = {}
-    entry = header = ""
+    entry = ""
     current: Computation | None = None
     for line in text.splitlines():
-        if line.startswith("HloModule"):
-            header = line
-        elif current is None:
-            opened = _HEADER.match(line)
-            if opened:
+        if current is None:
+            if opened := _HEADER.match(line):
                 current = computations.setdefault(opened[2], Computation(opened[2]))
                 entry = opened[2] if opened[1] else entry
         elif line.startswith("}"):
@@ -367,34 +339,16 @@ def parse(text: str) -> Module:
             _add(current, line)
     if not entry:
         raise ValueError("no ENTRY computation in the text of the HLO module")
-    return Module(computations, entry, header)
+    return Module(computations, entry)
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """Returns the arrays of a shape such as "(f32[2,3]{1,0}, bf16[])"."""
+    found = _LEAF.findall(_COMMENT.sub("", text))
     return tuple(
-        Shape(
-            dtype,
-            tuple(int(d.lstrip("<=")) for d in dims.split(",") if d.strip()),
-            layout,
-        )
-        for dtype, dims, layout in _LEAF.findall(_COMMENT.sub("", text))
+        Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), layout)
+        for dtype, dims, layout in found
     )
-
-
-def split(text: str) -> list[str]:
-    """Splits at the commas outside all brackets."""
-    parts, depth, start = [], 0, 0
-    for position, char in enumerate(text):
-        if char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:position].strip())
-            start = position + 1
-    last = text[start:].strip()
-    return [*parts, last] if last else parts
 
 
 def _add(computation: Computation, line: str) -> None:
@@ -414,11 +368,22 @@ def _add(computation: Computation, line: str) -> None:
     if opcode in ("parameter", "constant"):
         names = [inside.strip()]
     else:
-        names = [operand.split()[-1].lstrip("%") for operand in split(inside)]
+        names = [operand.split()[-1].lstrip("%") for operand in _split(inside)]
     instruction = Instruction(name, opcode, result, tuple(names), call[closing:])
     computation.instructions[name] = instruction
     if root:
         computation.root = instruction
+
+
+def _split(text: str) -> list[str]:
+    """Splits at the commas outside all brackets."""
+    parts, depth, start = [], 0, 0
+    for position, char in enumerate(f"{text},"):
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0:
+            parts.append(text[start:position].strip())
+            start = position + 1
+    return [part for part in parts if part]
 
 
 def _closing(text: str, start: int) -> int:
@@ -432,6 +397,6 @@ def _closing(text: str, start: int) -> int:
 
 
 def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
-    return 4 if dtype.startswith("f4") else 8  # the rest are kinds of float8
+    """Returns the bits of an element, which the name of every numeric dtype tells."""
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found[1]) if found else _BITS[dtype]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import environment, problem, variants
+from benchmarks import environment, models, variants
 
 FOLDER = pathlib.Path(__file__).with_name("results")
 
@@ -40,17 +40,7 @@ class Results:
     def open(
         cls, folder: pathlib.Path, command: str, target: str, size: str = "full"
     ) -> "Results":
-        """Reads the file of a command and environment, or begins a new one.
-
-        Args:
-          folder: of the results.
-          command: such as "tpu".
-          target: what was compiled for or run on, such as "v5e".
-          size: "full" or "tiny".
-
-        Returns:
-          The results so far.
-        """
+        """Reads the file of a command and a target, or begins a new one."""
         version = environment.versions()["jax"]
         parts = [command, target, f"jax{version}", *(["tiny"] * (size == "tiny"))]
         path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', '-'.join(parts))}.json"
@@ -77,23 +67,16 @@ class Results:
 
     def parts(self, part: str) -> Iterator[tuple[str, dict[str, Figures]]]:
         """Yields each model and, by variant, a part of its cells, in a fixed order."""
-        for model in _ordered(self.cells, problem.NAMES):
+        for model in _ordered(self.cells, models.NAMES):
             cells = self.cells[model]
             labels = [v for v in _ordered(cells, variants.NAMES) if part in cells[v]]
             if labels:
                 yield model, {label: cells[label][part] for label in labels}
 
     def _write(self) -> None:
-        if self._path is None:
-            return
+        assert self._path is not None, "read by `read_all`, which is for reports"
         self._drop_unused_runs()
-        content = {
-            "command": self.command,
-            "target": self.target,
-            "size": self.size,
-            "runs": self.runs,
-            "cells": self.cells,
-        }
+        content = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
         partial.write_text(_as_json(content))
@@ -101,12 +84,8 @@ class Results:
 
     def _drop_unused_runs(self) -> None:
         """Forgets the runs of which no figure is left."""
-        figures = [
-            figures
-            for cells in self.cells.values()
-            for cell in cells.values()
-            for figures in cell.values()
-        ]
+        cells = [cell for cells in self.cells.values() for cell in cells.values()]
+        figures = [part for cell in cells for part in cell.values()]
         used = sorted({f["run"] for f in figures})
         for f in figures:
             f["run"] = used.index(f["run"])

@@ -1,24 +1,68 @@
-"""The variants: ways to train one model in mixed precision, as steps to compile."""
+"""The variants: ways to train one model in mixed precision, as steps to compile.
 
+The optimizer, the skipping of steps that are not finite, and the form of the step are
+the same for all of them; they differ in how they get their gradients.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import optax
+from flax.training.dynamic_scale import DynamicScale
 from jax.typing import DTypeLike
 
 import flax_amp
-from benchmarks import peers, scaled
-from benchmarks.method import (
-    Method,
-    NotInstalledError,
-    Training,
-    from_method,
-    unscaled,
-)
-from benchmarks.problem import problem
+from benchmarks import peers
+from benchmarks.models import Problem, problem
+from flax_amp._training.finite import apply_if_finite
 
 PyTree = Any
+
+OPTIMIZER = optax.adamw(1e-3)
+# `AmpTrainState.create` would wrap it anew for every state; this way all states share
+# one optimizer object, and their step is compiled once.
+_GUARDED = apply_if_finite(OPTIMIZER)
+
+
+class Result(NamedTuple):
+    """What a forward and a backward pass give; gradients are float32 and unscaled."""
+
+    loss: jax.Array
+    others: PyTree
+    grads: PyTree
+    finite: Any = None  # None: never looked at, never skipped
+    scaler: PyTree = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training step of one variant of one model.
+
+    Every function works under `jax.eval_shape`; jit `step` with `donate_argnums=0`.
+
+    Attributes:
+      problem: the model with its loss and data, whose `init` is the same for all
+        variants of a model.
+      step: `step(carry, batch) -> (carry, loss)`.
+      start: `start(variables) -> carry`, where `variables` is what `init` gives.
+      gradients: `gradients(params, others, batch) -> grads`, to compare variants;
+        `None` for a variant with a loss scale.
+    """
+
+    problem: Problem
+    step: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
+    start: Callable[[dict[str, PyTree]], PyTree]
+    gradients: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
+
+    def shapes(self) -> tuple[PyTree, PyTree]:
+        """Returns the shapes and dtypes of a carry and of a batch."""
+        key = jax.random.key(0)
+        carry = jax.eval_shape(lambda key: self.start(self.problem.init(key)), key)
+        return carry, jax.eval_shape(self.problem.batch, key)
 
 
 def training(variant: str, model: str, size: str = "full", **options: Any) -> Training:
@@ -26,13 +70,10 @@ def training(variant: str, model: str, size: str = "full", **options: Any) -> Tr
 
     Args:
       variant: one of `NAMES`.
-      model: one of `benchmarks.problem.NAMES`.
+      model: one of `benchmarks.models.NAMES`.
       size: "full" or "tiny".
       **options: further keywords for `flax_amp.amp` or `flax_amp.make_train_step`
         (the variants `amp_*`); the other variants take none.
-
-    Returns:
-      The training.
 
     Raises:
       ValueError: if there is no such variant or model.
@@ -40,71 +81,145 @@ def training(variant: str, model: str, size: str = "full", **options: Any) -> Tr
     """
     if variant not in _BUILDERS:
         raise ValueError(f"training: got {variant!r}; expected one of {NAMES}.")
-    return _BUILDERS[variant](variant, model, size, **options)
+    return _BUILDERS[variant](model, size, **options)
 
 
 def reason_missing(variant: str) -> str | None:
     """Returns why a variant cannot run here, or None if it can."""
     try:
         training(variant, "mlp", "tiny")
-    except NotInstalledError as error:
+    except peers.NotInstalledError as error:
         return str(error)
     return None
 
 
-def _plain(
-    variant: str,
-    model: str,
-    size: str,
-    dtype: DTypeLike | None = None,
-    softmax_dtype: DTypeLike | None = None,
+def _training(
+    task: Problem,
+    gradients: Callable[[PyTree, PyTree, PyTree, PyTree], Result],
+    scaler: Callable[[], PyTree] = tuple,
 ) -> Training:
-    """float32, or hand-set: the model as it is, without a scaler."""
-    task = problem(model, size, dtype, softmax_dtype)
+    """Makes the training step around `gradients(params, others, scaler, batch)`."""
 
-    return from_method(variant, unscaled(task))
+    def start(variables: dict[str, PyTree]) -> PyTree:
+        others = dict(variables)
+        params = others.pop("params")
+        return params, others, OPTIMIZER.init(params), scaler()
+
+    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        params, others, opt_state, scale = carry
+        result = gradients(params, others, scale, batch)
+        updates, new_opt_state = OPTIMIZER.update(result.grads, opt_state, params)
+        old = params, others, opt_state
+        new = optax.apply_updates(params, updates), result.others, new_opt_state
+        if (finite := result.finite) is not None:
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        return (*new, result.scaler), result.loss
+
+    def compared(params: PyTree, others: PyTree, batch: PyTree) -> PyTree:
+        return gradients(params, others, scaler(), batch).grads
+
+    return Training(task, step, start, compared)
 
 
-def _amp(
-    variant: str, model: str, size: str, compute_dtype: DTypeLike, **options: Any
+def _unscaled(task: Problem, loss: Callable[..., Any]) -> Training:
+    """Differentiates a loss as it is, without a scaler."""
+    grad = jax.value_and_grad(loss, has_aux=True)
+
+    def gradients(params: PyTree, others: PyTree, _: PyTree, batch: PyTree) -> Result:
+        (value, others), grads = grad(params, others, batch)
+        return Result(value, others, grads)
+
+    return _training(task, gradients)
+
+
+def _plain(model: str, size: str, *dtypes: DTypeLike) -> Training:
+    """float32, or hand-set: the model as it is."""
+    task = problem(model, size, *dtypes)
+    return _unscaled(task, task.loss)
+
+
+def _wrapped(
+    model: str, size: str, wrap: Callable[..., Any], **options: Any
 ) -> Training:
-    """`flax_amp.amp` around the loss of the untouched model."""
+    """A package's function around the loss of the untouched model."""
     task = problem(model, size)
-    loss_amp = flax_amp.amp(task.loss, compute_dtype=compute_dtype, **options)
-
-    return from_method(variant, unscaled(task, loss_amp))
+    return _unscaled(task, wrap(task.loss, **options))
 
 
-def _method(
-    variant: str,
-    model: str,
-    size: str,
-    method: Callable[..., Method],
-    **options: Any,
+def _hand_fp16(model: str, size: str) -> Training:
+    """A hand-set float16 model with Flax's `DynamicScale`, as in its ImageNet example.
+
+    Unlike there, batch statistics are restored too when a step is skipped.
+    """
+    task = problem(model, size, jnp.float16)
+
+    def gradients(
+        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
+    ) -> Result:
+        grad = DynamicScale(**scaler).value_and_grad(task.loss, has_aux=True)
+        new, finite, (loss, others), grads = grad(params, others, batch)
+        scaler = {"fin_steps": new.fin_steps, "scale": new.scale}
+        return Result(loss, others, grads, finite, scaler)
+
+    def scaler() -> PyTree:
+        # Its defaults, but as arrays, so that the step is traced once.
+        scale = jnp.asarray(DynamicScale().scale, jnp.float32)
+        return {"fin_steps": jnp.zeros((), jnp.int32), "scale": scale}
+
+    made = _training(task, gradients, scaler)
+    return dataclasses.replace(made, gradients=None)
+
+
+def _mpx(model: str, size: str) -> Training:
+    task = problem(model, size)
+    grad, scaler = peers.mpx_gradients(task.loss, jnp.bfloat16)
+    return _training(task, lambda *args: Result(*grad(*args)), scaler)
+
+
+def _amp_step(
+    model: str, size: str, dtype: DTypeLike, scaling: bool, **options: Any
 ) -> Training:
-    return from_method(variant, method(model, size, **options))
+    """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry."""
+    task = problem(model, size)
 
+    # With `state` and `variables` the same function serves Linen and NNX: both are
+    # pure functions of dicts here.
+    def loss_fn(params: PyTree, batch: PyTree, *, state: Any) -> tuple[Any, PyTree]:
+        loss, others = task.loss(params, state.variables, batch)
+        return loss, {"variables": others}
+
+    train_step = flax_amp.make_train_step(
+        loss_fn, has_aux=True, compute_dtype=dtype, jit=False, donate=False, **options
+    )
+
+    def start(variables: dict[str, PyTree]) -> PyTree:
+        others = dict(variables)
+        return flax_amp.AmpTrainState.create(
+            params=others.pop("params"),
+            variables=others,
+            tx=_GUARDED,
+            scaler=flax_amp.init_scaler() if scaling else flax_amp.no_scaler(),
+        )
+
+    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+        carry, metrics = train_step(carry, batch)
+        return carry, metrics["loss"]
+
+    return Training(task, step, start)
+
+
+_BF16, _F16 = jnp.bfloat16, jnp.float16
 
 _BUILDERS: dict[str, Callable[..., Training]] = {
     "float32": _plain,
-    "hand_bf16": functools.partial(_plain, dtype=jnp.bfloat16),
-    "smcast_bf16": functools.partial(
-        _plain, dtype=jnp.bfloat16, softmax_dtype=jnp.float32
-    ),
-    "amp_bf16": functools.partial(_amp, compute_dtype=jnp.bfloat16),
-    "amp_step_bf16": functools.partial(
-        scaled.amp_step, compute_dtype=jnp.bfloat16, scaling=False
-    ),
-    "jmp_bf16": functools.partial(_method, method=peers.jmp_bf16),
-    "mpx_bf16": functools.partial(_method, method=peers.mpx_bf16),
-    "jaxamp_bf16": functools.partial(_method, method=peers.jaxamp_bf16),
-    "hand_fp16": functools.partial(_method, method=scaled.hand_fp16),
-    "amp_fp16": functools.partial(
-        scaled.amp_step, compute_dtype=jnp.float16, scaling=True
-    ),
-    "amp_fp16_cond": functools.partial(
-        scaled.amp_step, compute_dtype=jnp.float16, scaling=True, branch=True
-    ),
-    "jmp_fp16": functools.partial(_method, method=peers.jmp_fp16),
+    "hand_bf16": lambda model, size: _plain(model, size, _BF16),
+    "smcast_bf16": lambda model, size: _plain(model, size, _BF16, jnp.float32),
+    "amp_bf16": functools.partial(_wrapped, wrap=flax_amp.amp, compute_dtype=_BF16),
+    "amp_step_bf16": functools.partial(_amp_step, dtype=_BF16, scaling=False),
+    "jmp_bf16": functools.partial(_wrapped, wrap=peers.jmp_loss, dtype=_BF16),
+    "mpx_bf16": _mpx,
+    "jaxamp_bf16": functools.partial(_wrapped, wrap=peers.jaxamp_loss, dtype=_BF16),
+    "hand_fp16": _hand_fp16,
+    "amp_fp16": functools.partial(_amp_step, dtype=_F16, scaling=True),
 }
 NAMES = tuple(_BUILDERS)

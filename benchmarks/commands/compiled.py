@@ -1,83 +1,88 @@
-"""`tpu` and `gpu-aot`: the step as XLA compiles it for a device that is not here."""
+"""`tpu`, `gpu-aot` and `mesh`: the step as XLA compiles it for devices not here.
 
-import dataclasses
-from collections.abc import Callable, Sequence
+`mesh` is the scanned GPT under FSDP: each parameter is sharded over its largest axis
+that the chips divide, and stays whole where there is none. The optimizer's state lies
+as the parameters do. The batch is sharded over its examples, and the model asks for the
+same of its residual stream.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import hlo, request, show, targets
-from benchmarks.method import Training
-from benchmarks.request import Request
+from benchmarks import aot, hlo, request
+from benchmarks.request import Figures, Request
 from benchmarks.results import Results
-from benchmarks.sections import section
-from benchmarks.stages import Build
+from benchmarks.variants import Training
 
-PART = "compiled"
+_CHIPS = "v5e:16x16"
+_MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".split()
+
+PyTree = Any
+Build = Callable[[Training], tuple[jax.stages.Compiled, dict[str, float]]]
 
 
 def run_tpu(asked: Request) -> None:
     """Compiles every cell for a TPU v5e."""
-    _run(asked, "tpu", "v5e", targets.tpu_devices(), request.BFLOAT16)
+    cells = asked.cells(request.MODELS, request.BFLOAT16)
+    _run(asked, "tpu", "v5e", cells, _for_one(aot.tpu_devices()))
 
 
 def run_gpu(asked: Request) -> None:
     """Compiles every cell for an H200."""
-    chosen = (*request.BFLOAT16, *request.FLOAT16)
-    _run(asked, "gpu-aot", "h200", targets.gpu_devices(), chosen)
+    cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
+    _run(asked, "gpu-aot", "h200", cells, _for_one(aot.gpu_devices()))
 
 
-def _run(
-    asked: Request,
-    command: str,
-    target: str,
-    devices: Sequence[jax.Device],
-    variants: Sequence[str],
-) -> None:
-    def build(training: Training) -> Build:
-        return targets.compile_for(devices, training.step, training.shapes())
+def run_mesh(asked: Request) -> None:
+    """Compiles every variant for 256 chips of a TPU v5e, and tells its collectives."""
+    mesh = Mesh(np.array(aot.tpu_devices(_CHIPS)), ("data",))
 
-    run_cells(asked, command, target, asked.cells(request.MODELS, variants), build)
+    def build(training: Training) -> Any:
+        carry, batch = training.shapes()
+        placed = fsdp(carry, mesh)
+        whole = NamedSharding(mesh, PartitionSpec())
+        with jax.set_mesh(mesh):  # the model asks for it
+            return aot.compile_for(
+                mesh.devices.flatten().tolist(),
+                training.step,
+                (carry, batch),
+                shardings=(placed, NamedSharding(mesh, PartitionSpec("data"))),
+                out_shardings=(placed, whole),
+            )
+
+    cells = asked.cells(("gpt_fsdp",), _MESH_VARIANTS)
+    _run(asked, "mesh", _CHIPS, cells, build)
 
 
-def run_cells(
-    asked: Request,
-    command: str,
-    target: str,
-    cells: Sequence[tuple[str, list[str]]],
-    build: Callable[[Training], Build],
-) -> None:
-    """Compiles the cells, keeps their figures and prints them.
+def fsdp(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Returns a sharding for each leaf: its largest axis that divides, over "data"."""
 
-    Args:
-      asked: the request.
-      command: the name of the command.
-      target: what is compiled for.
-      cells: models with their variants.
-      build: compiles a training step.
-    """
+    def place(leaf: Any) -> NamedSharding:
+        fits = [i for i, size in enumerate(leaf.shape) if size % mesh.size == 0]
+        if not fits:
+            return NamedSharding(mesh, PartitionSpec())
+        axis = max(fits, key=lambda i: leaf.shape[i])
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
+
+    return jax.tree.map(place, tree)
+
+
+def _for_one(devices: Sequence[jax.Device]) -> Build:
+    return lambda training: aot.compile_for(devices, training.step, training.shapes())
+
+
+def _run(asked: Request, command: str, target: str, cells: Any, build: Build) -> None:
+    def figures(variant: str, model: str) -> Figures:
+        compiled, seconds = build(asked.training(variant, model))
+        return hlo.measure(compiled) | seconds
+
+    def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
+        for name in names:
+            yield name, request.guarded(figures, name, model)
+
     results = Results.open(asked.folder, command, target, asked.size)
-    shown = section(command, PART)
-    progress = show.Progress(sum(len(names) for _, names in cells))
-    for model, names in cells:
-        for variant in names:
-            label = asked.label(variant)
-            if asked.resume and results.has(model, label, PART):
-                progress.cell(model, label, "there already")
-                continue
-            figures = _figures(asked, model, variant, build)
-            results.put(model, label, PART, figures)
-            progress.cell(model, label, shown.line(figures))
-            request.free_memory()
-    show.results(results)
-
-
-def _figures(
-    asked: Request, model: str, variant: str, build: Callable[[Training], Build]
-) -> dict[str, Any]:
-    """Returns the figures of one cell, or why there are none."""
-    try:
-        built = build(asked.training(variant, model))
-        return dataclasses.asdict(hlo.measure(built))
-    except Exception as error:  # whatever a package or XLA may raise
-        return {"error": request.reason(error)}
+    request.run_cells(asked, results, "compiled", cells, measure)

@@ -6,36 +6,23 @@ is told not to, so that what is compared is the rounding that a program asks for
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import request, show
-from benchmarks.request import Request
+from benchmarks import request
+from benchmarks.request import Figures, Request
 from benchmarks.results import Results
-from benchmarks.sections import section
 
-PART = "gradients"
-SEEDS = 8
-VARIANTS = (
-    "hand_bf16",
-    "smcast_bf16",
-    "amp_bf16",
-    "jmp_bf16",
-    "mpx_bf16",
-    "jaxamp_bf16",
-    "hand_fp16",
-    "amp_fp16",
-    "jmp_fp16",
-)
 _EXACT = "--xla_allow_excess_precision=false"
 
 PyTree = Any
 
 
-def run(asked: Request, seeds: int = SEEDS) -> None:
+def run(asked: Request, seeds: int = 8) -> None:
     """Compares the gradients of every cell with the float32 model's.
 
     Args:
@@ -46,12 +33,15 @@ def run(asked: Request, seeds: int = SEEDS) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EXACT}".strip()
     jax.config.update("jax_platforms", "cpu")
     asked = dataclasses.replace(asked, size="tiny")
+
+    def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
+        samples = _reference(asked, model, seeds)
+        for name in names:
+            yield name, request.guarded(_figures, asked, model, name, samples)
+
     results = Results.open(asked.folder, "error", "cpu")
-    cells = asked.cells(request.MODELS, VARIANTS)
-    progress = show.Progress(sum(len(names) for _, names in cells))
-    for model, names in cells:
-        _run_model(asked, model, names, range(seeds), results, progress)
-    show.results(results)
+    cells = asked.cells(request.MODELS, ("hand_bf16", "amp_bf16"))
+    request.run_cells(asked, results, "gradients", cells, measure)
 
 
 def relative_error(grads: PyTree, reference: PyTree) -> float:
@@ -65,55 +55,31 @@ def relative_error(grads: PyTree, reference: PyTree) -> float:
     return (wrong / right) ** 0.5
 
 
-def _run_model(
-    asked: Request,
-    model: str,
-    names: list[str],
-    seeds: range,
-    results: Results,
-    progress: show.Progress,
-) -> None:
-    shown = section("error", PART)
-    samples: list[tuple[Any, Any, Any, Any]] = []
-    for variant in names:
-        label = asked.label(variant)
-        if asked.resume and results.has(model, label, PART):
-            progress.cell(model, label, "there already")
-            continue
-        try:
-            samples = samples or _reference(asked, model, seeds)
-            figures = _figures(asked, model, variant, seeds, samples)
-        except Exception as error:  # whatever a package or XLA may raise
-            figures = {"error": request.reason(error)}
-        results.put(model, label, PART, figures)
-        progress.cell(model, label, shown.line(figures))
-        request.free_memory()
-
-
-def _reference(asked: Request, model: str, seeds: range) -> list[tuple[Any, ...]]:
+def _reference(asked: Request, model: str, seeds: int) -> list[tuple[Any, ...]]:
     """Returns parameters, other variables, batch and float32 gradients of each seed."""
     training = asked.training("float32", model)
-    init, batch = jax.jit(training.init), jax.jit(training.batch)
+    init, batch = jax.jit(training.problem.init), jax.jit(training.problem.batch)
     gradients = jax.jit(training.gradients)
     samples = []
-    for seed in seeds:
+    for seed in range(seeds):
         keys = jax.random.split(jax.random.key(seed))
         others = dict(init(keys[0]))
         params, data = others.pop("params"), batch(keys[1])
         with jax.default_matmul_precision("float32"):
-            _, grads = gradients(params, others, data)
+            grads = gradients(params, others, data)
         samples.append(jax.device_get((params, others, data, grads)))
     return samples
 
 
-def _figures(
-    asked: Request, model: str, variant: str, seeds: range, samples: list[Any]
-) -> dict[str, Any]:
-    gradients = jax.jit(asked.training(variant, model).gradients)
+def _figures(asked: Request, model: str, variant: str, samples: list[Any]) -> Figures:
+    training = asked.training(variant, model)
+    if training.gradients is None:
+        raise ValueError("a step with a loss scale has no gradients to compare")
+    gradients = jax.jit(training.gradients)
     errors = []
     for params, others, data, reference in samples:
-        _, grads = gradients(params, others, data)
+        grads = gradients(params, others, data)
         if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(grads)):
             raise TypeError("a gradient is not float32")
         errors.append(relative_error(grads, reference))
-    return {"seeds": list(seeds), "errors": errors}
+    return {"seeds": list(range(len(samples))), "errors": errors}

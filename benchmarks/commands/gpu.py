@@ -1,25 +1,39 @@
-"""`gpu`: steps timed on the GPU that is here, with what they take of its memory.
+"""`gpu`: steps timed on the GPU that is here, with the memory that they take.
 
-Each model has a process of its own, so that one which fails or fills the memory does
-not harm the next.
+The variants of a model take turns, in another order each time, so that noise and the
+drift of clocks hit all alike. A turn is a burst of steps that ends when the device is
+idle. Each model has a process of its own, so that one which fails or fills the memory
+does not harm the next.
 """
 
 import concurrent.futures
+import dataclasses
+import math
 import multiprocessing
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from benchmarks import request, show
-from benchmarks.request import Request
+from benchmarks import aot, hlo, models, request
+from benchmarks.request import Figures, Request
 from benchmarks.results import Results
-from benchmarks.sections import section
-from benchmarks.timing import Cells, Plan, measure
+from benchmarks.variants import Training
 
-PART = "measured"
-VARIANTS = (*request.BFLOAT16, *request.FLOAT16)
+_WARM_UP = 10  # steps; a loss scale finds its size in them
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The platform by JAX's name, turns of each variant, and the seconds of a turn."""
+
+    platform: str
+    rounds: int
+    burst_s: float
 
 
 def run(
@@ -38,28 +52,85 @@ def run(
         device = _in_own_process(_device_kind, platform)
     except Exception as error:  # JAX raises one kind or another
         sys.exit(f"error: no device of the platform {platform}: {error!r}")
-    results = Results.open(asked.folder, "gpu", device, asked.size)
     plan = Plan(platform, rounds, burst_ms / 1e3)
-    cells = asked.cells(request.MODELS, VARIANTS)
-    progress = show.Progress(sum(len(names) for _, names in cells))
-    shown = section("gpu", PART)
-    for model, names in cells:
-        labels = {name: asked.label(name) for name in names}
-        if asked.resume and all(results.has(model, v, PART) for v in labels.values()):
-            for label in labels.values():
-                progress.cell(model, label, "there already")
-            continue
-        for name, figures in _measured(asked, plan, model, names).items():
-            results.put(model, labels[name], PART, figures)
-            progress.cell(model, labels[name], shown.line(figures))
-    show.results(results)
+
+    def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
+        try:
+            yield from _in_own_process(time_model, asked, plan, model, names).items()
+        except Exception as error:  # also the end of the process
+            yield from ((name, {"error": request.reason(error)}) for name in names)
+
+    results = Results.open(asked.folder, "gpu", device, asked.size)
+    cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
+    request.run_cells(asked, results, "measured", cells, measure, together=True)
 
 
-def _measured(asked: Request, plan: Plan, model: str, names: list[str]) -> Cells:
-    try:
-        return _in_own_process(measure, asked, plan, model, names)
-    except Exception as error:  # also the end of the process
-        return {name: {"error": request.reason(error)} for name in names}
+def time_model(
+    asked: Request, plan: Plan, model: str, names: list[str]
+) -> dict[str, Figures]:
+    """Compiles, runs and times variants of a model in this process."""
+    jax.config.update("jax_platforms", plan.platform)
+    task = models.problem(model, asked.size)
+    keys = jax.random.split(jax.random.key(0))
+    variables = jax.device_get(jax.jit(task.init)(keys[0]))  # the same for all of them
+    batch = jax.jit(task.batch)(keys[1])
+    found: dict[str, Figures] = {}
+    running: dict[str, _Running] = {}
+
+    def start(name: str) -> None:
+        running[name] = _Running(asked.training(name, model), variables, batch)
+        found[name] = running[name].figures
+
+    def each(call: Callable[[str], None], order: list[str]) -> None:
+        for name in order:
+            if "error" in found.get(name, ()):
+                continue
+            try:
+                call(name)
+            except Exception as error:  # whatever a package or XLA may raise
+                found[name] = {"error": request.reason(error)}
+                running.pop(name, None)
+
+    each(start, names)
+    each(lambda name: running[name].warm_up(plan.burst_s), names)
+    for turn in range(plan.rounds):
+        shift = turn % len(names)
+        each(lambda name: running[name].turn(), names[shift:] + names[:shift])
+    return found
+
+
+class _Running:
+    """A compiled variant on the device, and its figures."""
+
+    def __init__(self, training: Training, variables: PyTree, batch: PyTree):
+        self._step = jax.jit(training.step, donate_argnums=0)
+        compiled, seconds = aot.build(self._step, *training.shapes())
+        memory: Any = compiled.memory_analysis()
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+        self.figures = hlo.measure(compiled) | seconds | {"peak_mb": held / 1e6}
+        self._carry = training.start(jax.device_put(variables))
+        self._batch = batch
+
+    def warm_up(self, burst_s: float) -> None:
+        """Takes some steps, and finds how many fill a turn."""
+        self._seconds(_WARM_UP)
+        burst = math.ceil(burst_s / (self._seconds(3) / 3))
+        self.figures |= {"burst": max(1, min(1000, burst)), "step_ms": []}
+
+    def turn(self) -> None:
+        """Times a burst of steps."""
+        seconds = self._seconds(self.figures["burst"])
+        self.figures["step_ms"].append(1e3 * seconds / self.figures["burst"])
+        self.figures["loss"] = float(self._loss)
+
+    def _seconds(self, steps: int) -> float:
+        """Takes steps and waits for the device; returns the seconds."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._carry, self._loss = self._step(self._carry, self._batch)
+        jax.block_until_ready((self._carry, self._loss))
+        return time.perf_counter() - start
 
 
 def _in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:

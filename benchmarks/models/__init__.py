@@ -1,1 +1,46 @@
-"""The models of the benchmarks: plain Flax, as a user writes them."""
+"""The models of the benchmarks: plain Flax, as a user writes them, in two sizes."""
+
+from benchmarks.models import gpt, llama, moe, resnet, small, vit
+from benchmarks.models.base import DType, Problem
+
+_MODULES = {
+    "vit_small": vit,
+    "vit_s16": vit,
+    "gpt_scan": gpt,
+    "gpt_unroll": gpt,
+    "gpt_scan_noremat": gpt,
+    "gpt_24": gpt,
+    "gpt_fsdp": gpt,
+    "resnet50": resnet,
+    "mlp": small,
+    "lstm": small,
+    "nnx_vit": vit,
+    "llama": llama,
+    "moe": moe,
+}
+NAMES = tuple(_MODULES)
+SIZES = ("full", "tiny")
+
+
+def problem(
+    name: str, size: str = "full", dtype: DType = None, softmax_dtype: DType = None
+) -> Problem:
+    """Makes the problem of a model.
+
+    Args:
+      name: one of `NAMES`.
+      size: "full" is the size of the published tables; "tiny" has as many leaves and
+        runs on a CPU.
+      dtype: the dtype of every layer of a hand-set model; `None` is the untouched
+        float32 model. Parameters are float32 in both.
+      softmax_dtype: `jnp.float32` for a float32 softmax in attention, in models whose
+        softmax is not in float32 as it is.
+
+    Raises:
+      ValueError: if there is no such model or size.
+    """
+    if name not in _MODULES or size not in SIZES:
+        raise ValueError(
+            f"problem: got {name!r}, {size!r}; expected one of {NAMES} and of {SIZES}."
+        )
+    return _MODULES[name].problem(name, size, dtype, softmax_dtype)

@@ -8,10 +8,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.typing import DTypeLike
 
 PyTree = Any
+DType = DTypeLike | None
 Batch = dict[str, jax.Array]
+MakeBatch = Callable[[jax.Array], Batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,60 +22,78 @@ class Problem:
     """Something to train; every function works under `jax.eval_shape`.
 
     Attributes:
-      name: the name of the model.
       init: `init(key) -> variables`, a dict with `"params"` and other collections.
       loss: `loss(params, others, batch) -> (loss, new_others)`.
       batch: `batch(key) -> {"inputs": ..., "labels": ...}`, random.
     """
 
-    name: str
     init: Callable[[jax.Array], dict[str, PyTree]]
     loss: Callable[[PyTree, PyTree, Batch], tuple[jax.Array, PyTree]]
-    batch: Callable[[jax.Array], Batch]
+    batch: MakeBatch
 
 
-def cast(x: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+def cast(x: jax.Array, dtype: DType) -> jax.Array:
     """Casts a bare parameter to the dtype of a hand-set model."""
     return x if dtype is None else x.astype(dtype)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean cross entropy, in float32 whatever the logits are in."""
+    """Returns the mean cross entropy, in float32 whatever the dtype of the logits."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def linen_problem(
-    name: str, model: nn.Module, batch: Callable[[jax.Array], Batch]
-) -> Problem:
-    """Makes the problem of a Linen classifier, with or without other collections."""
+def linen(model: nn.Module, batch: MakeBatch) -> Problem:
+    """Makes the problem of a Linen classifier.
+
+    The model may have other collections, and may sow terms of the loss into "losses".
+    """
 
     def init(key: jax.Array) -> dict[str, PyTree]:
         inputs = jax.eval_shape(batch, key)["inputs"]
-        return dict(model.init(key, jnp.zeros(inputs.shape, inputs.dtype)))
+        variables = dict(model.init(key, jnp.zeros(inputs.shape, inputs.dtype)))
+        variables.pop("losses", None)
+        return variables
 
     def loss(params: PyTree, others: PyTree, batch: Batch) -> tuple[jax.Array, PyTree]:
-        variables = {"params": params, **others}
-        logits, updates = model.apply(variables, batch["inputs"], mutable=list(others))
-        return cross_entropy(logits, batch["labels"]), {**others, **updates}
+        logits, updates = model.apply(
+            {"params": params, **others}, batch["inputs"], mutable=[*others, "losses"]
+        )
+        value = cross_entropy(logits, batch["labels"])
+        if sown := jax.tree.leaves(updates.pop("losses", None)):
+            value = value + 0.01 * sum(sown)
+        return value, {**others, **updates}
 
-    return Problem(name, init, loss, batch)
+    return Problem(init, loss, batch)
 
 
-def vectors(shape: tuple[int, ...], classes: int) -> Callable[[jax.Array], Batch]:
+def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Problem:
+    """Makes the problem of an NNX classifier; its state is parameters only."""
+    # The structure alone: `nnx.Rngs` of a tracer must not leak into it.
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
+
+    def init(key: jax.Array) -> dict[str, PyTree]:
+        return {"params": nnx.to_pure_dict(nnx.state(make(key)))}
+
+    def loss(params: PyTree, others: PyTree, batch: Batch) -> tuple[jax.Array, PyTree]:
+        model: Any = nnx.merge(graphdef, params)
+        return cross_entropy(model(batch["inputs"]), batch["labels"]), others
+
+    return Problem(init, loss, batch)
+
+
+def vectors(shape: tuple[int, ...], classes: int) -> MakeBatch:
     """Returns a maker of float inputs (images, vectors) with labels."""
 
     def batch(key: jax.Array) -> Batch:
         keys = jax.random.split(key)
-        return {
-            "inputs": jax.random.normal(keys[0], shape),
-            "labels": jax.random.randint(keys[1], shape[:1], 0, classes),
-        }
+        labels = jax.random.randint(keys[1], shape[:1], 0, classes)
+        return {"inputs": jax.random.normal(keys[0], shape), "labels": labels}
 
     return batch
 
 
-def tokens(size: int, length: int, vocab: int) -> Callable[[jax.Array], Batch]:
+def tokens(size: int, length: int, vocab: int) -> MakeBatch:
     """Returns a maker of token sequences with their next tokens as labels."""
 
     def batch(key: jax.Array) -> Batch:

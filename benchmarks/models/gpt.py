@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from benchmarks.models import base
 from benchmarks.models.vit import Block
@@ -23,7 +22,6 @@ class Config:
     vocab: int = 50304
     length: int = 1024
     batch: int = 8
-    tied: bool = True
     scan: bool = True
     remat: bool = True
 
@@ -51,8 +49,8 @@ class Step(nn.Module):
     """A block in the form that `nn.scan` wants."""
 
     heads: int
-    dtype: DTypeLike | None = None
-    softmax_dtype: DTypeLike | None = None
+    dtype: base.DType = None
+    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
@@ -64,8 +62,8 @@ class GPT(nn.Module):
     """A decoder with learned positions."""
 
     config: Config
-    dtype: DTypeLike | None = None
-    softmax_dtype: DTypeLike | None = None
+    dtype: base.DType = None
+    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -76,9 +74,7 @@ class GPT(nn.Module):
         x = x + positions(jnp.arange(tokens.shape[1]))
         x = self._layers(x, nn.make_causal_mask(tokens[:1], dtype=bool))
         x = nn.LayerNorm(dtype=dtype)(over_chips(x))
-        if config.tied:
-            return embed.attend(x)
-        return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
+        return embed.attend(x)
 
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config = self.config
@@ -101,24 +97,8 @@ class GPT(nn.Module):
 
 
 def problem(
-    name: str,
-    size: str = "full",
-    dtype: DTypeLike | None = None,
-    softmax_dtype: DTypeLike | None = None,
-    **sizes: Any,
+    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
 ) -> base.Problem:
-    """Makes the problem of a GPT.
-
-    Args:
-      name: one of `LAYERS`.
-      size: "full" or "tiny".
-      dtype: of a hand-set model.
-      softmax_dtype: of its softmax.
-      **sizes: fields of `Config` to override.
-
-    Returns:
-      The problem.
-    """
-    config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {}) | sizes))
+    config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {})))
     data = base.tokens(config.batch, config.length, config.vocab)
-    return base.linen_problem(name, GPT(config, dtype, softmax_dtype), data)
+    return base.linen(GPT(config, dtype, softmax_dtype), data)

@@ -1,12 +1,10 @@
 """A Llama in Linen, scanned over its layers with remat, as public ones are written."""
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from benchmarks.models import base
 
@@ -34,7 +32,7 @@ SIZES = {
 class RMSNorm(nn.Module):
     """Divides by the root mean square, in float32 whatever comes in."""
 
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -59,7 +57,7 @@ class Attention(nn.Module):
     """Causal attention in which several queries share a key and a value."""
 
     config: Config
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -89,7 +87,7 @@ class Layer(nn.Module):
     """Attention and a gated MLP, in the form that `nn.scan` wants."""
 
     config: Config
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
@@ -108,7 +106,7 @@ class Llama(nn.Module):
     """A decoder with rotary positions."""
 
     config: Config
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -126,24 +124,8 @@ class Llama(nn.Module):
 
 
 def problem(
-    name: str,
-    size: str = "full",
-    dtype: DTypeLike | None = None,
-    softmax_dtype: DTypeLike | None = None,
-    **sizes: Any,
+    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
 ) -> base.Problem:
-    """Makes the problem of `llama`; its softmax is in float32 as it is.
-
-    Args:
-      name: "llama".
-      size: "full" or "tiny".
-      dtype: of a hand-set model.
-      softmax_dtype: changes nothing.
-      **sizes: fields of `Config` to override.
-
-    Returns:
-      The problem.
-    """
-    config = dataclasses.replace(SIZES[size], **sizes)
+    config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
-    return base.linen_problem(name, Llama(config, dtype), data)
+    return base.linen(Llama(config, dtype), data)

@@ -1,16 +1,14 @@
 """A decoder whose MLPs are mixtures of experts, in Linen, as public ones are written.
 
 Tokens go to their experts by products with one-hot matrices, each expert up to its
-capacity (Switch, GShard), and the loss has a term that spreads them.
+capacity (Switch, GShard), and the router sows a term of the loss that spreads them.
 """
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from benchmarks.models import base
 
@@ -66,7 +64,7 @@ class Experts(nn.Module):
     """An MLP for each expert, over the tokens that are sent to it."""
 
     config: Config
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -85,7 +83,7 @@ class MoE(nn.Module):
     """A decoder with learned positions, a mixture of experts in each layer."""
 
     config: Config
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -103,36 +101,8 @@ class MoE(nn.Module):
 
 
 def problem(
-    name: str,
-    size: str = "full",
-    dtype: DTypeLike | None = None,
-    softmax_dtype: DTypeLike | None = None,
-    **sizes: Any,
+    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
 ) -> base.Problem:
-    """Makes the problem of `moe`; the softmax of its router is in float32.
-
-    Args:
-      name: "moe".
-      size: "full" or "tiny".
-      dtype: of a hand-set model.
-      softmax_dtype: changes nothing.
-      **sizes: fields of `Config` to override.
-
-    Returns:
-      The problem.
-    """
-    config = dataclasses.replace(SIZES[size], **sizes)
-    model = MoE(config, dtype)
+    config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
-    task = base.linen_problem(name, model, data)
-
-    def init(key: jax.Array) -> dict[str, Any]:
-        return {"params": task.init(key)["params"]}
-
-    def loss(params: Any, others: Any, batch: base.Batch) -> tuple[jax.Array, Any]:
-        variables = {"params": params}
-        logits, sown = model.apply(variables, batch["inputs"], mutable=["losses"])
-        balance = sum(jax.tree.leaves(sown["losses"]))
-        return base.cross_entropy(logits, batch["labels"]) + 0.01 * balance, others
-
-    return dataclasses.replace(task, init=init, loss=loss)
+    return base.linen(MoE(config, dtype), data)

@@ -5,7 +5,6 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from benchmarks.models import base
 
@@ -19,7 +18,7 @@ class Bottleneck(nn.Module):
 
     width: int
     stride: int
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -41,7 +40,7 @@ class ResNet(nn.Module):
 
     width: int
     classes: int
-    dtype: DTypeLike | None = None
+    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -57,12 +56,8 @@ class ResNet(nn.Module):
 
 
 def problem(
-    name: str,
-    size: str = "full",
-    dtype: DTypeLike | None = None,
-    softmax_dtype: DTypeLike | None = None,
+    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
 ) -> base.Problem:
-    """Makes the problem of `resnet50`; it has no softmax but the one in its loss."""
     image, width, classes, batch = CONFIGS[size]
     data = base.vectors((batch, image, image, 3), classes)
-    return base.linen_problem(name, ResNet(width, classes, dtype), data)
+    return base.linen(ResNet(width, classes, dtype), data)

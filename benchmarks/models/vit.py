@@ -1,11 +1,12 @@
-"""A vision transformer in Linen: `vit_small` and `vit_s16`."""
+"""A vision transformer in Linen (`vit_small`, `vit_s16`) and in NNX (`nnx_vit`)."""
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from flax import nnx
 
 from benchmarks.models import base
 
@@ -35,8 +36,8 @@ class Block(nn.Module):
     """One pre-norm layer of attention and MLP."""
 
     heads: int
-    dtype: DTypeLike | None = None
-    softmax_dtype: DTypeLike | None = None
+    dtype: base.DType = None
+    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -55,8 +56,8 @@ class ViT(nn.Module):
     """A vision transformer with a class token and learned positions."""
 
     config: Config
-    dtype: DTypeLike | None = None
-    softmax_dtype: DTypeLike | None = None
+    dtype: base.DType = None
+    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -75,18 +76,75 @@ class ViT(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
+class NNXBlock(nnx.Module):
+    """One pre-norm layer of attention and MLP."""
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: base.DType,
+        rngs: nnx.Rngs,
+    ):
+        width = config.width
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(width, **options)
+        self.attention = nnx.MultiHeadAttention(
+            config.heads, width, decode=False, **options
+        )
+        self.norm2 = nnx.LayerNorm(width, **options)
+        self.up = nnx.Linear(width, 4 * width, **options)
+        self.down = nnx.Linear(4 * width, width, **options)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class NNXViT(nnx.Module):
+    """A vision transformer with a class token and learned positions."""
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: base.DType,
+        rngs: nnx.Rngs,
+    ):
+        width, patch = config.width, (config.patch, config.patch)
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        length = (config.image // config.patch) ** 2 + 1
+        normal = nnx.initializers.normal(0.02)
+        self.dtype = dtype
+        self.patches = nnx.Conv(3, width, patch, patch, padding="VALID", **options)
+        self.token = nnx.Param(jnp.zeros((1, 1, width)))
+        self.positions = nnx.Param(normal(rngs.params(), (1, length, width)))
+        self.blocks = nnx.List(
+            [NNXBlock(config, dtype, rngs) for _ in range(config.layers)]
+        )
+        self.norm = nnx.LayerNorm(width, **options)
+        self.head = nnx.Linear(width, config.classes, **options)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        x = self.patches(images)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        token = base.cast(self.token[...], self.dtype)
+        token = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[-1]))
+        positions = base.cast(self.positions[...], self.dtype)
+        x = jnp.concatenate([token, x], axis=1) + positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x[:, 0]))
+
+
 def problem(
-    name: str,
-    size: str = "full",
-    dtype: DTypeLike | None = None,
-    softmax_dtype: DTypeLike | None = None,
+    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
 ) -> base.Problem:
-    """Makes the problem of `vit_small` or `vit_s16`."""
-    config = CONFIGS[name, size]
-    return base.linen_problem(name, ViT(config, dtype, softmax_dtype), batch(config))
+    config = CONFIGS[name.replace("nnx_vit", "vit_s16"), size]
+    images = (config.batch, config.image, config.image, 3)
+    data = base.vectors(images, config.classes)
+    if name == "nnx_vit":  # `jax.nn.dot_product_attention` has a float32 softmax anyway
 
+        def make(key: jax.Array) -> NNXViT:
+            return NNXViT(config, dtype, nnx.Rngs(params=key))
 
-def batch(config: Config):
-    """Returns the maker of the images and labels."""
-    shape = (config.batch, config.image, config.image, 3)
-    return base.vectors(shape, config.classes)
+        return base.nnx_problem(make, data)
+    return base.linen(ViT(config, dtype, softmax_dtype), data)

@@ -18,31 +18,20 @@ _COLOURS = {
 }
 _HIGHEST = 2.5  # bars that go further are cut and say how far
 
-# name of the file: command, title, panels by column
+_TEXTS = {
+    "est. ms": "estimated time",
+    "GB": "bytes accessed",
+    "temp MB": "temporary memory",
+}
+# By the name of the file: command, title, and a column for each panel
 _PLOTS = {
-    "tpu-v5e": (
-        "tpu",
-        "Compiled for a TPU v5e",
-        {
-            "est. ms": "estimated time",
-            "GB": "bytes accessed",
-            "temp MB": "temporary memory",
-        },
-    ),
-    "h200-memory": (
-        "gpu-aot",
-        "Compiled for an H200",
-        {"temp MB": "temporary memory"},
-    ),
+    "tpu-v5e": ("tpu", "Compiled for a TPU v5e", ("est. ms", "GB", "temp MB")),
+    "h200-memory": ("gpu-aot", "Compiled for an H200", ("temp MB",)),
 }
 
 
 def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
-    """Draws what there are results for.
-
-    Args:
-      found: all the results; of several environments the last one counts.
-      folder: where the plots go.
+    """Draws what there are results for, of several targets the last one.
 
     Returns:
       The names of the files; none without matplotlib.
@@ -54,13 +43,13 @@ def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
         return []
     matplotlib.use("svg")
     names = []
-    for name, (command, title, panels) in _PLOTS.items():
+    for name, (command, title, columns) in _PLOTS.items():
         ratios: dict[str, dict[str, dict[str, float]]] = {}
         for results in found:
             if results.command == command and results.size == "full":
-                ratios = _ratios(results, list(panels))
-        if any(ratios.values()):
-            _draw(folder / f"{name}.png", title, panels, ratios)
+                ratios = _ratios(results, columns)
+        if ratios:
+            _draw(folder / f"{name}.png", title, ratios)
             names.append(f"{name}.png")
     return names
 
@@ -81,25 +70,21 @@ def _ratios(
 
 
 def _draw(
-    path: pathlib.Path,
-    title: str,
-    panels: dict[str, str],
-    ratios: dict[str, dict[str, dict[str, float]]],
+    path: pathlib.Path, title: str, ratios: dict[str, dict[str, dict[str, float]]]
 ) -> None:
     import matplotlib.pyplot as plt
 
-    shown = {column: text for column, text in panels.items() if column in ratios}
     figure, axes = plt.subplots(
-        len(shown),
+        len(ratios),
         1,
-        figsize=(10, 0.9 + 2.3 * len(shown)),
+        figsize=(10, 0.9 + 2.3 * len(ratios)),
         sharex=True,
         squeeze=False,
         layout="constrained",
     )
-    for axis, (column, text) in zip(axes[:, 0], shown.items(), strict=True):
-        _bars(axis, ratios[column])
-        axis.set_ylabel(f"{text}\n(hand_bf16 = 1)")
+    for axis, (column, rows) in zip(axes[:, 0], ratios.items(), strict=True):
+        _bars(axis, rows)
+        axis.set_ylabel(f"{_TEXTS[column]}\n(hand_bf16 = 1)")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     order = [variant for variant in _COLOURS if variant in by_label]

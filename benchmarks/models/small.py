@@ -1,0 +1,50 @@
+"""`mlp`, nothing but matrix products, and `lstm`, a language model over `nn.RNN`."""
+
+import flax.linen as nn
+import jax
+
+from benchmarks.models import base
+
+# (width, classes, batch) and (width, vocab, length, batch)
+MLP_SIZES = {"full": (4096, 1000, 4096), "tiny": (64, 10, 8)}
+LSTM_SIZES = {"full": (512, 10000, 128, 64), "tiny": (64, 128, 32, 4)}
+
+
+class MLP(nn.Module):
+    """Three hidden layers of one width, and a head."""
+
+    width: int
+    classes: int
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
+        return nn.Dense(self.classes, dtype=self.dtype)(x)
+
+
+class LSTM(nn.Module):
+    """Embedding, two LSTM layers, and a head."""
+
+    width: int
+    vocab: int
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocab, self.width, dtype=self.dtype)(tokens)
+        for _ in range(2):
+            x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
+        return nn.Dense(self.vocab, dtype=self.dtype)(x)
+
+
+def problem(
+    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
+) -> base.Problem:
+    if name == "mlp":
+        width, classes, batch = MLP_SIZES[size]
+        data = base.vectors((batch, width), classes)
+        return base.linen(MLP(width, classes, dtype), data)
+    width, vocab, length, batch = LSTM_SIZES[size]
+    return base.linen(LSTM(width, vocab, dtype), base.tokens(batch, length, vocab))
