@@ -28,6 +28,7 @@ from benchmarks.hlo_text import (
 )
 
 V5E_HZ = 1.5e9
+Window = tuple[int, int, int, int]
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _COLLECTIVES = (
@@ -65,7 +66,7 @@ def measure(compiled: Any) -> dict[str, Any]:
 def estimated_seconds(text: str, hz: float = V5E_HZ) -> float:
     """Returns XLA's own estimate of the time of a run; 0 where it made none."""
     cycles = 0.0
-    for _, instruction, count in parse(text).scheduled():
+    for _, instruction, count in parse(text).instructions():
         if found := _CYCLES.search(instruction.attributes):
             cycles += count * int(found[1])
     return cycles / hz
@@ -73,13 +74,13 @@ def estimated_seconds(text: str, hz: float = V5E_HZ) -> float:
 
 def converts(text: str) -> float:
     """Returns how many casts a run executes, fused ones included."""
-    found = parse(text).everything()
+    found = parse(text).instructions(fused=True)
     return sum(count for _, i, count in found if i.opcode == "convert")
 
 
 def kernels(text: str) -> float:
     """Returns how often a run launches something: a fusion, a custom call, a copy."""
-    found = parse(text).scheduled()
+    found = parse(text).instructions()
     return sum(count for _, i, count in found if not _is_free(i))
 
 
@@ -101,7 +102,7 @@ def collectives(text: str) -> list[dict[str, Any]]:
     """
     moved: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     seen = set()
-    for computation, instruction, count in parse(text).everything():
+    for computation, instruction, count in parse(text).instructions(fused=True):
         kind = instruction.opcode.removesuffix("-start")
         if kind not in _COLLECTIVES:
             continue
@@ -133,7 +134,7 @@ def bytes_accessed(text: str) -> float:
     module = parse(text)
     return sum(
         count * _bytes(module, computation, instruction)
-        for computation, instruction, count in module.scheduled()
+        for computation, instruction, count in module.instructions()
         if not _is_free(instruction)
     )
 
@@ -237,7 +238,7 @@ def flops_by_dtype(text: str) -> dict[str, float]:
     text; it multiplies float32 factors in bfloat16 unless the program asks for more.
     """
     work: defaultdict[str, float] = defaultdict(float)
-    for computation, instruction, count in parse(text).everything():
+    for computation, instruction, count in parse(text).instructions(fused=True):
         if not _is_matmul(instruction):
             continue
         factors = [o.shapes[0] for o in computation.operands_of(instruction)[:2]]
@@ -282,42 +283,34 @@ def _convolution_flops(
     because a TPU writes every dot as such a convolution.
     """
     left, right, result = labels
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    window = {}
-    for field in found[1].split() if found else ():
-        key, _, value = field.partition("=")
-        if key in ("pad", "stride", "lhs_dilate", "rhs_dilate"):
-            axes = value.split("x")
-            window[key] = [tuple(int(n) for n in axis.split("_")) for axis in axes]
     positions = 1
-    for axis in sorted(label for label in left if label.isdigit()):
-        positions *= _valid_positions(
-            lhs.dims[left.index(axis)],
-            rhs.dims[right.index(axis)],
-            out.dims[result.index(axis)],
-            **{key: values[int(axis)] for key, values in window.items()},
-        )
+    for axis, window in enumerate(_windows(attributes)):
+        sizes = lhs.dims[left.index(str(axis))], rhs.dims[right.index(str(axis))]
+        out_size = out.dims[result.index(str(axis))]
+        positions *= _valid_positions(*sizes, out_size, window)
     outputs = out.dims[result.index("b")] * out.dims[result.index("f")]
     return 2.0 * outputs * rhs.dims[right.index("i")] * positions
 
 
+def _windows(attributes: str) -> list[Window]:
+    """Returns pad, stride and both dilations of each spatial axis of a convolution."""
+    found = re.search(r"window=\{([^}]*)\}", attributes)
+    fields = dict(field.split("=") for field in found[1].split()) if found else {}
+    axes = len(fields["size"].split("x")) if fields else 0
+
+    def values(key: str, default: str) -> list[int]:
+        texts = fields[key].split("x") if key in fields else [default] * axes
+        return [int(text.split("_")[0]) for text in texts]
+
+    keys = ("pad", "0"), ("stride", "1"), ("lhs_dilate", "1"), ("rhs_dilate", "1")
+    columns = [values(*key) for key in keys]
+    return [tuple(row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
+
+
 @functools.lru_cache(maxsize=4096)
-def _valid_positions(
-    lhs: int,
-    rhs: int,
-    out: int,
-    pad: tuple[int, ...] = (0,),
-    stride: tuple[int, ...] = (1,),
-    lhs_dilate: tuple[int, ...] = (1,),
-    rhs_dilate: tuple[int, ...] = (1,),
-) -> int:
+def _valid_positions(lhs: int, rhs: int, out: int, window: Window) -> int:
     """Counts the pairs of an output and a filter position that meet an operand."""
-    if rhs == 1 and lhs == out and stride == lhs_dilate == (1,):
-        return out
-    starts = np.arange(out, dtype=np.int64) * stride[0] - pad[0]
-    valid = 0
-    for tap in range(rhs):
-        at = starts + tap * rhs_dilate[0]
-        meets = (at >= 0) & (at % lhs_dilate[0] == 0) & (at // lhs_dilate[0] < lhs)
-        valid += int(meets.sum())
-    return valid
+    pad, stride, lhs_dilate, rhs_dilate = window
+    at = np.arange(out)[:, None] * stride + np.arange(rhs) * rhs_dilate - pad
+    meets = (at >= 0) & (at % lhs_dilate == 0) & (at // lhs_dilate < lhs)
+    return int(meets.sum())

@@ -21,7 +21,7 @@ _CALLED = re.compile(
     r"branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"n":"(\d+)"')
-_TILES = re.compile(r"T((?:\([\d,*]+\))+)")
+_TILE = re.compile(r"T\(([\d,*]+)\)")
 
 FUSIONS = ("fusion", "fusion-start")
 VIEWS = ("bitcast", "reshape")
@@ -48,27 +48,23 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Size without padding."""
-        return -(-self.elements * _bits(self.dtype) // 8)
+        """Size without padding; the name of every numeric dtype tells its bits."""
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return -(-self.elements * (int(bits[1]) if bits else _BITS[self.dtype]) // 8)
 
-    @property
+    @functools.cached_property
     def padded_bytes(self) -> int:
         """Size in memory: a TPU pads the minor dimensions to whole tiles."""
-        return -(-math.prod(self._padded_dims()) * _bits(self.dtype) // 8)
-
-    def _padded_dims(self) -> list[int]:
-        minor_to_major = [int(i) for i in re.findall(r"\d+", self.layout.split(":")[0])]
-        dims = [self.dims[i] for i in minor_to_major]
-        tiles = _TILES.search(self.layout)
-        if not tiles or len(dims) != len(self.dims):
-            return list(self.dims)
-        tile = tiles[1][1:].split(")")[0].split(",")
-        for position, size in enumerate(reversed(tile)):
-            if position >= len(dims):
-                dims.append(1)
-            if size != "*":
-                dims[position] = -(-dims[position] // int(size)) * int(size)
-        return dims
+        tile = _TILE.search(self.layout)
+        order = [int(i) for i in re.findall(r"\d+", self.layout.split(":")[0])]
+        if not tile or len(order) != len(self.dims):
+            return self.bytes
+        dims = [self.dims[i] for i in order]  # the minor one first
+        sizes = [1 if n == "*" else int(n) for n in reversed(tile[1].split(","))]
+        dims += [1] * (len(sizes) - len(dims))
+        padded = [-(-n // size) * size for n, size in zip(dims, sizes, strict=False)]
+        padded += dims[len(sizes) :]
+        return Shape(self.dtype, tuple(padded)).bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +93,13 @@ class Instruction:
         return {key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in found}
 
     @property
-    def index(self) -> int:
-        """Which element of a tuple a get-tuple-element takes; otherwise -1."""
-        found = re.search(r"index=(\d+)", self.attributes)
-        return int(found[1]) if found else -1
-
-    @property
     def target(self) -> str:
         """What a custom call calls, where it is one."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
+
+
+_NOTHING = Instruction("", "", "", (), "")
 
 
 @dataclasses.dataclass
@@ -115,7 +108,7 @@ class Computation:
 
     name: str
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-    root: Instruction | None = None
+    root: Instruction = _NOTHING
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -142,20 +135,19 @@ class Computation:
 
     def source(self, instruction: Instruction) -> Instruction:
         """Follows copies and the like back to where a value comes from."""
-        seen_through = ("copy", "bitcast", "convert", "copy-done", "copy-start")
-        while instruction.opcode in seen_through and self.operands_of(instruction):
+        copies = ("copy", "bitcast", "convert", "copy-done", "copy-start")
+        while instruction.opcode in copies and self.operands_of(instruction):
             instruction = self.operands_of(instruction)[0]
         return instruction
 
     def integer(self, name: str) -> int | None:
         """Returns the value of an instruction that is a constant integer."""
-        if name not in self.instructions:
-            return None
         found = self.source(self.instructions[name])
-        is_integer = found.opcode == "constant" and re.fullmatch(
-            r"-?\d+", found.operands[0]
-        )
+        is_integer = found.opcode == "constant" and found.operands[0].isdigit()
         return int(found.operands[0]) if is_integer else None
+
+
+Run = tuple[Computation, Instruction, float]
 
 
 @dataclasses.dataclass
@@ -177,36 +169,30 @@ class Module:
             instruction = computation.operands_of(instruction)[0]
         if instruction.opcode in FUSIONS:
             inner = self.fused(instruction)
-            if inner.root is not None:
-                return self.makers(inner, inner.root)
+            return self.makers(inner, inner.root)
         if instruction.opcode == "tuple":
             operands = computation.operands_of(instruction)
             return [m for o in operands for m in self.makers(computation, o)]
         return [(computation, instruction)] * len(instruction.shapes)
 
-    def scheduled(self) -> Iterator[tuple[Computation, Instruction, float]]:
-        """Yields every instruction that is run by itself, and how often."""
-        return self._counted(self.runs[0])
+    def instructions(self, fused: bool = False) -> Iterator[Run]:
+        """Yields every instruction that is run by itself, and how often it is run.
 
-    def everything(self) -> Iterator[tuple[Computation, Instruction, float]]:
-        """Yields every instruction, also inside fusions, and how often it is run."""
-        yield from self._counted(self.runs[0])
-        yield from self._counted(self.runs[1])
-
-    def _counted(
-        self, runs: dict[str, float]
-    ) -> Iterator[tuple[Computation, Instruction, float]]:
-        for name, count in runs.items():
-            computation = self.computations[name]
-            for instruction in computation.instructions.values():
-                yield computation, instruction, count
+        Args:
+          fused: yield the instructions inside fusions, too.
+        """
+        for runs in self.runs[: 1 + fused]:
+            for name, count in runs.items():
+                computation = self.computations[name]
+                for instruction in computation.instructions.values():
+                    yield computation, instruction, count
 
     @property
     def unknown_loops(self) -> list[str]:
         """Names of the loops that count as one turn, because the text tells nothing."""
         return [
             instruction.name
-            for computation, instruction, _ in self.scheduled()
+            for computation, instruction, _ in self.instructions()
             if instruction.opcode == "while"
             and self.trips(computation, instruction) is None
         ]
@@ -241,30 +227,13 @@ class Module:
         if opcode == "while":
             turns = self.trips(computation, instruction)
             yield called["body"][0], 1 if turns is None else turns, False
-        elif opcode == "conditional":  # only the costliest branch counts
+        elif opcode == "conditional":  # only the longest branch counts
             branches = [name for names in called.values() for name in names]
-            yield max(branches, key=self._weight), 1, False
-        elif opcode == "call":
+            sizes = {n: len(self.computations[n].instructions) for n in branches}
+            yield max(sizes, key=sizes.__getitem__), 1, False
+        elif opcode in ("call", "async-start", *FUSIONS, "custom-call"):
             for names in called.values():
-                yield names[0], 1, False
-        elif opcode == "async-start":
-            for name in called.get("calls", ()):
-                yield name, 1, False
-        elif opcode in (*FUSIONS, "custom-call"):
-            for key in ("calls", "called_computations"):
-                for name in called.get(key, ()):
-                    yield name, 1, True
-
-    def _weight(self, name: str) -> int:
-        """Returns a rough cost of a computation: the bytes of all its results."""
-        computation = self.computations[name]
-        total = 0
-        for instruction in computation.instructions.values():
-            if instruction.opcode not in FREE:
-                total += sum(shape.bytes for shape in instruction.shapes)
-            for callee, times, _ in self._callees(computation, instruction):
-                total += int(self._weight(callee) * times)
-        return total
+                yield names[0], 1, opcode not in ("call", "async-start")
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Returns how often a while loop turns; `None` where the text does not tell.
@@ -274,48 +243,42 @@ class Module:
         """
         if known := _TRIPS.search(loop.attributes):
             return int(known[1])
-        init = computation.instructions.get(loop.operands[0])
+        init = computation.instructions.get(loop.operands[0], _NOTHING)
         condition = self.computations[loop.called["condition"][0]]
         body = self.computations[loop.called["body"][0]]
-        test, owner, arguments = condition.root, condition, list[Instruction]()
-        if test is not None and test.opcode == "fusion":
-            owner, arguments = self.fused(test), condition.operands_of(test)
-            test = owner.root
-        if init is None or init.opcode != "tuple" or test is None:
-            return None
+        where, test, arguments = self._opened(condition, condition.root)
         direction = re.search(r"direction=L([TE])\b", test.attributes)
-        if test.opcode != "compare" or not direction:
+        if init.opcode != "tuple" or test.opcode != "compare" or not direction:
             return None
         sides = []
-        for operand in owner.operands_of(test):
-            side, where = owner.source(operand), owner
+        for operand in where.operands_of(test):
+            side, owner = where.source(operand), where
             if arguments and side.opcode == "parameter":
                 argument = arguments[int(side.operands[0])]
-                side, where = condition.source(argument), condition
-            if side.opcode == "get-tuple-element":
-                start = computation.integer(init.operands[side.index])
-                sides.append((start, side.index))
+                side, owner = condition.source(argument), condition
+            element = re.search(r"index=(\d+)", side.attributes)
+            if element:
+                index = int(element[1])
+                sides.append((computation.integer(init.operands[index]), index))
             else:
-                sides.append((where.integer(side.name), -1))
+                sides.append((owner.integer(side.name), -1))
         (start, counter), (stop, _) = sides
         if counter < 0 or start is None or stop is None:
             return None
-        step = self._step(body, counter)
+        raised = body.source(body.instructions[body.root.operands[counter]])
+        where, added, _ = self._opened(body, raised)
+        steps = [where.integer(n) for n in added.operands if added.opcode == "add"]
+        step = next((n for n in steps if n), 1)
         return max(0, -(-(stop - start + (direction[1] == "E")) // step))
 
-    def _step(self, body: Computation, counter: int) -> int:
-        """Returns by how much a loop raises its counter; 1 where it is not plain."""
-        if body.root is None or body.root.opcode != "tuple":
-            return 1
-        raised = body.source(body.instructions[body.root.operands[counter]])
-        owner = body
-        if raised.opcode == "fusion":
-            owner = self.fused(raised)
-            raised = owner.root or raised
-        if raised.opcode != "add":
-            return 1
-        steps = (owner.integer(name) for name in raised.operands)
-        return next((step for step in steps if step), 1)
+    def _opened(
+        self, computation: Computation, instruction: Instruction
+    ) -> tuple[Computation, Instruction, list[Instruction]]:
+        """Returns the root of a fusion, where it is, and the fusion's arguments."""
+        if instruction.opcode != "fusion":
+            return computation, instruction, []
+        inner = self.fused(instruction)
+        return inner, inner.root, computation.operands_of(instruction)
 
 
 @functools.lru_cache(maxsize=4)
@@ -394,9 +357,3 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return match.end()
     return len(text)
-
-
-def _bits(dtype: str) -> int:
-    """Returns the bits of an element, which the name of every numeric dtype tells."""
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return int(found[1]) if found else _BITS[dtype]
