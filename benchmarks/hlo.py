@@ -26,6 +26,7 @@ from benchmarks.hlo_text import (
     Shape,
     parse,
 )
+from benchmarks.stages import Build
 
 V5E_HZ = 1.5e9
 Window = tuple[int, int, int, int]
@@ -42,15 +43,15 @@ _CONVOLUTION = "__cudnn$conv"
 _LABELS = re.compile(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 
 
-def measure(compiled: Any) -> dict[str, Any]:
+def measure(build: Build) -> dict[str, Any]:
     """Returns the figures of a compiled step.
 
     `estimated_ms` is XLA's estimate for a v5e, `gb_accessed` 1e9 bytes read and
     written, `temp_mb` 1e6 bytes of temporaries; casts, kernels and flops are those of
     one run.
     """
-    text = compiled.as_text() or ""
-    memory = compiled.memory_analysis()
+    text = build.compiled.as_text() or ""
+    memory = build.compiled.memory_analysis()
     return {
         "estimated_ms": estimated_seconds(text) * 1e3 or None,
         "gb_accessed": bytes_accessed(text) / 1e9,
@@ -60,6 +61,9 @@ def measure(compiled: Any) -> dict[str, Any]:
         "dots": {dtype: {"flops": n} for dtype, n in flops_by_dtype(text).items()},
         "collectives": collectives(text),
         "unknown_loops": parse(text).unknown_loops,
+        "trace_s": build.trace_s,
+        "lower_s": build.lower_s,
+        "compile_s": build.compile_s,
     }
 
 

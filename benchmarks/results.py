@@ -75,23 +75,11 @@ class Results:
 
     def _write(self) -> None:
         assert self._path is not None, "read by `read_all`, which is for reports"
-        self._drop_unused_runs()
         content = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
         partial.write_text(_as_json(content))
         os.replace(partial, self._path)
-
-    def _drop_unused_runs(self) -> None:
-        """Forgets the runs of which no figure is left."""
-        cells = [cell for cells in self.cells.values() for cell in cells.values()]
-        figures = [part for cell in cells for part in cell.values()]
-        used = sorted({f["run"] for f in figures})
-        for f in figures:
-            f["run"] = used.index(f["run"])
-        if self._own_run is not None:
-            self._own_run = used.index(self._own_run)
-        self.runs = [self.runs[i] for i in used]
 
 
 def read_all(folder: pathlib.Path) -> list[Results]:

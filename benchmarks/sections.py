@@ -13,13 +13,9 @@ Value = Callable[[Figures], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table; with `ratio`, the ratio to the baseline is shown, too.
 
-    Attributes:
-      title: with the unit.
-      value: takes it from the figures; None where there is none.
-      digits: after the point.
-      ratio: show the ratio to the baseline beside it.
+    `value` takes it from the figures, and is None where there is none.
     """
 
     title: str
@@ -59,16 +55,10 @@ class PairedErrors(Column):
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One table of the report.
+    """One table of the report, of a part of the cells of a command.
 
-    Attributes:
-      command: whose results it shows.
-      part: of each cell.
-      title: a headline.
-      note: how to read it.
-      columns: in order.
-      baseline: the variant that a variant is compared with.
-      timed: figures are measured times: a ratio needs both from one run.
+    `baseline` names the variant that a variant is compared with. Figures that are
+    `timed` are measured times, of which a ratio needs both from one run.
     """
 
     command: str
@@ -83,7 +73,7 @@ class Section:
         """Returns the figures of a cell in one line, or why there are none."""
         if "error" in figures:
             return figures["error"]
-        texts = [(c.title, c.text(figures)) for c in self.columns]
+        texts = [(column.title, column.text(figures)) for column in self.columns]
         return "  ".join(f"{title} {text}" for title, text in texts if text)
 
     def header(self) -> list[str]:

@@ -13,40 +13,41 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import aot, hlo, request
+from benchmarks import hlo, request, targets
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
+from benchmarks.stages import Build
 from benchmarks.variants import Training
 
 _CHIPS = "v5e:16x16"
 _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".split()
 
 PyTree = Any
-Build = Callable[[Training], tuple[jax.stages.Compiled, dict[str, float]]]
+Compile = Callable[[Training], Build]
 
 
 def run_tpu(asked: Request) -> None:
     """Compiles every cell for a TPU v5e."""
     cells = asked.cells(request.MODELS, request.BFLOAT16)
-    _run(asked, "tpu", "v5e", cells, _for_one(aot.tpu_devices()))
+    _run(asked, "tpu", "v5e", cells, _for_one(targets.tpu_devices()))
 
 
 def run_gpu(asked: Request) -> None:
     """Compiles every cell for an H200."""
     cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
-    _run(asked, "gpu-aot", "h200", cells, _for_one(aot.gpu_devices()))
+    _run(asked, "gpu-aot", "h200", cells, _for_one(targets.gpu_devices()))
 
 
 def run_mesh(asked: Request) -> None:
     """Compiles every variant for 256 chips of a TPU v5e, and tells its collectives."""
-    mesh = Mesh(np.array(aot.tpu_devices(_CHIPS)), ("data",))
+    mesh = Mesh(np.array(targets.tpu_devices(_CHIPS)), ("data",))
 
     def build(training: Training) -> Any:
         carry, batch = training.shapes()
         placed = fsdp(carry, mesh)
         whole = NamedSharding(mesh, PartitionSpec())
         with jax.set_mesh(mesh):  # the model asks for it
-            return aot.compile_for(
+            return targets.compile_for(
                 mesh.devices.flatten().tolist(),
                 training.step,
                 (carry, batch),
@@ -71,14 +72,15 @@ def fsdp(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, tree)
 
 
-def _for_one(devices: Sequence[jax.Device]) -> Build:
-    return lambda training: aot.compile_for(devices, training.step, training.shapes())
+def _for_one(devices: Sequence[jax.Device]) -> Compile:
+    return lambda training: targets.compile_for(
+        devices, training.step, training.shapes()
+    )
 
 
-def _run(asked: Request, command: str, target: str, cells: Any, build: Build) -> None:
+def _run(asked: Request, command: str, target: str, cells: Any, build: Compile) -> None:
     def figures(variant: str, model: str) -> Figures:
-        compiled, seconds = build(asked.training(variant, model))
-        return hlo.measure(compiled) | seconds
+        return hlo.measure(build(asked.training(variant, model)))
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
         for name in names:

@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 
-from benchmarks import aot, hlo, models, request
+from benchmarks import hlo, models, request
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
+from benchmarks.stages import build
 from benchmarks.variants import Training
 
 _WARM_UP = 10  # steps; a loss scale finds its size in them
@@ -104,11 +105,11 @@ class _Running:
 
     def __init__(self, training: Training, variables: PyTree, batch: PyTree):
         self._step = jax.jit(training.step, donate_argnums=0)
-        compiled, seconds = aot.build(self._step, *training.shapes())
-        memory: Any = compiled.memory_analysis()
+        built = build(self._step, *training.shapes())
+        memory: Any = built.compiled.memory_analysis()
         held = memory.argument_size_in_bytes + memory.output_size_in_bytes
         held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-        self.figures = hlo.measure(compiled) | seconds | {"peak_mb": held / 1e6}
+        self.figures = hlo.measure(built) | {"peak_mb": held / 1e6}
         self._carry = training.start(jax.device_put(variables))
         self._batch = batch
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import jax
 
-from benchmarks import aot, request
+from benchmarks import request, stages
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 
@@ -55,6 +55,7 @@ def _trace_once(asked: Request, model: str, variant: str) -> Figures:
     training = asked.training(variant, model)
     shapes = training.shapes()
     request.free_memory()
-    lowered, seconds = aot.lower(jax.jit(training.step, donate_argnums=0), *shapes)
-    ops = re.findall(r"^\s*(?:%\S+ = )?\"?stablehlo\.", lowered.as_text(), re.M)
-    return seconds | {"ops": len(ops)}
+    found = stages.lower(jax.jit(training.step, donate_argnums=0), *shapes)._asdict()
+    text = found.pop("lowered").as_text()
+    ops = re.findall(r"^\s*(?:%\S+ = )?\"?stablehlo\.", text, re.M)
+    return found | {"ops": len(ops)}

@@ -43,19 +43,30 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def scan(layer: Any, length: int) -> Any:
+    """Scans a Linen layer, whose second argument is the same for all turns."""
+    return nn.scan(
+        layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=nn.broadcast,
+        length=length,
+    )
+
+
 def linen(model: nn.Module, batch: MakeBatch) -> Problem:
     """Makes the problem of a Linen classifier.
 
     The model may have other collections, and may sow terms of the loss into "losses".
     """
 
-    def init(key: jax.Array) -> dict[str, PyTree]:
+    def init(key):
         inputs = jax.eval_shape(batch, key)["inputs"]
         variables = dict(model.init(key, jnp.zeros(inputs.shape, inputs.dtype)))
         variables.pop("losses", None)
         return variables
 
-    def loss(params: PyTree, others: PyTree, batch: Batch) -> tuple[jax.Array, PyTree]:
+    def loss(params, others, batch):
         logits, updates = model.apply(
             {"params": params, **others}, batch["inputs"], mutable=[*others, "losses"]
         )
@@ -72,10 +83,10 @@ def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Pr
     # The structure alone: `nnx.Rngs` of a tracer must not leak into it.
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
 
-    def init(key: jax.Array) -> dict[str, PyTree]:
+    def init(key):
         return {"params": nnx.to_pure_dict(nnx.state(make(key)))}
 
-    def loss(params: PyTree, others: PyTree, batch: Batch) -> tuple[jax.Array, PyTree]:
+    def loss(params, others, batch):
         model: Any = nnx.merge(graphdef, params)
         return cross_entropy(model(batch["inputs"]), batch["labels"]), others
 
@@ -85,7 +96,7 @@ def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Pr
 def vectors(shape: tuple[int, ...], classes: int) -> MakeBatch:
     """Returns a maker of float inputs (images, vectors) with labels."""
 
-    def batch(key: jax.Array) -> Batch:
+    def batch(key):
         keys = jax.random.split(key)
         labels = jax.random.randint(keys[1], shape[:1], 0, classes)
         return {"inputs": jax.random.normal(keys[0], shape), "labels": labels}
@@ -96,7 +107,7 @@ def vectors(shape: tuple[int, ...], classes: int) -> MakeBatch:
 def tokens(size: int, length: int, vocab: int) -> MakeBatch:
     """Returns a maker of token sequences with their next tokens as labels."""
 
-    def batch(key: jax.Array) -> Batch:
+    def batch(key):
         text = jax.random.randint(key, (size, length + 1), 0, vocab)
         return {"inputs": text[:, :-1], "labels": text[:, 1:]}
 

@@ -78,7 +78,7 @@ class GPT(nn.Module):
 
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config = self.config
-        arguments = (config.heads, self.dtype, self.softmax_dtype)
+        arguments = config.heads, self.dtype, self.softmax_dtype
         step: Any = Step
         if config.remat:
             step = nn.remat(Step, prevent_cse=not config.scan)
@@ -86,19 +86,10 @@ class GPT(nn.Module):
             for _ in range(config.layers):
                 x, _ = step(*arguments)(x, mask)
             return x
-        scanned = nn.scan(
-            step,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=config.layers,
-        )
-        return scanned(*arguments)(x, mask)[0]
+        return base.scan(step, config.layers)(*arguments)(x, mask)[0]
 
 
-def problem(
-    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
-) -> base.Problem:
+def problem(name, size, dtype, softmax_dtype):
     config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {})))
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(GPT(config, dtype, softmax_dtype), data)

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         size = config.width // config.heads
         groups = config.heads // config.kv_heads
 
-        def project(name: str, heads: int) -> jax.Array:
+        def project(name, heads):
             return nn.DenseGeneral(
                 (heads, size), use_bias=False, dtype=self.dtype, name=name
             )(x)
@@ -93,7 +93,7 @@ class Layer(nn.Module):
     def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
         config, dtype = self.config, self.dtype
 
-        def dense(width: int, name: str) -> nn.Dense:
+        def dense(width, name):
             return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
 
         x = x + Attention(config, dtype)(RMSNorm(dtype)(x), positions)
@@ -112,20 +112,12 @@ class Llama(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         x = nn.Embed(config.vocab, config.width, dtype=dtype)(tokens)
-        layers = nn.scan(
-            nn.remat(Layer, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=nn.broadcast,
-            length=config.layers,
-        )
+        layers = base.scan(nn.remat(Layer, prevent_cse=False), config.layers)
         x, _ = layers(config, dtype)(x, jnp.arange(tokens.shape[1]))
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
 
 
-def problem(
-    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
-) -> base.Problem:
+def problem(name, size, dtype, softmax_dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(Llama(config, dtype), data)

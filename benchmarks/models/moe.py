@@ -28,10 +28,7 @@ class Config:
     batch: int = 8
 
 
-SIZES = {
-    "full": Config(),
-    "tiny": Config(48, 6, 4, 4, vocab=128, length=32, batch=4),
-}
+SIZES = {"full": Config(), "tiny": Config(48, 6, 4, 4, vocab=128, length=32, batch=4)}
 
 
 class Router(nn.Module):
@@ -100,9 +97,7 @@ class MoE(nn.Module):
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
 
 
-def problem(
-    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
-) -> base.Problem:
+def problem(name, size, dtype, softmax_dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(MoE(config, dtype), data)

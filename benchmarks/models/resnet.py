@@ -55,9 +55,7 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
 
 
-def problem(
-    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
-) -> base.Problem:
+def problem(name, size, dtype, softmax_dtype):
     image, width, classes, batch = CONFIGS[size]
     data = base.vectors((batch, image, image, 3), classes)
     return base.linen(ResNet(width, classes, dtype), data)

@@ -39,9 +39,7 @@ class LSTM(nn.Module):
         return nn.Dense(self.vocab, dtype=self.dtype)(x)
 
 
-def problem(
-    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
-) -> base.Problem:
+def problem(name, size, dtype, softmax_dtype):
     if name == "mlp":
         width, classes, batch = MLP_SIZES[size]
         data = base.vectors((batch, width), classes)

@@ -77,16 +77,10 @@ class ViT(nn.Module):
 
 
 class NNXBlock(nnx.Module):
-    """One pre-norm layer of attention and MLP."""
+    """`Block` in NNX."""
 
-    def __init__(
-        self,
-        config: Config,
-        dtype: base.DType,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: Config, **options: Any):
         width = config.width
-        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         self.norm1 = nnx.LayerNorm(width, **options)
         self.attention = nnx.MultiHeadAttention(
             config.heads, width, decode=False, **options
@@ -101,14 +95,9 @@ class NNXBlock(nnx.Module):
 
 
 class NNXViT(nnx.Module):
-    """A vision transformer with a class token and learned positions."""
+    """`ViT` in NNX."""
 
-    def __init__(
-        self,
-        config: Config,
-        dtype: base.DType,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: Config, dtype: base.DType, rngs: nnx.Rngs):
         width, patch = config.width, (config.patch, config.patch)
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         length = (config.image // config.patch) ** 2 + 1
@@ -118,7 +107,7 @@ class NNXViT(nnx.Module):
         self.token = nnx.Param(jnp.zeros((1, 1, width)))
         self.positions = nnx.Param(normal(rngs.params(), (1, length, width)))
         self.blocks = nnx.List(
-            [NNXBlock(config, dtype, rngs) for _ in range(config.layers)]
+            [NNXBlock(config, **options) for _ in range(config.layers)]
         )
         self.norm = nnx.LayerNorm(width, **options)
         self.head = nnx.Linear(width, config.classes, **options)
@@ -128,23 +117,19 @@ class NNXViT(nnx.Module):
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         token = base.cast(self.token[...], self.dtype)
         token = jnp.broadcast_to(token, (x.shape[0], 1, x.shape[-1]))
-        positions = base.cast(self.positions[...], self.dtype)
-        x = jnp.concatenate([token, x], axis=1) + positions
+        x = jnp.concatenate([token, x], axis=1)
+        x = x + base.cast(self.positions[...], self.dtype)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x[:, 0]))
 
 
-def problem(
-    name: str, size: str, dtype: base.DType, softmax_dtype: base.DType
-) -> base.Problem:
+def problem(name, size, dtype, softmax_dtype):
     config = CONFIGS[name.replace("nnx_vit", "vit_s16"), size]
     images = (config.batch, config.image, config.image, 3)
     data = base.vectors(images, config.classes)
-    if name == "nnx_vit":  # `jax.nn.dot_product_attention` has a float32 softmax anyway
-
-        def make(key: jax.Array) -> NNXViT:
-            return NNXViT(config, dtype, nnx.Rngs(params=key))
-
-        return base.nnx_problem(make, data)
+    if name == "nnx_vit":  # its softmax is in float32 as it is
+        return base.nnx_problem(
+            lambda key: NNXViT(config, dtype, nnx.Rngs(params=key)), data
+        )
     return base.linen(ViT(config, dtype, softmax_dtype), data)

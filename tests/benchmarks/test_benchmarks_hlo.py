@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo, traffic
+from benchmarks import hlo
 from benchmarks.hlo_text import parse, parse_shapes
 
 # A loop as a TPU prints it: the trip count only in the condition, layouts with tiles,
@@ -116,25 +116,27 @@ def ones(*dims, dtype=jnp.float32):
 class TestParse:
     def test_finds_trip_count_in_condition_of_tpu_loop(self):
         module = parse(TPU)
-        assert module.runs == {"main": 1, "body": 5}
-        assert module.fused_runs == {"fused_dot": 5, "fused_stack": 5}
+        fused = {"fused_dot": 5, "fused_stack": 5}
+        assert module.runs == ({"main": 1, "body": 5}, fused)
         assert module.unknown_loops == []
 
     def test_finds_known_trip_count(self):
-        assert parse(GPU).runs == {"main": 1, "body": 3}
+        assert parse(GPU).runs[0] == {"main": 1, "body": 3}
 
     def test_counts_a_loop_of_unknown_length_once_and_names_it(self):
         text = GPU.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
         module = parse(text)
-        assert module.runs == {"main": 1, "body": 1}
+        assert module.runs[0] == {"main": 1, "body": 1}
         assert module.unknown_loops == ["w"]
 
     def test_shapes(self):
         shape, other = parse_shapes("(bf16[3,100]{1,0:T(8,128)(2,1)S(1)}, pred[])")
-        assert (shape.dtype, shape.dims, shape.memory_space) == ("bf16", (3, 100), 1)
+        assert (shape.dtype, shape.dims) == ("bf16", (3, 100))
         assert shape.bytes == 600
         assert shape.padded_bytes == 8 * 128 * 2
-        assert (str(other), other.bytes, other.memory_space) == ("pred[]", 1, 0)
+        assert (other.dims, other.bytes) == ((), 1)
+        sizes = {"s4[3]": 2, "f8e4m3fn[3]": 3, "f4e2m1fn[4]": 2, "c64[1]": 8}
+        assert {text: parse_shapes(text)[0].bytes for text in sizes} == sizes
 
     def test_text_without_entry(self):
         with pytest.raises(ValueError, match="no ENTRY"):
@@ -154,53 +156,29 @@ class TestTpuText:
         convert = 5 * (y + 2 * y)
         expected = 2 * x + 5 * (dot + stack + counter) + convert
         assert hlo.bytes_accessed(TPU) == expected
-        on_chip = x + 5 * 2 * y  # the copy's end; the product, written and read
-        assert hlo.main_memory_bytes(TPU) == expected - on_chip
-        assert traffic.cost_analysis_bytes(parse(TPU)) == expected + 2 * x
 
     def test_dots(self):
-        dots = hlo.dots_by_dtype(TPU)
-        assert dots == {"bf16": hlo.Dots(1, 5, 5 * 2 * 64 * 128 * 32)}
+        assert hlo.flops_by_dtype(TPU) == {"bf16": 5 * 2 * 64 * 128 * 32}
 
     def test_converts(self):
-        converts = hlo.converts(TPU)
-        assert (converts.count, converts.executed, converts.standalone) == (2, 6, 1)
-        assert converts.bytes == 5 * 64 * 128 * 6 + 5 * 64 * 32 * 6
-
-    def test_largest_buffers(self):
-        wide, room, *_ = hlo.largest_buffers(TPU)
-        assert (wide.shape, wide.name, wide.is_output) == ("f32[5,64,32]", "wide", True)
-        assert wide.op_name == "jit(step)/convert_element_type"
-        assert (room.kind, room.is_output) == ("AllocateBuffer", False)
-        assert room.filled_by == "jit(step)/while/body/dot_general"
-        names = {buffer.name for buffer in hlo.largest_buffers(TPU)}
-        assert not names & {"stacked", "product", "loop", "copy-start"}
-        assert len(hlo.largest_buffers(TPU, n=1)) == 1
+        assert hlo.converts(TPU) == 6
 
 
 class TestGpuText:
     def test_kernels(self):
-        kernels = hlo.kernels(GPU)
-        assert (kernels.count, kernels.executed) == (4, 12)
-        assert kernels.by_kind == {
-            "__cublas$gemm": 3,
-            "all-gather": 3,
-            "all-reduce": 3,
-            "fusion kLoop": 3,
-        }
+        assert hlo.kernels(GPU) == 12  # cuBLAS, a fusion and two collectives
 
     def test_dots(self):
-        dots = hlo.dots_by_dtype(GPU)
-        assert dots == {"bf16": hlo.Dots(1, 3, 3 * 2 * 64 * 32 * 64)}
+        assert hlo.flops_by_dtype(GPU) == {"bf16": 3 * 2 * 64 * 32 * 64}
 
     def test_asynchronous_collectives_count_once(self):
         assert hlo.collectives(GPU) == [
-            hlo.Collective("all-gather", "f32", 1, 3, 3 * 2048, 2048),
-            hlo.Collective("all-reduce", "bf16", 1, 3, 3 * 512, 512),
+            dict(kind="all-gather", dtype="f32", bytes=3 * 2048, text_bytes=2048),
+            dict(kind="all-reduce", dtype="bf16", bytes=3 * 512, text_bytes=512),
         ]
 
     def test_converts_of_asynchronous_fusion(self):
-        assert hlo.converts(GPU).executed == 3
+        assert hlo.converts(GPU) == 3
 
     def test_no_estimate(self):
         assert hlo.estimated_seconds(GPU) == 0
@@ -228,8 +206,8 @@ class TestCompiled:
         executable = compiled(function, *args)
         cost = executable.cost_analysis()
         text = executable.as_text()
-        (dots,) = hlo.dots_by_dtype(text).values()
-        assert dots.flops == pytest.approx(cost["flops"], rel=0.02)
+        (flops,) = hlo.flops_by_dtype(text).values()
+        assert flops == pytest.approx(cost["flops"], rel=0.02)
         assert hlo.bytes_accessed(text) == pytest.approx(
             cost["bytes accessed"], rel=0.05
         )
@@ -243,26 +221,25 @@ class TestCompiled:
 
         args = ones(32, 64), ones(7, 64, 64, dtype=jnp.bfloat16)
         text = compiled(jax.grad(step, argnums=1), *args).as_text()
-        dots = hlo.dots_by_dtype(text)
         assert parse(text).unknown_loops == []
-        flops = sum(d.flops for d in dots.values())
+        flops = sum(hlo.flops_by_dtype(text).values())
         assert flops == pytest.approx(7 * 3 * 2 * 32 * 64 * 64, rel=0.1)
-        assert hlo.converts(text).executed >= 7
+        assert hlo.converts(text) >= 7
 
-    def test_costliest_branch_of_a_conditional_counts(self):
+    def test_longest_branch_of_a_conditional_counts(self):
         def step(pred, x):
             return jax.lax.cond(pred, lambda x: jnp.tanh(x @ x) @ x, lambda x: x, x)
 
         text = compiled(step, ones(dtype=jnp.bool_), ones(32, 32)).as_text()
-        (dots,) = hlo.dots_by_dtype(text).values()
-        assert dots.flops == 2 * 2 * 32**3
+        (flops,) = hlo.flops_by_dtype(text).values()
+        assert flops == 2 * 2 * 32**3
 
     def test_measure(self):
         targets = pytest.importorskip("benchmarks.targets")
         device = jax.devices("cpu")
         build = targets.compile_for(device, lambda x: x * 2 + 1, (ones(8, 8),))
         figures = hlo.measure(build)
-        assert figures.estimated_ms is None
-        assert figures.gb_accessed == pytest.approx(2 * 256 / 1e9, rel=0.1)
-        assert figures.dots == {} and figures.collectives == []
-        assert min(figures.trace_s, figures.lower_s, figures.compile_s) > 0
+        assert figures["estimated_ms"] is None
+        assert figures["gb_accessed"] == pytest.approx(2 * 256 / 1e9, rel=0.1)
+        assert figures["dots"] == {} and figures["collectives"] == []
+        assert min(figures[f"{stage}_s"] for stage in ("trace", "lower", "compile")) > 0

@@ -1,4 +1,4 @@
-"""Compiles a step, if need be for an accelerator that this machine does not have.
+"""Compiles a step for an accelerator that this machine does not have.
 
 XLA compiles ahead of time for a described device: for a TPU through libtpu, for a GPU
 through the plugin `jax-cuda12-plugin[with-cuda]`. Import this module before JAX is
@@ -9,7 +9,6 @@ device are set here, where the user has not set them.
 import functools
 import os
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,8 @@ for _name, _value in {
 import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Sharding, SingleDeviceSharding  # noqa: E402
+
+from benchmarks.stages import Build, build  # noqa: E402
 
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # imported before
 
@@ -53,51 +54,34 @@ def compile_for(
     devices: Sequence[jax.Device],
     step: Callable[..., Any],
     args: tuple[PyTree, ...],
+    donate_argnums: int | Sequence[int] = 0,
     shardings: PyTree | None = None,
     **jit_options: Any,
-) -> tuple[jax.stages.Compiled, dict[str, float]]:
-    """Compiles a step, whose first argument is donated, for described devices.
+) -> Build:
+    """Compiles a step for described devices; the executable cannot be called.
 
     Args:
       devices: what `tpu_devices` or `gpu_devices` gave.
       step: the function to compile.
-      args: its arguments, as `jax.ShapeDtypeStruct`.
+      args: its arguments, or their shapes.
+      donate_argnums: as in `jax.jit`.
       shardings: a prefix of the tree `args` with shardings as leaves. By default
         everything lies on the first device.
       **jit_options: further keywords of `jax.jit`, such as `out_shardings`.
-
-    Returns:
-      The executable, which cannot be called, and the seconds of each stage.
     """
 
     def place(sharding: Sharding, subtree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf.update(sharding=sharding), subtree)
+        return jax.tree.map(lambda x: _struct(x).update(sharding=sharding), subtree)
 
     if shardings is None:
         shardings = SingleDeviceSharding(devices[0])
     placed = jax.tree.map(
         place, shardings, args, is_leaf=lambda node: isinstance(node, Sharding)
     )
-    return build(jax.jit(step, donate_argnums=0, **jit_options), *placed)
+    jitted = jax.jit(step, donate_argnums=donate_argnums, **jit_options)
+    return build(jitted, *placed)
 
 
-def lower(jitted: Any, *args: Any) -> tuple[jax.stages.Lowered, dict[str, float]]:
-    """Traces and lowers a jitted function; returns the seconds of both stages too.
-
-    `cpu_s` is processor time, which other work on the machine disturbs least.
-    """
-    start, cpu = time.perf_counter(), time.thread_time()
-    traced = jitted.trace(*args)
-    traced_at = time.perf_counter()
-    lowered = traced.lower()
-    end, cpu_end = time.perf_counter(), time.thread_time()
-    seconds = {"trace_s": traced_at - start, "lower_s": end - traced_at}
-    return lowered, {**seconds, "cpu_s": cpu_end - cpu}
-
-
-def build(jitted: Any, *args: Any) -> tuple[jax.stages.Compiled, dict[str, float]]:
-    """Compiles a jitted function; returns the seconds of each stage too."""
-    lowered, seconds = lower(jitted, *args)
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    return compiled, seconds | {"compile_s": time.perf_counter() - start}
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return leaf if is_shape else jax.eval_shape(lambda: leaf)
