@@ -38,6 +38,10 @@ class Result(NamedTuple):
     scaler: PyTree = ()
 
 
+def _no_gradients(*args: PyTree) -> PyTree:
+    raise ValueError("a step with a loss scale has no gradients to compare")
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A training step of one variant of one model.
@@ -49,14 +53,14 @@ class Training:
         variants of a model.
       step: `step(carry, batch) -> (carry, loss)`.
       start: `start(variables) -> carry`, where `variables` is what `init` gives.
-      gradients: `gradients(params, others, batch) -> grads`, to compare variants;
-        `None` for a variant with a loss scale.
+      gradients: `gradients(params, others, batch) -> grads`, to compare variants; a
+        step with a loss scale has none.
     """
 
     problem: Problem
     step: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
     start: Callable[[dict[str, PyTree]], PyTree]
-    gradients: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
+    gradients: Callable[..., PyTree] = _no_gradients
 
     def shapes(self) -> tuple[PyTree, PyTree]:
         """Returns the shapes and dtypes of a carry and of a batch."""
@@ -167,7 +171,7 @@ def _hand_fp16(model: str, size: str) -> Training:
         return {"fin_steps": jnp.zeros((), jnp.int32), "scale": scale}
 
     made = _training(task, gradients, scaler)
-    return dataclasses.replace(made, gradients=None)
+    return dataclasses.replace(made, gradients=_no_gradients)
 
 
 def _mpx(model: str, size: str) -> Training:

@@ -62,7 +62,7 @@ class Cast(NamedTuple):
 class Totals(NamedTuple):
     """How often each cast is run in a step, and the bytes of its float32 side."""
 
-    count: Counter[Cast]
+    times: Counter[Cast]
     bytes: Counter[Cast]
 
 
@@ -71,7 +71,7 @@ def run(asked: Request) -> None:
     parts = [_TITLE]
     for model in asked.models or _MODELS:
         found = casts(model, asked.size)
-        up = sum(n for cast, n in found.count.items() if not cast.down)
+        up = sum(n for cast, n in found.times.items() if not cast.down)
         rows = [
             [
                 f"`{cast.scope or 'loss'}`",
@@ -79,13 +79,13 @@ def run(asked: Request) -> None:
                 cast.made_by,
                 cast.read_by,
                 cast.why,
-                str(found.count[cast]),
+                str(found.times[cast]),
                 f"{size / 1e6:.1f}",
             ]
             for cast, size in found.bytes.most_common()
         ]
         table = markdown_table(_HEADER, rows, words=5)
-        text = f"{found.count.total() - up} casts down, {up} up."
+        text = f"{found.times.total() - up} casts down, {up} up."
         parts += [f"## {model}", text, table]
     path = asked.folder / "casts.md"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def _walk(
                 scope = re.sub(r"\d+", "*", "/".join(here))
                 reader = readers.get(eqn.outvars[0], "result")
                 cast = Cast(scope, dtypes[0] == "float32", results[0], reader)
-                totals.count[cast] += times
+                totals.times[cast] += times
                 totals.bytes[cast] += times * eqn.outvars[0].aval.size * 4
         elif name == "scan":
             consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]

@@ -71,9 +71,9 @@ def linen(model: nn.Module, batch: MakeBatch) -> Problem:
             {"params": params, **others}, batch["inputs"], mutable=[*others, "losses"]
         )
         value = cross_entropy(logits, batch["labels"])
-        if sown := jax.tree.leaves(updates.pop("losses", None)):
+        if sown := jax.tree.leaves(updates.get("losses")):
             value = value + 0.01 * sum(sown)
-        return value, {**others, **updates}
+        return value, {name: updates[name] for name in others}
 
     return Problem(init, loss, batch)
 

@@ -132,9 +132,9 @@ class TestCasts:
     @pytest.mark.parametrize("model", ["vit_small", "gpt_scan", "resnet50"])
     def test_every_cast_is_listed(self, model):
         found = casts.casts(model, "tiny")
-        assert all(cast.made_by and cast.read_by for cast in found.count)
+        assert all(cast.made_by and cast.read_by for cast in found.times)
         for down in (True, False):
-            listed = sum(n for cast, n in found.count.items() if cast.down == down)
+            listed = sum(n for cast, n in found.times.items() if cast.down == down)
             assert listed == self.emitted(model).count(down)
 
     def emitted(self, model):
