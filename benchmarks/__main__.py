@@ -63,49 +63,33 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", required=True)
+    folder: Any = dict(type=pathlib.Path, dest="folder", default=results.FOLDER)
+    option: Any = dict(type=request.parse_option, metavar="KEY=VALUE")
     for name, (_, _, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        add = commands.add_parser(name, help=text, description=text).add_argument
         for flag, known in (("--models", models.NAMES), ("--variants", variants.NAMES)):
-            text, of = f"of {', '.join(known)}", _names(known)
-            command.add_argument(flag, type=of, default=(), metavar="A,B", help=text)
-        command.add_argument(
-            "--option",
-            type=_option,
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="a keyword for amp or make_train_step, for the variants amp_*",
-        )
-        command.add_argument("--size", choices=models.SIZES, default="full")
+            text = f"of {', '.join(known)}"
+            add(flag, type=_names(known), default=(), metavar="A,B", help=text)
+        text = "a keyword for amp or make_train_step"
+        add("--option", action="append", default=[], help=text, **option)
+        add("--size", choices=models.SIZES, default="full")
         text = "leave out what was measured with the same versions and sources"
-        command.add_argument("--resume", action="store_true", help=text)
-        text = "where the figures are kept (default: benchmarks/results)"
-        folder: Any = dict(type=pathlib.Path, dest="folder", default=results.FOLDER)
-        command.add_argument("--results", help=text, **folder)
+        add("--resume", action="store_true", help=text)
+        add("--results", help="where the figures are kept", **folder)
         for flag, kind, default, text in _FLAGS.get(name, ()):
-            command.add_argument(flag, type=kind, default=default, help=text)
+            add(flag, type=kind, default=default, help=text)
     return made
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(name.strip() for name in text.split(",") if name.strip())
-        unknown = [name for name in names if name not in known]
-        if unknown or not names:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(unknown) or text!r} unknown; expected some of "
-                f"{', '.join(known)}"
-            )
+        if not names or not {*names} <= {*known}:
+            expected = ", ".join(known)
+            raise argparse.ArgumentTypeError(f"{text!r}: expected some of {expected}")
         return names
 
     return parse
-
-
-def _option(text: str) -> tuple[str, Any]:
-    try:
-        return request.parse_option(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ _NOT_LAUNCHED = ("AllocateBuffer", "ConcatBitcast", "Sharding")
 _SLICES = ("slice", "dynamic-slice", "gather")
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul")
 _CONVOLUTION = "__cudnn$conv"
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 
 
@@ -252,12 +253,9 @@ def flops_by_dtype(text: str) -> dict[str, float]:
 
 
 def _is_matmul(instruction: Instruction) -> bool:
-    if instruction.opcode in ("dot", "convolution", "ragged-dot", "scaled-dot"):
-        return True
-    targets = (*_GEMM, _CONVOLUTION)
-    return instruction.opcode == "custom-call" and instruction.target.startswith(
-        targets
-    )
+    products = ("dot", "convolution", "ragged-dot", "scaled-dot")
+    called = instruction.target.startswith((*_GEMM, _CONVOLUTION))
+    return instruction.opcode in products or called
 
 
 def _flops(instruction: Instruction, lhs: Shape, rhs: Shape) -> float:
@@ -271,9 +269,7 @@ def _flops(instruction: Instruction, lhs: Shape, rhs: Shape) -> float:
         filters = result if "Filter" in instruction.target else rhs
         features = filters.dims[labels[2].index("o")]
         return 2.0 * output.elements * filters.elements / features
-    found = re.search(
-        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)[\]}]', attributes
-    )
+    found = _CONTRACTED.search(attributes)
     contracted = json.loads(f"[{found[1]}]") if found else []
     return 2.0 * result.elements * math.prod(lhs.dims[int(i)] for i in contracted)
 
@@ -301,20 +297,20 @@ def _windows(attributes: str) -> list[Window]:
     found = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(field.split("=") for field in found[1].split()) if found else {}
     axes = len(fields["size"].split("x")) if fields else 0
-
-    def values(key: str, default: str) -> list[int]:
-        texts = fields[key].split("x") if key in fields else [default] * axes
-        return [int(text.split("_")[0]) for text in texts]
-
-    keys = ("pad", "0"), ("stride", "1"), ("lhs_dilate", "1"), ("rhs_dilate", "1")
-    columns = [values(*key) for key in keys]
-    return [tuple(row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
+    columns = []
+    for key, default in dict(pad=0, stride=1, lhs_dilate=1, rhs_dilate=1).items():
+        texts = fields.get(key, "x".join([str(default)] * axes)).split("x")
+        columns.append([int(text.split("_")[0]) for text in texts[:axes]])
+    return list(zip(*columns, strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
 def _valid_positions(lhs: int, rhs: int, out: int, window: Window) -> int:
     """Counts the pairs of an output and a filter position that meet an operand."""
     pad, stride, lhs_dilate, rhs_dilate = window
-    at = np.arange(out)[:, None] * stride + np.arange(rhs) * rhs_dilate - pad
-    meets = (at >= 0) & (at % lhs_dilate == 0) & (at // lhs_dilate < lhs)
-    return int(meets.sum())
+    valid = 0
+    for tap in range(rhs):
+        at = np.arange(out) * stride + tap * rhs_dilate - pad
+        meets = (at >= 0) & (at % lhs_dilate == 0) & (at // lhs_dilate < lhs)
+        valid += int(meets.sum())
+    return valid

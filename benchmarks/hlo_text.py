@@ -176,11 +176,7 @@ class Module:
         return [(computation, instruction)] * len(instruction.shapes)
 
     def instructions(self, fused: bool = False) -> Iterator[Run]:
-        """Yields every instruction that is run by itself, and how often it is run.
-
-        Args:
-          fused: yield the instructions inside fusions, too.
-        """
+        """Yields every instruction that is run by itself, and how often it is run."""
         for runs in self.runs[: 1 + fused]:
             for name, count in runs.items():
                 computation = self.computations[name]
@@ -283,11 +279,7 @@ class Module:
 
 @functools.lru_cache(maxsize=4)
 def parse(text: str) -> Module:
-    """Parses the text of an HLO module.
-
-    Raises:
-      ValueError: if there is no entry computation in the text.
-    """
+    """Parses the text of an HLO module."""
     computations: dict[str, Computation] = {}
     entry = ""
     current: Computation | None = None

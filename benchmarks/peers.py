@@ -55,12 +55,9 @@ def mpx_gradients(
     """mpx: `filter_grad`, with a loss scale of 1 because bfloat16 needs none.
 
     It is not `filter_value_and_grad`, which in 0.1.8 forgets to cast its arguments and
-    computes in float32. The loss comes back as aux instead.
-
-    Returns:
-      A function of parameters, other variables, scaler and batch that returns loss,
-      other variables, gradients, whether they are finite, and scaler; and a function
-      that makes the scaler.
+    computes in float32. The loss comes back as aux instead. One of the
+    functions that are returned gives loss, other variables, gradients, whether they are
+    finite, and the new scaler; the other makes the first scaler.
     """
     mpx = _load("mpx", "mixed-precision-for-JAX")
 

@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.results import Results
 from benchmarks.sections import section
 
+Ratios = dict[str, dict[str, float]]  # by model and variant
+
 # The colours of Okabe and Ito, told apart without seeing red or green.
 _COLOURS = {
     "float32": "#999999",
@@ -31,11 +33,7 @@ _PLOTS = {
 
 
 def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
-    """Draws what there are results for, of several targets the last one.
-
-    Returns:
-      The names of the files; none without matplotlib.
-    """
+    """Draws what there are results for; returns the names of the files."""
     try:
         import matplotlib
     except ImportError:
@@ -44,90 +42,64 @@ def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
     matplotlib.use("svg")
     names = []
     for name, (command, title, columns) in _PLOTS.items():
-        ratios: dict[str, dict[str, dict[str, float]]] = {}
-        for results in found:
+        for results in found:  # of several targets the last one is drawn
             if results.command == command and results.size == "full":
-                ratios = _ratios(results, columns)
-        if ratios:
-            _draw(folder / f"{name}.png", title, ratios)
-            names.append(f"{name}.png")
-    return names
+                ratios = {column: _ratios(results, column) for column in columns}
+                if any(ratios.values()):
+                    _draw(folder / f"{name}.png", title, ratios)
+                    names.append(f"{name}.png")
+    return list(dict.fromkeys(names))
 
 
-def _ratios(
-    results: Results, columns: Sequence[str]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns the ratios to the hand-set model by column, model and variant."""
-    shown = section(results.command, "compiled")
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for column in columns:
-        for model, cells in results.parts("compiled"):
-            row = {v: shown.ratio(column, v, cells) for v in _COLOURS}
-            there = {v: ratio for v, ratio in row.items() if ratio is not None}
-            if there:
-                found.setdefault(column, {})[model] = there
-    return found
+def _ratios(results: Results, column: str) -> Ratios:
+    """Returns the ratios to the hand-set model."""
+    shown, found = section(results.command, "compiled"), {}
+    for model, cells in results.parts("compiled"):
+        row = {v: shown.ratio(column, v, cells) for v in _COLOURS}
+        found[model] = {v: ratio for v, ratio in row.items() if ratio is not None}
+    return {model: row for model, row in found.items() if row}
 
 
-def _draw(
-    path: pathlib.Path, title: str, ratios: dict[str, dict[str, dict[str, float]]]
-) -> None:
+def _draw(path: pathlib.Path, title: str, ratios: dict[str, Ratios]) -> None:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        len(ratios),
-        1,
-        figsize=(10, 0.9 + 2.3 * len(ratios)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis, (column, rows) in zip(axes[:, 0], ratios.items(), strict=True):
-        _bars(axis, rows)
+    size, rows = (10, 0.9 + 2.3 * len(ratios)), len(ratios)
+    figure = plt.figure(figsize=size, layout="constrained")
+    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (column, models) in zip(axes, ratios.items(), strict=True):
+        _bars(axis, models)
         axis.set_ylabel(f"{_TEXTS[column]}\n(hand_bf16 = 1)")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     order = [variant for variant in _COLOURS if variant in by_label]
-    figure.legend(
-        [by_label[variant] for variant in order],
-        order,
-        loc="outside lower center",
-        ncols=len(order),
-        frameon=False,
-    )
+    legend: Any = dict(loc="outside lower center", ncols=len(order), frameon=False)
+    figure.legend([by_label[variant] for variant in order], order, **legend)
     figure.suptitle(f"{title}: ratio to the hand-set bfloat16 model, less is better")
     figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
     plt.close(figure)
 
 
-def _bars(axis: Any, models: dict[str, dict[str, float]]) -> None:
+def _bars(axis: Any, models: Ratios) -> None:
     """Draws the variants of each model side by side, amp with its ratio."""
-    most = max(len(row) for row in models.values())
     highest = max(ratio for row in models.values() for ratio in row.values())
     top = min(_HIGHEST, highest) * 1.06
-    width = 0.84 / most
-    seen = set()
+    width = 0.84 / max(len(row) for row in models.values())
+    inside: Any = dict(ha="center", rotation=90, fontsize=8, zorder=4)
+    seen: set[str] = set()
     for index, row in enumerate(models.values()):
         for position, (variant, ratio) in enumerate(row.items()):
             x = index + (position - (len(row) - 1) / 2) * width
-            axis.bar(
-                x,
-                min(ratio, top),
-                0.92 * width,
-                label=None if variant in seen else variant,
-                color=_COLOURS[variant],
-                zorder=2,
-            )
+            label = None if variant in seen else variant
+            look: Any = dict(label=label, color=_COLOURS[variant], zorder=2)
+            axis.bar(x, min(ratio, top), 0.92 * width, **look)
             seen.add(variant)
-            inside = dict(ha="center", rotation=90, fontsize=8, zorder=4)
             if variant == "amp_bf16":
                 text = f"{ratio:.2f}"
                 axis.text(x, 0.04, text, va="bottom", color="white", **inside)
             elif ratio > top:
                 axis.text(x, 0.97 * top, f"{ratio:.1f}", va="top", **inside)
     axis.axhline(1, color="black", linewidth=0.9, zorder=3)
-    axis.set_ylim(0, top)
-    axis.set_xlim(-0.5, len(models) - 0.5)
+    axis.set(ylim=(0, top), xlim=(-0.5, len(models) - 0.5))
     names = [m if len(m) < 12 else "\n".join(m.rsplit("_", 1)) for m in models]
     axis.set_xticks(range(len(models)), names)
     axis.set_yticks([0, 0.5, 1, 1.5, 2, 2.5][: 1 + int(top / 0.5)])

@@ -1,11 +1,12 @@
 """What a command was asked to measure, and the loop over the cells that it measures."""
 
+import argparse
 import ast
 import dataclasses
 import gc
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -23,20 +24,12 @@ BFLOAT16 = tuple(name for name in variants.NAMES if name not in FLOAT16)
 _SOFTMAX = ("vit_small", "vit_s16", "gpt_")
 
 Figures = dict[str, Any]
+Cells = list[tuple[str, list[str]]]  # models with their variants
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to measure; no models or no variants means the command's own choice.
-
-    Attributes:
-      models: their names.
-      variants: their names.
-      options: keywords for the variants of flax_amp.
-      size: "full" or "tiny".
-      folder: of the results.
-      resume: leave out what was measured before with the same versions.
-    """
+    """What to measure; no models or no variants means the command's own choice."""
 
     models: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
@@ -45,23 +38,19 @@ class Request:
     folder: pathlib.Path = pathlib.Path("benchmarks/results")
     resume: bool = False
 
-    def cells(
-        self, models: Iterable[str], names: Iterable[str]
-    ) -> list[tuple[str, list[str]]]:
+    def cells(self, models: Iterable[str], names: Iterable[str]) -> Cells:
         """Returns the variants of each model that are asked for and can be made here.
 
-        Args:
-          models: the command's own choice.
-          names: the command's own choice of variants.
+        `models` and `names` are the command's own choice.
         """
-        chosen = []
-        for name in self.variants or names:
-            if missing := variants.reason_missing(name):
-                print(f"{name} is left out: {missing}", flush=True)
-            else:
-                chosen.append(name)
+        missing = {v: variants.reason_missing(v) for v in self.variants or names}
+        for name, why in missing.items():
+            if why:
+                print(f"{name} is left out: {why}", flush=True)
+        found = [name for name, why in missing.items() if why is None]
+        without = [name for name in found if name != "smcast_bf16"]
         return [
-            (model, [v for v in chosen if v != "smcast_bf16" or _has_softmax(model)])
+            (model, found if model.startswith(_SOFTMAX) else without)
             for model in self.models or models
         ]
 
@@ -81,37 +70,30 @@ class Request:
         return dict(self.options) if variant.startswith("amp_") else {}
 
 
+Measure = Callable[[str, list[str]], Iterable[tuple[str, Figures]]]
+
+
 def run_cells(
     asked: Request,
     results: Results,
     part: str,
-    cells: list[tuple[str, list[str]]],
-    measure: Callable[[str, list[str]], Iterator[tuple[str, Figures]]],
+    cells: Cells,
+    measure: Measure,
     together: bool = False,
 ) -> None:
-    """Measures cells; writes the figures of each at once, prints them and the tables.
+    """Measures cells, and writes and prints the figures of each as soon as they exist.
 
-    Args:
-      asked: the request.
-      results: where the figures go.
-      part: of each cell.
-      cells: models with their variants.
-      measure: yields variants of a model with their figures.
-      together: the variants of a model are compared with each other, so that `resume`
-        leaves out either all of them or none.
+    Variants that are measured `together` are compared with each other, so that `resume`
+    leaves out either all those of a model or none.
     """
     shown = section(results.command, part)
     for model, names in cells:
-        missing = [
-            name
-            for name in names
-            if not (asked.resume and results.has(model, asked.label(name), part))
-        ]
-        if together and missing:
-            missing = names
-        for name in names:
-            if name not in missing:
-                print(f"{model:17}{asked.label(name):24} there already", flush=True)
+        there = [n for n in names if results.has(model, asked.label(n), part)]
+        if not asked.resume or (together and len(there) < len(names)):
+            there = []
+        for name in there:
+            print(f"{model:17}{asked.label(name):24} there already", flush=True)
+        missing = [name for name in names if name not in there]
         for name, figures in measure(model, missing) if missing else ():
             label = asked.label(name)
             results.put(model, label, part, figures)
@@ -143,19 +125,11 @@ def reason(error: BaseException) -> str:
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Reads "key=value"; a value that is no Python literal is a string.
-
-    Raises:
-      ValueError: if there is no key or no value.
-    """
+    """Reads "key=value"; a value that is no Python literal is a string."""
     key, separator, value = text.partition("=")
     if not (key.isidentifier() and separator and value):
-        raise ValueError(f"option {text!r}; expected key=value, as recompute=never.")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected such as recompute=never")
     try:
         return key, ast.literal_eval(value)
     except (SyntaxError, ValueError):
         return key, value
-
-
-def _has_softmax(model: str) -> bool:
-    return model.startswith(_SOFTMAX)

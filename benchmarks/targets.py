@@ -58,17 +58,7 @@ def compile_for(
     shardings: PyTree | None = None,
     **jit_options: Any,
 ) -> Build:
-    """Compiles a step for described devices; the executable cannot be called.
-
-    Args:
-      devices: what `tpu_devices` or `gpu_devices` gave.
-      step: the function to compile.
-      args: its arguments, or their shapes.
-      donate_argnums: as in `jax.jit`.
-      shardings: a prefix of the tree `args` with shardings as leaves. By default
-        everything lies on the first device.
-      **jit_options: further keywords of `jax.jit`, such as `out_shardings`.
-    """
+    """Compiles a step for described devices; the executable cannot be called."""
 
     def place(sharding: Sharding, subtree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: _struct(x).update(sharding=sharding), subtree)

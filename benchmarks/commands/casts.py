@@ -111,11 +111,7 @@ def casts(model: str, size: str = "full") -> Totals:
 def _walk(
     jaxpr: Any, origins: Sequence[str], scopes: Any, times: int, totals: Totals
 ) -> list[str]:
-    """Notes the casts of a jaxpr that is run several times.
-
-    Returns:
-      What makes each of its results.
-    """
+    """Notes the casts of a jaxpr that is run several times."""
     made = dict(zip(jaxpr.invars, origins, strict=True))
     made |= dict.fromkeys(jaxpr.constvars, "constant")
     readers: dict[Any, str] = {}  # the first of each variable

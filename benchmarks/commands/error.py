@@ -23,12 +23,7 @@ PyTree = Any
 
 
 def run(asked: Request, seeds: int = 8) -> None:
-    """Compares the gradients of every cell with the float32 model's.
-
-    Args:
-      asked: the request.
-      seeds: how many weights and batches to draw.
-    """
+    """Compares the gradients of every cell with the float32 model's."""
     if _EXACT not in os.environ.get("XLA_FLAGS", ""):  # read when JAX is first used
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EXACT}".strip()
     jax.config.update("jax_platforms", "cpu")

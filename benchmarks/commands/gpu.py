@@ -40,14 +40,7 @@ class Plan:
 def run(
     asked: Request, platform: str = "cuda", rounds: int = 30, burst_ms: float = 100.0
 ) -> None:
-    """Measures every cell on a device that is here.
-
-    Args:
-      asked: the request.
-      platform: JAX's name of it; "cpu" with the size "tiny" tries the command out.
-      rounds: turns of each variant.
-      burst_ms: the length of a turn.
-    """
+    """Measures every cell on a device that is here."""
     jax.config.update("jax_platforms", "cpu")  # the device is for the other processes
     try:
         device = _in_own_process(_device_kind, platform)

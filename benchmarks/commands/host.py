@@ -16,12 +16,7 @@ _MODELS = ("gpt_24", *request.MODELS)
 
 
 def run(asked: Request, repeats: int = 3) -> None:
-    """Traces and lowers every cell.
-
-    Args:
-      asked: the request.
-      repeats: how often each variant is traced.
-    """
+    """Traces and lowers every cell."""
     jax.config.update("jax_platforms", "cpu")
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
