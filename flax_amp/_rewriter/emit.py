@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
+from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
@@ -207,6 +208,8 @@ class Emitter:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
         if step.mode is Mode.LOW:
             return self._emit_low(eqn, arrays, values)
+        if step.mode is Mode.LOOKUP:
+            eqn = eqn.replace(primitive=lookup_p)
         return _compat.bind(eqn, arrays, eqn.params)
 
     def _emit_low(

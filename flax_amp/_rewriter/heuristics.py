@@ -15,6 +15,7 @@ is the float32 sum of the rounded numbers.
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -116,6 +117,17 @@ def may_read_twice(eqn: Eqn) -> bool:
     reads = [n for i, n in enumerate(sizes) if i not in batch]
     # A symbolic size (`jax.export`) may be larger than one.
     return not all(isinstance(n, int) for n in reads) or math.prod(reads) > 1
+
+
+def only_looked_up(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Returns the variables that a single equation reads, once: a gather or a call."""
+    reads = Counter(variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        reads.update(variables(eqn.invars))
+    readers = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("gather", "jit"))
+    return frozenset(
+        v for eqn in readers for v in variables(eqn.invars) if reads[v] == 1
+    )
 
 
 def is_indexed(jaxpr: Jaxpr, position: int) -> bool:

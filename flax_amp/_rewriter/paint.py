@@ -55,6 +55,7 @@ from flax_amp._rewriter.heuristics import (
     is_exact,
     is_softmax_numerator,
     may_read_twice,
+    only_looked_up,
     only_selects,
     with_maximum_flags,
 )
@@ -179,6 +180,12 @@ class Painter:
         context: Context,
     ) -> Plan:
         const_ins = const_values(jaxpr, consts)
+        if any(value is not None and value.read_once for value in ins):
+            looked_up = only_looked_up(jaxpr)
+            ins = tuple(
+                value and value._replace(read_once=value.read_once and v in looked_up)
+                for v, value in zip(jaxpr.invars, ins, strict=True)
+            )
         known = dict(zip(jaxpr.invars, ins, strict=True))
         known |= dict(zip(jaxpr.constvars, const_ins, strict=True))
         forward = self._forward(jaxpr, known, {}, context)
@@ -380,7 +387,9 @@ class Painter:
             outs = ins
         else:
             return self._paint_follow(eqn, ins, uses)
-        return Step(Mode.KEEP, outs, "keeps its operand's dtype", use=None)
+        is_lookup = eqn.primitive.name == "gather" and operands[0].read_once
+        mode = Mode.LOOKUP if is_lookup else Mode.KEEP
+        return Step(mode, outs, "keeps its operand's dtype", use=None)
 
     def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.

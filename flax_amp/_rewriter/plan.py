@@ -43,6 +43,8 @@ class Value(NamedTuple):
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       is_maximum: it is the maximum of something.
       maximum_subtracted: a maximum was subtracted from it: `x - max(x)`.
+      read_once: it is an input of the whole program that a single equation reads: a
+        gather, or a call in which again a single equation reads it.
     """
 
     paint: Paint
@@ -51,6 +53,7 @@ class Value(NamedTuple):
     bits: bytes | None = None
     is_maximum: bool = False
     maximum_subtracted: bool = False
+    read_once: bool = False
 
     @property
     def constant(self) -> float | None:
@@ -63,8 +66,8 @@ class Value(NamedTuple):
         return self.paint is Paint.FULL and not self.statistic_applied
 
     def without_constant(self) -> "Value":
-        """Returns the value without the number that all its elements have."""
-        return self._replace(bits=None)
+        """Returns the value without what is known of that very array."""
+        return self._replace(bits=None, read_once=False)
 
     def after_loop(self) -> "Value":
         """Returns the value as it leaves a loop, where it is no loop state any more."""
@@ -134,6 +137,7 @@ class Mode(enum.Enum):
     FULL = "full"  # float32 operands restored to float32
     EXP = "exp"  # in float32, and its result rounded to the compute dtype
     KEEP = "keep"  # operands as they arrive
+    LOOKUP = "lookup"  # a gather as it is, whose gradient is made late (`lookup.py`)
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
     REPEAT = "repeat"  # a call that stands for a repeated layer (`outline/`)
