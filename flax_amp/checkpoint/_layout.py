@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flax_amp._training.train_state import AmpTrainState
+
 PyTree = Any
 Path = tuple[str, ...]
 
@@ -40,6 +42,15 @@ def leaf_of(leaf: Any) -> Leaf:
     if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+
+
+def check_state(state: Any, name: str) -> None:
+    """Raises a TypeError if a state is no `AmpTrainState`."""
+    if not isinstance(state, AmpTrainState):
+        raise TypeError(
+            f"{name} is a {type(state).__name__}; expected an AmpTrainState. Make it "
+            "with AmpTrainState.create, as for a new run."
+        )
 
 
 def kind_of(value: Any) -> str:

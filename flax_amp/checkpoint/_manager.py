@@ -1,6 +1,7 @@
-"""Orbax's manager with defaults for training, one writer and errors that say more."""
+"""Orbax's manager with defaults for training, one writer and checksums."""
 
 import atexit
+import dataclasses
 import itertools
 import math
 import re
@@ -17,20 +18,21 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from flax_amp.checkpoint import _lock
-from flax_amp.checkpoint._integrity import CheckpointWarning, reason_of
+from flax_amp.checkpoint import _checksums, _lock
+from flax_amp.checkpoint._errors import (
+    CheckpointSaveError,
+    CheckpointWarning,
+    reason_of,
+)
 from flax_amp.checkpoint._steps import agreed, directory_of, known_damaged, whole_number
 
 _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
-_LEFTOVER = re.compile(r"(0|[1-9][0-9]*)\.orbax-checkpoint-tmp")
+_HALF = ".orbax-checkpoint-tmp"  # at the end of the name of a half-written step
+_LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(_HALF)}")
 
 # The managers that have saved something.
 _open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
-
-
-class CheckpointSaveError(RuntimeError):
-    """A checkpoint could not be written; those before it are as they were."""
 
 
 class Manager(ocp.CheckpointManager):
@@ -44,16 +46,46 @@ class Manager(ocp.CheckpointManager):
 
     best_metric: str | None = None
     interval = 1
-    _locked = False
+    _held: _lock.Lock | None = None
+    _began = False
     _closed = False
     _saving: int | None = None
     _failed: int | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, directory: epath.Path, options: ocp.CheckpointManagerOptions
+    ) -> None:
         self.mutex = threading.RLock()
-        super().__init__(*args, **kwargs)
+        self._in_background = options.enable_async_checkpointing
+        asked = options.async_options or ocp.AsyncOptions()
+        self._then = asked.post_finalization_callback
+        options = dataclasses.replace(
+            options,
+            enable_async_checkpointing=True,
+            async_options=dataclasses.replace(
+                asked, post_finalization_callback=self._before_commit
+            ),
+        )
+        super().__init__(directory, options=options)
 
-    def begin(self, step: int) -> None:
+    def _before_commit(self) -> None:
+        """Lists the checksums of the step that Orbax is about to commit."""
+        half = self.directory / f"{self._saving}{_HALF}"
+        # Some remote directories have no half-written steps.
+        _checksums.write(half if half.exists() else self.directory / str(self._saving))
+        if self._then is not None:
+            self._then()
+
+    def save(self, step: int, *args: Any, **how: Any) -> bool:
+        if how.get("force") or self.should_save(step):
+            self.wait_until_finished()
+            self._saving = step
+        saved: bool = super().save(step, *args, **how)
+        if not self._in_background:
+            self.wait_until_finished()
+        return saved
+
+    def begin(self) -> None:
         """Makes this process the only writer, and removes what is half-written.
 
         Raises:
@@ -66,18 +98,17 @@ class Manager(ocp.CheckpointManager):
                 "an open one. Save inside of `with checkpoint.manager(...)`."
             )
         agreed(self._begin)
-        self._saving = step
 
     def _begin(self) -> None:
         if jax.process_index() != 0:
             return
-        if not self._locked:
+        if not self._began:
             try:
-                first = _lock.acquire(self.directory)
+                self._held, is_first = _lock.acquire(self.directory)
             except OSError as error:
                 raise self.failure(error) from error
-            self._locked = True
-            if first:  # of runs that were killed: nobody else saves here with a lock
+            self._began = True
+            if is_first:  # Nobody else saves here: these are of runs that were killed.
                 _remove_leftovers(self.directory)
         if self._failed is not None:
             _remove_leftovers(self.directory, self._failed)
@@ -91,10 +122,10 @@ class Manager(ocp.CheckpointManager):
         return save_error(self, error)
 
     def make_room(self, step: int, force: bool) -> None:
-        """Moves damaged steps out of the way of an older one, and says so.
+        """Renames damaged steps that are newer than this one, with a warning.
 
-        A run that went on from an older step would not be saved until it had passed
-        them.
+        Orbax would save nothing of a run that went on from an older step until the run
+        had passed the damaged steps.
         """
         if step % self.interval and not force:
             return
@@ -102,7 +133,7 @@ class Manager(ocp.CheckpointManager):
         if not newer or not newer <= known_damaged(self.directory):
             return
         self.wait_until_finished()
-        self.begin(step)
+        self.begin()
         if jax.process_index() == 0:
             for other in newer:
                 _set_aside(self.directory / str(other))
@@ -121,13 +152,13 @@ class Manager(ocp.CheckpointManager):
     def wait_until_finished(self) -> None:
         try:
             super().wait_until_finished()
-        except Exception as error:  # Orbax raises whatever its parts raise
+        except Exception as error:  # Orbax raises whatever its parts raise.
             raise self.failure(error) from error
 
     def metrics(self, step: int) -> Any:
         try:
             return super().metrics(step)
-        except Exception as error:  # whatever a damaged file makes of Orbax
+        except Exception as error:  # A damaged file makes Orbax raise anything.
             warnings.warn(
                 f"checkpoint.manager: {self.directory}: the metrics of step {step} "
                 f"cannot be read: {reason_of(error)}; it counts as the worst.",
@@ -141,12 +172,10 @@ class Manager(ocp.CheckpointManager):
         try:
             super().close()
         except CheckpointSaveError:
-            super().close()  # raised before it had closed anything, and raises once
+            super().close()  # The first call closed nothing; the error comes once.
             raise
         finally:
-            if self._locked:
-                _lock.release(self.directory)
-                self._locked = False
+            self._held = None  # Another process may save now.
 
 
 def finish_at_exit(manager: ocp.CheckpointManager) -> None:
@@ -158,11 +187,11 @@ def _finish() -> None:
     for manager in list(_open):
         try:
             manager.wait_until_finished()
-        except Exception:  # of any kind; nobody is left to catch it
+        except Exception:  # Nobody is left to catch it, whatever it is.
             traceback.print_exc()
 
 
-# Orbax saves with executors, which are shut down before `atexit` calls anybody.
+# Orbax saves with executors, which Python shuts down before it calls `atexit`.
 getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
@@ -177,27 +206,29 @@ def manager(
 ) -> ocp.CheckpointManager:
     """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
 
-    It saves in the background. Use it as a context manager, which waits for the last
-    save and closes it. A program that ends without waits as well; one that is killed
-    does not, and neither do Python 3.12.0 to 3.12.2, where no thread starts any more.
+    The manager saves in the background. Use it as a context manager, which waits for
+    the last save and closes it. A program that ends without closing it waits as well,
+    except on Python 3.12.0 to 3.12.2, which start no thread at that time. A program
+    that is killed does not wait.
 
     Args:
-      directory: where the steps are kept; may be relative, is made if it is absent.
+      directory: the folder of the steps. It may be relative, and is made if needed.
       max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
-      save_interval_steps: `save` does nothing for steps between; the first is saved.
-      best_metric: keep the checkpoints that are best by this metric, and the newest
-        beside them, to go on from; `save` then needs it among its metrics.
+      save_interval_steps: `save` saves the first step and multiples of this number.
+      best_metric: the name of a metric that `save` gets. The checkpoints that are best
+        by this metric are kept, and the newest one, to go on from.
       best_mode: "max" or "min".
       **options: further `orbax.checkpoint.CheckpointManagerOptions`.
 
     Returns:
-      The manager, with all of Orbax's own methods.
+      The manager, with all of Orbax's own methods. A list of checksums is written with
+      every state that it saves.
 
     Raises:
       TypeError: if an argument has a wrong type.
       ValueError: if `best_mode` is neither "max" nor "min", if a number is less than 1,
-        if an option gives the steps other names than their numbers, or if the path of
-        the directory has brackets.
+        if an option changes the names of the steps, or if the path of the directory has
+        brackets.
     """
     where = "checkpoint.manager"
     interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
@@ -221,16 +252,16 @@ def manager(
     folder = directory_of(directory)
     if set("[]") & set(str(folder)):
         raise ValueError(
-            f"{where}: the directory {str(folder)!r} has brackets in its path, which "
-            "Orbax takes for a pattern: it would save steps that cannot be read. "
-            "Expected a path without '[' and ']'. Rename it."
+            f"{where}: the directory {str(folder)!r} has brackets in its path. Orbax "
+            "takes them for a pattern and would save steps that cannot be read; "
+            "expected a path without '[' and ']'. Rename the directory."
         )
     settings = dict(
         max_to_keep=max_to_keep,
         save_interval_steps=interval,
         best_mode=best_mode,
-        # Created in the background, a directory whose save fails at once leaves a
-        # thread behind that keeps the process from ending for five minutes.
+        # If a save fails at once while its directory is created in the background, a
+        # thread keeps the process from ending for five minutes.
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
     settings |= options
@@ -238,8 +269,7 @@ def manager(
         settings["best_fn"] = _score(best_metric, best_mode)
         settings.setdefault("preservation_policy", _best_and_newest(settings))
     opened = Manager(
-        # Orbax refuses a relative path, but only at the first save.
-        folder,
+        folder,  # Orbax would reject a relative path, but only at the first save.
         options=ocp.CheckpointManagerOptions(**settings),
     )
     opened.best_metric = best_metric
@@ -272,7 +302,7 @@ def _best_and_newest(
 
 
 def _score(name: str, mode: str) -> Callable[[Any], float]:
-    """Returns what steps are ordered by: what is missing, NaN or damaged comes last."""
+    """Returns the key that orders steps; a missing or NaN metric comes last."""
     worst = -math.inf if mode == "max" else math.inf
 
     def score(metrics: Any) -> float:
@@ -291,7 +321,7 @@ def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSa
         f"checkpoint.save: {manager.directory} could not be written: "
         f"{reason_of(error)}. The steps {sorted(manager.all_steps())} are as they "
         "were, and so is the state: mend the cause (room on the disk, permissions), "
-        "and save it again."
+        "and save the state again."
     )
 
 
@@ -304,7 +334,7 @@ def _remove_leftovers(directory: epath.Path, step: int | None = None) -> None:
 
 
 def _set_aside(step: epath.Path) -> None:
-    """Renames a damaged step; what was set aside before stays."""
+    """Renames a damaged step to a name that is free."""
     names = itertools.chain([_DAMAGED], (f"{_DAMAGED}-{i}" for i in itertools.count(2)))
     free = (step.with_name(step.name + name) for name in names)
     step.rename(next(path for path in free if not path.exists()))

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp.checkpoint import _saved_optimizer, _saved_scaler, _sources
-from flax_amp.checkpoint._integrity import CheckpointWarning
+from flax_amp.checkpoint._errors import CheckpointWarning
 from flax_amp.checkpoint._layout import Path, differences, is_key, leaf_of, name_of
 from flax_amp.checkpoint._paths import Choice, Patterns, renamed
 from flax_amp.checkpoint._placement import is_concrete, place, rebuilt, samples

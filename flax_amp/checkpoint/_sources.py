@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import serialization
 
-from flax_amp.checkpoint._integrity import Record, check_arrays
+from flax_amp.checkpoint._errors import read_or_explain
 from flax_amp.checkpoint._layout import Path, is_key
 from flax_amp.checkpoint._reader import metadata_of, restored
 from flax_amp.checkpoint._steps import (
@@ -29,7 +29,6 @@ from flax_amp.checkpoint._steps import (
     finish_saving,
     items_of,
     newest_intact,
-    read_or_explain,
     steps_in,
 )
 
@@ -124,19 +123,6 @@ def arrays_on_host(folder: epath.Path, tree: PyTree = None) -> Leaves:
     return read_or_explain(read)
 
 
-def intact_on_host(folder: epath.Path, tree: PyTree, record: Record | None) -> Leaves:
-    """Reads arrays as NumPy arrays by path, and holds them against their digests.
-
-    Raises:
-      CorruptCheckpointError: if they are damaged.
-      OSError: if they cannot be read for another reason.
-    """
-    read = arrays_on_host(folder, tree)
-    if record is not None:
-        check_arrays(record, read)
-    return read
-
-
 def _steps_in(path: epath.Path) -> dict[int, str]:
     """Returns the name of each step in a directory; empty if it is a tree itself.
 
@@ -165,8 +151,8 @@ def _read_step(path: epath.Path, step: int, name: str) -> Leaves:
     if name == str(step) and not (path / name).is_file():
         items = read_or_explain(lambda: items_of(path / name))
         if ITEM in items or not items:
-            tree, record = describe(path, step)
-            return intact_on_host(path / name / ITEM, tree, record)
+            part = jax.process_index(), jax.process_count()
+            return arrays_on_host(path / name / ITEM, describe(path, step, part).tree)
     return _read_entry(path / name)
 
 

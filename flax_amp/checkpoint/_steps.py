@@ -8,7 +8,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,25 +16,25 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from flax_amp.checkpoint import _lock
-from flax_amp.checkpoint._integrity import (
+from flax_amp.checkpoint import _checksums, _lock
+from flax_amp.checkpoint._checksums import ITEM
+from flax_amp.checkpoint._errors import (
     CheckpointWarning,
     CorruptCheckpointError,
     IncompleteError,
-    Record,
-    check_layout,
-    read_record,
-    unreadable,
+    read_or_explain,
 )
-from flax_amp.checkpoint._layout import kind_of, layout_of
+from flax_amp.checkpoint._layout import kind_of
 from flax_amp.checkpoint._reader import metadata_of
 
 T = TypeVar("T")
 
-ITEM = "default"  # where CheckpointManager puts what is not given a name
-METRICS = "metrics"
+KEY = "flax_amp"  # of our record in the metadata of a step
+FORMAT = 2  # 1 had digests of arrays, which are not read any more
+
+_METRICS = "metrics"
 _HALF = ".orbax-checkpoint-tmp"  # in the name of what is half-written
-_STEP_FILE = "_CHECKPOINT_METADATA"  # in which Orbax keeps our record
+_STEP_FILE = "_CHECKPOINT_METADATA"
 
 _LISTINGS = 10  # attempts, in case another process removes steps meanwhile
 
@@ -211,8 +211,27 @@ def agreed(read: Callable[[], T]) -> T:
     return result
 
 
-def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record | None]:
-    """Returns the shapes and dtypes on disk, as a nested dict, and the record.
+class Description(NamedTuple):
+    """What a step says that it holds.
+
+    Attributes:
+      tree: the shapes and dtypes on disk, as a nested dict.
+      has_checksums: whether its files were compared with checksums.
+    """
+
+    tree: dict[str, Any]
+    has_checksums: bool
+
+
+def describe(
+    directory: epath.Path, step: int, part: tuple[int, int] = (0, 1)
+) -> Description:
+    """Checks the files of a step and returns what it says that it holds.
+
+    Args:
+      directory: of the steps.
+      step: the number of one.
+      part: the files to check, see `_checksums.check`.
 
     Raises:
       CorruptCheckpointError: if the step is damaged.
@@ -231,42 +250,51 @@ def describe(directory: epath.Path, step: int) -> tuple[dict[str, Any], Record |
             "a state saved with StandardSave. Restore it with the Orbax calls that "
             "match how it was saved, or read it with checkpoint.migrate."
         )
-    # Something else than `checkpoint.save` may have written the step.
+    # Something other than `checkpoint.save` may have written the step.
     if metadata is None and (directory / _lock.NAME).exists():
-        raise IncompleteError("its digests are missing")
-    record = read_record(metadata, step, where)
-    return read_or_explain(lambda: _tree(folder / ITEM, record)), record
+        raise IncompleteError(f"its file {_STEP_FILE} is missing")
+    promised = _check_record((metadata or {}).get(KEY, {}), step, where)
+    has_checksums = _checksums.check(folder, part)
+    if promised and not has_checksums:
+        raise IncompleteError("its list of checksums is missing")
+    return Description(read_or_explain(lambda: _tree(folder / ITEM)), has_checksums)
+
+
+def record_of(step: int) -> dict[str, Any]:
+    """Returns what the metadata of a step says about it."""
+    return {KEY: {"format": FORMAT, "step": step}}
+
+
+def _check_record(record: Any, step: int, where: str) -> bool:
+    """Returns whether the record of a step says that there are checksums."""
+    if record == {}:
+        return False
+    if not isinstance(record, Mapping) or not isinstance(record.get("format"), int):
+        raise CorruptCheckpointError("its record in the metadata is damaged")
+    if record["format"] > FORMAT:
+        raise ValueError(
+            f"checkpoint: {where} has format {record['format']}; expected at most "
+            f"{FORMAT}, the newest that this version of flax_amp knows. Update "
+            "flax_amp."
+        )
+    # The oldest records do not name their step.
+    if (saved := record.get("step", step)) != step:
+        raise CorruptCheckpointError(
+            f"its files are those of step {saved}, and were renamed or copied"
+        )
+    return bool(record["format"] == FORMAT)
 
 
 def items_of(folder: epath.Path) -> set[str]:
-    """Returns what a step holds beside its metrics: the names of complete items."""
+    """Returns the names of the complete items of a step, without its metrics."""
     inside = {path.name for path in folder.iterdir() if path.is_dir()}
-    return {name for name in inside if _HALF not in name} - {METRICS}
+    return {name for name in inside if _HALF not in name} - {_METRICS}
 
 
-def read_or_explain(read: Callable[[], T]) -> T:
-    """Returns the result of `read`; every error becomes one that tells damage from an
-    outage.
-
-    Raises:
-      CorruptCheckpointError: if the files are damaged.
-      OSError: if they cannot be read for another reason.
-    """
-    try:
-        return read()
-    except CorruptCheckpointError:
-        raise
-    except Exception as error:  # whatever a damaged file makes of those who read it
-        raise unreadable(error) from error
-
-
-def _tree(folder: epath.Path, record: Record | None) -> dict[str, Any]:
-    """Returns the description of the arrays in a folder, and holds it to the record."""
+def _tree(folder: epath.Path) -> dict[str, Any]:
     tree = metadata_of(folder)
     if not isinstance(tree, Mapping):
         raise CorruptCheckpointError("the description of its arrays cannot be read")
-    if record is not None:
-        check_layout(record, layout_of(tree))
     return dict(tree)
 
 

@@ -1,4 +1,4 @@
-"""Is what is on disk still what was saved?"""
+"""A report on every step of a directory: is it still what was saved?"""
 
 import os
 from collections.abc import Mapping
@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from flax_amp.checkpoint._integrity import (
-    CorruptCheckpointError,
-    IncompleteError,
-    check_arrays,
-)
+from flax_amp.checkpoint._errors import CorruptCheckpointError, IncompleteError
 from flax_amp.checkpoint._layout import Path
 from flax_amp.checkpoint._sources import arrays_on_host
 from flax_amp.checkpoint._steps import ITEM, describe, finish_saving, steps_in
@@ -21,14 +17,14 @@ class StepReport(NamedTuple):
     """What `verify` found out about a step.
 
     Attributes:
-      step: its number.
-      size: of its files, in bytes.
-      problem: what is damaged; empty if nothing is.
-      has_digests: whether its arrays could be held against digests. Checkpoints that
-        plain Orbax calls wrote have none.
-      scaler: the values of its loss scaler, as far as they could be read.
-      half_deleted: whether its problem is that files are missing, while a newer step
-        is intact. An interrupted removal of an old step leaves this.
+      step: the number of the step.
+      size: the size of its files, in bytes.
+      problem: what is damaged; the empty string if nothing is.
+      has_digests: whether its files were compared with checksums. Steps that plain
+        Orbax or flax_amp 0.1 wrote have none.
+      scaler: the values of its loss scaler, if they could be read.
+      half_deleted: whether files are missing while a newer step is intact. A removal of
+        an old step that was interrupted leaves this.
     """
 
     step: int
@@ -40,13 +36,13 @@ class StepReport(NamedTuple):
 
 
 def verify(manager: Any) -> list[StepReport]:
-    """Reads every step of a directory and holds it against its digests.
+    """Reads every step of a directory and compares its files with their checksums.
 
-    The arrays are read one step at a time into the memory of the host. In a run of
-    several processes, call it in one.
+    The arrays are read into the memory of the host, one step at a time. In a run of
+    several processes, one of them should call this.
 
     Args:
-      manager: from `flax_amp.checkpoint.manager`, any
+      manager: the result of `flax_amp.checkpoint.manager`, any
         `orbax.checkpoint.CheckpointManager`, or the path of its directory.
 
     Returns:
@@ -68,7 +64,7 @@ def verify(manager: Any) -> list[StepReport]:
     """
     directory = finish_saving(manager)
     reports: dict[int, tuple[StepReport, bool]] = {}
-    for _ in range(2):  # a run beside this process may save and remove some meanwhile
+    for _ in range(2):  # Another process may save and remove steps meanwhile.
         for step in steps_in(directory):
             if step not in reports:
                 reports[step] = _report(directory, step)
@@ -86,23 +82,18 @@ def verify(manager: Any) -> list[StepReport]:
 def _report(directory: epath.Path, step: int) -> tuple[StepReport, bool]:
     """Returns the report of a step, and whether files of it are missing."""
     folder = directory / str(step)
-    size = _size_of(folder)
-    has_digests, scaler = False, {}
+    report = StepReport(step, _size_of(folder), "", False, {})
     try:
-        tree, record = describe(directory, step)
+        tree, has_checksums = describe(directory, step)
         read = arrays_on_host(folder / ITEM, tree)
-        scaler = _scaler_of(read)
-        if record is not None:
-            has_digests = True
-            check_arrays(record, read)
     except (CorruptCheckpointError, OSError, ValueError) as error:
-        report = StepReport(step, size, str(error), has_digests, scaler)
-        return report, isinstance(error, IncompleteError)
-    return StepReport(step, size, "", has_digests, scaler), False
+        damaged = report._replace(problem=str(error))
+        return damaged, isinstance(error, IncompleteError)
+    return report._replace(has_digests=has_checksums, scaler=_scaler_of(read)), False
 
 
 def _scaler_of(read: Mapping[Path, np.ndarray]) -> dict[str, float]:
-    """Returns the numbers among what was saved as a scaler, by whatever program."""
+    """Returns the numbers in the field `scaler`, whatever program saved it."""
     found = {path[1]: x for path, x in sorted(read.items()) if path[:-1] == ("scaler",)}
     return {
         key: float(x) for key, x in found.items() if x.shape == () and x.dtype != str
@@ -116,5 +107,5 @@ def _size_of(path: epath.Path) -> int:
         if path.is_dir():
             return sum(map(_size_of, path.iterdir()))
         return path.stat().length
-    except OSError:  # removed meanwhile
+    except OSError:  # It was removed meanwhile.
         return 0

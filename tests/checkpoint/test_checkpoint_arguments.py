@@ -140,5 +140,5 @@ def test_a_program_that_ends_without_closing_saves(tmp_path, last, code):
 @pytest.mark.parametrize("name", ["run[1]", "lr[0.1]/x"])
 def test_brackets_in_a_path_are_refused(name, tmp_path):
     """Orbax would save there, and find nothing of it."""
-    with pytest.raises(ValueError, match="brackets in its path.*Rename it"):
+    with pytest.raises(ValueError, match="brackets in its path.*Rename the directory"):
         checkpoint.manager(tmp_path / name)

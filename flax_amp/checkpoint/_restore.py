@@ -1,0 +1,156 @@
+"""Restoring a state: compare first, then read.
+
+A restore never writes. Whatever fails, the state in hand and the files stay as they
+were. Orbax casts silently to the dtype of its target and leaves sharding to the target;
+`restore` rejects another dtype and passes on the sharding.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint import _saved_scaler
+from flax_amp.checkpoint._errors import CheckpointWarning, read_or_explain
+from flax_amp.checkpoint._layout import (
+    Layout,
+    Path,
+    check_state,
+    differences,
+    layout_of,
+    leaf_of,
+)
+from flax_amp.checkpoint._placement import (
+    abstract,
+    commit_like,
+    indivisible,
+    rebuilt,
+    samples,
+)
+from flax_amp.checkpoint._reader import restored
+from flax_amp.checkpoint._steps import (
+    ITEM,
+    agreed,
+    candidates,
+    describe,
+    finish_saving,
+    newest_intact,
+    steps_in,
+)
+
+
+def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrainState:
+    """Reads a checkpoint into a state like `target`.
+
+    The arrays get the shardings of `target`, so a checkpoint fits another mesh, and the
+    next training step is not traced again. Keys of the scaler that an older version did
+    not save keep the values of `target`. Keys that this version does not know are
+    dropped with a warning. If one scaler is static and the other dynamic, because
+    `compute_dtype` was changed, the scaler of `target` is used, with a warning.
+
+    Args:
+      manager: the result of `manager`, any `orbax.checkpoint.CheckpointManager`, or the
+        path of its directory.
+      target: a state of the same model and optimizer, or its `jax.eval_shape`. It is
+        not changed, and its arrays may have been donated.
+      step: the number of the step, an integer or an array that holds one. By default
+        the newest intact step is read, and a `CheckpointWarning` names the damaged
+        steps that were passed over.
+
+    Returns:
+      `target` with every array replaced.
+
+    Raises:
+      TypeError: if `target` is no `AmpTrainState`, or an argument has a wrong type.
+      FileNotFoundError: if there is no such checkpoint.
+      ValueError: if the checkpoint does not fit (the error lists every path that
+        differs), or if a newer version of flax_amp wrote it.
+      CorruptCheckpointError: if the step, or every step, was damaged on disk.
+      OSError: if the files cannot be read for another reason.
+    """
+    check_state(target, "checkpoint.restore: target")
+    directory = finish_saving(manager)
+
+    def attempt(candidate: int) -> AmpTrainState:
+        return _restore_step(directory, candidate, target)
+
+    def steps() -> list[int]:
+        return candidates(steps_in(directory), directory, step)
+
+    return newest_intact(steps, attempt, directory, stacklevel=2)
+
+
+def _restore_step(
+    directory: epath.Path, step: int, target: AmpTrainState
+) -> AmpTrainState:
+    where = f"step {step} in {directory}"
+    wanted = samples(target, "checkpoint.restore")
+    read = agreed(lambda: _read_step(directory, step, wanted))
+    likes = ocp.tree.to_flat_dict(target)
+    values = {
+        path: commit_like(read[path], likes[path]) for path in read if path in likes
+    }
+
+    saved = {path[1]: leaf for path, leaf in read.items() if path[0] == "scaler"}
+    if unknown := sorted(saved.keys() - _saved_scaler.KEYS):
+        _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
+    saved = {
+        key: values.get(("scaler", key), saved[key])
+        for key in saved.keys() & _saved_scaler.KEYS
+    }
+    taken, remark = _saved_scaler.to_take(saved, target.scaler)
+    if remark:
+        _warn(f"{where}: {remark}; the target's is used.")
+    scaler = _saved_scaler.completed(target.scaler) | taken
+    _saved_scaler.checked(scaler, f"checkpoint.restore: {where}: scaler")
+    return rebuilt(target, values).replace(scaler=scaler)
+
+
+def _read_step(
+    directory: epath.Path, step: int, wanted: Mapping[Path, Any]
+) -> dict[Path, Any]:
+    """Returns the arrays of a step by path, where the target has them.
+
+    Each process reads for itself; together they check the files.
+    """
+    part = jax.process_index(), jax.process_count()
+    tree = describe(directory, step, part).tree
+    _check_fit(layout_of(tree), wanted, f"step {step} in {directory}")
+    # Orbax is asked for the structure on disk: another empty dict is no difference.
+    leaves, structure = jax.tree.flatten(tree)
+    paths = list(ocp.tree.to_flat_dict(tree))
+    asked = [
+        abstract(wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    folder = directory / str(step) / ITEM
+    like = jax.tree.unflatten(structure, asked)
+    how = ocp.checkpoint_utils.construct_restore_args(like)
+    read = read_or_explain(lambda: restored(folder, item=like, restore_args=how))
+    return dict(zip(paths, jax.tree.leaves(read), strict=True))
+
+
+def _warn(text: str) -> None:
+    # The warning names the caller of `restore`, some functions further up.
+    warnings.warn(f"checkpoint.restore: {text}", CheckpointWarning, stacklevel=6)
+
+
+def _check_fit(on_disk: Layout, wanted: Mapping[Path, Any], where: str) -> None:
+    """Raises one ValueError that lists all that differs, with both sides."""
+    layout = {path: leaf_of(leaf) for path, leaf in wanted.items()}
+    # A scaler may lack keys that are new, and have some that are newer still.
+    layout = {p: x for p, x in layout.items() if p[0] != "scaler" or p in on_disk}
+    on_disk = {p: x for p, x in on_disk.items() if p[0] != "scaler" or p in layout}
+    problems = differences(on_disk, layout) + indivisible(wanted)
+    if problems:
+        raise ValueError(
+            f"checkpoint.restore: {where} does not fit the target:\n  "
+            + "\n  ".join(problems)
+            + "\nexpected the checkpoint of the same model and optimizer. Make the "
+            "target with the model and tx that were saved, restore another step, or "
+            "read what else wrote it, or only a part, with checkpoint.migrate."
+        )

@@ -1,0 +1,162 @@
+"""Saving a state, in the background."""
+
+import contextlib
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from flax_amp import _tree
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
+from flax_amp.checkpoint._layout import check_state, kind_of, name_of
+from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
+from flax_amp.checkpoint._steps import record_of, whole_number
+
+
+def save(
+    manager: ocp.CheckpointManager,
+    state: AmpTrainState,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    force: bool = False,
+) -> bool:
+    """Saves a state under its own step, in the background.
+
+    The state may be donated to the next step as soon as this returns. A program that
+    ends waits until the state is written.
+
+    Args:
+      manager: the result of `manager`. Any `orbax.checkpoint.CheckpointManager` works;
+        its steps have no checksums.
+      state: the state that the last step returned.
+      metrics: scalars to save with the state, for `best_metric`. Orbax writes them
+        only if the manager has a `best_metric`.
+      force: saves although `save_interval_steps` says not to.
+
+    Returns:
+      Whether the state was saved. It is not saved between intervals, nor if its step is
+      not newer than the newest checkpoint; an older step also causes a warning. Newer
+      steps that `restore` found damaged are renamed to `<step>.damaged`, with a
+      warning.
+
+    Raises:
+      TypeError: if an argument or the step of the state has a wrong type.
+      ValueError: if leaves cannot be saved (the error lists all of them), if the step
+        is negative, or if the `best_metric` of the manager is missing. Nothing is
+        written then.
+      RuntimeError: if another process saves into the same directory.
+      CheckpointSaveError: if this state cannot be written, or if the save before it
+        failed in the background. Earlier checkpoints are as they were.
+
+    Example:
+      >>> import tempfile, optax, jax.numpy as jnp
+      >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with manager(directory) as checkpoints:
+      ...         saved = save(checkpoints, state)
+      ...     restored = restore(directory, state)
+      >>> saved, float(restored.scaler["scaler"])
+      (True, 32768.0)
+    """
+    if not isinstance(manager, ocp.CheckpointManager):
+        raise TypeError(
+            f"checkpoint.save: the first argument is a {type(manager).__name__}; "
+            "expected a manager. Open one with checkpoint.manager(directory)."
+        )
+    check_state(state, "checkpoint.save: state")
+    leaves = ocp.tree.to_flat_dict(state)
+    problems = {name_of(path): _problem(leaf) for path, leaf in leaves.items()}
+    if bad := [f"{name}: {problem}" for name, problem in problems.items() if problem]:
+        raise ValueError(
+            f"checkpoint.save: {'; '.join(bad)}; expected arrays with elements. "
+            "Save the state that the last step returned, not the one it was given."
+        )
+    numbers = _numbers(metrics, getattr(manager, "best_metric", None))
+    ours = manager if isinstance(manager, Manager) else None
+    with ours.mutex if ours else contextlib.nullcontext():
+        return _save(manager, ours, state, numbers, force)
+
+
+def _save(
+    manager: ocp.CheckpointManager,
+    ours: Manager | None,
+    state: AmpTrainState,
+    metrics: dict[str, float] | None,
+    force: bool,
+) -> bool:
+    step = whole_number(state.step, "checkpoint.save: the state's step", 0)
+    finish_at_exit(manager)
+    if ours:
+        ours.make_room(step, force)
+    newest = manager.latest_step()
+    if newest is not None and step <= newest:
+        if step < newest:
+            warnings.warn(
+                f"checkpoint.save: {manager.directory} holds step {newest}, newer than "
+                "the state; nothing is saved until the state has passed it. To branch "
+                "off from an older step, save into another directory.",
+                CheckpointWarning,
+                stacklevel=3,
+            )
+        return False
+    if not force and not manager.should_save(step):
+        return False
+    if ours:
+        ours.wait_until_finished()
+        ours.begin()
+    try:
+        return manager.save(
+            step,
+            args=ocp.args.StandardSave(state),
+            metrics=metrics,
+            force=force,
+            # Only our manager lists checksums, as this record promises.
+            custom_metadata=record_of(step) if ours else None,
+        )
+    except CheckpointSaveError:
+        raise
+    except Exception as error:  # Orbax raises whatever its parts raise.
+        failed = ours.failure(error) if ours else save_error(manager, error)
+        raise failed from error
+
+
+def _numbers(
+    metrics: Mapping[str, Any] | None, best: str | None
+) -> dict[str, float] | None:
+    """Returns metrics as floats, or raises an error if the best one is missing."""
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(
+            f"checkpoint.save: metrics is a {type(metrics).__name__}; expected a dict "
+            'of numbers, such as {"loss": loss}.'
+        )
+    names = sorted(metrics or ())
+    if best is not None and best not in names:
+        raise ValueError(
+            f"checkpoint.save: metrics has {names}; expected the best_metric {best!r} "
+            f"of the manager. Pass metrics={{{best!r}: ...}}."
+        )
+    return None if metrics is None else {k: _number(k, v) for k, v in metrics.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"checkpoint.save: the metric {name!r} is {kind_of(value)}; expected one "
+            "number."
+        ) from error
+
+
+def _problem(leaf: Any) -> str:
+    """Returns why Orbax cannot save a leaf, or the empty string if it can."""
+    if not _tree.is_array(leaf):
+        return f"a {type(leaf).__name__}"
+    if isinstance(leaf, jax.core.Tracer):
+        return "traced"
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return "deleted, its memory was donated"
+    return "" if leaf.size else f"empty, its shape is {leaf.shape}"
