@@ -104,30 +104,16 @@ def migrate(
     counterparts = _counterparts(leaves, real, optimizer, hasattr(target, "rngs"))
     on_disk = {real.get(n, n): o for o, n in counterparts.items() if n is not None}
     chosen.check([*leaves, *on_disk, *wanted])
+
     found = {path: leaves[old] for path, old in on_disk.items()}
     found |= _beginnings(optimizer, leaves, real, wanted)
-    # By its name on disk, or by that in the target.
-    stays = {path for path in wanted if not chosen.takes(path, on_disk.get(path, path))}
-    dropped = {n for n, o in on_disk.items() if not chosen.takes(n, o)}
-    found = {p: leaf for p, leaf in found.items() if p not in stays | dropped}
-    found |= {p: _convert(found[p], wanted[p]) for p in found.keys() & wanted.keys()}
-    if not any(path[0] == "rngs" for path in leaves):
-        stays |= {path for path in wanted if path[0] == "rngs"}
-    stays |= {real[path] for path in optimizer.kept}
+    found = _taken(found, wanted, on_disk, chosen)
     found, kept = _saved_scaler.suited(found, leaves, tree)
-    stays = (stays | kept) - found.keys()
+    stays = kept | {real[path] for path in optimizer.kept}
+    stays |= _left_alone(wanted, leaves, on_disk, chosen)
+    stays -= found.keys()
 
-    problems = differences(
-        {path: leaf_of(leaf) for path, leaf in found.items()},
-        {path: leaf_of(leaf) for path, leaf in wanted.items() if path not in stays},
-        called={new: old for new, old in on_disk.items() if new != old},
-    )
-    problems += [
-        f"{name_of(path)}: to stay as in the target, where it has no value"
-        for path in sorted(stays)
-        if not is_concrete(tree[path])
-    ]
-    if problems:
+    if problems := _problems(found, wanted, stays, on_disk, tree):
         raise ValueError(
             f"checkpoint.migrate: {name} does not fit the target:\n  "
             + "\n  ".join(problems)
@@ -137,15 +123,78 @@ def migrate(
             + _hint({path: leaves[old] for path, old in on_disk.items()}, wanted)
         )
     _warn_of_lost_sums(optimizer, leaves, chosen, name)
+    _warn_of_lost_hyperparams(optimizer, name)
+    return rebuilt(target, {path: place(x, tree[path]) for path, x in found.items()})
+
+
+def _taken(
+    found: Leaves,
+    wanted: Mapping[Path, Any],
+    on_disk: Mapping[Path, Path],
+    chosen: Choice,
+) -> Leaves:
+    """Returns the arrays that the user's patterns take, in the dtypes of the target.
+
+    A pattern may name an array by its path on disk or by that in the target.
+    """
+    taken = {
+        path: leaf
+        for path, leaf in found.items()
+        if chosen.takes(path, on_disk.get(path, path))
+    }
+    return {
+        path: _convert(leaf, wanted[path]) if path in wanted else leaf
+        for path, leaf in taken.items()
+    }
+
+
+def _left_alone(
+    wanted: Iterable[Path],
+    leaves: Iterable[Path],
+    on_disk: Mapping[Path, Path],
+    chosen: Choice,
+) -> set[Path]:
+    """Returns the paths of the target that keep their values by the user's choice.
+
+    So do random keys, if there are none on disk.
+    """
+    has_rngs = any(path[0] == "rngs" for path in leaves)
+    return {
+        path
+        for path in wanted
+        if not chosen.takes(path, on_disk.get(path, path))
+        or (path[0] == "rngs" and not has_rngs)
+    }
+
+
+def _problems(
+    found: Leaves,
+    wanted: Mapping[Path, Any],
+    stays: set[Path],
+    on_disk: Mapping[Path, Path],
+    tree: Mapping[Path, Any],
+) -> list[str]:
+    """Returns a line for each array without a counterpart or a value."""
+    return differences(
+        {path: leaf_of(leaf) for path, leaf in found.items()},
+        {path: leaf_of(leaf) for path, leaf in wanted.items() if path not in stays},
+        called={new: old for new, old in on_disk.items() if new != old},
+    ) + [
+        f"{name_of(path)}: to stay as in the target, where it has no value"
+        for path in sorted(stays)
+        if not is_concrete(tree[path])
+    ]
+
+
+def _warn_of_lost_hyperparams(optimizer: _saved_optimizer.Alignment, name: str) -> None:
     if optimizer.lost:
         warnings.warn(
             f"checkpoint.migrate: {name}: dropped the hyper-parameters "
             f"{', '.join(optimizer.lost)}, which the optimizer of the target does not "
             "have as leaves.",
             CheckpointWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return rebuilt(target, {path: place(x, tree[path]) for path, x in found.items()})
 
 
 def _counterparts(
