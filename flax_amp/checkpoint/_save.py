@@ -53,11 +53,12 @@ def save(
 
     Example:
       >>> import tempfile, optax, jax.numpy as jnp
+      >>> from flax_amp import AmpTrainState, checkpoint
       >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     with manager(directory) as checkpoints:
-      ...         saved = save(checkpoints, state)
-      ...     restored = restore(directory, state)
+      ...     with checkpoint.manager(directory) as manager:
+      ...         saved = checkpoint.save(manager, state)
+      ...     restored = checkpoint.restore(directory, state)
       >>> saved, float(restored.scaler["scaler"])
       (True, 32768.0)
     """
