@@ -12,7 +12,6 @@ from typing import NamedTuple
 from flax_amp.checkpoint._layout import Path
 
 _ROOT: Path = ("opt_state",)
-_REMAINDERS: Path = ("remainders",)
 _PYTREE = "flax_amp.optim"  # beside the state of optax it has hyper-parameters
 
 # Wrapper -> the fields that tell it, the field of the state inside. The order counts:
@@ -65,17 +64,13 @@ def align(paths: Iterable[Path], wanted: Iterable[Path]) -> Alignment:
 
     there, here = _hyperparams(paths, saved), _hyperparams(wanted, target)
 
-    def stays(path: Path) -> bool:
-        # Remainders are in the order of all numbers.
-        return path in here & there if path != _REMAINDERS else there == here
-
     def place(path: Path) -> Path | None:
         owner = _owner(path, saved)
         if owner is None:
             return target.inside + path[len(saved.inside) :]
         if owner not in target.prefixes:
             return None
-        if owner == _PYTREE and not stays(path[len(saved.prefixes[owner]) :]):
+        if owner == _PYTREE and path[len(saved.prefixes[owner]) :] not in here:
             return None
         return target.prefixes[owner] + path[len(saved.prefixes[owner]) :]
 
@@ -86,7 +81,7 @@ def align(paths: Iterable[Path], wanted: Iterable[Path]) -> Alignment:
             path
             for path in wanted
             if _owner(path, target) == _PYTREE
-            and not stays(path[len(target.prefixes[_PYTREE]) :])
+            and path[len(target.prefixes[_PYTREE]) :] not in there
         },
         lost=sorted(map("/".join, there - here)) if _PYTREE in target.prefixes else [],
         added=added,
