@@ -101,3 +101,11 @@ def no_leaks():
     """Fails the test when a tracer outlives its trace; slow, so not for every test."""
     with jax.checking_leaks():
         yield
+
+
+@pytest.fixture(scope="session")
+def image():
+    """A trained state of Flax's ImageNet example, which `migrate` reads."""
+    from _foreign import trained
+
+    return trained()
