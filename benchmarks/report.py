@@ -28,6 +28,7 @@ _SUMMARY = {
     "TPU time": ("tpu", "compiled", "amp_bf16", "est. ms"),
     "TPU bytes": ("tpu", "compiled", "amp_bf16", "GB"),
     "TPU memory": ("tpu", "compiled", "amp_bf16", "temp MB"),
+    "TPU peak": ("tpu", "compiled", "amp_bf16", "peak MB"),
     "H200 memory": ("gpu-aot", "compiled", "amp_bf16", "temp MB"),
     "H200 time": ("gpu", "measured", "amp_bf16", "ms"),
     "H200 time, float16 step": ("gpu", "measured", "amp_fp16", "ms"),

@@ -171,10 +171,12 @@ _SECONDS = (
 )
 _GB = Column("GB", _get("gb_accessed"), 2, ratio=True)
 _TEMP = Column("temp MB", _get("temp_mb"), 0, ratio=True)
+_PEAK = Column("peak MB", _get("peak_mb"), 0, ratio=True)
 _TPU = (
     Column("est. ms", _get("estimated_ms"), 3, ratio=True),
     _GB,
     _TEMP,
+    _PEAK,
     *_CASTS,
     *_SECONDS,
 )
@@ -188,7 +190,8 @@ SECTIONS = (
         note="XLA's estimate of the time, bytes read and written (loops counted), "
         "temporary memory, casts executed, and the share of the flops of matrix "
         "products whose factors are both half precision in the compiled program. "
-        "In brackets: the ratio to hand_bf16.",
+        "`temp MB` may exceed what a program needs; `peak MB`, arguments included, is "
+        "the most that lives at one time. In brackets: the ratio to hand_bf16.",
         columns=_TPU,
         baseline=_hand,
     ),
@@ -215,7 +218,7 @@ SECTIONS = (
             Column("ms", _of(statistics.median, "step_ms"), 3, ratio=True),
             Column("quartiles", _of(_quartiles, "step_ms")),
             _TEMP,
-            Column("peak MB", _get("peak_mb"), 0, ratio=True),
+            _PEAK,
             Column("kernels", _get("kernels", "executed")),
             *_CASTS,
             Column("compile s", _get("compile_s"), 1),
