@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 import optax.contrib
 
@@ -117,8 +118,15 @@ def _reduce(call: FactoryCall) -> Any:
     named = (kind, None) if found is kind else (kind.factory, kind.__base__)
     states = {n: x for n, x in call._arrays.items() if n not in defaults}
     values = call._arguments() | states
-    given = {n: x for n, x in values.items() if x is not defaults.get(n, call)}
+    given = {n: x for n, x in values.items() if not _same(x, defaults.get(n, call))}
     return _restored, (*named, given)
+
+
+def _same(x: Any, default: Any) -> bool:
+    # By leaves, because `call` builds the tuples among its arguments anew.
+    leaves, others = jax.tree.leaves(x), jax.tree.leaves(default)
+    same = jax.tree.structure(x) == jax.tree.structure(default)
+    return same and all(map(operator.is_, leaves, others))
 
 
 def _restored(kind: Any, base: Any, given: dict[str, Any]) -> Any:
