@@ -155,7 +155,7 @@ def _kind_of(name: str) -> Any:
     if declared is inspect.Signature.empty:
         returns = (inspect.getdoc(found) or "").partition("Returns:")[2]
         return Optimizer if "GradientTransformation" in returns else None
-    return next((base for kind, base in _KINDS.items() if kind == declared), None)
+    return _KINDS.get(declared)
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,9 @@ class Static(dict[str, PyTree]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._key == other._key
 
+    def __ne__(self, other: object) -> bool:  # that of dict takes 1 for 1.0
+        return not self == other
+
 
 class FactoryCall:
     """The base of optimizers and schedules: a factory with its arguments."""
@@ -72,14 +75,15 @@ class FactoryCall:
         """Returns a copy with other arguments and states."""
         arrays, static = dict(self._arrays), Static(self._static)
         for name, value in changes.items():
-            if name in static and jax.tree.leaves(arrays.get(name, "no array")):
-                value = _in_place_of(getattr(self, name), value)
-                value = _rate(value, type(self)) if name == "learning_rate" else value
-                arrays[name], static[name] = _tree.partition(value, _tree.is_array)
-                if not jax.tree.leaves(arrays[name]):
-                    del arrays[name]
-            else:  # a state, or an axis for `vmap` in the place of `None`
+            has_axes = name in arrays and not jax.tree.leaves(arrays[name])
+            if name not in static or has_axes:  # a state, or axes for `vmap`
                 arrays[name] = value
+                continue
+            value = _in_place_of(getattr(self, name), value)
+            value = _rate(value, type(self)) if name == "learning_rate" else value
+            arrays[name], static[name] = _tree.partition(value, _tree.is_array)
+            if not jax.tree.leaves(arrays[name]):
+                del arrays[name]
         order = [n for n in dict.fromkeys([*static, *arrays]) if n in arrays]
         return self._new({name: arrays[name] for name in order}, static)
 
@@ -92,11 +96,7 @@ class FactoryCall:
         # Only what is no attribute comes here; a copy in the making has none at all.
         static, arrays = (vars(self).get(n, {}) for n in ("_static", "_arrays"))
         if name in static and name in arrays:
-            return _tree.map_or_none(
-                lambda rest, array: array if rest is None else rest,
-                static[name],
-                arrays[name],
-            )
+            return _tree.combine(arrays[name], static[name])
         if name not in static and name not in arrays:
             known = ", ".join({**static, **arrays})
             raise AttributeError(f"{type(self).__name__} has no {name}; it has {known}")
@@ -233,16 +233,17 @@ def _rate(value: Any, kind: type) -> Any:
 def _as_argument(leaf: Any) -> Any:
     """Returns an argument as the factory gets it.
 
-    A scalar promotes like the number that it stands for: updates keep their dtypes.
+    A scalar of the default float dtype promotes like the Python number that it stands
+    for: updates keep their dtypes.
     """
     if is_call(leaf):
         return leaf.made()
-    if np.shape(leaf) or not _tree.is_array(leaf):
+    if not _tree.is_array(leaf) or leaf.shape:
         return leaf
-    usual = leaf.dtype == jax.dtypes.canonicalize_dtype(float)
     if not isinstance(leaf, jax.Array):
         return leaf.item()
-    return weakly_typed(leaf) if usual else leaf
+    is_default = leaf.dtype == jax.dtypes.canonicalize_dtype(float)
+    return weakly_typed(leaf) if is_default else leaf
 
 
 def _in_place_of(old: PyTree, new: PyTree) -> PyTree:
@@ -253,11 +254,15 @@ def _in_place_of(old: PyTree, new: PyTree) -> PyTree:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """Returns a number as an array that lies where the one lies that it replaces."""
+    """Returns a number as an array like the one that it replaces, and in its place.
+
+    Only a float in the place of an integer has another dtype.
+    """
     if not (is_number(old) and _tree.is_array(old) and is_number(new)):
         return _tree.own(new)
     space: Any = jnp if isinstance(new, jax.Array) or isinstance(old, jax.Array) else np
-    array = space.array(new, old.dtype if _is_float(old) else None)
+    fits = _is_float(old) or not _is_float(new)
+    array = space.array(new, old.dtype if fits else None)
     if array.ndim < old.ndim:  # one number for all runs of a sweep
         array = space.broadcast_to(array, old.shape)
     placed = getattr(old, "committed", False) and not isinstance(new, jax.core.Tracer)

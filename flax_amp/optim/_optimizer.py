@@ -130,8 +130,9 @@ class Optimizer(FactoryCall):
                 f"{type(self).__name__}.update: it has no state; expected an optimizer "
                 "after init. Call tx = tx.init(params) first."
             )
-        given, mine, like = map(_structure, (params, self.opt_state, grads))
-        is_state = isinstance(params, Optimizer) or given == mine != like
+        trees = params, self.opt_state, grads
+        of_params, of_state, of_grads = map(_structure, trees)
+        is_state = isinstance(params, Optimizer) or of_params == of_state != of_grads
         if as_optax or "state" in extra_args or is_state:
             raise TypeError(
                 f"{type(self).__name__}.update: got grads and a state; expected "
@@ -176,32 +177,34 @@ class Optimizer(FactoryCall):
         if _tree.nodes(self, nnx.Variable):  # as in `nnx.Optimizer`
             new = pure(self).replace(**changes)
             return jax.tree.map(_as_variable, self, new, is_leaf=_is_variable)
-        places: dict[str, tuple[Path, Any]]
-        places = {n: ((n,), getattr(self, n)) for n in (*self._static, "opt_state")}
+        places: dict[str, tuple[Path, Any]] = {}
         for name, path, value in self._entries():
-            places = {"/".join(path): (path, value), name: (path, value)} | places
+            places |= {"/".join(path): (path, value), name: (path, value)}
+        # A name of this optimizer comes before the same one inside.
+        for name in (*self._static, "opt_state"):
+            places[name] = (name,), getattr(self, name)
         _check_names(self, changes, places)
+        resets = "opt_state" in changes and changes["opt_state"] is None
         new = self
         for name, value in changes.items():
             path, old = places[name]
-            if (
-                self.opt_state is not None
-                and changes.get("opt_state", self) is not None
-            ):
+            if self.opt_state is not None and not resets:
                 self._check_change(name, old, value)
             new = new._with_at(path, value)
         return new
 
     def _check_change(self, name: str, old: Any, new: Any) -> None:
-        """Raises a ValueError if the present state may not fit to a new argument."""
-        is_state = name == "opt_state"
-        if not is_state and _tree.nodes(self.opt_state, _INJECTED):
+        """Raises a ValueError if the present state may not fit a new argument."""
+        problem = ""
+        if name == "opt_state":
+            was, now = _structure(old), _structure(new)
+            if was != now:
+                problem = f"it has the structure {now}, not {was}"
+        elif _tree.nodes(self.opt_state, _INJECTED):
             problem = "optax.inject_hyperparams keeps its own copy in the state"
-        elif is_state and _structure(old) != _structure(new):
-            problem = f"it has the structure {_structure(new)}, not {_structure(old)}"
-        elif not is_state and _kind(old) != _kind(new):
+        elif _kind(old) != _kind(new):
             problem = f"{_kind(new)} in the place of {_kind(old)} changes the state"
-        else:
+        if not problem:
             return
         raise ValueError(
             f"{type(self).__name__}.replace: {name}: {problem}; expected a change "
@@ -237,16 +240,22 @@ class Optimizer(FactoryCall):
         counts = _counts(whole.opt_state, sum(callable(x) for _, _, x in entries))
         values: dict[str, Any] = {}
         for name, _, value in entries:
-            count = next(counts) if callable(value) else None
-            if count is not None or not callable(value):
-                values[name] = value(count) if callable(value) else value
+            if callable(value):
+                count = next(counts)
+                if count is not None:
+                    values[name] = value(count)
+            else:
+                values[name] = value
         for node in _tree.nodes(whole.opt_state, _INJECTED):
             values |= node.hyperparams
         # Copies, because the state may be donated.
         return {name: _own(value) for name, value in values.items()}
 
     def _entries(self) -> list[tuple[str, Path, Any]]:
-        """Returns `(name, path, value)` of every number and schedule."""
+        """Returns `(name, path, value)` of every number and schedule.
+
+        A name that occurs twice is the path.
+        """
         found = list(self._walk())
         count = collections.Counter(name for name, _, _ in found)
         return [
@@ -316,26 +325,37 @@ def _check_names(call: Any, changes: Mapping[str, Any], known: Any) -> None:
 def _counts(opt_state: PyTree, schedules: int) -> Iterator[Any]:
     """Yields the count that the last update gave to each schedule, at first 0.
 
-    Where the state has a count for each schedule they are in one order; otherwise all
-    are taken to count alike. `None` if it has none, or some that may differ.
+    Where the state has a count for each schedule, they are in the order of the
+    schedules; otherwise all schedules are taken to count alike. `None` if the state has
+    no count, or some that may differ.
     """
     counts = [node.count for node in _tree.nodes(opt_state, optax.ScaleByScheduleState)]
     if opt_state is None:
         counts = [jnp.zeros((), jnp.int32)] * schedules
     elif len(counts) != schedules:
-        inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
-        named = jax.tree_util.tree_leaves_with_path(inside)
-        ends = [(_names(path)[-1:], leaf) for path, leaf in named]
-        counts += [x for wanted in _COUNTS for name, x in ends if name == (wanted,)]
-        one = counts and not _tree.nodes(inside, _GATES)
-        counts = (counts[:1] if one else [None]) * schedules
+        counts = [_common_count(opt_state)] * schedules
     return (None if count is None else jnp.maximum(count - 1, 0) for count in counts)
+
+
+def _common_count(opt_state: PyTree) -> Any:
+    """Returns the first count in a state; `None` if there is none, or others differ."""
+    # Behind a gate around all of it, every count waits alike.
+    inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
+    if _tree.nodes(inside, _GATES):
+        return None
+    counts = [node.count for node in _tree.nodes(inside, optax.ScaleByScheduleState)]
+    named = jax.tree_util.tree_leaves_with_path(inside)
+    ends = [(_names(path)[-1:], leaf) for path, leaf in named]
+    counts += [x for wanted in _COUNTS for name, x in ends if name == (wanted,)]
+    return counts[0] if counts else None
 
 
 def _is_schedule(argument: str, value: Any) -> bool:
     """Whether a function gives one float for one count."""
-    if not callable(value) or is_call(value) or argument == "learning_rate":
-        return callable(value)
+    if not callable(value):
+        return False
+    if is_call(value) or argument == "learning_rate":
+        return True
     try:
         value = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
         return value.shape == () and jnp.issubdtype(value.dtype, jnp.floating)
@@ -347,7 +367,7 @@ def _names(keys: Any) -> Path:
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
-def _structure(tree: PyTree) -> Any:
+def _structure(tree: PyTree) -> Any:  # mypy does not know the type
     return jax.tree.structure(tree)
 
 
@@ -360,8 +380,8 @@ def _kind(value: Any) -> str:
 
 def _own(leaf: Any) -> Any:
     """Returns a number or an array as a strongly typed array of its own."""
-    python = isinstance(leaf, int | float | complex)
-    return _strong(_tree.own(jnp.asarray(leaf) if python else leaf))
+    is_number = _tree.is_array(leaf) or isinstance(leaf, int | float | complex)
+    return _strong(jnp.array(leaf)) if is_number else leaf
 
 
 def _strong(leaf: Any) -> Any:

@@ -72,6 +72,8 @@ def test_static_arguments_are_structure():
     }
     assert len(structures) == 4
     assert jax.tree.structure(optim.adam(0.3)) in structures
+    one, other = (optim.adam(0.1, b1=b1) for b1 in (0, 0.0))
+    assert one._static != other._static
     masks = [optim.adamw(0.1, mask={"w": True, "b": False}) for _ in range(2)]
     assert len({*map(jax.tree.structure, masks)}) == 1
     with pytest.raises(TypeError, match="'nesterov': False"):
@@ -91,6 +93,9 @@ def test_replacing_a_number_by_a_number_compiles_nothing(count_traces):
     assert traces() == 1 and step._cache_size() == 1
     _, tx = step(tx.replace(b2=0.5), GRADS)  # static, as in optax
     assert traces() == 2 and tx.hyperparams["b2"] == 0.5
+    clip = optim.adaptive_grad_clip(0.1, eps=jnp.uint8(1))
+    assert clip.replace(eps=2).eps.dtype == jnp.uint8
+    assert clip.replace(eps=0.5).eps.dtype == jnp.float32
     runs = jax.vmap(lambda rate: optim.sgd(rate).init(PARAMS))(jnp.ones(3))
     assert runs.replace(learning_rate=0.5).learning_rate.shape == (3,)
 
