@@ -257,8 +257,7 @@ class Emitter:
             if np.ndim(x) == 0:
                 return number
             # A new array, not a cast: XLA would hoist the float32 one out of a loop.
-            if not getattr(jax.typeof(x), "vma", None):
-                return jax.lax.full_like(x, number, dtype=self.compute_dtype)
+            return jax.lax.full_like(x, number, dtype=self.compute_dtype)
         # bfloat16 has the range of float32, except for the numbers next to the largest
         # one, which round up to infinity. Masks may be that large, weights are not:
         # they get a plain convert, which XLA can move across an all-gather.
