@@ -54,7 +54,7 @@ def accumulate(
     Returns:
       The mean gradients and loss, the last variables, and `aux` reduced or stacked.
     """
-
+    # Only which variables changed is read of it: the arrays are those of the scan.
     updates: PyTree = None
 
     def body(
@@ -176,7 +176,7 @@ def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
         # A key stays as it is: no average could make it equal on all devices again.
         if not axes or not _tree.is_array(leaf) or _is_key(leaf):
             return leaf
-        varying = getattr(getattr(jax.typeof(leaf), "mat", None), "varying", ())
+        varying = jax.typeof(leaf).mat.varying
         missing = tuple(axis for axis in axes if axis not in varying)
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
