@@ -22,7 +22,7 @@ COMMANDS = {
     "host": ("commands.host", "run", "tracing and lowering on the CPU"),
     "error": ("commands.error", "run", "error of the gradients, on the CPU"),
     "casts": ("commands.casts", "run", "every cast of a forward pass, with its reason"),
-    "save": ("commands.save", "run", "what digests add to saving and restoring 1 GB"),
+    "save": ("commands.save", "run", "what checksums add to saving and restoring 1 GB"),
     "faults": ("commands.faults", "run", "kills, damages, fills disks; what is lost"),
     "optim": ("commands.optim", "run", "pytree optimizers under transformations"),
     "report": ("report", "run", "writes tables and plots of all results"),

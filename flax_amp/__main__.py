@@ -52,7 +52,7 @@ def _state(report: checkpoint.StepReport) -> str:
         return "half deleted, a newer step is intact"
     if report.problem:
         return f"DAMAGED: {report.problem}"
-    return "intact" if report.has_digests else "readable, no digests to hold it against"
+    return "intact" if report.has_digests else "readable, no checksums"
 
 
 if __name__ == "__main__":

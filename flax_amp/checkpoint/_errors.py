@@ -34,7 +34,7 @@ class CheckpointSaveError(RuntimeError):
 
 
 class CheckpointWarning(UserWarning):
-    """Something was left out or passed over to restore a state."""
+    """Something was passed over, left out, renamed or not saved."""
 
 
 def read_or_explain(read: Callable[[], T]) -> T:

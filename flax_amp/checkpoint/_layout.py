@@ -73,18 +73,14 @@ def name_of(path: Iterable[str]) -> str:
 
 
 def differences(
-    on_disk: Layout,
-    wanted: Layout,
-    here: str = "the target",
-    called: Mapping[Path, Path] | None = None,
+    on_disk: Layout, wanted: Layout, called: Mapping[Path, Path] | None = None
 ) -> list[str]:
     """Returns a line for every path that differs, with both sides.
 
     Args:
-      on_disk: the one side.
-      wanted: the other side.
-      here: what to call it.
-      called: the names that paths of `on_disk` really have there, where they differ.
+      on_disk: what was saved, under the paths of the target.
+      wanted: what the target has.
+      called: the paths that arrays really have on disk, where those are others.
     """
     lines = []
     for path in sorted(wanted | on_disk):
@@ -94,6 +90,6 @@ def differences(
         left = "not on disk" if disk is None else f"{disk} on disk"
         if called and path in called:
             left += f" as {name_of(called[path])}"
-        right = f"not in {here}" if there is None else f"{there} in {here}"
+        right = "not in the target" if there is None else f"{there} in the target"
         lines.append(f"{name_of(path)}: {left}, {right}")
     return lines

@@ -24,12 +24,17 @@ from flax_amp.checkpoint._errors import (
     CheckpointWarning,
     reason_of,
 )
-from flax_amp.checkpoint._steps import agreed, directory_of, known_damaged, whole_number
+from flax_amp.checkpoint._steps import (
+    HALF,
+    agreed,
+    directory_of,
+    known_damaged,
+    whole_number,
+)
 
 _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
-_HALF = ".orbax-checkpoint-tmp"  # at the end of the name of a half-written step
-_LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(_HALF)}")
+_LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(HALF)}")
 
 # The managers that have saved something.
 _open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
@@ -70,7 +75,7 @@ class Manager(ocp.CheckpointManager):
 
     def _before_commit(self) -> None:
         """Lists the checksums of the step that Orbax is about to commit."""
-        half = self.directory / f"{self._saving}{_HALF}"
+        half = self.directory / f"{self._saving}{HALF}"
         # Some remote directories have no half-written steps.
         _checksums.write(half if half.exists() else self.directory / str(self._saving))
         if self._then is not None:

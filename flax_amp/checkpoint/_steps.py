@@ -32,8 +32,9 @@ T = TypeVar("T")
 KEY = "flax_amp"  # of our record in the metadata of a step
 FORMAT = 2  # 1 had digests of arrays, which are not read any more
 
+HALF = ".orbax-checkpoint-tmp"  # Orbax puts it into the names of what is half-written
+
 _METRICS = "metrics"
-_HALF = ".orbax-checkpoint-tmp"  # in the name of what is half-written
 _STEP_FILE = "_CHECKPOINT_METADATA"
 
 _LISTINGS = 10  # attempts, in case another process removes steps meanwhile
@@ -136,14 +137,14 @@ def newest_intact(
     """Returns what `attempt` makes of the first step that is not damaged.
 
     Args:
-      steps: lists those to try. It is asked again after a failure: a writer beside
+      steps: lists the steps to try. It is asked again after a failure: a writer beside
         this process may have removed a step for a newer one meanwhile.
-      attempt: reads one.
-      directory: they are in.
+      attempt: reads a step.
+      directory: the directory of the steps.
       stacklevel: for the warning about damaged steps.
 
     Raises:
-      CorruptCheckpointError: if all of them are.
+      CorruptCheckpointError: if all steps are damaged.
     """
     for _ in range(_LISTINGS):
         listed = steps()
@@ -229,8 +230,8 @@ def describe(
     """Checks the files of a step and returns what it says that it holds.
 
     Args:
-      directory: of the steps.
-      step: the number of one.
+      directory: the directory of the steps.
+      step: the number of the step.
       part: the files to check, see `_checksums.check`.
 
     Raises:
@@ -288,7 +289,7 @@ def _check_record(record: Any, step: int, where: str) -> bool:
 def items_of(folder: epath.Path) -> set[str]:
     """Returns the names of the complete items of a step, without its metrics."""
     inside = {path.name for path in folder.iterdir() if path.is_dir()}
-    return {name for name in inside if _HALF not in name} - {_METRICS}
+    return {name for name in inside if HALF not in name} - {_METRICS}
 
 
 def _tree(folder: epath.Path) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_an_outage_is_not_taken_for_damage(steps, error, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["delete", "empty", "truncate"])
-def test_a_step_without_its_digests_is_passed_over(steps, fault):
+def test_a_step_without_its_metadata_is_passed_over(steps, fault):
     """It may be damaged elsewhere as well, and nothing could tell."""
     FAULTS[fault](steps / "2/_CHECKPOINT_METADATA")
     with pytest.warns(checkpoint.CheckpointWarning, match="step 2 is damaged: "):
