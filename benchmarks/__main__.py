@@ -24,7 +24,7 @@ COMMANDS = {
     "casts": ("commands.casts", "run", "every cast of a forward pass, with its reason"),
     "save": ("commands.save", "run", "what checksums add to saving and restoring 1 GB"),
     "faults": ("commands.faults", "run", "kills, damages, fills disks; what is lost"),
-    "optim": ("commands.optim", "run", "pytree optimizers under transformations"),
+    "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 # Options of one command: flag, type, default, help
