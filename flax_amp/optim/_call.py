@@ -173,14 +173,15 @@ def _to_state(call: FactoryCall) -> dict[str, Any]:
     return {name: serialization.to_state_dict(part) for name, part in parts.items()}
 
 
-def _from_state(call: FactoryCall, state: Mapping[str, Any]) -> Any:
+def _from_state(call: FactoryCall, state: Any) -> Any:
     """Returns a call with the arrays of its own state dict, or of that of optax."""
     own = _to_state(call)
-    if own.keys() != state.keys() == dict(own.get("opt_state", {})).keys():
+    if own.keys() != _keys(state) == _keys(own.get("opt_state", {})):
         state = {"opt_state": state}
-    if state.keys() != own.keys() and state.keys() != own.keys() & {"opt_state"}:
+    if _keys(state) not in (own.keys(), own.keys() & {"opt_state"}):
+        found = ", ".join(_keys(state) or ())
         raise ValueError(
-            f"{type(call).__name__}: the state has {', '.join(state) or 'nothing'}; "
+            f"{type(call).__name__}: the state has {found or 'nothing'}; "
             f"expected {', '.join(own) or 'nothing'}, or the state of the same "
             "optimizer of optax. Make the target with the arguments that were saved, "
             "and call tx = tx.init(params) first."
@@ -190,6 +191,11 @@ def _from_state(call: FactoryCall, state: Mapping[str, Any]) -> Any:
         for name, value in state.items()
     }
     return call._new(call._arrays | read, call._static)
+
+
+def _keys(state: Any) -> Any:
+    """Returns the names in a state dict; `None` if it is a leaf, as it may be."""
+    return state.keys() if isinstance(state, Mapping) else None
 
 
 # Leaves

@@ -397,3 +397,14 @@ def test_state_dict_is_a_dict_of_arrays():
     assert_identical(state["opt_state"], serialization.to_state_dict(plain))
     other = optim.adam(0.7).init(PARAMS)
     assert_identical(serialization.from_state_dict(other, state), tx)
+
+
+def test_state_dict_of_a_bare_array():
+    def counting(learning_rate):
+        init, update = lambda params: jnp.zeros(()), lambda grads, n, _: (grads, n + 1)
+        return optax.GradientTransformation(init, update)
+
+    tx = optim.wrap(counting)(0.1).init(PARAMS)
+    assert serialization.from_state_dict(tx, jnp.ones(())).opt_state == 1
+    with pytest.raises(ValueError, match="the state has x; expected learning_rate, op"):
+        serialization.from_state_dict(tx, {"x": 1})
