@@ -96,7 +96,9 @@ def _scaler_of(read: Mapping[Path, np.ndarray]) -> dict[str, float]:
     """Returns the numbers in the field `scaler`, whatever program saved it."""
     found = {path[1]: x for path, x in sorted(read.items()) if path[:-1] == ("scaler",)}
     return {
-        key: float(x) for key, x in found.items() if x.shape == () and x.dtype != str
+        key: float(x)
+        for key, x in found.items()
+        if x.shape == () and x.dtype.kind not in "OUSc"
     }
 
 

@@ -32,6 +32,14 @@ def steps(tmp_path):
     return tmp_path / "run"
 
 
+def test_a_scaler_of_others_may_have_strings(tmp_path):
+    tree = {"scaler": {"kind": "dynamic", "scale": jnp.float32(2)}}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.PyTreeSave(tree))
+    (report,) = checkpoint.verify(tmp_path)
+    assert not report.problem and report.scaler == {"scale": 2.0}
+
+
 def damage(directory, step):
     """Flips a byte of the largest file, which holds the arrays."""
     files = [p for p in (directory / str(step)).rglob("*") if p.is_file()]
