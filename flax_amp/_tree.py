@@ -21,6 +21,12 @@ def is_inexact_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys, or the shape of one."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def own(leaf: Any) -> Any:
     """Returns a copy of an array as a JAX array: donating it deletes no other one."""
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

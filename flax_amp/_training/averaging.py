@@ -174,7 +174,7 @@ def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
 
     def mark(leaf: Any) -> Any:
         # A key stays as it is: no average could make it equal on all devices again.
-        if not axes or not _tree.is_array(leaf) or _is_key(leaf):
+        if not axes or not _tree.is_array(leaf) or _tree.is_key(leaf):
             return leaf
         varying = jax.typeof(leaf).mat.varying
         missing = tuple(axis for axis in axes if axis not in varying)
@@ -207,7 +207,7 @@ def average_over_devices(
 
     def average_variable(new: Any, old: Array) -> Any:
         # Each device has folded its index into its keys: the old key is the common one.
-        if new is None or _is_key(old):
+        if new is None or _tree.is_key(old):
             return None
         if not _tree.is_inexact_array(new):
             return mean_or_max(new)
@@ -227,7 +227,3 @@ def average_over_devices(
         variables=_tree.map_or_none(average_variable, result.variables, variables),
         aux=jax.tree.map(mean_of_scalar, result.aux, is_leaf=_has_reduce),
     )
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)

@@ -185,7 +185,7 @@ def fold_in(rngs: Rngs, data: ArrayLike) -> Rngs:
 
 def _fold_in_if_key(leaf: Any, data: Array) -> Any:
     """Folds a number into the keys that NNX keeps among the variables."""
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not _tree.is_key(leaf):
         return leaf
     folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(leaf.reshape(-1), data)
     return folded.reshape(leaf.shape)

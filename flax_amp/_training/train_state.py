@@ -288,7 +288,7 @@ def check_params(params: PyTree, caller: str) -> None:
     wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
-        if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if _tree.is_key(leaf):
             raise ValueError(
                 f"{caller}: the parameter {jax.tree_util.keystr(path)} is a PRNG key; "
                 "expected arrays that can be differentiated. Leave random streams out "
@@ -347,7 +347,7 @@ def _as_streams(rngs: object) -> Rngs:
 
 def _as_key(name: str, key: Any) -> Array:
     dtype = getattr(key, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if _tree.is_key(key):
         if key.shape == ():
             return key
     elif dtype == jnp.uint32 and key.ndim == 1:  # from jax.random.PRNGKey

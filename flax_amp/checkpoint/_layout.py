@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
 
 PyTree = Any
@@ -39,7 +39,7 @@ def leaf_of(leaf: Any) -> Leaf:
     """Describes one leaf; Orbax saves strings as well, which have neither."""
     if not hasattr(leaf, "dtype"):
         return Leaf((), "str")
-    if is_key(leaf):
+    if _tree.is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
 
@@ -60,11 +60,6 @@ def kind_of(value: Any) -> str:
     return (
         str(leaf_of(value)) if hasattr(value, "dtype") else f"a {type(value).__name__}"
     )
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed PRNG key."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def name_of(path: Iterable[str]) -> str:

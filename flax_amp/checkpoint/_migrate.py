@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flax_amp import _tree
 from flax_amp.checkpoint import _saved_optimizer, _saved_scaler, _sources
 from flax_amp.checkpoint._errors import CheckpointWarning
-from flax_amp.checkpoint._layout import Path, differences, is_key, leaf_of, name_of
+from flax_amp.checkpoint._layout import Path, differences, leaf_of, name_of
 from flax_amp.checkpoint._paths import Choice, Patterns, renamed
 from flax_amp.checkpoint._placement import is_concrete, place, rebuilt, samples
 
@@ -318,7 +319,7 @@ def _convert(value: np.ndarray, like: Any) -> np.ndarray:
 
     A Python float, which has more digits than JAX gives it, is rounded.
     """
-    if is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUS":
+    if _tree.is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUS":
         return value
     if value.shape == () and value.dtype == np.float64 and like.dtype == np.float32:
         return value.astype(np.float32)

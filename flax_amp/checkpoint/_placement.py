@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flax_amp.checkpoint._layout import Path, is_key, name_of
+from flax_amp import _tree
+from flax_amp.checkpoint._layout import Path, name_of
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ def place(value: np.ndarray, like: Any) -> Any:
         )
     else:
         array = jnp.array(value)
-    if is_key(like):
+    if _tree.is_key(like):
         return jax.random.wrap_key_data(array, impl=_impl_of(like))
     return array
 
@@ -96,7 +97,7 @@ def commit_like(leaf: Any, like: Any) -> Any:
     """
     if _is_placed(like):
         return leaf
-    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    data = jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
     return place(np.asarray(data), like)
 
 

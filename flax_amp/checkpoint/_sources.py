@@ -18,8 +18,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax import serialization
 
+from flax_amp import _tree
 from flax_amp.checkpoint._errors import read_or_explain
-from flax_amp.checkpoint._layout import Path, is_key
+from flax_amp.checkpoint._layout import Path
 from flax_amp.checkpoint._reader import metadata_of, restored
 from flax_amp.checkpoint._steps import (
     ITEM,
@@ -112,7 +113,7 @@ def arrays_on_host(folder: epath.Path, tree: PyTree = None) -> Leaves:
     def how(leaf: Any) -> ocp.RestoreArgs:
         if not hasattr(leaf, "dtype"):  # a string
             return ocp.RestoreArgs()
-        if is_key(leaf):
+        if _tree.is_key(leaf):
             return ocp.ArrayRestoreArgs(sharding=here)
         return ocp.RestoreArgs(restore_type=np.ndarray)
 
@@ -201,6 +202,6 @@ def _flat(tree: PyTree) -> Leaves:
 
 
 def _as_numpy(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and is_key(leaf):
+    if isinstance(leaf, jax.Array) and _tree.is_key(leaf):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf)
