@@ -75,8 +75,7 @@ class FactoryCall:
         """Returns a copy with other arguments and states."""
         arrays, static = dict(self._arrays), Static(self._static)
         for name, value in changes.items():
-            has_axes = name in arrays and not jax.tree.leaves(arrays[name])
-            if name not in static or has_axes:  # a state, or axes for `vmap`
+            if name not in static:  # a state
                 arrays[name] = value
                 continue
             value = _in_place_of(getattr(self, name), value)
@@ -84,6 +83,7 @@ class FactoryCall:
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
+        # In the order of the arguments: it is a part of the structure.
         order = [n for n in dict.fromkeys([*static, *arrays]) if n in arrays]
         return self._new({name: arrays[name] for name in order}, static)
 
