@@ -124,9 +124,9 @@ def _reduce(call: FactoryCall) -> Any:
 
 def _same(x: Any, default: Any) -> bool:
     # By leaves, because `call` builds the tuples among its arguments anew.
-    leaves, others = jax.tree.leaves(x), jax.tree.leaves(default)
-    same = jax.tree.structure(x) == jax.tree.structure(default)
-    return same and all(map(operator.is_, leaves, others))
+    leaves, structure = jax.tree.flatten(x)
+    others, expected = jax.tree.flatten(default)
+    return structure == expected and all(map(operator.is_, leaves, others))
 
 
 def _restored(kind: Any, base: Any, given: dict[str, Any]) -> Any:
