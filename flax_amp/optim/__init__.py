@@ -124,6 +124,7 @@ def _reduce(call: FactoryCall) -> Any:
 
 def _same(x: Any, default: Any) -> bool:
     # By leaves, because `call` builds the tuples among its arguments anew.
+    structure: Any
     leaves, structure = jax.tree.flatten(x)
     others, expected = jax.tree.flatten(default)
     return structure == expected and all(map(operator.is_, leaves, others))
