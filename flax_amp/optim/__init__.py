@@ -140,6 +140,13 @@ def _defaults(kind: Any) -> dict[str, Any]:
     return {n: p.default for n, p in kind._signature.parameters.items()}
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two trees have the same objects as leaves."""
+    flat: Any = map(jax.tree.flatten, (one, other))
+    (left, shape), (right, like) = flat
+    return bool(shape == like) and all(map(operator.is_, left, right))
+
+
 def _public(name: str) -> Any:
     """Returns what optax or optax.contrib exports under a name, or `None`."""
     private = name.startswith("_")

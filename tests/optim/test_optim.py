@@ -381,6 +381,7 @@ def test_pickles():
         decorated(0.1, 2.0, x=3.0),
         optim.wrap(undecorated)(0.1),
         optim.nadamw(0.1),
+        optim.lbfgs(0.1),  # its default is a tuple of functions without names
     ):
         tx = tx.init(PARAMS)
         read = pickle.loads(pickle.dumps(tx))
