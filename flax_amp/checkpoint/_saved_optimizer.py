@@ -41,8 +41,8 @@ class Alignment(NamedTuple):
       paths: for every path under `opt_state` on disk, that of the target; `None` if it
         belongs to a wrapper that the target does not have.
       fresh: the paths of the target that belong to a wrapper that was not saved.
-      kept: those of its hyper-parameters, if they were not saved.
-      lost: those that were saved and are none of the target's, by name.
+      kept: the paths of the target's hyper-parameters that were not saved.
+      lost: the saved hyper-parameters that the target does not have, by name.
       added: where in the target the wrappers stand that were not saved.
       removed: where on disk the wrappers stand that the target does not have.
     """
@@ -63,6 +63,7 @@ def align(paths: Iterable[Path], wanted: Iterable[Path]) -> Alignment:
     added = _without(target.prefixes, saved.prefixes)
 
     there, here = _hyperparams(paths, saved), _hyperparams(wanted, target)
+    both = here & there  # the hyper-parameters that both have
 
     def place(path: Path) -> Path | None:
         owner = _owner(path, saved)
@@ -70,7 +71,7 @@ def align(paths: Iterable[Path], wanted: Iterable[Path]) -> Alignment:
             return target.inside + path[len(saved.inside) :]
         if owner not in target.prefixes:
             return None
-        if owner == _PYTREE and path[len(saved.prefixes[owner]) :] not in here:
+        if owner == _PYTREE and path[len(saved.prefixes[owner]) :] not in both:
             return None
         return target.prefixes[owner] + path[len(saved.prefixes[owner]) :]
 
@@ -81,7 +82,7 @@ def align(paths: Iterable[Path], wanted: Iterable[Path]) -> Alignment:
             path
             for path in wanted
             if _owner(path, target) == _PYTREE
-            and path[len(target.prefixes[_PYTREE]) :] not in there
+            and path[len(target.prefixes[_PYTREE]) :] not in both
         },
         lost=sorted(map("/".join, there - here)) if _PYTREE in target.prefixes else [],
         added=added,

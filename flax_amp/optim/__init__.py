@@ -122,14 +122,6 @@ def _reduce(call: FactoryCall) -> Any:
     return _restored, (*named, given)
 
 
-def _same(x: Any, default: Any) -> bool:
-    # By leaves, because `call` builds the tuples among its arguments anew.
-    structure: Any
-    leaves, structure = jax.tree.flatten(x)
-    others, expected = jax.tree.flatten(default)
-    return structure == expected and all(map(operator.is_, leaves, others))
-
-
 def _restored(kind: Any, base: Any, given: dict[str, Any]) -> Any:
     kind = _class_of(kind, base) if base else kind
     empty = kind._new({}, Static(dict.fromkeys(_defaults(kind))))
