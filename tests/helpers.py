@@ -1,6 +1,7 @@
 """What the tests share: walking jaxprs, comparing trees, tolerances."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,14 @@ both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 
 # Without the optimizations that make compiling slow.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def optimizing_environment():
+    """The environment for a process that trains long enough for XLA to optimize."""
+    flags = os.environ["XLA_FLAGS"].split()
+    kept = [flag for flag in flags if "device_count" in flag]
+    return os.environ | {"XLA_FLAGS": " ".join(kept)}
+
 
 # After a restore that failed, Orbax leaves tasks behind that outlive their loop.
 orbax_leaves_tasks = [

@@ -1,6 +1,7 @@
 """Orbax's manager with defaults for training, one writer and checksums."""
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -122,6 +123,9 @@ class Manager(ocp.CheckpointManager):
     def failure(self, error: Exception) -> CheckpointSaveError:
         """Notes that the last save failed, and returns the error that says so."""
         self._failed = self._saving
+        # Several writes of one save may fail. The save is reported as failed once.
+        with contextlib.suppress(Exception):
+            super().wait_until_finished()
         # Orbax has taken the steps that were to be removed for removed already.
         self.reload()
         return save_error(self, error)

@@ -199,7 +199,11 @@ class Optimizer(FactoryCall):
         if name == "opt_state":
             was, now = _structure(old), _structure(new)
             if was != now:
-                problem = f"it has the structure {now}, not {was}"
+                raise ValueError(
+                    f"{type(self).__name__}.replace: opt_state has the structure "
+                    f"{now}; expected the state of this optimizer, {was}. Take the "
+                    "state of the same optimizer, or begin anew with tx.init(params)."
+                )
         elif _tree.nodes(self.opt_state, _INJECTED):
             problem = "optax.inject_hyperparams keeps its own copy in the state"
         elif _kind(old) != _kind(new):
@@ -352,7 +356,7 @@ def _common_count(opt_state: PyTree) -> Any:
 
 def _is_schedule(argument: str, value: Any) -> bool:
     """Whether a function gives one float for one count."""
-    if not callable(value):
+    if not callable(value) or isinstance(value, type):  # a dtype converts the count
         return False
     if is_call(value) or argument == "learning_rate":
         return True

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers import optimizing_environment
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
@@ -17,10 +19,15 @@ def command(name, *flags):
     return [sys.executable, "-m", f"examples.{name}", *flags]
 
 
-def run(name, *flags):
+def run(name, *flags, env=None):
     """Returns what an example prints."""
     result = subprocess.run(
-        command(name, *flags), cwd=ROOT, capture_output=True, text=True, timeout=600
+        command(name, *flags),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=env,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -46,7 +53,7 @@ def test_linen_sequences():
 
 
 def test_accumulate():
-    text = run("accumulate")
+    text = run("accumulate", env=optimizing_environment())
     rows = re.findall(r"(\d+) +(\d+) +([\d.]+) +(\S+)$", text, re.MULTILINE)
     steps, skipped, memory, distance = zip(*rows, strict=True)
     assert steps == ("20", "20", "160", "40")

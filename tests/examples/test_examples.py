@@ -15,6 +15,7 @@ from tensorboardX.proto import event_pb2
 
 from configs.digits import get_config
 from examples.digits import data, train
+from helpers import optimizing_environment
 
 ROOT = Path(__file__).parents[2]
 PRECISIONS = ["float32", "bfloat16", "float16"]
@@ -207,6 +208,7 @@ def test_demo(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "examples.digits.demo", f"--workdir={tmp_path}"],
         cwd=ROOT,
+        env=optimizing_environment(),
         capture_output=True,
         text=True,
     )

@@ -134,6 +134,13 @@ def composed():
     return optim.chain(optim.clip_by_global_norm(1.0), optim.partition(rates, labels))
 
 
+def test_dtypes_are_no_hyperparams():
+    """They are functions of one argument, too, as schedules are."""
+    fall = optax.linear_schedule(1.0, 0.0, 10)
+    tx = optim.sgd(fall, momentum=0.5, accumulator_dtype=jnp.float32)
+    assert set(tx.hyperparams) == {"learning_rate", "momentum"}
+
+
 def test_hyperparams_inside():
     tx, path = composed().init(PARAMS), "args/1/transforms"
     assert {"max_norm", "b1", f"{path}/a/learning_rate"} <= {*tx.hyperparams}
