@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import jet
+from jax.sharding import PartitionSpec
 
 from flax_amp import amp
-from helpers import HALVES, assert_identical, equations, jit
+from helpers import HALVES, assert_identical, equations, jit, relative_error
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
 WEIGHT = jnp.eye(3) / 2
@@ -164,3 +165,48 @@ def test_gradients(read):
         lambda t, i: (apply(amp(READS[read]), t, i), apply(READS[read], t, i))
     )(TABLE, INDICES)
     assert_identical(actual, expected)
+
+
+# --- over devices --------------------------------------------------------------------
+
+
+def loss(table, indices, **options):
+    return jnp.sum((table.at[indices].get(**options) @ WEIGHT) ** 2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_table_per_device(mesh, check_vma):
+    """Zeros are the same on all devices; what is added to them is not."""
+    tables = jnp.concatenate([TABLE * (1 + k) for k in range(8)])
+    indices = jnp.tile(INDICES, (8, 1)) % 6
+
+    def gradient(fn):
+        body = jax.shard_map(
+            jax.grad(fn),
+            mesh=mesh,
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec("data"),
+            check_vma=check_vma,
+        )
+        return jit(body)(tables, indices)
+
+    assert lookups(loss, TABLE, INDICES) == 1
+    assert relative_error(gradient(amp(loss)), gradient(loss)) < 2e-3
+
+
+def test_explicit_shardings():
+    """The gradient of a table has its sharding, which is a part of its type."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def fn(table, indices):
+        return jnp.sum(table[indices] ** 2)
+
+    for columns in (None, "x"):
+        with jax.set_mesh(mesh):
+            table = jax.device_put(jnp.ones((6, 4)), PartitionSpec(None, columns))
+            args = table, jnp.arange(4) % 3
+            assert lookups(fn, *args) == 1
+            found = jit(jax.grad(amp(fn)))(*args)
+            expected = jit(jax.grad(fn))(*args)
+        assert found.sharding.spec == expected.sharding.spec
+        assert_identical(found, expected)
