@@ -32,6 +32,17 @@ def own(leaf: Any) -> Any:
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf
 
 
+def strong_copy(leaf: Any) -> Any:
+    """Returns a number or an array as a strongly typed JAX array of its own.
+
+    A step would be traced again for an array with a weak type.
+    """
+    if not is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
+        return leaf
+    array = jnp.asarray(leaf)
+    return jnp.array(array, dtype=array.dtype, copy=True)
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns bool[]: no floating or complex leaf of `tree` holds an inf or a NaN.
 

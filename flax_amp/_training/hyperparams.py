@@ -6,9 +6,8 @@ from typing import Any
 import jax
 
 from flax_amp import _tree
+from flax_amp._training.aliases import PyTree
 from flax_amp.optim._optimizer import Optimizer, pure
-
-PyTree = Any
 
 
 def collect_hyperparams(opt_state: PyTree) -> dict[str, jax.Array]:

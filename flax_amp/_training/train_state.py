@@ -145,7 +145,7 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         check_params(params, "AmpTrainState.create")
         state = super().create(
             apply_fn=apply_fn,
-            params=_copy_leaves(params),
+            params=jax.tree.map(_tree.strong_copy, params),
             tx=wrap_optimizer(tx, params),
             scaler=validate_scaler(
                 {} if scaler is None else scaler,
@@ -163,7 +163,9 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
                 state = state.replace(opt_state=resume_opt_state(state.opt_state, tx))
         # The `init` of an optimizer may return the parameters themselves. All leaves
         # are copied again, because one buffer must not be donated twice.
-        return _copy_leaves(state).replace(step=jnp.zeros((), jnp.int32))
+        return jax.tree.map(_tree.strong_copy, state).replace(
+            step=jnp.zeros((), jnp.int32)
+        )
 
     @property
     def hyperparams(self) -> dict[str, Array]:
@@ -216,7 +218,9 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
                 "merge_model: the state was made from apply_fn and params; expected "
                 "one made with create(model=...). Use state.apply_fn(...) instead."
             )
-        params, variables = _copy_leaves((self.params, self.variables))
+        params, variables = jax.tree.map(
+            _tree.strong_copy, (self.params, self.variables)
+        )
         return merge_model(self.graphdef, params, variables)
 
 
@@ -246,18 +250,6 @@ def merge_model(
 ) -> nnx.Module:
     """Undoes `split_model`."""
     return nnx.merge(graphdef, params, variables)
-
-
-def _copy_leaves(tree: PyTree) -> PyTree:
-    """Copies every array and number into a strongly typed array of its own."""
-    return jax.tree.map(_copy_leaf, tree)
-
-
-def _copy_leaf(leaf: Any) -> Any:
-    if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float | complex):
-        return leaf
-    array = jnp.asarray(leaf)
-    return jnp.array(array, dtype=array.dtype, copy=True)
 
 
 def _check_model(model: object, params: PyTree, variables: object) -> None:

@@ -6,10 +6,9 @@ import jax
 import optax
 
 from flax_amp import _tree
+from flax_amp._training.aliases import PyTree
 from flax_amp._training.finite import apply_if_finite
 from flax_amp.optim._optimizer import Optimizer, update_state
-
-PyTree = Any
 
 
 def has_integers(params: PyTree) -> bool:
@@ -89,6 +88,6 @@ def _check_order(opt_state: PyTree) -> None:
             raise ValueError(
                 "AmpTrainState.create: tx is MultiSteps around apply_if_finite, which "
                 "tests gradients after they were added up: one inf would stay in the "
-                "sum for ever. Expected apply_if_finite outermost: pass "
+                "sum forever. Expected apply_if_finite outermost: pass "
                 "optax.MultiSteps(optimizer, k), create wraps it."
             )

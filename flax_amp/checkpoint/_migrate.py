@@ -109,7 +109,7 @@ def migrate(
     found = {path: leaves[old] for path, old in on_disk.items()}
     found |= _beginnings(optimizer, leaves, real, wanted)
     found = _taken(found, wanted, on_disk, chosen)
-    found, kept = _saved_scaler.suited(found, leaves, tree)
+    found, kept = _saved_scaler.fit_scaler(found, leaves, tree)
     stays = kept | {real[path] for path in optimizer.kept}
     stays |= _left_alone(wanted, leaves, on_disk, chosen)
     stays -= found.keys()

@@ -102,7 +102,7 @@ def _restore_step(
         key: values.get(("scaler", key), saved[key])
         for key in saved.keys() & _saved_scaler.KEYS
     }
-    taken, remark = _saved_scaler.to_take(saved, target.scaler)
+    taken, remark = _saved_scaler.resumable_entries(saved, target.scaler)
     if remark:
         _warn(f"{where}: {remark}; the target's is used.")
     scaler = _saved_scaler.completed(target.scaler) | taken

@@ -70,7 +70,9 @@ def translate(paths: Iterable[Path], wanted: Iterable[Path]) -> dict[Path, Path 
     return result
 
 
-def to_take(saved: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Any, str]:
+def resumable_entries(
+    saved: Mapping[str, Any], target: Mapping[str, Any]
+) -> tuple[Any, str]:
     """Returns what of a saved scaler to go on with, and a remark if that is not all.
 
     A static scaler says nothing to a run that needs a dynamic one, nor the reverse;
@@ -84,7 +86,7 @@ def to_take(saved: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[Any, s
     return taken, f"the scaler is {was} on disk and {is_now} in the target"
 
 
-def suited(
+def fit_scaler(
     found: Mapping[Path, np.ndarray],
     saved: Mapping[Path, np.ndarray],
     target: Mapping[Path, Any],
@@ -122,7 +124,7 @@ def _resumed(saved: Mapping[str, Any], target: Mapping[str, Any]) -> Scaler:
     A scale that was saved is brought within its limits, which others do not have:
     jaxamp's grows to infinity.
     """
-    taken, _ = to_take(saved, target)
+    taken, _ = resumable_entries(saved, target)
     fresh = completed(target)
     scaler = complete_scaler(fresh | taken)
     if "scaler" not in taken:

@@ -41,7 +41,7 @@ class Schedule(FactoryCall):
     def __call__(self, count: Any) -> jax.Array:
         """Returns the value at a count of updates, float32[]."""
         with self._explaining():
-            return _own(self.made()(count))
+            return _tree.strong_copy(self.made()(count))
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other arguments, by name."""
@@ -107,7 +107,7 @@ class Optimizer(FactoryCall):
         with self._explaining():
             state = self.made().init(params)
         # Arrays of its own: donating it must delete no array of the user.
-        return jax.tree.map(_own, self._with({"opt_state": state}))
+        return jax.tree.map(_tree.strong_copy, self._with({"opt_state": state}))
 
     def update(
         self, grads: PyTree, params: PyTree = None, *as_optax: Any, **extra_args: Any
@@ -253,7 +253,7 @@ class Optimizer(FactoryCall):
         for node in _tree.nodes(whole.opt_state, _INJECTED):
             values |= node.hyperparams
         # Copies, because the state may be donated.
-        return {name: _own(value) for name, value in values.items()}
+        return {name: _tree.strong_copy(value) for name, value in values.items()}
 
     def _entries(self) -> list[tuple[str, Path, Any]]:
         """Returns `(name, path, value)` of every number and schedule.
@@ -380,12 +380,6 @@ def _kind(value: Any) -> str:
     if is_number(value):
         return "a number"
     return "a function" if callable(value) else f"a {type(value).__name__}"
-
-
-def _own(leaf: Any) -> Any:
-    """Returns a number or an array as a strongly typed array of its own."""
-    is_number = _tree.is_array(leaf) or isinstance(leaf, int | float | complex)
-    return _strong(jnp.array(leaf)) if is_number else leaf
 
 
 def _strong(leaf: Any) -> Any:
