@@ -20,6 +20,7 @@ from jax.extend.core import primitives as _public_primitives
 # What annotations call JAX's objects. Type checkers learn nothing from its classes: an
 # `AbstractValue` has no dtype for them, and a closed jaxpr is an open one in JAX 0.12.
 Array = Any  # jax.Array, a tracer, or a NumPy array
+Arrays = Sequence[Array]
 Atom = Any  # jax.extend.core.Var or Literal
 Aval = Any  # jax.core.ShapedArray
 DType = Any  # numpy.dtype

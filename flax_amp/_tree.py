@@ -1,6 +1,7 @@
-"""Helpers for pytrees. They know nothing of policies, scalers or Flax."""
+"""Helpers for pytrees and lists. They know nothing of policies, scalers or Flax."""
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -107,3 +108,26 @@ def combine(matching: PyTree, rest: PyTree) -> PyTree:
     return map_or_none(
         lambda left, right: right if left is None else left, matching, rest
     )
+
+
+# --- lists ---------------------------------------------------------------------------
+
+
+def pick(items: Iterable[Any], mask: Iterable[bool]) -> list[Any]:
+    """Returns the items in the places that a mask selects."""
+    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
+
+
+def fill(
+    chosen: Iterable[Any], mask: Iterable[bool], others: Iterable[Any]
+) -> list[Any]:
+    """Returns the others, with the chosen items in the places that a mask selects."""
+    rest = iter(chosen)
+    pairs = zip(mask, others, strict=True)
+    return [next(rest) if is_chosen else other for is_chosen, other in pairs]
+
+
+def split_list(items: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
+    """Splits a sequence into groups of the given sizes and the rest."""
+    rest = iter(items)
+    return [*(tuple(itertools.islice(rest, n)) for n in counts), tuple(rest)]

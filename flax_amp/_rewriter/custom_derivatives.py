@@ -28,7 +28,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.interpreters import ad
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Aval, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Arrays, Aval, Eqn, Jaxpr, Var
 from flax_amp._rewriter.captures import captured_by, with_captured
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
@@ -47,6 +47,7 @@ from flax_amp._rewriter.plan import (
     has_paint,
     is_painted,
 )
+from flax_amp._tree import fill, pick, split_list
 from flax_amp.policy import LOW_OPS
 
 
@@ -70,15 +71,6 @@ class SingleBodyRule:
         return Step(Mode.RULE, plan.outs, f"inside {name}", uses=plan.uses, detail=plan)
 
 
-def split_list(items: Sequence[Any], *counts: int) -> list[tuple[Any, ...]]:
-    """Splits a sequence into groups of the given sizes and the rest."""
-    groups, start = [], 0
-    for count in counts:
-        groups.append(tuple(items[start : start + count]))
-        start += count
-    return [*groups, tuple(items[start:])]
-
-
 def _tangent_like(value: Value | None) -> Value | None:
     """Returns the value of a tangent or cotangent, which has the dtype of its primal.
 
@@ -92,18 +84,6 @@ def _tangent_like(value: Value | None) -> Value | None:
 Mask = tuple[bool, ...]
 _FLAX_FP8_FILE = os.path.join("flax", "linen", "fp8_ops.py")
 _DEFAULT_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
-
-
-def _pick(items: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """Returns the items in the places that a mask selects."""
-    return [item for item, chosen in zip(items, mask, strict=True) if chosen]
-
-
-def _fill(items: Sequence[Any], mask: Sequence[bool], others: Sequence[Any]) -> list:
-    """Returns the others, with the items in the places that a mask selects."""
-    rest = iter(items)
-    pairs = zip(mask, others, strict=True)
-    return [next(rest) if chosen else other for chosen, other in pairs]
 
 
 def _are_differentiable(variables: Sequence[Var]) -> Mask:
@@ -148,7 +128,7 @@ class CustomCall:
         """Returns the original call as a function of those operands in a mask."""
 
         def call(*chosen: Array) -> tuple[Array, ...]:
-            full = _fill(chosen, mask, operands)
+            full = fill(chosen, mask, operands)
             return tuple(_compat.bind(self.eqn, full, self.eqn.params))
 
         return call
@@ -259,12 +239,10 @@ class CustomRule(SingleBodyRule):
 class CustomJvp(CustomRule):
     """The user's jvp rule is rewritten and attached again."""
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         if emitter.wide_gradients:
             # JAX transposes the rule, and `wide_grad.product` has no transpose.
-            emitter = dataclasses.replace(emitter, wide_gradients=False, bodies={})
+            emitter = dataclasses.replace(emitter, wide_gradients=False, cache={})
         call = self.call(emitter, eqn, step)
         rebuilt = jax.custom_jvp(call)
         rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=True)
@@ -289,13 +267,13 @@ class _JvpRule:
             # A rule that is given symbolic zeros may also return some.
             if call.wants_symbolic_zeros:
                 original = self._recording(original)
-            chosen = tuple(_pick(primals, mask))
+            chosen = tuple(pick(primals, mask))
             outs, tangents_out = jax.jvp(original, chosen, tangents)
-            return (*outs, *_pick(tangents_out, self.perturbed))
+            return (*outs, *pick(tangents_out, self.perturbed))
 
-        tangents = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
+        tangents = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
         ins = (*call.plan.ins, *tangents)
-        structs = [*structs, *_pick(structs, mask)]
+        structs = [*structs, *pick(structs, mask)]
         self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,14 +297,14 @@ def _emit_jvp(call: CustomCall, primals: Any, tangents: Any) -> Any:
     # A zero tangent stays symbolic, so that the user's rule sees it as zero.
     mask = tuple(not _is_zero(t) for t in tangents)
     rule = call.rule(_JvpRule, mask, primals)
-    given = [jnp.asarray(t) for t in _pick(tangents, mask)]
+    given = [jnp.asarray(t) for t in pick(tangents, mask)]
     outs = call.emitter.emit(rule.plan, [*primals, *given])
     primals_out, tangents_out = split_list(outs, len(call.plan.outs))
     primals_out = tuple(call.emitter.cast_to_plan(primals_out, call.plan.outs))
-    values = tuple(_tangent_like(v) for v in _pick(call.plan.outs, rule.perturbed))
+    values = tuple(_tangent_like(v) for v in pick(call.plan.outs, rule.perturbed))
     zeros = [zero_from_primal(x, symbolic_zeros=True) for x in primals_out]
     low_tangents = call.emitter.cast_to_plan(tangents_out, values)
-    return primals_out, tuple(_fill(low_tangents, rule.perturbed, zeros))
+    return primals_out, tuple(fill(low_tangents, rule.perturbed, zeros))
 
 
 # --- reverse mode --------------------------------------------------------------------
@@ -335,9 +313,7 @@ def _emit_jvp(call: CustomCall, primals: Any, tangents: Any) -> Any:
 class CustomVjp(CustomRule):
     """The user's forward and backward functions are rewritten and attached again."""
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)
         # With symbolic zeros, JAX says which operands are perturbed.
         symbolic = call.wants_symbolic_zeros or _compat.takes_symbolic_zeros(operands)
@@ -360,7 +336,7 @@ class _VjpRule:
 
         def forward(*xs: Any) -> Any:
             original = call.original(xs, mask)
-            outs, vjp = jax.vjp(self._recording(original), *_pick(xs, mask))
+            outs, vjp = jax.vjp(self._recording(original), *pick(xs, mask))
             # The backward function that JAX returns is a pytree: its leaves are what
             # the backward pass reads, and travel from one plan to the other.
             residuals, self._treedef = jax.tree.flatten(vjp)
@@ -403,11 +379,11 @@ class _VjpRule:
         if nonzero not in self._backwards:
             self._backwards[nonzero] = self._plan_backward(nonzero, cotangents)
         plan, has_cotangent = self._backwards[nonzero]
-        grads = call.emitter.emit(plan, [*residuals, *_pick(cotangents, nonzero)])
-        values = [_tangent_like(v) for v in _pick(call.plan.ins, mask)]
-        cast = call.emitter.cast_to_plan(grads, tuple(_pick(values, has_cotangent)))
-        grads = _fill(cast, has_cotangent, [None] * len(has_cotangent))
-        return tuple(_fill(grads, mask, [None] * len(mask)))
+        grads = call.emitter.emit(plan, [*residuals, *pick(cotangents, nonzero)])
+        values = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
+        cast = call.emitter.cast_to_plan(grads, tuple(pick(values, has_cotangent)))
+        grads = fill(cast, has_cotangent, [None] * len(has_cotangent))
+        return tuple(fill(grads, mask, [None] * len(mask)))
 
     def _plan_backward(self, nonzero: Mask, cotangents: Sequence[Any]) -> Any:
         call = self._call
@@ -420,11 +396,11 @@ class _VjpRule:
             vjp = jax.tree.unflatten(self._treedef, residuals)
             # JAX does not call the rule if all cotangents are zero.
             self._has_cotangent = (False,) * sum(self._mask)
-            grads = vjp(tuple(_fill(cotangents, nonzero, zeros)))
-            return _pick(grads, self._has_cotangent)
+            grads = vjp(tuple(fill(cotangents, nonzero, zeros)))
+            return pick(grads, self._has_cotangent)
 
-        structs = (self._residuals, _pick(self._outs, nonzero))
-        values = [_tangent_like(v) for v in _pick(call.plan.outs, nonzero)]
+        structs = (self._residuals, pick(self._outs, nonzero))
+        values = [_tangent_like(v) for v in pick(call.plan.outs, nonzero)]
         ins = (*self._forward.outs[len(self._outs) :], *values)
         plan, _ = call.trace(backward, structs, ins)
         return plan, self._has_cotangent

@@ -11,8 +11,8 @@ one cast down of what was computed, such as the output of a norm.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Atom, DType, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
 from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.outline import outline
@@ -29,7 +29,6 @@ from flax_amp._rewriter.plan import (
     Mode,
     Paint,
     Plan,
-    Rule,
     Step,
     Value,
     Values,
@@ -39,10 +38,11 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recompute.regions import Recompute, Region, group_into_regions
-from flax_amp._rewriter.recompute.residuals import LowCopy, is_stored
-from flax_amp._rewriter.recompute.stored import mark_stored
+from flax_amp._rewriter.recompute.residuals import LowCopy, Node, is_stored
 from flax_amp._rewriter.wide_grad import product
 from flax_amp.policy import LOW_OPS, with_result_dtype
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,26 +50,19 @@ class Emitter:
     """Evaluates plans.
 
     Args:
-      painter: plans what is only known while emitting: custom derivative rules.
-      rules: the rules of structured primitives, by primitive name.
+      painter: plans what is only known while emitting: custom derivative rules. It
+        has the rules of structured primitives.
       recompute: how much the backward pass computes again.
       wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`).
       merge_layers: whether equal layers become calls of one function.
     """
 
     painter: Painter
-    rules: Mapping[str, Rule]
     recompute: Recompute = "auto"
     wide_gradients: bool = False
     merge_layers: bool = True
-    # Rewritten bodies, one for each plan and operand types: a block that is called 24
-    # times is rewritten and lowered once.
-    bodies: dict[Any, Jaxpr] = dataclasses.field(default_factory=dict)
-    # The regions of each plan and `recompute`, and the other equations, in order.
-    orders: dict[Any, list[Region | int]] = dataclasses.field(default_factory=dict)
-    # Each plan with calls for its repeated layers, and the functions that are called.
-    outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
-    layers: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    # What is made once for each plan (and `recompute`); see `once`.
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
 
@@ -77,6 +70,16 @@ class Emitter:
     def compute_dtype(self) -> DType:
         """The dtype of `LOW` values."""
         return self.painter.compute_dtype
+
+    def once(self, kind: str, plan: Plan, make: Callable[[], T], *types: Any) -> T:
+        """Returns what `make` gave at the first call for a plan and operand types.
+
+        A block that is called 24 times is rewritten once, and JAX lowers it once.
+        """
+        key = (kind, plan, self.recompute, *types)
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
 
     def emit(self, plan: Plan, operands: Sequence[Array]) -> list[Array]:
         """Evaluates a plan.
@@ -88,11 +91,7 @@ class Emitter:
         Returns:
           The results, in the dtypes that `plan.outs` says.
         """
-        if plan not in self.outlined:
-            # What rules close over must not be inside of a call, out of their sight.
-            merges = self.merge_layers and not (plan.exports or self.captured)
-            self.outlined[plan] = outline(plan) if merges else plan
-        plan = self.outlined[plan]
+        plan, order = self.once("order", plan, lambda: self._order(plan))
         jaxpr = plan.jaxpr
         env = _Environment(
             {
@@ -103,7 +102,7 @@ class Emitter:
             [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars),
         )
         self._capture(plan, env, plan.exports)
-        for item in self._order(plan):
+        for item in order:
             if isinstance(item, Region):
                 self._emit_region(plan, item, env)
                 outs = item.outs
@@ -121,13 +120,12 @@ class Emitter:
             if env.has(v):
                 self.captured[v] = env.full(v)
 
-    def _order(self, plan: Plan) -> list[Region | int]:
-        key = (plan, self.recompute)
-        if key not in self.orders:
-            self.orders[key] = group_into_regions(
-                plan, self.recompute, self.compute_dtype
-            )
-        return self.orders[key]
+    def _order(self, plan: Plan) -> tuple[Plan, list[Region | int]]:
+        """Returns the plan with calls for its repeated layers, and its regions."""
+        # What rules close over must not be inside of a call, out of their sight.
+        if self.merge_layers and not (plan.exports or self.captured):
+            plan = outline(plan)
+        return plan, group_into_regions(plan, self.recompute, self.compute_dtype)
 
     def _emit_region(self, plan: Plan, region: Region, env: "_Environment") -> None:
         values = {v: env.value(v) for v in region.ins}
@@ -137,16 +135,15 @@ class Emitter:
 
         def evaluate(*operands: Array) -> list[Array]:
             reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
-            arrays = dict(zip(region.ins, operands, strict=True))
-            first = region.barriers_at(region.indices[0])
-            # In the order of the inputs: that of a set differs from process to process,
-            # and XLA's compilation cache would not recognize the program.
-            for v in region.ins:
-                if v in region.stored:
-                    arrays[v] = mark_stored(arrays[v], first)
-            inside = _Environment(arrays, dict(values), reads)
+            # In the order of the inputs: that of the set `stored` differs from process
+            # to process, and XLA's compilation cache would not recognize the program.
+            arrays = {
+                v: region.mark(v, x, region.indices[0])
+                for v, x in zip(region.ins, operands, strict=True)
+            }
+            inside = _Environment(arrays, dict(values), reads, region)
             for i in region.indices:
-                inner._emit_equation(plan, i, inside, region)
+                inner._emit_equation(plan, i, inside)
             # Known only now, and read after the region.
             values.update((v, inside.value(v)) for v in region.outs)
             return [inside.array(v) for v in region.outs]
@@ -162,35 +159,21 @@ class Emitter:
         for eqn in eqns:
             env.release(eqn.invars)
 
-    def _emit_equation(
-        self,
-        plan: Plan,
-        index: int,
-        env: "_Environment",
-        region: Region | None = None,
-    ) -> None:
+    def _emit_equation(self, plan: Plan, index: int, env: "_Environment") -> None:
         eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
         values = tuple(env.value(v) for v in eqn.invars)
         with _compat.equation_context(eqn):
             if step.mode in (Mode.FULL, Mode.EXP):
                 arrays = [env.full(v) for v in eqn.invars]
             elif step.mode is Mode.LOW:
-                arrays = [
-                    env.low(v, self.compute_dtype, _copy_barriers(region, v, index))
-                    for v in eqn.invars
-                ]
+                arrays = [env.low(v, self.compute_dtype, index) for v in eqn.invars]
             else:
                 arrays = [env.array(v) for v in eqn.invars]
             outs = self._emit_step(eqn, step, arrays, values)
             # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
-            if region is not None:
-                outs = [
-                    mark_stored(x, region.barriers_at(index))
-                    if v in region.stored
-                    else x
-                    for v, x in zip(eqn.outvars, outs, strict=True)
-                ]
+            marks = zip(eqn.outvars, outs, strict=True)
+            outs = [env.mark(v, x, index) for v, x in marks]
         env.write(eqn.outvars, outs, step.outs)
         env.release(eqn.invars)
 
@@ -198,10 +181,12 @@ class Emitter:
         self, eqn: Eqn, step: Step, arrays: Sequence[Array], values: Values
     ) -> Sequence[Array]:
         if step.mode is Mode.RULE:
-            rule = self.rules[eqn.primitive.name]
-            return rule.emit(self, eqn, step, arrays, values)
+            rule = self.painter.rules[eqn.primitive.name]
+            return rule.emit(self, eqn, step, arrays)
         if step.mode is Mode.REPEAT:
-            return self._layer(step.detail)(*arrays)
+            return self.once("layer", step.detail, lambda: self._layer(step.detail))(
+                *arrays
+            )
         if step.mode is Mode.EXP:
             return [rounded_exp(arrays[0], self.compute_dtype)]
         if step.mode is Mode.CALL:
@@ -228,16 +213,13 @@ class Emitter:
         factors = [x if w else y for x, y, w in zip(arrays, low, wide, strict=True)]
         return [product(eqn, params, self.compute_dtype, factors, wide)]
 
-    def _layer(self, plan: Plan) -> Any:
+    def _layer(self, plan: Plan) -> Callable[..., Arrays]:
         """Returns the jitted function of a repeated layer."""
-        key = (plan, self.recompute)
-        if key not in self.layers:
 
-            def repeated(*operands: Array) -> list[Array]:
-                return self.emit(plan, operands)
+        def repeated(*operands: Array) -> list[Array]:
+            return self.emit(plan, operands)
 
-            self.layers[key] = jax.jit(repeated)
-        return self.layers[key]
+        return jax.jit(repeated)
 
     def to_compute_dtype(
         self, x: Array, value: Value | None, primitive: str = ""
@@ -285,19 +267,6 @@ class Emitter:
         ]
 
 
-def _copy_barriers(
-    region: Region | None, atom: Atom, index: int
-) -> Sequence[str] | None:
-    """Returns the platforms with barriers at a stored low copy, if it is stored."""
-    if (
-        region is None
-        or isinstance(atom, Literal)
-        or LowCopy(atom) not in region.stored
-    ):
-        return None
-    return region.barriers_at(index)
-
-
 def _to_float32(x: Array, value: Value | None) -> Array:
     """Returns an operand in float32."""
     if value is None or x.dtype == jnp.float32:
@@ -314,6 +283,7 @@ class _Environment:
       arrays: the arrays of the inputs, by variable.
       values: their values.
       reads: every read of a variable, results included.
+      region: the region that is emitted, if it is one.
     """
 
     def __init__(
@@ -321,7 +291,9 @@ class _Environment:
         arrays: dict[Var, Array],
         values: dict[Var, Value | None],
         reads: Sequence[Atom],
+        region: Region | None = None,
     ):
+        self._region = region
         self._arrays = arrays
         self._values = values
         self._full: dict[Var, Array] = {}
@@ -343,7 +315,7 @@ class _Environment:
             self._full[atom] = _to_float32(self._arrays[atom], self._values[atom])
         return self._full[atom]
 
-    def low(self, atom: Atom, dtype: DType, barriers: Sequence[str] | None) -> Array:
+    def low(self, atom: Atom, dtype: DType, index: int) -> Array:
         """Returns the array, if it is a full one in low precision.
 
         All readers share one cast. Leaves stay as they are, because each use of a
@@ -352,16 +324,19 @@ class _Environment:
         Args:
           atom: the variable or literal.
           dtype: the compute dtype.
-          barriers: if given, the cast is stored for the backward pass, with barriers on
-            these platforms.
+          index: the index of the equation that reads it.
         """
         is_full = has_paint(self.value(atom), Paint.FULL)
         if isinstance(atom, Literal) or not is_full:
             return self.array(atom)
         if atom not in self._low:
             x = jax.lax.convert_element_type(self._arrays[atom], dtype)
-            self._low[atom] = x if barriers is None else mark_stored(x, barriers)
+            self._low[atom] = self.mark(LowCopy(atom), x, index)
         return self._low[atom]
+
+    def mark(self, key: Node, x: Array, index: int) -> Array:
+        """Returns an array, marked if the region stores it (see `Region.mark`)."""
+        return x if self._region is None else self._region.mark(key, x, index)
 
     def has(self, variable: Var) -> bool:
         return variable in self._arrays

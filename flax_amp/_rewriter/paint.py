@@ -92,6 +92,7 @@ from flax_amp.policy import (
     Decision,
     Origin,
     Policy,
+    PrecisionFunction,
     follow_precision,
     keep_precision,
     use_compute_precision,
@@ -132,7 +133,7 @@ class Painter:
     ) -> None:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self._policy = policy
-        self._rules = rules
+        self.rules = rules
         self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
         # The variables that hold states of unrolled recurrences, and the jaxprs that
         # were searched for them, by id.
@@ -188,6 +189,8 @@ class Painter:
             )
         known = dict(zip(jaxpr.invars, ins, strict=True))
         known |= dict(zip(jaxpr.constvars, const_ins, strict=True))
+        # How a value is read depends on the paints of its readers, and those depend on
+        # its own. The first pass takes all readers for low ones, to begin somewhere.
         forward = self._forward(jaxpr, known, {}, context)
         uses = self._backward(jaxpr, forward, out_uses, context)
         if any(
@@ -226,7 +229,13 @@ class Painter:
     def _backward(
         self, jaxpr: Jaxpr, forward: _Forward, out_uses: Uses, context: Context
     ) -> dict[Var, Use]:
-        """Returns how each variable is read."""
+        """Returns how each variable is read.
+
+        An equation that follows its operands reads them as its result is read:
+
+            s = sub x m          x and m are read in float32, because s is
+            e = exp s            s is read in float32
+        """
         uses: dict[Var, Use] = {}
 
         def read(atoms: Sequence[Atom], atom_uses: Sequence[Use]) -> None:
@@ -258,7 +267,7 @@ class Painter:
         scopes = context.scopes + _compat.scope_names(eqn)
         decision = context.forced or self._policy.decide(eqn.primitive, scopes)
         stops = decision.function is use_original_precision
-        rule = self._rules.get(eqn.primitive.name)
+        rule = self.rules.get(eqn.primitive.name)
         if rule is not None and not (stops and decision.origin is not Origin.DEFAULT):
             _check_structured(eqn, decision)
             if decision.origin is Origin.SCOPE and _takes_no_data(ins):
@@ -278,21 +287,13 @@ class Painter:
     def _paint_plain(
         self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
     ) -> Step:
-        function = decision.function
         because = f"{decision.origin.value} {decision.key}"
-        is_fixed = isinstance(function, use_precision)
-        if (function in BUILT_IN or is_fixed) and not any(ins):
+        function = self._built_in(eqn, decision.function)
+        is_users = not (function or isinstance(decision.function, use_precision))
+        if not is_users and not any(ins):
             return _full(eqn, FULL, "no float32 operand")
         if eqn.params.get("update_jaxpr") is not None:  # of a scatter
             return _full(eqn, FULL, "its update function is a float32 one")
-        if isinstance(function, use_precision):
-            # A third dtype, such as float16 under bfloat16, is no paint: the function
-            # is called on the equation, as a user's own function is.
-            is_castable = eqn.primitive.name in CASTABLE_OPS
-            if function.dtype == self.compute_dtype:
-                function = use_compute_precision
-            elif function.dtype == jnp.float32 or not is_castable:
-                function = use_original_precision
         if function in (use_original_precision, use_widest_precision):
             return _full(eqn, FULL, because)
         if function is use_compute_precision:
@@ -302,6 +303,20 @@ class Painter:
         if function is keep_precision:
             return self._paint_keep(eqn, ins, uses)
         return self._paint_call(eqn, ins, decision, because)
+
+    def _built_in(self, eqn: Eqn, function: PrecisionFunction) -> Any:
+        """Returns the function of `policy.py` that a function amounts to, if any.
+
+        None is like `use_precision` with a third dtype, such as float16 under bfloat16,
+        which is no paint: it is called on the equation, as a user's own function is.
+        """
+        if not isinstance(function, use_precision):
+            return function if function in BUILT_IN else None
+        if function.dtype == self.compute_dtype:
+            return use_compute_precision
+        is_castable = eqn.primitive.name in CASTABLE_OPS
+        is_float32 = function.dtype == jnp.float32
+        return use_original_precision if is_float32 or not is_castable else None
 
     def _paint_low(self, eqn: Eqn, because: str) -> Step:
         obstacle = self._obstacle_to_low(eqn)
@@ -332,8 +347,7 @@ class Painter:
 
     def _paint_follow(self, eqn: Eqn, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
-        is_normalized = any(v.statistic_applied for v in operands)
-        has_data = is_normalized or any(v.paint is Paint.LOW for v in operands)
+        has_data = any(v.statistic_applied or v.paint is Paint.LOW for v in operands)
         if any(v.loop_state for v in operands):
             return _full(eqn, LOOP_STATE, "float32 state of a loop")
         if has_data and eqn.outvars[0] in self._states:
@@ -343,16 +357,23 @@ class Painter:
                 return _full(eqn, FULL, "follows a full-precision operand")
             reason = "applies a full-precision value"
             return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
-        if is_normalized and _has_leaf(operands):
-            # Cast down, the scale and bias of a BatchNorm break its fusion on a TPU.
-            reason = "float32 leaf joins a normalized value"
-            return _full(eqn, STATISTIC_APPLIED, reason)
         if not has_data:
             return _full(eqn, LEAF, "float32 leaves only")
         return self._paint_data(eqn, operands, uses)
 
     def _paint_data(self, eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Step:
-        """Paints arithmetic with low-precision data that meets no statistic."""
+        """Paints arithmetic with low-precision data that meets no statistic.
+
+        In the last lines of a norm, `d` has its mean subtracted, and `g` is a leaf:
+
+            o:f32 = mul d r      r: the statistic is applied; o may go back ...
+            s:f32 = mul o g      ... but the scale joins in float32,
+            t:bf16 = add s x     and with other data it goes back
+        """
+        if any(v.statistic_applied for v in operands) and _has_leaf(operands):
+            # Cast down, the scale and bias of a BatchNorm break its fusion on a TPU.
+            reason = "float32 leaf joins a normalized value"
+            return _full(eqn, STATISTIC_APPLIED, reason)
         for v in operands:
             if v.constant is not None and not constant_survives_cast(
                 eqn, v.constant, self.compute_dtype

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from flax_amp._compat import Array, Atom, Aval, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Arrays, Atom, Aval, Eqn, Jaxpr, Var
 from flax_amp.policy import Decision
 
 
@@ -243,14 +243,7 @@ class Rule(Protocol):
         self, painter: Any, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step: ...
 
-    def emit(
-        self,
-        emitter: Any,
-        eqn: Eqn,
-        step: Step,
-        operands: Sequence[Array],
-        values: Values,
-    ) -> Sequence[Array]: ...
+    def emit(self, emitter: Any, eqn: Eqn, step: Step, operands: Arrays) -> Arrays: ...
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
-from flax_amp._compat import DType, Eqn, Jaxpr
+from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.plan import Plan
 from flax_amp._scope_paths import paths, split_method
+from flax_amp._tree import fill, is_inexact_array, pick
 from flax_amp.policy import (
     LOW_OPS,
     Origin,
@@ -243,15 +244,12 @@ def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
         for i, v in enumerate(eqn.invars)
     ]
 
-    def derivative(*operands: Any) -> Any:
-        def call(*moving: Any) -> list[Any]:
-            rest = iter(moving)
-            pairs = zip(operands, moves, strict=True)
-            full = [next(rest) if moved else x for x, moved in pairs]
-            outs = _compat.bind(eqn, full, eqn.params)
-            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    def derivative(*operands: Array) -> Any:
+        def call(*moving: Array) -> Arrays:
+            outs = _compat.bind(eqn, fill(moving, moves, operands), eqn.params)
+            return list(filter(is_inexact_array, outs))
 
-        moving = [x for x, moved in zip(operands, moves, strict=True) if moved]
+        moving = pick(operands, moves)
         if eqn.primitive.name == "custom_jvp_call":
             return jax.jvp(call, moving, moving)
         outs, pullback = jax.vjp(call, *moving)

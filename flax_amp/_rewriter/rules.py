@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Eqn, Jaxpr
+from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
 from flax_amp._rewriter.custom_derivatives import (
     CustomJvp,
     CustomRule,
     CustomVjp,
     SingleBodyRule,
-    split_list,
 )
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.heuristics import is_indexed
@@ -50,24 +49,20 @@ from flax_amp._rewriter.plan import (
     like,
     out_avals,
 )
+from flax_amp._tree import split_list
 
 
-def _rewrite_body(emitter: Emitter, plan: Plan, operands: Sequence[Array]) -> Jaxpr:
+def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
     """Returns the rewritten closed jaxpr of a plan for operands of given types."""
-    key = (plan, emitter.recompute, tuple(jax.typeof(x) for x in operands))
-    if key not in emitter.bodies:
-        emitter.bodies[key] = jax.make_jaxpr(lambda *xs: emitter.emit(plan, xs))(
-            *operands
-        )
-    return emitter.bodies[key]
+    trace = jax.make_jaxpr(lambda *xs: emitter.emit(plan, xs))
+    types = map(jax.typeof, operands)
+    return emitter.once("body", plan, lambda: trace(*operands), *types)
 
 
 class _Jit(SingleBodyRule):
     """A jit stays a jit: same name, shardings, layouts, donation."""
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> list[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         body = _rewrite_body(emitter, step.detail, operands)
         return _compat.bind(eqn, operands, {**eqn.params, self.param: body})
 
@@ -77,9 +72,7 @@ class _Checkpoint(SingleBodyRule):
 
     body_kind = BodyKind.OPAQUE
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> list[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         closed = _rewrite_body(emitter, step.detail, operands)
         body, consts = _compat.hoist_consts(closed)
         params = {**eqn.params, self.param: body}
@@ -89,18 +82,14 @@ class _Checkpoint(SingleBodyRule):
 class _Call(SingleBodyRule):
     """A plain call is evaluated in place."""
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> list[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         return emitter.emit(step.detail, operands)
 
 
 class _ShardMap(SingleBodyRule):
     """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         params = eqn.params
         return jax.shard_map(
             lambda *xs: tuple(emitter.emit(step.detail, xs)),
@@ -117,9 +106,17 @@ class _ShardMap(SingleBodyRule):
 
 @dataclasses.dataclass(frozen=True)
 class _LoopPlan:
-    """The plan of a loop: its body, the values of the carry, a `while`'s condition."""
+    """The plan of a loop.
+
+    Attributes:
+      body: the plan of its body.
+      init: the values that the carry starts with.
+      carry: its values before and after each iteration.
+      condition: the plan of a `while`'s condition.
+    """
 
     body: Plan
+    init: Values
     carry: Values
     condition: Plan | None = None
 
@@ -236,31 +233,22 @@ class _Scan:
             # No demand leaves a loop: stacked inputs in float32 cost more than one
             # rounding.
             uses=(Use.LOW,) * len(ins),
-            detail=_LoopPlan(plan, carry),
+            detail=_LoopPlan(plan, init, carry),
         )
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> list[Array]:
-        counts = _compat.scan_counts(eqn)
-        consts, init, xs = split_list(operands, *counts)
-        _, init_values, _ = split_list(values, *counts)
-        consts = tuple(
-            emitter.cast_to_plan(consts, step.detail.body.ins[: len(consts)])
-        )
-        body_plan, carry = step.detail.body, step.detail.carry
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
+        loop = step.detail
+        consts, init, xs = split_list(operands, *_compat.scan_counts(eqn))
+        consts = tuple(emitter.cast_to_plan(consts, loop.body.ins[: len(consts)]))
+        start = tuple(emitter.cast_to_plan(init, loop.carry, loop.init))
 
-        def body(carry_in: Any, x: Any) -> Any:
-            outs = emitter.emit(body_plan, (*consts, *carry_in, *x))
-            outs = emitter.cast_to_plan(outs, step.outs, body_plan.outs)
+        def body(carry: tuple[Array, ...], x: tuple[Array, ...]) -> Any:
+            outs = emitter.emit(loop.body, (*consts, *carry, *x))
+            outs = emitter.cast_to_plan(outs, step.outs, loop.body.outs)
             return tuple(outs[: len(carry)]), tuple(outs[len(carry) :])
 
-        carry_out, ys = jax.lax.scan(
-            body,
-            tuple(emitter.cast_to_plan(init, carry, init_values)),
-            tuple(xs),
-            **_compat.scan_options(eqn),
-        )
+        options = _compat.scan_options(eqn)
+        carry_out, ys = jax.lax.scan(body, start, tuple(xs), **options)
         return [*carry_out, *ys]
 
 
@@ -283,17 +271,14 @@ class _While:
             tuple(map(_value_after_loop, carry, init)),
             "inside while",
             uses=(Use.LOW,) * len(ins),
-            detail=_LoopPlan(body, carry, condition),
+            detail=_LoopPlan(body, init, carry, condition),
         )
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         loop = step.detail
         of_cond, of_body, init = split_list(operands, *self._counts(eqn))
-        _, _, init_values = split_list(values, *self._counts(eqn))
 
-        def as_carry(arrays: Sequence[Array], origins: Values) -> list[Array]:
+        def as_carry(arrays: Arrays, origins: Values) -> list[Array]:
             cast = emitter.cast_to_plan(arrays, loop.carry, origins)
             return [_strongly_typed(x) for x in cast]
 
@@ -302,7 +287,7 @@ class _While:
 
         # The primitive is bound: under vmap there is a condition for each example,
         # which jax.lax.while_loop does not take.
-        start = as_carry(init, init_values)
+        start = as_carry(init, loop.init)
         params = {
             **eqn.params,
             "cond_jaxpr": _rewrite_body(emitter, loop.condition, (*of_cond, *start)),
@@ -332,9 +317,7 @@ class _Cond:
             Mode.RULE, outs, "inside cond", uses=(Use.NONE, *together), detail=plans
         )
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         def branch(plan: Plan, *xs: Array) -> Any:
             return tuple(
                 emitter.cast_to_plan(emitter.emit(plan, xs), step.outs, plan.outs)
@@ -372,7 +355,7 @@ class _LinearSolve:
         state = tuple(map(_value_in_body, self._state(eqn, vectors)))
         inner = context.inside(
             BodyKind.OPAQUE
-        )  # its own derivative decides what is stored
+        )  # its own derivative says what is stored
         plans = tuple(
             jaxpr and painter.plan(jaxpr, (*values, *state), None, inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)
@@ -385,9 +368,7 @@ class _LinearSolve:
             detail=plans,
         )
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         jaxprs = eqn.params["jaxprs"]
         *consts, vectors = split_list(operands, *eqn.params["const_lengths"])
         state = emitter.cast_to_plan(vectors, self._state(eqn, vectors))
@@ -414,9 +395,7 @@ class _LinearSolve:
 class _CustomVmap(CustomRule):
     """The function is rewritten, and so is the user's batching rule when it is used."""
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)
 
         @jax.custom_batching.custom_vmap
@@ -457,9 +436,7 @@ class _ConvertElementType:
             return Step(Mode.FULL, like(out_avals(eqn), LEAF), "mask")
         return Step(Mode.FULL, like(out_avals(eqn), FULL), "explicit cast")
 
-    def emit(
-        self, emitter: Emitter, eqn: Eqn, step: Step, operands: Any, values: Values
-    ) -> Sequence[Array]:
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         (x,) = operands
         # It is not bound, because its dtype parameter would undo the paint. A weak type
         # ends here, as it does in the original.

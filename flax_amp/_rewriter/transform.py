@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _compat, _tree
-from flax_amp._compat import Array, DType, Jaxpr
+from flax_amp._compat import Array, Arrays, DType, Jaxpr
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
@@ -156,7 +156,7 @@ def amp(
         plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
         if compute_dtype != jnp.float32:
             warn_of_precision(plan)
-        emitter = Emitter(painter, RULES, recompute, wide_gradients, merge_layers)
+        emitter = Emitter(painter, recompute, wide_gradients, merge_layers)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
         outs = outs[: len(jaxpr.outvars)]
         outs = emitter.cast_to_plan(outs, like([v.aval for v in jaxpr.outvars], LEAF))
@@ -188,35 +188,30 @@ def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
 
 def _trace(
     function: Callable[[list[Any]], Any], inputs: list[Any]
-) -> tuple[Jaxpr, Callable[[list[Array]], PyTree]]:
+) -> tuple[Jaxpr, Callable[[Arrays], PyTree]]:
     """Traces a function of a flat list of inputs; those that are no arrays are static.
 
     Returns:
       The closed jaxpr of its arrays, and a function that puts the arrays of its result
       back among the other leaves.
     """
+    is_traced = [_tree.is_array(x) for x in inputs]
     treedef: Any = None
+    is_result: list[bool] = []
     static: list[Any] = []
-    mask = [_tree.is_array(x) for x in inputs]
 
-    def pure(*arrays: Array) -> list[Array]:
-        nonlocal treedef, static
-        rest = iter(arrays)
-        out = function(
-            [next(rest) if m else x for m, x in zip(mask, inputs, strict=True)]
-        )
+    def pure(*arrays: Array) -> Arrays:
+        nonlocal treedef, is_result, static
+        out = function(_tree.fill(arrays, is_traced, inputs))
         leaves, treedef = jax.tree.flatten(out)
+        is_result = [_tree.is_array(x) for x in leaves]
         static = [None if _tree.is_array(x) else x for x in leaves]
-        return [x for x in leaves if _tree.is_array(x)]
+        return _tree.pick(leaves, is_result)
 
-    closed = jax.make_jaxpr(pure)(*[x for x in inputs if _tree.is_array(x)])
-
-    def rebuild(arrays: list[Array]) -> PyTree:
-        rest = iter(arrays)
-        leaves = [next(rest) if x is None else x for x in static]
-        return jax.tree.unflatten(treedef, leaves)
-
-    return closed, rebuild
+    closed = jax.make_jaxpr(pure)(*_tree.pick(inputs, is_traced))
+    return closed, lambda arrays: jax.tree.unflatten(
+        treedef, _tree.fill(arrays, is_result, static)
+    )
 
 
 def amp_stop(fun: Any = None) -> Any:

@@ -146,48 +146,31 @@ class EquationIds:
         )
 
     def _part_key(self, value: Any) -> Any:
-        """Returns the key of any part of an equation."""
+        """Returns the key of any part of an equation.
+
+        The key of `2.0` has its bits, that of `(0, x)` the keys of its items. A jaxpr,
+        or `partial(f, 1)`, has a number: the same one for what has equal parts. The key
+        of any other object is the object itself.
+        """
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, np.dtype):
-            return kind, value
         if kind is tuple:
             return self._part_keys(value)
-        if isinstance(value, type | enum.Enum):
+        if isinstance(value, type):  # it has the attributes of its instances
             return _Identity(value)
-        # By bits: `0.0 == -0.0`, and `nan != nan`.
-        if kind in (float, complex):
-            return kind, np.asarray(value).tobytes()
-        if isinstance(value, np.ndarray | np.generic | jax.Array):
-            return self._array_key(value)
         if kind is frozenset:
             return kind, frozenset(map(self._part_key, value))
         if _compat.is_jaxpr(value):
             return self._number_once(value, self._jaxpr_key)
         if (parts := _parts_of(value)) is not None:
             return self._number_once(value, lambda _: (kind, self._part_keys(parts)))
-        if hasattr(kind, "_fields") and not hasattr(value, "__dict__"):
-            return kind, self._part_keys(value)
         if kind is types.FunctionType:
             return self._number_once(value, self._function_key)
-        return (kind, value) if _is_comparable(value) else _Identity(value)
+        if hasattr(kind, "_fields") and not hasattr(value, "__dict__"):
+            return kind, self._part_keys(value)
+        return _key_of_one(value)
 
     def _part_keys(self, values: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(map(self._part_key, values))
-
-    def _array_key(self, x: Array) -> Any:
-        # Larger arrays are compared by identity: to read them may wait for a device.
-        if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
-            return _Identity(x)
-        placement: tuple[Any, ...] = ()
-        if isinstance(x, jax.Array):
-            is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            if is_key or x.is_deleted() or not x.is_fully_addressable:
-                return _Identity(x)
-            placement = (jax.typeof(x), x.sharding, x.committed)
-        array = np.asarray(x)
-        if array.dtype.hasobject:
-            return _Identity(x)
-        return type(x), placement, array.dtype, array.shape, array.tobytes()
 
     def _function_key(self, function: types.FunctionType) -> Any:
         try:
@@ -286,6 +269,36 @@ def _operand_key(atom: Atom, strict: bool) -> Any:
     if is_literal and (strict or not jnp.issubdtype(atom.aval.dtype, jnp.integer)):
         return bits(atom)
     return atom.aval, is_literal
+
+
+def _key_of_one(value: Any) -> Any:
+    """Returns the key of an object that is not compared part by part."""
+    kind = type(value)
+    if isinstance(value, enum.Enum):
+        return _Identity(value)
+    # By bits: `0.0 == -0.0`, and `nan != nan`.
+    if kind in (float, complex):
+        return kind, np.asarray(value).tobytes()
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return _array_key(value)
+    is_plain = kind in _PLAIN or isinstance(value, np.dtype)
+    return (kind, value) if is_plain or _is_comparable(value) else _Identity(value)
+
+
+def _array_key(x: Array) -> Any:
+    # Larger arrays are compared by identity: to read them may wait for a device.
+    if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
+        return _Identity(x)
+    placement: tuple[Any, ...] = ()
+    if isinstance(x, jax.Array):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        if is_key or x.is_deleted() or not x.is_fully_addressable:
+            return _Identity(x)
+        placement = (jax.typeof(x), x.sharding, x.committed)
+    array = np.asarray(x)
+    if array.dtype.hasobject:
+        return _Identity(x)
+    return type(x), placement, array.dtype, array.shape, array.tobytes()
 
 
 def _is_covered(value: Any, planned: Iterable[int]) -> bool:

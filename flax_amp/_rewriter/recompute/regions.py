@@ -15,11 +15,21 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from flax_amp._compat import DType, Var
+from flax_amp._compat import Array, DType, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
-from flax_amp._rewriter.plan import BodyKind, Plan, Value, variables
-from flax_amp._rewriter.recompute import stored
-from flax_amp._rewriter.recompute.residuals import Residuals, choose, is_light
+from flax_amp._rewriter.plan import BodyKind, Plan, variables
+from flax_amp._rewriter.recompute.residuals import (
+    Node,
+    Residuals,
+    choose,
+    is_light,
+)
+from flax_amp._rewriter.recompute.stored import (
+    EVERYWHERE,
+    NOWHERE,
+    ON_GPU,
+    mark_stored,
+)
 from flax_amp.policy import LOW_OPS
 
 _SMALL_STEP = 4 << 20  # bytes
@@ -60,13 +70,23 @@ class Region:
     indices: Sequence[int]
     ins: Sequence[Var]
     outs: Sequence[Var]
-    stored: frozenset[Any]
+    stored: frozenset[Node]
     barriers: Sequence[str]
     barriers_until: int
 
     def barriers_at(self, index: int) -> Sequence[str]:
         """Returns the platforms with barriers at what an equation reads or makes."""
-        return self.barriers if index < self.barriers_until else stored.NOWHERE
+        return self.barriers if index < self.barriers_until else NOWHERE
+
+    def mark(self, key: Node, x: Array, index: int) -> Array:
+        """Returns an array, marked if it is stored.
+
+        Args:
+          key: what the array is, as in `stored`.
+          x: the array.
+          index: the index in the plan of the equation that reads or makes it.
+        """
+        return mark_stored(x, self.barriers_at(index)) if key in self.stored else x
 
 
 def group_into_regions(
@@ -85,29 +105,7 @@ def group_into_regions(
         or not _sizes_are_known(plan)
     ):
         return list(range(len(plan.steps)))
-    values = plan.values()
-    moves = moves_of_inputs(plan, values)
-    light, heavy = _levels(plan, moves)
-    readers = _readers(plan, light)
-    order: list[Region | int] = [*moves]
-    levels = sorted({*light, *heavy})
-    for level in levels:
-        if light[level]:
-            # The head of a model is in the last region, with no loop behind it.
-            is_last = (
-                plan.body_kind is BodyKind.STRAIGHT
-                and level == levels[-1]
-                and not heavy[level]
-            )
-            made = [v for i in light[level] for v in plan.jaxpr.eqns[i].outvars]
-            # What only the region itself reads does not leave it.
-            outs = [v for v in made if readers[v] - {level}]
-            region = _region(
-                plan, light[level], outs, values, recompute, compute_dtype, is_last
-            )
-            order += light[level] if region is None else [region]
-        order += heavy[level]
-    return order
+    return _Grouping(plan, recompute, compute_dtype).order()
 
 
 def _sizes_are_known(plan: Plan) -> bool:
@@ -126,9 +124,15 @@ def _levels(
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Sorts light and heavy equations by level.
 
-    The level of an equation is the largest number of heavy equations on a path to it.
+    The level of an equation is the largest number of heavy equations on a path to it:
+
+        a = add x b                0, light
+        c = custom_vjp_call a      0, heavy
+        d = mul c x                1, light: behind one heavy equation
+        e = tanh b                 0, light
+
     No path between two light equations of one level leads through a heavy one, so they
-    can run together.
+    can run together, however far apart they stand.
 
     Args:
       plan: a plan.
@@ -168,59 +172,75 @@ def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Var, set[int | Non
     return readers
 
 
-def _region(
-    plan: Plan,
-    indices: list[int],
-    outs: list[Var],
-    values: dict[Var, Value | None],
-    recompute: Recompute,
-    compute_dtype: DType,
-    is_last: bool,
-) -> Region | None:
-    """Returns the region of some light equations, if recomputing saves anything."""
-    eqns = [plan.jaxpr.eqns[i] for i in indices]
-    made = {v for eqn in eqns for v in eqn.outvars}
-    reads = [v for eqn in eqns for v in variables(eqn.invars)]
-    ins = list(dict.fromkeys(v for v in reads if v not in made))
-    in_loop = plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER)
-    stores_operands = not in_loop and recompute == "auto"
-    residuals = choose(
-        eqns,
-        [plan.steps[i] for i in indices],
-        ins,
-        values,
-        compute_dtype,
-        stores_operands=stores_operands,
-    )
-    if not _is_worth_it(plan.body_kind, stores_operands, residuals):
-        return None
-    # In a loop the passes are two loops, which XLA cannot merge.
-    if in_loop:
-        barriers = stored.NOWHERE
-    elif recompute == "always":
-        barriers = stored.EVERYWHERE
-    else:
-        barriers = stored.ON_GPU
-    return Region(
-        indices=indices,
-        ins=ins,
-        outs=outs,
-        stored=residuals.stored,
-        barriers=barriers,
-        barriers_until=_start_of_head(plan, indices) if is_last else len(plan.steps),
-    )
+class _Grouping:
+    """The grouping of a plan's equations; arguments as in `group_into_regions`."""
 
+    def __init__(self, plan: Plan, recompute: Recompute, compute_dtype: DType):
+        self._plan = plan
+        self._compute_dtype = compute_dtype
+        self._values = plan.values()
+        in_straight_code = plan.body_kind in (
+            BodyKind.STRAIGHT,
+            BodyKind.REPEATED_LAYER,
+        )
+        self._stores_operands = in_straight_code and recompute == "auto"
+        # In a loop the passes are two loops, which XLA cannot merge.
+        self._barriers = NOWHERE
+        if in_straight_code:
+            self._barriers = EVERYWHERE if recompute == "always" else ON_GPU
 
-def _is_worth_it(
-    body_kind: BodyKind, stores_operands: bool, residuals: Residuals
-) -> bool:
-    """Whether recomputing saves enough."""
-    if stores_operands:
-        # Where little is saved, barriers only force XLA to store what it need not.
-        return residuals.recomputed_bytes > 0.5 * residuals.stored_bytes
-    saved = residuals.recomputed_bytes + residuals.called_bytes
-    # The steps of an RNN are small and wait for one another: there time counts.
-    return saved > (_SMALL_STEP if body_kind is BodyKind.RECURRENT_SCAN else 0)
+    def order(self) -> list[Region | int]:
+        """Returns the regions and the indices of all other equations, in order."""
+        plan = self._plan
+        moves = moves_of_inputs(plan, self._values)
+        light, heavy = _levels(plan, moves)
+        readers = _readers(plan, light)
+        order: list[Region | int] = [*moves]
+        levels = sorted({*light, *heavy})
+        for level in levels:
+            if light[level]:
+                # The head of a model is in the last region, with no loop behind it.
+                is_last = level == levels[-1] and not heavy[level]
+                made = [v for i in light[level] for v in plan.jaxpr.eqns[i].outvars]
+                # What only the region itself reads does not leave it.
+                outs = [v for v in made if readers[v] - {level}]
+                region = self._region(light[level], outs, is_last)
+                order += light[level] if region is None else [region]
+            order += heavy[level]
+        return order
+
+    def _region(
+        self, indices: list[int], outs: list[Var], is_last: bool
+    ) -> Region | None:
+        """Returns the region of some light equations, if recomputing saves enough."""
+        plan = self._plan
+        eqns = [plan.jaxpr.eqns[i] for i in indices]
+        steps = [plan.steps[i] for i in indices]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        reads = [v for eqn in eqns for v in variables(eqn.invars)]
+        ins = list(dict.fromkeys(v for v in reads if v not in made))
+        residuals = choose(
+            eqns,
+            steps,
+            ins,
+            self._values,
+            self._compute_dtype,
+            stores_operands=self._stores_operands,
+        )
+        if not self._is_worth_it(residuals):
+            return None
+        has_head = is_last and plan.body_kind is BodyKind.STRAIGHT
+        end = _start_of_head(plan, indices) if has_head else len(plan.steps)
+        return Region(indices, ins, outs, residuals.stored, self._barriers, end)
+
+    def _is_worth_it(self, residuals: Residuals) -> bool:
+        if self._stores_operands:
+            # Where little is saved, barriers only force XLA to store what it need not.
+            return residuals.recomputed_bytes > 0.5 * residuals.stored_bytes
+        saved = residuals.recomputed_bytes + residuals.called_bytes
+        # The steps of an RNN are small and wait for one another: there time counts.
+        is_recurrent = self._plan.body_kind is BodyKind.RECURRENT_SCAN
+        return saved > (_SMALL_STEP if is_recurrent else 0)
 
 
 def _start_of_head(plan: Plan, indices: Sequence[int]) -> int:

@@ -137,9 +137,17 @@ def _is_cheap(name: str, avals: Sequence[Aval], params: Mapping[str, Any]) -> bo
 
 @dataclasses.dataclass(frozen=True)
 class LowCopy:
-    """The low-precision copy of a full value that matrix products read."""
+    """The low-precision copy of a full value that matrix products read.
+
+    y:f32 = mul s r            y is read by arithmetic, in float32,
+    z:bf16 = dot y w           and by a product: LowCopy(y) has half the bytes
+    a:f32 = add y t
+    """
 
     variable: Var
+
+
+Node = Var | LowCopy  # of the graph that is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Residuals:
         computed again, too, but it is not known what they would store.
     """
 
-    stored: frozenset[Var | LowCopy]
+    stored: frozenset[Node]
     stored_bytes: int
     recomputed_bytes: int
     called_bytes: int
@@ -181,22 +189,23 @@ def choose(
         They lie in memory anyway, and to compute one again takes a kernel of its own
         where the product is a library call.
     """
-    made = {v for eqn in eqns for v in eqn.outvars}
-    reads, operands = _reads(eqns, steps, ins)
+    reads, products_read = _reads(eqns, steps, ins)
     # A product reads the low copy of a full value, and so does its derivative.
-    copies = {LowCopy(v): v for v in operands if has_paint(values[v], Paint.FULL)}
-    operands = (operands - set(copies.values())) | copies.keys()
-    sizes = {v: _bytes(v.aval, values[v], compute_dtype) for v in (*ins, *made)}
-    sizes |= {copy: _bytes(v.aval, LOW, compute_dtype) for copy, v in copies.items()}
-    # Parameters, constants and integers from outside stay in memory anyway.
-    free = {v for v in ins if not _is_computed(values[v])}
-    if stores_operands:
-        free |= operands
+    operands: set[Node] = {
+        LowCopy(v) if has_paint(values[v], Paint.FULL) else v for v in products_read
+    }
+    copies = [x for x in operands if isinstance(x, LowCopy)]
     read = reads | operands
-    costs = {v: 0 if v in free else size for v, size in sizes.items()}
-    stored = _cut(eqns, ins, copies, costs, read) - free
+    # Parameters, constants and integers from outside stay in memory anyway.
+    free: set[Node] = {v for v in ins if not _is_computed(v, values)}
+    stored: set[Node] = set()
     if stores_operands:
-        stored |= {v for v in operands if v in copies or _is_computed(values[v])}
+        stored = {x for x in operands if _is_computed(x, values)}
+        # The cut may use them, and need not pay for them again.
+        free |= operands
+    sizes = _sizes(eqns, ins, copies, values, compute_dtype)
+    costs = {x: 0 if x in free else size for x, size in sizes.items()}
+    stored |= _cut(eqns, ins, copies, costs, read) - free
     return Residuals(
         frozenset(stored),
         stored_bytes=sum(sizes[v] for v in stored),
@@ -205,28 +214,45 @@ def choose(
     )
 
 
-def _is_computed(value: Value | None) -> bool:
-    return has_paint(value, Paint.LOW, Paint.FULL)
+def _is_computed(node: Node, values: Mapping[Var, Value | None]) -> bool:
+    """Whether a value takes memory only because it was computed."""
+    return isinstance(node, LowCopy) or has_paint(values[node], Paint.LOW, Paint.FULL)
+
+
+def _sizes(
+    eqns: Sequence[Eqn],
+    ins: Collection[Var],
+    copies: Collection[LowCopy],
+    values: Mapping[Var, Value | None],
+    compute_dtype: DType,
+) -> dict[Node, int]:
+    """Returns the bytes of each value, in the precision in which it lives."""
+    made = [v for eqn in eqns for v in eqn.outvars]
+    sizes: dict[Node, int] = {
+        v: _bytes(v.aval, values[v], compute_dtype) for v in (*ins, *made)
+    }
+    return sizes | {x: _bytes(x.variable.aval, LOW, compute_dtype) for x in copies}
 
 
 def _cut(
     eqns: Sequence[Eqn],
     ins: Collection[Var],
-    copies: Mapping[LowCopy, Var],
-    costs: Mapping[Any, int],
-    read: Collection[Any],
-) -> set[Any]:
+    copies: Collection[LowCopy],
+    costs: Mapping[Node, int],
+    read: Collection[Node],
+) -> set[Node]:
     """Returns the cheapest values from which all that is read can be computed."""
+    # Paths begin here: these can be stored, but not computed again.
     costly = {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
     given = costly.union(ins)
-    edges: list[tuple[Any, Any]] = [
+    edges: list[tuple[Node, Node]] = [
         (v, out)
         for eqn in eqns
         for out in eqn.outvars
         if out not in given
         for v in variables(eqn.invars)
     ]
-    edges += [(v, copy) for copy, v in copies.items()]
+    edges += [(copy.variable, copy) for copy in copies]
     return min_cut(costs, edges, given, read)
 
 
@@ -239,10 +265,11 @@ def _called_bytes(eqn: Eqn) -> int:
 def _reads(
     eqns: Sequence[Eqn], steps: Sequence[Step], inputs: Collection[Var]
 ) -> tuple[set[Var], set[Var]]:
-    """Returns what derivatives read.
+    """Returns what derivatives read: those of other equations, those of products.
 
-    Returns:
-      What those of all equations but products read, and what those of products read.
+    z = dot y w          dy = dot dz w, dw = dot dz y: a product reads w and y
+    e = exp z            dz = mul de e: reads the result, not the operand
+    a = add e b          reads nothing
     """
     # What a derivative may flow through: integers have none.
     active = {v for v in inputs if _is_inexact(v.aval)}
@@ -259,6 +286,7 @@ def _reads(
 
 
 def _read_by_derivative(eqn: Eqn, step: Step, active: Collection[Var]) -> Iterator[Var]:
+    """Yields what one derivative reads; too much where nothing is known of it."""
     name = eqn.primitive.name
     if name in _READS_NOTHING:
         return
@@ -270,9 +298,11 @@ def _read_by_derivative(eqn: Eqn, step: Step, active: Collection[Var]) -> Iterat
             if not isinstance(other, Literal) and other in active:
                 yield from variables([factor])
     elif name == "select_n":
+        # The predicate. The cases are added to, where they were selected.
         yield from variables(eqn.invars[:1])
     else:
         yield from variables(eqn.invars)
+        # The rewritten body of a call has residuals of its own.
         if step.mode is not Mode.RULE:
             yield from eqn.outvars
 
