@@ -148,7 +148,7 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: dict[str, Any]) -> list[Ar
     def one_by_one() -> None:
         body = params.get("jaxpr", params.get("call_jaxpr"))
         if body is not None:
-            _evaluate(*open_jaxpr(body), operands)
+            evaluate(body, operands, _bind_in_context)
 
     outs = call_or_locate_nan(
         lambda: primitive.bind(*subfuns, *operands, **bind_params), one_by_one
@@ -162,10 +162,7 @@ def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -
     Under `jax_debug_nans`, `jax.jit` runs a function that returns a NaN once more,
     operation by operation. A jit in a jaxpr only fails.
 
-    Args:
-      call: the call.
-      one_by_one: does the same, operation by operation, and raises at the one that
-        makes the NaN.
+    `one_by_one` does the same as `call`, and raises at the operation with the NaN.
     """
     try:
         return call()
@@ -175,14 +172,25 @@ def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -
     raise FloatingPointError(message)
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Array], operands: Sequence[Array]) -> None:
-    """Runs a jaxpr equation by equation, each under its own line."""
+def evaluate(
+    closed: Jaxpr, operands: Arrays, bind_equation: Callable[[Eqn, Arrays], Arrays]
+) -> Arrays:
+    """Runs a jaxpr equation by equation; returns its results."""
+    jaxpr, consts = open_jaxpr(closed)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= zip(jaxpr.invars, operands, strict=True)
+
+    def read(atoms: Sequence[Atom]) -> Arrays:
+        return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
+
     for eqn in jaxpr.eqns:
-        arrays = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
-        with equation_context(eqn):
-            env |= zip(eqn.outvars, bind(eqn, arrays, eqn.params), strict=True)
+        env |= zip(eqn.outvars, bind_equation(eqn, read(eqn.invars)), strict=True)
+    return read(jaxpr.outvars)
+
+
+def _bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
+    with equation_context(eqn):
+        return bind(eqn, operands, eqn.params)
 
 
 def equation_context(eqn: Eqn) -> contextlib.ExitStack:

@@ -53,13 +53,9 @@ from flax_amp.policy import LOW_OPS
 
 @dataclasses.dataclass(frozen=True)
 class SingleBodyRule:
-    """The paint of a primitive with one sub-jaxpr that takes its operands as they are.
+    """The paint of a primitive whose one sub-jaxpr takes its operands as they are."""
 
-    Args:
-      param: the parameter that holds the sub-jaxpr.
-    """
-
-    param: str
+    param: str  # the parameter that holds the sub-jaxpr
     body_kind: ClassVar[BodyKind | None] = None  # None: that of the surroundings
 
     def paint(
@@ -413,6 +409,18 @@ def _zero_aval(cotangent: Any, aval: Aval) -> Aval:
     return own if own.dtype == jax.dtypes.float0 else own.update(dtype=aval.dtype)
 
 
+def _mask_for_all(call: CustomCall, asked: Mask) -> Mask:
+    """Returns a mask with which one rule serves for whatever JAX asks.
+
+    The residuals of a rule without symbolic zeros do not depend on what is perturbed.
+    """
+    # The first operands are those that the function closes over. They have no
+    # derivative: they are in the mask only if they are perturbed, and JAX complains.
+    first = call.eqn.params["num_consts"]
+    pairs = zip(call.differentiable, asked, strict=True)
+    return tuple(d and (a or i >= first) for i, (d, a) in enumerate(pairs))
+
+
 def _emit_forward(call: CustomCall, symbolic: bool, *operands: Any) -> Any:
     perturbed = [symbolic and x.perturbed for x in operands]
     operands = tuple(x.value for x in operands) if symbolic else operands
@@ -420,14 +428,8 @@ def _emit_forward(call: CustomCall, symbolic: bool, *operands: Any) -> Any:
     asked = tuple(d and p for d, p in pairs)
     if call.wants_symbolic_zeros:
         return call.rule(_VjpRule, asked, operands).forward(operands)
-    # The residuals of other rules do not depend on what is perturbed: one rule serves
-    # all cases. The first operands are those that the function closes over. They have
-    # no derivative: they are in the mask only if they are perturbed, and JAX complains.
-    first = call.eqn.params["num_consts"]
-    pairs = zip(call.differentiable, asked, strict=True)
-    mask = tuple(d and (a or i >= first) for i, (d, a) in enumerate(pairs))
     try:
-        rule = call.rule(_VjpRule, mask, operands)
+        rule = call.rule(_VjpRule, _mask_for_all(call, asked), operands)
     except _compat.CustomVJPException:
         if not symbolic:
             raise

@@ -316,15 +316,10 @@ class _Environment:
         return self._full[atom]
 
     def low(self, atom: Atom, dtype: DType, index: int) -> Array:
-        """Returns the array, if it is a full one in low precision.
+        """Returns the array that the equation at `index` reads in low precision.
 
-        All readers share one cast. Leaves stay as they are, because each use of a
-        weight has a cast of its own.
-
-        Args:
-          atom: the variable or literal.
-          dtype: the compute dtype.
-          index: the index of the equation that reads it.
+        All readers share the cast of a full value. Leaves stay as they are, because
+        each use of a weight has a cast of its own.
         """
         is_full = has_paint(self.value(atom), Paint.FULL)
         if isinstance(atom, Literal) or not is_full:

@@ -131,22 +131,12 @@ def only_looked_up(jaxpr: Jaxpr) -> frozenset[Var]:
 
 
 def is_indexed(jaxpr: Jaxpr, position: int) -> bool:
-    """Whether a jaxpr reads parts of an input, at indices that it computes.
-
-    Args:
-      jaxpr: an open or closed jaxpr.
-      position: the index of the input.
-    """
+    """Whether a jaxpr reads parts of an input, at indices that it computes."""
     return _is_read(jaxpr, position, _INDEXES, 1)
 
 
 def is_multiplied(jaxpr: Jaxpr, position: int) -> bool:
-    """Whether a matrix product of a jaxpr reads an input.
-
-    Args:
-      jaxpr: an open or closed jaxpr.
-      position: the index of the input.
-    """
+    """Whether a matrix product of a jaxpr reads an input."""
     return _is_read(jaxpr, position, LOW_OPS, 2)
 
 
@@ -203,14 +193,8 @@ def moves_of_inputs(plan: Plan, values: Mapping[Var, Value | None]) -> dict[int,
 
         w0 = slice w; y0 = dot x w0; w1 = slice w; y1 = dot y0 w1
 
-    the two products are next to each other once the slices have gone ahead.
-
-    Args:
-      plan: a plan.
-      values: what is known of its variables.
-
-    Returns:
-      Their indices, in order, as keys.
+    the two products are next to each other once the slices have gone ahead. Their
+    indices are returned in order, as keys.
     """
     inputs = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
     moves: dict[int, None] = {}  # an ordered set

@@ -148,9 +148,7 @@ def _paths(tree: PyTree, is_leaf: Any = None) -> list[str]:
 def changes_in(tree: PyTree, name: str) -> Callable[[], list[str]]:
     """Returns a function that names the variables that have changed since this call.
 
-    Args:
-      tree: arguments of a function, modules and variables among them.
-      name: what to call the tree.
+    The variables are those of the modules in `tree`, which messages call `name`.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node)
     nodes = [(path, node) for path, node in leaves if is_node(node)]

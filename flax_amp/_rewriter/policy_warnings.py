@@ -213,16 +213,13 @@ def _unmatched(
     scopes = {equation.scopes for equation in equations}
     missing = policy.unmatched(policy.scope_keys, scopes)
     if missing:  # Keys may name modules that are passed but not called.
-        inputs = zip(paths_of_inputs(), jaxpr.invars, strict=True)
-        used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
-        idle = {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
-        missing = policy.unmatched(missing, idle)
-    for equation in equations:
-        if missing and equation.eqn.primitive.name in _CUSTOM:
-            inside = _scopes_of_rule(equation)
-            if inside is None:  # may be anything
-                return None
-            missing = policy.unmatched(missing, inside)
+        missing = policy.unmatched(missing, _idle_modules(jaxpr, paths_of_inputs()))
+    custom = [e for e in equations if e.eqn.primitive.name in _CUSTOM]
+    for equation in custom:  # ... or scopes in a derivative, which is not traced yet.
+        inside = _scopes_of_rule(equation) if missing else set()
+        if inside is None:  # may be anything
+            return None
+        missing = policy.unmatched(missing, inside)
     if not missing:
         return None
     lines = "\n".join(f"  {key!r}{_nearest(key, scopes)}" for key in sorted(missing))
@@ -232,6 +229,13 @@ def _unmatched(
         "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has one if it is an "
         "argument of the function. Correct these keys, or leave them out."
     )
+
+
+def _idle_modules(jaxpr: Jaxpr, paths: Sequence[str]) -> set[tuple[str, ...]]:
+    """Returns the paths of the inputs that no equation reads."""
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    inputs = zip(paths, jaxpr.invars, strict=True)
+    return {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
 
 
 def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:

@@ -18,10 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Array, DType, Eqn
+from flax_amp._compat import Array, Arrays, DType, Eqn
 from flax_amp.policy import LOW_OPS
 
 
@@ -29,7 +28,7 @@ def product(
     eqn: Eqn,
     params: dict[str, Any],
     dtype: DType,
-    factors: Sequence[Array],
+    factors: Arrays,
     wide: Sequence[bool],
 ) -> Array:
     """Returns a product in low precision whose weights have float32 gradients.
@@ -44,7 +43,7 @@ def product(
       wide: which of them are weights, whose gradient is float32.
     """
 
-    def bind(*factors: Array) -> Any:
+    def bind(*factors: Array) -> Array:
         return _compat.bind(eqn, [x.astype(dtype) for x in factors], params)[0]
 
     @jax.custom_vjp
@@ -72,19 +71,15 @@ def product(
 def _in_float32(transpose: Callable[[Array], Any], g: Array) -> Array:
     """Calls a transpose, which is one product and data movement, in float32."""
     closed = jax.make_jaxpr(transpose)(g)
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, g), strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
-        env[eqn.outvars[0]] = _bind_wide(eqn, operands)
-    return env[jaxpr.outvars[0]].astype(jnp.float32)
+    (out,) = _compat.evaluate(closed, [g], _bind_wide)
+    return out.astype(jnp.float32)
 
 
-def _bind_wide(eqn: Eqn, operands: Sequence[Array]) -> Array:
+def _bind_wide(eqn: Eqn, operands: Arrays) -> Arrays:
     if eqn.primitive.name == "convert_element_type":
-        return operands[0]
+        return operands
     if eqn.primitive.name not in LOW_OPS:
-        return _compat.bind(eqn, operands, eqn.params)[0]
+        return _compat.bind(eqn, operands, eqn.params)
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
 
     def bind(*operands: Array) -> Array:
@@ -94,4 +89,4 @@ def _bind_wide(eqn: Eqn, operands: Sequence[Array]) -> Array:
         return bind(*[x.astype(jnp.float32) for x in operands])
 
     # The CPU has no products of half-precision factors with a float32 result.
-    return jax.lax.platform_dependent(*operands, cpu=bind_full, default=bind)
+    return [jax.lax.platform_dependent(*operands, cpu=bind_full, default=bind)]

@@ -218,11 +218,13 @@ class EquationIds:
         )
 
     def _dataflow_key(self, jaxpr: Jaxpr, eqns: Sequence[Any]) -> Any:
-        """Returns the key of a jaxpr, in which variables are numbered in order.
+        """Returns the key of a jaxpr whose equations have the keys `eqns`.
 
-        Args:
-          jaxpr: the jaxpr.
-          eqns: the keys of its equations.
+        Variables are numbered in the order in which they appear. So these are equal,
+        and one that returned `b` in the place of `c` would not be:
+
+            lambda a b. c = mul a b; return c      0 1; (mul, 0 1, 2); 2
+            lambda x y. z = mul x y; return z      0 1; (mul, 0 1, 2); 2
         """
         number_of: dict[Var, int] = {}
 

@@ -13,7 +13,7 @@ optimizes, so the compiled program is the same.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Literal, Primitive, Var
@@ -38,12 +38,9 @@ repeat_p.multiple_results = True
 def outline(plan: Plan) -> Plan:
     """Returns the plan with calls in place of repeated layers.
 
-    Args:
-      plan: a plan. One that is not of straight code is returned as it is.
-
-    Returns:
-      A plan that computes the same. Its calls have the primitive `repeat_p`. The
-      `detail` of their steps is the plan of the layer, one object for all of them.
+    It computes the same. The calls have the primitive `repeat_p`, and the `detail` of
+    their steps is the plan of the layer, one object for all of them. A plan that is not
+    of straight code is returned as it is.
     """
     if plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER):
         return plan
@@ -110,14 +107,11 @@ def _layer(
     for i in indices:
         eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
         ins |= {v: v for v in variables(eqn.invars) if v not in made}
-        invars = list(eqn.invars)
-        for k, atom in enumerate(invars):
-            # A literal that is not the same in all layers becomes an input.
-            key = (i - run.start, k)
-            if isinstance(atom, Literal) and _differ(
-                found[key] for found in substitutions
-            ):
-                ins[key] = invars[k] = Var(atom.aval)
+        literals = _changing_literals(eqn, i - run.start, substitutions)
+        ins |= literals
+        keys = [(i - run.start, k) for k in range(len(eqn.invars))]
+        pairs = zip(keys, eqn.invars, strict=True)
+        invars = [literals.get(key, atom) for key, atom in pairs]
         eqns.append(eqn.replace(invars=invars))
         steps.append(step)
         outs += [
@@ -139,8 +133,21 @@ def _layer(
     return plan, list(ins)
 
 
-def _differ(literals: Iterable[Literal]) -> bool:
-    return len(set(map(bits, literals))) > 1
+def _changing_literals(
+    eqn: Eqn, i: int, substitutions: Sequence[dict[Any, Any]]
+) -> dict[Any, Var]:
+    """Returns an input for each literal of an equation that is not equal in all layers.
+
+    An example is the number that the key of a layer's dropout is folded with:
+
+        k0 = random_fold_in key 0  ->  k0 = random_fold_in key i, with i an input
+    """
+    literals = [(i, k) for k, v in enumerate(eqn.invars) if isinstance(v, Literal)]
+    return {
+        key: Var(eqn.invars[key[1]].aval)
+        for key in literals
+        if len({bits(found[key]) for found in substitutions}) > 1
+    }
 
 
 def _is_read_outside(

@@ -79,12 +79,9 @@ class Region:
         return self.barriers if index < self.barriers_until else NOWHERE
 
     def mark(self, key: Node, x: Array, index: int) -> Array:
-        """Returns an array, marked if it is stored.
+        """Returns the array of a node, marked if the backward pass stores it.
 
-        Args:
-          key: what the array is, as in `stored`.
-          x: the array.
-          index: the index in the plan of the equation that reads or makes it.
+        The equation at `index` of the plan reads or makes it.
         """
         return mark_stored(x, self.barriers_at(index)) if key in self.stored else x
 
@@ -92,13 +89,7 @@ class Region:
 def group_into_regions(
     plan: Plan, recompute: Recompute, compute_dtype: DType
 ) -> list[Region | int]:
-    """Returns the regions and the indices of all other equations, in order.
-
-    Args:
-      plan: the plan.
-      recompute: how much to compute again.
-      compute_dtype: the dtype of low-precision values.
-    """
+    """Returns the regions and the indices of all other equations, in order."""
     if (
         recompute == "never"
         or plan.body_kind is BodyKind.OPAQUE
@@ -132,11 +123,8 @@ def _levels(
         e = tanh b                 0, light
 
     No path between two light equations of one level leads through a heavy one, so they
-    can run together, however far apart they stand.
-
-    Args:
-      plan: a plan.
-      moves: the indices of equations that run before all others.
+    can run together, however far apart they stand. The equations in `moves` run before
+    all others, and have no level.
     """
     level_of: dict[Var, int] = defaultdict(int)
     light: dict[int, list[int]] = defaultdict(list)
