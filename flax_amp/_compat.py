@@ -24,6 +24,7 @@ Arrays = Sequence[Array]
 Atom = Any  # jax.extend.core.Var or Literal
 Aval = Any  # jax.core.ShapedArray
 DType = Any  # numpy.dtype
+Params = dict[str, Any]  # of an equation
 Eqn = Any  # jax.extend.core.JaxprEqn
 Jaxpr = Any  # jax.extend.core.Jaxpr or ClosedJaxpr, or an `EditedJaxpr`
 Var = Any  # jax.extend.core.Var
@@ -127,7 +128,7 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def scan_options(eqn: Eqn) -> dict[str, Any]:
+def scan_options(eqn: Eqn) -> Params:
     """Returns the keyword arguments that rebuild a scan with `jax.lax.scan`."""
     names = ["reverse", "unroll", "_split_transpose"]
     if isinstance(eqn.params["length"], int):  # a symbol stands in the shapes of xs
@@ -135,7 +136,7 @@ def scan_options(eqn: Eqn) -> dict[str, Any]:
     return {name: eqn.params[name] for name in names if name in eqn.params}
 
 
-def bind(eqn: Eqn, operands: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     """Binds `eqn.primitive` to other operands and parameters."""
     primitive = eqn.primitive
     if "bwd" in params:  # JAX runs it under the line of the call

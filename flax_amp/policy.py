@@ -30,10 +30,11 @@ from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from flax_amp import _compat
-from flax_amp._compat import Array, DType
+from flax_amp._compat import Array, Arrays, DType, Params
 from flax_amp._scope_paths import names_method, paths, pattern
 
-PrecisionFunction = Callable[..., tuple[Sequence[Array], dict[str, Any]]]
+Bound = tuple[Arrays, Params]  # what a primitive is bound to
+PrecisionFunction = Callable[..., Bound]
 PolicyEntries = Mapping[Any, Any]  # an alias, to keep signatures short
 
 # --- precision functions -------------------------------------------------------------
@@ -57,9 +58,7 @@ def _cast(x: Array, dtype: DTypeLike) -> Array:
     return x.astype(dtype) if _is_float(x) and x.dtype != dtype else x
 
 
-def with_result_dtype(
-    bind_params: Mapping[str, Any], dtype: DTypeLike
-) -> dict[str, Any]:
+def with_result_dtype(bind_params: Mapping[str, Any], dtype: DTypeLike) -> Params:
     """Returns `bind_params` with the float result dtypes they fix set to `dtype`."""
     return {
         name: jnp.dtype(dtype)
@@ -76,7 +75,7 @@ def use_compute_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Array], dict[str, Any]]:
+) -> Bound:
     """Runs the equation in the compute dtype.
 
     Args:
@@ -98,7 +97,7 @@ def use_original_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Array], dict[str, Any]]:
+) -> Bound:
     """Runs the equation in the dtypes of the untransformed program.
 
     Arguments and result as in `use_compute_precision`.
@@ -113,7 +112,7 @@ def use_widest_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Array], dict[str, Any]]:
+) -> Bound:
     """Runs the equation in the widest float dtype of its original operands.
 
     Arguments and result as in `use_compute_precision`.
@@ -159,7 +158,7 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
         original_dtypes: Sequence[DType],
         *invars: Array,
         **bind_params: Any,
-    ) -> tuple[list[Array], dict[str, Any]]:
+    ) -> Bound:
         """Arguments and result as in `use_compute_precision`."""
         del compute_dtype
         return use_compute_precision(
@@ -172,7 +171,7 @@ def follow_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Array], dict[str, Any]]:
+) -> Bound:
     """Runs the equation in the precision of its operands.
 
     In a policy, the equation runs in float32 if one operand was computed in full
@@ -194,7 +193,7 @@ def keep_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> tuple[list[Array], dict[str, Any]]:
+) -> Bound:
     """Moves or compares data in whatever precision it arrives.
 
     Arguments and result as in `use_compute_precision`.

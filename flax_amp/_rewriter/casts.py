@@ -1,6 +1,7 @@
 """Casts between float32 and the compute dtype."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from flax_amp._compat import Array, DType
+from flax_amp._compat import Array, Arrays, DType
 
 
 def finfo(dtype: DType) -> Any:
@@ -57,14 +58,14 @@ def rounded_exp(x: Array, dtype: DType) -> Array:
 
 
 @functools.cache
-def _rounded_exp(dtype: DType) -> Any:
+def _rounded_exp(dtype: DType) -> Callable[[Array], Array]:
     @jax.custom_jvp
     @jax.jit
     def rounded_exp(x: Array) -> Array:
         return jnp.exp(x).astype(dtype)
 
     @rounded_exp.defjvp
-    def _jvp(primals: Any, tangents: Any) -> Any:
+    def _jvp(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
         y = rounded_exp(*primals)
         return y, (tangents[0] * y.astype(tangents[0].dtype)).astype(dtype)
 
@@ -88,20 +89,20 @@ def _saturate(x: Array, *, dtype: DType, headroom: bool) -> Array:
     return jnp.where(is_over, jax.lax.sign(x) * limit, x).astype(dtype)
 
 
-def _saturate_tangent(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Any:
+def _saturate_tangent(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Array:
     return jax.lax.convert_element_type(t, dtype)
 
 
-def _saturate_transpose(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Any:
+def _saturate_transpose(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Arrays:
     return [jax.lax.convert_element_type(t, x.aval.dtype)]
 
 
-def _saturate_series(primals: Any, series: Any, **params: Any) -> Any:
+def _saturate_series(primals: Arrays, series: Arrays, **params: Any) -> Any:
     terms = [jax.lax.convert_element_type(t, params["dtype"]) for t in series[0]]
     return saturate_p.bind(*primals, **params), terms
 
 
-def _saturate_batch(args: Any, dims: Any, **params: Any) -> Any:
+def _saturate_batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
     return saturate_p.bind(*args, **params), dims[0]
 
 

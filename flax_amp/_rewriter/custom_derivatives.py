@@ -78,6 +78,7 @@ def _tangent_like(value: Value | None) -> Value | None:
 
 
 Mask = tuple[bool, ...]
+Structs = Sequence[jax.ShapeDtypeStruct]
 _FLAX_FP8_FILE = os.path.join("flax", "linen", "fp8_ops.py")
 _DEFAULT_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
 
@@ -120,7 +121,7 @@ class CustomCall:
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
         return tuple(self.emitter.emit(self.plan, operands))
 
-    def original(self, operands: Sequence[Array], mask: Mask) -> Callable[..., Any]:
+    def original(self, operands: Arrays, mask: Mask) -> Callable[..., Arrays]:
         """Returns the original call as a function of those operands in a mask."""
 
         def call(*chosen: Array) -> tuple[Array, ...]:
@@ -129,7 +130,7 @@ class CustomCall:
 
         return call
 
-    def structs(self, operands: Sequence[Array]) -> list[jax.ShapeDtypeStruct]:
+    def structs(self, operands: Arrays) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of operands, in the dtypes of the original program.
 
         They have the shardings and the manual axes that the operands have here.
@@ -139,7 +140,7 @@ class CustomCall:
             for x, v in zip(operands, self.eqn.invars, strict=True)
         ]
 
-    def rule(self, make: Any, mask: Mask, operands: Sequence[Array]) -> Any:
+    def rule(self, make: Any, mask: Mask, operands: Arrays) -> Any:
         """Returns the rule for some operands, made when it is first asked for."""
         key = (mask, *map(jax.typeof, operands))
         if key not in self.rules:
@@ -254,10 +255,10 @@ class _JvpRule:
       perturbed: which results have a tangent.
     """
 
-    def __init__(self, call: CustomCall, mask: Mask, structs: Sequence[Any]):
+    def __init__(self, call: CustomCall, mask: Mask, structs: Structs):
         self.perturbed = call.out_differentiable
 
-        def rule(*xs: Any) -> Any:
+        def rule(*xs: Array) -> Arrays:
             primals, tangents = split_list(xs, len(mask))
             original = call.original(primals, mask)
             # A rule that is given symbolic zeros may also return some.
@@ -272,15 +273,15 @@ class _JvpRule:
         structs = [*structs, *pick(structs, mask)]
         self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
 
-    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns the function. Its derivative records which results have a tangent."""
         self.perturbed = (False,) * len(self.perturbed)
 
         @jax.custom_jvp
-        def results(*xs: Any) -> Any:
+        def results(*xs: Array) -> Arrays:
             return xs
 
-        def record(primals: Any, tangents: Any) -> Any:
+        def record(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
             self.perturbed = tuple(not _is_zero(t) for t in tangents)
             return primals, tangents
 
@@ -288,7 +289,7 @@ class _JvpRule:
         return lambda *xs: results(*function(*xs))
 
 
-def _emit_jvp(call: CustomCall, primals: Any, tangents: Any) -> Any:
+def _emit_jvp(call: CustomCall, primals: Arrays, tangents: Arrays) -> Any:
     primals = list(map(jnp.asarray, primals))  # some may be Python numbers
     # A zero tangent stays symbolic, so that the user's rule sees it as zero.
     mask = tuple(not _is_zero(t) for t in tangents)
@@ -325,12 +326,12 @@ class CustomVjp(CustomRule):
 class _VjpRule:
     """The user's forward and backward functions for some perturbed operands."""
 
-    def __init__(self, call: CustomCall, mask: Mask, structs: Sequence[Any]):
+    def __init__(self, call: CustomCall, mask: Mask, structs: Structs):
         self._call, self._mask = call, mask
         self._backwards: dict[Any, Any] = {}
         self._has_cotangent: Mask = ()
 
-        def forward(*xs: Any) -> Any:
+        def forward(*xs: Array) -> tuple[Arrays, Arrays]:
             original = call.original(xs, mask)
             outs, vjp = jax.vjp(self._recording(original), *pick(xs, mask))
             # The backward function that JAX returns is a pytree: its leaves are what
@@ -343,24 +344,24 @@ class _VjpRule:
         )
         self._forward, self._outs, self._residuals = plan, outs, residuals
 
-    def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns the function. Its derivative records what has a cotangent."""
 
         @jax.custom_vjp
-        def arguments(*xs: Any) -> Any:
+        def arguments(*xs: Array) -> Arrays:
             return xs
 
         def forward(*xs: Any) -> Any:
             return tuple(x.value for x in xs), None
 
-        def record(_: None, cotangents: Any) -> Any:
+        def record(_: None, cotangents: tuple[Array, ...]) -> tuple[Array, ...]:
             self._has_cotangent = tuple(not _is_zero(ct) for ct in cotangents)
             return cotangents
 
         arguments.defvjp(forward, record, symbolic_zeros=True)
         return lambda *xs: function(*arguments(*xs))
 
-    def forward(self, operands: Sequence[Array]) -> Any:
+    def forward(self, operands: Arrays) -> Any:
         """Returns the results, and the backward function as a pytree of residuals."""
         call = self._call
         results = call.emitter.emit(self._forward, operands)
@@ -368,7 +369,7 @@ class _VjpRule:
         cast = tuple(call.emitter.cast_to_plan(outs, call.plan.outs))
         return cast, jax.tree_util.Partial(self.backward, list(residuals))
 
-    def backward(self, residuals: Sequence[Array], cotangents: Sequence[Any]) -> Any:
+    def backward(self, residuals: Arrays, cotangents: Arrays) -> Any:
         """Returns the cotangents of all operands; those that are zero are `None`."""
         call, mask = self._call, self._mask
         nonzero = tuple(not _is_zero(ct) for ct in cotangents)
@@ -381,14 +382,14 @@ class _VjpRule:
         grads = fill(cast, has_cotangent, [None] * len(has_cotangent))
         return tuple(fill(grads, mask, [None] * len(mask)))
 
-    def _plan_backward(self, nonzero: Mask, cotangents: Sequence[Any]) -> Any:
+    def _plan_backward(self, nonzero: Mask, cotangents: Arrays) -> Any:
         call = self._call
         zeros = [
             None if given else ad.Zero(_zero_aval(ct, v.aval))
             for ct, v, given in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
         ]
 
-        def backward(residuals: Any, cotangents: Any) -> Any:
+        def backward(residuals: Arrays, cotangents: Arrays) -> Arrays:
             vjp = jax.tree.unflatten(self._treedef, residuals)
             # JAX does not call the rule if all cotangents are zero.
             self._has_cotangent = (False,) * sum(self._mask)

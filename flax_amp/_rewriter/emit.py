@@ -81,7 +81,7 @@ class Emitter:
             self.cache[key] = make()
         return self.cache[key]
 
-    def emit(self, plan: Plan, operands: Sequence[Array]) -> list[Array]:
+    def emit(self, plan: Plan, operands: Arrays) -> list[Array]:
         """Evaluates a plan.
 
         Args:
@@ -178,8 +178,8 @@ class Emitter:
         env.release(eqn.invars)
 
     def _emit_step(
-        self, eqn: Eqn, step: Step, arrays: Sequence[Array], values: Values
-    ) -> Sequence[Array]:
+        self, eqn: Eqn, step: Step, arrays: Arrays, values: Values
+    ) -> Arrays:
         if step.mode is Mode.RULE:
             rule = self.painter.rules[eqn.primitive.name]
             return rule.emit(self, eqn, step, arrays)
@@ -197,9 +197,7 @@ class Emitter:
             eqn = eqn.replace(primitive=lookup_p)
         return _compat.bind(eqn, arrays, eqn.params)
 
-    def _emit_low(
-        self, eqn: Eqn, arrays: Sequence[Array], values: Values
-    ) -> Sequence[Array]:
+    def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
         name = eqn.primitive.name
         params = with_result_dtype(eqn.params, self.compute_dtype)
         pairs = list(zip(arrays, values, strict=True))
@@ -249,7 +247,7 @@ class Emitter:
         return jax.lax.convert_element_type(x, self.compute_dtype)
 
     def cast_to_plan(
-        self, arrays: Sequence[Array], values: Values, origins: Values | None = None
+        self, arrays: Arrays, values: Values, origins: Values | None = None
     ) -> list[Array]:
         """Casts arrays to the dtypes that a plan has for them.
 
@@ -342,7 +340,7 @@ class _Environment:
     def write(
         self,
         variables: Sequence[Var],
-        arrays: Sequence[Array],
+        arrays: Arrays,
         values: Sequence[Value | None],
     ) -> None:
         for v, array, value in zip(variables, arrays, values, strict=True):

@@ -7,6 +7,7 @@ Where the table is read a second time there must be none: XLA adds to that gradi
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,16 +15,18 @@ from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from flax_amp._compat import Array, Arrays
+
 lookup_p = Primitive("flax_amp_lookup")
 _gather_p = jax.lax.gather_p
 
 
-def _tangent(t: Any, table: Any, indices: Any, **params: Any) -> Any:
+def _tangent(t: Array, table: Array, indices: Array, **params: Any) -> Array:
     # What is out of bounds does not depend on the table, whatever is filled in there.
     return lookup_p.bind(t, indices, **params | {"fill_value": 0})
 
 
-def _transpose(g: Any, table: Any, indices: Any, **params: Any) -> Any:
+def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
     if isinstance(g, ad.Zero):
         return [ad.Zero(table.aval), None]
     barrier = jax.lax.optimization_barrier
@@ -50,7 +53,7 @@ def _transpose(g: Any, table: Any, indices: Any, **params: Any) -> Any:
     return [jax.lax.scatter_add(zeros, indices, g, scatter_dims, **options), None]
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
     gather = functools.partial(_gather_p.bind, **params)
     return jax.vmap(gather, in_axes=tuple(dims))(*args), 0
 

@@ -49,7 +49,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Atom, Aval, DType, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Arrays, Atom, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import (
     constant_survives_cast,
     is_exact,
@@ -175,7 +175,7 @@ class Painter:
     def _plan(
         self,
         jaxpr: Jaxpr,
-        consts: Sequence[Array],
+        consts: Arrays,
         ins: Values,
         out_uses: Uses,
         context: Context,

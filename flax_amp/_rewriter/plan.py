@@ -174,7 +174,7 @@ class EditedJaxpr:
     outvars: Sequence[Atom]
     eqns: Sequence[Eqn]
     constvars: Sequence[Var] = ()
-    consts: Sequence[Array] = ()
+    consts: Arrays = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -194,7 +194,7 @@ class Plan:
     """
 
     jaxpr: Jaxpr
-    consts: Sequence[Array]
+    consts: Arrays
     const_ins: Values
     ins: Values
     outs: Values
@@ -286,7 +286,7 @@ def join(values: Iterable[Value | None]) -> Value | None:
     return present[0] if len(set(present)) == 1 else LEAF
 
 
-def const_values(jaxpr: Jaxpr, consts: Sequence[Array]) -> Values:
+def const_values(jaxpr: Jaxpr, consts: Arrays) -> Values:
     """Returns the values of the consts that a jaxpr closes over."""
     values = like([v.aval for v in jaxpr.constvars], LEAF)
     return tuple(

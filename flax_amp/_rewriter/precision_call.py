@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _compat
-from flax_amp._compat import Array, DType, Eqn
+from flax_amp._compat import Array, Arrays, DType, Eqn
 from flax_amp.policy import Decision
 
 _SIGNATURE = "(compute_dtype, original_dtypes, *invars, **bind_params)"
@@ -16,7 +16,7 @@ _REMEDY = f"Write `def f{_SIGNATURE}: return invars, bind_params`."
 
 
 def call_precision_function(
-    eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Sequence[Array]
+    eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
 ) -> list[Array]:
     """Binds an equation to the operands and parameters that a user's function gives.
 
@@ -86,7 +86,7 @@ def _takes(function: Any, args: Sequence[Any], params: Mapping[str, Any]) -> boo
     return True
 
 
-def _fault(result: Any, operands: Sequence[Array]) -> str | None:
+def _fault(result: Any, operands: Arrays) -> str | None:
     """Says what is wrong with the result of a precision function, if anything is."""
     if not isinstance(result, tuple | list):
         return f"a {type(result).__name__}"

@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import Mode, Plan, Step, Value, value_of
+
+Key = Hashable  # equal for equal parts
 
 _SMALL = 4096  # elements of the largest array that is compared by its contents
 _PLAIN = frozenset((type(None), bool, int, str, bytes))
@@ -95,9 +97,9 @@ class EquationIds:
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[Key, int] = {}
         # Objects with their numbers, by `id`, which is unique while this holds them.
-        self._numbered: dict[int, tuple[Any, Any]] = {}
+        self._numbered: dict[int, tuple[Any, Key]] = {}
 
     def id_of(self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None]) -> int:
         """Returns the number of an equation, whatever integer literals it has.
@@ -169,7 +171,7 @@ class EquationIds:
             return kind, self._part_keys(value)
         return _key_of_one(value)
 
-    def _part_keys(self, values: Iterable[Any]) -> tuple[Any, ...]:
+    def _part_keys(self, values: Iterable[Any]) -> tuple[Key, ...]:
         return tuple(map(self._part_key, values))
 
     def _function_key(self, function: types.FunctionType) -> Any:
@@ -217,7 +219,7 @@ class EquationIds:
             self._dataflow_key(jaxpr, eqns),
         )
 
-    def _dataflow_key(self, jaxpr: Jaxpr, eqns: Sequence[Any]) -> Any:
+    def _dataflow_key(self, jaxpr: Jaxpr, eqns: Sequence[Key]) -> Any:
         """Returns the key of a jaxpr whose equations have the keys `eqns`.
 
         Variables are numbered in the order in which they appear. So these are equal,
@@ -228,7 +230,7 @@ class EquationIds:
         """
         number_of: dict[Var, int] = {}
 
-        def numbers(atoms: Sequence[Atom]) -> tuple[Any, ...]:
+        def numbers(atoms: Sequence[Atom]) -> tuple[Key, ...]:
             return tuple(
                 bits(atom)
                 if isinstance(atom, Literal)
@@ -246,7 +248,7 @@ class EquationIds:
             numbers(jaxpr.outvars),
         )
 
-    def _number_once(self, value: Any, compare: Callable[[Any], Any]) -> Any:
+    def _number_once(self, value: Any, compare: Callable[[Any], Key]) -> Any:
         """Returns the number of an object that may stand in several places.
 
         Until it is known, the object stands for itself: a function may reach itself
@@ -257,11 +259,11 @@ class EquationIds:
             self._numbered[id(value)] = value, self._number(compare(value))
         return self._numbered[id(value)][1]
 
-    def _number(self, key: Any) -> int:
+    def _number(self, key: Key) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _value_keys(values: Iterable[Value | None]) -> tuple[Any, ...]:
+def _value_keys(values: Iterable[Value | None]) -> tuple[Key, ...]:
     """Returns the key of some values."""
     return tuple(value and (value, repr(value.constant)) for value in values)
 
@@ -287,11 +289,11 @@ def _key_of_one(value: Any) -> Any:
     return (kind, value) if is_plain or _is_comparable(value) else _Identity(value)
 
 
-def _array_key(x: Array) -> Any:
+def _array_key(x: Array) -> Key:
     # Larger arrays are compared by identity: to read them may wait for a device.
     if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
         return _Identity(x)
-    placement: tuple[Any, ...] = ()
+    placement: tuple[Key, ...] = ()
     if isinstance(x, jax.Array):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
         if is_key or x.is_deleted() or not x.is_fully_addressable:

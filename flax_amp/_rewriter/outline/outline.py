@@ -14,7 +14,6 @@ optimizes, so the compiled program is the same.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import Literal, Primitive, Var
 
@@ -22,8 +21,10 @@ from flax_amp import _compat
 from flax_amp._compat import Eqn
 from flax_amp._rewriter.outline.equality import bits, map_plans
 from flax_amp._rewriter.outline.repeats import (
+    Key,
     Program,
     Run,
+    Substitution,
     common_prefix,
     find,
     substitution,
@@ -90,8 +91,8 @@ def _calls(program: Program, run: Run) -> tuple[list[Eqn], Step]:
 
 
 def _layer(
-    program: Program, run: Run, substitutions: Sequence[dict[Any, Any]]
-) -> tuple[Plan, list[Any]]:
+    program: Program, run: Run, substitutions: Sequence[Substitution]
+) -> tuple[Plan, list[Key]]:
     """Returns the plan of a layer, with the variables of the first one.
 
     Returns:
@@ -100,9 +101,7 @@ def _layer(
     depth = len(common_prefix(program.scopes(run.start, run)))
     indices = range(run.start, run.start + run.period)
     made = {v for i in indices for v in program.eqns[i].outvars}
-    # The inputs by their keys in the substitutions: variables by themselves, literals
-    # by the equation and operand where they stand.
-    ins: dict[Any, Var] = {}
+    ins: dict[Key, Var] = {}
     eqns, steps, outs = [], [], []
     for i in indices:
         eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
@@ -134,8 +133,8 @@ def _layer(
 
 
 def _changing_literals(
-    eqn: Eqn, i: int, substitutions: Sequence[dict[Any, Any]]
-) -> dict[Any, Var]:
+    eqn: Eqn, i: int, substitutions: Sequence[Substitution]
+) -> dict[Key, Var]:
     """Returns an input for each literal of an equation that is not equal in all layers.
 
     An example is the number that the key of a layer's dropout is folded with:
@@ -151,7 +150,7 @@ def _changing_literals(
 
 
 def _is_read_outside(
-    program: Program, run: Run, substitutions: Sequence[dict[Any, Any]], variable: Var
+    program: Program, run: Run, substitutions: Sequence[Substitution], variable: Var
 ) -> bool:
     """Whether a variable of the first layer is read outside of it, in any layer."""
     return any(

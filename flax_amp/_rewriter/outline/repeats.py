@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Eqn, Var
+from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.outline.equality import EquationIds, plans_in
 from flax_amp._rewriter.plan import Plan, Step, variables
@@ -35,6 +35,9 @@ _MAX_PERIODS = 16  # that are tried
 _MAX_OFFSETS = 8  # that are tried in each period
 
 Scopes = tuple[Any, ...]
+# Variables by themselves, literals by the equation and operand where they stand.
+Key = Var | tuple[int, int]
+Substitution = dict[Key, Atom]
 
 
 class Run(NamedTuple):
@@ -203,20 +206,19 @@ def _is_sound(program: Program, run: Run) -> bool:
     return all(substitution(program, run, start) is not None for start in run.starts)
 
 
-def substitution(program: Program, run: Run, start: int) -> dict[Any, Any] | None:
-    """Returns what takes the place of each variable of the first layer in another one.
+def substitution(program: Program, run: Run, start: int) -> Substitution | None:
+    """Returns what takes the place of each key of the first layer in another one.
 
-    Integer literals are in it, too, by the equation and operand where they stand.
+    In the layer that begins at `start`, that is; `None` if the two layers are not
+    connected alike. With the layers of the example above,
 
-    Args:
-      program: the program.
-      run: the run.
-      start: where the other layer begins.
+        a = dot x w0;  b = tanh a      c = dot b w1;  d = tanh c
 
-    Returns:
-      The variables and literals; `None` if the layers are not connected alike.
+    it is `{x: b, w0: w1, a: c, b: d}`. If the second `tanh` read another value than the
+    result of its own `dot`, or if the first layer read `w0` twice and the second one
+    two weights, there would be none.
     """
-    found: dict[Any, Any] = {}
+    found: Substitution = {}
     made_here: set[Var] = set()
     made_in_first: set[Var] = set()
     for i in range(run.period):

@@ -28,7 +28,7 @@ from jax.experimental import jet
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from flax_amp._compat import Array
+from flax_amp._compat import Array, Arrays
 
 stored_p = Primitive("flax_amp_stored")
 stored_p.multiple_results = True
@@ -55,20 +55,20 @@ def _identity(x: Array, *, copies: int, **_: Any) -> list[Array]:
     return [x] * copies
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Arrays, Arrays]:
     return stored_p.bind(*primals, **params), _identity(*tangents, **params)
 
 
-def _series(primals: Any, series: Any, **params: Any) -> Any:
+def _series(primals: Arrays, series: Arrays, **params: Any) -> Any:
     outs = stored_p.bind(*primals, **params)
     return outs, [series[0]] * len(outs)
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
     return stored_p.bind(*args, **params), _identity(*dims, **params)
 
 
-def _transpose(cotangents: Any, x: Any, **_: Any) -> Any:
+def _transpose(cotangents: Arrays, x: Any, **_: Any) -> Arrays:
     return [functools.reduce(ad.add_tangents, cotangents)]
 
 
