@@ -192,7 +192,7 @@ def _is_flax_fp8_product(plan: Plan) -> bool:
         step.mode is Mode.LOW
         and eqn.primitive.name in LOW_OPS
         and _compat.user_file(eqn).endswith(_FLAX_FP8_FILE)
-        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+        for eqn, step in plan.pairs()
     )
 
 
@@ -249,9 +249,15 @@ class CustomJvp(CustomRule):
 class _JvpRule:
     """The user's jvp rule for some perturbed operands.
 
+    For `y = f x w`, of which only `x` is perturbed, JAX asks with a tangent of `x` and
+    a symbolic zero for `w`. What is traced and planned is the function
+
+        lambda x w dx. jvp(lambda x: f(x, w), x, dx)      -> y, dy
+
+    The user's rule sees the zero for `w`, as it does without `amp`.
+
     Attributes:
-      plan: the plan of `(*primals, *tangents of the perturbed) -> (*primals, *tangents
-        of the results that have one)`.
+      plan: the plan of this function.
       perturbed: which results have a tangent.
     """
 
@@ -275,6 +281,7 @@ class _JvpRule:
 
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns the function. Its derivative records which results have a tangent."""
+        # JAX does not call `record` if no result has a tangent.
         self.perturbed = (False,) * len(self.perturbed)
 
         @jax.custom_jvp
@@ -324,7 +331,17 @@ class CustomVjp(CustomRule):
 
 
 class _VjpRule:
-    """The user's forward and backward functions for some perturbed operands."""
+    """The user's forward and backward functions for some perturbed operands.
+
+    For `y = f x w`, of which only `x` is perturbed, the two functions that are traced
+    and planned are
+
+        forward:  lambda x w. vjp(lambda x: f(x, w), x)   -> y, residuals
+        backward: lambda residuals dy. vjp function       -> dx
+
+    The second one is planned when JAX asks for it, because only then it is known which
+    cotangents are zero. It may be asked for several times.
+    """
 
     def __init__(self, call: CustomCall, mask: Mask, structs: Structs):
         self._call, self._mask = call, mask
@@ -376,6 +393,8 @@ class _VjpRule:
         if nonzero not in self._backwards:
             self._backwards[nonzero] = self._plan_backward(nonzero, cotangents)
         plan, has_cotangent = self._backwards[nonzero]
+        # From all cotangents to those that are there, and back at the end: first among
+        # the perturbed operands, then among all of them.
         grads = call.emitter.emit(plan, [*residuals, *pick(cotangents, nonzero)])
         values = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
         cast = call.emitter.cast_to_plan(grads, tuple(pick(values, has_cotangent)))
@@ -389,6 +408,8 @@ class _VjpRule:
             for ct, v, given in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
         ]
 
+        # The user's rule is to see zeros where the rebuilt one does, in the dtypes of
+        # the original program: a rule may ask for the dtype of a zero.
         def backward(residuals: Arrays, cotangents: Arrays) -> Arrays:
             vjp = jax.tree.unflatten(self._treedef, residuals)
             # JAX does not call the rule if all cotangents are zero.

@@ -128,6 +128,7 @@ class Emitter:
         return plan, group_into_regions(plan, self.recompute, self.compute_dtype)
 
     def _emit_region(self, plan: Plan, region: Region, env: "_Environment") -> None:
+        # Filled in by the trace of `evaluate`, and read after it.
         values = {v: env.value(v) for v in region.ins}
         eqns = [plan.jaxpr.eqns[i] for i in region.indices]
         # What is inside of a region is recomputed with it, not by regions of its own.
@@ -144,7 +145,6 @@ class Emitter:
             inside = _Environment(arrays, dict(values), reads, region)
             for i in region.indices:
                 inner._emit_equation(plan, i, inside)
-            # Known only now, and read after the region.
             values.update((v, inside.value(v)) for v in region.outs)
             return [inside.array(v) for v in region.outs]
 
@@ -204,6 +204,7 @@ class Emitter:
         low = [self.to_compute_dtype(x, v, name) for x, v in pairs]
         if not (self.wide_gradients and name in LOW_OPS and len(values) == 2):
             return _compat.bind(eqn, low, params)
+        # Computed factors are no weights: their gradients go on in the compute dtype.
         wide = [has_paint(value, Paint.LEAF) for value in values]
         if not any(wide):
             return _compat.bind(eqn, low, params)

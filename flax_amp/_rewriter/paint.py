@@ -253,7 +253,8 @@ class Painter:
             results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
             if step.mode is Mode.RULE:
                 if any(use.wants_full(has_leaf=True) for use in results):
-                    # What is inside reads its operands otherwise then.
+                    # The first forward pass painted the inside for low readers. For
+                    # others it reads its operands otherwise.
                     step = self._paint(eqn, ins, results, context)
                 read(eqn.invars, step.uses)
             else:
@@ -268,6 +269,8 @@ class Painter:
         decision = context.forced or self._policy.decide(eqn.primitive, scopes)
         stops = decision.function is use_original_precision
         rule = self.rules.get(eqn.primitive.name)
+        # A scope or a key that stops `amp` leaves a structured primitive untouched.
+        # With any other decision, what is inside of it is painted.
         if rule is not None and not (stops and decision.origin is not Origin.DEFAULT):
             _check_structured(eqn, decision)
             if decision.origin is Origin.SCOPE and _takes_no_data(ins):

@@ -6,7 +6,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -203,6 +203,10 @@ class Plan:
     body_kind: BodyKind
     exports: frozenset[Var] = frozenset()
 
+    def pairs(self) -> Iterator[tuple[Eqn, Step]]:
+        """Yields each equation with its step."""
+        return zip(self.jaxpr.eqns, self.steps, strict=True)
+
     def known(self) -> dict[Var, Value | None]:
         """Returns the values of the inputs and the consts, by variable."""
         jaxpr = self.jaxpr
@@ -212,7 +216,7 @@ class Plan:
     def values(self) -> dict[Var, Value | None]:
         """Returns the values of all variables."""
         values = self.known()
-        for eqn, step in zip(self.jaxpr.eqns, self.steps, strict=True):
+        for eqn, step in self.pairs():
             values |= zip(eqn.outvars, step.outs, strict=True)
         return values
 

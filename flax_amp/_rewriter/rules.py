@@ -167,6 +167,13 @@ def _plan_loop(
 ) -> tuple[Plan, Values]:
     """Plans a loop body whose carry has the same values before and after an iteration.
 
+    For `lambda x w. tanh(x @ w)`, scanned over the weights of a stack of layers, and an
+    argument of the program as `x`, the search is
+
+        carry in    carry out    joined
+        LEAF        LOW          LOW       not equal: once more
+        LOW         LOW          LOW       found
+
     A carry only ever moves from LEAF to LOW to FULL, so the search ends.
     """
     body = _compat.open_jaxpr(jaxpr)[0]

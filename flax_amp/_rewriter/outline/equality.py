@@ -113,6 +113,8 @@ class EquationIds:
         self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None], strict: bool
     ) -> Any:
         """Returns the key of an equation with its step."""
+        # A body with a plan is compared by the plan, which has more in it (the paints)
+        # and less (the scopes, in which equal layers differ).
         plans = plans_in(step.detail) if step.mode is Mode.RULE else ()
         return (
             self._equation_key(eqn, strict, {id(plan.jaxpr) for plan in plans}),
@@ -144,7 +146,7 @@ class EquationIds:
                 for name, value in eqn.params.items()
                 if not _is_covered(value, planned)
             ),
-            _Identity(eqn.ctx),
+            _Identity(eqn.ctx),  # the settings of JAX around it
         )
 
     def _part_key(self, value: Any) -> Any:
@@ -209,7 +211,7 @@ class EquationIds:
         jaxpr, values = plan.jaxpr, plan.values()
         eqns = [
             self._planned_key(eqn, step, values, strict=True)
-            for eqn, step in zip(jaxpr.eqns, plan.steps, strict=True)
+            for eqn, step in plan.pairs()
         ]
         known = _value_keys((*plan.ins, *plan.const_ins))
         return (

@@ -175,8 +175,5 @@ def _without_scopes(eqn: Eqn, step: Step, depth: int) -> tuple[Eqn, Step]:
 
 
 def _plan_without_scopes(plan: Plan, depth: int) -> Plan:
-    pairs = [
-        _without_scopes(eqn, step, depth)
-        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
-    ]
+    pairs = [_without_scopes(eqn, step, depth) for eqn, step in plan.pairs()]
     return _with_equations(plan, [e for e, _ in pairs], [step for _, step in pairs])

@@ -126,11 +126,7 @@ class Program:
 def _weight(eqn: Eqn, step: Step) -> int:
     # A jitted block is rewritten once anyway.
     inside = () if eqn.primitive.name == "jit" else plans_in(step.detail)
-    return 1 + sum(
-        _weight(*pair)
-        for plan in inside
-        for pair in zip(plan.jaxpr.eqns, plan.steps, strict=True)
-    )
+    return 1 + sum(_weight(*pair) for plan in inside for pair in plan.pairs())
 
 
 def find(program: Program) -> list[Run]:
@@ -150,8 +146,14 @@ def _runs(program: Program, start: int, stop: int) -> Iterator[Run]:
 
 
 def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
-    """Returns the stretches that are worth it, the best first."""
+    """Returns the stretches that are worth it, the best first.
+
+    In `1 2 3 1 2 3 1 2 3 4`, the equations 1, 2 and 3 come again after three others. So
+    3 may be a period, and with it, the first nine equations are a stretch.
+    """
     ids = program.ids
+    # How far it is to the equation that was equal last, and for how many equations. A
+    # scan counts with all that is inside of it.
     last: dict[int, int] = {}
     gaps: Counter[int] = Counter()
     for i in range(start, stop):
@@ -164,6 +166,7 @@ def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
         for i in range(start, stop - period + 1):
             if i + period < stop and ids[i] == ids[i + period]:
                 continue
+            # The period before the first difference still belongs to the stretch.
             found.append(_Stretch(begin, i + period, period))
             begin = i + 1
     worth = [stretch for stretch in found if program.is_worth_it(stretch.run())]
@@ -173,6 +176,7 @@ def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
 def _best_run(program: Program, stretch: _Stretch) -> Run | None:
     """Returns the run in a stretch whose layers pass on the fewest values."""
     start, _, period = stretch
+    # In the second layer: what the first one reads may come from before the stretch.
     passing = _passing(program, start, start + 2 * period)[period:]
     offsets = sorted(range(period), key=lambda offset: passing[offset])
     for offset in offsets[:_MAX_OFFSETS]:
@@ -183,7 +187,12 @@ def _best_run(program: Program, stretch: _Stretch) -> Run | None:
 
 
 def _passing(program: Program, start: int, stop: int) -> list[int]:
-    """Returns, for each index, how many values computed before it are read later."""
+    """Returns, for each index, how many values computed before it are read later.
+
+    Only values that are computed from `start` on count. In a transformer this is one in
+    front of each block, the residual stream, and more within the blocks.
+    """
+    # What each equation adds and takes away; the sums of that are what is alive.
     changes = [0] * (stop - start + 1)
     for i in range(start, stop):
         for v in program.eqns[i].outvars:
@@ -196,6 +205,8 @@ def _passing(program: Program, start: int, stop: int) -> list[int]:
 
 def _is_sound(program: Program, run: Run) -> bool:
     """Whether all layers are connected alike and have the same scopes inside."""
+    # A call has the scopes that all of its layer shares, such as `layers_0`. The others
+    # stand in the one function of all calls, so they must be equal.
     inside = []
     for start in run.starts:
         scopes = program.scopes(start, run)
@@ -244,7 +255,7 @@ def _scopes(eqn: Eqn, step: Step) -> list[Scopes]:
     inside = [
         scopes
         for plan in plans_in(step.detail)
-        for pair in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+        for pair in plan.pairs()
         for scopes in _scopes(*pair)
     ]
     return [own + scopes for scopes in inside] or [own]
