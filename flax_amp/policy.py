@@ -33,8 +33,8 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Params
 from flax_amp._scope_paths import names_method, paths, pattern
 
-Bound = tuple[Arrays, Params]  # what a primitive is bound to
-PrecisionFunction = Callable[..., Bound]
+BindArguments = tuple[Arrays, Params]  # what a primitive is bound to
+PrecisionFunction = Callable[..., BindArguments]
 PolicyEntries = Mapping[Any, Any]  # an alias, to keep signatures short
 
 # --- precision functions -------------------------------------------------------------
@@ -75,7 +75,7 @@ def use_compute_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> Bound:
+) -> BindArguments:
     """Runs the equation in the compute dtype.
 
     Args:
@@ -97,7 +97,7 @@ def use_original_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> Bound:
+) -> BindArguments:
     """Runs the equation in the dtypes of the untransformed program.
 
     Arguments and result as in `use_compute_precision`.
@@ -112,7 +112,7 @@ def use_widest_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> Bound:
+) -> BindArguments:
     """Runs the equation in the widest float dtype of its original operands.
 
     Arguments and result as in `use_compute_precision`.
@@ -158,7 +158,7 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
         original_dtypes: Sequence[DType],
         *invars: Array,
         **bind_params: Any,
-    ) -> Bound:
+    ) -> BindArguments:
         """Arguments and result as in `use_compute_precision`."""
         del compute_dtype
         return use_compute_precision(
@@ -171,7 +171,7 @@ def follow_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> Bound:
+) -> BindArguments:
     """Runs the equation in the precision of its operands.
 
     In a policy, the equation runs in float32 if one operand was computed in full
@@ -193,7 +193,7 @@ def keep_precision(
     original_dtypes: Sequence[DType],
     *invars: Array,
     **bind_params: Any,
-) -> Bound:
+) -> BindArguments:
     """Moves or compares data in whatever precision it arrives.
 
     Arguments and result as in `use_compute_precision`.

@@ -163,6 +163,8 @@ class Emitter:
         eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
         values = tuple(env.value(v) for v in eqn.invars)
         with _compat.equation_context(eqn):
+            # First the casts that readers share; what is left is cast for this reader
+            # alone in `_emit_low`.
             if step.mode in (Mode.FULL, Mode.EXP):
                 arrays = [env.full(v) for v in eqn.invars]
             elif step.mode is Mode.LOW:

@@ -277,7 +277,7 @@ class _While:
             Mode.RULE,
             tuple(map(_value_after_loop, carry, init)),
             "inside while",
-            uses=(Use.LOW,) * len(ins),
+            uses=(Use.LOW,) * len(ins),  # as of a scan
             detail=_LoopPlan(body, init, carry, condition),
         )
 

@@ -24,7 +24,6 @@ from flax_amp._rewriter.outline.repeats import (
     Key,
     Program,
     Run,
-    Substitution,
     common_prefix,
     find,
     substitution,
@@ -53,7 +52,7 @@ def outline(plan: Plan) -> Plan:
     for run in find(program):
         eqns += program.eqns[done : run.start]
         steps += program.steps[done : run.start]
-        calls, step = _calls(program, run)
+        calls, step = _Layers(program, run).calls()
         eqns += calls
         steps += [step] * run.copies
         done = run.stop
@@ -70,94 +69,98 @@ def _with_equations(plan: Plan, eqns: Sequence[Eqn], steps: Sequence[Step]) -> P
     return dataclasses.replace(plan, jaxpr=edited, steps=tuple(steps))
 
 
-def _calls(program: Program, run: Run) -> tuple[list[Eqn], Step]:
-    """Returns the calls of a run, and the step of all of them."""
-    substitutions = [substitution(program, run, start) or {} for start in run.starts]
-    layer, keys = _layer(program, run, substitutions)
-    calls = []
-    # A call takes its source line from the first equation of its layer, and the scopes
-    # that all of the layer shares.
-    for start, found in zip(run.starts, substitutions, strict=True):
-        call = program.eqns[start].replace(
-            primitive=repeat_p,
-            invars=[found[key] for key in keys],
-            outvars=[found[v] for v in layer.jaxpr.outvars],
-            params={},
-        )
-        calls.append(
-            _compat.with_scopes(call, common_prefix(program.scopes(start, run)))
-        )
-    return calls, Step(Mode.REPEAT, layer.outs, "one of equal layers", detail=layer)
+class _Layers:
+    """The layers of a run, and the calls that take their places.
 
-
-def _layer(
-    program: Program, run: Run, substitutions: Sequence[Substitution]
-) -> tuple[Plan, list[Key]]:
-    """Returns the plan of a layer, with the variables of the first one.
-
-    Returns:
-      The plan, and the keys of its inputs in the substitutions.
+    The layers differ in variables, in integer literals, and in the first scopes around
+    them. What they call is the first one, with what differs as inputs.
     """
-    depth = len(common_prefix(program.scopes(run.start, run)))
-    indices = range(run.start, run.start + run.period)
-    made = {v for i in indices for v in program.eqns[i].outvars}
-    ins: dict[Key, Var] = {}
-    eqns, steps, outs = [], [], []
-    for i in indices:
-        eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
-        ins |= {v: v for v in variables(eqn.invars) if v not in made}
-        literals = _changing_literals(eqn, i - run.start, substitutions)
-        ins |= literals
-        keys = [(i - run.start, k) for k in range(len(eqn.invars))]
-        pairs = zip(keys, eqn.invars, strict=True)
-        invars = [literals.get(key, atom) for key, atom in pairs]
-        eqns.append(eqn.replace(invars=invars))
-        steps.append(step)
-        outs += [
-            v for v in eqn.outvars if _is_read_outside(program, run, substitutions, v)
+
+    def __init__(self, program: Program, run: Run):
+        self._program = program
+        self._run = run
+        # What the keys of the first layer are in each layer, the first one included.
+        self._substitutions = [
+            substitution(program, run, start) or {} for start in run.starts
         ]
-    values = program.values
-    invars = list(ins.values())
-    # Nothing asks for `uses`: the layer is planned already, and is only emitted.
-    plan = Plan(
-        jaxpr=EditedJaxpr(invars, outs, eqns),
-        consts=(),
-        const_ins=(),
-        ins=tuple(values.get(v) for v in invars),
-        outs=tuple(values[v] for v in outs),
-        uses=(),
-        steps=tuple(steps),
-        body_kind=BodyKind.REPEATED_LAYER,
-    )
-    return plan, list(ins)
 
+    def calls(self) -> tuple[list[Eqn], Step]:
+        """Returns the calls, and the step of all of them."""
+        program, run = self._program, self._run
+        layer, keys = self._layer()
+        calls = []
+        for start, found in zip(run.starts, self._substitutions, strict=True):
+            # A call takes its source line from the first equation of its layer, and the
+            # scopes that all of the layer shares.
+            call = program.eqns[start].replace(
+                primitive=repeat_p,
+                invars=[found[key] for key in keys],
+                outvars=[found[v] for v in layer.jaxpr.outvars],
+                params={},
+            )
+            scopes = common_prefix(program.scopes(start, run))
+            calls.append(_compat.with_scopes(call, scopes))
+        return calls, Step(Mode.REPEAT, layer.outs, "one of equal layers", detail=layer)
 
-def _changing_literals(
-    eqn: Eqn, i: int, substitutions: Sequence[Substitution]
-) -> dict[Key, Var]:
-    """Returns an input for each literal of an equation that is not equal in all layers.
+    def _layer(self) -> tuple[Plan, list[Key]]:
+        """Returns the plan of the first layer, and the keys of its inputs."""
+        program, run = self._program, self._run
+        depth = len(common_prefix(program.scopes(run.start, run)))
+        indices = range(run.start, run.start + run.period)
+        made = {v for i in indices for v in program.eqns[i].outvars}
+        ins: dict[Key, Var] = {}
+        eqns: list[Eqn] = []
+        steps: list[Step] = []
+        outs: list[Var] = []
+        for i in indices:
+            eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
+            # In the order in which they are read: it is the same in every process.
+            ins |= {v: v for v in variables(eqn.invars) if v not in made}
+            keys = [(i - run.start, k) for k in range(len(eqn.invars))]
+            literals = self._changing_literals(eqn, keys)
+            ins |= literals
+            pairs = zip(keys, eqn.invars, strict=True)
+            eqns.append(eqn.replace(invars=[literals.get(k, v) for k, v in pairs]))
+            steps.append(step)
+            outs += filter(self._is_read_outside, eqn.outvars)
+        values = program.values
+        invars = list(ins.values())
+        # Nothing asks for `uses`: the layer is planned already, and is only emitted.
+        plan = Plan(
+            jaxpr=EditedJaxpr(invars, outs, eqns),
+            consts=(),
+            const_ins=(),
+            ins=tuple(values.get(v) for v in invars),
+            outs=tuple(values[v] for v in outs),
+            uses=(),
+            steps=tuple(steps),
+            body_kind=BodyKind.REPEATED_LAYER,
+        )
+        return plan, list(ins)
 
-    An example is the number that the key of a layer's dropout is folded with:
+    def _changing_literals(self, eqn: Eqn, keys: Sequence[Key]) -> dict[Key, Var]:
+        """Returns an input for each literal that is not equal in all layers.
 
-        k0 = random_fold_in key 0  ->  k0 = random_fold_in key i, with i an input
-    """
-    literals = [(i, k) for k, v in enumerate(eqn.invars) if isinstance(v, Literal)]
-    return {
-        key: Var(eqn.invars[key[1]].aval)
-        for key in literals
-        if len({bits(found[key]) for found in substitutions}) > 1
-    }
+        An example is the number that the key of a layer's dropout is folded with:
 
+            k0 = random_fold_in key 0  ->  k0 = random_fold_in key i, with i an input
+        """
+        return {
+            key: Var(atom.aval)
+            for key, atom in zip(keys, eqn.invars, strict=True)
+            if isinstance(atom, Literal)
+            if len({bits(found[key]) for found in self._substitutions}) > 1
+        }
 
-def _is_read_outside(
-    program: Program, run: Run, substitutions: Sequence[Substitution], variable: Var
-) -> bool:
-    """Whether a variable of the first layer is read outside of it, in any layer."""
-    return any(
-        not start <= index < start + run.period
-        for start, found in zip(run.starts, substitutions, strict=True)
-        for index in program.readers.get(found[variable], ())
-    )
+    def _is_read_outside(self, variable: Var) -> bool:
+        """Whether a variable of the first layer is read outside of it, in any layer."""
+        # The last layer may have readers that the others do not have, such as the head.
+        # All calls return what one of them has to return.
+        return any(
+            not start <= index < start + self._run.period
+            for start, found in zip(self._run.starts, self._substitutions, strict=True)
+            for index in self._program.readers.get(found[variable], ())
+        )
 
 
 def _without_scopes(eqn: Eqn, step: Step, depth: int) -> tuple[Eqn, Step]:

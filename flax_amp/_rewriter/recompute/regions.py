@@ -32,7 +32,7 @@ from flax_amp._rewriter.recompute.stored import (
 )
 from flax_amp.policy import LOW_OPS
 
-_SMALL_STEP = 4 << 20  # bytes
+_SMALL_STEP = 4 << 20  # bytes that a step of a recurrence has to save
 
 # How much the backward pass computes again instead of storing it. "auto" is what pays
 # on every backend: inside loops all that is cheap, in straight code what fuses, and
@@ -186,6 +186,8 @@ class _Grouping:
         order: list[Region | int] = [*moves]
         levels = sorted({*light, *heavy})
         for level in levels:
+            # A heavy equation may read light ones of its own level; no light one reads
+            # a heavy one of it.
             if light[level]:
                 # The head of a model is in the last region, with no loop behind it.
                 is_last = level == levels[-1] and not heavy[level]
@@ -205,6 +207,7 @@ class _Grouping:
         eqns = [plan.jaxpr.eqns[i] for i in indices]
         steps = [plan.steps[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
+        # In the order in which they are read: it is the same in every process.
         reads = [v for eqn in eqns for v in variables(eqn.invars)]
         ins = list(dict.fromkeys(v for v in reads if v not in made))
         residuals = choose(
