@@ -53,3 +53,12 @@ def test_partition_and_combine_undo_each_other():
     assert rest["float"] is None and rest["name"] == "text"
     together = _tree.combine(floating, rest)
     assert all(together[key] is leaf for key, leaf in tree.items())
+
+
+def test_pick_fill_and_split_list_undo_each_other():
+    items, mask = list("abcd"), [True, False, False, True]
+    assert _tree.pick(items, mask) == ["a", "d"]
+    assert _tree.fill("AD", mask, items) == ["A", "b", "c", "D"]
+    assert _tree.split_list(items, 1, 0, 2) == [("a",), (), ("b", "c"), ("d",)]
+    with pytest.raises(ValueError):
+        _tree.pick(items, mask[1:])
