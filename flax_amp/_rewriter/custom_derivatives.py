@@ -393,23 +393,22 @@ class _VjpRule:
         if nonzero not in self._backwards:
             self._backwards[nonzero] = self._plan_backward(nonzero, cotangents)
         plan, has_cotangent = self._backwards[nonzero]
-        # From all cotangents to those that are there, and back at the end: first among
-        # the perturbed operands, then among all of them.
         grads = call.emitter.emit(plan, [*residuals, *pick(cotangents, nonzero)])
         values = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
         cast = call.emitter.cast_to_plan(grads, tuple(pick(values, has_cotangent)))
+        # Among the perturbed operands, then among all of them.
         grads = fill(cast, has_cotangent, [None] * len(has_cotangent))
         return tuple(fill(grads, mask, [None] * len(mask)))
 
     def _plan_backward(self, nonzero: Mask, cotangents: Arrays) -> Any:
         call = self._call
+        # The user's rule is to see zeros where the rebuilt one does, in the dtypes of
+        # the original program.
         zeros = [
             None if given else ad.Zero(_zero_aval(ct, v.aval))
             for ct, v, given in zip(cotangents, call.eqn.outvars, nonzero, strict=True)
         ]
 
-        # The user's rule is to see zeros where the rebuilt one does, in the dtypes of
-        # the original program: a rule may ask for the dtype of a zero.
         def backward(residuals: Arrays, cotangents: Arrays) -> Arrays:
             vjp = jax.tree.unflatten(self._treedef, residuals)
             # JAX does not call the rule if all cotangents are zero.

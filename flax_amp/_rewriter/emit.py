@@ -61,7 +61,7 @@ class Emitter:
     recompute: Recompute = "auto"
     wide_gradients: bool = False
     merge_layers: bool = True
-    # What is made once for each plan (and `recompute`); see `once`.
+    # What `once` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
@@ -186,9 +186,8 @@ class Emitter:
             rule = self.painter.rules[eqn.primitive.name]
             return rule.emit(self, eqn, step, arrays)
         if step.mode is Mode.REPEAT:
-            return self.once("layer", step.detail, lambda: self._layer(step.detail))(
-                *arrays
-            )
+            layer = self.once("layer", step.detail, lambda: self._layer(step.detail))
+            return layer(*arrays)
         if step.mode is Mode.EXP:
             return [rounded_exp(arrays[0], self.compute_dtype)]
         if step.mode is Mode.CALL:

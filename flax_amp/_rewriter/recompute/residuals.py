@@ -139,9 +139,11 @@ def _is_cheap(name: str, avals: Sequence[Aval], params: Mapping[str, Any]) -> bo
 class LowCopy:
     """The low-precision copy of a full value that matrix products read.
 
-    y:f32 = mul s r            y is read by arithmetic, in float32,
-    z:bf16 = dot y w           and by a product: LowCopy(y) has half the bytes
-    a:f32 = add y t
+    It has half the bytes of the value:
+
+        y:f32 = mul s r
+        z:bf16 = dot y w           reads LowCopy(y)
+        a:f32 = add y t            reads y
     """
 
     variable: Var
@@ -265,11 +267,15 @@ def _called_bytes(eqn: Eqn) -> int:
 def _reads(
     eqns: Sequence[Eqn], steps: Sequence[Step], inputs: Collection[Var]
 ) -> tuple[set[Var], set[Var]]:
-    """Returns what derivatives read: those of other equations, those of products.
+    """Returns what derivatives read: first those of other equations, then of products.
 
-    z = dot y w          dy = dot dz w, dw = dot dz y: a product reads w and y
-    e = exp z            dz = mul de e: reads the result, not the operand
-    a = add e b          reads nothing
+    For example,
+
+        z = dot y w          dy = dot dz w, dw = dot dz y     reads y and w
+        e = exp z            dz = mul de e                    reads e, not z
+        a = add e b          de = da, db = da                 reads nothing
+
+    gives `{e}` and `{y, w}`.
     """
     # What a derivative may flow through: integers have none.
     active = {v for v in inputs if _is_inexact(v.aval)}
@@ -298,7 +304,7 @@ def _read_by_derivative(eqn: Eqn, step: Step, active: Collection[Var]) -> Iterat
             if not isinstance(other, Literal) and other in active:
                 yield from variables([factor])
     elif name == "select_n":
-        # The predicate. The cases are added to, where they were selected.
+        # The predicate: it says which case gets the cotangent.
         yield from variables(eqn.invars[:1])
     else:
         yield from variables(eqn.invars)
