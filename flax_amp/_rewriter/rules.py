@@ -11,7 +11,6 @@ A structured primitive without a rule here runs untouched in its original dtypes
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -359,17 +358,17 @@ class _LinearSolve:
     ) -> Step:
         jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
         *consts, vectors = split_list(ins, *lengths)
-        state = tuple(map(_value_in_body, self._state(eqn, vectors)))
-        inner = context.inside(
-            BodyKind.OPAQUE
-        )  # its own derivative says what is stored
+        outs = like(out_avals(eqn), FULL)  # as many as there are vectors, and alike
+        state = tuple(map(_value_in_body, outs))
+        # Its own derivative says what is stored.
+        inner = context.inside(BodyKind.OPAQUE)
         plans = tuple(
             jaxpr and painter.plan(jaxpr, (*values, *state), None, inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)
         )
         return Step(
             Mode.RULE,
-            like(out_avals(eqn), FULL),
+            outs,
             "inside custom_linear_solve",
             uses=(*(Use.LOW,) * sum(lengths), *(Use.FULL,) * len(vectors)),
             detail=plans,
@@ -378,7 +377,7 @@ class _LinearSolve:
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         jaxprs = eqn.params["jaxprs"]
         *consts, vectors = split_list(operands, *eqn.params["const_lengths"])
-        state = emitter.cast_to_plan(vectors, self._state(eqn, vectors))
+        state = emitter.cast_to_plan(vectors, step.outs)
 
         def function(plan: Plan, *xs: Array) -> list[Array]:
             values = like([v.aval for v in plan.jaxpr.outvars], FULL)
@@ -392,11 +391,6 @@ class _LinearSolve:
         params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
         flat = [x for arrays in consts for x in arrays]
         return _compat.bind(eqn, [*flat, *state], params)
-
-    def _state(self, eqn: Eqn, vectors: Sequence[Any]) -> Values:
-        """Returns the values of the vectors, which are the last operands."""
-        variables = eqn.invars[len(eqn.invars) - len(vectors) :]
-        return like([v.aval for v in variables], FULL)
 
 
 class _CustomVmap(CustomRule):
