@@ -333,6 +333,7 @@ class Painter:
             return f"{eqn.primitive.name} runs in its original dtypes only"
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:
+            # float64, complex and the other half are what the user asked for.
             is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
             if is_inexact and dtype not in (jnp.float32, self.compute_dtype):
                 return f"{dtype} operand"
@@ -361,6 +362,7 @@ class Painter:
             reason = "applies a full-precision value"
             return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
         if not has_data:
+            # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, "float32 leaves only")
         return self._paint_data(eqn, operands, uses)
 

@@ -331,6 +331,7 @@ def _parts_of(value: Any) -> Sequence[Any] | None:
 def _is_comparable(value: Any) -> bool:
     """Whether a value has a class of JAX whose `==` means that both behave alike."""
     kind = type(value)
+    # Callables are compared by their parts, or equal only themselves.
     is_plain = not callable(value) or isinstance(value, jax.sharding.Mesh)
     if not is_plain or not _is_of(kind.__module__, "jax", "jaxlib"):
         return False
@@ -338,6 +339,7 @@ def _is_comparable(value: Any) -> bool:
         hash(value)
     except TypeError:
         return False
+    # Without an `__eq__` of its own it equals itself only, and is held by `_Identity`.
     return any("__eq__" in vars(base) for base in kind.__mro__[:-1])
 
 
