@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from _programs import norm
 from flax_amp import amp
 from helpers import equations
 
@@ -23,12 +24,6 @@ exact_jit = functools.partial(
         "xla_allow_excess_precision": False,
     },
 )
-
-
-def norm(x):
-    mean = x.mean(-1, keepdims=True)
-    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-    return (x - mean) * lax.rsqrt(variance + 1e-6)
 
 
 def attention(q, k, v):

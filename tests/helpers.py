@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from flax_amp import _compat, amp
 
 HALVES = (jnp.float16, jnp.bfloat16)
 both_halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
@@ -55,16 +58,30 @@ def equations(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any
                     yield from equations(inner, (*path, eqn.primitive.name))
 
 
+def scoped_equations(jaxpr: Any, outer: tuple[str, ...] = ()) -> Iterator[Any]:
+    """Yields `(scopes, equation)`, with the scopes of the equations around it."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        scopes = outer + _compat.scope_names(eqn)
+        yield scopes, eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from scoped_equations(inner, scopes)
+
+
+def equations_of(
+    fn: Callable[..., Any], *args: Any, primitive: str | tuple[str, ...]
+) -> list[Any]:
+    """Returns the equations of one or several primitives in `fn(*args)`."""
+    names = (primitive,) if isinstance(primitive, str) else primitive
+    found = equations(jax.make_jaxpr(fn)(*args))
+    return [eqn for _, eqn in found if eqn.primitive.name in names]
+
+
 def dtypes_of(
     fn: Callable[..., Any], *args: Any, primitive: str | tuple[str, ...] = MATMULS
 ) -> list[tuple[str, ...]]:
     """Returns the operand dtypes of each equation of a primitive in `fn(*args)`."""
-    names = (primitive,) if isinstance(primitive, str) else primitive
-    return [
-        tuple(str(v.aval.dtype) for v in eqn.invars)
-        for _, eqn in equations(jax.make_jaxpr(fn)(*args))
-        if eqn.primitive.name in names
-    ]
+    found = equations_of(fn, *args, primitive=primitive)
+    return [tuple(str(v.aval.dtype) for v in eqn.invars) for eqn in found]
 
 
 def assert_all_in(fn: Callable[..., Any], *args: Any, dtype: Any, count: int) -> None:
@@ -82,6 +99,18 @@ def relative_error(actual: Any, expected: Any) -> float:
     difference = sum(float(np.sum((a - b) ** 2)) for a, b in as64)
     size = sum(float(np.sum(b**2)) for _, b in as64)
     return float(np.sqrt(difference) / max(np.sqrt(size), 1e-30))
+
+
+def gradient_error(
+    fn: Callable[..., Any], dtype: Any, *args: Any, argnums: Any = 0, scale: float = 1
+) -> float:
+    """Returns the relative error of the gradient of `amp(fn)`, scaled for float16."""
+    lowered = amp(fn, compute_dtype=dtype)
+    actual, expected = (
+        jit(jax.grad(lambda *xs, f=f: scale * f(*xs), argnums))(*args)
+        for f in (lowered, fn)
+    )
+    return relative_error(actual, expected)
 
 
 def assert_close(

@@ -1,4 +1,4 @@
-"""Constants: a number is its bits, the sign of zero and NaN included."""
+"""Constants and casts: finite stays finite, signs and NaN survive, rules are linear."""
 
 import functools
 
@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
 
 from flax_amp import amp
+from flax_amp._rewriter.casts import cast_constant, finfo, saturating_cast
 from flax_amp._rewriter.plan import LEAF, value_of
-from helpers import jit
+from helpers import both_halves, jit
+
+# --- constants: a number is its bits, the sign of zero and NaN included --------------
 
 NUMBERS = {
     "zero": [0.0] * 3,
@@ -94,3 +98,68 @@ def test_one_plan_for_equal_constants():
     assert value(float("nan")) == value(float("nan"))
     assert value(0.0) != value(-0.0)
     assert LEAF.constant is None and value(1.5).without_constant() == LEAF
+
+
+# --- casts ---------------------------------------------------------------------------
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+@both_halves
+@pytest.mark.parametrize("headroom", [False, True])
+@pytest.mark.parametrize(
+    "value", [-1e9, 1e30, -1e38, LOWEST, 3.0, 0.0, np.inf, -np.inf, np.nan]
+)
+def test_casts_saturate(value, headroom, dtype):
+    """What is finite stays so, if asked at half of the limit; the rest is itself."""
+    limit = float(finfo(dtype).max)
+    is_large = np.isfinite(value) and abs(value) > limit
+    expected = np.copysign(limit / (1 + headroom), value) if is_large else value
+    for cast in (
+        cast_constant(np.float32(value), dtype, headroom),
+        saturating_cast(jnp.full(3, value, jnp.float32), dtype, headroom),
+    ):
+        assert cast.dtype == dtype
+        np.testing.assert_allclose(np.asarray(cast, np.float64), expected, rtol=1e-2)
+
+
+@both_halves
+@pytest.mark.parametrize("headroom", [False, True])
+def test_derivatives_are_those_of_the_plain_cast(dtype, headroom):
+    """Also where it saturates; nothing is stored for them. Transposed or batched."""
+
+    def cast(x):
+        return saturating_cast(x, dtype, headroom)
+
+    x = jnp.array([1.0, 2.0, 1e9, -1e9], jnp.float32)
+    cotangents = jnp.arange(1.0, 5)
+    for function in (cast, jax.vmap(cast)):
+        out, vjp = jax.vjp(function, x)
+        assert not [leaf for leaf in jax.tree.leaves(vjp) if jnp.shape(leaf)]
+        (from_vjp,) = vjp(cotangents.astype(dtype))
+        transpose = jax.linear_transpose(function, x)
+        (transposed,) = transpose(cotangents.astype(dtype))
+        for gradient in (from_vjp, transposed):
+            assert gradient.dtype == jnp.float32
+            np.testing.assert_array_equal(gradient, cotangents)
+        _, tangent = jax.jvp(function, (x,), (x,))
+        assert tangent.dtype == out.dtype == dtype
+    (unused,) = jax.linear_transpose(lambda x: (cast(x) * 0, x)[1], x)(x)
+    np.testing.assert_array_equal(unused, x)
+
+
+@both_halves
+def test_jet(dtype):
+    """Taylor series outside of `amp`: the primitives of the rewriter have rules."""
+    w = jnp.eye(4) / 2 + 0.1
+
+    def f(x):
+        return jnp.tanh(x @ w + 0.1 * w[:1]) @ w
+
+    x = jnp.ones((2, 4))
+    exact = jet.jet(f, (x,), ((x, x),))
+    for recompute in ("auto", "always"):
+        lowered = amp(f, compute_dtype=dtype, recompute=recompute)
+        found = jet.jet(lowered, (x,), ((x, x),))
+        for got, expected in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=3e-2, atol=3e-2)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax import lax
 
+from _programs import batched
 from _transformer import exact_jit
 from flax_amp import (
     AmpTrainState,
@@ -40,68 +41,23 @@ def count_calls(fn, *args):
     return sum(eqn.params.get("name") == "repeated" for eqn in eqns)
 
 
-# Each makes a part of a layer from one of two numbers, in which the layers differ.
+# --- what layers can differ in -------------------------------------------------------
 
 
-def literal(number):
-    return lambda x: x * number
+def signed_zero(number):
+    """A zero whose sign depends on the number."""
+    return np.copysign(0.0, number - 0.7)
 
 
-def zero(number):
-    signed = np.copysign(0.0, number - 0.7)
-    return lambda x: x + lax.atan2(0.0, lax.stop_gradient(x * 0 + 1) * signed)
+def full(number):
+    return np.full((1, 4), number, np.float32)
 
 
-def constant(number):
-    return lambda x: jax.jit(lambda x: x * np.full((1, 4), number, np.float32))(x)
+def signed_zeros(number):
+    def angles(one):
+        return lax.atan2(0 * one, full(signed_zero(number)) * one)
 
-
-def zeros(number):
-    array = np.full((1, 4), np.copysign(0.0, number - 0.7), np.float32)
-    return lambda x: (
-        x + jax.jit(lambda one: lax.atan2(0 * one, array * one))(jnp.ones((1, 4)))
-    )
-
-
-def weak_type(number):
-    one = 1.0 if number < 0.7 else np.float32(1)
-    return lambda x: x * lax.stop_gradient(x.astype(jnp.bfloat16) * one + 0.01)
-
-
-def dtype(number):
-    half = jnp.float16 if number < 0.7 else jnp.bfloat16
-    return lambda x: x.astype(half).astype(x.dtype)
-
-
-def axis(number):
-    return lambda x: x - jnp.sum(x, axis=int(2 * number) - 1, keepdims=True)
-
-
-def parameter(number):
-    return lambda x: lax.cumsum(x, reverse=number < 0.7)
-
-
-def precision(number):
-    chosen = "highest" if number < 0.7 else "default"
-    return lambda x: jnp.dot(x, x, precision=chosen) / 4
-
-
-def branch(number):
-    return lambda x: lax.cond(x[0, 0] < 9, lambda x: x * number, lambda x: x, x)
-
-
-def loop(number):
-    return lambda x: lax.fori_loop(0, 2, lambda _, x: x * number, x)
-
-
-def checkpointed(number):
-    return jax.checkpoint(lambda x: jnp.sin(x * number))
-
-
-def policy(number):
-    name = f"saved_{number}"
-    saved = jax.checkpoint_policies.save_only_these_names(name)
-    return jax.checkpoint(jnp.sin, policy=saved)
+    return lambda x: x + jax.jit(angles)(jnp.ones((1, 4)))
 
 
 def called(function):
@@ -117,18 +73,6 @@ def called(function):
 
 def times(x, number):
     return np.asarray(x * number, np.float32)
-
-
-def callback(number):
-    return called(lambda x: times(x, number))
-
-
-def callback_default(number):
-    return called(lambda x, factor=number: times(x, factor))
-
-
-def callback_partial(number):
-    return called(functools.partial(times, number=number))
 
 
 class Alike:
@@ -150,35 +94,31 @@ class Alike:
         return 0
 
 
-def callback_object(number):
-    return called(Alike(number))
-
-
 def with_jvp(rule, **options):
-    @jax.custom_jvp
-    def identity(x):
-        return x
-
+    identity = jax.custom_jvp(lambda x: x)
     identity.defjvp(rule, **options)
     return identity
 
 
-def jvp(number):
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * number))
+def with_factor(factor, **options):
+    """The identity with a tangent times `factor(x)`."""
+    return with_jvp(lambda xs, ts: (xs[0], ts[0] * factor(xs[0])), **options)
 
 
-def jvp_constant(number):
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * jnp.array([[number, 1, 1, 1]])))
+def with_vjp(forward, backward):
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(forward, backward)
+    return identity
 
 
 def jvp_array(number):  # too large to compare its contents
     large = np.full((4096, 4), number, np.float32)
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * large[:4]))
+    return with_factor(lambda x: large[:4])
 
 
 def jvp_list(number):
     factors = [number]
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * factors[0]))
+    return with_factor(lambda x: factors[0])
 
 
 def jvp_attribute(number):
@@ -189,15 +129,6 @@ def jvp_attribute(number):
     return with_jvp(rule)
 
 
-def jvp_method(number):
-    return with_jvp(Alike(number).rule)
-
-
-def jvp_zero(number):
-    signed = np.copysign(0.0, number - 0.7)
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * (1 + lax.atan2(0.0, signed))))
-
-
 def jvp_symbolic(number):
     def rule(xs, ts):
         known = hasattr(ts[0], "at")  # an array, no symbolic zero
@@ -206,92 +137,95 @@ def jvp_symbolic(number):
     return with_jvp(rule, symbolic_zeros=True)
 
 
-def jvp_callback(number):
-    part = called(lambda x: times(x, number))
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * part(xs[0])))
-
-
-def jvp_nested(number):  # shows in the second derivative
-    inner = with_jvp(lambda xs, ts: (xs[0], ts[0] * number))
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * inner(xs[0])))
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def scaled_by(x, number):
     return x
 
 
-@scaled_by.defjvp
-def scale(number, xs, ts):
-    return xs[0], ts[0] * number
-
-
-def jvp_static(number):
-    return lambda x: scaled_by(x, number)
-
-
-def with_vjp(forward, backward):
-    @jax.custom_vjp
-    def identity(x):
-        return x
-
-    identity.defvjp(forward, backward)
-    return identity
-
-
-def vjp_backward(number):
-    return with_vjp(lambda x: (x, None), lambda _, t: (t * number,))
-
-
-def vjp_forward(number):
-    return with_vjp(lambda x: (x, x * number), lambda r, t: (t * r,))
-
-
-def vjp_nested(number):
-    return with_vjp(lambda x: (jvp(number)(x), None), lambda _, t: (t / 2,))
-
-
-def linear(number):
-    def part(x):
-        return jax.custom_derivatives.linear_call(
-            lambda _, x: x / 2, lambda _, t: t * number, (), x
-        )
-
-    return part
+scaled_by.defjvp(lambda number, xs, ts: (xs[0], ts[0] * number))
 
 
 def vmapped(number):
-    @jax.custom_batching.custom_vmap
-    def identity(x):
-        return x
-
+    identity = jax.custom_batching.custom_vmap(lambda x: x)
     identity.def_vmap(lambda size, batched, x: (x * number, True))
     return identity
 
 
+def linear(number):
+    forward, transpose = lambda _, x: x / 2, lambda _, t: t * number
+    call = jax.custom_derivatives.linear_call
+    return lambda x: call(forward, transpose, (), x)
+
+
 def solve(number):
-    def part(x):
-        return lax.custom_linear_solve(
-            lambda x: x * 2, x, lambda _, x: x * number, symmetric=True
-        )
-
-    return part
+    return lambda x: lax.custom_linear_solve(
+        lambda x: x * 2, x, lambda _, x: x * number, symmetric=True
+    )
 
 
-MERGED = [
-    *(literal, zero, constant, zeros, weak_type, dtype, axis, parameter, precision),
-    *(branch, loop, checkpointed),
-    *(callback, callback_default, callback_partial),
-    *(jvp, jvp_constant, jvp_zero, jvp_symbolic, jvp_callback, jvp_static),
-    *(vjp_backward, vjp_forward, vmapped, solve),
-]
+def weak_type(number):
+    one = 1.0 if number < 0.7 else np.float32(1)
+    return lambda x: x * lax.stop_gradient(x.astype(jnp.bfloat16) * one + 0.01)
+
+
+save_names = jax.checkpoint_policies.save_only_these_names
+
+# Each makes a part of a layer from one of two numbers, in which the layers differ.
+MERGED = {
+    "literal": lambda n: lambda x: x * n,
+    "zero": lambda n: (
+        lambda x: x + lax.atan2(0.0, lax.stop_gradient(x * 0 + 1) * signed_zero(n))
+    ),
+    "constant": lambda n: lambda x: jax.jit(lambda x: x * full(n))(x),
+    "signed zeros": signed_zeros,
+    "weak type": weak_type,
+    "dtype": lambda n: (
+        lambda x: x.astype(jnp.float16 if n < 0.7 else jnp.bfloat16).astype(x.dtype)
+    ),
+    "axis": lambda n: lambda x: x - jnp.sum(x, axis=int(2 * n) - 1, keepdims=True),
+    "parameter": lambda n: lambda x: lax.cumsum(x, reverse=n < 0.7),
+    "precision": lambda n: (
+        lambda x: jnp.dot(x, x, precision="highest" if n < 0.7 else "default") / 4
+    ),
+    "branch": lambda n: (
+        lambda x: lax.cond(x[0, 0] < 9, lambda x: x * n, jnp.positive, x)
+    ),
+    "loop": lambda n: lambda x: lax.fori_loop(0, 2, lambda _, x: x * n, x),
+    "checkpointed": lambda n: jax.checkpoint(lambda x: jnp.sin(x * n)),
+    "callback": lambda n: called(lambda x: times(x, n)),
+    "default of callback": lambda n: called(lambda x, factor=n: times(x, factor)),
+    "partial callback": lambda n: called(functools.partial(times, number=n)),
+    "jvp": lambda n: with_factor(lambda x: n),
+    "array in jvp": lambda n: with_factor(lambda x: jnp.array([[n, 1, 1, 1]])),
+    "zero in jvp": lambda n: (
+        lambda zero: with_factor(lambda x: 1 + lax.atan2(0.0, zero))
+    )(signed_zero(n)),
+    "symbolic zeros of jvp": jvp_symbolic,
+    "callback in jvp": lambda n: with_factor(called(lambda x: times(x, n))),
+    "static argument of jvp": lambda n: lambda x: scaled_by(x, n),
+    "backward of vjp": lambda n: with_vjp(lambda x: (x, None), lambda _, t: (t * n,)),
+    "forward of vjp": lambda n: with_vjp(lambda x: (x, x * n), lambda r, t: (t * r,)),
+    "vmapped": vmapped,
+    "solve": solve,
+}
 # Objects of kinds that are unknown, if only in some versions of JAX, and new in each
 # layer may be equal or not: it is sound to leave the layers alone.
-LEFT_ALONE = [
-    *(policy, linear),
-    *(callback_object, jvp_array, jvp_list, jvp_attribute, jvp_method),
-    *(jvp_nested, vjp_nested),
-]
+SECOND_ORDER = {  # which show in the second derivative
+    "jvp in jvp": lambda n: with_factor(with_factor(lambda x: n)),
+    "jvp in vjp": lambda n: with_vjp(
+        lambda x: (MERGED["jvp"](n)(x), None), lambda _, t: (t / 2,)
+    ),
+}
+LEFT_ALONE = SECOND_ORDER | {
+    "policy": lambda n: jax.checkpoint(jnp.sin, policy=save_names(f"saved_{n}")),
+    "linear": linear,
+    "callback of object": lambda n: called(Alike(n)),
+    "large array in jvp": jvp_array,
+    "list in jvp": jvp_list,
+    "attribute of jvp": jvp_attribute,
+    "method as jvp": lambda n: with_jvp(Alike(n).rule),
+}
+KINDS = MERGED | LEFT_ALONE
 
 
 def stack(parts):
@@ -308,27 +242,16 @@ def parts_of(kind, place=None):
     return [kind(1.0 if i == place else 0.5) for i in range(LAYERS)]
 
 
-def name_of(kind):
-    return kind.__name__
-
-
-@pytest.mark.parametrize("kind", MERGED, ids=name_of)
-def test_equal_layers_are_merged(kind):
-    assert count_calls(float32(stack(parts_of(kind))), W, X) >= LAYERS - 2
-
-
-@pytest.mark.parametrize("kind", [*MERGED, *LEFT_ALONE], ids=name_of)
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_differ_in_one_thing_are_kept_apart(kind):
-    assert not count_calls(float32(stack(parts_of(kind, LAYERS // 2))), W, X)
+    different = stack(parts_of(KINDS[kind], LAYERS // 2))
+    assert not count_calls(float32(different), W, X)
 
 
 # As users write them, where they do not make new functions for each layer.
 clipped = with_vjp(lambda x: (x, None), lambda _, t: (jnp.clip(t, -1, 1),))
-ORDINARY = {
-    "relu": jax.nn.relu,
-    "gelu": jax.nn.gelu,
-    "silu": jax.nn.silu,
-    "softmax": jax.nn.softmax,
+ORDINARY = {name: getattr(jax.nn, name) for name in "relu gelu silu softmax".split()}
+ORDINARY |= {
     "attention": lambda x: jax.nn.dot_product_attention(*[x[None, :, None]] * 3)[
         0, :, 0
     ],
@@ -338,9 +261,13 @@ ORDINARY = {
 }
 
 
-@pytest.mark.parametrize("part", ORDINARY.values(), ids=ORDINARY)
-def test_ordinary_layers_are_merged(part):
-    assert count_calls(float32(stack([part] * LAYERS)), W, X) >= LAYERS - 2
+EQUAL = {name: [part] * LAYERS for name, part in ORDINARY.items()}
+EQUAL |= {name: parts_of(kind) for name, kind in MERGED.items()}
+
+
+@pytest.mark.parametrize("parts", EQUAL.values(), ids=EQUAL)
+def test_equal_layers_are_merged(parts):
+    assert count_calls(float32(stack(parts)), W, X) >= LAYERS - 2
 
 
 @pytest.mark.parametrize(
@@ -378,7 +305,7 @@ def test_steps_hand_the_switch_on(merges):
 
 def in_rule(part):
     """Calls a part in the rule of a custom derivative only."""
-    return with_jvp(lambda xs, ts: (xs[0], ts[0] * part(xs[0])))
+    return with_factor(part)
 
 
 def gradient(fn):
@@ -392,13 +319,9 @@ def second(fn):
     return jax.value_and_grad(slope, argnums=1)
 
 
-def batched(fn):
-    return lambda w, x: jax.vmap(fn, in_axes=(None, 0))(w, jnp.stack([x, x / 2]))
-
-
 WRAPS = [lambda part: part, jax.jit, jax.checkpoint, in_rule]
 layers = st.lists(
-    st.tuples(st.sampled_from([*MERGED, *LEFT_ALONE]), st.sampled_from(WRAPS)),
+    st.tuples(st.sampled_from(list(KINDS)), st.sampled_from(WRAPS)),
     min_size=1,
     max_size=3,
 )
@@ -417,7 +340,7 @@ def nearly_equal(drawn, different, place):
 
     def layer(i):
         parts = [
-            wrap(kind(1.0 if (i, k) == (place, different % len(drawn)) else 0.5))
+            wrap(KINDS[kind](1.0 if (i, k) == (place, different % len(drawn)) else 0.5))
             for k, (kind, wrap) in enumerate(drawn)
         ]
         return lambda x: functools.reduce(lambda x, part: part(x), parts, x)
@@ -434,14 +357,14 @@ def test_a_difference_anywhere_keeps_layers_apart(drawn, different):
 @pytest.mark.slow
 @generated(max_examples=12)
 @hypothesis.given(
-    st.tuples(st.sampled_from([*MERGED, *LEFT_ALONE]), st.sampled_from(WRAPS)),
+    st.tuples(st.sampled_from(list(KINDS)), st.sampled_from(WRAPS)),
     st.integers(0, LAYERS - 1),
 )
 def test_nearly_equal_layers_compute_what_plain_jax_does(drawn, place):
     fn = nearly_equal([drawn], 0, place)
     kind, wrap = drawn
-    is_second = kind in (jvp_nested, vjp_nested) or wrap is in_rule
-    transform = batched if kind is vmapped else second if is_second else gradient
+    is_second = kind in SECOND_ORDER or wrap is in_rule
+    transform = batched if kind == "vmapped" else second if is_second else gradient
     plain = exact_jit(transform(fn))(W, X)
     assert_identical(exact_jit(transform(float32(fn)))(W, X), plain)
 

@@ -9,7 +9,8 @@ from flax import linen as nn
 from jax import export, lax
 
 import flax_amp
-from _transformer import keeps, norm
+from _programs import norm, normal, squares
+from _transformer import keeps
 from flax_amp import amp
 from helpers import relative_error
 
@@ -31,6 +32,12 @@ def exported(function, *structs):
     return export.deserialize(done.serialize())
 
 
+def number(x):
+    """An array as float32, because NumPy does not compare bfloat16; a key's bits."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x, np.float32)
+
+
 def assert_exports(function, make, symbolic):
     """Asserts that one export computes what the function does, at two sizes."""
     leaves, treedef = jax.tree.flatten(symbolic)
@@ -44,20 +51,10 @@ def assert_exports(function, make, symbolic):
         args = make(size)
         found = done.call(*jax.tree.leaves(args))
         expected = jax.tree.leaves(jax.jit(function)(*args))
-        for actual, desired in zip(numbers(found), numbers(expected), strict=True):
-            np.testing.assert_allclose(actual, desired, rtol=1e-4, atol=1e-5)
-
-
-def numbers(leaves):
-    """The leaves, random keys as their bits."""
-    keys = jax.dtypes.prng_key
-    return [
-        # As float32: NumPy does not compare bfloat16.
-        np.asarray(
-            jax.random.key_data(x) if jnp.issubdtype(x.dtype, keys) else x, np.float32
-        )
-        for x in leaves
-    ]
+        for actual, desired in zip(found, expected, strict=True):
+            np.testing.assert_allclose(
+                number(actual), number(desired), rtol=1e-4, atol=1e-5
+            )
 
 
 def layers(w, x):
@@ -106,33 +103,23 @@ def unrolled(w, x):
     return x
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        layers,
-        rows,
-        captured,
-        *(
-            pytest.param(f, marks=pytest.mark.slow)
-            for f in (convolution, attention, reductions, branches, unrolled)
-        ),
-    ],
-)
+LONG = (convolution, attention, reductions, branches, unrolled)
+LONG = [pytest.param(function, marks=pytest.mark.slow) for function in LONG]
+
+
+@pytest.mark.parametrize("function", [layers, rows, captured, *LONG])
 def test_functions(function):
     """The function and its gradient, with a symbol for the batch and the length."""
     batch, length = export.symbolic_shape("b, 2*s")
     shape = (batch, length, 4)
-    w = jax.random.normal(jax.random.key(0), (4, 4))
+    w = normal(0, 4, 4)
     lowered = amp(function, compute_dtype=jnp.bfloat16)
 
-    def size(w, x):
-        return sum(jnp.sum(y**2) for y in jax.tree.leaves(lowered(w, x)))
-
     def make(size):
-        return w, jax.random.normal(jax.random.key(1), (size, size, 4))
+        return w, normal(1, size, size, 4)
 
     def both(w, x):
-        return lowered(w, x), jax.grad(size)(w, x)
+        return lowered(w, x), jax.grad(lambda w: squares(lowered(w, x)))(w)
 
     assert_exports(both, make, (struct(w), jax.ShapeDtypeStruct(shape, FLOAT)))
 
@@ -173,8 +160,7 @@ def trained():
     )
 
     def make(size):
-        image = jax.random.normal(jax.random.key(2), (size, 8, 8, 1))
-        return state, {"image": image, "label": jnp.arange(size) % 3}
+        return state, {"image": normal(2, size, 8, 8, 1), "label": jnp.arange(size) % 3}
 
     # Even, so that two micro-batches split it.
     size = 2 * export.symbolic_shape("half")[0]

@@ -1,28 +1,29 @@
-"""Gathers: the cotangents of what is read again and again add up in float32."""
+"""Gathers: cotangents add up in float32, and tables wait for what is added."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import jet
+from jax.sharding import PartitionSpec
 
+from _programs import DERIVATIVES, WITHIN, normal, squares
 from flax_amp import amp
-from helpers import assert_identical, both_halves, equations, jit, relative_error
+from helpers import (
+    HALVES,
+    assert_identical,
+    both_halves,
+    equations_of,
+    gradient_error,
+    jit,
+    relative_error,
+)
 
 NODES, SIZE, EDGES = 4, 4, 2048
 SCALE = 2.0**10  # for float16
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
 W, X = normal(0, SIZE, SIZE) / 2, normal(2, NODES, SIZE)
 SENDERS = jnp.zeros(EDGES, jnp.int32)  # all edges at one node
-
-
-def by_scan(h, senders):
-    return lax.scan(lambda c, i: (c, h[i]), 0.0, senders)[1]
 
 
 def by_slices(h, senders):
@@ -32,60 +33,31 @@ def by_slices(h, senders):
     return lax.scan(body, 0.0, senders)[1]
 
 
-def by_vmap(h, senders):
-    return jax.vmap(lambda i: lax.dynamic_index_in_dim(h, i))(senders)[:, 0]
-
-
-READS = {
+ONE_GATHER = {  # of rows
     "index": lambda h, i: h[i],
     "take": lambda h, i: jnp.take(h, i, axis=0),
     "take_clip": lambda h, i: jnp.take(h, i, axis=0, mode="clip"),
-    "take_columns": lambda h, i: jnp.take(h.T, i, axis=1).T,
     "get": lambda h, i: h.at[i].get(mode="fill", fill_value=0.0),
-    "vmapped_slice": by_vmap,
-    "scan": by_scan,
+    "vmapped": lambda h, i: jax.vmap(lambda i: jnp.take(h, i, axis=0))(i),
+    "jit_in_jit": jax.jit(lambda h, i: jax.jit(lambda i, h: h[i])(i, h)),
+}
+READS = ONE_GATHER | {
+    "take_columns": lambda h, i: jnp.take(h.T, i, axis=1).T,
+    "vmapped_slice": lambda h, i: jax.vmap(
+        lambda i: lax.dynamic_index_in_dim(h, i)
+    )(i)[:, 0],
+    "scan": lambda h, i: lax.scan(lambda c, i: (c, h[i]), 0.0, i)[1],
     "scan_slice": by_slices,
     "map": lambda h, i: lax.map(lambda i: h[i], i),
 }  # fmt: skip
+
+# --- sums of cotangents --------------------------------------------------------------
+
 OPERANDS = {
     "low": lambda w, x: x @ w,
     "low_elementwise": lambda w, x: jnp.tanh(x @ w) * x,
     "full": lambda w, x: jnp.exp(x @ w),
     "leaf": lambda w, x: x * w,
-}
-
-
-def with_jvp(fn):
-    rebuilt = jax.custom_jvp(fn)
-    rebuilt.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
-    return rebuilt
-
-
-def with_vjp(fn):
-    rebuilt = jax.custom_vjp(fn)
-    rebuilt.defvjp(lambda *args: jax.vjp(fn, *args), lambda vjp, g: vjp(g))
-    return rebuilt
-
-
-def in_scan(fn):
-    def twice(*args):
-        return lax.scan(lambda c, _: (c + fn(*args), None), 0.0, None, length=2)[0]
-
-    return twice
-
-
-TRANSFORMS = {
-    "plain": lambda fn: fn,
-    "jit": jax.jit,
-    "nested_jit": lambda fn: jax.jit(lambda *args: jax.jit(fn)(*args) * 1.0),
-    "scan": in_scan,
-    "vmap": lambda fn: (
-        lambda w, x: jax.vmap(fn, (None, 0))(w, jnp.stack([x, -x])).sum()
-    ),
-    "checkpoint": jax.checkpoint,
-    "cond": lambda fn: lambda w, x: lax.cond(w[0, 0] < 9, fn, lambda w, x: 0.0, w, x),
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
 }
 
 
@@ -97,66 +69,60 @@ def network(read, operand=OPERANDS["low"], edges=EDGES):
     return fn
 
 
-def gradient_error(fn, dtype):
-    scaled = lambda w, x: SCALE * amp(fn, compute_dtype=dtype)(w, x)  # noqa: E731
-    actual = jit(jax.grad(scaled, (0, 1)))(W, X)
-    expected = jit(jax.grad(lambda w, x: SCALE * fn(w, x), (0, 1)))(W, X)
-    return relative_error(actual, expected)
+def error(fn, dtype):
+    return gradient_error(fn, dtype, W, X, argnums=(0, 1), scale=SCALE)
 
 
 def assert_sums_are_float32(fn, dtype):
     """Asserts that the cotangents that a gather sends back add up in float32."""
     grad = jax.grad(amp(fn, compute_dtype=dtype), (0, 1))
-    found = [
+    sums = equations_of(grad, W, X, primitive=("scatter-add", "dynamic_update_slice"))
+    found = {
         str(e.invars[0].aval.dtype)
-        for _, e in equations(jax.make_jaxpr(grad)(W, X))
-        if e.primitive.name in ("scatter-add", "dynamic_update_slice")
-        and jnp.issubdtype(e.invars[0].aval.dtype, jnp.floating)
+        for e in sums
+        if jnp.issubdtype(e.invars[0].aval.dtype, jnp.floating)
         and e.invars[0].aval.shape != (EDGES, SIZE)  # the results of a loop
-    ]
-    assert found and set(found) == {"float32"}
+    }
+    assert found == {"float32"}
 
 
 @both_halves
 def test_sixty_thousand_edges_at_one_node(dtype):
     """Added up in half precision, the gradient is 98 % wrong."""
-    fn = network(READS["index"], edges=65_536)
-    assert gradient_error(fn, dtype) < 0.01
+    assert error(network(READS["index"], edges=65_536), dtype) < 0.01
 
 
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("read", READS)
 def test_reads(read, operand):
     """Whatever reads a value in parts, and whatever the value is."""
-    dtype = (jnp.float16, jnp.bfloat16)[len(read + operand) % 2]
+    dtype = HALVES[len(read + operand) % 2]
     fn = network(READS[read], OPERANDS[operand])
     assert_sums_are_float32(fn, dtype)
     if operand == "low":
-        assert gradient_error(fn, dtype) < 0.02
+        assert error(fn, dtype) < 0.02
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_transforms(transform):
+@pytest.mark.parametrize("within", WITHIN)
+def test_within(within):
     """The same inside of each structured primitive."""
-    dtype = (jnp.float16, jnp.bfloat16)[len(transform) % 2]
-    fn = TRANSFORMS[transform](network(READS["index"]))
+    dtype = HALVES[len(within) % 2]
+    fn = WITHIN[within](network(READS["index"]))
     assert_sums_are_float32(fn, dtype)
-    assert gradient_error(fn, dtype) < 0.02
+    assert error(fn, dtype) < 0.02
 
 
 @both_halves
 def test_the_result_is_what_is_read(dtype):
     """Cast up, read and rounded back: not a bit is lost."""
-    h = lambda w, x: x @ w  # noqa: E731
-    read = lambda w, x: h(w, x)[jnp.array([2, 0, 2])]  # noqa: E731
-    whole = amp(h, compute_dtype=dtype)(W, X)
-    actual = amp(read, compute_dtype=dtype)(W, X)
-    assert_identical(actual, np.asarray(whole)[[2, 0, 2]])
+    whole = amp(lambda w, x: x @ w, compute_dtype=dtype)(W, X)
+    read = amp(lambda w, x: (x @ w)[jnp.array([2, 0, 2])], compute_dtype=dtype)
+    assert_identical(read(W, X), np.asarray(whole)[[2, 0, 2]])
 
 
 ONCE = {
     "one_row": lambda h, i: h[i[0]],
-    "one_of_each_row": lambda h, i: jnp.take_along_axis(h, i[:NODES, None], 1),
+    "one_of_each_row": lambda h, i: jnp.take_along_axis(h, i[:NODES, None], 1) * 2,
     "unique": lambda h, i: h.at[jnp.arange(3)].get(unique_indices=True),
     "static": lambda h, i: h[1:3] + h[::2],
 }
@@ -165,15 +131,163 @@ ONCE = {
 @pytest.mark.parametrize("name", ONCE)
 def test_what_is_read_once_stays_low(name):
     """No sum, no float32: the logits of the labels, one row, a slice."""
-    fn = lambda w, x: ONCE[name](x @ w, SENDERS) @ jnp.ones((SIZE, 2))  # noqa: E731
-    if name == "one_of_each_row":
-        fn = lambda w, x: ONCE[name](x @ w, SENDERS) * 2  # noqa: E731
-    jaxpr = jax.make_jaxpr(amp(fn))(W, X)
-    reads = ("gather", "dynamic_slice", "slice")
-    dtypes = {
-        str(e.invars[0].aval.dtype)
-        for _, e in equations(jaxpr)
-        if e.primitive.name in reads
-        and jnp.issubdtype(e.invars[0].aval.dtype, jnp.floating)
-    }
-    assert dtypes == {"float16"}
+    fn = amp(lambda w, x: jnp.tanh(ONCE[name](x @ w, SENDERS)))
+    reads = equations_of(fn, W, X, primitive=("gather", "dynamic_slice", "slice"))
+    dtypes = {e.invars[0].aval.dtype for e in reads}
+    floats = {d.name for d in dtypes if jnp.issubdtype(d, jnp.floating)}
+    assert floats == {"float16"}
+
+
+# --- tables that one gather reads ----------------------------------------------------
+
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
+WEIGHT = jnp.eye(3) / 2
+INDICES = jnp.array([[1, 1, 4], [5, 9, -1]])
+LOOKUPS = ONE_GATHER | {
+    "take_columns": lambda t, i: jnp.take(t, i[0] % 3, axis=1),
+}
+
+
+def lookups(fn, *args, dtype=jnp.bfloat16):
+    fn = amp(fn, compute_dtype=dtype)
+    return len(equations_of(fn, *args, primitive="flax_amp_lookup"))
+
+
+@pytest.mark.parametrize("read", LOOKUPS)
+def test_read_once(read):
+    """By one gather, however deep in calls; a float32 program stays as it is."""
+    read = LOOKUPS[read]
+    for dtype in HALVES:
+        assert lookups(read, TABLE, INDICES, dtype=dtype) == 1
+    assert lookups(read, TABLE, INDICES, dtype=jnp.float32) == 0
+
+
+def called_twice(table, indices):
+    read = jax.jit(lambda t: t[indices])
+    return read(table) + read(table)
+
+
+OTHERS = {
+    "tied": lambda t, i: t[i] @ WEIGHT @ t.T,
+    "tied_in_jit": lambda t, i: jax.jit(lambda t: t[i] @ WEIGHT @ t.T)(t),
+    "twice": lambda t, i: t[i] + t[i + 1],
+    "called_twice": called_twice,
+    "decayed": lambda t, i: jnp.sum(t[i]) + jnp.sum(t**2),
+    "returned": lambda t, i: (t[i], t),
+    "returned_by_jit": lambda t, i: jax.jit(lambda t: (t[i], t))(t),
+    "scan": READS["scan"],
+    "checkpoint": jax.checkpoint(READS["index"]),
+    "computed": lambda t, i: (t @ WEIGHT)[i],
+    "moved": lambda t, i: t.reshape(3, 6)[i] + t.reshape(3, 6)[i + 1],
+    "constant": lambda t, i: TABLE[i],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_read_otherwise(other):
+    """A second reader, a loop, a checkpoint: the gather stays a gather."""
+    assert lookups(OTHERS[other], TABLE, INDICES) == 0
+
+
+def test_each_call_by_itself():
+    """Of two calls of one function, one may read a table that is read again."""
+    read = jax.jit(lambda t, i: t[i])
+
+    def fn(tied, alone, i):
+        return read(tied, i) @ tied.T, read(alone, i)
+
+    assert lookups(fn, TABLE, TABLE, INDICES) == 1
+
+
+def test_barrier_on_gpus_only():
+    """What is lowered for another platform has none."""
+    grad = jax.jit(jax.grad(lambda *xs: jnp.sum(amp(LOOKUPS["take"])(*xs))))
+    traced = grad.trace(TABLE, INDICES)
+    for platform in ("cpu", "cuda", "rocm", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert ("optimization_barrier" in text) == (platform in ("cuda", "rocm"))
+
+
+# What becomes of `read(table, indices)`.
+TRANSFORMS = {
+    "value": lambda read, t, i: read(t, i),
+    "jvp": lambda read, t, i: jax.jvp(lambda t: read(t, i), (t,), (t * 2,)),
+    "linearize": lambda read, t, i: jax.linearize(lambda t: read(t, i), t)[1](t),
+    "transpose": lambda read, t, i: jax.linear_transpose(lambda t: read(t, i), t)(
+        read(t, i)
+    ),
+    "vmap_indices": lambda read, t, i: jax.vmap(
+        lambda i: jax.grad(lambda t: squares(read(t, i)))(t)
+    )(jnp.stack([i, i + 1])),
+    "vmap_both": lambda read, t, i: jax.vmap(
+        lambda t, i: jax.grad(lambda t: squares(read(t, i)))(t)
+    )(jnp.stack([t, -t]), jnp.stack([i, i + 1])),
+    "vmap_of_gradient": lambda read, t, i: jax.grad(
+        lambda t: jnp.sum(jax.vmap(lambda i: squares(read(t, i)))(i))
+    )(t),
+    "unused": lambda read, t, i: jax.grad(
+        lambda t: jnp.sum(lax.stop_gradient(read(t, i)))
+    )(t),
+    "scan": lambda read, t, i: jax.grad(
+        lambda t: lax.scan(lambda c, i: (c + squares(read(t, i)), None), 0.0, i)[0]
+    )(t),
+    "jet": lambda read, t, i: jet.jet(lambda t: read(t, i), (t,), ((t, t * 2),)),
+}
+
+
+def of_loss(name):
+    return lambda read, t, i: DERIVATIVES[name](lambda t: squares(read(t, i)))(t)
+
+
+TRANSFORMS |= {f"{name} of loss": of_loss(name) for name in DERIVATIVES}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_lookups(transform):
+    """Bit for bit what the gather computes: a table is never rounded."""
+    apply = TRANSFORMS[transform]
+    reads = LOOKUPS if transform == "grad of loss" else ("take", "take_clip")
+    # A region is a checkpoint, for which `jet` has no rule.
+    mode = "auto" if transform == "grad of loss" else "never"
+    plain = [LOOKUPS[name] for name in reads]
+    rewritten = [amp(read, recompute=mode) for read in plain]
+    actual, expected = jit(
+        lambda t, i: [[apply(f, t, i) for f in fs] for fs in (rewritten, plain)]
+    )(TABLE, INDICES)
+    assert_identical(actual, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_table_per_device(mesh, check_vma):
+    """Zeros are the same on all devices; what is added to them is not."""
+    tables = jnp.concatenate([TABLE * (1 + k) for k in range(8)])
+    indices = jnp.tile(INDICES, (8, 1)) % 6
+
+    def loss(table, indices):
+        return jnp.sum((table.at[indices].get() @ WEIGHT) ** 2)
+
+    def gradient(fn):
+        spec = PartitionSpec("data")
+        options = dict(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+        return jit(jax.shard_map(jax.grad(fn), **options))(tables, indices)
+
+    assert lookups(loss, TABLE, INDICES) == 1
+    assert relative_error(gradient(amp(loss)), gradient(loss)) < 2e-3
+
+
+def test_explicit_shardings():
+    """The gradient of a table has its sharding, which is a part of its type."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def fn(table, indices):
+        return jnp.sum(table[indices] ** 2)
+
+    for columns in (None, "x"):
+        with jax.set_mesh(mesh):
+            table = jax.device_put(jnp.ones((6, 4)), PartitionSpec(None, columns))
+            args = table, jnp.arange(4) % 3
+            assert lookups(fn, *args) == 1
+            found = jit(jax.grad(amp(fn)))(*args)
+            expected = jit(jax.grad(fn))(*args)
+        assert found.sharding.spec == expected.sharding.spec
+        assert_identical(found, expected)

@@ -1,5 +1,6 @@
 """The calls of NNX modules leave scopes, as those of Linen modules do."""
 
+import functools
 import threading
 
 import jax
@@ -11,14 +12,13 @@ from flax import nnx
 
 from flax_amp import (
     AmpTrainState,
-    _compat,
     amp,
     default_amp_policy,
     make_eval_step,
     make_train_step,
     use_original_precision,
 )
-from helpers import assert_identical, equations
+from helpers import assert_identical, dtypes_of, scoped_equations
 
 # The policy that asks for names here names nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
@@ -78,21 +78,11 @@ class Stack(nnx.Module):
 
 def scopes(fn, *args):
     """The full scope of every matmul and exponential, in order."""
-    return found_in(jax.make_jaxpr(fn)(*args).jaxpr, ())
-
-
-def found_in(jaxpr, outer):
-    found = []
-    for eqn in jaxpr.eqns:
-        path = outer + _compat.scope_names(eqn)
-        if eqn.primitive.name in ("dot_general", "exp"):
-            found.append("/".join(path))
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple | list) else (param,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    found += found_in(inner, path)
-    return found
+    return [
+        "/".join(path)
+        for path, eqn in scoped_equations(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name in ("dot_general", "exp")
+    ]
 
 
 def mean(model, x):
@@ -112,61 +102,82 @@ def in_block(path):
     return [f"{path}/{scope}" for scope in inside]
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [lambda f: f, nnx.jit, nnx.remat, lambda f: jax.checkpoint(f)],
-    ids=["plain", "jit", "remat", "checkpoint"],
-)
-def test_paths_of_layers(transform):
-    model = Model(nnx.Rngs(0), transform)
-    expected = [s for i in range(LAYERS) for s in in_block(f"Model/layers/{i}")]
-
-    assert scopes(lowered(), model, X) == expected
+class Closure(Model):
+    def __call__(self, x):
+        return jax.checkpoint(lambda x: self.layers[1](x))(x)
 
 
-def test_paths_in_a_scanned_stack():
-    assert scopes(lowered(), Stack(nnx.Rngs(0)), X) == in_block("Stack/blocks")
+class Scaled(Attention):
+    """Its method calls the one that it overrides."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
 
 
-def test_layers_called_through_a_closure():
-    class Closure(Model):
-        def __call__(self, x):
-            return jax.checkpoint(lambda x: self.layers[1](x))(x)
+class Holder(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = Scaled(rngs)
 
-    found = scopes(lowered(), Closure(nnx.Rngs(0)), X)
-    assert found == in_block("Closure/layers/1")
-
-
-def test_methods_are_named_unless_a_method_calls_them():
-    attention = Attention(nnx.Rngs(0))
-
-    by_name = scopes(lowered(lambda m, x: m.project(x)), attention, X)
-    assert by_name == ["Attention.project/query"]
-    assert scopes(lowered(), attention, X)[0] == "Attention/query"
+    def __call__(self, x):
+        return self.inner(x)
 
 
-def test_modules_of_one_call_keep_their_own_names():
-    pair = {"a": Attention(nnx.Rngs(0)), "b": [Block(nnx.Rngs(1))]}
-    found = scopes(lowered(lambda m, x: m["b"][0](m["a"](x))), pair, X)
-    assert found == ["Attention/query", "Attention", "Attention/out"] + in_block(
-        "Block"
-    )
+class Mixin:
+    def __call__(self, x):
+        return self.query(x)
 
 
-def test_inherited_methods_open_one_scope():
-    class Scaled(Attention):
-        def __call__(self, x):
-            return 2 * super().__call__(x)
+class Mixed(Mixin, nnx.Module):
+    def __init__(self, rngs):
+        self.query = nnx.Linear(SIZE, SIZE, rngs=rngs)
 
-    class Holder(nnx.Module):
-        def __init__(self, rngs):
-            self.inner = Scaled(rngs)
 
-        def __call__(self, x):
-            return self.inner(x)
+def through(transform):
+    return lambda rngs: Model(rngs, transform)
 
-    found = scopes(lowered(), Holder(nnx.Rngs(0)), X)
-    assert found == [f"Holder/inner{s}" for s in ("/query", "", "/out")]
+
+def pair(rngs):
+    return {"a": Attention(rngs), "b": [Block(rngs)]}
+
+
+def call(model, x):
+    return model(x)
+
+
+LAYER_PATHS = [path for i in range(LAYERS) for path in in_block(f"Model/layers/{i}")]
+ATTENTION = ["Attention/query", "Attention", "Attention/out"]
+PATHS = {  # name: (what makes the model, the function of it, the scopes that it opens)
+    "layers": (Model, call, LAYER_PATHS),
+    "jitted layers": (through(nnx.jit), call, LAYER_PATHS),
+    "rematerialized layers": (through(nnx.remat), call, LAYER_PATHS),
+    "checkpointed layers": (through(lambda f: jax.checkpoint(f)), call, LAYER_PATHS),
+    "scanned stack": (Stack, call, in_block("Stack/blocks")),
+    "closure": (Closure, call, in_block("Closure/layers/1")),
+    "method": (Attention, lambda m, x: m.project(x), ["Attention.project/query"]),
+    "method that a method calls": (Attention, call, ATTENTION),
+    "several modules": (
+        pair,
+        lambda m, x: m["b"][0](m["a"](x)),
+        ATTENTION + in_block("Block"),
+    ),
+    "inherited method": (
+        Holder,
+        call,
+        ["Holder/inner/query", "Holder/inner", "Holder/inner/out"],
+    ),
+    "method of a mixin": (Mixed, call, ["Mixed/query"]),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_paths(name):
+    make, fn, expected = PATHS[name]
+    assert scopes(lowered(fn), make(nnx.Rngs(0)), X) == expected
+
+
+def test_no_names_where_no_policy_asks_for_them():
+    found = scopes(lowered(amp_policy=default_amp_policy), Model(nnx.Rngs(0)), X)
+    assert found == [""] * (3 * LAYERS)
 
 
 def test_a_jitted_method_of_equal_layers_is_traced_once():
@@ -183,33 +194,13 @@ def test_a_jitted_method_of_equal_layers_is_traced_once():
             self.layers = nnx.List([Jitted(rngs) for _ in range(LAYERS)])
 
         def __call__(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
+            return functools.reduce(lambda x, layer: layer(x), self.layers, x)
 
     found = scopes(lowered(), Layers(nnx.Rngs(0)), X)
-
     assert len(traces) == 1
     assert [path.split("/")[:3] for path in found[::3]] == [
         ["Layers", "layers", str(i)] for i in range(LAYERS)
     ]
-
-
-def test_methods_of_a_mixin_are_named():
-    class Mixin:
-        def __call__(self, x):
-            return self.query(x)
-
-    class Mixed(Mixin, nnx.Module):
-        def __init__(self, rngs):
-            self.query = nnx.Linear(SIZE, SIZE, rngs=rngs)
-
-    assert scopes(lowered(), Mixed(nnx.Rngs(0)), X) == ["Mixed/query"]
-
-
-def test_no_names_where_no_policy_asks_for_them():
-    found = scopes(lowered(amp_policy=default_amp_policy), Model(nnx.Rngs(0)), X)
-    assert found == [""] * (3 * LAYERS)
 
 
 # Code that takes modules for equal, and modules that look into themselves
@@ -295,11 +286,7 @@ def test_errors_of_the_function_are_its_own():
 
 
 def matmuls_by_dtype(fn, *args):
-    return [
-        eqn.invars[0].aval.dtype.name
-        for _, eqn in equations(jax.make_jaxpr(fn)(*args))
-        if eqn.primitive.name == "dot_general"
-    ]
+    return [dtypes[0] for dtypes in dtypes_of(fn, *args, primitive="dot_general")]
 
 
 @pytest.mark.parametrize(
@@ -333,12 +320,6 @@ def test_keys_work_in_both_steps():
 # Nothing of it stays
 
 
-def test_clones_carry_no_name():
-    model = Model(nnx.Rngs(0))
-    clone = lowered(lambda m, x: nnx.clone(m))(model, X)
-    assert nnx.graphdef(clone) == nnx.graphdef(model)
-
-
 def assert_untouched(model, before):
     assert nnx.graphdef(model) == before
     for cls in (Model, Block, Attention, nnx.Linear):
@@ -346,13 +327,8 @@ def assert_untouched(model, before):
 
 
 def test_nothing_is_left_behind():
-    model = Model(nnx.Rngs(0))
-    before = nnx.graphdef(model)
-    lowered()(model, X)
-    assert_untouched(model, before)
+    """In a model, its clone, one that is returned, and after an error."""
 
-
-def test_nothing_is_left_behind_by_an_error():
     class UnusualError(Exception):
         pass
 
@@ -362,13 +338,13 @@ def test_nothing_is_left_behind_by_an_error():
 
     model = Model(nnx.Rngs(0))
     before = nnx.graphdef(model)
+    lowered()(model, X)
+    assert_untouched(model, before)
     with pytest.raises(UnusualError):
         lowered(fail)(model, X)
     assert_untouched(model, before)
-
-
-def test_a_returned_module_is_as_it_was():
-    model = Model(nnx.Rngs(0))
+    clone = lowered(lambda m, x: nnx.clone(m))(model, X)
+    assert nnx.graphdef(clone) == before
     returned = lowered(lambda m, x: m.layers[0])(model, X)
     assert nnx.graphdef(returned) == nnx.graphdef(model.layers[0])
 
@@ -396,13 +372,12 @@ def test_other_threads_go_on_undisturbed():
     for thread in threads:
         thread.start()
     both_trace.wait(timeout=60)
-    plain = found_in(jax.make_jaxpr(mean)(Model(nnx.Rngs(0)), X).jaxpr, ())
+    plain = scopes(mean, Model(nnx.Rngs(0)), X)
     plain_called.set()
     for thread in threads:
         thread.join()
 
     assert not errors
     assert plain == [""] * (3 * LAYERS)
-    expected = [s for i in range(LAYERS) for s in in_block(f"Model/layers/{i}")]
-    assert found == {"mean": expected, "sum": expected}
+    assert found == {"mean": LAYER_PATHS, "sum": LAYER_PATHS}
     assert not hasattr(Model.__call__, "__wrapped__")

@@ -7,25 +7,15 @@ import pytest
 from jax import lax
 
 import flax_amp
+from _programs import SIZE, W, X, normal
 from flax_amp import amp
 from helpers import (
-    HALVES,
     assert_close,
     assert_identical,
     assert_same_avals,
     both_halves,
     jit,
 )
-
-ROWS, SIZE = 8, 4
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-W, X = normal(0, SIZE, SIZE) / 2, normal(1, ROWS, SIZE)
-
 
 KEY = jax.random.key(7)
 FP8 = jnp.float8_e4m3fn
@@ -148,24 +138,34 @@ def test_masks_give_no_nan(mask, rows, dtype):
         assert rows == "all" or not zero.any()
 
 
-def test_masked_scores_with_a_second_reader():
-    """A fully masked row of scores that a matmul reads too gives no NaN."""
+def masked_scores(w, x, mask):
+    s = x @ w + mask
+    return jax.nn.softmax(s), s @ w
 
-    def fn(w, x, leaf):
-        s = x @ w + leaf
-        return jax.nn.softmax(s), s @ w
 
-    args = jnp.eye(2) * -40, jnp.ones((2, 2)), jnp.full((2, 2), -1e9)
-    assert not jnp.isnan(amp(fn)(*args)[0]).any()
+def clipped_probabilities(w, x, _):
+    p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
+    return -jnp.log(1 - p), p @ w
+
+
+@both_halves
+@pytest.mark.parametrize(
+    "fn, scale", [(masked_scores, -40), (clipped_probabilities, 40)]
+)
+def test_guards_with_a_second_reader(fn, scale, dtype):
+    """What guards a softmax or a logarithm guards it when a matmul reads it, too."""
+    args = jnp.eye(2) * scale, jnp.eye(2), jnp.full((2, 2), -1e9)
+    assert jnp.isfinite(amp(fn, compute_dtype=dtype)(*args)[0]).all()
 
 
 EPS = jnp.float32(1e-12)
-EPS_ARRAY = np.full((2, 2), 1e-12, np.float32)
+EPS_OF_FEATURES = np.full((1, 2), 1e-8, np.float32)
 GUARDS = {
     "divide": lambda y: y / (jnp.abs(y) + 1e-12),
     "divide_1e-8": lambda y: y / (y + 1e-8),
     "maximum": lambda y: y / jnp.maximum(jnp.abs(y), 1e-12),
     "closed_over_scalar": lambda y: y / (jnp.abs(y) + EPS),
+    "closed_over_array": lambda y: y / (jnp.abs(y) + EPS_OF_FEATURES),
     "broadcast": lambda y: y / (jnp.abs(y) + jnp.full_like(y, 1e-12)),
     "sqrt": lambda y: y / jnp.sqrt(y + 1e-12),
     "rsqrt": lambda y: y * lax.rsqrt(y + 1e-12),
@@ -185,18 +185,6 @@ def test_epsilons_still_guard(name, dtype):
     zeros = jnp.zeros((2, 2))
     actual = jit(amp(fn, compute_dtype=dtype))(zeros, zeros)
     assert_close(actual, jit(fn)(zeros, zeros), dtype)
-
-
-def test_guard_with_a_second_reader():
-    """clip(p, eps, 1 - eps) guards the logarithm also when a matmul reads p."""
-
-    def fn(w, x):
-        p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
-        return -jnp.log(1 - p), p @ w
-
-    for dtype in HALVES:
-        out = amp(fn, compute_dtype=dtype)(jnp.eye(2) * 40, jnp.eye(2))
-        assert jnp.isfinite(out[0]).all()
 
 
 def test_constant_gathered_out_of_bounds():
@@ -267,11 +255,3 @@ def test_scatters_of_low_values(name, policy):
     if name != "at_apply":  # JAX has no derivative for it
         grads = jit(jax.grad(lambda *a: lowered(*a).sum()))(*args)
         assert bool(jnp.isfinite(grads).all())
-
-
-def test_an_epsilon_for_each_feature():
-    """A closed-over array of one small number guards like that number."""
-    epsilon = np.full(2, 1e-8, np.float32)
-    fn = lambda w, x: (x @ w) / (jnp.abs(x @ w) + epsilon[None])  # noqa: E731
-    zeros = jnp.zeros((2, 2))
-    np.testing.assert_array_equal(amp(fn)(zeros, zeros), 0.0)

@@ -15,7 +15,7 @@ W, X = jnp.eye(4), jnp.ones((2, 4))
 
 def scoped(w, x):
     with jax.named_scope("head"):
-        return x @ w
+        return jax.jit(jnp.dot)(x, w)
 
 
 def of_two_arguments(compute_dtype, invars):
@@ -47,39 +47,35 @@ WRITE = (
     r"Write `def f\(compute_dtype, original_dtypes, \*invars, \*\*bind_params\): "
     r"return invars, bind_params`\."
 )
+SCALARS = dict(dimension_numbers=(((), ()), ((), ())))
 
 WRONG = {
-    "no parameters": (lambda: ([], {}), NO_CALL, SIGNATURE),
-    "two parameters": (of_two_arguments, NO_CALL, SIGNATURE),
-    "no keywords": (without_params, NO_CALL, SIGNATURE),
-    "one operand": (of_one_operand, NO_CALL, SIGNATURE),
-    "nothing": (returning(lambda xs, p: None), "returned a NoneType ", PAIR),
-    "an array": (returning(lambda xs, p: xs[0]), "returned a .*Tracer ", PAIR),
-    "operands only": (returning(lambda xs, p: (*xs, xs[0])), "a tuple of 3 ", PAIR),
-    "a list": (returning(lambda xs, p: xs), "a .*Tracer as bind_params ", PAIR),
-    "swapped": (returning(lambda xs, p: (p, xs)), "a list as bind_params ", PAIR),
-    "bare operand": (
-        returning(lambda xs, p: (xs[0], p)),
-        "a .*Tracer as invars ",
-        PAIR,
-    ),
-    "too few": (returning(lambda xs, p: (xs[:1], p)), "returned 1 operands ", PAIR),
-    "too many": (returning(lambda xs, p: (xs + xs, p)), "returned 4 operands ", PAIR),
+    # Signatures.
+    "no parameters": (lambda: ([], {}), NO_CALL, SIGNATURE, WRITE),
+    "two parameters": (of_two_arguments, NO_CALL, SIGNATURE, WRITE),
+    "no keywords": (without_params, NO_CALL, SIGNATURE, WRITE),
+    "one operand": (of_one_operand, NO_CALL, SIGNATURE, WRITE),
+    # Results that are no pair of operands and parameters.
+    "nothing": (returning(lambda xs, p: None), "a NoneType ", PAIR, WRITE),
+    "an array": (returning(lambda xs, p: xs[0]), "a .*Tracer ", PAIR, WRITE),
+    "three": (returning(lambda xs, p: (*xs, xs[0])), "a tuple of 3 ", PAIR, WRITE),
+    "a list": (returning(lambda xs, p: xs), "Tracer as bind_params ", PAIR, WRITE),
+    "swapped": (returning(lambda xs, p: (p, xs)), "list as bind_params ", PAIR, WRITE),
+    "bare": (returning(lambda xs, p: (xs[0], p)), "Tracer as invars ", PAIR, WRITE),
+    # Other operands.
+    "too few": (returning(lambda xs, p: (xs[:1], p)), "1 operands ", PAIR, WRITE),
+    "too many": (returning(lambda xs, p: (xs + xs, p)), "4 operands ", PAIR, WRITE),
     "none": (
-        returning(lambda xs, p: ([None, xs[1]], p)),
-        "NoneType as operand 0",
-        PAIR,
+        returning(lambda xs, p: ([None, xs[1]], p)), "a NoneType as", PAIR, WRITE
     ),
     "a string": (
-        returning(lambda xs, p: ([xs[0], "x"], p)),
-        "a str as operand 1",
-        PAIR,
+        returning(lambda xs, p: ([xs[0], "x"], p)), "str as operand 1", PAIR, WRITE
     ),
     "a shape": (
         returning(lambda xs, p: ([xs[0], xs[1].T[:3]], p)),
-        r"operand 1 of shape \(3, 4\) for \(4, 4\) ",
-        PAIR,
+        r"operand 1 of shape \(3, 4\) for \(4, 4\) ", PAIR, WRITE,
     ),
+    # Other parameters.
     "no params": (
         returning(lambda xs, p: (xs, {})),
         r"for dot_general that lacks the parameters \['dimension_numbers', ",
@@ -88,34 +84,29 @@ WRONG = {
     "unknown parameter": (
         returning(lambda xs, p: ([xs[0], xs[1].astype("float16")], p | {"mode": 3})),
         r"operands of dtypes \(float32, float16\) and the parameters \[.*'mode'",
-        "which cannot be computed with these",
-        WRITE,
+        "which cannot be computed with these", WRITE,
     ),
     "other results": (
-        returning(lambda xs, p: (xs, p | dict(dimension_numbers=(((), ()), ((), ()))))),
+        returning(lambda xs, p: (xs, p | SCALARS)),
         r"results of shapes \[\(2, 4, 4, 4\)\]; expected \[\(2, 4\)\]",
         "Change dtypes only",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("key", ["head", lax.dot_general_p, "amp_default"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_precision_function(name, key):
+def test_a_wrong_precision_function(name):
     function, *messages = WRONG[name]
-    policy = {} if key == "amp_default" else default_amp_policy
-    lowered = amp(scoped, amp_policy={**policy, key: function})
-    shown = key if isinstance(key, str) else key.name
-    with pytest.raises(TypeError) as error:
-        jax.eval_shape(lowered, W, X)
-    assert f"amp_policy: the precision function {function.__qualname__} of key " in str(
-        error.value
-    )
-    assert f"of key {shown!r} " in str(error.value)
-    if SIGNATURE in messages or PAIR in messages:
-        messages.append(WRITE)
-    for message in messages:
-        assert error.match(message)
+    for key in ("head", lax.dot_general_p, "amp_default"):
+        policy = {} if key == "amp_default" else default_amp_policy
+        lowered = amp(scoped, amp_policy={**policy, key: function})
+        shown = key if isinstance(key, str) else key.name
+        with pytest.raises(TypeError) as error:
+            jax.eval_shape(lowered, W, X)
+        who = f"the precision function {function.__qualname__} of key {shown!r} "
+        assert f"amp_policy: {who}" in str(error.value)
+        for message in messages:
+            assert error.match(message)
 
 
 def test_errors_of_the_function_are_its_own():
@@ -126,7 +117,11 @@ def test_errors_of_the_function_are_its_own():
         amp(scoped, amp_policy=default_amp_policy | {"head": fails})(W, X)
 
 
-class Callable:
+class NotHashable:
+    """As a mutable dataclass would be."""
+
+    __hash__ = None
+
     def __call__(self, *args, **params):
         return use_compute_precision(*args, **params)
 
@@ -134,13 +129,11 @@ class Callable:
 RIGHT = {
     "lists": returning(lambda xs, p: [[x.astype(jnp.float16) for x in xs], p]),
     "tuples": returning(lambda xs, p: (tuple(x.astype(jnp.float16) for x in xs), p)),
-    "an object": Callable(),
+    "an object": NotHashable(),
     "a partial": functools.partial(use_compute_precision),
-    "named operands": lambda c, o, x, w, **params: use_compute_precision(
-        c, o, x, w, **params
-    ),
-    "keywords": lambda c, o, *xs, precision, **params: use_compute_precision(
-        c, o, *xs, precision=precision, **params
+    "named operands": lambda c, o, x, w, **p: use_compute_precision(c, o, x, w, **p),
+    "keywords": lambda c, o, *xs, precision, **p: use_compute_precision(
+        c, o, *xs, precision=precision, **p
     ),
     "a dtype": use_precision(jnp.float16),
 }
@@ -152,3 +145,9 @@ def test_precision_functions_of_any_form(name):
     assert dtypes_of(lowered, W, X) == [("float16", "float16")]
     gradient = jax.grad(lambda w, x: lowered(w, x).sum())(W, X)
     assert gradient.dtype == jnp.float32
+
+
+def test_what_it_does_to_the_values_is_done():
+    tenfold = returning(lambda xs, p: ([10 * x for x in xs], p))
+    lowered = amp(scoped, amp_policy=default_amp_policy | {"head": tenfold})
+    assert (lowered(W, X) == 100 * X).all()

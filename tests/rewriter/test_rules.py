@@ -1,23 +1,40 @@
 """Structured primitives: what is inside them is rewritten, and nothing else changes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from _structured import CASES, SIZE, arguments, differentiate, loss_of
+from _programs import PROGRAMS, W, X, loss_of
+from _structured import (
+    CASES,
+    POLICIES,
+    arguments,
+    differentiate,
+    layer,
+    remat,
+    scan,
+    sharded,
+    vjp_layer,
+)
 from flax_amp import amp
 from helpers import (
     assert_all_in,
     assert_close,
+    assert_identical,
     assert_same_avals,
     both_halves,
     dtypes_of,
+    equations_of,
     jit,
 )
+
+# --- matmuls, values and gradients ---------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -56,41 +73,159 @@ def test_matmuls_inside_are_low(name, dtype, exact):
     assert_close(grads, expected_grads, dtype, gradient=True)
 
 
-@both_halves
-def test_linear_solves(dtype):
-    """The solver runs in float32; the products of the map that it inverts run low."""
+REBUILT = ("custom_jvp", "custom_vjp_tree", "scan_of_remat_of_jit", "cond")
+UNCHANGED = {name: (CASES[name].fn, arguments()) for name in REBUILT}
+UNCHANGED |= {name: (fn, (W, X)) for name, fn in PROGRAMS.items()}
 
-    def solve(w, x):
-        a = jnp.eye(SIZE) * 4 + w
-        return lax.custom_linear_solve(
-            lambda v: a @ v,
-            x,
-            lambda _, b: jnp.linalg.solve(a, b),
-            lambda _, b: jnp.linalg.solve(a.T, b),
-        )
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_float32_changes_no_bit(name):
+    """compute_dtype=float32: the same values and gradients, and no half anywhere."""
+    fn, args = UNCHANGED[name]
+    same = amp(fn, compute_dtype=jnp.float32)
+    actual, expected = (jax.value_and_grad(loss_of(f), (0, 1)) for f in (same, fn))
+    assert_identical(jit(actual)(*args), jit(expected)(*args))
+    text = str(jax.make_jaxpr(actual)(*args))
+    assert "f16[" not in text
+
+
+# --- what is kept --------------------------------------------------------------------
+
+
+def is_of_user(eqn):
+    return eqn.params["name"] not in ("saturating_cast", "isinf", "_where")
+
+
+KEEPS = {
+    "jit": ("name", "donated_invars", "in_shardings", "out_shardings", "inline"),
+    "remat2": ("policy", "prevent_cse"),
+    "scan": ("reverse", "unroll", "length"),
+    "shard_map": ("mesh", "in_specs", "out_specs", "check_vma"),
+}
+
+
+def test_parameters_are_kept():
+    """Names, donation, shardings, policies, unrolling are those of the original."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, P("data"))
+
+    @functools.partial(
+        jax.jit, donate_argnums=1, in_shardings=(None, rows), out_shardings=rows
+    )
+    def my_layer(w, x):
+        return layer(w, x)
+
+    def fn(w, x):
+        x = my_layer(w, x)
+        x = remat(layer, policy=POLICIES.dots_saveable, prevent_cse=False)(w, x)
+        x = scan(layer, w, x, 4, reverse=True, unroll=2)
+        return sharded(layer, check_vma=False)(w, x)
+
+    def params_of(fn, primitive):
+        found = equations_of(fn, *arguments(), primitive=primitive)
+        return [
+            tuple(eqn.params[name] for name in KEEPS[primitive])
+            for eqn in found
+            if primitive != "jit" or is_of_user(eqn)
+        ]
+
+    for primitive in KEEPS:
+        expected = params_of(fn, primitive)
+        assert expected
+        assert params_of(amp(fn), primitive) == expected
+
+
+SCOPED = {
+    "straight": layer,
+    "jit": jax.jit(layer),
+    "scan": functools.partial(scan, layer),
+    "remat": remat(layer),
+    "custom_vjp": vjp_layer,
+    "shard_map": sharded(layer),
+}
+
+
+@pytest.mark.parametrize("name", SCOPED)
+def test_named_scopes_survive(name):
+    """In the jaxpr and, as operation names, in what XLA gets; without doubling."""
+
+    def fn(w, x):
+        with jax.named_scope("outer"):
+            return SCOPED[name](w, jnp.sin(x))
+
+    def names(fn):
+        text = jax.jit(fn).lower(*arguments()).as_text(debug_info=True)
+        found = re.findall(r'"([^"]*)/(?:dot_general|tanh|sin)"', text)
+        return {re.sub(r"jit\([^)]*\)/?|checkpoint/", "", path) for path in found}
+
+    assert any("outer" in path for path in names(fn))
+    assert names(amp(fn)) == names(fn)
+    (eqn,) = equations_of(amp(fn), *arguments(), primitive="sin")
+    assert str(eqn.source_info.name_stack) == "outer"
+
+
+def test_callbacks_run_once_with_float32():
+    """Inside jit and scan too, callbacks see float32, once per original call."""
+    seen = []
+
+    def note(x):
+        seen.append(np.asarray(x).dtype)
+
+    def pure(x):
+        note(x)
+        return np.asarray(x) * 2
+
+    def fn(w, x):
+        y = x @ w
+        jax.debug.callback(note, y)
+        y = jax.pure_callback(pure, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+        y = jax.experimental.io_callback(pure, y, y @ w, ordered=True)
+        return y @ w
+
+    for wrap, count in ((fn, 3), (jax.jit(fn), 3), (functools.partial(scan, fn), 9)):
+        seen.clear()
+        out = jit(amp(wrap))(*arguments())
+        jax.block_until_ready(out)
+        jax.effects_barrier()
+        assert [str(d) for d in seen] == ["float32"] * count
+
+
+def test_branches_agree():
+    """One branch low, one float32, one a constant: one dtype, and the same values."""
+    branches = [lambda w, x: x @ w, lambda w, x: jnp.exp(x), lambda w, x: x * 0 + 3.0]
+
+    def fn(i, w, x):
+        return lax.switch(i, branches, w, x)
+
+    for i in range(3):
+        assert_close(amp(fn)(i, *arguments()), fn(i, *arguments()), jnp.float16)
+
+
+def test_platform_dependent_branches_stay_apart():
+    """A branch for another platform is never lowered for this one."""
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...]
+
+    def on_tpu(w, x):  # cannot be lowered for a CPU
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype))(x) @ w
+
+    def fn(w, x):
+        return lax.platform_dependent(w, x, cpu=layer, tpu=on_tpu)
 
     args = arguments()
-    lowered = amp(loss_of(solve), compute_dtype=dtype)
-    grad = jax.grad(lowered, argnums=(0, 1))
-    assert (jnp.dtype(dtype).name,) * 2 in dtypes_of(grad, *args)
-    expected = jax.grad(loss_of(solve), argnums=(0, 1))(*args)
-    assert_close(grad(*args), expected, dtype, gradient=True)
+    assert_all_in(jax.jit(amp(fn)), *args, dtype=jnp.float16, count=2)
+    assert_close(jax.jit(amp(fn))(*args), fn(*args), jnp.float16)
 
 
-@both_halves
-def test_custom_root_is_right(dtype):
-    """Newton's method, implicitly differentiated: sqrt(2), and 1 / (2 sqrt(2))."""
+def test_ppermute_fills_with_zeros():
+    """A constant is no constant any more once devices without a sender hold zero."""
 
-    def root(a):
-        f = lambda y: y * y - a  # noqa: E731
-        step = lambda y, f: y - f(y) / (2 * y)  # noqa: E731
-        return lax.custom_root(
-            f,
-            jnp.ones_like(a),
-            lambda f, y: lax.fori_loop(0, 8, lambda _, y: step(y, f), y),
-            lambda g, y: y / g(jnp.ones_like(y)),
-        )
+    def shifted(w, x):
+        one = lax.ppermute(lax.full((), 1.0), "data", [(i, i + 1) for i in range(7)])
+        return (x @ w) * one
 
-    value, grad = jax.value_and_grad(amp(root, compute_dtype=dtype))(jnp.float32(2.0))
-    assert_close(value, np.sqrt(2), dtype)
-    assert_close(grad, 1 / np.sqrt(8), dtype, gradient=True)
+    fn = sharded(shifted, check_vma=False)
+    assert not np.asarray(fn(*arguments()))[0].any()
+    assert_close(amp(fn)(*arguments()), fn(*arguments()), jnp.float16)

@@ -9,8 +9,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from flax_amp import _compat, amp, default_amp_policy, use_compute_precision
-from helpers import MATMULS, TOLERANCE, jit, relative_error
+from flax_amp import amp, default_amp_policy, use_compute_precision
+from helpers import MATMULS, TOLERANCE, jit, relative_error, scoped_equations
 
 SIZE, WORDS, LAYERS = 4, 6, 2
 TOKENS = jnp.arange(WORDS)[None]
@@ -180,17 +180,12 @@ NNX = [
 
 
 def products(fn, *args):
-    """Yields the scopes and the dtype of every matrix product in `fn(*args)`."""
-
-    def walk(jaxpr, outer):
-        for eqn in jaxpr.eqns:
-            scopes = outer + _compat.scope_names(eqn)
-            if eqn.primitive.name in MATMULS:
-                yield "/".join(scopes).split("/"), eqn.invars[0].aval.dtype.name
-            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-                yield from walk(inner, scopes)
-
-    return list(walk(jax.make_jaxpr(fn)(*args).jaxpr, ()))
+    """The scopes and the dtype of every matrix product in `fn(*args)`."""
+    return [
+        ("/".join(scopes).split("/"), eqn.invars[0].aval.dtype.name)
+        for scopes, eqn in scoped_equations(jax.make_jaxpr(fn)(*args))
+        if eqn.primitive.name in MATMULS
+    ]
 
 
 def is_meant(key, path):

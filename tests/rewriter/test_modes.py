@@ -1,0 +1,264 @@
+"""`recompute` decides what is stored and changes no result, whatever the program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from _programs import (
+    FIRST_ORDER,
+    HIGHER_ORDER,
+    again,
+    loss_of,
+    norm,
+    normal,
+    softmax_between_products,
+)
+from _transformer import CONTEXTS, bfloat16, exact_jit, inputs, keeps, weights
+from flax_amp import amp
+from helpers import assert_same_avals, equations, jit, relative_error
+
+ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)
+
+
+def gradient(loss):
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def second_order(loss):
+    return again(loss, jax.checkpoint)
+
+
+def assert_modes_agree(loss, transform, bound, args=ARGS):
+    """Asserts that "auto" and "always" give what "never" gives, of the same avals."""
+
+    def result(mode):
+        return exact_jit(transform(bfloat16(loss, recompute=mode)))(*args)
+
+    expected = result("never")
+    assert_same_avals(expected, jax.eval_shape(transform(loss), *args))
+    for mode in ("auto", "always"):
+        assert relative_error(result(mode), expected) < bound, mode
+
+
+# --- a transformer, wherever its blocks run ------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_transformer(context):
+    assert_modes_agree(CONTEXTS[context], gradient, 1e-6, (weights(), inputs()))
+
+
+# --- every derivative of a small program ---------------------------------------------
+
+
+def looped(w, x):
+    return jnp.mean(lax.scan(lambda x, w: (norm(x @ w) + x, None), x, w[None])[0] ** 2)
+
+
+PROGRAMS = {
+    "straight": softmax_between_products,
+    "looped": looped,
+    "checkpointed": jax.checkpoint(softmax_between_products),
+}
+DERIVATIVES = FIRST_ORDER | HIGHER_ORDER
+DERIVATIVES["amp of grad of amp"] = lambda f: jax.grad(bfloat16(f))
+DERIVATIVES["amp of second order of amp"] = lambda f: bfloat16(second_order(f))
+SAMPLE = ["grad of checkpoint of grad", "checkpointed steps in scan"]
+SAMPLE = [("straight", name) for name in SAMPLE]
+SAMPLE += [("straight", "amp of second order of amp")]
+
+
+@pytest.mark.parametrize(
+    "program, derivative",
+    [
+        pytest.param(p, d, marks=[] if (p, d) in SAMPLE else pytest.mark.slow)
+        for p in PROGRAMS
+        for d in DERIVATIVES
+    ],
+)
+def test_derivatives(program, derivative):
+    """Second derivatives add up in another order, so they differ by roundings."""
+    is_first = derivative in FIRST_ORDER or derivative == "amp of grad of amp"
+    bound = 1e-6 if is_first else 2e-2
+    assert_modes_agree(PROGRAMS[program], DERIVATIVES[derivative], bound)
+
+
+@pytest.mark.parametrize("derivative", [name for _, name in SAMPLE[:2]])
+def test_float32_changes_nothing(derivative):
+    loss, transform = PROGRAMS["straight"], DERIVATIVES[derivative]
+    lowered = amp(loss, compute_dtype=jnp.float32, recompute="always")
+    actual, expected = (jit(transform(f))(*ARGS) for f in (lowered, loss))
+    assert relative_error(actual, expected) < 1e-6
+
+
+# --- values of every dtype between what is computed again ----------------------------
+
+
+def fourier(w, x):
+    """A layer of a Fourier neural operator: complex weights for each frequency."""
+    spectrum = jnp.fft.rfft(x, axis=0) @ lax.complex(w, 2 * w)
+    return jax.nn.gelu(x @ w + jnp.fft.irfft(jnp.tanh(spectrum), len(x), axis=0)) @ w
+
+
+def phase(w, x):
+    z = jnp.exp(1j * (x @ w)) * jnp.exp(1j * x)
+    return jax.nn.gelu(z.real * z.imag) @ w + jnp.abs(z)
+
+
+def recurrence(w, x):
+    """A complex diagonal recurrence, as of state-space models."""
+    decay = jnp.exp(lax.complex(-jnp.abs(w[0]), w[1]))
+
+    def step(state, x):
+        state = decay * state + x @ w
+        return state, jax.nn.gelu(state.real * jnp.tanh(state.imag))
+
+    return lax.scan(step, jnp.zeros(4, jnp.complex64), x)[1]
+
+
+def associative(w, x):
+    def join(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    decay = jnp.exp(lax.complex(-jnp.abs(x), x))
+    states = lax.associative_scan(join, (decay, (x @ w).astype(jnp.complex64)))[1]
+    return jax.nn.gelu(states.real) @ w
+
+
+def jitted(w, x):
+    magnify = jax.jit(lambda z: z * jnp.conj(z) + jnp.exp(z))
+    return jax.nn.gelu(jnp.abs(magnify(lax.complex(x @ w, x)))) @ w
+
+
+def float8(w, x):
+    """Quantized values up to the largest float8, and subnormal ones.
+
+    Cotangents are float8 too: a larger factor than 1e3 makes those of a second order
+    NaN, without amp as well.
+    """
+    h = jnp.tanh(x @ w)
+    large = jnp.clip(h * 1e3, -448, 448).astype(jnp.float8_e4m3fn)
+    product = large @ jnp.eye(4, dtype=jnp.float8_e4m3fn)
+    small = (h / 512).astype(jnp.float8_e4m3fn).astype(jnp.float32) * 512
+    h = jnp.sin(product.astype(jnp.float32) / 448) * jnp.tanh(small) * h
+    return jnp.sin(large.astype(jnp.float32) / 448) * h @ w
+
+
+def integers(w, x):
+    h = jax.nn.gelu(x @ w)
+    whole = jnp.round(h * 3).astype(jnp.int8)
+    chosen = jnp.where(h > 0, h, jnp.sin(h)) * jax.nn.one_hot(jnp.argmax(h, -1), 4)
+    return (chosen * whole * jnp.round(h * 2).astype(jnp.int4).astype(jnp.float32)) @ w
+
+
+def keys(w, x):
+    h = jax.nn.gelu(x @ w)
+    number = lax.stop_gradient(h).sum().astype(jnp.int32)
+    pair = jax.random.split(jax.random.fold_in(jax.random.key(0), number))
+    key = jnp.where(h[0, 0] > 0, pair[0], pair[1])
+    return jnp.sin(h @ w * jax.random.normal(key, h.shape))
+
+
+def in_dtype(dtype):
+    """A program with a part in another dtype than float32."""
+
+    def program(w, x):
+        h = jax.nn.gelu(x @ w).astype(dtype)
+        return (jnp.sin(h) * jnp.exp(h)).real.astype(jnp.float32) @ w
+
+    return program
+
+
+def straight(function):
+    return loss_of(function)
+
+
+def in_layers(function):
+    """Three such layers in a loop."""
+
+    def layers(w, x):
+        layer = lambda x, w: (jnp.tanh(x + function(w, x)), None)  # noqa: E731
+        return lax.scan(layer, x, jnp.stack([w] * 3))[0]
+
+    return loss_of(layers)
+
+
+UNSTORED = (fourier, phase, recurrence, associative, jitted, float8)
+OF_DTYPES = {function.__name__: function for function in (*UNSTORED, integers, keys)}
+OF_DTYPES["float16"] = in_dtype(jnp.float16)
+WRAPS = [straight, pytest.param(in_layers, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", OF_DTYPES)
+def test_other_dtypes(name, wrap):
+    """What cannot be stored is not.
+
+    In a loop the low cotangents of what a layer reads add up in another order.
+    """
+    bound = 1e-6 if wrap is straight else 1e-2
+    assert_modes_agree(wrap(OF_DTYPES[name]), gradient, bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [straight, in_layers])
+@pytest.mark.parametrize("name", OF_DTYPES)
+def test_other_dtypes_at_second_order(name, wrap):
+    assert_modes_agree(wrap(OF_DTYPES[name]), second_order, 3e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_double_precision(dtype):
+    with jax.enable_x64(True):
+        loss = straight(in_dtype(dtype))
+        assert_modes_agree(loss, gradient, 1e-6)
+        assert_modes_agree(loss, second_order, 3e-2)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+@pytest.mark.parametrize("function", UNSTORED)
+def test_regions_hold_what_can_be_stored(function, mode):
+    """No value in a region is complex or float8; what is around it still has one."""
+    lowered = bfloat16(straight(function), recompute=mode)
+    jaxpr = jax.make_jaxpr(jax.grad(lowered))(*ARGS)
+    for path, eqn in equations(jaxpr):
+        if "remat2" in path or "checkpoint" in path:
+            for atom in (*eqn.invars, *eqn.outvars):
+                dtype = atom.aval.dtype
+                is_storable = dtype.name in ("float16", "bfloat16", "float32")
+                assert not jnp.issubdtype(dtype, jnp.inexact) or is_storable
+    assert keeps(lowered, *ARGS) or mode == "auto"
+
+
+def test_plain_functions_keep_their_regions():
+    assert keeps(bfloat16(straight(OF_DTYPES["float16"])), *ARGS)
+
+
+# --- linear functions ----------------------------------------------------------------
+
+LINEAR = {
+    "product": lambda w, x: x @ w,
+    "sum": lambda w, x: jnp.sum(x * 2 + x[::-1] / 3, 0) - x[0] @ w,
+    "scan": lambda w, x: lax.scan(lambda c, x: (c * 2 + x @ w, x / 2), x[0], x),
+    "checkpoint": lambda w, x: jax.checkpoint(lambda x: (x @ w) @ w * 2)(x),
+    "jit": lambda w, x: jax.jit(lambda x: jnp.concatenate([x @ w, x]))(x * 2),
+    "layers": lambda w, x: functools.reduce(lambda x, _: (x @ w) / 2, range(8), x),
+}
+
+
+@pytest.mark.parametrize("mode", ["never", "auto", "always"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_linear_functions_are_transposed(name, mode):
+    """`jax.linear_transpose` of a transformed linear function, as of the plain one."""
+    w, x = jnp.eye(4) / 2 + 0.25, jnp.arange(8.0).reshape(2, 4)
+    f = functools.partial(LINEAR[name], w)
+    for dtype in (jnp.float16, jnp.bfloat16):
+        lowered = amp(f, compute_dtype=dtype, recompute=mode)
+        (actual,) = jax.linear_transpose(lowered, x)(f(x))
+        (expected,) = jax.linear_transpose(f, x)(f(x))
+        assert actual.dtype == jnp.float32
+        assert relative_error(actual, expected) < 1e-2

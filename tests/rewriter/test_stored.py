@@ -1,0 +1,149 @@
+"""`mark_stored`: the identity under every transformation, and what it is marked for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import Recompute
+from jax.test_util import check_grads
+
+from _programs import FIRST_ORDER, HIGHER_ORDER, again, stored
+from _transformer import bfloat16, inputs, scanned, unrolled, weights
+from flax_amp._rewriter.recompute.residuals import is_stored
+from flax_amp._rewriter.recompute.stored import (
+    EVERYWHERE,
+    NOWHERE,
+    ON_GPU,
+    mark_stored,
+    stored_p,
+)
+from helpers import equations, jit, relative_error
+
+
+def marked(x, platforms=EVERYWHERE):
+    return jnp.sum(jnp.sin(mark_stored(jnp.cos(x) * 2, platforms)))
+
+
+def unmarked(x):
+    return jnp.sum(jnp.sin(jnp.cos(x) * 2))
+
+
+TRANSFORMS = FIRST_ORDER | HIGHER_ORDER
+TRANSFORMS["scan"] = lambda f: jax.grad(
+    lambda x: lax.scan(lambda c, x: (c + f(x), c * f(x)), 0.0, x)[1].sum()
+)
+TRANSFORMS["checkpoint in scan"] = lambda f: jax.grad(
+    lambda x: lax.scan(lambda c, x: (stored(f)(x + c), c), 0.0, x)[0]
+)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_it_changes_no_number(transform):
+    """On every platform, in a checkpoint or not, and however often it is split."""
+    apply = TRANSFORMS[transform]
+    functions = [unmarked]
+    for platforms in (NOWHERE, ON_GPU, EVERYWHERE):
+        function = functools.partial(marked, platforms=platforms)
+        functions += [function, stored(function)]
+    x = jnp.linspace(0.1, 1, 4)
+    expected, *found = jit(lambda x: [apply(f)(x) for f in functions])(x)
+    assert max(relative_error(actual, expected) for actual in found) < 1e-5
+
+
+def test_it_splits_again():
+    """A gradient of a gradient hands the value out once more."""
+    jaxpr = jax.make_jaxpr(again(stored(marked), stored))(jnp.ones(4))
+    kept = [e for _, e in equations(jaxpr) if e.primitive is stored_p]
+    assert {len(e.outvars) for e in kept} == {1, 2, 3}
+    assert all(len(e.outvars) == e.params["copies"] for e in kept)
+
+
+@pytest.mark.parametrize(
+    "policy, is_kept",
+    [
+        (is_stored, True),
+        (jax.checkpoint_policies.nothing_saveable, False),
+        (lambda *args, **params: False, False),
+        (lambda *args, **params: Recompute, False),
+    ],
+    ids=["is_stored", "nothing", "False", "Recompute"],
+)
+def test_policies_decide_whether_it_is_stored(policy, is_kept):
+    """What is not stored is computed again: by a second cosine."""
+    grad = jax.grad(jax.checkpoint(marked, policy=policy))
+    found = equations(jax.make_jaxpr(grad)(jnp.ones(16)))
+    again = [e for path, e in found if path]
+    # The derivative of sin is one cosine.
+    assert [e.primitive.name for e in again].count("cos") == (1 if is_kept else 2)
+    kept = [e.params["in_backward"] for e in again if e.primitive is stored_p]
+    assert kept == [is_kept]
+
+
+def test_it_is_transposed():
+    """Its cotangents add up; those that are zero by their structure count for none."""
+
+    def copies(x):
+        params = {"platforms": (), "copies": 3, "in_backward": False}
+        return stored_p.bind(x, **params)
+
+    x = jnp.arange(4.0)
+    for factors in ((1, 2, 4), (0, 2, 0), (1, None, None), (None, None, None)):
+
+        def weighted(x, factors=factors):
+            pairs = zip(copies(x), factors, strict=True)
+            return sum((y * w for y, w in pairs if w is not None), jnp.zeros(4))
+
+        (cotangent,) = jax.linear_transpose(weighted, x)(x)
+        total = sum(w for w in factors if w is not None)
+        np.testing.assert_array_equal(cotangent, total * x)
+        check_grads(weighted, (x,), order=2, modes=("fwd", "rev"))
+
+
+# --- barriers ------------------------------------------------------------------------
+
+GPUS = ("cuda", "rocm")
+
+
+def barriers(fn, *args):
+    """How many barriers there are in a function compiled for each platform."""
+    traced = jax.jit(fn).trace(*args)
+    return {
+        platform: traced.lower(lowering_platforms=(platform,))
+        .as_text()
+        .count("optimization_barrier")
+        for platform in EVERYWHERE
+    }
+
+
+@pytest.mark.parametrize(
+    "platforms, expected", [(NOWHERE, ()), (ON_GPU, GPUS), (EVERYWHERE, EVERYWHERE)]
+)
+def test_barriers_of_a_marked_value(platforms, expected):
+    """The backward pass reads the value through a barrier, on some platforms."""
+    fn = stored(functools.partial(marked, platforms=platforms))
+    x = jnp.ones(16)
+    assert set(EVERYWHERE) == {"cpu", *GPUS, "tpu"}
+    assert barriers(fn, x) == dict.fromkeys(EVERYWHERE, 0)
+    assert barriers(jax.grad(fn), x) == {p: int(p in expected) for p in EVERYWHERE}
+
+
+@pytest.mark.parametrize(
+    "mode, loss, expected",
+    [
+        ("never", unrolled, ()),
+        ("auto", unrolled, GPUS),
+        ("always", unrolled, EVERYWHERE),
+        ("auto", scanned, ()),
+        ("always", scanned, ()),
+    ],
+)
+def test_barriers_of_a_model(mode, loss, expected):
+    """None in loops and forward passes; in straight code as the mode says."""
+    args = weights(1), inputs()
+    fn = bfloat16(loss, recompute=mode)
+    assert not any(barriers(fn, *args).values())
+    found = {p for p, count in barriers(jax.grad(fn), *args).items() if count}
+    assert found == set(expected)
