@@ -9,12 +9,11 @@ import re
 import types
 from pathlib import Path
 
-import pytest
-
 import flax_amp
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "flax_amp").rglob("*.py"))
+PUBLIC = [name for name in flax_amp.__all__ if not name.startswith("__")]
 
 
 def test_all_is_complete():
@@ -44,14 +43,14 @@ def has_comment(name):
     return False
 
 
-@pytest.mark.parametrize("name", [n for n in flax_amp.__all__ if n[:2] != "__"])
-def test_public_name_is_documented(name):
-    value = getattr(flax_amp, name)
-    if callable(value) or isinstance(value, types.ModuleType):
-        doc = inspect.getdoc(value) or ""
-        assert len(doc.split()) >= 5, f"flax_amp.{name} has no docstring worth the name"
-    else:
-        assert has_comment(name), f"nothing in the source says what flax_amp.{name} is"
+def test_public_names_are_documented():
+    for name in PUBLIC:
+        value = getattr(flax_amp, name)
+        if callable(value) or isinstance(value, types.ModuleType):
+            words = (inspect.getdoc(value) or "").split()
+            assert len(words) >= 5, f"flax_amp.{name} has no docstring worth the name"
+        else:
+            assert has_comment(name), f"nothing says what flax_amp.{name} is"
 
 
 def test_every_module_says_what_it_is_for():
@@ -70,5 +69,5 @@ def test_one_version_number():
 def test_public_names_are_in_the_readme_or_the_changelog():
     files = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
     text = "".join(path.read_text() for path in files if path.exists())
-    unnamed = {n for n in flax_amp.__all__ if n[:2] != "__" and n not in text}
+    unnamed = {name for name in PUBLIC if name not in text}
     assert not unnamed, f"neither README.md nor CHANGELOG.md names {sorted(unnamed)}"

@@ -12,20 +12,9 @@ from flax_amp import amp
 from flax_amp._rewriter import emit, transform
 from helpers import both_halves, dtypes_of, jit
 
-
-@jax.custom_vjp
-def clipped(x):
-    return x * 1.0
-
-
+clipped = jax.custom_vjp(lambda x: x * 1.0)
 clipped.defvjp(lambda x: (clipped(x), None), lambda _, ct: (jnp.clip(ct, -1e-3, 1e-3),))
-
-
-@jax.custom_jvp
-def wrong(x):
-    return x * 1.0
-
-
+wrong = jax.custom_jvp(lambda x: x * 1.0)
 wrong.defjvp(lambda p, t: (wrong(p[0]), 7.0 * t[0]))
 
 RULE_CASES = {  # x -> scalar, x, what the user's own rule says
@@ -43,17 +32,16 @@ RULE_CASES = {  # x -> scalar, x, what the user's own rule says
 def test_user_rule_decides_the_gradient(name, dtype):
     """Under grad, jit, scan and vmap of grad: the user's number, not the true one."""
     fn, at, slope = RULE_CASES[name]
-    w = jnp.ones((1, 1))
+    w, x = jnp.ones((1, 1)), jnp.full((1, 1), at)
     lowered = amp(functools.partial(fn, w), compute_dtype=dtype)
-    x = jnp.full((1, 1), at)
     slope = float(jnp.asarray(slope, dtype)) if "low" in name else slope
-    tolerance = 1e-2 * slope
-    assert abs(float(jax.grad(lowered)(x)[0, 0]) - slope) <= tolerance
-    scanned = lambda x: lax.scan(lambda c, _: (c, lowered(c)), x, None, 2)[1].sum()  # noqa: E731
-    assert abs(float(jit(jax.grad(amp(scanned)))(x)[0, 0]) - 2 * slope) <= 2 * tolerance
-    batch = jit(jax.vmap(jax.grad(lowered)))(jnp.stack([x, x]))
-    assert batch.shape == (2, 1, 1)
-    np.testing.assert_allclose(batch, slope, atol=tolerance)
+    twice = amp(lambda x: lax.scan(lambda c, _: (c, lowered(c)), x, None, 2)[1].sum())
+    for found, expected in (
+        (jax.grad(lowered)(x), [[slope]]),
+        (jit(jax.grad(twice))(x), [[2 * slope]]),
+        (jit(jax.vmap(jax.grad(lowered)))(jnp.stack([x, x])), [[[slope]], [[slope]]]),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-2)
 
 
 @both_halves
@@ -136,23 +124,44 @@ def test_an_error_of_a_rule_is_its_own():
             derivative(jnp.ones(2))
 
 
-def test_a_rule_that_asks_for_precision_gets_it():
-    """Also where its function asks for the default, or the process does."""
-
-    @jax.custom_vjp
-    def product(x, w):
-        return x @ w
+def product_with_exact_vjp():
+    product = jax.custom_vjp(lambda x, w: x @ w)
 
     def backward(operands, ct):
         x, w = operands
-        high = functools.partial(jnp.dot, precision="highest")
-        return high(ct, w.T), high(x.T, ct)
+        return exact_dot(ct, w.T), exact_dot(x.T, ct)
 
     product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
-    grad = jax.grad(amp(lambda w, x: product(x, w).sum(), compute_dtype=jnp.bfloat16))
-    with jax.default_matmul_precision("bfloat16"):
-        found = dtypes_of(grad, jnp.ones((4, 4)), jnp.ones((2, 4)))
-    assert sorted(found) == [("bfloat16",) * 2, *[("float32",) * 2] * 2]
+    return product
+
+
+def product_with_exact_jvp():
+    product = jax.custom_jvp(lambda x, w: x @ w)
+
+    @product.defjvp
+    def jvp(primals, tangents):
+        (x, w), (tx, tw) = primals, tangents
+        return x @ w, exact_dot(tx, w) + exact_dot(x, tw)
+
+    return product
+
+
+exact_dot = functools.partial(jnp.dot, precision="highest")
+
+
+@pytest.mark.parametrize("make", [product_with_exact_vjp, product_with_exact_jvp])
+def test_a_rule_that_asks_for_precision_gets_it(make):
+    """Also where its function asks for the default, or the process does."""
+    product = make()
+    run = amp(lambda w, x: product(x, w).sum(), compute_dtype=jnp.bfloat16)
+    args = jnp.ones((4, 4)), jnp.ones((2, 4))
+    for precision in (None, "bfloat16"):
+        with jax.default_matmul_precision(precision):
+            if make is product_with_exact_vjp:
+                found = dtypes_of(jax.grad(run), *args)
+            else:
+                found = dtypes_of(lambda *xs: jax.jvp(run, xs, xs), *args)
+        assert sorted(found) == [("bfloat16",) * 2, *[("float32",) * 2] * 2]
 
 
 def test_wide_gradients_leave_jvp_rules_alone():

@@ -1,7 +1,6 @@
 """Layers that differ in anything at all are never merged; equal ones are."""
 
 import functools
-import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,7 +17,6 @@ from flax_amp import (
     AmpTrainState,
     amp,
     make_eval_step,
-    make_nnx_train_step,
     make_train_step,
 )
 from flax_amp._rewriter.outline import repeats
@@ -268,17 +266,6 @@ EQUAL |= {name: parts_of(kind) for name, kind in MERGED.items()}
 @pytest.mark.parametrize("parts", EQUAL.values(), ids=EQUAL)
 def test_equal_layers_are_merged(parts):
     assert count_calls(float32(stack(parts)), W, X) >= LAYERS - 2
-
-
-@pytest.mark.parametrize(
-    "make", [amp, make_train_step, make_nnx_train_step, make_eval_step]
-)
-def test_merging_can_be_switched_off(make):
-    message = re.escape("merge_layers: got 'no'; expected True or False.")
-    with pytest.raises(TypeError, match=message):
-        make(lambda *args: None, merge_layers="no")
-    with pytest.raises(TypeError, match=message):
-        amp(merge_layers="no")
 
 
 def test_what_is_switched_off_stays_apart():

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen as nn
 from jax import export, lax
 
 import flax_amp
+from _models import linen_loss, linen_state, make_batch
 from _programs import norm, normal, squares
 from _transformer import keeps
 from flax_amp import amp
@@ -138,54 +138,28 @@ def test_known_shapes(mode):
     assert relative_error(done.call(w, x), jax.jit(lowered)(w, x)) < 1e-5
 
 
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-        x = nn.Conv(4, (3, 3))(x)
-        x = nn.gelu(nn.BatchNorm(use_running_average=not train)(x)).mean((1, 2))
-        x = nn.Dropout(0.1, deterministic=not train)(nn.LayerNorm()(x))
-        return nn.Dense(3)(x)
+# --- the steps -----------------------------------------------------------------------
 
 
 def trained():
-    """A state of the model, its batches, and a batch of which the size is a symbol."""
-    model = Model()
-    variables = model.init(jax.random.key(0), jnp.ones((1, 8, 8, 1)))
-    state = flax_amp.AmpTrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        tx=optax.adam(1e-3),
-        variables={"batch_stats": variables["batch_stats"]},
-        rngs={"dropout": jax.random.key(1)},
-    )
+    """A state, its batches, and a batch of which the size is a symbol."""
+    state = linen_state()
 
     def make(size):
-        return state, {"image": normal(2, size, 8, 8, 1), "label": jnp.arange(size) % 3}
+        return state, make_batch(size=size)
 
     # Even, so that two micro-batches split it.
     size = 2 * export.symbolic_shape("half")[0]
     batch = {
-        "image": jax.ShapeDtypeStruct((size, 8, 8, 1), FLOAT),
-        "label": jax.ShapeDtypeStruct((size,), jnp.int32),
+        name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        for name, x in make_batch().items()
     }
     return make, (jax.tree.map(struct, state), batch)
 
 
 def predict(params, batch, state):
     variables = {"params": params, **state.variables}
-    return state.apply_fn(variables, batch["image"])
-
-
-def loss_fn(params, batch, state, rngs):
-    logits, updates = state.apply_fn(
-        {"params": params, **state.variables},
-        batch["image"],
-        train=True,
-        mutable=["batch_stats"],
-        rngs=rngs,
-    )
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean(), {"variables": updates}
+    return state.apply_fn(variables, batch["x"], train=False)
 
 
 def test_eval_step():
@@ -200,5 +174,5 @@ def test_eval_step():
 @pytest.mark.parametrize("options", [{}, {"recompute": "always"}, {"accum_steps": 2}])
 def test_train_step(options):
     make, symbolic = trained()
-    step = flax_amp.make_train_step(loss_fn, has_aux=True, donate=False, **options)
+    step = flax_amp.make_train_step(linen_loss, has_aux=True, donate=False, **options)
     assert_exports(step, make, symbolic)

@@ -1,6 +1,5 @@
 """Functions inside solvers and batching rules, and what keeps products in float32."""
 
-import functools
 import warnings
 
 import jax
@@ -12,8 +11,9 @@ from flax.linen import fp8_ops
 from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
 
+from _programs import batched, squares
 from flax_amp import amp
-from helpers import MATMULS, assert_close, both_halves, dtypes_of, equations
+from helpers import HALVES, assert_close, both_halves, dtypes_of, equations_of, jit
 
 B = jnp.arange(1.0, 4.0)
 COUNTS = jnp.arange(9.0).reshape(3, 3)
@@ -28,6 +28,13 @@ def linear_solve(w):
     return lax.custom_linear_solve(lambda v: w @ v, B, _iterate, _iterate)
 
 
+def direct_solve(w):
+    """Solved by linear algebra, of which no part runs low."""
+    solve = lambda _, b: jnp.linalg.solve(w, b)  # noqa: E731
+    transpose_solve = lambda _, b: jnp.linalg.solve(w.T, b)  # noqa: E731
+    return lax.custom_linear_solve(lambda v: w @ v, B, solve, transpose_solve)
+
+
 def root(w):
     return lax.custom_root(
         lambda y: y + jnp.tanh(w @ y) - B,
@@ -37,50 +44,55 @@ def root(w):
     )
 
 
-def _squares(function, w):
-    return (function(w) ** 2).sum()
-
-
-TRANSFORMS = {
+DERIVATIVES = {
     "value": lambda f: f,
-    "grad": lambda f: jax.grad(functools.partial(_squares, f)),
+    "grad": lambda f: jax.grad(lambda w: squares(f(w))),
     "jvp": lambda f: lambda w: jax.jvp(f, (w,), (w.T,))[1],
-    "vmap": lambda f: lambda w: jax.vmap(f)(jnp.stack([w, w + 0.1])),
-    "vmap_of_grad": lambda f: (
-        lambda w: jax.vmap(jax.grad(functools.partial(_squares, f)))(
-            jnp.stack([w, w + 0.1])
-        )
-    ),
-    "grad_of_vmap": lambda f: jax.grad(
-        lambda w: _squares(jax.vmap(f), jnp.stack([w, w + 0.1]))
-    ),
+    "vmap": batched,
+    "vmap of grad": lambda f: batched(jax.grad(lambda w: squares(f(w)))),
+    "grad of vmap": lambda f: jax.grad(lambda w: squares(batched(f)(w))),
 }
 
 
-def _primitives(function):
-    return {e.primitive.name for _, e in equations(jax.make_jaxpr(function)(W))}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("solver", [linear_solve, root], ids=lambda f: f.__name__)
-def test_solvers(solver, transform):
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize(
+    "solver", [linear_solve, direct_solve, root], ids=lambda f: f.__name__
+)
+def test_solvers(solver, derivative):
     """Products run low, the vectors of the solver are float32; float32 is exact."""
-    expected = jax.jit(TRANSFORMS[transform](solver))(W)
-    exact = jax.jit(TRANSFORMS[transform](amp(solver, compute_dtype="float32")))(W)
+    transform = DERIVATIVES[derivative]
+    expected = jit(transform(solver))(W)
+    exact = jit(transform(amp(solver, compute_dtype="float32")))(W)
     np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
 
-    run = TRANSFORMS[transform](amp(solver, compute_dtype="bfloat16"))
-    assert_close(jax.jit(run)(W), expected, jnp.bfloat16, gradient=True)
-    if "call_hi_primitive" in _primitives(solver):
+    dtype = HALVES[len(derivative) % 2]
+    run = transform(amp(solver, compute_dtype=dtype))
+    assert_close(jit(run)(W), expected, dtype, gradient=True)
+    if equations_of(solver, W, primitive="call_hi_primitive"):
         return  # custom_root since JAX 0.11: Python functions, left as they are
-    jaxpr = jax.make_jaxpr(run)(W)
-    found = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
-    assert found
-    assert {v.aval.dtype.name for e in found for v in e.invars} == {"bfloat16"}
-    for _, eqn in equations(jaxpr):
-        if eqn.primitive.name in ("custom_linear_solve", "while"):
-            dtypes = {v.aval.dtype.name for v in eqn.outvars}
-            assert dtypes <= {"float32", "int32"}
+    low, found = (jnp.dtype(dtype).name,) * 2, set(dtypes_of(run, W))
+    assert found == {low} or (solver is direct_solve and low in found)
+    for eqn in equations_of(run, W, primitive=("custom_linear_solve", "while")):
+        dtypes = {v.aval.dtype.name for v in eqn.outvars}
+        assert dtypes <= {"float32", "int32"}
+
+
+def test_a_root_is_right():
+    """Newton's method, implicitly differentiated: sqrt(2), and 1 / (2 sqrt(2))."""
+
+    def square_root(a):
+        return lax.custom_root(
+            lambda y: y * y - a,
+            jnp.ones_like(a),
+            lambda f, y: lax.fori_loop(0, 8, lambda _, y: y - f(y) / (2 * y), y),
+            lambda g, y: y / g(jnp.ones_like(y)),
+        )
+
+    for dtype in HALVES:
+        lowered = amp(square_root, compute_dtype=dtype)
+        value, gradient = jax.value_and_grad(lowered)(jnp.float32(2.0))
+        assert_close(value, np.sqrt(2), dtype)
+        assert_close(gradient, 1 / np.sqrt(8), dtype, gradient=True)
 
 
 def test_conjugate_gradient_keeps_what_asks_for_precision():
@@ -206,24 +218,6 @@ def test_fp8_products_of_the_backward_pass(dtype):
         grad = jax.grad(amp(loss, compute_dtype=dtype))
         found = dtypes_of(grad, variables)
     assert found == [(dtype.__name__,) * 2] * 3
-
-
-def test_explicit_precision_of_a_rule_stands():
-    """Where the function does not say that it wants its own products fast."""
-
-    @jax.custom_jvp
-    def product(a, b):
-        return a @ b
-
-    @product.defjvp
-    def _(primals, tangents):
-        (a, b), (ta, tb) = primals, tangents
-        precise = functools.partial(jnp.matmul, precision="highest")
-        return a @ b, precise(ta, b) + precise(a, tb)
-
-    run = amp(lambda w: product(w, w), compute_dtype="bfloat16")
-    found = dtypes_of(lambda w: jax.jvp(run, (w,), (w,)), W)
-    assert sorted(set(found)) == [("bfloat16",) * 2, ("float32",) * 2]
 
 
 def test_precision_of_the_process_warns():

@@ -255,31 +255,15 @@ def test_no_false_alarm(name):
 # --- layers with a dtype of their own ------------------------------------------------
 
 
-class Layers(nn.Module):
-    dtypes: tuple
-    of_params: type = jnp.float32
-
-    @nn.compact
-    def __call__(self, x):
-        for dtype in self.dtypes:
-            x = nn.Dense(SIZE, dtype=dtype, param_dtype=self.of_params)(x)
-        return x
+def layers(*dtypes, **options):
+    options |= dict(features=SIZE)
+    return nn.Sequential([nn.Dense(dtype=dtype, **options) for dtype in dtypes])
 
 
-class NnxLayers(nnx.Module):
-    def __init__(self, dtypes):
-        self.layers = nnx.List(
-            [nnx.Linear(SIZE, SIZE, dtype=d, rngs=nnx.Rngs(0)) for d in dtypes]
-        )
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def run_layers(dtypes):
-    return lambda x: Layers(dtypes).init_with_output(jax.random.key(0), x)[0]
+def nnx_layers(*dtypes):
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(SIZE, SIZE, dtype=dtype, rngs=rngs) for dtype in dtypes]
+    return nnx.Sequential(*layers)
 
 
 HALF, OTHER, FULL = jnp.bfloat16, jnp.float16, jnp.float32
@@ -298,11 +282,13 @@ SAID = {  # dtypes of the layers: what is said of them
 
 @pytest.mark.parametrize("dtypes", SAID)
 def test_layers_that_have_a_half_dtype(dtypes):
-    said, run = SAID[dtypes], run_layers(dtypes)
+    said, model = SAID[dtypes], layers(*dtypes)
+    params = jit(model.init)(jax.random.key(0), X)
+    run = functools.partial(model.apply, params)
     for fn, args in (
         (run, (X,)),
         (jax.jit(run), (X,)),
-        (lambda m, x: m(x), (NnxLayers(dtypes), X)),
+        (lambda model, x: model(x), (nnx_layers(*dtypes), X)),
     ):
         messages = warned(amp(fn, compute_dtype=HALF), *args)
         if said:
@@ -310,7 +296,7 @@ def test_layers_that_have_a_half_dtype(dtypes):
             assert said in message
             assert f"run in {jnp.dtype(dtypes[0])} without amp" in message
             assert "leave out their dtype=" in message and "amp_stop" in message
-            assert fn is not run or "such as Layers/Dense_0" in message
+            assert fn is not run or "such as Sequential/layers_0" in message
         else:
             assert messages == []
         assert warned(amp(fn, compute_dtype=jnp.float32), *args) == []
@@ -318,7 +304,7 @@ def test_layers_that_have_a_half_dtype(dtypes):
 
 
 def test_layers_with_parameters_in_half():
-    model = Layers((HALF, HALF), HALF)
+    model = layers(HALF, HALF, param_dtype=HALF)
     params = jit(model.init)(jax.random.key(0), X)
     assert len(warned(amp(model.apply), params, X)) == 1
 
@@ -326,7 +312,7 @@ def test_layers_with_parameters_in_half():
 def test_amp_over_amp():
     """What amp lowered has no dtype of its own."""
     for dtype in (HALF, OTHER):
-        model = Layers((None, None))
+        model = layers(None, None)
         params = jit(model.init)(jax.random.key(0), X)
         inner = amp(model.apply, compute_dtype=dtype)
         assert warned(amp(inner, compute_dtype=dtype), params, X) == []

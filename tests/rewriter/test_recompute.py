@@ -1,7 +1,6 @@
 """`recompute`: nothing expensive twice, no effect twice, no body rewritten twice."""
 
 import collections
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from _transformer import (
     unrolled,
     weights,
 )
-from flax_amp import amp, make_train_step
 from helpers import MATMULS, equations, equations_of
 
 W, X = weights()["out"][0], inputs()[0]
@@ -160,15 +158,3 @@ def test_jitted_block_is_rewritten_once(count_traces):
     assert len(set(bodies)) <= 4
     assert len(set(bodies[1:-2])) == 1
     assert traces() == 1
-
-
-@pytest.mark.parametrize("value", ["sometimes", True, None, "AUTO", 1])
-def test_unknown_mode(value):
-    """The message says what was given and what is expected."""
-    expected = f"recompute: got {value!r}; expected one of 'never', 'auto', 'always'"
-    identity = lambda *args: None  # noqa: E731
-    for make in (functools.partial(amp, identity), amp):
-        with pytest.raises(ValueError, match=expected):
-            make(recompute=value)
-    with pytest.raises(ValueError, match=expected):
-        make_train_step(identity, recompute=value)

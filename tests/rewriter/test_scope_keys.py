@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from _programs import squares
 from flax_amp import amp, default_amp_policy, use_compute_precision
 from helpers import MATMULS, TOLERANCE, jit, relative_error, scoped_equations
 
@@ -124,13 +125,13 @@ class NnxLM(nnx.Module):
 def linen():
     model = LinenLM()
     params = jit(model.init)(jax.random.key(0), TOKENS)
-    return lambda params: jnp.mean(model.apply(params, TOKENS) ** 2), params
+    return lambda params: squares(model.apply(params, TOKENS)), params, jax.grad
 
 
 @functools.cache
 def of_nnx():
     model = NnxLM(nnx.Rngs(0))
-    return lambda model: jnp.mean(model(TOKENS) ** 2), model
+    return lambda model: squares(model(TOKENS)), model, nnx.grad
 
 
 LIFTED = "remat remat_method jitted scanned mapped".split()
@@ -196,7 +197,13 @@ def is_meant(key, path):
     return all(fnmatch.filter([*path, *plain], part) for part in wanted)
 
 
-def check(loss, target, key, grad):
+@pytest.mark.parametrize(
+    "setup, key",
+    [(linen, key) for key in LINEN] + [(of_nnx, key) for key in NNX],
+)
+def test_keys_select_what_they_name(setup, key):
+    """Forward and backward, and nothing else."""
+    loss, target, grad = setup()
     policy = default_amp_policy | {key: jnp.float32}
     lower = functools.partial(amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
     for fn in (grad(lower(loss)), lower(grad(loss))):
@@ -208,21 +215,10 @@ def check(loss, target, key, grad):
         assert [path for path in low if is_meant(key, path)] == []
 
 
-@pytest.mark.parametrize("key", LINEN)
-def test_linen(key):
-    check(*linen(), key, jax.grad)
-
-
-@pytest.mark.parametrize("key", NNX)
-def test_nnx(key):
-    check(*of_nnx(), key, nnx.grad)
-
-
 @pytest.mark.parametrize("setup", [linen, of_nnx])
 def test_a_method_before_its_module_and_the_outermost_before_all(setup):
     """`{module, module.method}` in any order; a model's own key decides for it all."""
-    loss, target = setup()
-    grad = nnx.grad if setup is of_nnx else jax.grad
+    loss, target, grad = setup()
     module, method = {"*/embed": jnp.float32}, {"*/embed.attend": use_compute_precision}
     for entries in (module | method, method | module):
         lowered = amp(loss, amp_policy=default_amp_policy | entries)
