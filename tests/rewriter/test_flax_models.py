@@ -25,67 +25,69 @@ BATCH, LENGTH, WIDTH, CLASSES = 4, 8, 16, 5
 # --- Linen models, with `dtype` for the hand-set competitor only ---------------------
 
 
-class Mlp(nn.Module):
+class Typed(nn.Module):
     dtype: Any = None
 
+    def dense(self, features):
+        return nn.Dense(features, dtype=self.dtype)
+
+    def norm(self):
+        return nn.LayerNorm(dtype=self.dtype)
+
+
+class Mlp(Typed):
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(2 * WIDTH, dtype=self.dtype)(x)
-        x = nn.LayerNorm(dtype=self.dtype)(nn.gelu(x))
-        return nn.Dense(WIDTH, dtype=self.dtype)(x)
+        x = self.dense(2 * WIDTH)(x)
+        x = self.norm()(nn.gelu(x))
+        return self.dense(WIDTH)(x)
 
 
-class Block(nn.Module):
+class Block(Typed):
     """Pre-norm, as in a ViT or a GPT; it marks its stream and its normed values."""
 
-    dtype: Any = None
     causal: bool = False
     rate: float = 0.0
 
     @nn.compact
     def __call__(self, x, _=None):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None
-        y = checkpoint_name(nn.LayerNorm(dtype=self.dtype)(x), "normed")
+        y = checkpoint_name(self.norm()(x), "normed")
         y = nn.MultiHeadDotProductAttention(2, dtype=self.dtype)(y, y, mask=mask)
         y = nn.Dropout(self.rate, deterministic=self.rate == 0)(y)
         x = checkpoint_name(x + y, "stream")
-        y = nn.LayerNorm(dtype=self.dtype)(x)
+        y = self.norm()(x)
         x = checkpoint_name(x + Mlp(self.dtype)(y), "stream")
         return (x, None) if self.causal else x
 
 
-class Vit(nn.Module):
-    dtype: Any = None
+class Vit(Typed):
     rate: float = 0.0
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(WIDTH, dtype=self.dtype)(x)
+        x = self.dense(WIDTH)(x)
         where = self.param("where", nn.initializers.normal(0.1), (LENGTH, WIDTH))
         x = checkpoint_name(x + where[None].astype(x.dtype), "stream")
         for _ in range(2):
             x = Block(self.dtype, rate=self.rate)(x)
-        return nn.Dense(CLASSES, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+        return self.dense(CLASSES)(self.norm()(x))
 
 
-class PostNorm(nn.Module):
+class PostNorm(Typed):
     """As in a BERT: x = LayerNorm(x + f(x))."""
-
-    dtype: Any = None
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(WIDTH, dtype=self.dtype)(x)
+        x = self.dense(WIDTH)(x)
         for _ in range(3):
             x = checkpoint_name(x + Mlp(self.dtype)(x), "stream")
-            x = nn.LayerNorm(dtype=self.dtype)(x)
-        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+            x = self.norm()(x)
+        return self.dense(CLASSES)(x)
 
 
-class Gpt(nn.Module):
+class Gpt(Typed):
     """Scanned and rematerialized blocks over embedded tokens."""
-
-    dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -97,31 +99,25 @@ class Gpt(nn.Module):
             length=3,
         )
         x, _ = block(self.dtype, causal=True)(embed(tokens), None)
-        return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
+        return embed.attend(self.norm()(x))
 
 
-class Lstm(nn.Module):
-    dtype: Any = None
-
+class Lstm(Typed):
     @nn.compact
     def __call__(self, x):
         x = nn.RNN(nn.LSTMCell(WIDTH, dtype=self.dtype))(x)
-        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+        return self.dense(CLASSES)(x)
 
 
-class Jitted(nn.Module):
-    dtype: Any = None
-
+class Jitted(Typed):
     @nn.compact
     def __call__(self, x):
         for _ in range(2):
             x = nn.jit(Mlp)(self.dtype)(x)
-        return nn.Dense(CLASSES, dtype=self.dtype)(x)
+        return self.dense(CLASSES)(x)
 
 
-class ResNet(nn.Module):
-    dtype: Any = None
-
+class ResNet(Typed):
     @nn.compact
     def __call__(self, x):
         norm = functools.partial(
@@ -133,7 +129,7 @@ class ResNet(nn.Module):
             y = nn.relu(norm()(conv(use_bias=False)(x)))
             y = norm()(conv(use_bias=False)(y))
             x = nn.relu(checkpoint_name(x, "stream") + y)
-        return nn.Dense(CLASSES, dtype=self.dtype)(x.mean((1, 2)))
+        return self.dense(CLASSES)(x.mean((1, 2)))
 
 
 class Case(NamedTuple):
