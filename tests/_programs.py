@@ -1,6 +1,6 @@
 """Programs, the code that they stand in, and what JAX makes of a function.
 
-Many tests run over these tables, and add rows of their own.
+Many tests run over these tables, and some add rows of their own.
 """
 
 import functools
@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from flax_amp._rewriter.recompute.residuals import is_stored
 
@@ -101,6 +102,16 @@ def in_scan(fn):
         lambda y: y.mean(0),
         lax.scan(lambda c, _: (c, fn(*args)), 0, None, length=2)[1],
     )
+
+
+ROWS_OVER_DEVICES = P("data")
+
+
+def over_devices(fn, in_specs, out_specs=ROWS_OVER_DEVICES, **options):
+    """The function over the eight fake devices, on the axis `data`."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    options |= dict(mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(fn, **options)
 
 
 WITHIN = {  # of functions of a weight and data

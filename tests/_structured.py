@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from _programs import loss_of, over_devices
+
 SIZE = 8
 
 
@@ -129,14 +131,7 @@ def switch(w, x):
 
 
 def sharded(fn, check_vma=True):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    return jax.shard_map(
-        fn,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P("data"),
-        check_vma=check_vma,
-    )
+    return over_devices(fn, (P(), P("data")), check_vma=check_vma)
 
 
 def psum_inside(w, x):
@@ -238,10 +233,6 @@ def arguments(dtype=np.float32):
     return w.astype(np.float32).astype(dtype), rng.normal(size=w.shape).astype(
         np.float32
     ).astype(dtype)
-
-
-def loss_of(fn):
-    return lambda w, x: jnp.mean(fn(w, x) ** 2)
 
 
 def differentiate(fn, has_reverse):

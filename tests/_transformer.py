@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import norm
+from _programs import norm, over_devices
 from flax_amp import amp
-from helpers import equations
+from helpers import equations_of
 
 MODES = ("never", "auto", "always")
 HEADS, SIZE, LENGTH, BATCH = 2, 8, 4, 8
@@ -86,13 +86,7 @@ def mapped(p, x):
 
 
 def sharded(p, x):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    run = jax.shard_map(
-        lambda p, x: block(layer(p, 0), x),
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P("data"),
-    )
+    run = over_devices(lambda p, x: block(layer(p, 0), x), (P(), P("data")))
     return jnp.mean(run(p, x) ** 2)
 
 
@@ -108,7 +102,5 @@ CONTEXTS = {
 
 
 def keeps(fn, *args):
-    """The structured primitives around each mark of what is stored."""
-    jaxpr = jax.make_jaxpr(fn)(*args)
-    name = "flax_amp_stored"
-    return [path for path, e in equations(jaxpr) if e.primitive.name == name]
+    """The marks of what is stored."""
+    return equations_of(fn, *args, primitive="flax_amp_stored")
