@@ -228,7 +228,10 @@ def test_structure(name, dtype):
     assert_same_avals(shapes, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt", "lstm", "resnet"])
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "lstm")]
+
+
+@pytest.mark.parametrize("name", ["resnet", *LONG])
 def test_gradients_are_as_good_as_hand_set(name):
     """Error to float32 no larger than that of the model with dtype=bfloat16."""
     case, (loss, *_) = MODELS[name], setup(name)
