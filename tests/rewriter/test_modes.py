@@ -67,8 +67,6 @@ PROGRAMS = {
 DERIVATIVES = FIRST_ORDER | HIGHER_ORDER
 DERIVATIVES["amp of grad of amp"] = lambda f: jax.grad(bfloat16(f))
 SAMPLE = ["grad of checkpoint of grad", "checkpointed steps in scan"]
-
-
 FAST = [("straight", name) for name in SAMPLE]
 
 
