@@ -32,10 +32,7 @@ _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
     "gpu": [
         ("--platform", str, "cuda", "cpu tries the command out"),
         ("--rounds", int, 30, "turns of each variant"),
-        ("--burst-ms", float, 100.0, "length of a turn"),
     ],
-    "host": [("--repeats", int, 3, "traces of each variant")],
-    "error": [("--seeds", int, 8, "weights and batches")],
     "faults": [("--kills", int, 50, "processes to kill")],
     "optim": [
         ("--only", str, "", "optimizers by name, as A;B"),

@@ -1,5 +1,6 @@
 """What a figure was measured with: versions, the machine, the command."""
 
+import datetime
 import hashlib
 import importlib.metadata
 import os
@@ -30,6 +31,17 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def this_run() -> dict[str, object]:
+    """Returns what a stored figure says about the run that measured it."""
+    now = datetime.datetime.now(datetime.UTC)
+    return {
+        "command": command_line(),
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+    }
 
 
 def machine() -> str:

@@ -1,7 +1,7 @@
 """Peer packages: jmp, mpx and jaxamp, each used as its README says.
 
-All three are optional. A missing one raises `NotInstalledError` when its variant is
-made, and no earlier.
+All three are optional. A missing one raises `ImportError` when its variant is made, and
+no earlier.
 """
 
 import importlib
@@ -14,10 +14,6 @@ from jax.typing import DTypeLike
 
 PyTree = Any
 Loss = Callable[..., tuple[Any, PyTree]]
-
-
-class NotInstalledError(ImportError):
-    """A variant needs a package that is not installed, or does not import."""
 
 
 def jmp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
@@ -42,9 +38,7 @@ def jaxamp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
     module = importlib.import_module("jaxamp._amp")
     if "corrected" not in vars(module):
         text = inspect.getsource(module.amp_eval_jaxpr)
-        text = text.replace(
-            "subfuns, bind_params = eqn", "subfuns, bind_params = (), eqn"
-        )
+        text = text.replace("subfuns, bind_params =", "subfuns, bind_params = (),")
         exec(f"{text}\ncorrected = True", vars(module))
     return jaxamp.amp(loss, compute_dtype=jnp.dtype(dtype))
 
@@ -82,6 +76,5 @@ def _load(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise NotInstalledError(
-            f"{package}: not installed ({error}); pip install {package}"
-        ) from error
+        text = f"{package}: not installed ({error}); pip install {package}"
+        raise ImportError(text) from error

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.results import Results
-from benchmarks.sections import section
+from benchmarks.sections import SECTIONS
 
 Ratios = dict[str, dict[str, float]]  # by model and variant
 
@@ -53,9 +53,9 @@ def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
 
 def _ratios(results: Results, column: str) -> Ratios:
     """Returns the ratios to the hand-set model."""
-    shown, found = section(results.command, "compiled"), {}
-    for model, cells in results.parts("compiled"):
-        row = {v: shown.ratio(column, v, cells) for v in _COLOURS}
+    section, found = SECTIONS[results.command], {}
+    for model, cells in results.models():
+        row = {v: section.ratio(column, v, cells) for v in _COLOURS}
         found[model] = {v: ratio for v, ratio in row.items() if ratio is not None}
     return {model: row for model, row in found.items() if row}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks import plots
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
-from benchmarks.sections import SECTIONS, Section, failures, section
+from benchmarks.sections import SECTIONS, failures
 from benchmarks.show import markdown_table
 
 _TITLE = """# Results
@@ -23,17 +23,17 @@ raw figures. A training step is `value_and_grad` and adamw, parameters in float3
   `make_train_step` with its loss scaler.
 """
 
-# Of the summary, by title: command, part, variant and column of the section
+# Of the summary, by title: command, variant and column of the section
 _SUMMARY = {
-    "TPU time": ("tpu", "compiled", "amp_bf16", "est. ms"),
-    "TPU bytes": ("tpu", "compiled", "amp_bf16", "GB"),
-    "TPU memory": ("tpu", "compiled", "amp_bf16", "temp MB"),
-    "TPU peak": ("tpu", "compiled", "amp_bf16", "peak MB"),
-    "H200 memory": ("gpu-aot", "compiled", "amp_bf16", "temp MB"),
-    "H200 time": ("gpu", "measured", "amp_bf16", "ms"),
-    "H200 time, float16 step": ("gpu", "measured", "amp_fp16", "ms"),
-    "error": ("error", "gradients", "amp_bf16", "ratio"),
-    "trace + lower": ("host", "trace", "amp_bf16", "least CPU s"),
+    "TPU time": ("tpu", "amp_bf16", "est. ms"),
+    "TPU bytes": ("tpu", "amp_bf16", "GB"),
+    "TPU memory": ("tpu", "amp_bf16", "temp MB"),
+    "TPU peak": ("tpu", "amp_bf16", "peak MB"),
+    "H200 memory": ("gpu-aot", "amp_bf16", "temp MB"),
+    "H200 time": ("gpu", "amp_bf16", "ms"),
+    "H200 time, float16 step": ("gpu", "amp_fp16", "ms"),
+    "error": ("error", "amp_bf16", "ratio"),
+    "trace + lower": ("host", "amp_bf16", "least CPU s"),
 }
 
 
@@ -52,30 +52,23 @@ def _document(found: Sequence[Results], plots: Iterable[str]) -> str:
     parts = [_TITLE, "## Summary", _summary(found)]
     parts += [f"![{n.split('.')[0].replace('-', ' ')}]({n})" for n in plots]
     for results in found:
-        for shown in SECTIONS:
-            if shown.command == results.command:
-                parts += _section(shown, results)
+        parts += _section(results)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
 def _summary(found: Sequence[Results]) -> str:
     """Returns a table of ratios, a row for each model; of several targets the last."""
-    table: dict[str, dict[str, float]] = {}
-    for title, (command, part, label, column) in _SUMMARY.items():
+    table: dict[str, dict[str, str]] = {}
+    for title, (command, label, column) in _SUMMARY.items():
         for results in found:
             if results.command != command or results.size != "full":
                 continue
-            for model, cells in results.parts(part):
-                ratio = section(command, part).ratio(column, label, cells)
+            for model, cells in results.models():
+                ratio = SECTIONS[command].ratio(column, label, cells)
                 if ratio is not None:
-                    table.setdefault(model, {})[title] = ratio
+                    table.setdefault(model, {})[title] = f"{ratio:.2f}"
     titles = [t for t in _SUMMARY if any(t in row for row in table.values())]
-    if not titles:
-        return ""
-    rows = [
-        [model, *(f"{row[t]:.2f}" if t in row else "" for t in titles)]
-        for model, row in table.items()
-    ]
+    rows = [[m, *(row.get(t, "") for t in titles)] for m, row in table.items()]
     text = (
         "`amp` as a ratio to the hand-set model of the same run; trace + lower to the "
         "float32 model. Less is better."
@@ -83,53 +76,52 @@ def _summary(found: Sequence[Results]) -> str:
     return f"{text}\n\n{markdown_table(['model', *titles], rows, words=1)}"
 
 
-def _section(shown: Section, results: Results) -> list[str]:
-    parts = list(results.parts(shown.part))
-    rows = shown.rows(parts)
+def _section(results: Results) -> list[str]:
+    """Returns the title, the note, the runs and the tables of a file of results."""
+    section, models = SECTIONS[results.command], list(results.models())
+    size = ", tiny sizes" if results.size == "tiny" else ""
     without = [
         f"- No figures for {', '.join(cells)}: `{reason}`"
-        for reason, cells in failures(parts).items()
+        for reason, cells in failures(models).items()
     ]
-    if not parts:
-        return []
-    size = ", tiny sizes" if results.size == "tiny" else ""
-    title = f"## {shown.title} ({results.target}{size})"
-    table = markdown_table(shown.header(), rows) if rows else ""
-    texts = [title, shown.note, _runs(shown, results), table, "\n".join(without)]
-    return texts + (_collectives(results) if shown.command == "mesh" else [])
+    return [
+        f"## {section.title} ({results.target}{size})",
+        section.note,
+        _runs(results),
+        markdown_table(section.header(), section.rows(models)),
+        "\n".join(without),
+        *(_collectives(results) if results.command == "mesh" else []),
+    ]
 
 
-def _runs(shown: Section, results: Results) -> str:
+def _runs(results: Results) -> str:
     """Returns the commands, dates and versions behind a table."""
-    parts = results.parts(shown.part)
+    used = {cell["run"] for _, cells in results.models() for cell in cells.values()}
     lines = []
-    for index in sorted({f["run"] for _, cells in parts for f in cells.values()}):
-        run = results.runs[index]
+    for run in (results.runs[index] for index in sorted(used)):
         versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items())
-        command, date, machine = run["command"], run["date"], run["machine"]
-        lines.append(f"- `{command}`, {date}, {machine}; {versions}")
+        made_by = f"`{run['command']}`, {run['date']}, {run['machine']}"
+        lines.append(f"- {made_by}; {versions}")
     return "\n".join(dict.fromkeys(lines))
 
 
 def _collectives(results: Results) -> list[str]:
     """Returns the table of what the chips exchange."""
-    rows = []
     cells = [
         (model, label, {(c["kind"], c["dtype"]): c for c in figures["collectives"]})
-        for model, cells in results.parts("compiled")
+        for model, cells in results.models()
         for label, figures in cells.items()
         if "error" not in figures
     ]
-    kinds = sorted({kind for *_, by_kind in cells for kind in by_kind})
-    for model, label, by_kind in cells:
-        moved = [by_kind.get(kind) for kind in kinds]
+    kinds = sorted({kind for *_, moved in cells for kind in moved})
+    rows = []
+    for model, label, moved in cells:
+        found = (moved.get(kind) for kind in kinds)
         texts = [
             f"{c['bytes'] / 1e6:.1f} ({c['text_bytes'] / 1e6:.1f})" if c else ""
-            for c in moved
+            for c in found
         ]
         rows.append([model, label, *texts])
-    if not rows:
-        return []
     header = ["model", "variant", *(f"{kind} {dtype}" for kind, dtype in kinds)]
     return [
         "MB that a chip sends or receives in a step, by kind and dtype; in "

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from benchmarks import models, show, variants
+from benchmarks import models, variants
 from benchmarks.results import Results
-from benchmarks.sections import section
+from benchmarks.sections import SECTIONS
 from benchmarks.variants import Training
 
 # gpt_24 is for tracing and gpt_fsdp for many chips, each in a command of its own.
@@ -73,33 +73,20 @@ class Request:
 Measure = Callable[[str, list[str]], Iterable[tuple[str, Figures]]]
 
 
-def run_cells(
-    asked: Request,
-    results: Results,
-    part: str,
-    cells: Cells,
-    measure: Measure,
-    together: bool = False,
-) -> None:
+def run_cells(asked: Request, results: Results, cells: Cells, measure: Measure) -> None:
     """Measures cells, and writes and prints the figures of each as soon as they exist.
 
-    Variants that are measured `together` are compared with each other, so that `resume`
-    leaves out either all those of a model or none.
+    To `resume` leaves out those that were measured with what is here now.
     """
-    shown = section(results.command, part)
+    section = SECTIONS[results.command]
     for model, names in cells:
-        there = [n for n in names if results.has(model, asked.label(n), part)]
-        if not asked.resume or (together and len(there) < len(names)):
-            there = []
-        for name in there:
-            print(f"{model:17}{asked.label(name):24} there already", flush=True)
-        missing = [name for name in names if name not in there]
-        for name, figures in measure(model, missing) if missing else ():
+        if asked.resume:
+            names = [n for n in names if not results.has(model, asked.label(n))]
+        for name, figures in measure(model, names) if names else ():
             label = asked.label(name)
-            results.put(model, label, part, figures)
-            print(f"{model:17}{label:24} {shown.line(figures)}", flush=True)
+            results.put(model, label, figures)
+            print(f"{model:17}{label:24} {section.line(figures)}", flush=True)
             free_memory()
-    show.results(results)
 
 
 def guarded(measure: Callable[..., Figures], *args: Any) -> Figures:

@@ -1,22 +1,6 @@
-"""Tables, in files and in the terminal."""
+"""Tables in Markdown."""
 
 from collections.abc import Sequence
-
-from benchmarks.results import Results
-from benchmarks.sections import SECTIONS, failures
-
-
-def results(found: Results) -> None:
-    """Prints the tables of a command, with ratios."""
-    for section in SECTIONS:
-        if section.command == found.command:
-            parts = list(found.parts(section.part))
-            rows = section.rows(parts)
-            if rows:
-                table = markdown_table(section.header(), rows)
-                print(f"\n{section.title}\n\n{table}", flush=True)
-            for reason, cells in failures(parts).items():
-                print(f"No figures for {', '.join(cells)}: {reason}", flush=True)
 
 
 def markdown_table(

@@ -25,8 +25,6 @@ import jax  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Sharding, SingleDeviceSharding  # noqa: E402
 
-from benchmarks.stages import Build, build  # noqa: E402
-
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # imported before
 
 PyTree = Any
@@ -53,25 +51,18 @@ def gpu_devices() -> tuple[jax.Device, ...]:
 def compile_for(
     devices: Sequence[jax.Device],
     step: Callable[..., Any],
-    args: tuple[PyTree, ...],
-    donate_argnums: int | Sequence[int] = 0,
+    shapes: tuple[PyTree, ...],
     shardings: PyTree | None = None,
     **jit_options: Any,
-) -> Build:
+) -> jax.stages.Compiled:
     """Compiles a step for described devices; the executable cannot be called."""
 
     def place(sharding: Sharding, subtree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: _struct(x).update(sharding=sharding), subtree)
+        return jax.tree.map(lambda x: x.update(sharding=sharding), subtree)
 
     if shardings is None:
         shardings = SingleDeviceSharding(devices[0])
     placed = jax.tree.map(
-        place, shardings, args, is_leaf=lambda node: isinstance(node, Sharding)
+        place, shardings, shapes, is_leaf=lambda node: isinstance(node, Sharding)
     )
-    jitted = jax.jit(step, donate_argnums=donate_argnums, **jit_options)
-    return build(jitted, *placed)
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-    return leaf if is_shape else jax.eval_shape(lambda: leaf)
+    return jax.jit(step, donate_argnums=0, **jit_options).lower(*placed).compile()

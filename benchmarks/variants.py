@@ -4,7 +4,6 @@ The optimizer, the skipping of steps that are not finite, and the form of the st
 the same for all of them; they differ in how they get their gradients.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,14 +17,10 @@ from jax.typing import DTypeLike
 import flax_amp
 from benchmarks import peers
 from benchmarks.models import Problem, problem
-from flax_amp._training.finite import apply_if_finite
 
 PyTree = Any
 
 OPTIMIZER = optax.adamw(1e-3)
-# `AmpTrainState.create` would wrap it anew for every state; this way all states share
-# one optimizer object, and their step is compiled once.
-_GUARDED = apply_if_finite(OPTIMIZER)
 
 
 class Result(NamedTuple):
@@ -38,12 +33,7 @@ class Result(NamedTuple):
     scaler: PyTree = ()
 
 
-def _no_gradients(*args: PyTree) -> PyTree:
-    raise ValueError("a step with a loss scale has no gradients to compare")
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """A training step of one variant of one model.
 
     Every function works under `jax.eval_shape`; jit `step` with `donate_argnums=0`.
@@ -53,14 +43,14 @@ class Training:
         variants of a model.
       step: `step(carry, batch) -> (carry, loss)`.
       start: `start(variables) -> carry`, where `variables` is what `init` gives.
-      gradients: `gradients(params, others, batch) -> grads`, to compare variants; a
-        step with a loss scale has none.
+      gradients: `gradients(params, others, batch) -> grads`, to compare variants; the
+        step of `flax_amp` raises.
     """
 
     problem: Problem
     step: Callable[[PyTree, PyTree], tuple[PyTree, jax.Array]]
     start: Callable[[dict[str, PyTree]], PyTree]
-    gradients: Callable[..., PyTree] = _no_gradients
+    gradients: Callable[..., PyTree]
 
     def shapes(self) -> tuple[PyTree, PyTree]:
         """Returns the shapes and dtypes of a carry and of a batch."""
@@ -81,18 +71,22 @@ def training(variant: str, model: str, size: str = "full", **options: Any) -> Tr
 
     Raises:
       ValueError: if there is no such variant or model.
-      NotInstalledError: if the variant needs a package that is missing.
+      ImportError: if the variant needs a package that is missing.
     """
     if variant not in _BUILDERS:
         raise ValueError(f"training: got {variant!r}; expected one of {NAMES}.")
     return _BUILDERS[variant](model, size, **options)
 
 
+def _no_gradients(*args: PyTree) -> PyTree:
+    raise ValueError("this variant is a whole step, without gradients to compare")
+
+
 def reason_missing(variant: str) -> str | None:
     """Returns why a variant cannot run here, or None if it can."""
     try:
         training(variant, "mlp", "tiny")
-    except peers.NotInstalledError as error:
+    except ImportError as error:
         return str(error)
     return None
 
@@ -125,29 +119,22 @@ def _training(
     return Training(task, step, start, compared)
 
 
-def _unscaled(task: Problem, loss: Callable[..., Any]) -> Training:
-    """Differentiates a loss as it is, without a scaler."""
-    grad = jax.value_and_grad(loss, has_aux=True)
+def _of_loss(
+    model: str,
+    size: str,
+    dtypes: tuple[DTypeLike, ...] = (),
+    wrap: Callable[..., Any] = lambda loss: loss,
+    **options: Any,
+) -> Training:
+    """Differentiates the loss of a model, as it is or in a package's function."""
+    task = problem(model, size, *dtypes)
+    grad = jax.value_and_grad(wrap(task.loss, **options), has_aux=True)
 
     def gradients(params: PyTree, others: PyTree, _: PyTree, batch: PyTree) -> Result:
         (value, others), grads = grad(params, others, batch)
         return Result(value, others, grads)
 
     return _training(task, gradients)
-
-
-def _plain(model: str, size: str, *dtypes: DTypeLike) -> Training:
-    """float32, or hand-set: the model as it is."""
-    task = problem(model, size, *dtypes)
-    return _unscaled(task, task.loss)
-
-
-def _wrapped(
-    model: str, size: str, wrap: Callable[..., Any], **options: Any
-) -> Training:
-    """A package's function around the loss of the untouched model."""
-    task = problem(model, size)
-    return _unscaled(task, wrap(task.loss, **options))
 
 
 def _hand_fp16(model: str, size: str) -> Training:
@@ -160,18 +147,16 @@ def _hand_fp16(model: str, size: str) -> Training:
     def gradients(
         params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
     ) -> Result:
-        grad = DynamicScale(**scaler).value_and_grad(task.loss, has_aux=True)
-        new, finite, (loss, others), grads = grad(params, others, batch)
-        scaler = {"fin_steps": new.fin_steps, "scale": new.scale}
+        grad = scaler.value_and_grad(task.loss, has_aux=True)
+        scaler, finite, (loss, others), grads = grad(params, others, batch)
         return Result(loss, others, grads, finite, scaler)
 
     def scaler() -> PyTree:
         # Its defaults, but as arrays, so that the step is traced once.
         scale = jnp.asarray(DynamicScale().scale, jnp.float32)
-        return {"fin_steps": jnp.zeros((), jnp.int32), "scale": scale}
+        return DynamicScale().replace(fin_steps=jnp.zeros((), jnp.int32), scale=scale)
 
-    made = _training(task, gradients, scaler)
-    return dataclasses.replace(made, gradients=_no_gradients)
+    return _training(task, gradients, scaler)
 
 
 def _mpx(model: str, size: str) -> Training:
@@ -201,7 +186,7 @@ def _amp_step(
         return flax_amp.AmpTrainState.create(
             params=others.pop("params"),
             variables=others,
-            tx=_GUARDED,
+            tx=OPTIMIZER,
             scaler=flax_amp.init_scaler() if scaling else flax_amp.no_scaler(),
         )
 
@@ -209,21 +194,22 @@ def _amp_step(
         carry, metrics = train_step(carry, batch)
         return carry, metrics["loss"]
 
-    return Training(task, step, start)
+    return Training(task, step, start, _no_gradients)
 
 
 _BF16, _F16 = jnp.bfloat16, jnp.float16
+_partial = functools.partial
 
 _BUILDERS: dict[str, Callable[..., Training]] = {
-    "float32": _plain,
-    "hand_bf16": lambda model, size: _plain(model, size, _BF16),
-    "smcast_bf16": lambda model, size: _plain(model, size, _BF16, jnp.float32),
-    "amp_bf16": functools.partial(_wrapped, wrap=flax_amp.amp, compute_dtype=_BF16),
-    "amp_step_bf16": functools.partial(_amp_step, dtype=_BF16, scaling=False),
-    "jmp_bf16": functools.partial(_wrapped, wrap=peers.jmp_loss, dtype=_BF16),
+    "float32": _of_loss,
+    "hand_bf16": _partial(_of_loss, dtypes=(_BF16,)),
+    "smcast_bf16": _partial(_of_loss, dtypes=(_BF16, jnp.float32)),
+    "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
+    "amp_step_bf16": _partial(_amp_step, dtype=_BF16, scaling=False),
+    "jmp_bf16": _partial(_of_loss, wrap=peers.jmp_loss, dtype=_BF16),
     "mpx_bf16": _mpx,
-    "jaxamp_bf16": functools.partial(_wrapped, wrap=peers.jaxamp_loss, dtype=_BF16),
+    "jaxamp_bf16": _partial(_of_loss, wrap=peers.jaxamp_loss, dtype=_BF16),
     "hand_fp16": _hand_fp16,
-    "amp_fp16": functools.partial(_amp_step, dtype=_F16, scaling=True),
+    "amp_fp16": _partial(_amp_step, dtype=_F16, scaling=True),
 }
 NAMES = tuple(_BUILDERS)

@@ -16,14 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks import hlo, request, targets
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
-from benchmarks.stages import Build
 from benchmarks.variants import Training
 
 _CHIPS = "v5e:16x16"
 _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".split()
 
 PyTree = Any
-Compile = Callable[[Training], Build]
+Compile = Callable[[Training], jax.stages.Compiled]
 
 
 def run_tpu(asked: Request) -> None:
@@ -87,4 +86,4 @@ def _run(asked: Request, command: str, target: str, cells: Any, build: Compile) 
             yield name, request.guarded(figures, name, model)
 
     results = Results.open(asked.folder, command, target, asked.size)
-    request.run_cells(asked, results, "compiled", cells, measure)
+    request.run_cells(asked, results, cells, measure)

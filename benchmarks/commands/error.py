@@ -17,12 +17,13 @@ from benchmarks import request
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 
+SEEDS = 8  # of weights and batches
 _EXACT = "--xla_allow_excess_precision=false"
 
 PyTree = Any
 
 
-def run(asked: Request, seeds: int = 8) -> None:
+def run(asked: Request) -> None:
     """Compares the gradients of every cell with the float32 model's."""
     if _EXACT not in os.environ.get("XLA_FLAGS", ""):  # read when JAX is first used
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_EXACT}".strip()
@@ -30,13 +31,13 @@ def run(asked: Request, seeds: int = 8) -> None:
     asked = dataclasses.replace(asked, size="tiny")
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
-        samples = _reference(asked, model, seeds)
+        samples = _reference(asked, model)
         for name in names:
             yield name, request.guarded(_figures, asked, model, name, samples)
 
     results = Results.open(asked.folder, "error", "cpu")
     cells = asked.cells(request.MODELS, ("hand_bf16", "amp_bf16"))
-    request.run_cells(asked, results, "gradients", cells, measure)
+    request.run_cells(asked, results, cells, measure)
 
 
 def relative_error(grads: PyTree, reference: PyTree) -> float:
@@ -50,13 +51,13 @@ def relative_error(grads: PyTree, reference: PyTree) -> float:
     return (wrong / right) ** 0.5
 
 
-def _reference(asked: Request, model: str, seeds: int) -> list[tuple[Any, ...]]:
+def _reference(asked: Request, model: str) -> list[tuple[Any, ...]]:
     """Returns parameters, other variables, batch and float32 gradients of each seed."""
     training = asked.training("float32", model)
     init, batch = jax.jit(training.problem.init), jax.jit(training.problem.batch)
     gradients = jax.jit(training.gradients)
     samples = []
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         keys = jax.random.split(jax.random.key(seed))
         others = dict(init(keys[0]))
         params, data = others.pop("params"), batch(keys[1])
@@ -74,4 +75,4 @@ def _figures(asked: Request, model: str, variant: str, samples: list[Any]) -> Fi
         if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(grads)):
             raise TypeError("a gradient is not float32")
         errors.append(relative_error(grads, reference))
-    return {"seeds": list(range(len(samples))), "errors": errors}
+    return {"errors": errors}

@@ -13,26 +13,25 @@ from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 
 _MODELS = ("gpt_24", *request.MODELS)
+REPEATS = 3
 
 
-def run(asked: Request, repeats: int = 3) -> None:
+def run(asked: Request) -> None:
     """Traces and lowers every cell."""
     jax.config.update("jax_platforms", "cpu")
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
-        yield from trace(asked, model, names, repeats).items()
+        yield from trace(asked, model, names).items()
 
     results = Results.open(asked.folder, "host", "cpu", asked.size)
     cells = asked.cells(_MODELS, request.BFLOAT16)
-    request.run_cells(asked, results, "trace", cells, measure, together=True)
+    request.run_cells(asked, results, cells, measure)
 
 
-def trace(
-    asked: Request, model: str, names: list[str], repeats: int
-) -> dict[str, Figures]:
+def trace(asked: Request, model: str, names: list[str]) -> dict[str, Figures]:
     """Traces and lowers the variants of a model in turn, with nothing cached."""
     found: dict[str, Figures] = {name: {} for name in names}
-    for turn in range(repeats + 1):  # the first warms Python up and counts for nothing
+    for turn in range(REPEATS + 1):  # the first warms Python up and counts for nothing
         for name, figures in found.items():
             if "error" in figures:
                 continue

@@ -24,6 +24,7 @@ class Config:
     batch: int = 8
     scan: bool = True
     remat: bool = True
+    tied: bool = True  # the last layer is the embedding
 
 
 TINY: dict[str, Any] = dict(width=48, heads=4, vocab=128, length=32, batch=4)
@@ -74,7 +75,9 @@ class GPT(nn.Module):
         x = x + positions(jnp.arange(tokens.shape[1]))
         x = self._layers(x, nn.make_causal_mask(tokens[:1], dtype=bool))
         x = nn.LayerNorm(dtype=dtype)(over_chips(x))
-        return embed.attend(x)
+        if config.tied:
+            return embed.attend(x)
+        return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
 
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config = self.config

@@ -6,26 +6,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import base
+from benchmarks.models import base, gpt
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(gpt.Config):
     """The sizes of a Llama and of its batch."""
 
-    width: int = 1024
     hidden: int = 2816
-    layers: int = 12
-    heads: int = 16
     kv_heads: int = 4
-    vocab: int = 32000
-    length: int = 1024
-    batch: int = 4
 
 
 SIZES = {
-    "full": Config(),
-    "tiny": Config(48, 128, 12, 4, 2, vocab=128, length=32, batch=4),
+    "full": Config(1024, 12, 16, 32000, 1024, 4),
+    "tiny": Config(48, 12, 4, 128, 32, 4, hidden=128, kv_heads=2),
 }
 
 

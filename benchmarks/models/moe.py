@@ -10,25 +10,22 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import base
+from benchmarks.models import base, gpt
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(gpt.Config):
     """The sizes of a mixture of experts and of its batch."""
 
-    width: int = 512
-    layers: int = 6
-    heads: int = 8
     experts: int = 8
     chosen: int = 2
     capacity: float = 1.25
-    vocab: int = 32000
-    length: int = 512
-    batch: int = 8
 
 
-SIZES = {"full": Config(), "tiny": Config(48, 6, 4, 4, vocab=128, length=32, batch=4)}
+SIZES = {
+    "full": Config(512, 6, 8, 32000, 512, 8, tied=False),
+    "tiny": Config(48, 6, 4, 128, 32, 4, tied=False, experts=4),
+}
 
 
 class Router(nn.Module):
@@ -76,25 +73,16 @@ class Experts(nn.Module):
         return jnp.einsum("blec,ebcm->blm", combine.astype(x.dtype), y)
 
 
-class MoE(nn.Module):
+class MoE(gpt.GPT):
     """A decoder with learned positions, a mixture of experts in each layer."""
 
-    config: Config
-    dtype: base.DType = None
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
-        x = nn.Embed(config.vocab, config.width, dtype=dtype)(tokens)
-        positions = nn.Embed(config.length, config.width, dtype=dtype)
-        x = x + positions(jnp.arange(tokens.shape[1]))
-        mask = nn.make_causal_mask(tokens[:1], dtype=bool)
         for _ in range(config.layers):
             attention = nn.MultiHeadDotProductAttention(config.heads, dtype=dtype)
             x = x + attention(nn.LayerNorm(dtype=dtype)(x), mask=mask)
             x = x + Experts(config, dtype)(nn.LayerNorm(dtype=dtype)(x))
-        x = nn.LayerNorm(dtype=dtype)(x)
-        return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(x)
+        return x
 
 
 def problem(name, size, dtype, softmax_dtype):

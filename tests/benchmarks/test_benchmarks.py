@@ -11,13 +11,13 @@ import pytest
 
 import flax_amp
 from benchmarks import __main__ as cli
-from benchmarks import models, plots, report, request, show, variants
+from benchmarks import models, plots, report, request, variants
 from benchmarks.commands import casts, compiled, error, gpu, host, optim, save
 from benchmarks.models import gpt, llama, moe, resnet, vit
 from benchmarks.optimizers import overhead
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
-from benchmarks.sections import SECTIONS, section
+from benchmarks.sections import SECTIONS
 from helpers import equations
 
 INSTALLED = [name for name in variants.NAMES if variants.reason_missing(name) is None]
@@ -45,86 +45,67 @@ def signature(tree):
     return structure, [(x.shape, x.dtype, x.weak_type) for x in leaves]
 
 
-def steps_keep_their_carries(model, names):
-    for name in names:
+SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in models.NAMES if m != "mlp"]
+
+
+@pytest.mark.parametrize("model", ["mlp", *SLOW])
+def test_steps_keep_their_carries(model, shallow):
+    for name in INSTALLED:
         training = variants.training(name, model, "tiny")
         carry, batch = training.shapes()
         new, loss = jax.eval_shape(training.step, carry, batch)
-        assert signature(new) == signature(carry), (model, name)
-        assert (loss.shape, loss.dtype) == ((), jnp.float32), (model, name)
+        assert signature(new) == signature(carry), name
+        assert (loss.shape, loss.dtype) == ((), jnp.float32), name
 
 
-class TestTrainings:
-    def test_every_variant(self):
-        steps_keep_their_carries("mlp", INSTALLED)
+def test_sizes_differ_in_shapes_only():
+    for model in ("gpt_scan", "lstm", "llama"):
+        tiny, full = (
+            jax.eval_shape(models.problem(model, size).init, jax.random.key(0))
+            for size in models.SIZES
+        )
+        assert jax.tree.structure(tiny) == jax.tree.structure(full), model
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("model", models.NAMES)
-    def test_every_model(self, model, shallow):
-        steps_keep_their_carries(model, INSTALLED)
 
-    def test_full_size_differs_from_tiny_in_shapes_only(self):
-        for model in ("gpt_scan", "lstm", "llama"):
-            tiny, full = (
-                jax.eval_shape(models.problem(model, size).init, jax.random.key(0))
-                for size in models.SIZES
-            )
-            assert jax.tree.structure(tiny) == jax.tree.structure(full)
+def test_a_mixture_of_experts_sows_a_term_of_its_loss(shallow):
+    task, key = models.problem("moe", "tiny"), jax.random.key(0)
+    variables = jax.eval_shape(task.init, key)
+    assert [*variables] == ["params"]
+    batch = jax.eval_shape(task.batch, key)
+    loss = jax.make_jaxpr(task.loss)(variables["params"], {}, batch)
+    assert "mul 0.00999" in str(loss)
 
-    def test_unknown_names(self):
+
+def test_unknown_names_and_missing_packages(monkeypatch):
+    for variant, model in (("amp_int8", "mlp"), ("float32", "perceptron")):
         with pytest.raises(ValueError, match="expected one of"):
-            variants.training("amp_int8", "mlp")
-        with pytest.raises(ValueError, match="expected one of"):
-            variants.training("float32", "perceptron")
-
-    def test_a_missing_package_is_told(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "jmp", None)
-        assert "pip install jmp" in variants.reason_missing("jmp_bf16")
-
-    def test_a_mixture_of_experts_sows_a_term_of_its_loss(self, shallow):
-        task = models.problem("moe", "tiny")
-        key = jax.random.key(0)
-        params = jax.eval_shape(task.init, key).pop("params")
-        batch = jax.eval_shape(task.batch, key)
-        assert [*jax.eval_shape(task.init, key)] == ["params"]
-        loss = jax.make_jaxpr(task.loss)(params, {}, batch)
-        assert "mul 0.00999" in str(loss)
+            variants.training(variant, model)
+    monkeypatch.setitem(sys.modules, "jmp", None)
+    assert "pip install jmp" in variants.reason_missing("jmp_bf16")
 
 
-class TestRequest:
-    def test_cells(self):
-        asked = Request(models=("mlp", "vit_small"))
-        hand = ["hand_bf16", "smcast_bf16"]
-        assert asked.cells((), hand) == [("mlp", hand[:1]), ("vit_small", hand)]
-
-    def test_options_are_for_amp_and_show(self):
-        asked = Request(options={"recompute": "never"})
-        assert asked.label("amp_bf16") == "amp_bf16[recompute=never]"
-        assert asked.label("hand_bf16") == "hand_bf16"
-
-    def test_reason_is_one_line_without_paths(self):
-        text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
-        assert text == "RuntimeError: no x.so: f32[8]/2"
-        assert len(request.reason(ValueError("a" * 1000))) == 240
+def test_cells_labels_and_reasons():
+    asked = Request(models=("mlp", "vit_small"), options={"recompute": "never"})
+    hand = ["hand_bf16", "smcast_bf16"]
+    assert asked.cells((), hand) == [("mlp", hand[:1]), ("vit_small", hand)]
+    assert asked.label("amp_bf16") == "amp_bf16[recompute=never]"
+    assert asked.label("hand_bf16") == "hand_bf16"
+    text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
+    assert text == "RuntimeError: no x.so: f32[8]/2"
+    assert len(request.reason(ValueError("a" * 1000))) == 240
 
 
-class TestCommandLine:
-    def test_parses(self):
-        line = "gpu --models mlp,lstm --option recompute=never --platform cpu --resume"
-        parsed = cli.parser().parse_args(line.split())
-        assert parsed.models == ("mlp", "lstm")
-        assert parsed.option == [("recompute", "never")]
-        assert (parsed.platform, parsed.resume, parsed.size) == ("cpu", True, "full")
-
-    def test_refuses(self, capsys):
-        for line in ("", "tpus", "tpu --models moon", "tpu --option recompute"):
-            with pytest.raises(SystemExit):
-                cli.parser().parse_args(line.split())
-            assert "usage" in capsys.readouterr().err, line
-
-    def test_every_command_is_there(self):
-        others = {"casts", "faults", "optim", "save", "report"}
-        assert {s.command for s in SECTIONS} | others == set(cli.COMMANDS)
+def test_command_line(capsys):
+    line = "gpu --models mlp,lstm --option recompute=never --platform cpu --resume"
+    parsed = cli.parser().parse_args(line.split())
+    assert parsed.models == ("mlp", "lstm")
+    assert parsed.option == [("recompute", "never")]
+    assert (parsed.platform, parsed.resume, parsed.size) == ("cpu", True, "full")
+    for line in ("", "tpus", "tpu --models moon", "tpu --option recompute"):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args(line.split())
+        assert "usage" in capsys.readouterr().err, line
+    assert {*SECTIONS, *"casts faults optim save report".split()} == {*cli.COMMANDS}
 
 
 class TestCasts:
@@ -182,27 +163,21 @@ class TestOptim:
         assert "| `nothing` | FAILED |" in (tmp_path / "optim.md").read_text()
 
 
-class TestResults:
-    def test_cells_are_merged(self, tmp_path):
-        first = Results.open(tmp_path, "tpu", "v5e")
-        first.put("mlp", "float32", "compiled", {"temp_mb": 1})
-        first.put("mlp", "amp_bf16", "compiled", {"error": "OOM"})
-        second = Results.open(tmp_path, "tpu", "v5e")
-        assert second.has("mlp", "float32", "compiled")
-        assert not second.has("mlp", "amp_bf16", "compiled")
-        second.put("mlp", "amp_bf16", "compiled", {"temp_mb": [1, 2.5]})
-        (found,) = read_all(tmp_path)
-        assert [run["versions"]["jax"] for run in found.runs] == [jax.__version__] * 2
-        assert found.cells["mlp"] == {
-            "float32": {"compiled": {"run": 0, "temp_mb": 1}},
-            "amp_bf16": {"compiled": {"run": 1, "temp_mb": [1, 2.5]}},
-        }
-
-    def test_other_versions_are_measured_again(self, tmp_path, monkeypatch):
-        results = Results.open(tmp_path, "tpu", "v5e")
-        results.put("mlp", "float32", "compiled", {"temp_mb": 1})
-        monkeypatch.setattr("benchmarks.environment.versions", lambda: {"jax": "0"})
-        assert not results.has("mlp", "float32", "compiled")
+def test_results_are_merged(tmp_path, monkeypatch):
+    first = Results.open(tmp_path, "tpu", "v5e")
+    first.put("mlp", "float32", {"temp_mb": 1})
+    first.put("mlp", "amp_bf16", {"error": "OOM"})
+    second = Results.open(tmp_path, "tpu", "v5e")
+    assert second.has("mlp", "float32") and not second.has("mlp", "amp_bf16")
+    second.put("mlp", "amp_bf16", {"temp_mb": [1, 2.5]})
+    (found,) = read_all(tmp_path)
+    assert [run["versions"]["jax"] for run in found.runs] == [jax.__version__] * 2
+    assert found.cells["mlp"] == {
+        "float32": {"run": 0, "temp_mb": 1},
+        "amp_bf16": {"run": 1, "temp_mb": [1, 2.5]},
+    }
+    monkeypatch.setattr("benchmarks.environment.versions", lambda: {"jax": "0"})
+    assert not second.has("mlp", "float32")  # other versions are measured again
 
 
 RUN = {
@@ -213,106 +188,72 @@ RUN = {
 }
 
 
-def cell(ms, gb, mb):
-    dots = {
-        "bf16": {"flops": 3.0},
-        "f32": {"flops": 1.0},
-    }
-    gather = {"kind": "all-gather", "dtype": "bf16"}
-    gather |= {"bytes": 8e6, "text_bytes": 1e6}
-    return {
-        "compiled": {
-            "run": 0,
-            "estimated_ms": ms,
-            "gb_accessed": gb,
-            "temp_mb": mb,
-            "converts": {"executed": 4},
-            "kernels": {"executed": 30},
-            "dots": dots,
-            "collectives": [gather],
-            "trace_s": 1,
-            "lower_s": 1,
-            "compile_s": 1,
-        }
-    }
-
-
-def write(folder, command, target, cells, runs=1):
-    content = {"command": command, "target": target, "size": "full"}
-    content |= {"runs": [RUN] * runs, "cells": cells}
-    (folder / f"{command}.json").write_text(json.dumps(content))
+def compiled_cell(ms, gb, mb):
+    moved = {"kind": "all-gather", "dtype": "bf16", "bytes": 8e6, "text_bytes": 1e6}
+    found = {"run": 0, "estimated_ms": ms, "gb_accessed": gb, "temp_mb": mb}
+    return found | {"converts": 4, "kernels": 30, "collectives": [moved]}
 
 
 @pytest.fixture
 def figures(tmp_path):
     """A folder with results of every command."""
     cells = {
-        "mlp": {
-            "hand_bf16": cell(2, 4, 100),
-            "amp_bf16": cell(1, 3, 110),
-            "jmp_bf16": {"compiled": {"run": 0, "error": "XlaRuntimeError: no room"}},
-        }
+        "hand_bf16": compiled_cell(2, 4, 100),
+        "amp_bf16": compiled_cell(1, 3, 110),
+        "jmp_bf16": {"run": 0, "error": "XlaRuntimeError: no room"},
     }
-    for command, target in (("tpu", "v5e"), ("gpu-aot", "h200"), ("mesh", "v5e:16x16")):
-        write(tmp_path, command, target, cells)
-    timed = {"temp_mb": 1, "peak_mb": 2, "compile_s": 1}
     times = {
-        "hand_fp16": {"measured": timed | {"run": 0, "step_ms": [1.0, 2.0, 3.0]}},
-        "amp_fp16": {"measured": timed | {"run": 0, "step_ms": [1.0, 1.0, 3.0]}},
-        "amp_fp16[a=1]": {"measured": timed | {"run": 1, "step_ms": [1.0, 1.0]}},
+        "hand_fp16": {"run": 0, "temp_mb": 1, "step_ms": [1.0, 2.0, 3.0]},
+        "amp_fp16": {"run": 0, "temp_mb": 1, "step_ms": [1.0, 1.0, 3.0]},
+        "amp_fp16[a=1]": {"run": 1, "temp_mb": 1, "step_ms": [1.0, 1.0]},
     }
-    write(tmp_path, "gpu", "NVIDIA H200", {"mlp": times}, runs=2)
     trace = {"run": 0, "trace_s": [1.0, 2.0], "lower_s": [1.0, 1.0], "ops": 10}
     trace |= {"cpu_s": [2.0, 3.0]}
-    host_cell = {"trace": trace}
-    cells = {"float32": host_cell, "amp_bf16": host_cell}
-    write(tmp_path, "host", "cpu", {"gpt_24": cells})
-    seeds = {"run": 0, "seeds": [0, 1]}
-    hand = {"gradients": seeds | {"errors": [0.02, 0.04]}}
-    amp = {"gradients": seeds | {"errors": [0.01, 0.04]}}
-    write(tmp_path, "error", "cpu", {"mlp": {"hand_bf16": hand, "amp_bf16": amp}})
+    errors = {
+        "hand_bf16": {"run": 0, "errors": [0.02, 0.04]},
+        "amp_bf16": {"run": 0, "errors": [0.01, 0.04]},
+    }
+    for command, target, model, of_model in (
+        ("tpu", "v5e", "mlp", cells),
+        ("gpu-aot", "h200", "mlp", cells),
+        ("mesh", "v5e:16x16", "mlp", cells),
+        ("gpu", "NVIDIA H200", "mlp", times),
+        ("host", "cpu", "gpt_24", {"float32": trace, "amp_bf16": trace}),
+        ("error", "cpu", "mlp", errors),
+    ):
+        content = {"command": command, "target": target, "size": "full"}
+        content |= {"runs": [RUN] * 2, "cells": {model: of_model}}
+        (tmp_path / f"{command}.json").write_text(json.dumps(content))
     return tmp_path
 
 
-class TestReport:
-    def test_tables(self, figures, capsys, monkeypatch):
-        monkeypatch.setattr(plots, "draw_all", lambda *args: [])
-        report.run(Request(folder=figures))
-        text = (figures / "README.md").read_text()
-        assert "| mlp | amp_bf16 | 1.000 (0.50) | 3.00 (0.75) | 110 (1.10) |" in text
-        assert "- No figures for mlp jmp_bf16: `XlaRuntimeError: no room`" in text
-        assert "| mlp | amp_fp16 | 1.000 (0.50) | 1.000 to 3.000 | 1 (1.00) |" in text
-        assert "| mlp | amp_bf16 | 8.0 (1.0) |" in text  # collectives
-        assert "| mlp | amp_bf16 | 2.500 ± 1.500 | 0.750 ± 0.250 | 2 |" in text
-        assert "`python -m benchmarks tpu`, 2026-01-01T00:00:00+00:00" in text
-        for shown in SECTIONS:
-            assert shown.title in text and shown.note in text
-        summary = "| mlp | 0.50 | 0.75 | 1.10 | 1.10 | 0.50 | 0.75 |  |"
-        assert summary in text and summary in capsys.readouterr().out
+def test_tables(figures, capsys, monkeypatch):
+    monkeypatch.setattr(plots, "draw_all", lambda *args: [])
+    report.run(Request(folder=figures))
+    text = (figures / "README.md").read_text()
+    assert "| mlp | amp_bf16 | 1.000 (0.50) | 3.00 (0.75) | 110 (1.10) |" in text
+    assert "- No figures for mlp jmp_bf16: `XlaRuntimeError: no room`" in text
+    assert "| mlp | amp_fp16 | 1.000 (0.50) | 1.000 to 3.000 | 1 (1.00) |" in text
+    assert "| mlp | amp_fp16[a=1] | 1.000 | 1.000 to 1.000 | 1 |" in text  # other run
+    assert "| mlp | amp_bf16 | 8.0 (1.0) |" in text  # collectives
+    assert "| mlp | amp_bf16 | 2.500 ± 1.500 | 0.750 ± 0.250 | 2 |" in text
+    assert "`python -m benchmarks tpu`, 2026-01-01T00:00:00+00:00" in text
+    for section in SECTIONS.values():
+        assert section.title in text and section.note in text
+    summary = "| mlp | 0.50 | 0.75 | 1.10 | 1.10 | 0.50 | 0.75 |  |"
+    assert summary in text and summary in capsys.readouterr().out
 
-    def test_times_of_two_runs_are_not_compared(self, figures):
-        cells = json.loads((figures / "gpu.json").read_text())["cells"]["mlp"]
-        parts = {name: cell["measured"] for name, cell in cells.items()}
-        shown = section("gpu", "measured")
-        assert shown.ratio("ms", "amp_fp16", parts) == 0.5
-        assert shown.ratio("ms", "amp_fp16[a=1]", parts) is None
 
-    def test_tables_in_the_terminal(self, figures, capsys):
-        for found in read_all(figures):
-            show.results(found)
-        text = capsys.readouterr().out
-        assert "Compiled for a TPU\n\n| model | variant |" in text
-        assert "No figures for mlp jmp_bf16: XlaRuntimeError: no room" in text
+def test_plots(figures):
+    pytest.importorskip("matplotlib")
+    names = plots.draw_all(read_all(figures), figures)
+    assert names == ["tpu-v5e.png", "h200-memory.png"]
+    assert all((figures / name).stat().st_size > 10000 for name in names)
 
-    def test_plots(self, figures):
-        pytest.importorskip("matplotlib")
-        names = plots.draw_all(read_all(figures), figures)
-        assert names == ["tpu-v5e.png", "h200-memory.png"]
-        assert all((figures / name).stat().st_size > 10000 for name in names)
 
-    def test_no_results(self, tmp_path):
-        with pytest.raises(SystemExit, match="no results"):
-            report.run(Request(folder=tmp_path))
+def test_no_results(tmp_path):
+    with pytest.raises(SystemExit, match="no results"):
+        report.run(Request(folder=tmp_path))
 
 
 class TestCommands:
@@ -320,14 +261,15 @@ class TestCommands:
 
     def test_error(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("XLA_FLAGS", error._EXACT)  # what the command would add
-        chosen = ("amp_bf16",)
-        asked = Request(models=("mlp",), variants=chosen, folder=tmp_path)
-        error.run(asked, seeds=1)
+        monkeypatch.setattr(error, "SEEDS", 1)
+        asked = Request(("mlp",), ("amp_bf16", "amp_step_bf16"), folder=tmp_path)
+        error.run(asked)
         (found,) = read_all(tmp_path)
-        (wrong,) = found.cells["mlp"]["amp_bf16"]["gradients"]["errors"]
+        (wrong,) = found.cells["mlp"]["amp_bf16"]["errors"]
         assert 0 < wrong < 0.3
-        error.run(dataclasses.replace(asked, resume=True), seeds=1)
-        assert capsys.readouterr().out.count("there already") == 1
+        assert "without gradients" in found.cells["mlp"]["amp_step_bf16"]["error"]
+        error.run(dataclasses.replace(asked, resume=True))
+        assert capsys.readouterr().out.count("amp_bf16") == 1
 
     def test_relative_error(self):
         grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.zeros(())}
@@ -335,28 +277,28 @@ class TestCommands:
         wrong = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(())}
         assert error.relative_error(wrong, grads) == pytest.approx(0.2)
 
-    def test_failures_are_told_and_do_not_stop(self, monkeypatch):
+    def test_host(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(host, "REPEATS", 1)
+        asked = Request(("mlp",), ("float32",), size="tiny", folder=tmp_path)
+        host.run(asked)
+        (found,) = read_all(tmp_path)
+        figures = found.cells["mlp"]["float32"]
+        assert all(len(figures[key]) == 1 for key in ("trace_s", "lower_s", "cpu_s"))
+        assert figures["ops"] > 100
+
         def refuse(*args, **kwargs):
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr("benchmarks.stages.lower", refuse)
-        figures = host.trace(Request(size="tiny"), "mlp", ["float32", "amp_bf16"], 1)
         reason = {"error": "RuntimeError: out of memory"}
-        assert figures == {"float32": reason, "amp_bf16": reason}
-
-    def test_host(self, tmp_path):
-        names = ("float32", "amp_bf16")
-        host.run(Request(("mlp",), names, size="tiny", folder=tmp_path), repeats=1)
-        (found,) = read_all(tmp_path)
-        figures = found.cells["mlp"]["float32"]["trace"]
-        assert all(len(figures[key]) == 1 for key in ("trace_s", "lower_s", "cpu_s"))
-        assert figures["ops"] > 100
+        names = ["float32", "amp_bf16"]
+        assert host.trace(asked, "mlp", names) == dict.fromkeys(names, reason)
 
     @pytest.mark.slow
-    def test_timing(self):
-        plan = gpu.Plan("cpu", rounds=2, burst_s=0.001)
+    def test_timing(self, monkeypatch):
+        monkeypatch.setattr(gpu, "_TURN_S", 0.001)
         names = ["amp_fp16", "float32"]
-        cells = gpu.time_model(Request(size="tiny"), plan, "mlp", names)
+        cells = gpu.time_model(Request(size="tiny"), "mlp", names, rounds=2)
         for name in names:
             cell = cells[name]
             assert len(cell["step_ms"]) == 2 and min(cell["step_ms"]) > 0
