@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,11 @@ def test_imports_run_one_way():
             names = {n for n in imports(path) if n.startswith("flax_amp.")}
             upward = {n.split(".")[1] for n in names} - {room} - allowed(room)
             assert not upward, f"{path} imports {sorted(upward)}; may: {allowed(room)}"
+
+
+def test_the_picture_shows_the_rooms():
+    shown = re.findall(r"(\w+) imports (\w+)<", (ROOT / "docs/imports.svg").read_text())
+    assert sorted(shown) == sorted((room, b) for room in BELOW for b in BELOW[room])
 
 
 def test_only_compat_touches_jax_src():
