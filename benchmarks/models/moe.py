@@ -76,6 +76,8 @@ class Experts(nn.Module):
 class MoE(gpt.GPT):
     """A decoder with learned positions, a mixture of experts in each layer."""
 
+    config: Config
+
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         for _ in range(config.layers):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import hlo
+from benchmarks.commands.compiled import compile_for
 from benchmarks.hlo_text import parse, parse_shapes
-from benchmarks.targets import compile_for
 
 # A loop as a TPU prints it: the trip count only in the condition, layouts with tiles,
 # a dot as a convolution, a residual stacked in place, an asynchronous copy.
@@ -158,7 +158,8 @@ def test_shapes():
 
 
 def compiled(function, *args):
-    return compile_for(jax.devices("cpu"), function, args)
+    here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    return compile_for(function, args, here)
 
 
 def ones(*dims, dtype=jnp.float32):
