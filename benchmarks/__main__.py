@@ -54,34 +54,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    add: Callable[..., Any] = common.add_argument
+    for flag, known in (("--models", models.NAMES), ("--variants", variants.NAMES)):
+        text = f"of {', '.join(known)}"
+        add(flag, type=_names(known), default=(), metavar="A,B", help=text)
+    text = "a keyword for amp or make_train_step"
+    options = dict(type=request.parse_option, default=[], metavar="KEY=VALUE")
+    add("--option", action="append", **options, help=text)
+    add("--size", choices=models.SIZES, default="full")
+    text = "leave out what was measured with the same versions and sources"
+    add("--resume", action="store_true", help=text)
+    text = "where the figures are kept"
+    add(
+        "--results", type=pathlib.Path, dest="folder", default=results.FOLDER, help=text
+    )
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", required=True)
-    folder: Any = dict(type=pathlib.Path, dest="folder", default=results.FOLDER)
-    option: Any = dict(type=request.parse_option, metavar="KEY=VALUE")
     for name, (_, _, text) in COMMANDS.items():
-        add = commands.add_parser(name, help=text, description=text).add_argument
-        for flag, known in (("--models", models.NAMES), ("--variants", variants.NAMES)):
-            text = f"of {', '.join(known)}"
-            add(flag, type=_names(known), default=(), metavar="A,B", help=text)
-        text = "a keyword for amp or make_train_step"
-        add("--option", action="append", default=[], help=text, **option)
-        add("--size", choices=models.SIZES, default="full")
-        text = "leave out what was measured with the same versions and sources"
-        add("--resume", action="store_true", help=text)
-        add("--results", help="where the figures are kept", **folder)
+        command = commands.add_parser(
+            name, parents=[common], help=text, description=text
+        )
         for flag, kind, default, text in _FLAGS.get(name, ()):
-            add(flag, type=kind, default=default, help=text)
+            command.add_argument(flag, type=kind, default=default, help=text)
     return made
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
-        names = tuple(name.strip() for name in text.split(",") if name.strip())
-        if not names or not {*names} <= {*known}:
+        names = tuple(text.split(","))
+        if not {*names} <= {*known}:
             expected = ", ".join(known)
             raise argparse.ArgumentTypeError(f"{text!r}: expected some of {expected}")
         return names

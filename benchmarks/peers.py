@@ -20,7 +20,7 @@ def jmp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
     """jmp: parameters and inputs are cast at the top of the loss, without a scaler."""
     policy = _load("jmp", "jmp").Policy(jnp.float32, dtype, jnp.float32)
 
-    def cast_loss(params: PyTree, others: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+    def cast_loss(params, others, batch):
         params, batch = policy.cast_to_compute((params, batch))
         value, others = loss(params, others, batch)
         return policy.cast_to_output(value), others
@@ -43,22 +43,18 @@ def jaxamp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
     return jaxamp.amp(loss, compute_dtype=jnp.dtype(dtype))
 
 
-def mpx_gradients(
-    loss: Loss, dtype: DTypeLike
-) -> tuple[Callable[..., tuple[Any, ...]], Callable[[], PyTree]]:
+def mpx_gradients(loss: Loss, dtype: DTypeLike) -> Callable[..., tuple[Any, ...]]:
     """mpx: `filter_grad`, with a loss scale of 1 because bfloat16 needs none.
 
     It is not `filter_value_and_grad`, which in 0.1.8 forgets to cast its arguments and
-    computes in float32. The loss comes back as aux instead. One of the
-    functions that are returned gives loss, other variables, gradients, whether they are
-    finite, and the new scaler; the other makes the first scaler.
+    computes in float32. The loss comes back as aux instead. What is returned gives
+    loss, other variables, gradients, whether they are finite, and the new scaler, which
+    is a counter and a scale.
     """
     mpx = _load("mpx", "mixed-precision-for-JAX")
 
-    def gradients(
-        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
-    ) -> tuple[Any, ...]:
-        def with_aux(params: PyTree, batch: PyTree) -> tuple[Any, PyTree]:
+    def gradients(params, others, scaler, batch):
+        def with_aux(params, batch):
             value, new_others = loss(params, others, batch)
             return value, (value, new_others)
 
@@ -69,7 +65,7 @@ def mpx_gradients(
         new, finite, grads, (value, new_others) = grad(params, batch)
         return value, new_others, grads, finite, (new.counter, new.loss_scaling)
 
-    return gradients, lambda: (jnp.int32(0), jnp.float32(1))
+    return gradients
 
 
 def _load(module: str, package: str) -> Any:

@@ -62,16 +62,8 @@ class Training(NamedTuple):
 def training(variant: str, model: str, size: str = "full", **options: Any) -> Training:
     """Makes the training step of a variant of a model.
 
-    Args:
-      variant: one of `NAMES`.
-      model: one of `benchmarks.models.NAMES`.
-      size: "full" or "tiny".
-      **options: further keywords for `flax_amp.amp` or `flax_amp.make_train_step`
-        (the variants `amp_*`); the other variants take none.
-
-    Raises:
-      ValueError: if there is no such variant or model.
-      ImportError: if the variant needs a package that is missing.
+    The variants `amp_*` pass further options to `flax_amp.amp` or `make_train_step`,
+    the others take none. A missing package is an `ImportError`.
     """
     if variant not in _BUILDERS:
         raise ValueError(f"training: got {variant!r}; expected one of {NAMES}.")
@@ -93,17 +85,17 @@ def reason_missing(variant: str) -> str | None:
 
 def _training(
     task: Problem,
-    gradients: Callable[[PyTree, PyTree, PyTree, PyTree], Result],
+    gradients: Callable[..., Result],
     scaler: Callable[[], PyTree] = tuple,
 ) -> Training:
     """Makes the training step around `gradients(params, others, scaler, batch)`."""
 
-    def start(variables: dict[str, PyTree]) -> PyTree:
+    def start(variables):
         others = dict(variables)
         params = others.pop("params")
         return params, others, OPTIMIZER.init(params), scaler()
 
-    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+    def step(carry, batch):
         params, others, opt_state, scale = carry
         result = gradients(params, others, scale, batch)
         updates, new_opt_state = OPTIMIZER.update(result.grads, opt_state, params)
@@ -113,7 +105,7 @@ def _training(
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         return (*new, result.scaler), result.loss
 
-    def compared(params: PyTree, others: PyTree, batch: PyTree) -> PyTree:
+    def compared(params, others, batch):
         return gradients(params, others, scaler(), batch).grads
 
     return Training(task, step, start, compared)
@@ -130,7 +122,7 @@ def _of_loss(
     task = problem(model, size, *dtypes)
     grad = jax.value_and_grad(wrap(task.loss, **options), has_aux=True)
 
-    def gradients(params: PyTree, others: PyTree, _: PyTree, batch: PyTree) -> Result:
+    def gradients(params, others, _, batch):
         (value, others), grads = grad(params, others, batch)
         return Result(value, others, grads)
 
@@ -144,14 +136,12 @@ def _hand_fp16(model: str, size: str) -> Training:
     """
     task = problem(model, size, jnp.float16)
 
-    def gradients(
-        params: PyTree, others: PyTree, scaler: PyTree, batch: PyTree
-    ) -> Result:
+    def gradients(params, others, scaler, batch):
         grad = scaler.value_and_grad(task.loss, has_aux=True)
         scaler, finite, (loss, others), grads = grad(params, others, batch)
         return Result(loss, others, grads, finite, scaler)
 
-    def scaler() -> PyTree:
+    def scaler():
         # Its defaults, but as arrays, so that the step is traced once.
         scale = jnp.asarray(DynamicScale().scale, jnp.float32)
         return DynamicScale().replace(fin_steps=jnp.zeros((), jnp.int32), scale=scale)
@@ -161,8 +151,12 @@ def _hand_fp16(model: str, size: str) -> Training:
 
 def _mpx(model: str, size: str) -> Training:
     task = problem(model, size)
-    grad, scaler = peers.mpx_gradients(task.loss, jnp.bfloat16)
-    return _training(task, lambda *args: Result(*grad(*args)), scaler)
+    grad = peers.mpx_gradients(task.loss, jnp.bfloat16)
+    return _training(
+        task,
+        lambda *args: Result(*grad(*args)),
+        scaler=lambda: (jnp.int32(0), jnp.float32(1)),
+    )
 
 
 def _amp_step(
@@ -173,7 +167,7 @@ def _amp_step(
 
     # With `state` and `variables` the same function serves Linen and NNX: both are
     # pure functions of dicts here.
-    def loss_fn(params: PyTree, batch: PyTree, *, state: Any) -> tuple[Any, PyTree]:
+    def loss_fn(params, batch, *, state):
         loss, others = task.loss(params, state.variables, batch)
         return loss, {"variables": others}
 
@@ -181,7 +175,7 @@ def _amp_step(
         loss_fn, has_aux=True, compute_dtype=dtype, jit=False, donate=False, **options
     )
 
-    def start(variables: dict[str, PyTree]) -> PyTree:
+    def start(variables):
         others = dict(variables)
         return flax_amp.AmpTrainState.create(
             params=others.pop("params"),
@@ -190,7 +184,7 @@ def _amp_step(
             scaler=flax_amp.init_scaler() if scaling else flax_amp.no_scaler(),
         )
 
-    def step(carry: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+    def step(carry, batch):
         carry, metrics = train_step(carry, batch)
         return carry, metrics["loss"]
 

@@ -111,25 +111,24 @@ def casts(model: str, size: str = "full") -> Totals:
 def _walk(
     jaxpr: Any, origins: Sequence[str], scopes: Any, times: int, totals: Totals
 ) -> list[str]:
-    """Notes the casts of a jaxpr that is run several times."""
+    """Notes the casts of a jaxpr that is run several times; returns its makers."""
     made = dict(zip(jaxpr.invars, origins, strict=True))
-    made |= dict.fromkeys(jaxpr.constvars, "constant")
     readers: dict[Any, str] = {}  # the first of each variable
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
             if not isinstance(v, Literal):
                 readers.setdefault(v, eqn.primitive.name)
 
-    def name_of(atom: Any) -> str:
-        return "constant" if isinstance(atom, Literal) else made[atom]
+    def maker(v: Any) -> str:
+        return "constant" if isinstance(v, Literal) else made.get(v, "constant")
 
     for eqn in jaxpr.eqns:
-        name, operands = eqn.primitive.name, [name_of(v) for v in eqn.invars]
+        name, operands = eqn.primitive.name, [maker(v) for v in eqn.invars]
         stack = eqn.source_info.name_stack.stack
         here = (*scopes, *(s.name for s in stack if type(s).__name__ == "Scope"))
         results = [name] * len(eqn.outvars)
-        params = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
-        inner = [p for p in params if hasattr(p, "eqns")]
+        params = (getattr(p, "jaxpr", p) for p in eqn.params.values())
+        inner = next((p for p in params if hasattr(p, "eqns")), None)
         dtypes = [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
         if name in ("convert_element_type", "flax_amp_saturate"):
             results = operands[:1]
@@ -139,14 +138,14 @@ def _walk(
                 cast = Cast(scope, dtypes[0] == "float32", results[0], reader)
                 totals.times[cast] += times
                 totals.bytes[cast] += times * eqn.outvars[0].aval.size * 4
-        elif name == "scan":
-            consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
-            operands[consts : consts + carries] = ["carry"] * carries
-            body = eqn.params["jaxpr"].jaxpr
-            results = _walk(body, operands, here, times * eqn.params["length"], totals)
-        elif inner and len(inner[0].invars) == len(operands):
-            results = _walk(inner[0], operands, here, times, totals)
+        elif inner is not None and len(inner.invars) == len(operands):
+            turns = 1
+            if name == "scan":
+                turns, start = eqn.params["length"], eqn.params["num_consts"]
+                stop = start + eqn.params["num_carry"]
+                operands[start:stop] = ["carry"] * (stop - start)
+            results = _walk(inner, operands, here, times * turns, totals)
         elif name in MOVE_OPS and len(operands) == 1:
             results = operands
         made |= zip(eqn.outvars, results, strict=True)
-    return [name_of(v) for v in jaxpr.outvars]
+    return [maker(v) for v in jaxpr.outvars]

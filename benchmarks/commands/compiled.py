@@ -17,13 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import (
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from benchmarks import hlo, request
 from benchmarks.request import Figures, Request
@@ -107,7 +101,7 @@ def compile_for(
 
 
 def _for_one(devices: Sequence[jax.Device]) -> Compile:
-    one = SingleDeviceSharding(devices[0])
+    one = jax.sharding.SingleDeviceSharding(devices[0])
     return lambda training: compile_for(training.step, training.shapes(), one)
 
 

@@ -25,19 +25,14 @@ SIZES = ("full", "tiny")
 def problem(
     name: str, size: str = "full", dtype: DType = None, softmax_dtype: DType = None
 ) -> Problem:
-    """Makes the problem of a model.
+    """Makes the problem of a model; parameters are float32 in all of them.
 
     Args:
       name: one of `NAMES`.
-      size: "full" is the size of the published tables; "tiny" has as many leaves and
-        runs on a CPU.
-      dtype: the dtype of every layer of a hand-set model; `None` is the untouched
-        float32 model. Parameters are float32 in both.
+      size: "full" for the tables; "tiny" has as many leaves and runs on a CPU.
+      dtype: that of every layer of a hand-set model; `None` leaves the model as it is.
       softmax_dtype: `jnp.float32` for a float32 softmax in attention, in models whose
         softmax is not in float32 as it is.
-
-    Raises:
-      ValueError: if there is no such model or size.
     """
     if name not in _MODULES or size not in SIZES:
         raise ValueError(
