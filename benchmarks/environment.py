@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import shlex
 import sys
 
@@ -46,15 +47,10 @@ def this_run() -> dict[str, object]:
 
 def machine() -> str:
     """Returns the kind and number of the processors of this machine."""
-    name = platform.machine()
-    try:
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
-    return f"{os.cpu_count()} x {name}"
+    cpus = pathlib.Path("/proc/cpuinfo")
+    text = cpus.read_text() if cpus.exists() else ""
+    found = re.search(r"model name\s*: (.*)", text)
+    return f"{os.cpu_count()} x {found[1] if found else platform.machine()}"
 
 
 def command_line() -> str:

@@ -10,6 +10,8 @@ takes. The scale starts low, so that no step is skipped: a skipped step loses a 
 batch with `accum_steps`, and a part of one with `MultiSteps`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,7 +20,7 @@ from flax import linen as nn
 import flax_amp
 from examples.digits import data
 
-BATCH_SIZE, UPDATES = 256, 20
+BATCH_SIZE, UPDATES = 256, 10
 
 
 class Network(nn.Module):
@@ -50,20 +52,17 @@ def train(tx, accum_steps, steps_per_update):
     """Trains on the same examples, however many steps they are split over."""
     images, _ = data.load(split_seed=0)
     state = create_state(tx)
-    train_step = flax_amp.make_train_step(loss_fn, accum_steps=accum_steps, jit=False)
-    train_step = jax.jit(train_step, donate_argnums=0)
-    memory = 0
+    step = flax_amp.make_train_step(loss_fn, accum_steps=accum_steps, jit=False)
+    compiled: Any = None
     for update in range(UPDATES):
         batch = data.batch_at(images, update, batch_size=BATCH_SIZE, seed=0)
         for i in range(steps_per_update):
             part = jax.tree.map(lambda x, i=i: x[i::steps_per_update], batch)
-            if not memory:
-                analysis = train_step.lower(state, part).compile().memory_analysis()
-                assert analysis is not None
-                memory = analysis.temp_size_in_bytes
-            state, metrics = train_step(state, part)
+            if compiled is None:
+                compiled = jax.jit(step, donate_argnums=0).lower(state, part).compile()
+            state, metrics = compiled(state, part)
     flax_amp.check_progress(state, metrics)
-    return state, memory
+    return state, compiled.memory_analysis().temp_size_in_bytes
 
 
 def main():

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import flax_amp
 from examples.digits import data
 
-STEPS, BATCH_SIZE = 60, 64
+STEPS, BATCH_SIZE = 30, 64
 
 
 class Network(nn.Module):
@@ -104,7 +104,7 @@ def train(state, step, sharding):
     for i in range(STEPS):
         batch = data.batch_at(images, i, batch_size=BATCH_SIZE, seed=0)
         state, metrics = step(state, jax.device_put(batch, sharding))
-        if i % 20 == 19:
+        if i % 10 == 9:
             flax_amp.check_progress(state, metrics)
     return state, float(metrics["loss"])
 

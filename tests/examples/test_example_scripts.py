@@ -38,11 +38,10 @@ def numbers(pattern, text):
 
 
 def test_nnx_finetune():
-    for flags in ([], ["--keep-optimizer"]):
-        text = run("nnx_finetune", *flags)
-        trained, negatives, adapted = numbers(r"accuracy ([\d.]+)%", text)
-        assert trained > 95 > adapted > 80 > negatives
-        assert "2048 of 24010" in text and "kept their bits" in text
+    text = run("nnx_finetune", "--keep-optimizer")  # `train` and `train_in_place`
+    trained, negatives, adapted = numbers(r"accuracy ([\d.]+)%", text)
+    assert trained > 95 > adapted > 80 > negatives
+    assert "2048 of 24010" in text and "kept their bits" in text
 
 
 def test_linen_sequences():
@@ -56,7 +55,7 @@ def test_accumulate():
     text = run("accumulate", env=optimizing_environment())
     rows = re.findall(r"(\d+) +(\d+) +([\d.]+) +(\S+)$", text, re.MULTILINE)
     steps, skipped, memory, distance = zip(*rows, strict=True)
-    assert steps == ("20", "20", "160", "40")
+    assert steps == ("10", "10", "80", "20")
     assert set(skipped) == {"0"}
     assert all(float(other) < float(memory[0]) / 4 for other in memory[1:])
     assert all(float(other) < 1e-3 for other in distance)
@@ -90,7 +89,7 @@ def ends(text):
     return found
 
 
-FLAGS = ("--steps=40", "--save-every=10", "--log-every=1")
+FLAGS = ("--steps=20", "--save-every=5", "--log-every=1")
 
 
 def test_processes_killed_and_resumed_are_bit_identical(tmp_path):
@@ -104,7 +103,7 @@ def test_processes_killed_and_resumed_are_bit_identical(tmp_path):
             if found := re.search(r"process (\d) has pid (\d+)", line):
                 pids[int(found[1])] = int(found[2])
             saved = sorted(int(p.name) for p in numbered(tmp_path / "broken"))
-            if saved and line.startswith(f"step {saved[-1] + 5} "):
+            if saved and line.startswith(f"step {saved[-1] + 2} "):
                 os.kill(pids[1], signal.SIGKILL)
         assert launcher.wait(timeout=60) != 0
     for pid in pids.values():  # the other one did not outlive it
@@ -112,7 +111,7 @@ def test_processes_killed_and_resumed_are_bit_identical(tmp_path):
             os.kill(pid, 0)
 
     resumed = run("processes", f"--workdir={tmp_path}/broken", *FLAGS)
-    assert numbers(r"^resumed at step (\d+)", resumed)[0] in (10, 20, 30)
+    assert numbers(r"^resumed at step (\d+)", resumed)[0] in (5, 10, 15)
     assert ends(resumed) == ends(straight)
 
 

@@ -18,7 +18,6 @@ from examples.digits import data, train
 from helpers import optimizing_environment
 
 ROOT = Path(__file__).parents[2]
-PRECISIONS = ["float32", "bfloat16", "float16"]
 
 
 def small(precision="float16", **overrides):
@@ -63,12 +62,14 @@ def bits(tree):
     return found
 
 
-@pytest.mark.parametrize(
-    "precision",
-    ["float16", *(pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS[:2])],
-)
-def test_digits_trains(precision, tmp_path):
-    state, summary = train.train_and_evaluate(small(precision), tmp_path)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A float16 run that nothing disturbs: its folder, state and summary."""
+    workdir = tmp_path_factory.mktemp("straight")
+    return workdir, *train.train_and_evaluate(small("float16"), workdir)
+
+
+def is_trained(workdir, state, summary, precision):
     assert summary["step"] == int(state.step) == 4
     assert summary["resumed_from"] == 0
     assert 0.0 <= summary["test_accuracy"] <= 1.0
@@ -77,11 +78,21 @@ def test_digits_trains(precision, tmp_path):
     float_leaves = jax.tree.leaves((state.params, state.variables))
     assert {str(x.dtype) for x in float_leaves} == {"float32"}
 
-    written = events(tmp_path)
+    written = events(workdir)
     assert np.isfinite(written["train/loss", 4])
     assert written["train/scale", 4] == summary["scale"]
     assert written["test/accuracy", 4] == pytest.approx(summary["test_accuracy"])
     assert ("test/accuracy", 2) in written
+
+
+def test_digits_trains_in_float16(straight):
+    is_trained(*straight, "float16")
+
+
+@pytest.mark.slow
+def test_digits_trains_in_float32(tmp_path):
+    found = train.train_and_evaluate(small("float32"), tmp_path)
+    is_trained(tmp_path, *found, "float32")
 
 
 @pytest.mark.slow
@@ -99,28 +110,27 @@ def test_digits_computes_in_the_precision_asked_for():
 
 
 @pytest.mark.slow
-def test_digits_resumes_to_the_bit(tmp_path):
+def test_digits_resumes_to_the_bit(straight, tmp_path):
     config = small("float16")
-    straight, _ = train.train_and_evaluate(config, tmp_path / "straight")
     stopped, summary = train.train_and_evaluate(
-        config, tmp_path / "stopped", should_stop=lambda step: step == 3
+        config, tmp_path, should_stop=lambda step: step == 3
     )
     assert summary["step"] == int(stopped.step) == 3
-    resumed, summary = train.train_and_evaluate(config, tmp_path / "stopped")
+    resumed, summary = train.train_and_evaluate(config, tmp_path)
     assert summary["resumed_from"] == 3
-    assert bits(straight) == bits(resumed)
-    again, summary = train.train_and_evaluate(config, tmp_path / "stopped")
+    assert bits(straight[1]) == bits(resumed)
+    again, summary = train.train_and_evaluate(config, tmp_path)
     assert summary["resumed_from"] == summary["step"] == 4  # nothing left to do
     assert bits(resumed) == bits(again)
 
 
 @pytest.mark.slow
-def test_digits_begins_with_the_weights_of_another_run(tmp_path):
-    first, _ = train.train_and_evaluate(small("float16"), tmp_path / "first")
-    config = small("bfloat16", init_from=str(tmp_path / "first" / "checkpoints"))
-    config.learning_rate = 0.0  # so that they can be seen in the end
-    second, summary = train.train_and_evaluate(config, tmp_path / "second")
-    assert summary["resumed_from"] == 0
+def test_digits_begins_in_bfloat16_with_the_weights_of_another_run(straight, tmp_path):
+    workdir, first, _ = straight
+    config = small("bfloat16", init_from=str(workdir / "checkpoints"))
+    config.learning_rate = 0.0  # so that the weights can be seen in the end
+    second, summary = train.train_and_evaluate(config, tmp_path)
+    is_trained(tmp_path, second, summary, "bfloat16")
     assert bits(first.params) == bits(second.params)
 
 
@@ -146,17 +156,14 @@ def test_digits_batches_follow_from_seed_and_step():
     assert labels(0) != labels(0, seed=1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_digits_refuses_bad_settings(tmp_path):
+    for overrides, message in (
         ({"precision": "float8"}, r"config.precision='float8'.*'float32', 'bfloat16'"),
         ({"batch_size": 2000}, r"batch_size=2000 must be between 1 and 1437"),
         ({"batch_size": 0}, r"batch_size=0 must be between 1 and 1437"),
-    ],
-)
-def test_digits_refuses_bad_settings(overrides, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        train.train_and_evaluate(small(**overrides), tmp_path)
+    ):
+        with pytest.raises(ValueError, match=message):
+            train.train_and_evaluate(small(**overrides), tmp_path)
 
 
 def test_every_setting_is_explained():
