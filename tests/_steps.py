@@ -7,9 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from flax import nnx
 
 from _models import MODELS, make_batch
-from flax_amp import AmpTrainState, init_scaler, make_train_step
+from flax_amp import (
+    AmpTrainState,
+    init_scaler,
+    make_nnx_train_step,
+    make_train_step,
+)
 
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32]
 
@@ -86,3 +93,37 @@ def counting(fn):
 
 def copy(state):
     return jax.tree.map(jnp.copy, state)
+
+
+def raised(call, error, message):
+    """Asserts that a call raises an error with a message."""
+    with pytest.raises(error, match=message):
+        call()
+
+
+def raising(rows):
+    """Parametrizes a test by rows of a call, the error it raises, and its message."""
+    ids = [f"{error.__name__}: {message}" for _, error, message in rows]
+    return pytest.mark.parametrize("call, error, message", rows, ids=ids)
+
+
+def linear_objects(wrt=nnx.Param, tx=None, **options):
+    """Returns a linear NNX model of 3 features, and its optimizer."""
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), **options)
+    return model, nnx.Optimizer(model, tx or optax.sgd(0.1), wrt=wrt)
+
+
+def sum_loss(model, batch):
+    return model(batch).sum()
+
+
+def run(loss, state=linear_state, batch=linear_batch, **options):
+    """Returns a call that makes a step and takes it."""
+    return lambda: make_train_step(loss, **options)(state(), batch())
+
+
+def run_nnx(loss=sum_loss, make=linear_objects, scaler=None, **options):
+    """The same for the step on an optimizer."""
+    scaler = init_scaler() if scaler is None else scaler
+    step = make_nnx_train_step(loss, **options)
+    return lambda: step(*make(), scaler, np.ones(3, np.float32))

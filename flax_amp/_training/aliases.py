@@ -1,4 +1,4 @@
-"""Names for the types that pass between the modules of this room."""
+"""Names for the types that pass between the modules of this room, and their check."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -20,3 +20,9 @@ Rngs = dict[str, Array]
 UserFn = Callable[..., Any]
 # The name of a mapped axis, several of them, or `None` for none.
 AxisName = Hashable | tuple[Hashable, ...] | None
+
+
+def check_type(value: object, kinds: Any, name: str, expected: str) -> None:
+    """Raises a TypeError if a value is of none of the types, or of the union."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")

@@ -1,15 +1,16 @@
 """Averages passes: over micro-batches one after the other, over devices at once."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import is_module
 from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree
 
 
@@ -43,13 +44,8 @@ def accumulate(
 ) -> PassResult:
     """Averages `one_pass(variables, micro_batch, index)` over the micro-batches.
 
-    Args:
-      one_pass: one forward and backward pass. Each pass starts with the variables that
-        the last one updated.
-      zeros: gradients of zero, the start of the sum.
-      variables: the variables of the first pass.
-      batch: arrays, whose leading axis is split, and modules, which are not split.
-      accum_steps: the number of micro-batches.
+    Each pass starts with the variables that the last one updated. The sum of the
+    gradients starts with `zeros`.
 
     Returns:
       The mean gradients and loss, the last variables, and `aux` reduced or stacked.
@@ -63,21 +59,14 @@ def accumulate(
         nonlocal updates
         total, variables = carry
         index, rows = x
-        result = one_pass(variables, _tree.combine(rows, modules), index)
+        result = one_pass(variables, put_modules(rows, modules), index)
         updates = result.variables
         total = jax.tree.map(jnp.add, total, result.grads)
         variables = _tree.combine(result.variables, variables)
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
     # A module in the batch holds no examples, but an nnx.Variable by itself does.
-    modules, arrays = (
-        jax.tree.map(
-            lambda x, wanted=wanted: x if is_module(x) is wanted else None,
-            batch,
-            is_leaf=is_module,
-        )
-        for wanted in (True, False)
-    )
+    arrays, modules = take_modules(batch, nnx.Pytree)
     micro_batches = _split_batch(arrays, accum_steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)
@@ -111,6 +100,24 @@ def _split_batch(batch: Batch, accum_steps: int) -> Batch:
         return jnp.swapaxes(leaf.reshape(shape), 0, 1)
 
     return jax.tree.map(split, batch)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Placeholder:
+    """Stands for a module in a batch. It is static, so no transformation changes it."""
+
+
+def take_modules(batch: Batch, kinds: _tree.Kind) -> tuple[Batch, list[Any]]:
+    """Returns a batch with placeholders for its NNX objects, and the objects."""
+    modules = _tree.nodes(batch, kinds)
+    placeholders = [_Placeholder()] * len(modules)
+    return _tree.replace_nodes(batch, kinds, placeholders), modules
+
+
+def put_modules(batch: Batch, modules: Iterable[Any]) -> Batch:
+    """Undoes `take_modules`."""
+    return _tree.replace_nodes(batch, _Placeholder, modules)
 
 
 def _has_reduce(node: object) -> bool:
@@ -186,16 +193,14 @@ def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
 def average_over_devices(
     result: PassResult, axis_name: AxisName, variables: PyTree
 ) -> PassResult:
-    """Makes a result the same on every device of the mapped axes.
+    """Makes the result of this device the same on every device of the mapped axes.
 
     A mean over devices is not finite when one of its terms is not, so all devices take
-    the same decision to skip a step.
-
-    Args:
-      result: the result of this device.
-      axis_name: the mapped axes.
-      variables: the variables before the pass, the same on every device.
+    the same decision to skip a step. `variables` are those before the pass, which are
+    the same on every device.
     """
+    if axis_name is None:
+        return result
 
     def mean(tree: PyTree) -> PyTree:
         return jax.lax.pmean(mark_varying(tree, axis_name), axis_name)

@@ -7,7 +7,7 @@ apply the gradients.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -36,17 +36,8 @@ from flax_amp._training.averaging import (
     mark_varying,
 )
 from flax_amp._training.loss import KEYWORDS, check_function, pure_loss
-from flax_amp._training.retry import (
-    Attempt,
-    check_retries,
-    forward_is_finite,
-    retry_until_finite,
-)
-from flax_amp._training.scaled_grad import (
-    cast_like,
-    scaled_value_and_grad,
-    unscale_grads,
-)
+from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
+from flax_amp._training.scaled_grad import cast_like, run_pass, split_overwrite
 from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import Policy, PolicyEntries
@@ -80,11 +71,7 @@ def make_options(
     keywords: tuple[str, ...] = KEYWORDS,
     **amp_options: Any,
 ) -> Options:
-    """Checks the arguments of `caller`.
-
-    `keywords` are those that the loss may declare, `amp_options` are further arguments
-    of `flax_amp.amp`.
-    """
+    """Checks the arguments of `caller`. The loss may declare `keywords`."""
     if type(accum_steps) is not int or accum_steps < 1:
         raise ValueError(
             f"{caller}: {accum_steps=}; expected an integer of at least 1, the "
@@ -113,14 +100,7 @@ def compute_gradients(
 
     def attempt(scaler: Scaler) -> Attempt:
         result = _run_passes(options, state, scaler, batch)
-        return Attempt(
-            forward_finite=forward_is_finite(
-                result.loss, result.variables, state.variables
-            ),
-            # The fp8 statistics of cotangents depend on the scale, as gradients do.
-            grads_finite=_tree.all_finite((result.grads, result.overwrite)),
-            outputs=result,
-        )
+        return Attempt.of(result, state.variables)
 
     scaler = validate_scaler(state.scaler)
     return retry_until_finite(attempt, scaler, options.redo_on_nan)
@@ -222,28 +202,14 @@ def _run_passes(
             params = _tree.combine(floating, rest)
             return loss_fn(params, variables, batch, streams)
 
-        (loss, updates, aux), grads = scaled_value_and_grad(
-            loss_of, floating, scaler, axis
-        )
-        grads, overwrite = _split_overwrite(grads)
-        grads = unscale_grads(grads, scaler)
-        return PassResult(grads, overwrite, loss.astype(jnp.float32), updates, aux)
+        result = run_pass(loss_of, floating, scaler, axis)
+        return result._replace(loss=result.loss.astype(jnp.float32))
 
     if options.accum_steps == 1:
         result = one_pass(variables, batch)
     else:
         trained, _ = _tree.partition(state.params, _tree.is_inexact_array)
-        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(trained)[0])
+        zeros = jax.tree.map(jnp.zeros_like, split_overwrite(trained)[0])
         zeros = mark_varying(zeros, axis)
         result = accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    if axis is None:
-        return result
     return average_over_devices(result, axis, state.variables)
-
-
-def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Takes out Flax's fp8 statistics: unscaled values that replace parameters."""
-    if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
-        return grads, None
-    rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}
-    return rest, grads[OVERWRITE_WITH_GRADIENT]

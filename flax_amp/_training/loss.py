@@ -10,11 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from flax import core
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
-from flax_amp._training.aliases import Array, Batch, Metrics, PyTree, Rngs, UserFn
+from flax_amp._training.aliases import (
+    Array,
+    Batch,
+    Metrics,
+    PyTree,
+    Rngs,
+    UserFn,
+    check_type,
+)
 from flax_amp._training.train_state import AmpTrainState, merge_model, variables_of
 
 # The keywords that a user's function may declare.
@@ -31,14 +40,9 @@ def pure_loss(
 ) -> Callable[[PyTree, PyTree, Batch, Rngs], tuple[Array, PyTree, Metrics]]:
     """Returns `(params, variables, batch, rngs) -> (loss, updates, aux)`.
 
-    The updates are the new variables, with `None` for those that did not change.
-
-    Args:
-      loss_fn: the user's function.
-      has_aux: whether it returns `(loss, aux)`.
-      state: the state, for a function that declares the keyword `state`.
-      caller: the function that the messages name.
-      open_scopes: whether to open a named scope around each call of an NNX module.
+    The updates are the new variables, with `None` for those that did not change. The
+    state is for a function that declares the keyword `state`; `open_scopes` opens a
+    named scope around each call of an NNX module.
     """
     name = f"{caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
@@ -63,7 +67,12 @@ def pure_loss(
             updates = _match_structure(variables, updates, name)
         elif updates:
             updates = _match_collections(variables, updates, name)
-        return loss, _none_if_same({**variables, **updates}, variables), aux
+        updates = jax.tree.map(
+            lambda new, old: None if new is old else new,
+            {**variables, **updates},
+            variables,
+        )
+        return loss, updates, aux
 
     return pure
 
@@ -109,14 +118,10 @@ def check_function(
 ) -> UserFn:
     """Returns `fn`, or raises a TypeError if a step could not call it.
 
-    Args:
-      fn: the user's function.
-      name: what the messages call it.
-      keywords: the keywords that it may declare.
+    `name` is what the messages call it, `keywords` are those that it may declare.
     """
     wanted = "a function of (params, batch), or of (model, batch) for NNX"
-    if not callable(fn):
-        raise TypeError(f"{name} is a {type(fn).__name__}; expected {wanted}.")
+    check_type(fn, Callable, name, f"{wanted}.")
     try:
         # A decorated function is called with the signature of its wrapper.
         signature = inspect.signature(fn, follow_wrapped=False)
@@ -183,11 +188,12 @@ def _split_output(
     loss, aux = split_aux(out, has_aux, name)
     if not has_aux:
         return loss, {}
-    if not isinstance(aux, Mapping):
-        raise TypeError(
-            f"{name} returned a {type(aux).__name__} as aux; expected a dict, whose "
-            "entries become metrics. Return e.g. (loss, {'accuracy': accuracy})."
-        )
+    check_type(
+        aux,
+        Mapping,
+        f"{name}: the returned aux",
+        "a dict, whose entries become metrics. Return e.g. (loss, {'accuracy': acc}).",
+    )
     aux = dict(aux)
     if keys := [key for key in aux if not isinstance(key, str)]:
         raise TypeError(
@@ -218,14 +224,6 @@ def _check_metrics(aux: Metrics, name: str) -> None:
         )
 
 
-# Updated variables
-
-
-def _none_if_same(new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new leaves, with `None` for those that are the old objects."""
-    return jax.tree.map(lambda x, y: None if x is y else x, new, old)
-
-
 def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
     """Checks updated collections of a Linen model against those of the state."""
     seen = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
@@ -236,17 +234,10 @@ def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
             "AmpTrainState.create(variables=...) or leave them out of aux."
         )
     # A dict that is mapped has its keys sorted, as the collections of the state have.
-    updates = jax.tree.map(lambda x: x, _as_dicts(updates))
+    updates = jax.tree.map(lambda x: x, core.unfreeze(dict(updates)))
     return {
         key: _match_structure(old[key], new, name, key) for key, new in updates.items()
     }
-
-
-def _as_dicts(tree: PyTree) -> PyTree:
-    """Turns mappings of any kind, such as FrozenDict, into dicts."""
-    if isinstance(tree, Mapping):
-        return {key: _as_dicts(value) for key, value in tree.items()}
-    return tree
 
 
 def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> PyTree:

@@ -1,6 +1,5 @@
 """The training step for loops with their own `nnx.Optimizer`."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,16 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
-from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree, UserFn
+from flax_amp._training.aliases import (
+    Array,
+    AxisName,
+    Batch,
+    Metrics,
+    PyTree,
+    UserFn,
+    check_type,
+)
+from flax_amp._training.averaging import put_modules, take_modules
 from flax_amp._training.donation import explain_deleted
 from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
@@ -61,14 +69,9 @@ def make_nnx_train_step(
         the batch, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are updated like
         the model, but do not train.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics.
-      compute_dtype: see `flax_amp.amp`.
-      amp_policy: see `flax_amp.amp`.
-      recompute: see `flax_amp.amp`.
-      reduce_dtype: see `flax_amp.amp`.
-      merge_layers: see `flax_amp.amp`.
-      redo_on_nan: see `make_train_step`.
-      accum_steps: see `make_train_step`.
-      axis_name: see `make_train_step`.
+      compute_dtype, amp_policy, recompute, reduce_dtype, merge_layers: see
+        `flax_amp.amp`.
+      redo_on_nan, accum_steps, axis_name: see `make_train_step`.
       donate: let the new arrays reuse the memory of the old ones, which are then
         deleted.
       jit: compile the step, with `nnx.jit`.
@@ -151,8 +154,7 @@ def _step(
 ) -> tuple[Scaler, Metrics]:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
     kinds = (nnx.Pytree,) if options.accum_steps > 1 else (nnx.Pytree, nnx.Variable)
-    modules = _tree.nodes(batch, kinds)
-    batch = _tree.replace_nodes(batch, kinds, [_Placeholder()] * len(modules))
+    batch, modules = take_modules(batch, kinds)
     # One Dict holds the model and the modules of the batch. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules))
@@ -179,8 +181,7 @@ def _step(
     user_loss_fn = options.loss_fn
 
     def loss_fn(whole: nnx.Dict, batch: Batch) -> PyTree:
-        batch = _tree.replace_nodes(batch, _Placeholder, whole.others)
-        return user_loss_fn(whole.model, batch)
+        return user_loss_fn(whole.model, put_modules(batch, whole.others))
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=loss_fn)
@@ -207,12 +208,6 @@ def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         return {}
     return count_skip(pure(optimizer.opt_state), finite)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Placeholder:
-    """Stands for a module in a batch. It is static, so no transformation changes it."""
 
 
 def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
@@ -247,11 +242,8 @@ def _set_variables(model: nnx.Module, variables: PyTree) -> None:
 
 
 def _check(model: object, optimizer: object) -> None:
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"train_step: model is a {type(model).__name__}; expected an nnx.Module. "
-            "For Linen use make_train_step."
-        )
+    expected = "an nnx.Module. For Linen use make_train_step."
+    check_type(model, nnx.Module, "train_step: model", expected)
     if not isinstance(optimizer, nnx.Optimizer) or hasattr(optimizer, "model"):
         raise TypeError(
             f"train_step: optimizer is a {type(optimizer).__name__}; expected an "

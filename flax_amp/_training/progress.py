@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array
+from flax_amp._training.aliases import Array, check_type
 from flax_amp._training.scaler import check_keys, values_out_of_range
 from flax_amp._training.train_state import AmpTrainState
 
@@ -27,7 +27,7 @@ _MAX_SKIPS = 20
 
 
 def check_progress(
-    state: AmpTrainState | tuple[nnx.Optimizer, Mapping[str, Any]],
+    state: _State,
     metrics: Mapping[str, Any] | None = None,
     *,
     max_skips: int | None = None,
@@ -67,7 +67,19 @@ def check_progress(
       >>> check_progress(state)
     """
     step, scaler, counters = _read_state(state)
-    _check_arguments(metrics, max_skips)
+    check_type(
+        metrics,
+        Mapping | None,
+        "check_progress: metrics",
+        "the dict of metrics that the training step returns. Pass it, or leave it out.",
+    )
+    if max_skips is not None and (
+        not isinstance(max_skips, int | np.integer) or max_skips < 1
+    ):
+        raise ValueError(
+            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
+            "it out for the default."
+        )
     check_keys(scaler, "check_progress: state.scaler")
     fetched = jax.device_get(
         {
@@ -85,21 +97,6 @@ def check_progress(
             key: _number_of_run(run, runs, values) for key, values in fetched.items()
         }
         _check_run(state, numbers, max_skips, "" if runs == 1 else f" of run {run}")
-
-
-def _check_arguments(metrics: object, max_skips: object) -> None:
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"check_progress: metrics is a {type(metrics).__name__}; expected the dict "
-            "of metrics that the training step returns. Pass it, or leave it out."
-        )
-    if max_skips is not None and (
-        not isinstance(max_skips, int | np.integer) or max_skips < 1
-    ):
-        raise ValueError(
-            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
-            "it out for the default."
-        )
 
 
 def _number_of_run(run: int, runs: int, values: Any) -> Any:
@@ -191,17 +188,10 @@ def _read_state(
     """Returns the step, the scaler and the counters of skipped steps."""
     if isinstance(state, AmpTrainState):
         return state.step, state.scaler, state.opt_state
-    if not (
-        isinstance(state, tuple)
-        and len(state) == 2
-        and isinstance(state[0], nnx.Optimizer)
-    ):
-        raise TypeError(
-            f"check_progress: state is a {type(state).__name__}; expected an "
-            "AmpTrainState, as the training step returns it, or a pair "
-            "(nnx.Optimizer, scaler)."
-        )
-    optimizer, scaler = state
+    expected = "an AmpTrainState, or a pair (nnx.Optimizer, scaler)."
+    check_type(state, tuple, "check_progress: state", expected)
+    optimizer, scaler = state if len(state) == 2 else (None, None)
+    check_type(optimizer, nnx.Optimizer, "check_progress: state[0]", expected)
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         raise TypeError(
             "check_progress: the optimizer does not count skipped steps; expected one "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from flax_amp import _tree
 from flax_amp._training.aliases import Array, PyTree
+from flax_amp._training.averaging import PassResult
 from flax_amp._training.scaler import Scaler, update_scaler
 
 # The scaler, whether the scale fell, the arrays of an attempt, and how many there were.
@@ -15,17 +16,36 @@ _Carry = tuple[Scaler, Array, PyTree, Array]
 
 
 class Attempt(NamedTuple):
-    """One forward and backward pass, and whether its results are finite.
+    """The result of a pass, with two flags, bool[].
 
-    Attributes:
-      forward_finite: bool[], whether the loss and the updated variables are finite.
-      grads_finite: bool[], whether the gradients are finite.
-      outputs: the results of the pass.
+    `forward_finite` is whether the loss and the updated variables are finite,
+    `grads_finite` whether the gradients are.
     """
 
     forward_finite: Array
     grads_finite: Array
-    outputs: PyTree
+    result: PassResult
+
+    @classmethod
+    def of(cls, result: PassResult, variables: PyTree) -> "Attempt":
+        """Returns the attempt with this result.
+
+        Elements that were not finite in `variables`, those before the pass, are
+        ignored: a running maximum starts at -inf.
+        """
+
+        def ignore_old_infs(new: Any, old: Any) -> Any:
+            if new is None or not _tree.is_inexact_array(new):
+                return None
+            return jnp.where(jnp.isfinite(old), new, 0)
+
+        new = _tree.map_or_none(ignore_old_infs, result.variables, variables)
+        return cls(
+            forward_finite=_tree.all_finite((result.loss, new)),
+            # The fp8 statistics of cotangents depend on the scale, as gradients do.
+            grads_finite=_tree.all_finite((result.grads, result.overwrite)),
+            result=result,
+        )
 
     @property
     def finite(self) -> Array:
@@ -34,8 +54,8 @@ class Attempt(NamedTuple):
 
 def retry_until_finite(
     attempt: Callable[[Scaler], Attempt], scaler: Scaler, retries: int
-) -> tuple[Scaler, Array, PyTree]:
-    """Runs `attempt`, and repeats it as long as lowering the scale may help.
+) -> tuple[Scaler, Array, PassResult]:
+    """Runs one pass, and repeats it as long as lowering the scale may help.
 
     Args:
       attempt: runs one pass with a scaler.
@@ -43,7 +63,7 @@ def retry_until_finite(
       retries: the number of times that the pass may be repeated.
 
     Returns:
-      `(new_scaler, finite, outputs)` of the last pass.
+      `(new_scaler, finite, result)` of the last pass.
     """
 
     def run(scaler: Scaler) -> tuple[Scaler, Array, Attempt]:
@@ -57,7 +77,7 @@ def retry_until_finite(
 
     scaler, lowered, tried = run(scaler)
     if retries == 0:
-        return scaler, tried.finite, tried.outputs
+        return scaler, tried.finite, tried.result
     # A loop can carry arrays only. The other leaves are the same in every pass.
     arrays, static = _tree.partition(tried, _tree.is_array)
 
@@ -76,25 +96,7 @@ def retry_until_finite(
         should_retry, retry, (scaler, lowered, arrays, jnp.int32(0))
     )
     tried = _tree.combine(arrays, static)
-    return scaler, tried.finite, tried.outputs
-
-
-def forward_is_finite(loss: Array, new: PyTree, old: PyTree) -> Array:
-    """Returns bool[]: whether the loss and the updated variables are finite.
-
-    Args:
-      loss: the loss.
-      new: the updated variables, `None` for those that did not change.
-      old: the variables before the pass. Elements that were not finite before, such as
-        a mask of -inf, are ignored.
-    """
-
-    def ignore_old_infs(new: Any, old: Any) -> Any:
-        if new is None or not _tree.is_inexact_array(new):
-            return None
-        return jnp.where(jnp.isfinite(old), new, 0)
-
-    return _tree.all_finite((loss, _tree.map_or_none(ignore_old_infs, new, old)))
+    return scaler, tried.finite, tried.result
 
 
 def check_retries(redo_on_nan: object, caller: str) -> int:

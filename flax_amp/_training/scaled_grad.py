@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
@@ -24,12 +25,7 @@ from flax_amp._training.averaging import (
     mark_varying,
 )
 from flax_amp._training.loss import split_aux
-from flax_amp._training.retry import (
-    Attempt,
-    check_retries,
-    forward_is_finite,
-    retry_until_finite,
-)
+from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
 from flax_amp._training.scaler import Scaler, validate_scaler
 
 
@@ -91,24 +87,21 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
     )
 
 
-def scaled_value_and_grad(
+def run_pass(
     fn: Callable[[PyTree], tuple[Array, PyTree, PyTree]],
     wrt: PyTree,
     scaler: Scaler,
     axis_name: AxisName,
     **kwargs: Any,
-) -> tuple[tuple[Array, PyTree, PyTree], PyTree]:
-    """Differentiates a loss times the scale.
+) -> PassResult:
+    """Differentiates a loss times the scale, and divides the gradients by the scale.
 
     Args:
-      fn: takes `wrt`; returns `(loss, updates, aux)`.
+      fn: takes `wrt`; returns `(loss, updated variables, aux)`.
       wrt: a pytree of floating arrays.
       scaler: the scaler.
       axis_name: the mapped axes of the call.
       **kwargs: further arguments of `jax.value_and_grad`.
-
-    Returns:
-      `(loss, updates, aux)`, and the gradients, which are still scaled.
     """
 
     def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
@@ -117,7 +110,16 @@ def scaled_value_and_grad(
         return scale_loss(loss, scaler), (loss, updates, aux)
 
     (_, outputs), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(wrt)
-    return outputs, grads
+    grads, overwrite = split_overwrite(grads)
+    return PassResult(unscale_grads(grads, scaler), overwrite, *outputs)
+
+
+def split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Takes out Flax's fp8 statistics: unscaled values that replace parameters."""
+    if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
+        return grads, None
+    rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}
+    return rest, grads[OVERWRITE_WITH_GRADIENT]
 
 
 def dynamic_scale_value_and_grad(
@@ -194,12 +196,8 @@ def dynamic_scale_grad(
     """Like `jax.grad`, with the loss scaled and the gradients unscaled.
 
     Args:
-      fun: see `dynamic_scale_value_and_grad`, also for all following arguments.
-      has_aux: see there.
-      redo_on_nan: see there.
-      filter: see there.
-      axis_name: see there.
-      **kwargs: see there.
+      fun, has_aux, redo_on_nan, filter, axis_name, **kwargs: see
+        `dynamic_scale_value_and_grad`.
 
     Returns:
       A function that behaves like the output of `jax.grad`, except that it needs the
@@ -207,9 +205,7 @@ def dynamic_scale_grad(
       `(new_state, (grads, aux))` with `has_aux=True`.
 
     Raises:
-      TypeError: as `dynamic_scale_value_and_grad`.
-      ValueError: as `dynamic_scale_value_and_grad`.
-      NameError: as `dynamic_scale_value_and_grad`.
+      TypeError, ValueError, NameError: as `dynamic_scale_value_and_grad`.
 
     Example:
       >>> from flax_amp import init_scaler
@@ -240,7 +236,7 @@ def _make_grad_fn(
     axis_name: AxisName,
     kwargs: dict[str, Any],
 ) -> UserFn:
-    """Returns the function of `dynamic_scale_value_and_grad`."""
+    """Returns the function of `dynamic_scale_value_and_grad`; `caller` is its name."""
     retries = check_retries(redo_on_nan, caller)
     check_axis_name(axis_name, caller)
     argnums = kwargs.pop("argnums", 0)
@@ -269,21 +265,18 @@ def _make_grad_fn(
         def attempt(scaler: Scaler) -> Attempt:
             nonlocal updates_def, old
             wrt = mark_varying([call.inputs[index] for index in selected], axis_name)
-            (loss, updates, aux), grads = scaled_value_and_grad(
-                loss_of, wrt, scaler, axis_name, **kwargs
-            )
-            updates, updates_def = jax.tree.flatten(updates)
+            result = run_pass(loss_of, wrt, scaler, axis_name, **kwargs)
+            updates, updates_def = jax.tree.flatten(result.variables)
             named = call.old_leaves()
             _check_variables(updates, named, caller)
             old = [leaf for _, leaf in named]
-            grads = unscale_grads(grads, scaler)
-            result = PassResult(grads, None, loss, updates, aux)
-            if axis_name is not None:
-                result = average_over_devices(result, axis_name, old)
-                result = result._replace(variables=_tree.combine(result.variables, old))
-            forward = forward_is_finite(result.loss, result.variables, old)
-            result = result._replace(grads=cast_like(result.grads, wrt))
-            return Attempt(forward, _tree.all_finite(result.grads), result)
+            result = result._replace(variables=updates)
+            result = average_over_devices(result, axis_name, old)
+            result = result._replace(
+                grads=cast_like(result.grads, wrt),
+                variables=_tree.combine(result.variables, old),
+            )
+            return Attempt.of(result, old)
 
         scaler, finite, result = retry_until_finite(attempt, scaler, retries)
         updates = _tree.select(finite, result.variables, old)

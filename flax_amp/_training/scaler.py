@@ -24,7 +24,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array
+from flax_amp._training.aliases import Array, check_type
 
 Scaler = dict[str, Array]
 
@@ -119,10 +119,10 @@ def init_scaler(
         min_scaler=min_scaler,
         max_scaler=max_scaler,
     )
-    check_scaler(given, "init_scaler")
     # A step donates the scaler, so it must not hold an array of the caller, nor one
     # array twice.
-    return {key: _tree.own(value) for key, value in complete_scaler(given).items()}
+    scaler_ = validate_scaler(given, "init_scaler", wait=True)
+    return {key: _tree.own(value) for key, value in scaler_.items()}
 
 
 def static_scaler(value: ArrayLike) -> Scaler:
@@ -176,21 +176,24 @@ def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
       >>> int(complete_scaler({"patience": 10})["patience"])
       10
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"{name}: got {type(state).__name__}; expected a dict such as "
-            "flax_amp.init_scaler() returns. Pass that, or flax_amp.no_scaler() for "
-            "bfloat16."
-        )
+    check_type(
+        state,
+        Mapping,
+        name,
+        "a dict such as flax_amp.init_scaler() returns. Pass that, or "
+        "flax_amp.no_scaler() for bfloat16.",
+    )
     if unknown := sorted(str(key) for key in state if key not in _DEFAULTS):
         raise ValueError(
             f"{name}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
             "Remove or rename them."
         )
-    return {
-        key: _as_scalar(key, state.get(key, default), dtype)
-        for key, (default, dtype) in _DEFAULTS.items()
-    }
+    scaler = {}
+    for key, (default, dtype) in _DEFAULTS.items():
+        value = state.get(key, default)
+        _check_scalar(key, value)
+        scaler[key] = jnp.asarray(value, dtype)
+    return scaler
 
 
 def update_scaler(
@@ -253,11 +256,6 @@ def update_scaler(
 
 def _saturating_increment(count: Array) -> Array:
     return jnp.where(count < _INT32_MAX, count + 1, count)
-
-
-def _as_scalar(key: str, value: Any, dtype: DTypeLike) -> Array:
-    _check_scalar(key, value)
-    return jnp.asarray(value, dtype)
 
 
 def _check_scalar(key: str, value: Any) -> None:

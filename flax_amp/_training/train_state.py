@@ -16,7 +16,7 @@ from flax import core, nnx, struct
 from flax.training import train_state
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array, PyTree, Rngs
+from flax_amp._training.aliases import Array, PyTree, Rngs, check_type
 from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
 from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.wrap import (
@@ -253,11 +253,12 @@ def merge_model(
 
 
 def _check_model(model: object, params: PyTree, variables: object) -> None:
-    if not isinstance(model, nnx.Module):
-        raise TypeError(
-            f"AmpTrainState.create: model is a {type(model).__name__}; expected an "
-            "nnx.Module. For a Linen model pass apply_fn=model.apply and params."
-        )
+    check_type(
+        model,
+        nnx.Module,
+        "AmpTrainState.create: model",
+        "an nnx.Module. For a Linen model pass apply_fn=model.apply and params.",
+    )
     if params is not None or variables is not None:
         raise TypeError(
             "AmpTrainState.create: got model together with params or variables; "
@@ -298,25 +299,22 @@ def check_params(params: PyTree, caller: str) -> None:
         )
 
 
-def _as_collections(params: PyTree, variables: object) -> PyTree:
+def _as_collections(params: PyTree, variables: Any) -> PyTree:
     """Returns the collections of a Linen model other than its parameters."""
     if params is None:
         raise TypeError(
             "AmpTrainState.create: got neither params nor model; expected params (and "
             "apply_fn) of a Linen model, or an nnx.Module as model."
         )
-    if not isinstance(params, Mapping | list | tuple):
-        raise TypeError(
-            f"AmpTrainState.create: params is a {type(params).__name__}; expected a "
-            "dict of arrays. Put a single array into a dict: {'w': array}."
-        )
-    if variables is None:
-        return {}
-    if not isinstance(variables, Mapping):
-        raise TypeError(
-            f"AmpTrainState.create: variables is a {type(variables).__name__}; "
-            "expected a dict of collections such as {'batch_stats': ...}."
-        )
+    check_type(
+        params,
+        Mapping | list | tuple,
+        "AmpTrainState.create: params",
+        "a dict of arrays. Put a single array into a dict: {'w': array}.",
+    )
+    expected = "a dict of collections such as {'batch_stats': ...}."
+    variables = {} if variables is None else variables
+    check_type(variables, Mapping, "AmpTrainState.create: variables", expected)
     if "params" in variables:
         raise ValueError(
             "AmpTrainState.create: variables holds the collection 'params'; expected "
@@ -325,15 +323,14 @@ def _as_collections(params: PyTree, variables: object) -> PyTree:
     return core.unfreeze(dict(variables))
 
 
-def _as_streams(rngs: object) -> Rngs:
-    if rngs is None:
-        return {}
-    if not isinstance(rngs, Mapping):
-        raise TypeError(
-            f"AmpTrainState.create: rngs is a {type(rngs).__name__}; expected a "
-            "dict of keys by the name of their stream, such as "
-            "{'dropout': jax.random.key(0)}."
-        )
+def _as_streams(rngs: Any) -> Rngs:
+    rngs = {} if rngs is None else rngs
+    check_type(
+        rngs,
+        Mapping,
+        "AmpTrainState.create: rngs",
+        "a dict of keys by the name of their stream: {'dropout': jax.random.key(0)}.",
+    )
     return {name: _as_key(name, key) for name, key in rngs.items()}
 
 

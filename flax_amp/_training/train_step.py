@@ -34,6 +34,7 @@ from flax_amp._training.aliases import (
     PyTree,
     Rngs,
     UserFn,
+    check_type,
 )
 from flax_amp._training.averaging import PassResult
 from flax_amp._training.donation import JittedStep
@@ -90,12 +91,9 @@ def make_train_step(
         `"variables"` holds updated collections of a Linen model, as `apply` with
         `mutable=` returns them; all other entries become metrics. The state of an NNX
         model is collected from the model itself.
-      compute_dtype: see `flax_amp.amp`.
-      amp_policy: see `flax_amp.amp`.
-      recompute: see `flax_amp.amp`.
+      compute_dtype, amp_policy, recompute, merge_layers: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
         in float32.
-      merge_layers: see `flax_amp.amp`.
       redo_on_nan: while the loss is finite, the gradients are not, and the scale can
         still fall, compute the same batch again with the lower scale, at most this
         many times.
@@ -200,9 +198,7 @@ def make_eval_step(
       fn: `fn(params, batch)`, or `fn(model, batch)` for NNX. The model is then in
         evaluation mode (`model.eval()`), and its updates are dropped. `fn` may declare
         the keywords `state` and `rngs`, as in `make_train_step`.
-      compute_dtype: see `flax_amp.amp`.
-      amp_policy: see `flax_amp.amp`.
-      merge_layers: see `flax_amp.amp`.
+      compute_dtype, amp_policy, merge_layers: see `flax_amp.amp`.
       jit: compile the step.
 
     Returns:
@@ -278,16 +274,14 @@ def _update_or_skip(
     )
 
 
-def _check_state(state: object, caller: str) -> None:
-    if not isinstance(state, AmpTrainState):
-        raise TypeError(
-            f"{caller}: state is a {type(state).__name__}; expected an AmpTrainState. "
-            "Make it with flax_amp.AmpTrainState.create(...)."
-        )
-    if not isinstance(state.opt_state, optax.ApplyIfFiniteState):
-        raise TypeError(
-            f"{caller}: state.opt_state is a {type(state.opt_state).__name__}; "
-            "expected an optax.ApplyIfFiniteState. Make the state with "
-            "AmpTrainState.create, which wraps tx."
-        )
+def _check_state(state: Any, caller: str) -> None:
+    expected = "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...)."
+    check_type(state, AmpTrainState, f"{caller}: state", expected)
+    check_type(
+        state.opt_state,
+        optax.ApplyIfFiniteState,
+        f"{caller}: state.opt_state",
+        "an optax.ApplyIfFiniteState. Make the state with AmpTrainState.create, which "
+        "wraps tx.",
+    )
     check_keys(state.scaler, f"{caller}: state.scaler")

@@ -1,6 +1,5 @@
-"""The loss scaler: its arithmetic to the step, and the gradients that use it."""
+"""The loss scaler: its arithmetic to the step, and what it refuses."""
 
-import itertools
 import typing
 
 import jax
@@ -10,24 +9,27 @@ import orbax.checkpoint as ocp
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 
-from flax_amp._training.scaler import (
+from _steps import (
+    linear_batch,
+    linear_loss,
+    linear_state,
+    raised,
+    run_nnx,
+)
+from flax_amp import (
     DynamicScalerState,
-    complete_scaler,
+    dynamic_scale_grad,
     init_scaler,
     no_scaler,
+    scale_loss,
     static_scaler,
     update_scaler,
 )
+from flax_amp._training.scaler import check_scaler, complete_scaler
 
-DTYPES = dict(
-    scaler=jnp.float32,
-    count=jnp.int32,
-    patience=jnp.int32,
-    adjust_factor=jnp.float32,
-    total_resets=jnp.int32,
-    min_scaler=jnp.float32,
-    max_scaler=jnp.float32,
-)
+COUNTS = {"count", "patience", "total_resets"}
+KEYS = COUNTS | {"scaler", "adjust_factor", "min_scaler", "max_scaler"}
+TOP = 2**31 - 1
 
 # Not one of them is a default.
 UNUSUAL = dict(
@@ -37,27 +39,22 @@ UNUSUAL = dict(
 
 def assert_well_formed(state):
     """Checks keys, shapes, dtypes and strong typing."""
-    assert set(state) == set(DTYPES)
+    assert set(state) == KEYS
     for key, leaf in state.items():
-        assert (leaf.shape, leaf.dtype) == ((), DTYPES[key]), key
+        dtype = jnp.int32 if key in COUNTS else jnp.float32
+        assert (leaf.shape, leaf.dtype) == ((), dtype), key
         assert not leaf.aval.weak_type, key
 
 
-def run(state, outcomes):
-    """Returns the scale after each finite (1) or non-finite (0) step."""
-    scales = []
-    for finite in outcomes:
-        state = update_scaler(state, bool(finite))
-        scales.append(float(state["scaler"]))
-    return state, scales
+def numbers(state):
+    return {key: leaf.item() for key, leaf in state.items()}
 
 
 # The state
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
+def test_every_scaler_has_the_same_strongly_typed_keys():
+    for state in [
         init_scaler(),
         init_scaler(**UNUSUAL),
         static_scaler(8),
@@ -66,65 +63,18 @@ def run(state, outcomes):
         complete_scaler(DynamicScalerState(patience=10, scaler=2**15)),
         update_scaler({}, True),
         update_scaler({}, False),
-    ],
-)
-def test_every_scaler_has_the_same_strongly_typed_keys(state):
-    assert_well_formed(state)
-
-
-def test_type_names_exactly_the_keys():
-    assert set(typing.get_type_hints(DynamicScalerState)) == set(DTYPES)
-
-
-def test_weakly_typed_tracers_become_strong():
-    @jax.jit
-    def complete(x):
-        return complete_scaler({"scaler": x * 2, "count": x.astype(int)})
-
-    assert_well_formed(complete(3.0))
+        jax.jit(lambda x: complete_scaler({"scaler": x * 2, "count": 1}))(3.0),
+    ]:
+        assert_well_formed(state)
+    assert set(typing.get_type_hints(DynamicScalerState)) == KEYS
 
 
 def test_completing_keeps_what_is_there():
     state = init_scaler(**UNUSUAL)
     del state["max_scaler"]
-    assert float(complete_scaler(state)["max_scaler"]) == 2.0**24
-    assert float(complete_scaler(state)["adjust_factor"]) == 3.0
-
-
-@pytest.mark.parametrize(
-    "values, message",
-    [
-        (dict(scaler=0.0), r"scaler=0.0 \(expected between min_scaler="),
-        (dict(scaler=2.0**30), "scaler=1073741824.0"),
-        (dict(scaler=float("nan")), "scaler=nan"),
-        (dict(adjust_factor=1.0), "adjust_factor=1.0"),
-        (dict(adjust_factor=float("inf")), "adjust_factor=inf"),
-        (dict(patience=-1), "patience=-1"),
-        (dict(patience=1.5), "patience=1.5"),
-        (dict(patience=float("inf")), "patience=inf"),
-        (dict(min_scaler=0.0), "min_scaler=0.0"),
-        (dict(max_scaler=float("inf")), "max_scaler=inf"),
-        (dict(patience=-1, adjust_factor=0.5), "adjust_factor=0.5.*patience=-1"),
-    ],
-)
-def test_bad_hyperparameters_are_named(values, message):
-    with pytest.raises(ValueError, match=message):
-        init_scaler(**values)
-
-
-@pytest.mark.parametrize(
-    "state, error, message",
-    [
-        (3.0, TypeError, "scaler: got float; expected a dict"),
-        ({"growth": 2}, ValueError, r"unknown keys \['growth'\]"),
-        ({"scaler": jnp.ones(2)}, ValueError, r"scaler\['scaler'\] has shape \(2,\)"),
-        ({"count": "3"}, ValueError, r"scaler\['count'\] is a str"),
-        ({"count": None}, ValueError, r"scaler\['count'\] is a NoneType"),
-    ],
-)
-def test_bad_scalers_are_named(state, error, message):
-    with pytest.raises(error, match=message):
-        update_scaler(state, True)
+    assert numbers(complete_scaler(state)) == numbers(
+        init_scaler(**UNUSUAL | {"max_scaler": 2.0**24})
+    )
 
 
 def test_hyperparameters_survive_tree_map_jit_and_orbax(tmp_path):
@@ -137,9 +87,7 @@ def test_hyperparameters_survive_tree_map_jit_and_orbax(tmp_path):
         restored = checkpointer.restore(tmp_path / "scaler", init_scaler())
     for after in (mapped, jitted, restored):
         assert_well_formed(after)
-        assert {k: float(v) for k, v in after.items()} == {
-            k: float(v) for k, v in before.items()
-        }
+        assert numbers(after) == numbers(before)
 
 
 # The update
@@ -163,9 +111,56 @@ def test_hyperparameters_survive_tree_map_jit_and_orbax(tmp_path):
     ],
 )
 def test_scenarios(options, outcomes, scales, count, resets):
-    state, seen = run(init_scaler(**options), outcomes)
+    state, seen = init_scaler(**options), []
+    for finite in outcomes:
+        state = update_scaler(state, bool(finite))
+        seen.append(float(state["scaler"]))
     assert seen == scales
     assert (int(state["count"]), int(state["total_resets"])) == (count, resets)
+    assert_well_formed(state)
+
+
+def expected(state, grads_finite, loss_finite):
+    """The rule in plain Python: every number is a Python number."""
+    state = dict(state)
+    if not (loss_finite and grads_finite):
+        state["total_resets"] = min(state["total_resets"] + 1, TOP)
+    if loss_finite and not grads_finite:
+        state["scaler"], state["count"] = state["scaler"] / state["adjust_factor"], 0
+    elif loss_finite and state["count"] >= state["patience"]:
+        state["scaler"], state["count"] = state["scaler"] * state["adjust_factor"], 0
+    elif loss_finite:
+        state["count"] = min(state["count"] + 1, TOP)
+    # Keep within the limits.
+    state["scaler"] = max(state["scaler"], state["min_scaler"])
+    state["scaler"] = min(state["scaler"], state["max_scaler"])
+    return state
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        init_scaler(patience=1),
+        init_scaler(**UNUSUAL | {"patience": 1}),
+        init_scaler(scaler=2.0**24, patience=0),
+        static_scaler(640.0) | {"patience": jnp.int32(1)},
+        no_scaler() | {"patience": jnp.int32(0)},
+        complete_scaler({"patience": TOP, "count": TOP - 1, "total_resets": TOP - 1}),
+    ],
+)
+def test_random_runs_follow_the_rule(start):
+    """Of finite and other losses and gradients; compiled, and in the first steps not."""
+    outcomes = np.random.default_rng(0).random((24, 2)) < 0.7
+    jitted = jax.jit(update_scaler)
+    state, wanted = start, numbers(start)
+    for step, (grads, loss) in enumerate(outcomes.tolist()):
+        new = jitted(state, grads, loss_finite=loss)
+        wanted = expected(wanted, grads, loss)
+        assert numbers(new) == pytest.approx(wanted, rel=1e-6), step
+        if step < 5:
+            eager = update_scaler(state, grads, loss_finite=loss)
+            assert numbers(eager) == numbers(new)
+        state = new
     assert_well_formed(state)
 
 
@@ -194,31 +189,6 @@ def test_a_broken_scale_recovers(broken):
     for finite in (True, False):
         scale = float(update_scaler(state, finite)["scaler"])
         assert 2.0**-14 <= scale <= 2.0**24
-
-
-def test_counters_stop_at_the_largest_int32():
-    top = 2**31 - 1
-    full = complete_scaler({"patience": top, "count": top - 1, "total_resets": top})
-    assert int(update_scaler(full, True)["count"]) == top
-    assert int(update_scaler(full, False)["total_resets"]) == top
-
-
-@pytest.mark.parametrize("make", [lambda: static_scaler(640.0), no_scaler])
-def test_static_scalers_stay(make):
-    start = make() | {"patience": jnp.int32(1)}
-    state, scales = run(start, [0, 1, 1, 1, 1, 0, 1])
-    assert set(scales) == {float(start["scaler"])}
-    assert int(state["total_resets"]) == 2
-
-
-@pytest.mark.parametrize("scale, count", [(2.0**4, 0), (2.0**4, 3), (2.0**24, 7)])
-def test_a_loss_that_is_not_finite_leaves_scale_and_count_alone(scale, count):
-    state = complete_scaler({"scaler": scale, "count": count, "patience": 7})
-    for grads_finite in (True, False):
-        after = update_scaler(state, grads_finite, loss_finite=False)
-        assert (after["scaler"], after["count"]) == (scale, count)
-        assert int(after["total_resets"]) == 1
-        assert_well_formed(after)
 
 
 def test_agrees_with_flax_on_random_sequences():
@@ -267,20 +237,103 @@ def test_vmap_over_scalers():
     np.testing.assert_array_equal(states["scaler"], [4.0, 4.0, 64.0])
 
 
-@pytest.mark.parametrize("outcomes", list(itertools.product([True, False], repeat=3)))
-def test_eager_and_jitted_updates_agree(outcomes):
-    eager = compiled = init_scaler(**(UNUSUAL | dict(patience=1)))
-    for finite in outcomes:
-        eager = update_scaler(eager, finite)
-        compiled = jax.jit(update_scaler)(compiled, finite)
-    assert jax.tree.map(float, eager) == jax.tree.map(float, compiled)
+# What it refuses
+
+OUT_OF_RANGE = [
+    (dict(scaler=0.0), r"scaler=0.0 \(expected between min_scaler="),
+    (dict(scaler=0), "scaler=0"),
+    (dict(scaler=-1.0), "scaler=-1.0"),
+    (dict(scaler=np.nan), "scaler=nan"),
+    (dict(scaler=2.0**30), "scaler=1073741824.0 .*max_scaler=16777216.0"),
+    (dict(adjust_factor=1.0), "adjust_factor=1.0 .*above 1"),
+    (dict(adjust_factor=1 + 1e-9), "adjust_factor=1.0"),
+    (dict(adjust_factor=np.inf), "adjust_factor=inf"),
+    (dict(patience=-1), "patience=-1"),
+    (dict(patience=1.5), "patience=1.5"),
+    (dict(patience=np.inf), "patience=inf"),
+    (dict(min_scaler=0.0), "min_scaler=0.0"),
+    (dict(max_scaler=np.inf), "max_scaler=inf"),
+    (
+        dict(min_scaler=8.0, max_scaler=4.0),
+        "scaler=32768.0 .*min_scaler=8.0 and max_scaler=4.0",
+    ),
+    (dict(patience=-1, adjust_factor=0.5), "adjust_factor=0.5.*patience=-1"),
+    (dict(count=-5), "count=-5"),
+]
+GRAD_FN = dynamic_scale_grad(linear_loss)
+WHERE = {
+    "AmpTrainState.create: scaler": lambda s: linear_state(scaler=s),
+    "dynamic_scaler_state": lambda s: GRAD_FN(
+        {"w": jnp.ones(3)}, linear_batch(), dynamic_scaler_state=s
+    ),
+    "train_step: scaler": lambda s: run_nnx(scaler=s)(),
+}
+
+
+@pytest.mark.parametrize("values, message", OUT_OF_RANGE, ids=str)
+def test_values_out_of_range_are_named_wherever_they_are_given(values, message):
+    arrays = {key: jnp.asarray(value) for key, value in values.items()}
+    for where, use in WHERE.items():
+        for scaler in (values, arrays):
+            raised(
+                lambda use=use, s=scaler: use(s), ValueError, f"{where}: .*{message}"
+            )
+    raised(lambda: update_scaler(values, True), ValueError, message)
+    if "count" not in values:
+        raised(lambda: init_scaler(**values), ValueError, f"init_scaler: .*{message}")
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [("a", "is a str; expected a scalar"), (jnp.ones(3), "has shape")],
+    "state, error, message",
+    [
+        (3.0, TypeError, "scaler is a float; expected a dict"),
+        ({"growth": 2}, ValueError, r"unknown keys \['growth'\]"),
+        ({"scaler": jnp.ones(2)}, ValueError, r"scaler\['scaler'\] has shape \(2,\)"),
+        ({"count": "3"}, ValueError, r"scaler\['count'\] is a str"),
+        ({"count": None}, ValueError, r"scaler\['count'\] is a NoneType"),
+        ({"adjust_factor": "a"}, ValueError, "is a str; expected a scalar"),
+        ({"patience": jnp.ones(3)}, ValueError, "has shape"),
+    ],
 )
-def test_hyperparameters_are_numbers_before_they_are_in_range(value, message):
-    for name in ("scaler", "adjust_factor", "patience"):
-        with pytest.raises(ValueError, match=message):
-            init_scaler(**{name: value})
+def test_what_is_no_scaler_is_named(state, error, message):
+    raised(lambda: update_scaler(state, True), error, message)
+    if isinstance(state, dict) and state.keys() & UNUSUAL.keys():
+        raised(lambda: init_scaler(**state), error, message)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(adjust_factor=-2.0), "adjust_factor=-2.0"),
+        (dict(patience=np.int32(-1)), "patience=-1"),
+        (dict(scaler=-1.0), "scaler=-1.0 .*min_scaler="),
+        (dict(scaler=8.0, max_scaler=4.0), "scaler=8.0 .*max_scaler=4.0"),
+    ],
+    ids=str,
+)
+def test_numbers_beside_arrays_are_checked(values, message):
+    """What is on the device is not waited for; what is not costs nothing to check."""
+    for jit in (lambda fn: fn, jax.jit):
+        update = jit(lambda state: update_scaler(state | values, False))
+        raised(lambda update=update: update(init_scaler()), ValueError, message)
+
+
+def test_numbers_are_not_judged_by_arrays_beside_them():
+    given = init_scaler(scaler=2.0**21)
+    assert update_scaler(given | {"min_scaler": 2.0**20}, False)["scaler"] == 2.0**20
+    given = init_scaler(scaler=2.0, max_scaler=4.0)
+    assert update_scaler(given | {"min_scaler": 2.0}, False)["scaler"] == 2.0
+
+
+def test_scalers_are_not_waited_for_later_on(monkeypatch):
+    """On the way from step to step they are arrays; nobody fetches them."""
+    state = init_scaler()
+    monkeypatch.setattr("flax_amp._training.scaler.values_out_of_range", None)
+    for finite in (True, False):
+        state = update_scaler(state, finite)
+    assert scale_loss(jnp.float32(1), state) == 2.0**14
+
+
+def test_traced_scalers_are_not_checked():
+    jax.jit(lambda x: check_scaler({"scaler": x}, "here"))(-1.0)
+    jax.eval_shape(lambda x: linear_state(scaler={"scaler": x}), jnp.float32(-1))

@@ -1,7 +1,9 @@
-"""Which steps are skipped, and which of those lower the scale."""
+"""Which steps are skipped, what those change, and which of them lower the scale.
+
+One matrix: every fault, for every kind of state and of step.
+"""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,16 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from _models import changed
+from _models import MODELS, changed, cross_entropy, make_batch
+from _steps import (
+    SKIP_LEAVES,
+    EmaState,
+    copy,
+    linear_batch,
+    linear_loss,
+    linear_state,
+    setup,
+)
 from flax_amp import (
     AmpTrainState,
     all_finite,
@@ -30,14 +41,17 @@ FAULTS = {
     "loss": {"loss": jnp.nan},
     "data": {"factor": jnp.nan},
     "gradients": {"factor": 8e3},  # times 16 it is beyond float16, times 8 it is not
+    "large gradients": {"factor": 6.4e4},  # times 2 it still is
     "variables": {"seen": jnp.inf},
     "variables and gradients": {"seen": jnp.nan, "factor": 8e3},
     "loss and gradients": {"loss": -jnp.inf, "factor": 8e3},
 }
-LOWERS = {"gradients"}
+# How often a fault lowers the scale, if it may do so as often as it wants.
+LOWERS = {"gradients": 1, "large gradients": 4}
+SCALER_LEAVES = {".scaler['scaler']", ".scaler['count']"}
 
 
-def make_batch(fault):
+def batch_with(fault):
     """Good examples but for the last."""
     good = {"loss": 0.0, "factor": 1.0, "seen": 1.0}
     bad = good | FAULTS[fault]
@@ -53,19 +67,21 @@ def loss_of(w, mean, batch):
 
 def linen_loss(params, batch, *, state):
     loss, mean = loss_of(params["w"], state.variables["stats"]["mean"], batch)
-    return loss, {"variables": {"stats": {**state.variables["stats"], "mean": mean}}}
+    stats = {**state.variables["stats"], "mean": mean}
+    return loss, {"variables": {"stats": stats}, "ratio": jnp.nan}
 
 
 class Model(nnx.Module):
     def __init__(self):
         self.w = nnx.Param(jnp.float32(1))
+        self.zero = nnx.Param(jnp.float32(-0.0))
         self.mean = nnx.BatchStat(jnp.float32(0.25))
         self.lowest = nnx.BatchStat(jnp.float32(-jnp.inf))
 
 
 def nnx_loss(model, batch):
     loss, model.mean[...] = loss_of(model.w[...], model.mean[...], batch)
-    return loss, {}
+    return loss, {"ratio": jnp.nan}
 
 
 def scaler():
@@ -77,19 +93,29 @@ def make_state(kind):
     if kind == "nnx":
         return AmpTrainState.create(model=Model(), **options)
     stats = {"mean": jnp.float32(0.25), "lowest": jnp.float32(-jnp.inf)}
-    params = {"w": jnp.float32(1)}
+    params = {"w": jnp.float32(1), "zero": jnp.float32(-0.0)}
     return AmpTrainState.create(params=params, variables={"stats": stats}, **options)
 
 
 def check_scaler_after(fault, new, redo):
-    skipped = fault != "none" and not (fault in LOWERS and redo)
-    lowered = fault in LOWERS
-    scale = SCALE / 2 if lowered else SCALE
-    count = COUNT + (fault == "none") if not lowered else int(bool(redo))
-    assert float(new["scaler"]) == scale
-    assert int(new["count"]) == count
-    assert int(new["total_resets"]) == int(fault != "none")
+    """Checks what a fault makes of the scaler; returns whether the step is skipped."""
+    needed = LOWERS.get(fault, 0)
+    lowered = min(needed, redo + 1)
+    skipped = fault != "none" and not 0 < needed <= redo
+    if fault == "none":
+        count = COUNT + 1
+    elif lowered:
+        count = int(not skipped)
+    else:
+        count = COUNT
+    assert float(new["scaler"]) == SCALE / 2**lowered, fault
+    assert int(new["count"]) == count, fault
+    assert int(new["total_resets"]) == (lowered or int(skipped)), fault
     return skipped
+
+
+def arrays(*nodes):
+    return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
 
 
 def mapped(step, mesh, check_vma):
@@ -127,40 +153,40 @@ def test_only_what_a_lower_scale_mends_lowers_it(mesh, kind, way):
     redo = options.get("redo_on_nan", 0)
     state = make_state(kind)
     for fault in FAULTS:
-        after, metrics = step(state, make_batch(fault))
+        after, metrics = step(state, batch_with(fault))
         skipped = check_scaler_after(fault, after.scaler, redo)
         assert bool(metrics["grads_finite"]) != skipped, fault
         assert int(metrics["skipped_total"]) == int(skipped)
-        assert int(after.opt_state.notfinite_count) == int(skipped)
-        moved = {path.split("[")[0] for path in changed(state, after)}
-        trained = {".params", ".opt_state.inner_state", ".variables"}
-        assert not skipped or not any(x.startswith(tuple(trained)) for x in moved)
-        assert skipped or {".params", ".variables"} <= moved
+        assert np.isnan(metrics["ratio"])  # it makes no difference
+        moved = changed(state, after)
+        if skipped:
+            lowered = SCALER_LEAVES if fault in LOWERS else set()
+            assert moved == SKIP_LEAVES | lowered, fault
+        else:
+            kinds = {path.split("[")[0] for path in moved}
+            assert {".params", ".variables"} <= kinds, fault
         assert int(after.step) == 1
 
 
 @pytest.mark.parametrize("accum_steps, redo", [(1, 0), (2, 1)])
 def test_the_step_on_an_optimizer_decides_alike(accum_steps, redo):
+    options = dict(accum_steps=accum_steps, redo_on_nan=redo)
     step = make_nnx_train_step(
-        nnx_loss,
-        has_aux=True,
-        compute_dtype=jnp.float32,
-        accum_steps=accum_steps,
-        redo_on_nan=redo,
+        nnx_loss, has_aux=True, compute_dtype=jnp.float32, **options
     )
     tx = optax.apply_if_finite(optax.adam(0.1), 2**31 - 1)
     for fault in FAULTS:
         model = Model()
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        new, metrics = step(model, optimizer, scaler(), make_batch(fault))
+        before = arrays(model, optimizer)
+        new, metrics = step(model, optimizer, scaler(), batch_with(fault))
         skipped = check_scaler_after(fault, new, redo)
         assert bool(metrics["grads_finite"]) != skipped
         assert int(metrics["skipped_total"]) == int(skipped)
-        assert int(optimizer.opt_state.notfinite_count[...]) == int(skipped)
-        assert (float(model.w[...]) == 1, float(model.mean[...]) == 0.25) == (
-            skipped,
-            skipped,
-        )
+        moved = changed(before, arrays(model, optimizer))
+        counters = {"last_finite", "notfinite_count", "total_notfinite"}
+        kinds = {path.split("'")[-2] for path in moved}
+        assert kinds == counters if skipped else kinds >= {"w", "mean", "step"}, fault
 
 
 @pytest.mark.parametrize("way", ["eager", "jit", "redone", "devices"])
@@ -180,7 +206,7 @@ def test_gradients_of_a_module_decide_alike(mesh, way):
     graphdef, state = nnx.split(Model())
     run = {"eager": pure, "devices": mapped(pure, mesh, True)}.get(way, jax.jit(pure))
     for fault in FAULTS:
-        after, new, finite = run(state, make_batch(fault))
+        after, new, finite = run(state, batch_with(fault))
         skipped = check_scaler_after(fault, new, redo)
         assert bool(finite) == (not skipped or fault == "variables")
         assert (float(after["mean"][...]) == 0.25) == skipped
@@ -202,8 +228,66 @@ def test_a_variable_that_was_infinite_before_is_no_fault():
     assert state.variables["stats"]["lowest"] == -jnp.inf
 
 
-def digits_run(every, steps=80):
-    """A small network on handwritten digits; one NaN in every so many batches."""
+# Real models and optimizers
+
+
+@pytest.mark.parametrize(
+    "dtype, cls, accum_steps",
+    [
+        (jnp.float16, AmpTrainState, 1),
+        (jnp.bfloat16, AmpTrainState, 1),
+        (jnp.float32, EmaState, 4),
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_poisoned_batch_changes_no_other_bit(name, dtype, cls, accum_steps):
+    state, step = setup(name, cls=cls, compute_dtype=dtype, accum_steps=accum_steps)
+    after, metrics = step(copy(state), make_batch(poisoned=True))
+    assert changed(state, after) == SKIP_LEAVES
+    assert not metrics["grads_finite"] and int(metrics["skipped_total"]) == 1
+    assert int(after.step) == int(state.step) + 1
+    # The next good step is what it would have been, but for its number and scale.
+    if name == "linen":  # whose dropout follows the step; NNX counts applied ones
+        after = after.replace(step=state.step)
+    after = after.replace(scaler=state.scaler)
+    seen, _ = step(copy(after), make_batch(5))
+    never, _ = step(copy(state), make_batch(5))
+    counters = {".opt_state.total_notfinite", ".step"}
+    assert changed(seen, never) - counters == set()
+    assert seen.opt_state.notfinite_count == 0
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(0.1),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.apply_if_finite(optax.adam(0.1), 0),  # applies the NaN at once
+        optax.chain(optax.apply_if_finite(optax.adam(0.1), 0)),
+        optax.contrib.schedule_free_sgd(0.1),
+    ],
+)
+def test_skips_whatever_the_optimizer(tx):
+    """Many steps in a row do no harm, and are left again."""
+    step = make_train_step(linear_loss)
+    state = linear_state(tx)
+    for _ in range(3):
+        state, _ = step(state, linear_batch())
+    after = copy(state)
+    for _ in range(40):
+        after, metrics = step(after, linear_batch(poisoned=True))
+    assert changed(state, after) <= SKIP_LEAVES
+    assert (float(metrics["scaler"]), int(metrics["skipped_total"])) == (16.0, 40)
+    for _ in range(2):
+        after, metrics = step(after, linear_batch())
+    assert metrics["grads_finite"] and changed(state.params, after.params)
+
+
+def test_bad_batches_do_not_drive_the_scale_to_its_floor():
+    """Forty of them would have: 29 are enough to go from 2**15 down to 2**-14.
+
+    A small network learns handwritten digits with a NaN in every second batch.
+    """
     from examples.digits import data
 
     train, _ = data.load(0)
@@ -215,31 +299,24 @@ def digits_run(every, steps=80):
         "out": jax.random.normal(keys[1], (16, 10)) / 4,
     }
 
+    def logits_of(params, x):
+        return jax.nn.relu(x @ params["hidden"]) @ params["out"]
+
     def loss_fn(params, batch):
-        logits = jax.nn.relu(batch["x"] @ params["hidden"]) @ params["out"]
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits, batch["y"]
-        ).mean()
+        return cross_entropy(logits_of(params, batch["x"]), batch["y"])
 
     step = make_train_step(loss_fn)
     state = AmpTrainState.create(params=params, tx=optax.adam(0.02))
     rng = np.random.default_rng(0)
-    for i in range(steps):
+    for i in range(80):
         rows = rng.integers(0, len(images), 64)
         x = images[rows].copy()
-        if i % every == every - 1:
-            x[3] = np.nan
-        state, metrics = step(state, {"x": x, "y": labels[rows]})
-    logits = jax.nn.relu(images @ state.params["hidden"]) @ state.params["out"]
-    return state, float((logits.argmax(-1) == labels).mean())
-
-
-def test_bad_batches_do_not_drive_the_scale_to_its_floor():
-    """Forty of them would have: 29 are enough to go from 2**15 down to 2**-14."""
-    state, accuracy = digits_run(every=2)
+        x[3] *= np.nan if i % 2 else 1
+        state, _ = step(state, {"x": x, "y": labels[rows]})
     assert int(state.opt_state.total_notfinite) == 40
     assert float(state.scaler["scaler"]) == 2.0**15
-    assert accuracy > 0.75
+    accuracy = (logits_of(state.params, images).argmax(-1) == labels).mean()
+    assert float(accuracy) > 0.75
 
 
 # One scaler for two networks
@@ -284,9 +361,8 @@ def test_two_networks_share_one_scaler():
 AXES = {"vmap": jax.vmap, "pmap": jax.pmap}
 
 
-@pytest.mark.parametrize(
-    "transform, axis_name", [*itertools.product(AXES, ["data", ("data",)])]
-)
+@pytest.mark.parametrize("axis_name", ["data", ("data",)], ids=str)
+@pytest.mark.parametrize("transform", AXES)
 def test_every_device_makes_the_same_of_the_scale(transform, axis_name):
     """Without the name each goes its own way, and none averages."""
 

@@ -1,0 +1,259 @@
+"""Bad arguments and losses: one error that says what was seen and what to do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from _models import linen_loss, linen_state, make_batch, nnx_loss, nnx_state
+from _steps import (
+    linear_batch,
+    linear_loss,
+    linear_state,
+    raised,
+    raising,
+    run,
+    run_nnx,
+)
+from flax_amp import (
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+    optim,
+)
+
+X = jnp.ones(3)
+MAKERS = (make_train_step, make_eval_step)
+TRANSFORMS = (dynamic_scale_grad, dynamic_scale_value_and_grad)
+
+# Arguments
+
+
+ARGUMENTS = [
+    (dict(compute_dtype=jnp.int8), TypeError, "compute_dtype.*int8"),
+    (dict(compute_dtype="float17"), TypeError, "compute_dtype.*float17"),
+    (dict(accum_steps=0), ValueError, "NAME: accum_steps=0; expected"),
+    (dict(accum_steps=1.5), ValueError, "NAME: accum_steps=1.5; expected"),
+    (dict(redo_on_nan=-1), ValueError, "NAME: redo_on_nan=-1"),
+    (dict(loss_fn=3), TypeError, "NAME: loss_fn is a int; expected a function"),
+]
+
+
+@pytest.mark.parametrize("make", [make_train_step, make_nnx_train_step])
+def test_arguments_of_the_steps(make):
+    for options, error, message in ARGUMENTS:
+        call = functools.partial(make, **(dict(loss_fn=linear_loss) | options))
+        raised(call, error, message.replace("NAME", make.__name__))
+
+
+@raising(
+    [
+        (
+            lambda: make_train_step(nnx_loss, state_shardings=3, jit=False),
+            ValueError,
+            "state_shardings with jit=False",
+        ),
+        (lambda: make_eval_step(None), TypeError, "make_eval_step: fn is a NoneType"),
+        (
+            lambda: make_nnx_train_step(lambda model, batch, rngs: 0.0),
+            TypeError,
+            "make_nnx_train_step.*'rngs'.*into the batch",
+        ),
+        *(
+            (functools.partial(make, loss), TypeError, f"{make.__name__}: .*{message}")
+            for make in MAKERS
+            for loss, message in [
+                (lambda params: 0.0, r"signature \(params\) \(too many positional"),
+                (lambda p, b, c: 0.0, r"signature \(p, b, c\) .*'c'.*functools.partia"),
+                (lambda p, b, *, key: 0.0, "keywords state and rngs"),
+            ]
+        ),
+        *(
+            (lambda n=n: dynamic_scale_grad(X, redo_on_nan=n), ValueError, f"nan={n}")
+            for n in (-1, 1.5, None)
+        ),
+    ]
+)
+def test_arguments(call, error, message):
+    raised(call, error, message)
+
+
+@pytest.mark.parametrize("axis", [3, ("data", 3), ["data"], True, {"data"}])
+def test_axes_that_are_no_names(axis):
+    for make in (make_train_step, make_nnx_train_step, *TRANSFORMS):
+        with pytest.raises(TypeError) as caught:
+            make(linear_loss, axis_name=axis)
+        message = f"{make.__name__}: axis_name={axis!r}; expected the name"
+        assert message in str(caught.value)
+
+
+def test_any_other_name_of_an_axis_is_taken():
+    for axis in ("data", object(), (("rows", 0),)):
+        make_train_step(linear_loss, axis_name=axis)
+
+
+# Losses
+
+
+def pair(aux):
+    return lambda params, batch: (params["w"].sum(), aux)
+
+
+def linen_with(update):
+    """The loss of a Linen model that makes something else of its collections."""
+
+    def loss(params, batch, *, state, rngs):
+        value, aux = linen_loss(params, batch, state=state, rngs=rngs)
+        return value, {"variables": update(aux["variables"])}
+
+    return run(loss, linen_state, make_batch, has_aux=True)
+
+
+def grows(model, batch):
+    model.seen = nnx.BatchStat(jnp.zeros(2))
+    return model(batch["x"]).mean()
+
+
+def fails(*args):
+    raise ValueError("mine")
+
+
+def statistics():
+    return linear_state(variables={"batch_stats": {"mean": X}})
+
+
+RETURNED = [
+    (lambda p, b: p["w"], r"float32\[3\] as its loss.*mean\(\)"),
+    (lambda p, b: p["w"].sum().astype(int), r"int32\[\] as its.*scalar float"),
+    (lambda p, b: p["w"].sum() + 0j, r"complex64\[\] as its.*scalar float"),
+    (lambda p, b: None, "a NoneType as its loss"),
+    (lambda p, b: (p["w"].sum(), {}), "tuple as its loss.*has_aux=True"),
+]
+
+
+@raising(
+    [
+        *((run(loss), TypeError, message) for loss, message in RETURNED),
+        (
+            run(linear_loss, has_aux=True),
+            TypeError,
+            r"make_train_step: linear_loss returned.*expected a \(loss, aux\) pair",
+        ),
+        (run(pair(3.0), has_aux=True), TypeError, "aux is a float; expected a dict"),
+        (
+            run(pair({"variables": {"cache": 1}}), has_aux=True),
+            ValueError,
+            r"aux\['variables'\] with \['cache'\]; expected .* collections \[\]",
+        ),
+        (
+            run(pair({"batch_stats": {"mean": X}}), statistics, has_aux=True),
+            ValueError,
+            r"\['batch_stats'\].*aux\['variables'\]",
+        ),
+        (
+            linen_with(lambda updates: jax.tree.map(lambda x: x[None], updates)),
+            ValueError,
+            r"batch_stats\['BatchNorm_0'\]\['mean'\]: float32\[8\] before, float32",
+        ),
+        (
+            linen_with(lambda updates: {"batch_stats": {}}),
+            ValueError,
+            r"\['mean'\]: float32\[8\] before, absent now",
+        ),
+        (
+            linen_with(lambda updates: {"intermediates": {}}),
+            ValueError,
+            r"\['intermediates'\]; expected .*\['batch_stats'\]",
+        ),
+        (linen_with(lambda updates: 3), ValueError, "with int; expected a dict"),
+        (
+            run(grows, nnx_state, make_batch),
+            ValueError,
+            r"\['seen'\]: absent before, float32",
+        ),
+        (
+            run(
+                lambda model, batch: (model(batch["x"]).sum(), {"variables": {"n": 1}}),
+                nnx_state,
+                make_batch,
+                has_aux=True,
+            ),
+            ValueError,
+            "model's own state is collected",
+        ),
+        (
+            run_nnx(lambda model, batch: model(batch)),
+            TypeError,
+            "make_nnx_train_step: <lambda> returned",
+        ),
+        (run(fails), ValueError, "^mine"),
+        (
+            run(linear_loss, axis_name="data"),
+            NameError,
+            "make_train_step: axis_name='data' is not the axis of a map around this c",
+        ),
+    ]
+)
+def test_losses(call, error, message):
+    raised(call, error, message)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_metrics(jit):
+    rate = "hyperparams/learning_rate"
+    for aux, error, message in [
+        ({0: 1.0}, TypeError, r"aux with the keys \[0\]; expected strings"),
+        ({"name": "resnet"}, TypeError, r"returned aux\['name'\], a str; expected arr"),
+        ({"a": {"f": jnp.tanh}}, TypeError, r"aux\['a'\]\['f'\], a "),
+        ({"loss": 3.0, "scaler": 1}, ValueError, r"names \['loss', 'scaler'\]"),
+        ({"skipped_total": 1}, ValueError, r"reserved names \['skipped_total'\]"),
+        ({rate: 1.0}, ValueError, rf"reserved names \['{rate}'\]"),
+    ]:
+        state = functools.partial(linear_state, optim.sgd(0.1))
+        raised(run(pair(aux), state, has_aux=True, jit=jit), error, message)
+    if jit:  # names that nobody reports are free
+        assert run(pair({rate: 1.0}), has_aux=True)()[1][rate] == 1
+
+
+@pytest.mark.parametrize(
+    "batch, steps, message",
+    [
+        (
+            {"x": X[:2], "y": np.ones(4)},
+            2,
+            r"\['x'\] has shape \(2,\); batch\['y'\] ha",
+        ),
+        ({"x": np.ones((4, 2)), "w": np.ones(2)}, 2, r"\['w'\] has shape \(2,\)"),
+        ({"x": np.ones(4), "n": np.float32(1)}, 2, r"\['n'\] has shape \(\)"),
+        ({"x": np.ones((3, 3)), "n": 3}, 3, r"batch\['n'\] has shape \(\)"),
+        ({"x": X, "y": X}, 2, r"\['x'\] has shape \(3,\)"),
+        (linear_batch(), 3, r"batch\['x'\] has shape \(8, 3\)"),
+    ],
+)
+def test_batches_that_do_not_split(batch, steps, message):
+    call = run(pair({}), batch=lambda: batch, has_aux=True, accum_steps=steps)
+    raised(call, ValueError, f"{message}.*the same for all.*accum_steps={steps}")
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_gradients(transform):
+    def grad(fun, **options):
+        return lambda: transform(fun, **options)({"w": X}, X, dynamic_scaler_state={})
+
+    name = transform.__name__
+    for call, message in [
+        *((grad(loss), message) for loss, message in RETURNED),
+        (grad(RETURNED[0][0], has_aux=True), r"expected a \(loss, aux\) pair"),
+        (grad(linear_loss, argnums=2), f"^{name}: argnums=2 names an argument"),
+        (grad(linear_loss, argnums=None), "argnums=None; expected an integer.* Leave"),
+        (grad(linear_loss, argnums=(0, "x")), r"argnums=\(0, 'x'\); expected an int"),
+        (lambda: transform(linear_loss)(X), f"^{name}: .*scaler_state is missing"),
+    ]:
+        raised(call, TypeError, message)
+    unbound = f"{name}: axis_name='data' is not the axis of a map around this call"
+    raised(grad(linear_loss, axis_name="data"), NameError, unbound)

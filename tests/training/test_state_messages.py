@@ -1,0 +1,321 @@
+"""Bad states and optimizers: one error that says what was seen and what to do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+from _models import LinenNet
+from _steps import (
+    linear_batch,
+    linear_loss,
+    linear_objects,
+    linear_state,
+    raised,
+    raising,
+    run,
+    run_nnx,
+    sum_loss,
+)
+from flax_amp import (
+    AmpTrainState,
+    check_progress,
+    init_scaler,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+    no_scaler,
+    optim,
+    static_scaler,
+)
+
+X = jnp.ones(3)
+
+
+def loss(params, batch):
+    return params["w"].sum() * 1.0
+
+
+def bare(**fields):
+    return lambda: linear_state().replace(**fields)
+
+
+def without(key):
+    return {k: v for k, v in init_scaler().items() if k != key}
+
+
+@pytest.mark.parametrize("make", [make_train_step, make_eval_step])
+def test_states_of_a_step(make):
+    plain = TrainState.create(apply_fn=None, params={"w": X}, tx=optax.sgd(0.1))
+    step = make(linear_loss)
+    for state, error, message in [
+        (plain, TypeError, "state is a TrainState; expected an Amp"),
+        ({"w": X}, TypeError, "state is a dict"),
+        (bare(opt_state=())(), TypeError, "expected an optax.ApplyIfFiniteState"),
+        *(
+            (bare(scaler=without(key))(), ValueError, rf"a dict, lacks \['{key}'\]; ex")
+            for key in ("scaler", "count", "max_scaler")
+        ),
+    ]:
+        raised(lambda state=state: step(state, linear_batch()), error, message)
+
+
+def test_a_donated_state_and_a_donated_scaler():
+    state, batch = linear_state(), linear_batch()
+    step = make_train_step(linear_loss)
+    step(state, batch)
+    deleted = r"step: state.* was deleted.*donate=Fal"
+    for again in (step, make_eval_step(linear_loss)):
+        raised(lambda again=again: again(state, batch), RuntimeError, deleted)
+    kept, scaler = linear_objects(), init_scaler()
+    step = make_nnx_train_step(sum_loss)
+    step(*kept, scaler, X)
+    deleted = r"train_step: scaler\['\w+'\] was deleted"
+    raised(lambda: step(*kept, scaler, X), RuntimeError, deleted)
+
+
+SHARED = {
+    "two fields": lambda s: (s.replace(variables={"a": s.params["w"]}), X),
+    "the batch": lambda s: (s, s.params["w"]),
+    "keys": lambda s: (s.replace(rngs=dict.fromkeys("ab", jax.random.key(0))), X),
+}
+
+
+@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_array_in_two_places(share, devices):
+    state = linear_state(optax.adam(0.1))
+    if devices > 1:
+        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+        state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
+    state, batch = share(state)
+    step = make_train_step(loss)
+    with pytest.raises(ValueError, match="train_step: .* are the same array") as caught:
+        step(state, batch)
+    if share is SHARED["two fields"]:
+        both = "state.params['w'] and state.variables['a'] are"
+        assert both in str(caught.value)
+    # Nothing was deleted, and the advice works.
+    step = make_train_step(loss, donate=False)
+    new, _ = step(state, batch)
+    assert new.step == state.step + 1
+
+
+def test_arrays_that_are_not_donated_may_be_shared():
+    loss = lambda params, batch: (params["w"] * batch["a"] * batch["b"]).sum()  # noqa: E731
+    batch = {"a": X, "b": X}
+    make_train_step(loss)(linear_state(), batch)
+    shared = linear_state()
+    shared = shared.replace(variables={"a": shared.params["w"]})
+    make_eval_step(loss)(shared, batch)
+    jax.jit(make_train_step(loss))(shared, batch)
+
+
+def test_what_an_optimizer_or_a_scaler_shares_is_copied():
+    """The first state of mechanize holds the parameters; a scaler one array twice."""
+    ends, tx = [], optax.contrib.mechanize(optax.sgd(0.1))
+    for donate in (True, False):
+        model, optimizer = linear_objects(tx=tx)
+        step = make_nnx_train_step(sum_loss, donate=donate)
+        scaler = static_scaler(jnp.float32(8))
+        for _ in range(2):
+            scaler, _ = step(model, optimizer, scaler, X)
+        ends.append(model.kernel[...])
+        assert scaler["scaler"] == 8
+    assert (ends[0] == ends[1]).all() and optimizer.step[...] == 2
+
+
+class Subclass(AmpTrainState):
+    ema: dict
+
+
+def test_unknown_fields():
+    for state in (linear_state(), Subclass.create(params={"w": X}, tx=MINE, ema={})):
+        name = type(state).__name__
+        message = rf"^{name}.replace: unknown fields \['lr'\]; expected .*'rngs'.*\]"
+        raised(lambda state=state: state.replace(lr=0.1), TypeError, message)
+        assert state.replace(step=3).step == 3
+    raised(lambda: state.replace(lr=0.1), TypeError, "'ema'.*replace_hyperparams")
+
+
+# Optimizers
+
+MINE = optax.GradientTransformation(lambda params: (), lambda *args: 1 / 0)
+LOSS_TOO = "the optimizer's update asks for {} too.*optax.adamw"
+
+
+@raising(
+    [
+        (run(linear_loss, lambda: linear_state(MINE)), ZeroDivisionError, "^division"),
+        *(
+            (call, TypeError, f"{name}: {LOSS_TOO.format(asked)}")
+            for tx, asked in [
+                (optax.lbfgs(0.1), "value, grad, value_fn"),
+                (
+                    optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+                    "value",
+                ),
+            ]
+            for name, call in [
+                ("make_train_step", run(linear_loss, lambda tx=tx: linear_state(tx))),
+                (
+                    "make_nnx_train_step",
+                    run_nnx(make=functools.partial(linear_objects, tx=tx)),
+                ),
+            ]
+        ),
+        (run_nnx(make=lambda: ({}, linear_objects()[1])), TypeError, "model is a dict"),
+        (
+            run_nnx(make=lambda: (linear_objects()[0], optax.sgd(0.1))),
+            TypeError,
+            "expected an nnx.Optimizer",
+        ),
+        (
+            run_nnx(make=lambda: linear_objects(param_dtype=jnp.float16)),
+            ValueError,
+            "train_step: parameters are not float32.*kernel",
+        ),
+        (
+            run_nnx(make=lambda: linear_objects(wrt=nnx.Cache)),
+            ValueError,
+            "train_step: wrt=.*selects no variable",
+        ),
+    ]
+)
+def test_optimizers(call, error, message):
+    raised(call, error, message)
+
+
+# What a state is created from
+
+HALF = {
+    "dense": {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)},
+    "norm": np.ones(2, np.float64),
+}
+NESTED_ORDER = "MultiSteps around apply_if_finite"
+NESTED = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(params=HALF), ValueError, r"\['dense'\]\['kernel'\]: float16"),
+        (dict(params=HALF), ValueError, r"\['norm'\]: float64.*param_dtype"),
+        (
+            dict(params={"w": jnp.ones(2, jnp.bfloat16)}),
+            ValueError,
+            r"not float32: \['w'\]: bfloat16",
+        ),
+        (
+            dict(params={"w": X, "key": jax.random.key(0)}),
+            ValueError,
+            r"\['key'\] is a PRNG key; expected arrays",
+        ),
+        *(
+            (dict(params=p), TypeError, "params is a .*expected a dict.*{'w': array}")
+            for p in (X, 3.0, "w", nnx.Rngs(0))
+        ),
+        (dict(params=None), TypeError, "got neither params nor model"),
+        (
+            dict(params=None, model=LinenNet()),
+            TypeError,
+            "model is a LinenNet; expected an nnx.Module",
+        ),
+        (dict(model=linear_objects()[0]), TypeError, "model together with params"),
+        (
+            dict(params=None, model=linear_objects(param_dtype=jnp.float16)[0]),
+            ValueError,
+            r"\['kernel'\]: float16",
+        ),
+        (
+            dict(params=None, model=linear_objects()[0], wrt=nnx.Cache),
+            ValueError,
+            "selects no variable of the model",
+        ),
+        (dict(tx=None), TypeError, "tx is a NoneType"),
+        (dict(tx=optim.sgd), TypeError, r"tx is the class sgd.*Call it: optim.sgd\("),
+        (dict(tx=NESTED), ValueError, NESTED_ORDER),
+        (
+            dict(tx=optax.chain(optax.identity(), NESTED.gradient_transformation())),
+            ValueError,
+            NESTED_ORDER,
+        ),
+        (dict(rngs=jax.random.key(0)), TypeError, "rngs is a .*expected a dict"),
+        (dict(rngs={"dropout": 0}), TypeError, r"rngs\['dropout'\] is int"),
+        (
+            dict(rngs={"dropout": jax.random.split(jax.random.key(0))}),
+            TypeError,
+            r"rngs\['dropout'\] is key<fry>\[2\]",
+        ),
+        (
+            dict(rngs={"dropout": jnp.ones(2)}),
+            TypeError,
+            r"rngs\['dropout'\] is float32\[2\]",
+        ),
+        (dict(variables=[1]), TypeError, "variables is a list; expected a dict"),
+        (
+            dict(variables={"params": {}, "batch_stats": {}}),
+            ValueError,
+            "holds the collection 'params'",
+        ),
+        (dict(scaler={"growth": 1}), ValueError, "unknown keys"),
+        (dict(scaler=3), TypeError, "create: scaler is a int; expected a dict.*no_s"),
+        (dict(ema=1), TypeError, "ema"),
+    ],
+)
+def test_create(options, error, message):
+    options = dict(params={"w": X}, tx=optax.sgd(0.1)) | options
+    raised(lambda: AmpTrainState.create(**options), error, message)
+
+
+@raising(
+    [
+        *(
+            (
+                lambda metrics=metrics: check_progress(linear_state(), metrics),
+                TypeError,
+                f"metrics is a {type(metrics).__name__}; expected the dict of",
+            )
+            for metrics in (3.0, [1.0], "loss", np.ones(2), ())
+        ),
+        *(
+            (
+                lambda n=n: check_progress(linear_state(), max_skips=n),
+                ValueError,
+                f"max_skips={n!r}; expected an integer of at least 1. Leave it",
+            )
+            for n in (0, 2.5, "3")
+        ),
+        *(
+            (
+                lambda scaler=scaler: check_progress(bare(scaler=scaler)()),
+                ValueError,
+                "check_progress: state.scaler.*lacks .*'count'",
+            )
+            for scaler in (None, {}, {"scaler": X[0]})
+        ),
+        (lambda: check_progress({}), TypeError, "state is a dict"),
+        (lambda: check_progress(({}, {})), TypeError, r"state\[0\] is a dict"),
+        (lambda: check_progress((3,)), TypeError, "expected an AmpTrainState, or a p"),
+        (
+            lambda: check_progress(
+                (linear_objects(tx=optax.adam(0.1))[1], no_scaler())
+            ),
+            TypeError,
+            "does not count skipped steps.*apply_if_fin",
+        ),
+        (
+            lambda: linear_state().merge_model(),
+            TypeError,
+            "expected one made with create.model=",
+        ),
+    ]
+)
+def test_progress_and_merge_model(call, error, message):
+    raised(call, error, message)
