@@ -1,154 +1,177 @@
 """Gradient accumulation: within a step, over steps with MultiSteps, and both."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from clu import metrics as clu_metrics
 
-from _models import changed
+from _models import changed, make_batch
+from _steps import linear_batch, linear_loss, linear_state, setup
 from flax_amp import AmpTrainState, init_scaler, make_train_step, no_scaler
 from helpers import assert_close, assert_identical
 
-SIZE, EXAMPLES = 4, 16
 CLIP = 0.05  # far below the norm of the gradient: it always clips
+POISONED = {"x": np.full((2, 3), np.inf, np.float32), "y": np.zeros(2, np.float32)}
 
 
-def loss_fn(params, batch):
-    return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+def part(i, parts):
+    return jax.tree.map(lambda leaf: leaf[i::parts], linear_batch())
 
 
-def make_batch(seed=0, size=EXAMPLES):
-    x = jax.random.normal(jax.random.key(seed), (size, SIZE))
-    return {"x": x, "y": x.sum(1, keepdims=True) + 1}
-
-
-def part(batch, i, parts):
-    return jax.tree.map(lambda leaf: leaf[i::parts], batch)
-
-
-def make_state(tx):
-    params = {"w": jnp.zeros((SIZE, 1))}
-    return AmpTrainState.create(params=params, tx=tx, scaler=no_scaler())
+def make_state(tx, scaler=None):
+    return linear_state(tx, scaler=scaler or no_scaler())
 
 
 def optimizer():
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(0.1))
 
 
-def step(**options):
-    return make_train_step(loss_fn, compute_dtype=jnp.float32, donate=False, **options)
+@functools.cache
+def step(accum_steps=1):
+    return make_train_step(
+        linear_loss, compute_dtype=jnp.float32, donate=False, accum_steps=accum_steps
+    )
 
 
-def full_batch_steps(count, tx=None):
-    state = make_state(tx or optimizer())
-    for seed in range(count):
-        state, _ = step()(state, make_batch(seed))
+@functools.cache
+def full_batch_steps(count):
+    state = make_state(optimizer())
+    for _ in range(count):
+        state, _ = step()(state, linear_batch())
     return state
 
 
-@pytest.mark.parametrize("accum_steps, every", [(4, 1), (1, 4), (2, 2), (2, 4)])
-def test_any_way_to_accumulate_equals_the_full_batch(accum_steps, every):
-    """The clip sees the mean gradient of all the examples, whatever the way."""
-    state = make_state(optax.MultiSteps(optimizer(), every))
-    train_step = step(accum_steps=accum_steps)
-    for seed in range(3):
-        for i in range(every):
-            batch = part(make_batch(seed), i, every)
-            state, metrics = train_step(state, batch)
+def guarded(tx):
+    return optax.apply_if_finite(tx.gradient_transformation(), 2**30)
 
-    expected = full_batch_steps(3)
-    assert_close(state.params, expected.params, jnp.float32)
+
+@pytest.mark.parametrize(
+    "accum_steps, every, wrap",
+    [(4, 1, None), (1, 4, None), (2, 2, None), (2, 4, None), (1, 2, guarded)],
+)
+def test_any_way_to_accumulate_equals_the_full_batch(accum_steps, every, wrap):
+    """The clip sees the mean gradient of all the examples, whatever the way."""
+    tx = optax.MultiSteps(optimizer(), every)
+    state = make_state(wrap(tx) if wrap else tx)
+    for i in range(3 * every):
+        state, _ = step(accum_steps)(state, part(i % every, every))
+    assert_close(state.params, full_batch_steps(3).params, jnp.float32)
     assert int(state.step) == 3 * every
 
 
 def test_a_clip_outside_clips_each_micro_batch():
     """Legal, another method, and not the full batch's."""
-    tx = optax.chain(
-        optax.clip_by_global_norm(CLIP), optax.MultiSteps(optax.sgd(0.1), 2)
-    )
-    tx = optax.GradientTransformation(tx.init, tx.update)
-    state = make_state(tx)
-    for i in range(2):
-        state, _ = step()(state, part(make_batch(), i, 2))
-    inside = full_batch_steps(
-        1, optax.chain(optax.clip_by_global_norm(CLIP), optax.sgd(0.1))
-    )
-    norms = [float(optax.tree.norm(s.params)) for s in (state, inside)]
-    assert norms[0] < norms[1]
+    sgd = optax.sgd(0.1)
+    clip = optax.clip_by_global_norm(CLIP)
+    outside = optax.chain(clip, optax.MultiSteps(sgd, 2))
+    ways = [
+        (optax.GradientTransformation(outside.init, outside.update), 2),
+        (optax.chain(clip, sgd), 1),
+    ]
+    moved = []
+    for tx, parts in ways:
+        state = start = make_state(tx)
+        # Their gradients point in different directions, so their sum is the shorter.
+        for i in range(parts):
+            state, _ = step()(state, part(i, parts))
+        moved.append(state.params["w"] - start.params["w"])
+    assert np.linalg.norm(moved[0]) < 0.999 * np.linalg.norm(moved[1])
 
 
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_bad_micro_step_is_not_counted(bad):
     """MultiSteps waits for one more: its window holds good gradients only."""
-    poisoned = {"x": jnp.full((4, SIZE), jnp.inf), "y": jnp.zeros((4, 1))}
-    parts = [part(make_batch(), i, 4) for i in range(4)]
-    batches = parts[:bad] + [poisoned] + parts[bad:]
-
+    batches = [part(i, 4) for i in range(4)]
+    batches.insert(bad, POISONED)
     state = make_state(optax.MultiSteps(optimizer(), 4))
     for batch in batches:
         before = state
         state, metrics = step()(state, batch)
-        assert bool(metrics["grads_finite"]) == (batch is not poisoned)
-        if batch is poisoned:
+        assert bool(metrics["grads_finite"]) == (batch is not POISONED)
+        if batch is POISONED:
             assert_identical(state.opt_state.inner_state, before.opt_state.inner_state)
-
     assert_close(state.params, full_batch_steps(1).params, jnp.float32)
     assert int(metrics["skipped_total"]) == 1
 
 
 @pytest.mark.parametrize("bad", [0, 3])
 def test_a_bad_micro_batch_skips_the_whole_step(bad):
-    batch = make_batch()
-    batch["x"] = batch["x"].at[bad, 0].set(jnp.inf)  # every 4th makes a micro-batch
+    batch = linear_batch()
+    batch["x"][bad] = np.inf  # every 4th example makes a micro-batch
     state = make_state(optimizer())
-    after, metrics = step(accum_steps=4)(state, batch)
-
+    after, metrics = step(4)(state, batch)
     assert not metrics["grads_finite"]
     assert not changed(state.params, after.params)
     assert not changed(state.opt_state.inner_state, after.opt_state.inner_state)
 
 
 def test_the_scale_moves_once_in_a_step():
-    params = {"w": jnp.zeros((SIZE, 1))}
-    state = AmpTrainState.create(
-        params=params, tx=optimizer(), scaler=init_scaler(scaler=8, patience=1)
-    )
-    train_step = make_train_step(loss_fn, accum_steps=4, donate=False)
+    state = make_state(optimizer(), scaler=init_scaler(scaler=8, patience=1))
     scales = []
-    for seed in range(4):
-        state, metrics = train_step(state, make_batch(seed))
+    for _ in range(4):
+        state, metrics = step(4)(state, linear_batch())
         scales.append(float(metrics["scaler"]))
-    np.testing.assert_array_equal(scales, [8, 16, 16, 32])
+    assert scales == [8, 16, 16, 32]
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.MultiSteps(optax.apply_if_finite(optax.sgd(0.1), 5), 2),
-        optax.apply_if_finite(
-            optax.chain(
-                optax.identity(),
-                optax.MultiSteps(
-                    optax.apply_if_finite(optax.adam(0.1), 5), 2
-                ).gradient_transformation(),
-            ),
-            5,
-        ),
-    ],
-    ids=["plain", "nested"],
-)
-def test_the_order_that_kills_a_run_is_named(tx):
-    with pytest.raises(ValueError, match="MultiSteps around apply_if_finite"):
-        make_state(tx)
+@pytest.mark.parametrize("steps", [2, 4])
+def test_metrics_are_averaged_reduced_or_stacked(steps):
+    """Each micro-batch draws from keys of its own."""
+
+    def loss(params, batch, *, rngs):
+        error = batch["x"] @ params["w"] - batch["y"]
+        values = batch["x"][:, 0]
+        aux = {
+            "mse": (error**2).mean(),
+            "each": error,
+            "noise": jax.random.normal(rngs["noise"], (1,)),
+            "mean_x": clu_metrics.Average.from_model_output(values=values),
+        }
+        return (error**2).mean(), aux
+
+    def run(accum_steps):
+        state = linear_state(rngs={"noise": jax.random.key(0)})
+        step = make_train_step(loss, has_aux=True, accum_steps=accum_steps)
+        return step(state, linear_batch())
+
+    full, metrics = run(1)
+    split, parts = run(steps)
+    np.testing.assert_allclose(full.params["w"], split.params["w"], rtol=1e-3)
+    for key in ("loss", "mse", "grad_norm"):
+        np.testing.assert_allclose(metrics[key], parts[key], rtol=1e-3)
+    # Micro-batch i holds the examples i, i + steps, i + 2 * steps, ...
+    stacked = np.reshape(metrics["each"], (8 // steps, steps)).T
+    np.testing.assert_allclose(parts["each"], stacked, rtol=1e-2, atol=1e-2)
+    mean = linear_batch()["x"][:, 0].mean()
+    np.testing.assert_allclose(parts["mean_x"].compute(), mean, rtol=1e-5)
+    assert len(set(np.asarray(parts["noise"]).ravel().tolist())) == steps
+    assert int(split.scaler["count"]) == 1  # one update of the scaler
 
 
-def test_the_other_order_is_right():
-    tx = optax.apply_if_finite(
-        optax.MultiSteps(optimizer(), 2).gradient_transformation(), 2**30
+def test_accumulation_is_in_float32():
+    def loss(params, batch):
+        return params["w"].astype(jnp.float16).astype(jnp.float32) * batch.mean()
+
+    values = np.r_[np.float32(2048), np.ones(255, np.float32)]
+    state = AmpTrainState.create(
+        params={"w": jnp.float32(0)}, tx=optax.sgd(1.0), scaler=no_scaler()
     )
-    state = make_state(tx)
-    for seed in range(3):
-        for i in range(2):
-            state, _ = step()(state, part(make_batch(seed), i, 2))
-    assert_close(state.params, full_batch_steps(3).params, jnp.float32)
+    state, _ = make_train_step(loss, accum_steps=256)(state, values)
+    assert float(state.params["w"]) == -(2048 + 255) / 256
+
+
+def test_statistics_go_through_the_micro_batches():
+    """Four updates with momentum 0.9 leave less of the old mean than one does."""
+    state, _ = setup("nnx", donate=False)
+    moved = []
+    for accum_steps in (1, 4):
+        _, step = setup("nnx", accum_steps=accum_steps, donate=False)
+        old, new = (s.variables for s in (state, step(state, make_batch())[0]))
+        counts = [int(v["dropout"]["rngs"]["count"]) for v in (old, new)]
+        assert counts[1] == counts[0] + accum_steps
+        moved.append(jnp.abs(new["norm"]["var"] - old["norm"]["var"]).sum())
+    assert moved[1] > 1.5 * moved[0]

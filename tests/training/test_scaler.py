@@ -149,7 +149,7 @@ def expected(state, grads_finite, loss_finite):
     ],
 )
 def test_random_runs_follow_the_rule(start):
-    """Of finite and other losses and gradients; compiled, and in the first steps not."""
+    """Of finite and other losses and gradients, compiled and eager."""
     outcomes = np.random.default_rng(0).random((24, 2)) < 0.7
     jitted = jax.jit(update_scaler)
     state, wanted = start, numbers(start)
