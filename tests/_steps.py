@@ -127,3 +127,24 @@ def run_nnx(loss=sum_loss, make=linear_objects, scaler=None, **options):
     scaler = init_scaler() if scaler is None else scaler
     step = make_nnx_train_step(loss, **options)
     return lambda: step(*make(), scaler, np.ones(3, np.float32))
+
+
+def mapped(step, mesh, check_vma=True, out_specs=None):
+    """Returns a step over the devices of a mesh, each with its part of the batch."""
+    spec = jax.sharding.PartitionSpec
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(spec(), spec("data")),
+            out_specs=spec() if out_specs is None else out_specs,
+            check_vma=check_vma,
+        )
+    )
+
+
+def assert_same_on_every_device(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+            assert all((c == copies[0]).all() for c in copies), path

@@ -1,16 +1,15 @@
 """Averages passes: over micro-batches one after the other, over devices at once."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from flax_amp import _tree
+from flax_amp._rewriter.nnx_bridge import is_module
 from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree
 
 
@@ -59,14 +58,21 @@ def accumulate(
         nonlocal updates
         total, variables = carry
         index, rows = x
-        result = one_pass(variables, put_modules(rows, modules), index)
+        result = one_pass(variables, _tree.combine(rows, modules), index)
         updates = result.variables
         total = jax.tree.map(jnp.add, total, result.grads)
         variables = _tree.combine(result.variables, variables)
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
     # A module in the batch holds no examples, but an nnx.Variable by itself does.
-    arrays, modules = take_modules(batch, nnx.Pytree)
+    modules, arrays = (
+        jax.tree.map(
+            lambda x, wanted=wanted: x if is_module(x) is wanted else None,
+            batch,
+            is_leaf=is_module,
+        )
+        for wanted in (True, False)
+    )
     micro_batches = _split_batch(arrays, accum_steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)
@@ -100,24 +106,6 @@ def _split_batch(batch: Batch, accum_steps: int) -> Batch:
         return jnp.swapaxes(leaf.reshape(shape), 0, 1)
 
     return jax.tree.map(split, batch)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Placeholder:
-    """Stands for a module in a batch. It is static, so no transformation changes it."""
-
-
-def take_modules(batch: Batch, kinds: _tree.Kind) -> tuple[Batch, list[Any]]:
-    """Returns a batch with placeholders for its NNX objects, and the objects."""
-    modules = _tree.nodes(batch, kinds)
-    placeholders = [_Placeholder()] * len(modules)
-    return _tree.replace_nodes(batch, kinds, placeholders), modules
-
-
-def put_modules(batch: Batch, modules: Iterable[Any]) -> Batch:
-    """Undoes `take_modules`."""
-    return _tree.replace_nodes(batch, _Placeholder, modules)
 
 
 def _has_reduce(node: object) -> bool:

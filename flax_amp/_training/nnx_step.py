@@ -1,5 +1,6 @@
 """The training step for loops with their own `nnx.Optimizer`."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,6 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.averaging import put_modules, take_modules
 from flax_amp._training.donation import explain_deleted
 from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
@@ -154,7 +154,8 @@ def _step(
 ) -> tuple[Scaler, Metrics]:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
     kinds = (nnx.Pytree,) if options.accum_steps > 1 else (nnx.Pytree, nnx.Variable)
-    batch, modules = take_modules(batch, kinds)
+    modules = _tree.nodes(batch, kinds)
+    batch = _tree.replace_nodes(batch, kinds, [_Placeholder()] * len(modules))
     # One Dict holds the model and the modules of the batch. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules))
@@ -181,7 +182,8 @@ def _step(
     user_loss_fn = options.loss_fn
 
     def loss_fn(whole: nnx.Dict, batch: Batch) -> PyTree:
-        return user_loss_fn(whole.model, put_modules(batch, whole.others))
+        batch = _tree.replace_nodes(batch, _Placeholder, whole.others)
+        return user_loss_fn(whole.model, batch)
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=loss_fn)
@@ -208,6 +210,12 @@ def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         return {}
     return count_skip(pure(optimizer.opt_state), finite)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Placeholder:
+    """Stands for a module in a batch. It is static, so no transformation changes it."""
 
 
 def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Data parallel, FSDP and tensor parallel on a mesh of eight devices."""
+"""The step over devices: data parallel, FSDP, tensor parallel, shard_map and vmap."""
 
 import functools
 import re
@@ -13,6 +13,16 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from _models import changed
+from _steps import (
+    SKIP_LEAVES,
+    assert_same_on_every_device,
+    copy,
+    linear_batch,
+    linear_loss,
+    linear_state,
+    mapped,
+)
 from examples.sharded import (
     fully_sharded,
     make_mesh,
@@ -57,24 +67,21 @@ def nnx_loss(model, batch):
     return squares(model(batch["x"]), batch), {}
 
 
+def create(**options):
+    scaler = init_scaler(scaler=2.0**8, patience=2)
+    tx = optax.sgd(0.1, momentum=0.9)
+    return AmpTrainState.create(tx=tx, scaler=scaler, **options)
+
+
 def linen_state():
     model = Linen()
     variables = model.init(jax.random.key(0), jnp.ones((2, FEATURES)))
-    return AmpTrainState.create(
-        apply_fn=model.apply,
-        params=variables["params"],
-        variables={"batch_stats": variables["batch_stats"]},
-        tx=optax.sgd(0.1, momentum=0.9),
-        scaler=init_scaler(scaler=2.0**8, patience=2),
-    )
+    params = variables.pop("params")
+    return create(apply_fn=model.apply, params=params, variables=variables)
 
 
 def nnx_state():
-    return AmpTrainState.create(
-        model=Nnx(nnx.Rngs(0)),
-        tx=optax.sgd(0.1, momentum=0.9),
-        scaler=init_scaler(scaler=2.0**8, patience=2),
-    )
+    return create(model=Nnx(nnx.Rngs(0)))
 
 
 MODELS = {"linen": (linen_state, linen_loss), "nnx": (nnx_state, nnx_loss)}
@@ -132,8 +139,10 @@ def test_equals_one_device(name, way, dtype, accum_steps):
 
     for seed in range(4):
         batch = make_batch(seed, poisoned=seed == 2)
+        before = copy(state)
         state, metrics = step(state, jax.device_put(batch, examples))
         assert metrics["grads_finite"] == taken[seed] == (seed != 2)
+        assert (changed(before, state) == SKIP_LEAVES) == (seed == 2)
 
     assert_close(state.params, single.params, dtype, gradient=True)
     floats = jax.tree.leaves(single.variables)
@@ -166,11 +175,6 @@ def test_the_state_stays_where_it_is(name, way, count_traces):
     assert step._cache_size() == 1
 
 
-def test_shardings_need_the_jit_of_the_step():
-    with pytest.raises(ValueError, match="state_shardings with jit=False"):
-        make_train_step(nnx_loss, state_shardings=P(), jit=False)
-
-
 @pytest.mark.parametrize("way", ["fsdp", "tensor"])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_device_ever_holds_a_whole_kernel(name, way):
@@ -189,31 +193,92 @@ def test_no_device_ever_holds_a_whole_kernel(name, way):
             assert leaf.addressable_shards[0].data.size == leaf.size // parts
 
 
+# Mapped axes
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma, accum_steps", [(True, 2), (False, 1)])
 @pytest.mark.parametrize("name", MODELS)
-def test_shard_map_equals_one_device(name, check_vma, mesh):
+def test_shard_map_equals_one_device(name, check_vma, accum_steps, mesh):
     make, loss_fn = MODELS[name]
-    options = dict(has_aux=True, compute_dtype=jnp.float32)
-    step = jax.jit(
-        jax.shard_map(
-            make_train_step(loss_fn, axis_name="data", jit=False, **options),
-            mesh=mesh,
-            in_specs=(P(), P("data")),
-            out_specs=P(),
-            check_vma=check_vma,
-        )
-    )
-    # The statistics of a BatchNorm are each device's own: give all the same examples.
-    rows = make_batch(0)
-    rows = jax.tree.map(lambda x: np.tile(x[: EXAMPLES // 8], (8, 1)), rows)
-    state, single = make(), make()
+    options = dict(has_aux=True, compute_dtype=jnp.float32, accum_steps=accum_steps)
+    step = make_train_step(loss_fn, axis_name="data", jit=False, **options)
+    step = mapped(step, mesh, check_vma)
     alone = make_train_step(loss_fn, donate=False, **options)
-    for _ in range(3):
+    state, single = make(), make()
+    for poisoned in (False, True, False):
+        # The statistics of a BatchNorm are each device's own: all get the same rows.
+        rows = jax.tree.map(lambda x: x[-8:], make_batch(0, poisoned))
+        rows = jax.tree.map(lambda x: np.tile(x, (8, 1)), rows)
+        before = state
         state, metrics = step(state, rows)
         single, _ = alone(single, rows)
+        assert bool(metrics["grads_finite"]) != poisoned
+        assert (changed(before, state) == SKIP_LEAVES) == poisoned
     assert_close(state.params, single.params, jnp.float32)
-    assert int(metrics["skipped_total"]) == 0
+    assert_close(state.variables, single.variables, jnp.float32)
+    assert_same_on_every_device(state)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("accum_steps, redo_on_nan", [(1, 0), (2, 1)])
+def test_one_device_of_eight_sees_an_inf(mesh, check_vma, accum_steps, redo_on_nan):
+    """All of them skip; without it they do what one device does."""
+    options = dict(compute_dtype=jnp.float32, redo_on_nan=redo_on_nan)
+    single = make_train_step(linear_loss, donate=False, **options)
+    options |= dict(axis_name="data", jit=False, accum_steps=accum_steps)
+    step = mapped(make_train_step(linear_loss, **options), mesh, check_vma)
+    state, alone = linear_state(), linear_state()
+    for _ in range(2):
+        state, metrics = step(state, linear_batch(32))
+        alone, expected = single(alone, linear_batch(32))
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], alone.params["w"], rtol=1e-5)
+    after, metrics = step(state, linear_batch(32, poisoned=True))
+    assert not metrics["grads_finite"]
+    assert changed(state, after) == SKIP_LEAVES
+    assert_same_on_every_device(after)
+
+
+def test_vmapped_axis():
+    options = dict(compute_dtype=jnp.float32)
+    step = make_train_step(linear_loss, axis_name="data", jit=False, **options)
+    batch = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), linear_batch())
+    over = jax.vmap(step, axis_name="data", in_axes=(None, 0))
+    state, _ = over(linear_state(), batch)
+    alone, _ = make_train_step(linear_loss, **options)(linear_state(), linear_batch())
+    for row in state.params["w"]:
+        np.testing.assert_allclose(row, alone.params["w"], rtol=1e-5)
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(64, 64, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+def masks(model, batch, *, rngs):
+    noise = jax.random.normal(rngs["a"], (1,))
+    return model.dense(batch).sum() * 0, {"mask": model.drop(batch), "noise": noise}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_draw_differently(mesh, check_vma):
+    """From the streams of a model, and from the keys of the state."""
+    state = AmpTrainState.create(
+        model=Dropped(nnx.Rngs(0)), tx=optax.sgd(0.1), rngs={"a": jax.random.key(0)}
+    )
+    step = make_train_step(masks, has_aux=True, axis_name="data", jit=False)
+
+    def drawn(state, batch):
+        new, metrics = step(state, batch)
+        return metrics["mask"], metrics["noise"], new
+
+    run = mapped(drawn, mesh, check_vma, (P("data"), P("data"), P()))
+    *values, after = run(state, jnp.ones((8, 64)))
+    for value in values:
+        assert len({row.tobytes() for row in np.asarray(value)}) == 8
+    assert changed(state.variables, after.variables) == {"['drop']['rngs']['count']"}
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -240,14 +305,7 @@ def test_a_loss_that_is_reduced_over_devices(check_vma, accum_steps, mesh):
         _, grads = scaled(state.params, rows, dynamic_scaler_state=state.scaler)
         return step(state, rows)[0].params, grads
 
-    mapped = jax.shard_map(
-        both,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    new, grads = jax.jit(mapped)(state, rows)
+    new, grads = mapped(both, mesh, check_vma)(state, rows)
     exact = jax.grad(lambda p: total(p, rows) / mask.sum())(params)
     assert_close(grads, exact, jnp.float32)
     if accum_steps == 1:  # otherwise each micro-batch has a count of its own

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from _models import MODELS, changed, cross_entropy, make_batch
 from _steps import (
@@ -21,6 +20,7 @@ from _steps import (
     linear_batch,
     linear_loss,
     linear_state,
+    mapped,
     setup,
 )
 from flax_amp import (
@@ -118,19 +118,6 @@ def arrays(*nodes):
     return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
 
 
-def mapped(step, mesh, check_vma):
-    spec = PartitionSpec
-    return jax.jit(
-        jax.shard_map(
-            step,
-            mesh=mesh,
-            in_specs=(spec(), spec("data")),
-            out_specs=spec(),
-            check_vma=check_vma,
-        )
-    )
-
-
 WAYS = {
     "plain": {},
     "accumulated": dict(accum_steps=4),
@@ -149,7 +136,7 @@ def test_only_what_a_lower_scale_mends_lowers_it(mesh, kind, way):
     over_devices = "axis_name" in options
     step = make_train_step(loss, **options, jit=not over_devices)
     if over_devices:
-        step = mapped(step, mesh, check_vma="unchecked" not in way)
+        step = mapped(step, mesh, "unchecked" not in way)
     redo = options.get("redo_on_nan", 0)
     state = make_state(kind)
     for fault in FAULTS:
