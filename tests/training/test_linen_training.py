@@ -145,12 +145,8 @@ def test_every_product_is_low_and_every_collection_moves(dtype):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(after.params)} == {"float32"}
 
 
-@pytest.mark.parametrize("accum_steps", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_bad_step_moves_nothing(accum_steps):
+def test_a_bad_step_moves_nothing():
     state, step = make_state(2.0**6), make_step(jnp.float16)
-    if accum_steps > 1:
-        options = dict(has_aux=True, accum_steps=accum_steps, donate=False)
-        step = make_train_step(loss_fn, **options)
     after, metrics = step(state, make_batch(poisoned=True))
     assert not metrics["grads_finite"]
     assert not changed(state.params, after.params)

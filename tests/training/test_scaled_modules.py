@@ -15,7 +15,7 @@ from flax_amp import (
     no_scaler,
     static_scaler,
 )
-from helpers import assert_close, assert_identical, assert_same_avals
+from helpers import assert_close, assert_same_avals
 
 SCALER = static_scaler(8.0)
 
@@ -33,21 +33,13 @@ def arrays(*nodes):
     return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
 
 
-def plain(kind):
-    return {False: loss_fn, True: pair_loss}[kind]
-
-
 @pytest.mark.parametrize(
     "lowered, has_aux, redo, compiled",
-    [
-        (False, False, 0, False),
-        (False, True, 2, True),
-        (True, True, 0, True),
-        (True, False, 2, True),
-    ],
+    [(False, False, 2, True), (True, True, 0, False)],
 )
 def test_changes_and_gradients_are_those_of_nnx(lowered, has_aux, redo, compiled):
-    fun = amp(plain(has_aux)) if lowered else plain(has_aux)
+    fun = pair_loss if has_aux else loss_fn
+    fun = amp(fun) if lowered else fun
     model, twin = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
     grad_fn = dynamic_scale_value_and_grad(fun, has_aux=has_aux, redo_on_nan=redo)
 
@@ -91,19 +83,6 @@ def test_gradients_go_into_the_optimizer():
         scaler, loss = step(model, optimizer, scaler, batch)
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("redo", [0, 3])
-def test_a_bad_batch_leaves_the_module_as_it_was(poison, redo):
-    model = NnxNet(nnx.Rngs(0))
-    before = arrays(model)
-    batch = make_batch()
-    batch["x"][2, 1] = poison
-    grad_fn = dynamic_scale_grad(loss_fn, redo_on_nan=redo)
-    scaler, _ = grad_fn(model, batch, dynamic_scaler_state={})
-    assert_identical(arrays(model), before)
-    assert (float(scaler["scaler"]), int(scaler["total_resets"])) == (2.0**15, 1)
 
 
 def test_what_is_differentiated_is_said_as_in_nnx():

@@ -66,8 +66,10 @@ def loss_of(w, mean, batch):
 
 
 def linen_loss(params, batch, *, state):
-    loss, mean = loss_of(params["w"], state.variables["stats"]["mean"], batch)
-    stats = {**state.variables["stats"], "mean": mean}
+    stats = state.variables["stats"]
+    loss, mean = loss_of(params["w"], stats["mean"], batch)
+    lowest = jax.jit(lambda x: x)(stats["lowest"])  # not the same object any more
+    stats = {"mean": mean, "lowest": lowest}
     return loss, {"variables": {"stats": stats}, "ratio": jnp.nan}
 
 
@@ -89,6 +91,7 @@ def scaler():
 
 
 def make_state(kind):
+    """One of its variables is infinite, as a running minimum is, which is no fault."""
     options = dict(tx=optax.adam(0.1), scaler=scaler())
     if kind == "nnx":
         return AmpTrainState.create(model=Model(), **options)
@@ -197,22 +200,6 @@ def test_gradients_of_a_module_decide_alike(mesh, way):
         skipped = check_scaler_after(fault, new, redo)
         assert bool(finite) == (not skipped or fault == "variables")
         assert (float(after["mean"][...]) == 0.25) == skipped
-
-
-def test_a_variable_that_was_infinite_before_is_no_fault():
-    """A running maximum begins at -inf; a mask in a buffer stays so."""
-
-    def loss(params, batch, *, state):
-        stats = state.variables["stats"]
-        new = jax.jit(lambda x: x)(stats["lowest"])  # not the same object any more
-        return (params["w"] * batch).sum(), {
-            "variables": {"stats": {**stats, "lowest": new}}
-        }
-
-    step = make_train_step(loss, has_aux=True)
-    state, metrics = step(make_state("linen"), jnp.ones(3))
-    assert metrics["grads_finite"]
-    assert state.variables["stats"]["lowest"] == -jnp.inf
 
 
 # Real models and optimizers

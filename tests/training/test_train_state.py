@@ -153,24 +153,6 @@ def test_any_object_with_init_and_update_is_an_optimizer():
     assert isinstance(simple(tx=multi).opt_state, optax.ApplyIfFiniteState)
 
 
-def test_integer_parameters_are_allowed():
-    params = {"w": jnp.ones(2), "table": jnp.arange(3)}
-    state = simple(params=params, tx=optax.adamw(0.1))
-    grads = {"w": jnp.ones(2), "table": jnp.zeros(3, jnp.int32)}
-    after = jax.jit(lambda s: s.apply_gradients(grads=grads))(state)
-    assert changed(state.params, after.params) == {"['w']"}
-    assert after.params["table"].dtype == jnp.int32
-
-
-def test_fp8_statistics_stay_out_of_the_optimizer():
-    params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"s": 1.0}}
-    state = simple(params=params, tx=optax.adam(0.1))
-    grads = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"s": 5.0}}
-    assert state.apply_gradients(grads=grads).params["_overwrite_with_gradient"] == {
-        "s": 5.0
-    }
-
-
 def test_partitioned_parameters_keep_their_boxes():
     model = nn.Dense(
         4, kernel_init=nn.with_partitioning(nn.initializers.ones, ("a", "b"))
