@@ -41,11 +41,7 @@ def check_distinct(
     """Raises a ValueError if a donated array is a second time among the arguments.
 
     JAX finds that out only when the step starts. With several CPU devices it crashes.
-
-    Args:
-      caller: the function that the message names.
-      donated: the donated arguments, by name.
-      others: the other arguments, by name.
+    The arguments are given by name, for the message.
     """
     leaves = jax.tree.leaves((donated, others))
     if len(set(map(id, leaves))) == len(leaves):

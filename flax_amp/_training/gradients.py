@@ -42,9 +42,6 @@ from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import Policy, PolicyEntries
 
-# The metrics that the step itself reports.
-_RESERVED = {"loss", "grads_finite", "scaler", "grad_norm", "skipped_total"}
-
 
 class Options(NamedTuple):
     """The checked arguments of `make_train_step` or `make_nnx_train_step`."""
@@ -120,7 +117,7 @@ def make_metrics(
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
-    reserved = {*own, *_RESERVED}
+    reserved = own.keys() | {"skipped_total"}
     if taken := sorted(set(result.aux) & reserved):
         raise ValueError(
             f"{options.caller}: the loss returned aux with the reserved names {taken}; "

@@ -43,11 +43,15 @@ def replace_hyperparams(
         )
     prefixes = _prefixes(nodes)
     for i, prefix in enumerate(prefixes):
-        mine = {n[len(prefix) :]: v for n, v in changes.items() if n.startswith(prefix)}
-        nodes[i] = nodes[i].replace(**mine) if mine else nodes[i]
-    if lost := [n for n in changes if not n.startswith(tuple(prefixes))]:
+        of_node = {
+            name.removeprefix(prefix): value
+            for name, value in changes.items()
+            if name.startswith(prefix)
+        }
+        nodes[i] = nodes[i].replace(**of_node) if of_node else nodes[i]
+    if unknown := [n for n in changes if not n.startswith(tuple(prefixes))]:
         raise TypeError(
-            f"{caller}: no {', '.join(lost)}; expected some of "
+            f"{caller}: no {', '.join(unknown)}; expected some of "
             f"{', '.join(collect_hyperparams(opt_state))}."
         )
     return _tree.replace_nodes(opt_state, Optimizer, nodes)

@@ -7,10 +7,11 @@ variables and `aux` out.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import core
+from flax import core, nnx
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
@@ -24,7 +25,7 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.train_state import AmpTrainState, merge_model, variables_of
+from flax_amp._training.train_state import AmpTrainState, variables_of
 
 # The keywords that a user's function may declare.
 KEYWORDS = ("state", "rngs")
@@ -94,10 +95,9 @@ def call_user_fn(
         "rngs": rngs,
     }
     keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
-    graphdef = state.graphdef
-    if graphdef is None:
+    if state.graphdef is None:
         return params, fn(params, batch, **keywords)
-    model = merge_model(graphdef, params, variables)
+    model = nnx.merge(state.graphdef, params, variables)
     if evaluate:
         model.eval()
     with module_scopes(model, wanted=open_scopes):
@@ -113,9 +113,7 @@ def _declared_keywords(fn: UserFn, keywords: Sequence[str]) -> list[str]:
     return [name for name in keywords if name in parameters]
 
 
-def check_function(
-    fn: object, name: str, keywords: tuple[str, ...] = KEYWORDS
-) -> UserFn:
+def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> UserFn:
     """Returns `fn`, or raises a TypeError if a step could not call it.
 
     `name` is what the messages call it, `keywords` are those that it may declare.

@@ -111,7 +111,7 @@ def _number_of_run(run: int, runs: int, values: Any) -> Any:
 
 
 def _check_run(
-    state: _State, numbers: Mapping[str, Any], max_skips: int | None, which: str
+    state: _State, numbers: Mapping[str, Any], max_skips: int | None, of_run: str
 ) -> None:
     """Raises a `StuckError` if a run is stuck."""
     cause, still_searching = _find_cause(numbers)
@@ -122,7 +122,7 @@ def _check_run(
     place = "the lowest allowed" if scale <= lowest else f"above the lowest, {lowest:g}"
     loss = "" if numbers["loss"] is None else f", loss {numbers['loss']:g}"
     raise StuckError(
-        f"check_progress: the last {numbers['in_a_row']} steps{which} were skipped, "
+        f"check_progress: the last {numbers['in_a_row']} steps{of_run} were skipped, "
         f"and the loss scale {scale:g} is {place} (step {numbers['step']}{loss}, "
         f"{numbers['total']} steps skipped in all). {cause} {_describe_params(state)}"
     )
@@ -190,7 +190,8 @@ def _read_state(
         return state.step, state.scaler, state.opt_state
     expected = "an AmpTrainState, or a pair (nnx.Optimizer, scaler)."
     check_type(state, tuple, "check_progress: state", expected)
-    optimizer, scaler = state if len(state) == 2 else (None, None)
+    optimizer: Any
+    optimizer, scaler = state if len(state) == 2 else (None, {})
     check_type(optimizer, nnx.Optimizer, "check_progress: state[0]", expected)
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         raise TypeError(

@@ -11,7 +11,8 @@ from flax_amp._training.aliases import Array, PyTree
 from flax_amp._training.averaging import PassResult
 from flax_amp._training.scaler import Scaler, update_scaler
 
-# The scaler, whether the scale fell, the arrays of an attempt, and how many there were.
+# The scaler, whether the scale fell, the arrays of the last attempt, and how many
+# retries there were.
 _Carry = tuple[Scaler, Array, PyTree, Array]
 
 
@@ -67,27 +68,27 @@ def retry_until_finite(
     """
 
     def run(scaler: Scaler) -> tuple[Scaler, Array, Attempt]:
-        tried = attempt(scaler)
+        last = attempt(scaler)
         new_scaler = update_scaler(
-            scaler, tried.grads_finite, loss_finite=tried.forward_finite
+            scaler, last.grads_finite, loss_finite=last.forward_finite
         )
         # The scale also stays where it is at its lower limit.
-        failed = tried.forward_finite & ~tried.grads_finite
-        return new_scaler, failed & (new_scaler["scaler"] < scaler["scaler"]), tried
+        failed = last.forward_finite & ~last.grads_finite
+        return new_scaler, failed & (new_scaler["scaler"] < scaler["scaler"]), last
 
-    scaler, lowered, tried = run(scaler)
+    scaler, lowered, last = run(scaler)
     if retries == 0:
-        return scaler, tried.finite, tried.result
+        return scaler, last.finite, last.result
     # A loop can carry arrays only. The other leaves are the same in every pass.
-    arrays, static = _tree.partition(tried, _tree.is_array)
+    arrays, static = _tree.partition(last, _tree.is_array)
 
     def should_retry(carry: _Carry) -> Array:
         _, lowered, _, retried = carry
         return lowered & (retried < retries)
 
     def retry(carry: _Carry) -> _Carry:
-        scaler, lowered, tried = run(carry[0])
-        arrays, _ = _tree.partition(tried, _tree.is_array)
+        scaler, lowered, last = run(carry[0])
+        arrays, _ = _tree.partition(last, _tree.is_array)
         return scaler, lowered, arrays, carry[3] + 1
 
     # The first pass stands before the loop, because its results give the carry its
@@ -95,8 +96,8 @@ def retry_until_finite(
     scaler, _, arrays, _ = jax.lax.while_loop(
         should_retry, retry, (scaler, lowered, arrays, jnp.int32(0))
     )
-    tried = _tree.combine(arrays, static)
-    return scaler, tried.finite, tried.result
+    last = _tree.combine(arrays, static)
+    return scaler, last.finite, last.result
 
 
 def check_retries(redo_on_nan: object, caller: str) -> int:

@@ -21,6 +21,7 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
@@ -121,8 +122,8 @@ def init_scaler(
     )
     # A step donates the scaler, so it must not hold an array of the caller, nor one
     # array twice.
-    scaler_ = validate_scaler(given, "init_scaler", wait=True)
-    return {key: _tree.own(value) for key, value in scaler_.items()}
+    complete = validate_scaler(given, "init_scaler", wait=True)
+    return {key: _tree.own(value) for key, value in complete.items()}
 
 
 def static_scaler(value: ArrayLike) -> Scaler:
@@ -161,13 +162,6 @@ def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
     It also brings the scaler of an older checkpoint up to date. It does not look at the
     values; `check_scaler` does.
 
-    Args:
-      state: some or all keys of a scaler; see `DynamicScalerState`.
-      name: what the messages call `state`.
-
-    Returns:
-      A dict with every key, as from `init_scaler`.
-
     Raises:
       TypeError: if `state` is not a mapping.
       ValueError: if a key is unknown or a value is not a scalar number.
@@ -202,7 +196,7 @@ def update_scaler(
     *,
     loss_finite: ArrayLike = True,
 ) -> Scaler:
-    """Raises or falls the scale after one step.
+    """Raises or lowers the scale after one step.
 
     - If loss and gradients are finite, `count` goes up by one. If `count` has already
       reached `patience`, the scale is multiplied by `adjust_factor` instead, and
@@ -245,17 +239,13 @@ def update_scaler(
     new_scale = jnp.where(falls, scale / factor, new_scale)
     # fmax and fmin ignore a NaN operand, so even a NaN scale recovers.
     new_scale = jnp.fmin(jnp.fmax(new_scale, state["min_scaler"]), state["max_scaler"])
-    new_count = jnp.where(finite, _saturating_increment(count), count)
+    new_count = jnp.where(finite, optax.safe_increment(count), count)
     resets = state["total_resets"]
     return state | {
         "scaler": new_scale,
         "count": jnp.where(falls | grows, 0, new_count),
-        "total_resets": jnp.where(finite, resets, _saturating_increment(resets)),
+        "total_resets": jnp.where(finite, resets, optax.safe_increment(resets)),
     }
-
-
-def _saturating_increment(count: Array) -> Array:
-    return jnp.where(count < _INT32_MAX, count + 1, count)
 
 
 def _check_scalar(key: str, value: Any) -> None:
@@ -273,12 +263,10 @@ def _check_scalar(key: str, value: Any) -> None:
 
 
 def validate_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Scaler:
-    """Returns a complete scaler, after checking its values.
+    """Returns a complete scaler after checking its values.
 
-    Args:
-      state: some or all keys of a scaler.
-      name: what the messages call `state`.
-      wait: also check arrays on the device, and wait for them.
+    `name` is what the messages call it. With `wait`, arrays on the device are checked
+    too, and waited for.
     """
     if isinstance(state, Mapping):
         check_scaler(state, name, wait=wait)

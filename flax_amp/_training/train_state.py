@@ -221,7 +221,7 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         params, variables = jax.tree.map(
             _tree.strong_copy, (self.params, self.variables)
         )
-        return merge_model(self.graphdef, params, variables)
+        return nnx.merge(self.graphdef, params, variables)
 
 
 def split_model(
@@ -229,9 +229,10 @@ def split_model(
 ) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
     """Returns `(graphdef, params, variables)` of a module, the last two as plain dicts.
 
-    An `nnx.State` would hold Variable objects, which a merge outside of `jit` shares
-    and changes. With nested dicts of arrays, optax and Orbax see arrays only, and the
-    paths on disk are those of a Linen model (`l1/kernel`, not `l1/kernel/value`).
+    `nnx.merge` puts them together again. An `nnx.State` would hold Variable objects,
+    which a merge outside of `jit` shares and changes. With nested dicts of arrays,
+    optax and Orbax see arrays only, and the paths on disk are those of a Linen model
+    (`l1/kernel`, not `l1/kernel/value`).
     """
     graphdef, *states = nnx.split(model, wrt, ...)
     params, variables = map(nnx.to_pure_dict, states)
@@ -243,13 +244,6 @@ def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
     trained = set(nnx.traversals.flatten_mapping(params))
     rest = nnx.state(model, lambda path, _: path not in trained)
     return nnx.to_pure_dict(rest)
-
-
-def merge_model(
-    graphdef: nnx.GraphDef[Any], params: PyTree, variables: PyTree
-) -> nnx.Module:
-    """Undoes `split_model`."""
-    return nnx.merge(graphdef, params, variables)
 
 
 def _check_model(model: object, params: PyTree, variables: object) -> None:

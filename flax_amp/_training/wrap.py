@@ -59,22 +59,18 @@ def _no_init(params: PyTree) -> Any:
     )
 
 
-def resume_opt_state(opt_state: PyTree, warm: Optimizer) -> PyTree:
-    """Returns a new state with the optimizer that has been at work already.
-
-    Raises:
-      ValueError: if that has the state of other parameters.
-    """
+def resume_opt_state(opt_state: PyTree, initialized: Optimizer) -> PyTree:
+    """Returns a new state in which an optimizer continues from the state it has."""
     nodes = _tree.nodes(opt_state, Optimizer)
     for node in nodes:
-        new, old = map(_shapes, (node.opt_state, warm.opt_state))
+        new, old = map(_shapes, (node.opt_state, initialized.opt_state))
         if new != old:
             raise ValueError(
-                f"AmpTrainState.create: tx ({type(warm).__name__}) has the state of "
-                "other parameters; expected one of these, or none. Pass it before "
-                "init, or with tx.replace(opt_state=None)."
+                f"AmpTrainState.create: tx, {type(initialized).__name__}, has the "
+                "state of other parameters; expected one of these, or none. Pass it "
+                "before init, or with tx.replace(opt_state=None)."
             )
-    return _tree.replace_nodes(opt_state, Optimizer, [warm] * len(nodes))
+    return _tree.replace_nodes(opt_state, Optimizer, [initialized] * len(nodes))
 
 
 def _shapes(tree: PyTree) -> PyTree:

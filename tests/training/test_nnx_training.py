@@ -206,13 +206,6 @@ def test_only_what_is_selected_trains(accum_steps):
     assert after.merge_model()(make_batch()["x"]).shape == (8, CLASSES)
 
 
-def test_a_function_of_paths_selects():
-    state = adapted_state(lambda path, _: "last" in path)
-    assert paths(state.params) == {"['last']['bias']", "['last']['kernel']"}
-    after, _ = make_train_step(loss_fn, donate=False)(state, make_batch())
-    assert changed(state.params, after.params) == paths(state.params)
-
-
 @pytest.mark.parametrize("wrap, accum_steps", [(None, 1), (nnx.jit, 2), (nnx.remat, 1)])
 def test_frozen_parameters_keep_their_bits_on_three_devices(wrap, accum_steps):
     """Also those that come back from an inner jit: a third of the sum is not it."""

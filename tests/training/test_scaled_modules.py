@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -64,25 +63,6 @@ def test_changes_and_gradients_are_those_of_nnx(lowered, has_aux, redo, compiled
     assert int(model.dropout.rngs.count[...]) == int(twin.dropout.rngs.count[...]) == 2
     assert not np.allclose(model.norm.mean[...], before[0]["norm"]["mean"])
     np.testing.assert_allclose(model.norm.mean[...], twin.norm.mean[...], atol=2e-2)
-
-
-def test_gradients_go_into_the_optimizer():
-    model = NnxNet(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
-    grad_fn = dynamic_scale_value_and_grad(amp(loss_fn))
-
-    @nnx.jit
-    def step(model, optimizer, scaler, batch):
-        scaler, (loss, grads) = grad_fn(model, batch, dynamic_scaler_state=scaler)
-        optimizer.update(model, grads)
-        return scaler, loss
-
-    scaler, batch = static_scaler(16.0), make_batch(size=32)
-    losses = []
-    for _ in range(30):
-        scaler, loss = step(model, optimizer, scaler, batch)
-        losses.append(float(loss))
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_what_is_differentiated_is_said_as_in_nnx():

@@ -146,13 +146,18 @@ def test_unknown_fields():
 
 # Optimizers
 
-MINE = optax.GradientTransformation(lambda params: (), lambda *args: 1 / 0)
+
+def fails(grads, state, params=None):
+    raise TypeError("mine")
+
+
+MINE = optax.GradientTransformation(lambda params: (), fails)
 LOSS_TOO = "the optimizer's update asks for {} too.*optax.adamw"
 
 
 @raising(
     [
-        (run(linear_loss, lambda: linear_state(MINE)), ZeroDivisionError, "^division"),
+        (run(linear_loss, lambda: linear_state(MINE)), TypeError, "^mine"),
         *(
             (call, TypeError, f"{name}: {LOSS_TOO.format(asked)}")
             for tx, asked in [
@@ -205,12 +210,10 @@ NESTED = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2)
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(params=HALF), ValueError, r"\['dense'\]\['kernel'\]: float16"),
-        (dict(params=HALF), ValueError, r"\['norm'\]: float64.*param_dtype"),
         (
-            dict(params={"w": jnp.ones(2, jnp.bfloat16)}),
+            dict(params=HALF),
             ValueError,
-            r"not float32: \['w'\]: bfloat16",
+            r"not float32: .*\['kernel'\]: float16, .*\['norm'\]: float64.*param_dtype",
         ),
         (
             dict(params={"w": X, "key": jax.random.key(0)}),

@@ -13,70 +13,47 @@ from _models import MODELS, changed, make_batch
 from flax_amp import AmpTrainState, amp, init_scaler, make_eval_step, make_train_step
 from helpers import assert_close, assert_identical, both_halves, dtypes_of, jit
 
-# A whole epoch in one jit
-
-
-def stacked(batches):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_scan_over_steps_equals_the_steps(name):
-    """One compiled epoch, with a bad batch in it, is the loop of steps."""
+    """One compiled epoch, with a bad batch in it, is the loop of steps.
+
+    The loop transfers nothing: metrics stay on the device until somebody asks.
+    """
     make, loss_fn = MODELS[name]
     scaler = init_scaler(scaler=2.0**6, patience=2)
-    batches = [make_batch(seed, poisoned=seed == 2) for seed in range(6)]
+    batches = jax.device_put([make_batch(i, poisoned=i == 2) for i in range(6)])
     step = make_train_step(loss_fn, has_aux=True, donate=False)
-    looped, losses = make(tx=optax.sgd(0.1), scaler=scaler), []
-    for batch in batches:
-        looped, metrics = step(looped, batch)
-        losses.append(metrics["loss"])
-
-    inner = make_train_step(loss_fn, has_aux=True, jit=False)
-    epoch = jax.jit(lambda state, batches: jax.lax.scan(inner, state, batches))
-    scanned, metrics = epoch(make(tx=optax.sgd(0.1), scaler=scaler), stacked(batches))
-
-    assert metrics["grads_finite"].tolist() == [True] * 2 + [False] + [True] * 3
-    assert metrics["loss"].shape == (6,)
-    assert_identical(scanned.scaler, looped.scaler)
-    assert_close(scanned.params, looped.params, jnp.float16, gradient=True)
-    good = jnp.array([0, 1, 3, 4, 5])
-    assert_close(metrics["loss"][good], jnp.stack(losses)[good], jnp.float16)
-
-
-def test_scan_over_steps_is_one_loop():
-    """The state is a fixed point of the step: types, weak ones too, and structure."""
-    make, loss_fn = MODELS["linen"]
-    step = make_train_step(loss_fn, has_aux=True, jit=False)
-    state = make()
-    out, _ = jax.eval_shape(step, state, make_batch())
-    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(out), strict=True):
-        assert (before.shape, before.dtype) == (after.shape, after.dtype)
-        assert not after.weak_type
-
-
-# What a loop costs the host
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_loop_transfers_nothing(name):
-    """Metrics stay on the device until somebody asks: dispatch runs ahead."""
-    make, loss_fn = MODELS[name]
-    step = make_train_step(loss_fn, has_aux=True)
 
     @functools.wraps(loss_fn)  # its keywords, too
     def only_loss(*args, **kwargs):
         return loss_fn(*args, **kwargs)[0]
 
     evaluate = make_eval_step(only_loss)
-    batches = jax.device_put([make_batch(i, poisoned=i == 3) for i in range(6)])
-    state, history = make(), []
+    looped, history = make(tx=optax.sgd(0.1), scaler=scaler), []
     with jax.transfer_guard("disallow"):
         for batch in batches:
-            state, metrics = step(state, batch)
+            looped, metrics = step(looped, batch)
             history.append(metrics)
-            history.append({"eval": evaluate(state, batch)})
-    assert sum(bool(m["grads_finite"]) for m in history[::2]) == 5
+            evaluate(looped, batch)
+
+    inner = make_train_step(loss_fn, has_aux=True, jit=False)
+    epoch = jax.jit(lambda state, batches: jax.lax.scan(inner, state, batches))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    start = make(tx=optax.sgd(0.1), scaler=scaler)
+    scanned, metrics = epoch(start, stacked)
+    assert metrics["grads_finite"].tolist() == [True] * 2 + [False] + [True] * 3
+    assert metrics["loss"].shape == (6,)
+    assert_identical(scanned.scaler, looped.scaler)
+    assert_close(scanned.params, looped.params, jnp.float16, gradient=True)
+    good = jnp.array([0, 1, 3, 4, 5])
+    losses = jnp.stack([metrics["loss"] for metrics in history])
+    assert_close(metrics["loss"][good], losses[good], jnp.float16)
+    # The state is a fixed point of the step: types, weak ones too, and structure.
+    out, _ = jax.eval_shape(inner, start, batches[0])
+    for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(out), strict=True):
+        assert (before.shape, before.dtype) == (after.shape, after.dtype)
+        assert not after.weak_type
 
 
 # Two networks, two states, two scalers
