@@ -101,8 +101,9 @@ def raised(call, error, message):
         call()
 
 
-def raising(rows):
-    """Parametrizes a test by rows of a call, the error it raises, and its message."""
+def raising(table):
+    """Parametrizes by a table `{error: {message: call that raises it}}`."""
+    rows = [(c, error, m) for error, calls in table.items() for m, c in calls.items()]
     ids = [f"{error.__name__}: {message}" for _, error, message in rows]
     return pytest.mark.parametrize("call, error, message", rows, ids=ids)
 
@@ -148,3 +149,8 @@ def assert_same_on_every_device(tree):
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
             assert all((c == copies[0]).all() for c in copies), path
+
+
+def arrays(*nodes):
+    """Returns copies of the arrays of NNX objects, as plain dicts."""
+    return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))

@@ -34,7 +34,7 @@ TRANSFORMS = (dynamic_scale_grad, dynamic_scale_value_and_grad)
 # Arguments
 
 
-ARGUMENTS = [
+STEP_ARGUMENTS = [
     (dict(compute_dtype=jnp.int8), TypeError, "compute_dtype.*int8"),
     (dict(compute_dtype="float17"), TypeError, "compute_dtype.*float17"),
     (dict(accum_steps=0), ValueError, "NAME: accum_steps=0; expected"),
@@ -46,39 +46,40 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize("make", [make_train_step, make_nnx_train_step])
 def test_arguments_of_the_steps(make):
-    for options, error, message in ARGUMENTS:
+    for options, error, message in STEP_ARGUMENTS:
         call = functools.partial(make, **(dict(loss_fn=linear_loss) | options))
         raised(call, error, message.replace("NAME", make.__name__))
 
 
-@raising(
-    [
-        (
-            lambda: make_train_step(nnx_loss, state_shardings=3, jit=False),
-            ValueError,
-            "state_shardings with jit=False",
+ARGUMENTS = {
+    ValueError: {
+        "state_shardings with jit=False": lambda: make_train_step(
+            nnx_loss, state_shardings=3, jit=False
         ),
-        (lambda: make_eval_step(None), TypeError, "make_eval_step: fn is a NoneType"),
-        (
-            lambda: make_nnx_train_step(lambda model, batch, rngs: 0.0),
-            TypeError,
-            "make_nnx_train_step.*'rngs'.*into the batch",
+        **{
+            f"nan={n}": lambda n=n: dynamic_scale_grad(X, redo_on_nan=n)
+            for n in (-1, 1.5, None)
+        },
+    },
+    TypeError: {
+        "make_eval_step: fn is a NoneType": lambda: make_eval_step(None),
+        "make_nnx_train_step.*'rngs'.*into the batch": lambda: make_nnx_train_step(
+            lambda model, batch, rngs: 0.0
         ),
-        *(
-            (functools.partial(make, loss), TypeError, f"{make.__name__}: .*{message}")
+        **{
+            f"{make.__name__}: .*{message}": functools.partial(make, loss)
             for make in MAKERS
             for loss, message in [
                 (lambda params: 0.0, r"signature \(params\) \(too many positional"),
                 (lambda p, b, c: 0.0, r"signature \(p, b, c\) .*'c'.*functools.partia"),
                 (lambda p, b, *, key: 0.0, "keywords state and rngs"),
             ]
-        ),
-        *(
-            (lambda n=n: dynamic_scale_grad(X, redo_on_nan=n), ValueError, f"nan={n}")
-            for n in (-1, 1.5, None)
-        ),
-    ]
-)
+        },
+    },
+}
+
+
+@raising(ARGUMENTS)
 def test_arguments(call, error, message):
     raised(call, error, message)
 
@@ -136,69 +137,52 @@ RETURNED = [
 ]
 
 
-@raising(
-    [
-        *((run(loss), TypeError, message) for loss, message in RETURNED),
-        (
-            run(linear_loss, has_aux=True),
-            TypeError,
-            r"make_train_step: linear_loss returned.*expected a \(loss, aux\) pair",
+LOSSES = {
+    TypeError: {
+        **{message: run(loss) for loss, message in RETURNED},
+        r"make_train_step: linear_loss returned.*expected a \(loss, aux\) pair": run(
+            linear_loss, has_aux=True
         ),
-        (run(pair(3.0), has_aux=True), TypeError, "aux is a float; expected a dict"),
-        (
-            run(pair({"variables": {"cache": 1}}), has_aux=True),
-            ValueError,
-            r"aux\['variables'\] with \['cache'\]; expected .* collections \[\]",
+        "aux is a float; expected a dict": run(pair(3.0), has_aux=True),
+        "make_nnx_train_step: <lambda> returned": run_nnx(
+            lambda model, batch: model(batch)
         ),
-        (
-            run(pair({"batch_stats": {"mean": X}}), statistics, has_aux=True),
-            ValueError,
-            r"\['batch_stats'\].*aux\['variables'\]",
+    },
+    ValueError: {
+        r"aux\['variables'\] with \['cache'\]; expected .* collections \[\]": run(
+            pair({"variables": {"cache": 1}}), has_aux=True
         ),
-        (
-            linen_with(lambda updates: jax.tree.map(lambda x: x[None], updates)),
-            ValueError,
-            r"batch_stats\['BatchNorm_0'\]\['mean'\]: float32\[8\] before, float32",
+        r"\['batch_stats'\].*aux\['variables'\]": run(
+            pair({"batch_stats": {"mean": X}}), statistics, has_aux=True
         ),
-        (
-            linen_with(lambda updates: {"batch_stats": {}}),
-            ValueError,
-            r"\['mean'\]: float32\[8\] before, absent now",
+        r"\['BatchNorm_0'\]\['mean'\]: float32\[8\] before, float32": linen_with(
+            lambda updates: jax.tree.map(lambda x: x[None], updates)
         ),
-        (
-            linen_with(lambda updates: {"intermediates": {}}),
-            ValueError,
-            r"\['intermediates'\]; expected .*\['batch_stats'\]",
+        r"\['mean'\]: float32\[8\] before, absent now": linen_with(
+            lambda updates: {"batch_stats": {}}
         ),
-        (linen_with(lambda updates: 3), ValueError, "with int; expected a dict"),
-        (
-            run(grows, nnx_state, make_batch),
-            ValueError,
-            r"\['seen'\]: absent before, float32",
+        r"\['intermediates'\]; expected .*\['batch_stats'\]": linen_with(
+            lambda updates: {"intermediates": {}}
         ),
-        (
-            run(
-                lambda model, batch: (model(batch["x"]).sum(), {"variables": {"n": 1}}),
-                nnx_state,
-                make_batch,
-                has_aux=True,
-            ),
-            ValueError,
-            "model's own state is collected",
+        "with int; expected a dict": linen_with(lambda updates: 3),
+        r"\['seen'\]: absent before, float32": run(grows, nnx_state, make_batch),
+        "model's own state is collected": run(
+            lambda model, batch: (model(batch["x"]).sum(), {"variables": {"n": 1}}),
+            nnx_state,
+            make_batch,
+            has_aux=True,
         ),
-        (
-            run_nnx(lambda model, batch: model(batch)),
-            TypeError,
-            "make_nnx_train_step: <lambda> returned",
+        "^mine": run(fails),
+    },
+    NameError: {
+        "make_train_step: axis_name='data' is not the axis of a map around this c": run(
+            linear_loss, axis_name="data"
         ),
-        (run(fails), ValueError, "^mine"),
-        (
-            run(linear_loss, axis_name="data"),
-            NameError,
-            "make_train_step: axis_name='data' is not the axis of a map around this c",
-        ),
-    ]
-)
+    },
+}
+
+
+@raising(LOSSES)
 def test_losses(call, error, message):
     raised(call, error, message)
 

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from _models import FEATURES, NnxNet, changed, make_batch, nnx_loss, optimizer
+from _steps import arrays
 from flax_amp import (
     AmpTrainState,
     init_scaler,
@@ -28,10 +29,6 @@ OPTIONS = dict(has_aux=True)
 def objects(wrt=nnx.Param, tx=None):
     model = NnxNet(nnx.Rngs(0))
     return model, nnx.Optimizer(model, tx or optimizer(), wrt=wrt)
-
-
-def arrays(*nodes):
-    return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
 
 
 @pytest.mark.parametrize(

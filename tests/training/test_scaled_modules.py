@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from _models import FEATURES, NnxNet, cross_entropy, make_batch
+from _steps import arrays
 from flax_amp import (
     amp,
     dynamic_scale_grad,
@@ -26,10 +27,6 @@ def loss_fn(model, batch):
 def pair_loss(model, batch):
     logits = model(batch["x"])
     return cross_entropy(logits, batch["y"]), {"logits": logits}
-
-
-def arrays(*nodes):
-    return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
 
 
 @pytest.mark.parametrize(

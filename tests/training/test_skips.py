@@ -16,6 +16,7 @@ from _models import MODELS, changed, cross_entropy, make_batch
 from _steps import (
     SKIP_LEAVES,
     EmaState,
+    arrays,
     copy,
     linear_batch,
     linear_loss,
@@ -30,6 +31,9 @@ from flax_amp import (
     init_scaler,
     make_nnx_train_step,
     make_train_step,
+    scale_loss,
+    unscale_grads,
+    update_scaler,
 )
 
 SIZE = 8
@@ -115,10 +119,6 @@ def check_scaler_after(fault, new, redo):
     assert int(new["count"]) == count, fault
     assert int(new["total_resets"]) == (lowered or int(skipped)), fault
     return skipped
-
-
-def arrays(*nodes):
-    return jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(nodes)))
 
 
 WAYS = {
@@ -298,11 +298,10 @@ def test_bad_batches_do_not_drive_the_scale_to_its_floor():
 
 def test_two_networks_share_one_scaler():
     """A loop of the user's own, made of the public parts; no part syncs or branches."""
-    import flax_amp
 
     def scaled(params, factor, scaler):
         loss = (params.astype(jnp.float16) ** 2).astype(jnp.float32).sum() * factor
-        return flax_amp.scale_loss(loss, scaler), loss
+        return scale_loss(loss, scaler), loss
 
     @jax.jit
     def step(params, factors, scaler):
@@ -311,14 +310,11 @@ def test_two_networks_share_one_scaler():
             grads[name], losses[name] = jax.grad(scaled, has_aux=True)(
                 params[name], factors[name], scaler
             )
-        grads = flax_amp.unscale_grads(grads, scaler)
-        good = flax_amp.all_finite((losses, grads))
+        grads = unscale_grads(grads, scaler)
+        good = all_finite((losses, grads))
         new = jax.tree.map(lambda p, g: jnp.where(good, p - g, p), params, grads)
-        return new, flax_amp.update_scaler(
-            scaler,
-            flax_amp.all_finite(grads),
-            loss_finite=flax_amp.all_finite(losses),
-        )
+        finite = all_finite(losses)
+        return new, update_scaler(scaler, all_finite(grads), loss_finite=finite)
 
     params = {"first": jnp.ones(2), "second": jnp.full(2, 2.0)}
     factors = {"first": jnp.float32(0.25), "second": jnp.float32(0.25)}

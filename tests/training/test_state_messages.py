@@ -155,11 +155,11 @@ MINE = optax.GradientTransformation(lambda params: (), fails)
 LOSS_TOO = "the optimizer's update asks for {} too.*optax.adamw"
 
 
-@raising(
-    [
-        (run(linear_loss, lambda: linear_state(MINE)), TypeError, "^mine"),
-        *(
-            (call, TypeError, f"{name}: {LOSS_TOO.format(asked)}")
+OPTIMIZERS = {
+    TypeError: {
+        "^mine": run(linear_loss, lambda: linear_state(MINE)),
+        **{
+            f"{name}: {LOSS_TOO.format(asked)}": call
             for tx, asked in [
                 (optax.lbfgs(0.1), "value, grad, value_fn"),
                 (
@@ -174,25 +174,24 @@ LOSS_TOO = "the optimizer's update asks for {} too.*optax.adamw"
                     run_nnx(make=functools.partial(linear_objects, tx=tx)),
                 ),
             ]
+        },
+        "model is a dict": run_nnx(make=lambda: ({}, linear_objects()[1])),
+        "expected an nnx.Optimizer": run_nnx(
+            make=lambda: (linear_objects()[0], optax.sgd(0.1))
         ),
-        (run_nnx(make=lambda: ({}, linear_objects()[1])), TypeError, "model is a dict"),
-        (
-            run_nnx(make=lambda: (linear_objects()[0], optax.sgd(0.1))),
-            TypeError,
-            "expected an nnx.Optimizer",
+    },
+    ValueError: {
+        "train_step: parameters are not float32.*kernel": run_nnx(
+            make=lambda: linear_objects(param_dtype=jnp.float16)
         ),
-        (
-            run_nnx(make=lambda: linear_objects(param_dtype=jnp.float16)),
-            ValueError,
-            "train_step: parameters are not float32.*kernel",
+        "train_step: wrt=.*selects no variable": run_nnx(
+            make=lambda: linear_objects(wrt=nnx.Cache)
         ),
-        (
-            run_nnx(make=lambda: linear_objects(wrt=nnx.Cache)),
-            ValueError,
-            "train_step: wrt=.*selects no variable",
-        ),
-    ]
-)
+    },
+}
+
+
+@raising(OPTIMIZERS)
 def test_optimizers(call, error, message):
     raised(call, error, message)
 
@@ -203,122 +202,102 @@ HALF = {
     "dense": {"kernel": jnp.ones(2, jnp.float16), "bias": jnp.ones(2)},
     "norm": np.ones(2, np.float64),
 }
-NESTED_ORDER = "MultiSteps around apply_if_finite"
 NESTED = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        (
-            dict(params=HALF),
-            ValueError,
-            r"not float32: .*\['kernel'\]: float16, .*\['norm'\]: float64.*param_dtype",
+CREATE = {
+    ValueError: {
+        r"float32: .*\['kernel'\]: float16, .*\['norm'\]: float64.*param_dtype": dict(
+            params=HALF
         ),
-        (
-            dict(params={"w": X, "key": jax.random.key(0)}),
-            ValueError,
-            r"\['key'\] is a PRNG key; expected arrays",
+        r"\['key'\] is a PRNG key; expected arrays": dict(
+            params={"w": X, "key": jax.random.key(0)}
         ),
-        *(
-            (dict(params=p), TypeError, "params is a .*expected a dict.*{'w': array}")
-            for p in (X, 3.0, "w", nnx.Rngs(0))
+        r"\['kernel'\]: float16": dict(
+            params=None, model=linear_objects(param_dtype=jnp.float16)[0]
         ),
-        (dict(params=None), TypeError, "got neither params nor model"),
-        (
-            dict(params=None, model=LinenNet()),
-            TypeError,
-            "model is a LinenNet; expected an nnx.Module",
+        "selects no variable of the model": dict(
+            params=None, model=linear_objects()[0], wrt=nnx.Cache
         ),
-        (dict(model=linear_objects()[0]), TypeError, "model together with params"),
-        (
-            dict(params=None, model=linear_objects(param_dtype=jnp.float16)[0]),
-            ValueError,
-            r"\['kernel'\]: float16",
+        "tx is MultiSteps around apply_if_finite": dict(tx=NESTED),
+        "is MultiSteps around apply_if_finite": dict(
+            tx=optax.chain(optax.identity(), NESTED.gradient_transformation())
         ),
-        (
-            dict(params=None, model=linear_objects()[0], wrt=nnx.Cache),
-            ValueError,
-            "selects no variable of the model",
+        "holds the collection 'params'": dict(
+            variables={"params": {}, "batch_stats": {}}
         ),
-        (dict(tx=None), TypeError, "tx is a NoneType"),
-        (dict(tx=optim.sgd), TypeError, r"tx is the class sgd.*Call it: optim.sgd\("),
-        (dict(tx=NESTED), ValueError, NESTED_ORDER),
-        (
-            dict(tx=optax.chain(optax.identity(), NESTED.gradient_transformation())),
-            ValueError,
-            NESTED_ORDER,
+        "unknown keys": dict(scaler={"growth": 1}),
+    },
+    TypeError: {
+        **{
+            f"params is a {kind}; expected a dict.*{{'w': array}}": dict(params=params)
+            for kind, params in [
+                ("Array.*", X),
+                ("float", 3.0),
+                ("str", "w"),
+                ("Rngs", nnx.Rngs(0)),
+            ]
+        },
+        "got neither params nor model": dict(params=None),
+        "model is a LinenNet; expected an nnx.Module": dict(
+            params=None, model=LinenNet()
         ),
-        (dict(rngs=jax.random.key(0)), TypeError, "rngs is a .*expected a dict"),
-        (dict(rngs={"dropout": 0}), TypeError, r"rngs\['dropout'\] is int"),
-        (
-            dict(rngs={"dropout": jax.random.split(jax.random.key(0))}),
-            TypeError,
-            r"rngs\['dropout'\] is key<fry>\[2\]",
+        "model together with params": dict(model=linear_objects()[0]),
+        "tx is a NoneType": dict(tx=None),
+        r"tx is the class sgd.*Call it: optim.sgd\(": dict(tx=optim.sgd),
+        "rngs is a .*expected a dict": dict(rngs=jax.random.key(0)),
+        r"rngs\['dropout'\] is int": dict(rngs={"dropout": 0}),
+        r"rngs\['dropout'\] is key<fry>\[2\]": dict(
+            rngs={"dropout": jax.random.split(jax.random.key(0))}
         ),
-        (
-            dict(rngs={"dropout": jnp.ones(2)}),
-            TypeError,
-            r"rngs\['dropout'\] is float32\[2\]",
-        ),
-        (dict(variables=[1]), TypeError, "variables is a list; expected a dict"),
-        (
-            dict(variables={"params": {}, "batch_stats": {}}),
-            ValueError,
-            "holds the collection 'params'",
-        ),
-        (dict(scaler={"growth": 1}), ValueError, "unknown keys"),
-        (dict(scaler=3), TypeError, "create: scaler is a int; expected a dict.*no_s"),
-        (dict(ema=1), TypeError, "ema"),
-    ],
-)
-def test_create(options, error, message):
-    options = dict(params={"w": X}, tx=optax.sgd(0.1)) | options
+        r"rngs\['dropout'\] is float32\[2\]": dict(rngs={"dropout": jnp.ones(2)}),
+        "variables is a list; expected a dict": dict(variables=[1]),
+        "create: scaler is a int; expected a dict.*no_s": dict(scaler=3),
+        "ema": dict(ema=1),
+    },
+}
+
+
+@raising(CREATE)
+def test_create(call, error, message):
+    options = dict(params={"w": X}, tx=optax.sgd(0.1)) | call
     raised(lambda: AmpTrainState.create(**options), error, message)
 
 
-@raising(
-    [
-        *(
-            (
-                lambda metrics=metrics: check_progress(linear_state(), metrics),
-                TypeError,
-                f"metrics is a {type(metrics).__name__}; expected the dict of",
-            )
-            for metrics in (3.0, [1.0], "loss", np.ones(2), ())
-        ),
-        *(
-            (
-                lambda n=n: check_progress(linear_state(), max_skips=n),
-                ValueError,
-                f"max_skips={n!r}; expected an integer of at least 1. Leave it",
-            )
-            for n in (0, 2.5, "3")
-        ),
-        *(
-            (
-                lambda scaler=scaler: check_progress(bare(scaler=scaler)()),
-                ValueError,
-                "check_progress: state.scaler.*lacks .*'count'",
-            )
-            for scaler in (None, {}, {"scaler": X[0]})
-        ),
-        (lambda: check_progress({}), TypeError, "state is a dict"),
-        (lambda: check_progress(({}, {})), TypeError, r"state\[0\] is a dict"),
-        (lambda: check_progress((3,)), TypeError, "expected an AmpTrainState, or a p"),
-        (
-            lambda: check_progress(
-                (linear_objects(tx=optax.adam(0.1))[1], no_scaler())
-            ),
-            TypeError,
-            "does not count skipped steps.*apply_if_fin",
-        ),
-        (
-            lambda: linear_state().merge_model(),
-            TypeError,
-            "expected one made with create.model=",
-        ),
-    ]
-)
-def test_progress_and_merge_model(call, error, message):
-    raised(call, error, message)
+COUNTLESS = linear_objects(tx=optax.adam(0.1))[1]
+PROGRESS = {
+    TypeError: {
+        "state is a dict": ({},),
+        r"state\[0\] is a dict": (({}, {}),),
+        "expected an AmpTrainState, or a p": ((3,),),
+        "does not count skipped steps.*apply_if_fin": ((COUNTLESS, no_scaler()),),
+        **{
+            f"metrics is a {kind}; expected the dict of": (linear_state(), metrics)
+            for kind, metrics in [
+                ("float", 3.0),
+                ("list", [1.0]),
+                ("str", "loss"),
+                ("ndarray", np.ones(2)),
+                ("tuple", ()),
+            ]
+        },
+    },
+    ValueError: {
+        "state.scaler, a NoneType, lacks .*'count'": (bare(scaler=None)(),),
+        "state.scaler, a dict, lacks .*'count'": (bare(scaler={})(),),
+        "state.scaler.*lacks .*'adjust.*'count'": (bare(scaler={"scaler": X[0]})(),),
+    },
+}
+
+
+@raising(PROGRESS)
+def test_check_progress(call, error, message):
+    raised(lambda: check_progress(*call), error, f"check_progress: .*{message}")
+
+
+@pytest.mark.parametrize("skips", [0, 2.5, "3"])
+def test_max_skips_and_merge_model(skips):
+    message = f"max_skips={skips!r}; expected an integer of at least 1. Leave it"
+    state = linear_state()
+    raised(lambda: check_progress(state, max_skips=skips), ValueError, message)
+    raised(state.merge_model, TypeError, "expected one made with create.model=")
