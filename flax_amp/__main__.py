@@ -52,7 +52,7 @@ def _state(report: checkpoint.StepReport) -> str:
         return "half deleted, a newer step is intact"
     if report.problem:
         return f"DAMAGED: {report.problem}"
-    return "intact" if report.has_digests else "readable, no checksums"
+    return "intact" if report.has_checksums else "readable, no checksums"
 
 
 if __name__ == "__main__":

@@ -97,8 +97,10 @@ def commit_like(leaf: Any, like: Any) -> Any:
     """
     if _is_placed(like):
         return leaf
-    data = jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
-    return place(np.asarray(data), like)
+    if _tree.is_key(leaf) or not isinstance(leaf, jax.Array):
+        data = jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+        return place(np.asarray(data), like)
+    return jax.device_put(np.asarray(leaf))
 
 
 def _impl_of(key: Any) -> Any:

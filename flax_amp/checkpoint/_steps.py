@@ -8,6 +8,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -255,10 +256,12 @@ def describe(
     if metadata is None and (directory / _lock.NAME).exists():
         raise IncompleteError(f"its file {_STEP_FILE} is missing")
     promised = _check_record((metadata or {}).get(KEY, {}), step, where)
-    has_checksums = _checksums.check(folder, part)
+    with ThreadPoolExecutor(1) as other_thread:
+        tree = other_thread.submit(_tree, folder / ITEM)
+        has_checksums = _checksums.check(folder, part)
     if promised and not has_checksums:
         raise IncompleteError("its list of checksums is missing")
-    return Description(read_or_explain(lambda: _tree(folder / ITEM)), has_checksums)
+    return Description(read_or_explain(tree.result), has_checksums)
 
 
 def record_of(step: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class StepReport(NamedTuple):
       step: the number of the step.
       size: the size of its files, in bytes.
       problem: what is damaged; the empty string if nothing is.
-      has_digests: whether its files were compared with checksums. Steps that plain
+      has_checksums: whether its files were compared with checksums. Steps that plain
         Orbax or flax_amp 0.1 wrote have none.
       scaler: the values of its loss scaler, if they could be read.
       half_deleted: whether files are missing while a newer step is intact. A removal of
@@ -30,7 +30,7 @@ class StepReport(NamedTuple):
     step: int
     size: int
     problem: str
-    has_digests: bool
+    has_checksums: bool
     scaler: dict[str, float]
     half_deleted: bool = False
 
@@ -59,7 +59,7 @@ def verify(manager: Any) -> list[StepReport]:
       ...     with checkpoint.manager(directory) as manager:
       ...         _ = checkpoint.save(manager, state)
       ...     (report,) = verify(directory)
-      >>> report.problem, report.has_digests, report.scaler["scaler"]
+      >>> report.problem, report.has_checksums, report.scaler["scaler"]
       ('', True, 32768.0)
     """
     directory = finish_saving(manager)
@@ -89,7 +89,7 @@ def _report(directory: epath.Path, step: int) -> tuple[StepReport, bool]:
     except (CorruptCheckpointError, OSError, ValueError) as error:
         damaged = report._replace(problem=str(error))
         return damaged, isinstance(error, IncompleteError)
-    return report._replace(has_digests=has_checksums, scaler=_scaler_of(read)), False
+    return report._replace(has_checksums=has_checksums, scaler=_scaler_of(read)), False
 
 
 def _scaler_of(read: Mapping[Path, np.ndarray]) -> dict[str, float]:

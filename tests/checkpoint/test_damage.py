@@ -212,7 +212,7 @@ def test_a_step_without_digests_of_this_version_is_taken_as_it_is(steps):
     content["custom_metadata"]["flax_amp"] = record | {"checksum": "0" * 16}
     path.write_text(json.dumps(content))
     assert read(steps, checkpoint.restore) == 2
-    assert not checkpoint.verify(steps)[1].has_digests
+    assert not checkpoint.verify(steps)[1].has_checksums
 
 
 def test_a_step_under_another_number_is_named(steps):

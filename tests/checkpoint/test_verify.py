@@ -52,7 +52,7 @@ def damage(directory, step):
 def test_all_intact(steps):
     reports = checkpoint.verify(steps)
     assert [report.step for report in reports] == [1, 2, 3]
-    assert all(report.has_digests and not report.problem for report in reports)
+    assert all(report.has_checksums and not report.problem for report in reports)
     assert [report.scaler["scaler"] for report in reports] == [2.0, 4.0, 8.0]
     assert all(report.size > 16 * 64 * 4 for report in reports)
 
@@ -67,7 +67,7 @@ def test_a_damaged_step_is_named(steps):
 def test_a_half_deleted_step_is_named(steps):
     shutil.rmtree(steps / "3/default/d")
     report = checkpoint.verify(steps)[-1]
-    assert report.problem and report.has_digests is False and report.scaler == {}
+    assert report.problem and report.has_checksums is False and report.scaler == {}
 
 
 def test_a_sharded_checkpoint(tmp_path, mesh):
@@ -77,14 +77,14 @@ def test_a_sharded_checkpoint(tmp_path, mesh):
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, split)
         (report,) = checkpoint.verify(manager)
-    assert report.has_digests and not report.problem
+    assert report.has_checksums and not report.problem
 
 
 def test_plain_checkpoints_are_readable(tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(1, args=ocp.args.StandardSave(make_state(1)))
     (report,) = checkpoint.verify(tmp_path)
-    assert not report.problem and not report.has_digests
+    assert not report.problem and not report.has_checksums
 
 
 def test_command_line(steps, capsys):
