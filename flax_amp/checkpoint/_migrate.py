@@ -1,9 +1,8 @@
 """Checkpoints of other programs, other optimizers, other models.
 
-What differs is brought into one flat form first, path by path: names that the user
-maps, then the forms that other libraries give the same thing, each by a rule of its
-own. Then every array of the target must have found exactly one on disk, and the
-reverse, or all that have not are named in one error.
+Both sides are brought to common paths first (see `_common_paths`). Then every array of
+the target must have a counterpart on disk, and the reverse; the few exceptions are
+listed in `_may_stay` and `_may_be_dropped`. One error names all other arrays.
 """
 
 import warnings
@@ -14,15 +13,22 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp.checkpoint import _saved_optimizer, _saved_scaler, _sources
+from flax_amp.checkpoint import _scaler, _sources
+from flax_amp.checkpoint._arrays import (
+    NumpyLeaves,
+    Path,
+    differences,
+    has_value,
+    leaves_of_target,
+    name_of,
+    place,
+    replace_leaves,
+)
+from flax_amp.checkpoint._common_paths import HYPERPARAMS, WRAPPERS, by_common_path
 from flax_amp.checkpoint._errors import CheckpointWarning
-from flax_amp.checkpoint._layout import Path, differences, leaf_of, name_of
-from flax_amp.checkpoint._paths import Choice, Patterns, renamed
-from flax_amp.checkpoint._placement import is_concrete, place, rebuilt, samples
+from flax_amp.checkpoint._patterns import Choice, Patterns, renamed
 
 T = TypeVar("T")
-
-Leaves = dict[Path, np.ndarray]
 
 
 def migrate(
@@ -94,224 +100,174 @@ def migrate(
       >>> float(state.scaler["scaler"])
       32768.0
     """
-    tree = ocp.tree.to_flat_dict(target)
-    wanted = samples(target, "checkpoint.migrate")
+    leaves = ocp.tree.to_flat_dict(target)
+    wanted = leaves_of_target(target, "checkpoint.migrate")
     chosen = Choice(include, exclude)
-    name, leaves = _sources.read(source, step, stacklevel=2)
-    leaves = renamed(leaves, rename or {})
+    name, saved = _sources.read(source, step, stacklevel=2)
+    saved = renamed(saved, rename or {})
+    chosen.check([*saved, *wanted])
 
-    real = {_plain(path): path for path in wanted}
-    optimizer = _saved_optimizer.align(map(_plain, leaves), real)
-    counterparts = _counterparts(leaves, real, optimizer, hasattr(target, "rngs"))
-    on_disk = {real.get(n, n): o for o, n in counterparts.items() if n is not None}
-    chosen.check([*leaves, *on_disk, *wanted])
+    ours, theirs = by_common_path(wanted), by_common_path(saved)
 
-    found = {path: leaves[old] for path, old in on_disk.items()}
-    found |= _beginnings(optimizer, leaves, real, wanted)
-    found = _taken(found, wanted, on_disk, chosen)
-    found, kept = _saved_scaler.fit_scaler(found, leaves, tree)
-    stays = kept | {real[path] for path in optimizer.kept}
-    stays |= _left_alone(wanted, leaves, on_disk, chosen)
-    stays -= found.keys()
+    def is_chosen(path: Path) -> bool:
+        return chosen.takes(*(side[path] for side in (ours, theirs) if path in side))
 
-    if problems := _problems(found, wanted, stays, on_disk, tree):
+    both = set(filter(is_chosen, ours.keys() & theirs.keys()))
+    only_ours = set(filter(is_chosen, ours.keys() - theirs.keys()))
+    only_theirs = set(filter(is_chosen, theirs.keys() - ours.keys()))
+
+    values = {path: _convert(saved[theirs[path]], wanted[ours[path]]) for path in both}
+    for path in only_ours:
+        if path[0] in WRAPPERS.keys() - _tops(theirs) - {HYPERPARAMS}:
+            values[path] = _initial(path, wanted[ours[path]], saved, theirs)
+    _fit_scaler(
+        values,
+        {path[1]: saved[old] for path, old in theirs.items() if path[0] == "scaler"},
+        {path[1]: leaves[own] for path, own in ours.items() if path[0] == "scaler"},
+    )
+    missing = {
+        path
+        for path in only_ours | both
+        if path not in values and not _may_stay(path, values, theirs)
+    }
+    extra = {
+        path
+        for path in only_theirs
+        if not _may_be_dropped(path, ours, hasattr(target, "rngs"))
+    }
+
+    found = {ours[path]: value for path, value in values.items()}
+    problems = differences(
+        found,
+        {path: wanted[path] for path in [*found, *(ours[path] for path in missing)]},
+        saved_as={ours[path]: theirs[path] for path in both},
+    )
+    problems += differences({theirs[path]: saved[theirs[path]] for path in extra}, {})
+    problems += [
+        f"{name_of(path)}: to stay as in the target, where it has no value"
+        for path in sorted(wanted.keys() - found.keys() - {ours[p] for p in missing})
+        if not has_value(leaves[path])
+    ]
+    if problems:
+        pairs = [(saved[theirs[path]], wanted[ours[path]]) for path in both]
         raise ValueError(
             f"checkpoint.migrate: {name} does not fit the target:\n  "
-            + "\n  ".join(problems)
+            + "\n  ".join(sorted(problems))
             + "\nexpected a counterpart for everything, on both sides. Map names on "
             "disk to those of the target with rename=, leave arrays of the target as "
-            "they are with exclude=, or read only some with include=."
-            + _hint({path: leaves[old] for path, old in on_disk.items()}, wanted)
+            "they are with exclude=, or read only some with include=." + _hint(pairs)
         )
-    _warn_of_lost_sums(optimizer, leaves, chosen, name)
-    _warn_of_lost_hyperparams(optimizer, name)
-    return rebuilt(target, {path: place(x, tree[path]) for path, x in found.items()})
-
-
-def _taken(
-    found: Leaves,
-    wanted: Mapping[Path, Any],
-    on_disk: Mapping[Path, Path],
-    chosen: Choice,
-) -> Leaves:
-    """Returns the arrays that the user's patterns take, in the dtypes of the target.
-
-    A pattern may name an array by its path on disk or by that in the target.
-    """
-    taken = {
-        path: leaf
-        for path, leaf in found.items()
-        if chosen.takes(path, on_disk.get(path, path))
-    }
-    return {
-        path: _convert(leaf, wanted[path]) if path in wanted else leaf
-        for path, leaf in taken.items()
-    }
-
-
-def _left_alone(
-    wanted: Iterable[Path],
-    leaves: Iterable[Path],
-    on_disk: Mapping[Path, Path],
-    chosen: Choice,
-) -> set[Path]:
-    """Returns the paths of the target that keep their values by the user's choice.
-
-    So do random keys, if there are none on disk.
-    """
-    has_rngs = any(path[0] == "rngs" for path in leaves)
-    return {
-        path
-        for path in wanted
-        if not chosen.takes(path, on_disk.get(path, path))
-        or (path[0] == "rngs" and not has_rngs)
-    }
-
-
-def _problems(
-    found: Leaves,
-    wanted: Mapping[Path, Any],
-    stays: set[Path],
-    on_disk: Mapping[Path, Path],
-    tree: Mapping[Path, Any],
-) -> list[str]:
-    """Returns a line for each array without a counterpart or a value."""
-    return differences(
-        {path: leaf_of(leaf) for path, leaf in found.items()},
-        {path: leaf_of(leaf) for path, leaf in wanted.items() if path not in stays},
-        called={new: old for new, old in on_disk.items() if new != old},
-    ) + [
-        f"{name_of(path)}: to stay as in the target, where it has no value"
-        for path in sorted(stays)
-        if not is_concrete(tree[path])
-    ]
-
-
-def _warn_of_lost_hyperparams(optimizer: _saved_optimizer.Alignment, name: str) -> None:
-    if optimizer.lost:
+    for loss in _losses(only_theirs, ours, saved, theirs):
         warnings.warn(
-            f"checkpoint.migrate: {name}: dropped the hyper-parameters "
-            f"{', '.join(optimizer.lost)}, which the optimizer of the target does not "
-            "have as leaves.",
-            CheckpointWarning,
-            stacklevel=3,
+            f"checkpoint.migrate: {name}: {loss}.", CheckpointWarning, stacklevel=2
         )
+    return replace_leaves(
+        target, {path: place(value, leaves[path]) for path, value in found.items()}
+    )
 
 
-def _counterparts(
-    paths: Iterable[Path],
-    wanted: Iterable[Path],
-    optimizer: _saved_optimizer.Alignment,
-    has_rngs: bool,
-) -> dict[Path, Path | None]:
-    """Says where the target has what is on disk; `None` where it cannot have it.
+def _tops(paths: Iterable[Path]) -> set[str]:
+    """Returns the first segments of common paths: fields, and names of wrappers."""
+    return {path[0] for path in paths}
 
-    Raises:
-      ValueError: if it has two things in one place.
+
+def _may_stay(
+    path: Path, values: Mapping[Path, Any], theirs: Mapping[Path, Path]
+) -> bool:
+    """Whether an array of the target keeps its value although it was not excluded.
+
+    Hyper-parameters that were not saved do, random keys if there are none on disk, and
+    a scaler if there is none to go on with.
     """
-    paths = list(paths)
-    result: dict[Path, Path | None] = {}
-    collections = _collections(wanted)
-    plain = {path: _moved(_plain(path), collections) for path in paths}
-    moved = _saved_scaler.translate(plain.values(), wanted) | optimizer.paths
-    taken: dict[Path, Path] = {}
-    for path in paths:
-        new = plain[path]
-        target = moved.get(new, new)
-        if new[0] == "rngs" and not has_rngs:
-            target = None
-        if target in taken:
-            raise ValueError(
-                f"checkpoint.migrate: {name_of(path)} and {name_of(taken[target])} "
-                f"would both be {name_of(target)}; expected one. Leave one of them out "
-                "of the tree, or give it another name with rename=."
-            )
-        if target is not None:
-            taken[target] = path
-        result[path] = target
-    return result
+    if path[0] == "scaler":
+        return "scaler" not in _tops(values)
+    if path[0] == "rngs":
+        return "rngs" not in _tops(theirs)
+    return path[0] == HYPERPARAMS
 
 
-def _beginnings(
-    optimizer: _saved_optimizer.Alignment,
-    leaves: Leaves,
-    real: Mapping[Path, Path],
-    wanted: Leaves,
-) -> Leaves:
-    """Returns what the wrappers of an optimizer begin with that were not saved."""
-    found = {real[p]: _initial(p, wanted[real[p]]) for p in optimizer.fresh}
-    if around := optimizer.added.get("MultiSteps"):
-        # It counts updates, of which there were some before it was there.
-        found[real[*around, "gradient_step"]] = _updates(leaves)
-    return found
+def _may_be_dropped(path: Path, ours: Mapping[Path, Path], has_rngs: bool) -> bool:
+    """Whether the target need not have a place for an array.
+
+    It may have no scaler or another one, no random keys, and other wrappers.
+    """
+    if path[0] == "scaler":
+        return path[1] in _scaler.KEYS
+    if path[0] == "rngs":
+        return not has_rngs
+    return path[0] == HYPERPARAMS or path[0] in WRAPPERS.keys() - _tops(ours)
 
 
-def _warn_of_lost_sums(
-    optimizer: _saved_optimizer.Alignment, leaves: Leaves, chosen: Choice, name: str
+def _initial(
+    path: Path, like: Any, saved: NumpyLeaves, theirs: Mapping[Path, Path]
+) -> np.ndarray:
+    """Returns what a wrapper of an optimizer that was not saved begins with."""
+    if path == ("MultiSteps", "gradient_step"):
+        # It counts updates, and the optimizer inside has made some already.
+        steps, skipped = (
+            saved[theirs[path]] if path in theirs else 0
+            for path in (("step",), ("apply_if_finite", "total_notfinite"))
+        )
+        return np.maximum(np.subtract(steps, skipped), 0).astype(np.int32)
+    return np.full(like.shape, path[-1] == "last_finite", like.dtype)
+
+
+def _fit_scaler(
+    values: NumpyLeaves, saved: Mapping[str, Any], target: Mapping[str, Any]
 ) -> None:
-    around = optimizer.removed.get("MultiSteps")
-    if around is None or not chosen.takes((*around, "mini_step")):
+    """Puts the scaler to go on with among the values by common path.
+
+    Args:
+      values: those that were found; they are changed.
+      saved: the scaler on disk.
+      target: the scaler of the target, of whatever library.
+    """
+    found = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
+    if _scaler.is_batched(found) or _scaler.is_batched(target):
         return
-    summed = int(leaves[*around, "mini_step"])
-    if summed:
-        warnings.warn(
-            f"checkpoint.migrate: {name}: dropped the sum of the gradients of {summed} "
-            "steps that MultiSteps had not applied yet; the optimizer of the target "
-            "has no MultiSteps.",
-            CheckpointWarning,
-            stacklevel=3,
+    if "min_scaler" in target:
+        scaler, _ = _scaler.resume(found, target)
+        scaler = _scaler.limited(scaler, target)
+        _scaler.check(scaler, "checkpoint.migrate: scaler")
+        for key in target:
+            values["scaler", key] = np.asarray(scaler[key])
+    elif _scaler.kind_of(saved) == "static":
+        # Other libraries have dynamic scalers only: theirs begins as the target's.
+        for key in found:
+            del values["scaler", key]
+
+
+def _losses(
+    only_theirs: set[Path],
+    ours: Mapping[Path, Path],
+    saved: NumpyLeaves,
+    theirs: Mapping[Path, Path],
+) -> list[str]:
+    """Describes what was dropped of an optimizer that a user may miss."""
+    losses = []
+    summed = ("MultiSteps", "mini_step")
+    if summed in only_theirs and (steps := np.max(saved[theirs[summed]])):
+        losses.append(
+            f"dropped the sum of the gradients of {steps} steps that MultiSteps had "
+            "not applied yet; the optimizer of the target has no MultiSteps"
         )
+    lost = sorted("/".join(path[1:]) for path in only_theirs if path[0] == HYPERPARAMS)
+    if lost and HYPERPARAMS in _tops(ours):
+        losses.append(
+            f"dropped the hyper-parameters {', '.join(lost)}, which the optimizer of "
+            "the target does not have as leaves"
+        )
+    return losses
 
 
-def _hint(saved: Leaves, wanted: Leaves) -> str:
-    """Returns further advice, if the reason can be guessed."""
-    both = saved.keys() & wanted.keys()
-    if both and all(
-        saved[p].shape[1:] == wanted[p].shape != saved[p].shape for p in both
-    ):
+def _hint(pairs: list[tuple[Any, Any]]) -> str:
+    """Returns further advice if every saved array has one axis more."""
+    if pairs and all(x.shape[1:] == y.shape != x.shape for x, y in pairs):
         return (
             " Every array has one axis more than in the target: a state of pmap is to "
             "be saved after flax.jax_utils.unreplicate."
         )
     return ""
-
-
-def _initial(path: Path, like: Any) -> np.ndarray:
-    """Returns what a wrapper of an optimizer begins with."""
-    return np.full(like.shape, path[-1] == "last_finite", like.dtype)
-
-
-def _plain(path: Path) -> Path:
-    """Removes what `nnx.State` adds to the path of each of its Variables."""
-    return path[:-1] if path[-1] == "value" and len(path) > 1 else path
-
-
-def _collections(wanted: Iterable[Path]) -> dict[Path, Path]:
-    """Says where the target has the collections of a Linen model, by where others do.
-
-    In `variables`, or as fields of their own.
-    """
-    fields = {path[0] for path in wanted}
-    inside = {path[1] for path in wanted if path[0] == "variables" and len(path) > 1}
-    moves: dict[Path, Path] = {(name,): ("variables", name) for name in inside - fields}
-    if "variables" not in fields:
-        moves |= {("variables", name): (name,) for name in fields}
-    return moves
-
-
-def _moved(path: Path, moves: Mapping[Path, Path]) -> Path:
-    """Returns a path with its beginning replaced, if that is to be."""
-    for depth in (1, 2):
-        if path[:depth] in moves:
-            return moves[path[:depth]] + path[depth:]
-    return path
-
-
-def _updates(leaves: Leaves) -> np.ndarray:
-    """Returns how many updates the optimizer had made."""
-    steps = leaves.get(("step",), np.int32(0))
-    skipped = leaves.get(("opt_state", "total_notfinite"), np.int32(0))
-    return np.maximum(steps - skipped, 0).astype(np.int32)
 
 
 def _convert(value: np.ndarray, like: Any) -> np.ndarray:

@@ -14,24 +14,20 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.checkpoint import _saved_scaler
-from flax_amp.checkpoint._errors import CheckpointWarning, read_or_explain
-from flax_amp.checkpoint._layout import (
-    Layout,
+from flax_amp.checkpoint import _scaler
+from flax_amp.checkpoint._arrays import (
     Path,
     check_state,
-    differences,
-    layout_of,
-    leaf_of,
-)
-from flax_amp.checkpoint._placement import (
-    abstract,
     commit_like,
-    indivisible,
-    rebuilt,
-    samples,
+    differences,
+    leaves_of_target,
+    read_tree,
+    replace_leaves,
+    restore_spec,
+    spec_of,
+    unfit_shardings,
 )
-from flax_amp.checkpoint._reader import restored
+from flax_amp.checkpoint._errors import CheckpointWarning, read_or_explain
 from flax_amp.checkpoint._steps import (
     ITEM,
     agreed,
@@ -88,26 +84,23 @@ def _restore_step(
     directory: epath.Path, step: int, target: AmpTrainState
 ) -> AmpTrainState:
     where = f"step {step} in {directory}"
-    wanted = samples(target, "checkpoint.restore")
+    wanted = leaves_of_target(target, "checkpoint.restore")
     read = agreed(lambda: _read_step(directory, step, wanted))
-    likes = ocp.tree.to_flat_dict(target)
+    leaves = ocp.tree.to_flat_dict(target)
     values = {
-        path: commit_like(read[path], likes[path]) for path in read if path in likes
+        path: commit_like(value, leaves[path]) if path in leaves else value
+        for path, value in read.items()
     }
 
-    saved = {path[1]: leaf for path, leaf in read.items() if path[0] == "scaler"}
-    if unknown := sorted(saved.keys() - _saved_scaler.KEYS):
+    saved = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
+    if unknown := sorted(saved.keys() - _scaler.KEYS):
         _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
-    saved = {
-        key: values.get(("scaler", key), saved[key])
-        for key in saved.keys() & _saved_scaler.KEYS
-    }
-    taken, remark = _saved_scaler.resumable_entries(saved, target.scaler)
+        saved = {key: saved[key] for key in saved.keys() & _scaler.KEYS}
+    scaler, remark = _scaler.resume(saved, target.scaler)
     if remark:
         _warn(f"{where}: {remark}; the target's is used.")
-    scaler = _saved_scaler.completed(target.scaler) | taken
-    _saved_scaler.checked(scaler, f"checkpoint.restore: {where}: scaler")
-    return rebuilt(target, values).replace(scaler=scaler)
+    _scaler.check(scaler, f"checkpoint.restore: {where}: scaler")
+    return replace_leaves(target, values).replace(scaler=scaler)
 
 
 def _read_step(
@@ -118,20 +111,19 @@ def _read_step(
     Each process reads for itself; together they check the files.
     """
     part = jax.process_index(), jax.process_count()
-    tree = describe(directory, step, part).tree
-    _check_fit(layout_of(tree), wanted, f"step {step} in {directory}")
+    tree, _ = describe(directory, step, part)
+    on_disk = ocp.tree.to_flat_dict(tree)
+    _check_fit(on_disk, wanted, f"step {step} in {directory}")
     # Orbax is asked for the structure on disk: another empty dict is no difference.
-    leaves, structure = jax.tree.flatten(tree)
-    paths = list(ocp.tree.to_flat_dict(tree))
     asked = [
-        abstract(wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
-        for path, leaf in zip(paths, leaves, strict=True)
+        restore_spec(wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
+        for path, leaf in on_disk.items()
     ]
-    folder = directory / str(step) / ITEM
-    like = jax.tree.unflatten(structure, asked)
+    like = jax.tree.unflatten(jax.tree.structure(tree), asked)
     how = ocp.checkpoint_utils.construct_restore_args(like)
-    read = read_or_explain(lambda: restored(folder, item=like, restore_args=how))
-    return dict(zip(paths, jax.tree.leaves(read), strict=True))
+    folder = directory / str(step) / ITEM
+    read = read_or_explain(lambda: read_tree(folder, item=like, restore_args=how))
+    return dict(zip(on_disk, jax.tree.leaves(read), strict=True))
 
 
 def _warn(text: str) -> None:
@@ -139,13 +131,21 @@ def _warn(text: str) -> None:
     warnings.warn(f"checkpoint.restore: {text}", CheckpointWarning, stacklevel=6)
 
 
-def _check_fit(on_disk: Layout, wanted: Mapping[Path, Any], where: str) -> None:
+def _check_fit(
+    on_disk: Mapping[Path, Any], wanted: Mapping[Path, Any], where: str
+) -> None:
     """Raises one ValueError that lists all that differs, with both sides."""
-    layout = {path: leaf_of(leaf) for path, leaf in wanted.items()}
-    # A scaler may lack keys that are new, and have some that are newer still.
-    layout = {p: x for p, x in layout.items() if p[0] != "scaler" or p in on_disk}
-    on_disk = {p: x for p, x in on_disk.items() if p[0] != "scaler" or p in layout}
-    problems = differences(on_disk, layout) + indivisible(wanted)
+    all_leaves = {**on_disk, **wanted}
+    # The scaler of a run may lack keys that are new, and have keys that are newer.
+    optional = {
+        path
+        for path in wanted.keys() ^ on_disk.keys()
+        if path[0] == "scaler" and spec_of(all_leaves[path]).shape == ()
+    }
+    problems = differences(
+        {path: leaf for path, leaf in on_disk.items() if path not in optional},
+        {path: leaf for path, leaf in wanted.items() if path not in optional},
+    ) + unfit_shardings(wanted)
     if problems:
         raise ValueError(
             f"checkpoint.restore: {where} does not fit the target:\n  "

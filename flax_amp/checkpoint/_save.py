@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint._arrays import check_state, description_of, name_of
 from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
-from flax_amp.checkpoint._layout import check_state, kind_of, name_of
 from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
 from flax_amp.checkpoint._steps import record_of, whole_number
 
@@ -45,8 +46,8 @@ def save(
     Raises:
       TypeError: if an argument or the step of the state has a wrong type.
       ValueError: if leaves cannot be saved (the error lists all of them), if the step
-        is negative, or if the `best_metric` of the manager is missing. Nothing is
-        written then.
+        is negative, if the runs of a vmapped state are at different steps, or if the
+        `best_metric` of the manager is missing. Nothing is written then.
       RuntimeError: if another process saves into the same directory.
       CheckpointSaveError: if this state cannot be written, or if the save before it
         failed in the background. Earlier checkpoints are as they were.
@@ -88,7 +89,7 @@ def _save(
     metrics: dict[str, float] | None,
     force: bool,
 ) -> bool:
-    step = whole_number(state.step, "checkpoint.save: the state's step", 0)
+    step = _step_of(state)
     finish_at_exit(manager)
     if ours:
         ours.make_room(step, force)
@@ -124,6 +125,18 @@ def _save(
         raise failed from error
 
 
+def _step_of(state: AmpTrainState) -> int:
+    """Returns the step of a state; that of several runs, which `vmap` makes, is one."""
+    name, steps = "checkpoint.save: the state's step", np.unique(state.step)
+    if len(steps) > 1:
+        raise ValueError(
+            f"{name} has the values {steps.tolist()}; expected runs that are at one "
+            "step, since they are saved together. Save each of them into a directory "
+            "of its own: jax.tree.map(lambda leaf: leaf[i], state)."
+        )
+    return whole_number(steps[0] if np.ndim(state.step) else state.step, name, 0)
+
+
 def _numbers(
     metrics: Mapping[str, Any] | None, best: str | None
 ) -> dict[str, float] | None:
@@ -147,8 +160,8 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"checkpoint.save: the metric {name!r} is {kind_of(value)}; expected one "
-            "number."
+            f"checkpoint.save: the metric {name!r} is {description_of(value)}; "
+            "expected one number."
         ) from error
 
 

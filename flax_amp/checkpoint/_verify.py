@@ -1,15 +1,16 @@
 """A report on every step of a directory: is it still what was saved?"""
 
 import os
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 from etils import epath
 
-from flax_amp.checkpoint._errors import CorruptCheckpointError, IncompleteError
-from flax_amp.checkpoint._layout import Path
-from flax_amp.checkpoint._sources import arrays_on_host
+from flax_amp.checkpoint._arrays import NumpyLeaves, read_on_host
+from flax_amp.checkpoint._errors import (
+    CorruptCheckpointError,
+    IncompleteError,
+    read_or_explain,
+)
 from flax_amp.checkpoint._steps import ITEM, describe, finish_saving, steps_in
 
 
@@ -63,36 +64,34 @@ def verify(manager: Any) -> list[StepReport]:
       ('', True, 32768.0)
     """
     directory = finish_saving(manager)
-    reports: dict[int, tuple[StepReport, bool]] = {}
+    reports: dict[int, StepReport] = {}
     for _ in range(2):  # Another process may save and remove steps meanwhile.
         for step in steps_in(directory):
             if step not in reports:
                 reports[step] = _report(directory, step)
     there = steps_in(directory)
-    newest = max(
-        (s for s, (report, _) in reports.items() if not report.problem), default=-1
-    )
+    newest = max((s for s, report in reports.items() if not report.problem), default=-1)
     return [
-        report._replace(half_deleted=incomplete and step < newest)
-        for step, (report, incomplete) in sorted(reports.items())
+        report._replace(half_deleted=report.half_deleted and step < newest)
+        for step, report in sorted(reports.items())
         if step in there or not report.problem
     ]
 
 
-def _report(directory: epath.Path, step: int) -> tuple[StepReport, bool]:
-    """Returns the report of a step, and whether files of it are missing."""
+def _report(directory: epath.Path, step: int) -> StepReport:
+    """Returns the report of a step, `half_deleted` if any of its files are missing."""
     folder = directory / str(step)
-    report = StepReport(step, _size_of(folder), "", False, {})
+    size = _size_of(folder)
     try:
         tree, has_checksums = describe(directory, step)
-        read = arrays_on_host(folder / ITEM, tree)
+        read = read_or_explain(lambda: read_on_host(folder / ITEM, tree))
     except (CorruptCheckpointError, OSError, ValueError) as error:
-        damaged = report._replace(problem=str(error))
-        return damaged, isinstance(error, IncompleteError)
-    return report._replace(has_checksums=has_checksums, scaler=_scaler_of(read)), False
+        is_incomplete = isinstance(error, IncompleteError)
+        return StepReport(step, size, str(error), False, {}, is_incomplete)
+    return StepReport(step, size, "", has_checksums, _scaler_of(read))
 
 
-def _scaler_of(read: Mapping[Path, np.ndarray]) -> dict[str, float]:
+def _scaler_of(read: NumpyLeaves) -> dict[str, float]:
     """Returns the numbers in the field `scaler`, whatever program saved it."""
     found = {path[1]: x for path, x in sorted(read.items()) if path[:-1] == ("scaler",)}
     return {

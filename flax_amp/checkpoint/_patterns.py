@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from flax_amp.checkpoint._layout import Path, name_of
+from flax_amp.checkpoint._arrays import Path, name_of
 
 T = TypeVar("T")
 

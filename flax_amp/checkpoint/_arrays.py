@@ -1,0 +1,260 @@
+"""The arrays of a tree by path: what they are, how Orbax reads them, where they lie.
+
+A path is the one that Orbax gives a leaf: names of fields and dict keys, and numbers of
+list items. Orbax lets all processes wait for each other after each read, and a process
+that failed never comes; so every process reads for itself here. Nothing here writes.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from flax_amp import _tree
+from flax_amp._training.train_state import AmpTrainState
+
+T = TypeVar("T")
+PyTree = Any
+Path = tuple[str, ...]
+NumpyLeaves = dict[Path, np.ndarray]
+
+
+class Spec(NamedTuple):
+    """The shape and dtype of an array on disk; of a typed key, those of its data."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def spec_of(leaf: Any) -> Spec:
+    """Describes an array, a shape or Orbax's metadata; strings have no shape."""
+    if not hasattr(leaf, "dtype"):
+        return Spec((), "str")
+    if _tree.is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return Spec(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+
+
+def description_of(value: Any) -> str:
+    """Describes a value in an error message: `float32[3]`, `a str`."""
+    if getattr(value, "is_deleted", bool)():
+        return "deleted, its memory was donated"
+    if hasattr(value, "dtype"):
+        return str(spec_of(value))
+    return f"a {type(value).__name__}"
+
+
+def name_of(path: Iterable[str]) -> str:
+    """Returns a path as the error messages show it."""
+    return "/".join(path)
+
+
+def differences(
+    on_disk: Mapping[Path, Any],
+    wanted: Mapping[Path, Any],
+    saved_as: Mapping[Path, Path] | None = None,
+) -> list[str]:
+    """Returns a line for every path whose arrays differ, with both sides.
+
+    Args:
+      on_disk: the saved arrays, or what describes them, by their paths in the target.
+      wanted: the arrays of the target.
+      saved_as: the paths that arrays have on disk, by their paths in the target.
+    """
+    lines = []
+    for path in sorted(wanted.keys() | on_disk.keys()):
+        saved = spec_of(on_disk[path]) if path in on_disk else None
+        there = spec_of(wanted[path]) if path in wanted else None
+        if saved == there:
+            continue
+        left = "not on disk" if saved is None else f"{saved} on disk"
+        if saved_as and saved_as.get(path, path) != path:
+            left += f" as {name_of(saved_as[path])}"
+        right = "not in the target" if there is None else f"{there} in the target"
+        lines.append(f"{name_of(path)}: {left}, {right}")
+    return lines
+
+
+def check_state(state: Any, name: str) -> None:
+    """Raises a TypeError if a value is no `AmpTrainState`."""
+    if not isinstance(state, AmpTrainState):
+        raise TypeError(
+            f"{name} is a {type(state).__name__}; expected an AmpTrainState. Make it "
+            "with AmpTrainState.create, as for a new run."
+        )
+
+
+# Reading
+
+
+def read_tree(folder: Any, **how: Any) -> Any:
+    """Returns the arrays of a tree that Orbax saved.
+
+    Args:
+      folder: the folder of the tree.
+      **how: arguments of `orbax.checkpoint.args.PyTreeRestore`.
+    """
+    options = _without_other_processes()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
+        return reader.restore(folder, args=ocp.args.PyTreeRestore(**how))
+
+
+def read_on_host(folder: Any, metadata: PyTree) -> NumpyLeaves:
+    """Reads a tree as NumPy arrays, whatever devices its arrays were saved from."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def how(leaf: Any) -> ocp.RestoreArgs:
+        if not hasattr(leaf, "dtype"):  # a string
+            return ocp.RestoreArgs()
+        if _tree.is_key(leaf):
+            return ocp.ArrayRestoreArgs(sharding=here)
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+
+    return numpy_leaves(read_tree(folder, restore_args=jax.tree.map(how, metadata)))
+
+
+def numpy_leaves(tree: PyTree) -> NumpyLeaves:
+    """Returns the leaves of a tree as NumPy arrays; of typed keys, their data."""
+    flat = ocp.tree.to_flat_dict(tree)
+    return {tuple(map(str, path)): np.asarray(_data(x)) for path, x in flat.items()}
+
+
+def read_metadata(folder: Any) -> Any:
+    """Returns Orbax's description of the arrays of a tree, as a tree."""
+    options = _without_other_processes()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    return handler.metadata(folder).tree
+
+
+def _without_other_processes() -> ocp.options.MultiprocessingOptions:
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me,
+        active_processes={me},
+        barrier_sync_key_prefix=f"flax_amp_{me}",
+    )
+
+
+# Targets
+
+
+def leaves_of_target(target: Any, where: str) -> dict[Path, Any]:
+    """Returns the leaves of a target by path, each with a shape and a dtype.
+
+    Raises:
+      TypeError: if a leaf has none.
+    """
+    found = {}
+    for path, leaf in ocp.tree.to_flat_dict(target).items():
+        if type(leaf) in (bool, int, float, complex):  # np.float64 is a float, too
+            leaf = np.asarray(jnp.asarray(leaf))
+        if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"{where}: {name_of(path) or 'the whole'} of the target is a "
+                f"{type(leaf).__name__}; expected arrays and numbers. Pass an "
+                "AmpTrainState, a TrainState or a dict of arrays."
+            )
+        found[path] = leaf
+    return found
+
+
+def replace_leaves(target: T, values: Mapping[Path, Any]) -> T:
+    """Returns a target with the given leaves; it keeps the others."""
+    leaves = ocp.tree.to_flat_dict(target)
+    new = [values.get(path, leaf) for path, leaf in leaves.items()]
+    result: T = jax.tree.unflatten(jax.tree.structure(target), new)
+    return result
+
+
+def has_value(leaf: Any) -> bool:
+    """Whether a leaf is neither abstract nor was donated."""
+    if isinstance(leaf, jax.Array):
+        return not leaf.is_deleted()
+    return not isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def restore_spec(leaf: Any) -> Any:
+    """Tells Orbax the shape, dtype and sharding to restore a leaf to."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def unfit_shardings(wanted: Mapping[Path, Any]) -> list[str]:
+    """Returns a line for each leaf whose shape its sharding does not divide."""
+    lines = []
+    for path, leaf in wanted.items():
+        sharding = getattr(leaf, "sharding", None)
+        try:
+            if sharding is not None:
+                sharding.shard_shape(leaf.shape)
+        except ValueError:
+            lines.append(
+                f"{name_of(path)}: {list(leaf.shape)} not to be split by {sharding}"
+            )
+    return lines
+
+
+def place(value: np.ndarray, like: Any) -> Any:
+    """Copies a NumPy array to the devices of `like`, which may be abstract.
+
+    Where `like` is a typed key, the array is its data. Where it is a Python number or a
+    NumPy array, so is the result.
+    """
+    if isinstance(like, bool | int | float | complex):
+        return type(like)(value.item())
+    if isinstance(like, np.ndarray | np.generic):
+        return np.array(value, like.dtype)
+    array: jax.Array
+    if _is_committed(like):
+        array = jax.make_array_from_callback(
+            value.shape, like.sharding, lambda index: value[index]
+        )
+    else:
+        array = jnp.array(value)
+    if _tree.is_key(like):
+        return jax.random.wrap_key_data(array, impl=_key_impl(like))
+    return array
+
+
+def commit_like(leaf: Any, like: Any) -> Any:
+    """Undoes Orbax's commitment to a device where `like` is not committed to one.
+
+    Whether an array is committed is part of what a compiled step is looked up by: the
+    step would be compiled a second time after each restore.
+    """
+    if _is_committed(like):
+        return leaf
+    if isinstance(like, jax.Array | jax.ShapeDtypeStruct) and not _tree.is_key(like):
+        # Nobody else holds this array, so the CPU need not copy it.
+        return jax.device_put(np.asarray(leaf))
+    return place(np.asarray(_data(leaf)), like)
+
+
+def _data(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and _tree.is_key(leaf)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def _key_impl(key: Any) -> Any:
+    """Returns the implementation of a typed key, which may be abstract."""
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
+    return impls[0]
+
+
+def _is_committed(leaf: Any) -> bool:
+    """Whether the devices of an array were chosen, and are not just JAX's default."""
+    if isinstance(leaf, jax.Array):
+        return leaf.committed
+    return getattr(leaf, "sharding", None) is not None

@@ -1,0 +1,87 @@
+"""Common paths for what libraries save under different ones.
+
+`migrate` compares the arrays on disk with those of its target by these paths:
+
+    in a state                          common path
+    params/kernel/value                 params/kernel                of `nnx.State`
+    batch_stats/mean                    variables/batch_stats/mean   and so other fields
+    dynamic_scale/fin_steps             scaler/count                 of Flax
+    dynamic_scaler_state/count          scaler/count                 of jaxamp
+    opt_state/inner_state/0/mu          opt_state/0/mu               inside of a wrapper
+    opt_state/total_notfinite           apply_if_finite/total_notfinite
+
+A wrapper is an optimizer around another one. `AmpTrainState` puts its optimizer inside
+`optax.apply_if_finite`, others put theirs inside `optax.MultiSteps`, and optimizers of
+`flax_amp.optim` hold the state of optax. Without its wrappers a state is found again
+when they are added or removed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from flax_amp.checkpoint._arrays import Path
+from flax_amp.checkpoint._scaler import common_key, scaler_field
+
+# The first segments of the common paths of hyper-parameters of `flax_amp.optim`.
+HYPERPARAMS = "flax_amp.optim"
+
+# Wrapper -> the fields that it is known by, and the field of the state inside of it.
+# The order counts: the last one has no field of its own.
+WRAPPERS = {
+    "apply_if_finite": (
+        {"notfinite_count", "last_finite", "total_notfinite"},
+        "inner_state",
+    ),
+    HYPERPARAMS: ({"opt_state"}, "opt_state"),
+    "MultiSteps": ({"mini_step", "gradient_step"}, "inner_opt_state"),
+    "masked": (set[str](), "inner_state"),
+}
+_FIELDS = {"step", "params", "opt_state", "rngs", "variables"}
+
+
+def by_common_path(paths: Iterable[Path]) -> dict[Path, Path]:
+    """Returns the given paths by their common paths.
+
+    Paths that would have one common path keep their own.
+    """
+    own = {path: _without_value(path) for path in paths}
+    wrappers, inside = _unwrap(set(own.values()))
+    scaler = scaler_field(own.values())
+
+    def common(path: Path) -> Path:
+        if path[: len(inside)] == inside:
+            return ("opt_state", *path[len(inside) :])
+        if path[0] == "opt_state":
+            name, prefix = [w for w in wrappers.items() if path[: len(w[1])] == w[1]][
+                -1
+            ]
+            return (name, *path[len(prefix) :])
+        if path[0] == scaler and len(path) == 2:
+            return ("scaler", common_key(path[1]))
+        return path if path[0] in _FIELDS else ("variables", *path)
+
+    result = {path: common(plain) for path, plain in own.items()}
+    count = Counter(result.values())
+    return {new if count[new] == 1 else path: path for path, new in result.items()}
+
+
+def _without_value(path: Path) -> Path:
+    """Removes what `nnx.State` adds to the path of each of its Variables."""
+    return path[:-1] if path[-1] == "value" and len(path) > 1 else path
+
+
+def _unwrap(paths: set[Path]) -> tuple[dict[str, Path], Path]:
+    """Returns the path of each wrapper of an optimizer, and of the state inside."""
+    wrappers: dict[str, Path] = {}
+    inside: Path = ("opt_state",)
+    while True:
+        depth = len(inside)
+        keys = {path[depth] for path in paths if path[:depth] == inside != path}
+        for name, (fields, field) in WRAPPERS.items():
+            fits = fields <= keys if fields else keys == {field}
+            if fits and name not in wrappers:
+                wrappers[name] = inside
+                inside = (*inside, field)
+                break
+        else:
+            return wrappers, inside

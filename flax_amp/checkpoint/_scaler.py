@@ -1,0 +1,109 @@
+"""What a run goes on with of a scaler that was saved, by flax_amp or by others.
+
+    flax_amp            scaler/{scaler, count, patience, ...}
+    jaxamp              any field/{scaler, count, patience, adjust_factor, total_resets}
+    Flax DynamicScale   any field/{scale, fin_steps}
+
+All three grow the scale on the finite step after `patience` (`growth_interval`) others
+and then count from 0 again, so a count means the same in each of them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from flax_amp._training.scaler import (
+    DynamicScalerState,
+    check_scaler,
+    complete_scaler,
+)
+from flax_amp.checkpoint._arrays import Path, has_value
+
+Scaler = Mapping[str, Any]
+
+KEYS = set(DynamicScalerState.__annotations__)
+_OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
+
+
+def common_key(key: str) -> str:
+    """Returns the key of flax_amp for a key of another library."""
+    return _OF_DYNAMIC_SCALE.get(key, key)
+
+
+def scaler_field(paths: Iterable[Path]) -> str | None:
+    """Returns the name of the top-level field that holds a scaler, if one does."""
+    fields: dict[str, set[str]] = {}
+    for path in paths:
+        if len(path) == 2:
+            fields.setdefault(path[0], set()).add(path[1])
+    if {"scaler", "count"} <= fields.get("scaler", set()):
+        return "scaler"
+    found = [name for name, keys in fields.items() if _is_scaler(keys)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_scaler(keys: set[str]) -> bool:
+    jaxamp = {"scaler", "count", "patience"} <= keys <= KEYS
+    return jaxamp or keys == set(_OF_DYNAMIC_SCALE)
+
+
+def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
+    """Returns the scaler to go on with, and a remark if it is not the saved one.
+
+    A run that changes between float16 and bfloat16 changes between a dynamic and a
+    static scaler. One says nothing about the other, so the scaler of the target is used
+    then, and only the number of resets goes on.
+
+    What `saved` lacks is taken from `target`, or has its default where `target` is
+    abstract or was donated. The scalers of several runs, which are arrays with axes,
+    go on as they were saved.
+    """
+    if is_batched(saved) or is_batched(target):
+        return {**target, **saved}, ""
+    remark, was, is_now = "", kind_of(saved), kind_of(target)
+    if was and is_now and was != is_now:
+        remark = f"the scaler is {was} on disk and {is_now} in the target"
+        saved = {key: saved[key] for key in ("total_resets",) if key in saved}
+    return {**complete_scaler(_with_values(target)), **saved}, remark
+
+
+def limited(scaler: Scaler, target: Scaler) -> dict[str, Any]:
+    """Returns a scaler with its scale within its limits; a NaN is the target's.
+
+    Other libraries have no limits: the scale of jaxamp grows to infinity.
+    """
+    if is_batched(scaler):
+        return dict(scaler)
+    scale = np.asarray(scaler["scaler"])
+    if np.isnan(scale):
+        scale = np.asarray(complete_scaler(_with_values(target))["scaler"])
+    low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
+    return {**scaler, "scaler": np.clip(scale, low, high)}
+
+
+def check(scaler: Scaler, where: str) -> None:
+    """Raises a ValueError if a restored scaler could not find its scale.
+
+    The scalers of several runs are not checked.
+    """
+    if not is_batched(scaler):
+        check_scaler(scaler, where)
+
+
+def kind_of(scaler: Scaler) -> str:
+    """Returns "static" or "dynamic", or "" if the limits of a scaler are unknown."""
+    known = _with_values(scaler)
+    if not {"min_scaler", "max_scaler"} <= set(known):
+        return ""
+    fixed = float(known["min_scaler"]) == float(known["max_scaler"])
+    return "static" if fixed else "dynamic"
+
+
+def is_batched(scaler: Scaler) -> bool:
+    """Whether a scaler holds the values of several runs, as under `jax.vmap`."""
+    return any(np.shape(value) != () for value in scaler.values())
+
+
+def _with_values(scaler: Scaler) -> dict[str, Any]:
+    return {key: value for key, value in scaler.items() if has_value(value)}
