@@ -4,12 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from flax_amp import AmpTrainState, checkpoint
+from flax_amp import AmpTrainState, __main__, checkpoint
+from flax_amp.checkpoint import _steps
 
 
 def small():
@@ -143,3 +145,19 @@ def test_brackets_in_a_path_are_refused(name, tmp_path):
     """Orbax would save there, and find nothing of it."""
     with pytest.raises(ValueError, match="brackets in its path.*Rename the directory"):
         checkpoint.manager(tmp_path / name)
+
+
+def test_damage_that_another_process_found_is_told(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gathered = "flax_amp.checkpoint._steps.multihost_utils.process_allgather"
+    monkeypatch.setattr(gathered, lambda kind: np.array([0, 1]))
+    message = "process 1 found damage. Its own error names the files"
+    with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
+        _steps.agreed(lambda: None)
+
+
+def test_command_line_without_a_directory(tmp_path, capsys):
+    assert __main__.main(["checkpoint", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a directory" in capsys.readouterr().err
+    assert __main__.main(["checkpoint", str(tmp_path)]) == 0
+    assert "no steps in" in capsys.readouterr().out

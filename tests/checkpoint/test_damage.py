@@ -15,20 +15,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from _models import changed
 from benchmarks.faults.files import empty, flip, truncate
-from flax_amp import AmpTrainState, __main__, checkpoint
-from flax_amp.checkpoint import _checksums, _restore, _steps, _verify
+from flax_amp import AmpTrainState, __main__, checkpoint, init_scaler
+from flax_amp.checkpoint import _checksums, _restore, _verify
 
 METADATA = "_CHECKPOINT_METADATA"
 
 
 def make_state(step=0):
-    params = {"w": jax.random.normal(jax.random.key(step), (16, 16))}
-    state = AmpTrainState.create(params=params, tx=optax.sgd(0.1))
-    return state.replace(step=jnp.int32(step))
+    # Random bits: Orbax compresses others, and their bytes have a checksum then.
+    params = {"w": jax.random.normal(jax.random.key(step), (16, 64)), "b": jnp.ones(5)}
+    return AmpTrainState.create(
+        params=params,
+        tx=optax.adam(0.1),
+        rngs={"dropout": jax.random.key(0)},
+        scaler=init_scaler(scaler=2.0**step),
+    ).replace(step=jnp.int32(step))
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +97,12 @@ def files_of(directory):
     return [str(path.relative_to(folder)) for path in files]
 
 
+def largest_file(directory):
+    """Returns the file of step 2 that holds most of its arrays."""
+    files = [path for path in (directory / "2").rglob("d/*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
 def read(directory, reader):
     """Returns the step that came back, after making sure that it is what was saved."""
     with warnings.catch_warnings(record=True) as told:
@@ -95,7 +110,12 @@ def read(directory, reader):
         state = reader(directory, make_state())
     step = int(state.step)
     assert not changed(make_state(step), state)
-    named = [str(w.message) for w in told if "step 2 is damaged: " in str(w.message)]
+    messages = [str(w.message) for w in told]
+    named = [
+        text
+        for text in messages
+        if "step 2 is damaged: " in text and "Restored step 1 instead" in text
+    ]
     assert len(named) == len(told) == (step == 1), told
     return step
 
@@ -118,24 +138,12 @@ def test_neighbours_are_no_steps(steps):
         assert list(manager.all_steps()) == [1, 2]
 
 
-def test_damage_that_another_process_found_is_told(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    gathered = "flax_amp.checkpoint._steps.multihost_utils.process_allgather"
-    monkeypatch.setattr(gathered, lambda kind: np.array([0, 1]))
-    message = "process 1 found damage. Its own error names the files"
-    with pytest.raises(checkpoint.CorruptCheckpointError, match=message):
-        _steps.agreed(lambda: None)
-
-
-def test_names_of_several_kinds_are_not_guessed_between(steps, tmp_path):
-    """Of other programs; where there are steps of a manager, they are the steps."""
-    for name in ("checkpoint_3", "eval_100"):
-        shutil.copytree(steps / "1", tmp_path / "other" / name)
-    message = "different names, `checkpoint_<number>` and `eval_<number>`; expected one"
-    with pytest.raises(ValueError, match=message):
-        checkpoint.migrate(tmp_path / "other", make_state())
-    shutil.rmtree(tmp_path / "other/eval_100")
-    assert int(checkpoint.migrate(tmp_path / "other", make_state()).step) == 1
+def test_reports_of_intact_steps(steps):
+    reports = checkpoint.verify(steps)
+    assert [report.step for report in reports] == [1, 2]
+    assert all(report.has_checksums and not report.problem for report in reports)
+    assert [report.scaler["scaler"] for report in reports] == [2.0, 4.0]
+    assert all(report.size > 16 * 64 * 4 for report in reports)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -165,6 +173,22 @@ def test_every_file(steps, kind, tmp_path):
     }
 
 
+def test_a_flipped_byte_of_an_array_is_named(steps):
+    """Orbax itself restores it without a word."""
+    found = []
+    for path in sorted((steps / "2/default").rglob("d/*")):
+        whole = path.read_bytes()
+        for at in np.linspace(0, 1, 12):
+            flip(path, at)
+            try:
+                restored = checkpoint.restore(steps, make_state(), step=2)
+                assert not changed(make_state(2), restored)
+            except checkpoint.CorruptCheckpointError as error:
+                found.append(str(error))
+            path.write_bytes(whole)
+    assert all("changed on disk" in text for text in found) and found, found
+
+
 @pytest.mark.parametrize("name", ["default", "metrics", "default/d", ""])
 def test_a_file_in_the_place_of_a_folder(steps, name):
     folder = steps / "2" / name
@@ -175,6 +199,74 @@ def test_a_file_in_the_place_of_a_folder(steps, name):
     else:
         folder.mkdir()
         assert check(steps) == 1
+
+
+def test_every_block_of_a_file_is_checked(steps, monkeypatch):
+    monkeypatch.setattr(_checksums, "_BLOCK", 1000)
+    folder = epath.Path(steps / "2")
+    _checksums.write(folder)
+    assert _checksums.check(folder) and _checksums.check(folder, (1, 3))
+    path = largest_file(steps)
+    whole = path.read_bytes()
+    for damaged in (whole + b"x", whole[:-1], whole[:-2000], whole[::-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=path.name):
+            _checksums.check(folder)
+    for at in range(0, len(whole), 500):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(checkpoint.CorruptCheckpointError, match=path.name):
+            _checksums.check(folder)
+
+
+OUTAGES = [
+    OSError(24, "Too many open files"),
+    PermissionError(13, "Permission denied"),
+    MemoryError("no memory"),
+    ValueError("UNAVAILABLE: connection lost"),
+]
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=lambda error: type(error).__name__)
+def test_an_outage_is_not_taken_for_damage(steps, error, monkeypatch):
+    """No other step is restored, and none is set aside."""
+
+    def fail(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.Checkpointer, "restore", fail)
+        for read in (checkpoint.restore, checkpoint.migrate):
+            with pytest.raises(OSError, match="may be intact all the same"):
+                read(steps, make_state())
+    with checkpoint.manager(steps) as manager:
+        assert checkpoint.save(manager, make_state(3), {"loss": 1.0})
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_no_intact_step_is_one_error_that_names_all(steps):
+    for step in "12":
+        (steps / step / "default/_METADATA").write_text("{")
+    with pytest.raises(checkpoint.CorruptCheckpointError) as error:
+        checkpoint.restore(steps, make_state())
+    for text in ("step 2 is damaged", "step 1 is damaged", "from a backup"):
+        assert text in str(error.value)
+
+
+def test_a_misfit_is_not_taken_for_damage(steps):
+    other = AmpTrainState.create(params={"v": jnp.ones(2)}, tx=optax.adam(0.1))
+    with pytest.raises(ValueError, match="step 2 in .* does not fit the target"):
+        checkpoint.restore(steps, other)
+
+
+def test_names_of_several_kinds_are_not_guessed_between(steps, tmp_path):
+    """Of other programs; where there are steps of a manager, they are the steps."""
+    for name in ("checkpoint_3", "eval_100"):
+        shutil.copytree(steps / "1", tmp_path / "other" / name)
+    message = "different names, `checkpoint_<number>` and `eval_<number>`; expected one"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.migrate(tmp_path / "other", make_state())
+    shutil.rmtree(tmp_path / "other/eval_100")
+    assert int(checkpoint.migrate(tmp_path / "other", make_state()).step) == 1
 
 
 # The record and the list of checksums
@@ -203,14 +295,34 @@ def test_a_damaged_list_of_checksums(steps):
         assert said in problem, name
 
 
-def test_a_step_without_digests_of_this_version_is_taken_as_it_is(steps):
+def write_record(directory, record):
+    path = directory / "2" / METADATA
+    content = json.loads(path.read_text())
+    content["custom_metadata"]["flax_amp"] = record
+    path.write_text(json.dumps(content))
+
+
+def test_a_newer_format_is_named(steps):
+    write_record(steps, {"format": 3, "step": 2})
+    with pytest.raises(
+        ValueError, match="format 3; expected at most 2.*Update flax_amp"
+    ):
+        checkpoint.restore(steps, make_state())
+
+
+def test_a_damaged_record_is_damage(steps):
+    write_record(steps, [1])
+    assert check(steps) == 1
+    assert (
+        "its record in the metadata is damaged" in checkpoint.verify(steps)[1].problem
+    )
+
+
+def test_a_step_without_checksums_is_taken_as_it_is(steps):
     """The version before had digests of arrays in its record."""
     (steps / "2" / _checksums.NAME).unlink()
-    path = steps / "2" / METADATA
-    content = json.loads(path.read_text())
-    record = {"format": 1, "step": 2, "leaves": [[["step"], [], "int32", "0" * 16]]}
-    content["custom_metadata"]["flax_amp"] = record | {"checksum": "0" * 16}
-    path.write_text(json.dumps(content))
+    digests = [[["step"], [], "int32", "0" * 16]]
+    write_record(steps, {"format": 1, "step": 2, "leaves": digests, "checksum": "0"})
     assert read(steps, checkpoint.restore) == 2
     assert not checkpoint.verify(steps)[1].has_checksums
 
@@ -226,6 +338,68 @@ def test_a_step_under_another_number_is_named(steps):
         checkpoint.migrate(steps, make_state(), step=9)
 
 
+# Steps of others
+
+
+def test_plain_orbax_reads_what_was_saved(steps):
+    with ocp.CheckpointManager(steps) as manager:
+        read = manager.restore(2, args=ocp.args.StandardRestore(make_state()))
+    assert not changed(make_state(2), read)
+
+
+def test_what_plain_orbax_saved_is_taken_as_it_is(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(make_state(3)))
+    assert not changed(make_state(3), checkpoint.restore(tmp_path, make_state()))
+    (report,) = checkpoint.verify(tmp_path)
+    assert not report.problem and not report.has_checksums
+
+
+def test_a_sharded_checkpoint(tmp_path, mesh):
+    sharding = NamedSharding(mesh, P("data"))
+    state = make_state(1)
+    split = state.replace(params=jax.device_put(state.params, sharding))
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, split)
+        (report,) = checkpoint.verify(manager)
+    assert report.has_checksums and not report.problem
+
+
+# Saving after damage
+
+
+def test_the_run_that_went_on_from_an_older_step_is_saved(steps):
+    """Damaged files stay, under another name."""
+    (steps / "2/default/_METADATA").unlink()
+    damaged = files_of(steps)
+    with checkpoint.manager(steps) as manager:
+        with pytest.warns(checkpoint.CheckpointWarning, match="step 2 is damaged"):
+            state = checkpoint.restore(manager, make_state())
+        state = state.replace(step=jnp.int32(2))
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match=r"damaged steps \[2\] are renamed"
+        ) as told:
+            assert checkpoint.save(manager, state, {"loss": 1.0})
+        assert told[0].filename == __file__
+        assert manager.all_steps() == [1, 2]
+    assert not changed(state, checkpoint.restore(steps, make_state(), step=2))
+    folder = steps / "2.damaged"
+    assert damaged == sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    )
+
+
+def test_intact_steps_are_not_moved(steps):
+    with checkpoint.manager(steps) as manager:
+        checkpoint.restore(manager, make_state(), step=1)
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match="holds step 2, newer than the state"
+        ):
+            assert not checkpoint.save(manager, make_state(1))
+        assert not checkpoint.save(manager, make_state(2))
+    assert not changed(make_state(2), checkpoint.restore(steps, make_state()))
+
+
 # Steps that a writer removes
 
 
@@ -235,6 +409,7 @@ def test_an_old_step_that_is_half_deleted_is_no_damage(steps, part, capsys):
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     first, second = checkpoint.verify(steps)
     assert first.half_deleted and first.problem and not second.half_deleted
+    assert not first.has_checksums and first.scaler == {}
     assert __main__.main(["checkpoint", str(steps)]) == 0
     assert "half deleted, a newer step is intact" in capsys.readouterr().out
     shutil.rmtree(steps / "2")
@@ -281,6 +456,29 @@ def test_verify_beside_a_writer_lists_again(beside_a_writer):
 
 
 # What is said
+
+
+def test_command_line(steps, capsys):
+    assert __main__.main(["checkpoint", str(steps)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].split() == ["step", "MB", "scale", "resets", "integrity"]
+    assert [line.split()[0] for line in told[1:]] == ["1", "2"]
+    assert all(line.endswith("intact") for line in told[1:])
+
+    flip(largest_file(steps))
+    assert __main__.main(["checkpoint", str(steps)]) == 1
+    assert "DAMAGED: default/" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_as_a_module(steps):
+    result = subprocess.run(
+        [sys.executable, "-m", "flax_amp", "checkpoint", str(steps)],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0 and result.stdout.count("intact") == 2
+    assert not result.stderr
 
 
 QUIET = """

@@ -329,7 +329,9 @@ def test_random_keys_have_a_place_or_are_named():
 
 def test_errors_tell_the_names_on_disk(image):
     target = linen_state(tx=optax.chain(optax.sgd(0.1), optimizer()))
-    with pytest.raises(ValueError, match=r"  opt_state/1/0/count: int32\[\] on disk, n"):
+    with pytest.raises(
+        ValueError, match=r"  opt_state/1/0/count: int32\[\] on disk, n"
+    ):
         checkpoint.migrate(image, target)
     moments = {"opt_state": jax.tree.map(lambda x: jnp.stack([x, x]), image.opt_state)}
     message = r"inner_state/1/0/count: int32\[2\] on disk as opt_state/1/0/count, int32"

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
 
 import _resume
 from _models import MODELS, changed, make_batch
+from flax_amp import checkpoint
 from flax_amp._training.scaler import init_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
@@ -105,3 +107,11 @@ def test_a_state_without_collections_saves(tmp_path):
         restored = manager.restore(0, args=ocp.args.StandardRestore(state))
     assert not changed(state, restored)
     assert (restored.variables, restored.rngs) == ({}, {})
+
+
+def test_a_scaler_of_others_may_have_strings(tmp_path):
+    tree = {"scaler": {"kind": "dynamic", "scale": jnp.float32(2)}}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.PyTreeSave(tree))
+    (report,) = checkpoint.verify(tmp_path)
+    assert not report.problem and report.scaler == {"scale": 2.0}
