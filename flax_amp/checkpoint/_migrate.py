@@ -7,7 +7,7 @@ listed in `_may_stay` and `_may_be_dropped`. One error names all other arrays.
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -107,63 +107,96 @@ def migrate(
     saved = renamed(saved, rename or {})
     chosen.check([*saved, *wanted])
 
-    ours, theirs = by_common_path(wanted), by_common_path(saved)
-
-    def is_chosen(path: Path) -> bool:
-        return chosen.takes(*(side[path] for side in (ours, theirs) if path in side))
-
-    both = set(filter(is_chosen, ours.keys() & theirs.keys()))
-    only_ours = set(filter(is_chosen, ours.keys() - theirs.keys()))
-    only_theirs = set(filter(is_chosen, theirs.keys() - ours.keys()))
-
-    values = {path: _convert(saved[theirs[path]], wanted[ours[path]]) for path in both}
-    for path in only_ours:
-        if path[0] in WRAPPERS.keys() - _tops(theirs) - {HYPERPARAMS}:
-            values[path] = _initial(path, wanted[ours[path]], saved, theirs)
+    sides = _Sides(wanted, saved, by_common_path(wanted), by_common_path(saved))
+    paths = {
+        path
+        for path in {**sides.ours, **sides.theirs}
+        if chosen.takes(*sides.names(path))
+    }
+    values = _values(sides, paths)
     _fit_scaler(
         values,
-        {path[1]: saved[old] for path, old in theirs.items() if path[0] == "scaler"},
-        {path[1]: leaves[own] for path, own in ours.items() if path[0] == "scaler"},
+        {path[1]: saved[n] for path, n in sides.theirs.items() if path[0] == "scaler"},
+        {path[1]: leaves[n] for path, n in sides.ours.items() if path[0] == "scaler"},
     )
-    missing = {
+    stays = {
         path
-        for path in only_ours | both
-        if path not in values and not _may_stay(path, values, theirs)
+        for path in sides.ours.keys() - values.keys()
+        if path not in paths or _may_stay(path, values, sides)
     }
     extra = {
         path
-        for path in only_theirs
-        if not _may_be_dropped(path, ours, hasattr(target, "rngs"))
+        for path in paths - sides.ours.keys()
+        if not _may_be_dropped(path, sides, hasattr(target, "rngs"))
     }
-
-    found = {ours[path]: value for path, value in values.items()}
-    problems = differences(
-        found,
-        {path: wanted[path] for path in [*found, *(ours[path] for path in missing)]},
-        saved_as={ours[path]: theirs[path] for path in both},
-    )
-    problems += differences({theirs[path]: saved[theirs[path]] for path in extra}, {})
-    problems += [
-        f"{name_of(path)}: to stay as in the target, where it has no value"
-        for path in sorted(wanted.keys() - found.keys() - {ours[p] for p in missing})
-        if not has_value(leaves[path])
+    problems = _problems(sides, values, stays, extra) + [
+        f"{name_of(sides.ours[path])}: to stay as in the target, where it has no value"
+        for path in stays
+        if not has_value(leaves[sides.ours[path]])
     ]
     if problems:
-        pairs = [(saved[theirs[path]], wanted[ours[path]]) for path in both]
         raise ValueError(
             f"checkpoint.migrate: {name} does not fit the target:\n  "
             + "\n  ".join(sorted(problems))
             + "\nexpected a counterpart for everything, on both sides. Map names on "
             "disk to those of the target with rename=, leave arrays of the target as "
-            "they are with exclude=, or read only some with include=." + _hint(pairs)
+            "they are with exclude=, or read only some with include=."
+            + _hint(sides, paths)
         )
-    for loss in _losses(only_theirs, ours, saved, theirs):
+    for loss in _losses(sides, paths - sides.ours.keys()):
         warnings.warn(
             f"checkpoint.migrate: {name}: {loss}.", CheckpointWarning, stacklevel=2
         )
-    return replace_leaves(
-        target, {path: place(value, leaves[path]) for path, value in found.items()}
-    )
+    placed = {
+        sides.ours[path]: place(value, leaves[sides.ours[path]])
+        for path, value in values.items()
+    }
+    return replace_leaves(target, placed)
+
+
+class _Sides(NamedTuple):
+    """The arrays of a target and of a checkpoint.
+
+    Attributes:
+      wanted: the leaves of the target, by their paths there.
+      saved: the arrays of the checkpoint, by their paths on disk.
+      ours: the paths in the target, by common path.
+      theirs: the paths on disk, by common path.
+    """
+
+    wanted: Mapping[Path, Any]
+    saved: NumpyLeaves
+    ours: Mapping[Path, Path]
+    theirs: Mapping[Path, Path]
+
+    def names(self, path: Path) -> list[Path]:
+        """Returns the paths that go by a common path."""
+        return [side[path] for side in (self.ours, self.theirs) if path in side]
+
+
+def _values(sides: _Sides, paths: set[Path]) -> NumpyLeaves:
+    """Returns the arrays for a target by common path, the scaler as it was saved."""
+    values = {}
+    for path in paths & sides.ours.keys():
+        like = sides.wanted[sides.ours[path]]
+        if path in sides.theirs:
+            values[path] = _convert(sides.saved[sides.theirs[path]], like)
+        elif path[0] in WRAPPERS.keys() - _tops(sides.theirs) - {HYPERPARAMS}:
+            values[path] = _initial(path, like, sides)
+    return values
+
+
+def _problems(
+    sides: _Sides, values: NumpyLeaves, stays: set[Path], extra: set[Path]
+) -> list[str]:
+    """Returns a line for each array without a counterpart of its shape and dtype."""
+    ours, theirs = sides.ours, sides.theirs
+    stay = {ours[path] for path in stays}
+    return differences(
+        {ours[path]: value for path, value in values.items()},
+        {path: leaf for path, leaf in sides.wanted.items() if path not in stay},
+        saved_as={ours[path]: theirs[path] for path in ours.keys() & theirs.keys()},
+    ) + differences({theirs[path]: sides.saved[theirs[path]] for path in extra}, {})
 
 
 def _tops(paths: Iterable[Path]) -> set[str]:
@@ -171,9 +204,7 @@ def _tops(paths: Iterable[Path]) -> set[str]:
     return {path[0] for path in paths}
 
 
-def _may_stay(
-    path: Path, values: Mapping[Path, Any], theirs: Mapping[Path, Path]
-) -> bool:
+def _may_stay(path: Path, values: NumpyLeaves, sides: _Sides) -> bool:
     """Whether an array of the target keeps its value although it was not excluded.
 
     Hyper-parameters that were not saved do, random keys if there are none on disk, and
@@ -182,11 +213,11 @@ def _may_stay(
     if path[0] == "scaler":
         return "scaler" not in _tops(values)
     if path[0] == "rngs":
-        return "rngs" not in _tops(theirs)
+        return "rngs" not in _tops(sides.theirs)
     return path[0] == HYPERPARAMS
 
 
-def _may_be_dropped(path: Path, ours: Mapping[Path, Path], has_rngs: bool) -> bool:
+def _may_be_dropped(path: Path, sides: _Sides, has_rngs: bool) -> bool:
     """Whether the target need not have a place for an array.
 
     It may have no scaler or another one, no random keys, and other wrappers.
@@ -195,17 +226,15 @@ def _may_be_dropped(path: Path, ours: Mapping[Path, Path], has_rngs: bool) -> bo
         return path[1] in _scaler.KEYS
     if path[0] == "rngs":
         return not has_rngs
-    return path[0] == HYPERPARAMS or path[0] in WRAPPERS.keys() - _tops(ours)
+    return path[0] == HYPERPARAMS or path[0] in WRAPPERS.keys() - _tops(sides.ours)
 
 
-def _initial(
-    path: Path, like: Any, saved: NumpyLeaves, theirs: Mapping[Path, Path]
-) -> np.ndarray:
+def _initial(path: Path, like: Any, sides: _Sides) -> np.ndarray:
     """Returns what a wrapper of an optimizer that was not saved begins with."""
     if path == ("MultiSteps", "gradient_step"):
         # It counts updates, and the optimizer inside has made some already.
         steps, skipped = (
-            saved[theirs[path]] if path in theirs else 0
+            sides.saved[sides.theirs[path]] if path in sides.theirs else 0
             for path in (("step",), ("apply_if_finite", "total_notfinite"))
         )
         return np.maximum(np.subtract(steps, skipped), 0).astype(np.int32)
@@ -237,22 +266,17 @@ def _fit_scaler(
             del values["scaler", key]
 
 
-def _losses(
-    only_theirs: set[Path],
-    ours: Mapping[Path, Path],
-    saved: NumpyLeaves,
-    theirs: Mapping[Path, Path],
-) -> list[str]:
+def _losses(sides: _Sides, dropped: set[Path]) -> list[str]:
     """Describes what was dropped of an optimizer that a user may miss."""
     losses = []
     summed = ("MultiSteps", "mini_step")
-    if summed in only_theirs and (steps := np.max(saved[theirs[summed]])):
+    if summed in dropped and (steps := np.max(sides.saved[sides.theirs[summed]])):
         losses.append(
             f"dropped the sum of the gradients of {steps} steps that MultiSteps had "
             "not applied yet; the optimizer of the target has no MultiSteps"
         )
-    lost = sorted("/".join(path[1:]) for path in only_theirs if path[0] == HYPERPARAMS)
-    if lost and HYPERPARAMS in _tops(ours):
+    lost = sorted("/".join(path[1:]) for path in dropped if path[0] == HYPERPARAMS)
+    if lost and HYPERPARAMS in _tops(sides.ours):
         losses.append(
             f"dropped the hyper-parameters {', '.join(lost)}, which the optimizer of "
             "the target does not have as leaves"
@@ -260,9 +284,13 @@ def _losses(
     return losses
 
 
-def _hint(pairs: list[tuple[Any, Any]]) -> str:
+def _hint(sides: _Sides, paths: set[Path]) -> str:
     """Returns further advice if every saved array has one axis more."""
-    if pairs and all(x.shape[1:] == y.shape != x.shape for x, y in pairs):
+    shapes = [
+        (sides.saved[sides.theirs[path]].shape, sides.wanted[sides.ours[path]].shape)
+        for path in paths & sides.ours.keys() & sides.theirs.keys()
+    ]
+    if shapes and all(saved[1:] == wanted != saved for saved, wanted in shapes):
         return (
             " Every array has one axis more than in the target: a state of pmap is to "
             "be saved after flax.jax_utils.unreplicate."

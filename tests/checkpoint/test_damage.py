@@ -5,6 +5,7 @@ is damaged is named, and the one before it is found.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -110,12 +111,8 @@ def read(directory, reader):
         state = reader(directory, make_state())
     step = int(state.step)
     assert not changed(make_state(step), state)
-    messages = [str(w.message) for w in told]
-    named = [
-        text
-        for text in messages
-        if "step 2 is damaged: " in text and "Restored step 1 instead" in text
-    ]
+    expected = re.compile("step 2 is damaged: .*Restored step 1 instead")
+    named = [w for w in told if expected.search(str(w.message))]
     assert len(named) == len(told) == (step == 1), told
     return step
 
@@ -304,9 +301,8 @@ def write_record(directory, record):
 
 def test_a_newer_format_is_named(steps):
     write_record(steps, {"format": 3, "step": 2})
-    with pytest.raises(
-        ValueError, match="format 3; expected at most 2.*Update flax_amp"
-    ):
+    message = "format 3; expected at most 2.*Update flax_amp"
+    with pytest.raises(ValueError, match=message):
         checkpoint.restore(steps, make_state())
 
 
@@ -336,9 +332,6 @@ def test_a_step_under_another_number_is_named(steps):
     assert "those of step 1" in checkpoint.verify(steps)[-1].problem
     with pytest.raises(checkpoint.CorruptCheckpointError, match="those of step 1"):
         checkpoint.migrate(steps, make_state(), step=9)
-
-
-# Steps of others
 
 
 def test_plain_orbax_reads_what_was_saved(steps):
