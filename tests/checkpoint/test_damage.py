@@ -351,7 +351,8 @@ def test_what_plain_orbax_saved_is_taken_as_it_is(tmp_path):
 def test_a_sharded_checkpoint(tmp_path, mesh):
     sharding = NamedSharding(mesh, P("data"))
     state = make_state(1)
-    split = state.replace(params=jax.device_put(state.params, sharding))
+    w = jax.device_put(state.params["w"], sharding)
+    split = state.replace(params=state.params | {"w": w})
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, split)
         (report,) = checkpoint.verify(manager)
