@@ -52,10 +52,8 @@ def by_common_path(paths: Iterable[Path]) -> dict[Path, Path]:
         if path[: len(inside)] == inside:
             return ("opt_state", *path[len(inside) :])
         if path[0] == "opt_state":
-            name, prefix = [w for w in wrappers.items() if path[: len(w[1])] == w[1]][
-                -1
-            ]
-            return (name, *path[len(prefix) :])
+            around = [name for name, at in wrappers.items() if path[: len(at)] == at]
+            return (around[-1], *path[len(wrappers[around[-1]]) :])
         if path[0] == scaler and len(path) == 2:
             return ("scaler", common_key(path[1]))
         return path if path[0] in _FIELDS else ("variables", *path)
