@@ -68,13 +68,9 @@ def names() -> list[str]:
 
 
 def _is_optimizer(name: str) -> bool:
-    kind = getattr(optim, name)
-    if not (isinstance(kind, type) and hasattr(kind, "factory")):
-        return False
-    module = kind.factory.__module__
-    return issubclass(kind, optim.Optimizer) and (
-        module.endswith(".alias") or module.startswith("optax.contrib")
-    )
+    factory = getattr(getattr(optim, name), "wrapped_factory", None)
+    module = getattr(factory, "__module__", "")
+    return module.endswith(".alias") or module.startswith("optax.contrib")
 
 
 def case(name: str) -> Case:
@@ -82,7 +78,7 @@ def case(name: str) -> Case:
     if name in COMPOSED:
         composed = COMPOSED[name]
         return Case(name, _plain(composed), lambda rate: composed(optim, rate))
-    factory = getattr(optim, name).factory
+    factory = getattr(optim, name).wrapped_factory
     parameters = inspect.signature(factory).parameters
     arguments: dict[str, Callable[[Any], Any]] = {
         "base_optimizer": lambda space: space.sgd(0.1),
@@ -120,7 +116,7 @@ class _PlainNames:
     """optax and optax.contrib as one."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(optim, name).factory
+        return getattr(optim, name).wrapped_factory
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:

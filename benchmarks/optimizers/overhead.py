@@ -33,7 +33,7 @@ def row(name: str, rounds: int) -> list[str]:
     """Returns the cells of an optimizer after its name; parameters are gradients."""
     params = {f"layer_{i:03}": jnp.full((64, 64), i, float) for i in range(LEAVES)}
     kind = getattr(optim, name)
-    plain = kind.factory(1e-3)
+    plain = kind.wrapped_factory(1e-3)
 
     def plain_step(params: PyTree, state: PyTree) -> Any:
         updates, state = plain.update(params, state, params)

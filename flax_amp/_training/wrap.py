@@ -20,9 +20,9 @@ def wrap_optimizer(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
         tx = tx.to_optax(in_state=True)
-    if isinstance(tx, type) and issubclass(tx, Optimizer):
+    if hasattr(tx, "wrapped_factory"):
         raise TypeError(
-            f"AmpTrainState.create: tx is the class {tx.__name__}; expected an "
+            f"AmpTrainState.create: tx is the function {tx.__name__}; expected an "
             f"optimizer. Call it: optim.{tx.__name__}(...)."
         )
     if isinstance(tx, type) or not (
@@ -66,9 +66,9 @@ def resume_opt_state(opt_state: PyTree, initialized: Optimizer) -> PyTree:
         new, old = map(_shapes, (node.opt_state, initialized.opt_state))
         if new != old:
             raise ValueError(
-                f"AmpTrainState.create: tx, {type(initialized).__name__}, has the "
-                "state of other parameters; expected one of these, or none. Pass it "
-                "before init, or with tx.replace(opt_state=None)."
+                f"AmpTrainState.create: tx, {initialized._name}, has the state of "
+                "other parameters; expected one of these, or none. Pass it before "
+                "init, or with tx.replace(opt_state=None)."
             )
     return _tree.replace_nodes(opt_state, Optimizer, [initialized] * len(nodes))
 

@@ -9,19 +9,15 @@ is a leaf if and only if it is an array. A number given as `learning_rate` becom
 everything else is static, as it is in optax. See the README of this folder.
 """
 
-import contextlib
 import functools
 import inspect
-import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 import optax.contrib
 
-from flax_amp.optim._call import FactoryCall, Static
+from flax_amp.optim._call import FactoryCall
 from flax_amp.optim._optimizer import Optimizer as Optimizer
 from flax_amp.optim._optimizer import Schedule as Schedule
 
@@ -30,10 +26,9 @@ _KINDS = {
     optax.GradientTransformationExtraArgs: Optimizer,
     optax.Schedule: Schedule,
 }
-_CLASSES: dict[Any, Any] = {}
 
 
-def wrap(factory: Callable[..., Any]) -> type[Optimizer]:
+def wrap(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
     """Makes a pytree optimizer from a function that returns an optax optimizer.
 
     Args:
@@ -41,10 +36,10 @@ def wrap(factory: Callable[..., Any]) -> type[Optimizer]:
         that are arrays and with everything else as it was given.
 
     Returns:
-      A class with the signature of the function, the same one for the same function.
+      A function with the same signature.
 
     Raises:
-      TypeError: if `factory` is not callable, or an argument has a reserved name.
+      TypeError: if `factory` is not callable.
 
     Example:
       >>> def clipped_sgd(learning_rate, max_norm=1.0):
@@ -54,10 +49,10 @@ def wrap(factory: Callable[..., Any]) -> type[Optimizer]:
       >>> tx.replace(max_norm=0.5)
       clipped_sgd(learning_rate=0.1, max_norm=0.5)
     """
-    return _class_of(factory, Optimizer)
+    return _maker(factory, Optimizer)
 
 
-def schedule(factory: Callable[..., Any]) -> type[Schedule]:
+def schedule(factory: Callable[..., Any]) -> Callable[..., Schedule]:
     """Makes a pytree schedule from a function that returns a schedule; see `wrap`.
 
     Example:
@@ -68,75 +63,22 @@ def schedule(factory: Callable[..., Any]) -> type[Schedule]:
       >>> float(tx.hyperparams["learning_rate"])
       0.1...
     """
-    return _class_of(factory, Schedule)
+    return _maker(factory, Schedule)
 
 
-def _class_of(factory: Any, base: Any) -> Any:
+def _maker(factory: Any, kind: Any) -> Any:
     if not callable(factory) or isinstance(factory, FactoryCall):
         raise TypeError(
             f"flax_amp.optim: the factory is a {type(factory).__name__}; expected a "
             "function, such as optax.adam. Call what wrap returns with the arguments."
         )
-    if (factory, base) not in _CLASSES:
-        # Threads that ask at once get one class.
-        _CLASSES.setdefault((factory, base), _made_class(factory, base))
-    return _CLASSES[factory, base]
 
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return kind(factory, *args, **kwargs)
 
-def _made_class(factory: Any, base: Any) -> Any:
-    signature = inspect.signature(factory)
-    if taken := [name for name in signature.parameters if hasattr(base, name)]:
-        raise TypeError(
-            f"flax_amp.optim: the factory has arguments named {', '.join(taken)}, as "
-            f"{base.__name__} names something else; expected other names. Write a "
-            "function around it that renames them."
-        )
-    name = getattr(factory, "__name__", type(factory).__name__)
-    names = [name, *vars(optax)]  # some have two names, some an object without one
-    public = next((n for n in names if _public(n) is factory), None)
-    attributes = dict(
-        factory=staticmethod(factory),
-        _signature=signature,
-        __signature__=signature,
-        __module__=__name__ if public else getattr(factory, "__module__", __name__),
-        __qualname__=public or getattr(factory, "__qualname__", name),
-        __doc__=inspect.getdoc(factory),
-        __reduce__=_reduce,
-    )
-    return type(public or name, (base,), attributes)
-
-
-def _reduce(call: FactoryCall) -> Any:
-    """Pickles a call by the name of its class, or by its factory if it has no name.
-
-    Defaults stay out: some are functions without a name.
-    """
-    kind: Any = type(call)
-    found, defaults = None, _defaults(kind)
-    with contextlib.suppress(AttributeError, KeyError):
-        found = operator.attrgetter(kind.__qualname__)(sys.modules[kind.__module__])
-    named = (kind, None) if found is kind else (kind.factory, kind.__base__)
-    states = {n: x for n, x in call._arrays.items() if n not in defaults}
-    values = call._arguments() | states
-    given = {n: x for n, x in values.items() if not _same(x, defaults.get(n, call))}
-    return _restored, (*named, given)
-
-
-def _restored(kind: Any, base: Any, given: dict[str, Any]) -> Any:
-    kind = _class_of(kind, base) if base else kind
-    empty = kind._new({}, Static(dict.fromkeys(_defaults(kind))))
-    return empty._with(_defaults(kind) | given)
-
-
-def _defaults(kind: Any) -> dict[str, Any]:
-    return {n: p.default for n, p in kind._signature.parameters.items()}
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two trees have the same objects as leaves."""
-    flat: Any = map(jax.tree.flatten, (one, other))
-    (left, shape), (right, like) = flat
-    return bool(shape == like) and all(map(operator.is_, left, right))
+    vars(make)["wrapped_factory"] = factory
+    return make
 
 
 def _public(name: str) -> Any:
@@ -145,7 +87,6 @@ def _public(name: str) -> Any:
     return None if private else vars(optax).get(name, vars(optax.contrib).get(name))
 
 
-@functools.cache
 def _kind_of(name: str) -> Any:
     """Returns the base class for a function of optax, by what that returns."""
     found = _public(name)
@@ -158,13 +99,16 @@ def _kind_of(name: str) -> Any:
     return _KINDS.get(declared)
 
 
+@functools.cache  # one function for a name, as of other modules
 def __getattr__(name: str) -> Any:
     if _kind_of(name) is None:
         raise AttributeError(
             f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule "
             "of this name. Expected one of dir(optim), or use optim.wrap."
         )
-    return _class_of(_public(name), _kind_of(name))
+    make = _maker(_public(name), _kind_of(name))
+    make.__module__, make.__name__, make.__qualname__ = __name__, name, name
+    return make
 
 
 def __dir__() -> list[str]:

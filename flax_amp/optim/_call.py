@@ -4,22 +4,23 @@ import contextlib
 import copy
 import functools
 import inspect
-import threading
-import warnings
+import pkgutil
+import typing
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import serialization
 
 from flax_amp import _tree
 from flax_amp._compat import weakly_typed
 
 PyTree = Any
-
-_FILTERS = threading.RLock()  # the filters of `warnings` are those of all threads
+Path = tuple[str, ...]
 
 
 class Static(dict[str, PyTree]):
@@ -44,31 +45,42 @@ class Static(dict[str, PyTree]):
 class FactoryCall:
     """The base of optimizers and schedules: a factory with its arguments."""
 
-    factory: ClassVar[Callable[..., Any]]
-    _signature: ClassVar[inspect.Signature]
     # What holds arrays, by name, and the rest. They are kept apart because JAX puts
     # objects of any kind where a leaf was.
+    _factory: Callable[..., Any]
     _arrays: dict[str, PyTree]
     _static: Static
 
-    def __init__(self, /, *args: Any, **kwargs: Any):
+    def __init__(self, factory: Callable[..., Any], /, *args: Any, **kwargs: Any):
+        if isinstance(factory, functools.partial):  # as optax.nadamw
+            args, kwargs = (*factory.args, *args), factory.keywords | kwargs
+            factory = factory.func
+        signature = inspect.signature(factory)
+        known = ", ".join(signature.parameters)
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            known = ", ".join(self._signature.parameters)
-            message = f"{type(self).__name__}: {error}; expected the arguments {known}."
+            message = f"{name_of(factory)}: {error}; expected the arguments {known}."
             raise TypeError(message) from None
         bound.apply_defaults()
-        empty = self._new({}, Static(dict.fromkeys(bound.arguments)))
-        vars(self).update(vars(empty._with(bound.arguments)))
-        # Called with what was given: optax refuses it, or warns of it, here and once.
-        with self._explaining():
-            self.checked(self._called(bound.arguments))
+        arguments: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            is_more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            arguments |= value if is_more else {name: value}
+        if taken := [name for name in arguments if hasattr(type(self), name)]:
+            raise TypeError(
+                f"{name_of(factory)}: it has arguments named {', '.join(taken)}, as "
+                f"{type(self).__name__} names something else; expected other names. "
+                "Write a function around it that renames them."
+            )
+        empty = self._new(factory, {}, Static(dict.fromkeys(arguments)))
+        vars(self).update(vars(empty._with(arguments)))
+        self.made()  # optax refuses bad arguments here, where the user can see it
 
     @classmethod
-    def _new(cls, arrays: dict[str, PyTree], static: Static) -> Self:
+    def _new(cls, factory: Any, arrays: dict[str, PyTree], static: Static) -> Self:
         made = object.__new__(cls)
-        vars(made).update(_arrays=arrays, _static=static)
+        vars(made).update(_factory=factory, _arrays=arrays, _static=static)
         return made
 
     def _with(self, changes: Mapping[str, Any]) -> Self:
@@ -79,53 +91,57 @@ class FactoryCall:
                 arrays[name] = value
                 continue
             value = _in_place_of(getattr(self, name), value)
-            value = _rate(value, type(self)) if name == "learning_rate" else value
+            if name == "learning_rate":
+                value = _rate(value, self._name)
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
         # In the order of the arguments: it is a part of the structure.
         order = [n for n in dict.fromkeys([*static, *arrays]) if n in arrays]
-        return self._new({name: arrays[name] for name in order}, static)
+        return self._new(self._factory, {name: arrays[name] for name in order}, static)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
-            f"{type(self).__name__} is frozen; expected a copy: replace({name}=...)."
+            f"{self._name} is frozen; expected a copy: replace({name}=...)."
         )
 
     def __getattr__(self, name: str) -> Any:
         # Only what is no attribute comes here; a copy in the making has none at all.
         static, arrays = (vars(self).get(n, {}) for n in ("_static", "_arrays"))
-        if name in static and name in arrays:
-            return _tree.combine(arrays[name], static[name])
-        if name not in static and name not in arrays:
-            known = ", ".join({**static, **arrays})
-            raise AttributeError(f"{type(self).__name__} has no {name}; it has {known}")
-        return arrays[name] if name in arrays else static[name]
+        if name not in static:
+            known = ", ".join(static)
+            raise AttributeError(
+                f"{name_of(vars(self).get('_factory'))} has no {name}; it has {known}"
+            )
+        if name not in arrays:
+            return static[name]
+        return _tree.combine(arrays[name], static[name])
+
+    @property
+    def _name(self) -> str:
+        return name_of(self._factory)
 
     def _arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._static}
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!s}" for name, value in self._arguments().items())
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{self._name}({', '.join(shown)})"
 
     # What optax makes of it
 
-    @classmethod
-    def _called(cls, values: Mapping[str, Any]) -> Any:
-        given: Any = jax.tree.map(_as_argument, dict(values), is_leaf=is_call)
-        call = inspect.BoundArguments(cls._signature, given)
-        return cls.factory(*call.args, **call.kwargs)
-
     def made(self) -> Any:
         """Returns what optax takes in the place of this."""
-        with self._explaining(), _FILTERS, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were shown when it was made first
-            return self.checked(self._called(self._arguments()))
+        given: Any = jax.tree.map(_as_argument, self._arguments(), is_leaf=is_call)
+        signature = inspect.signature(self._factory)
+        declared = {n: x for n, x in given.items() if n in signature.parameters}
+        more = {n: x for n, x in given.items() if n not in declared}
+        call = inspect.BoundArguments(signature, declared)  # type: ignore[arg-type]
+        with self._explaining():
+            return self._checked(self._factory(*call.args, **call.kwargs, **more))
 
-    @classmethod
-    def checked(cls, made: Any) -> Any:
-        """Returns what a factory made, or raises a TypeError."""
+    def _checked(self, made: Any) -> Any:
+        """Returns what the factory made, or raises a TypeError."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -140,32 +156,157 @@ class FactoryCall:
         ) as error:
             arrays = ", ".join(name for name in self._arrays if name in self._static)
             raise TypeError(
-                f"{type(self).__name__}: optax needs a Python number, for a branch or "
-                f"a shape, and got an array. Arrays are: {arrays or 'its inputs'}. "
+                f"{self._name}: optax needs a Python number, for a branch "
+                f"or a shape, and got an array. Arrays are: {arrays or 'its inputs'}. "
                 "Expected a Python number, which is static. A learning_rate is one "
                 "only if optim.wrap is given a function that calls it otherwise."
             ) from error
+
+    # Its arguments by name, those of the calls inside included
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with other arguments.
+
+        A number in the place of an array stays an array: nothing is compiled again.
+
+        Args:
+          **changes: values by the name of an argument, or by one that occurs once
+            inside, or by a path such as `learning_rate/init_value`.
+
+        Raises:
+          TypeError: if there is no such name, or it holds shapes only.
+          ValueError: if a state might have another structure.
+        """
+        entries = self._entries(FactoryCall)
+        places = {"/".join(path): (path, value) for path, value in entries.values()}
+        places |= entries | self._entries()
+        # A name of this call comes before the same one inside.
+        for name in (*self._static, *self._arrays):
+            places[name] = (name,), getattr(self, name)
+        if unknown := sorted(changes.keys() - places):
+            ends = tuple(f"/{name}" for name in unknown)
+            expected = [name for name in places if name.endswith(ends)] or places
+            raise TypeError(
+                f"{self._name}.replace: no {', '.join(unknown)}; expected "
+                f"some of {', '.join(expected)}."
+            )
+        new = self
+        for name, value in changes.items():
+            path, old = places[name]
+            self._check_change(name, old, value)
+            new = new._with_at(path, value)
+        return new
+
+    def _check_change(self, name: str, old: Any, new: Any) -> None:
+        """Raises a ValueError if a state may not fit a new argument."""
+
+    def _with_at(self, path: Path, value: Any) -> Self:
+        """Returns a copy with another value at a path."""
+
+        def changed(keys: Any, leaf: Any) -> Any:
+            here = names_of(keys)
+            if here != path[1 : len(here) + 1]:
+                return leaf
+            inside = path[len(here) + 1 :]
+            return leaf._with_at(inside, value) if inside else value
+
+        argument = getattr(self, path[0])
+        if len(path) > 1:
+            value = jax.tree_util.tree_map_with_path(changed, argument, is_leaf=is_call)
+        return self._with({path[0]: value})
+
+    def _entries(self, inside: Any = None) -> dict[str, tuple[Path, Any]]:
+        """Returns path and value of every number and schedule by name.
+
+        Args:
+          inside: the type of the calls whose arguments are included, too. A name that
+            occurs twice is the path.
+        """
+        found = list(self._walk(inside or ()))
+        count = Counter(name for name, _, _ in found)
+        return {
+            name if count[name] == 1 else "/".join(path): (path, value)
+            for name, path, value in found
+        }
+
+    def _walk(self, inside: Any) -> Iterator[tuple[str, Path, Any]]:
+        for argument, tree in self._arguments().items():
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(
+                tree, is_leaf=is_call
+            ):
+                path = (argument, *names_of(keys))
+                if is_number(leaf) or self._is_schedule(argument, leaf):
+                    yield "/".join(path), path, leaf
+                if isinstance(leaf, inside):
+                    for name, rest, value in leaf._walk(inside):
+                        yield name, (*path, *rest), value
+
+    def _is_schedule(self, argument: str, value: Any) -> bool:
+        """Whether a value is a schedule: by its type, its name or its annotation."""
+        if not callable(value):
+            return False
+        parameters = inspect.signature(self._factory).parameters
+        declared = getattr(parameters.get(argument), "annotation", None)
+        is_declared = optax.Schedule in (declared, *typing.get_args(declared))
+        return is_call(value) or argument == "learning_rate" or is_declared
 
     # As a pytree, as a copy, and as a dict of arrays
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        jax.tree_util.register_pytree_with_keys(cls, cls._flatten, cls._unflatten)
+        jax.tree_util.register_pytree_with_keys(
+            cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
+        )
         serialization.register_serialization_state(cls, _to_state, _from_state)
 
-    def _flatten(self) -> tuple[list[tuple[Any, PyTree]], tuple[Any, ...]]:
+    def _flatten(self) -> tuple[Any, tuple[Any, ...]]:
+        metadata = self._factory, tuple(self._arrays), self._static
+        return tuple(self._arrays.values()), metadata
+
+    def _flatten_with_keys(self) -> tuple[Any, tuple[Any, ...]]:
+        children, metadata = self._flatten()
         keys = map(jax.tree_util.GetAttrKey, self._arrays)
-        children = list(zip(keys, self._arrays.values(), strict=True))
-        return children, (tuple(self._arrays), self._static)
+        return tuple(zip(keys, children, strict=True)), metadata
 
     @classmethod
     def _unflatten(cls, metadata: tuple[Any, ...], children: Any) -> Self:
-        names, static = metadata
-        return cls._new(dict(zip(names, children, strict=True)), static)
+        factory, names, static = metadata
+        return cls._new(factory, dict(zip(names, children, strict=True)), static)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Arrays only: copies of functions would make another structure.
         return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
+
+    def __reduce__(self) -> Any:
+        # Defaults stay out: some are functions without a name.
+        defaults = _defaults(self._factory)
+        values = self._arrays | self._arguments()
+        given = {
+            name: value
+            for name, value in values.items()
+            if name not in defaults or Static(_=value) != Static(_=defaults[name])
+        }
+        return _restored, (type(self), _named(self._factory), [*self._static], given)
+
+
+def _restored(kind: Any, factory: Any, names: list[str], given: dict[str, Any]) -> Any:
+    factory = getattr(factory, "wrapped_factory", factory)
+    empty = kind._new(factory, {}, Static(dict.fromkeys(names)))
+    defaults = {n: x for n, x in _defaults(factory).items() if n in names}
+    return empty._with(defaults | given)
+
+
+def _named(factory: Any) -> Any:
+    """Returns a factory, or what `wrap` as its decorator has put in its place."""
+    with contextlib.suppress(AttributeError, ImportError, ValueError):
+        found = pkgutil.resolve_name(f"{factory.__module__}:{factory.__qualname__}")
+        if getattr(found, "wrapped_factory", None) is factory:
+            return found
+    return factory
+
+
+def _defaults(factory: Any) -> dict[str, Any]:
+    return {n: p.default for n, p in inspect.signature(factory).parameters.items()}
 
 
 def _to_state(call: FactoryCall) -> dict[str, Any]:
@@ -176,12 +317,12 @@ def _to_state(call: FactoryCall) -> dict[str, Any]:
 def _from_state(call: FactoryCall, state: Any) -> Any:
     """Returns a call with the arrays of its own state dict, or of that of optax."""
     own = _to_state(call)
-    if own.keys() != _keys(state) == _keys(own.get("opt_state", {})):
-        state = {"opt_state": state}
-    if _keys(state) not in (own.keys(), own.keys() & {"opt_state"}):
+    if _keys(state) != own.keys() and _keys(state) == _keys(own.get("opt_state", {})):
+        own, state = {"opt_state": own["opt_state"]}, {"opt_state": state}
+    if _keys(state) != own.keys():
         found = ", ".join(_keys(state) or ())
         raise ValueError(
-            f"{type(call).__name__}: the state has {found or 'nothing'}; "
+            f"{call._name}: the state has {found or 'nothing'}; "
             f"expected {', '.join(own) or 'nothing'}, or the state of the same "
             "optimizer of optax. Make the target with the arguments that were saved, "
             "and call tx = tx.init(params) first."
@@ -190,7 +331,7 @@ def _from_state(call: FactoryCall, state: Any) -> Any:
         name: serialization.from_state_dict(call._arrays[name], value, name=name)
         for name, value in state.items()
     }
-    return call._new(call._arrays | read, call._static)
+    return call._new(call._factory, call._arrays | read, call._static)
 
 
 def _keys(state: Any) -> Any:
@@ -198,7 +339,17 @@ def _keys(state: Any) -> Any:
     return state.keys() if isinstance(state, Mapping) else None
 
 
-# Leaves
+# Names and leaves
+
+
+def name_of(factory: Any) -> str:
+    """Returns the name of a function, or of the type of another callable."""
+    return getattr(factory, "__name__", type(factory).__name__)
+
+
+def names_of(keys: Any) -> Path:
+    """Returns the names in a path of JAX."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
 
 
 def is_call(node: Any) -> bool:
@@ -222,11 +373,11 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def _rate(value: Any, kind: type) -> Any:
+def _rate(value: Any, name: str) -> Any:
     """Returns a learning rate, as an array if it is a number: runs change it."""
     if isinstance(value, bool | str | complex):
         raise TypeError(
-            f"{kind.__name__}: learning_rate is {value!r}; expected a number, an array "
+            f"{name}: learning_rate is {value!r}; expected a number, an array "
             "or a schedule."
         )
     if not is_number(value) or (_tree.is_array(value) and _is_float(value)):

