@@ -1,7 +1,9 @@
 """What a step with a pytree optimizer costs, in turns with plain optax."""
 
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,18 +11,29 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import stages
 from flax_amp import optim
 
 PyTree = Any
 
 LEAVES = 200
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "adafactor")
-HEADER = ["optimizer", "optax µs", "flax_amp.optim µs", "step", "noise", "compile"]
-MEANING = f"""A compiled step over {LEAVES} parameters of 64 x 64, in turns with plain
-optax, medians of the turns. "step": ratio of the times of a step; "noise": the same of
-plain optax, compiled a second time, to itself; "compile": ratio of the times for
-tracing, lowering and compiling, the least of three."""
+HEADER = [
+    "optimizer",
+    "optax µs",
+    "step: optax again",
+    "step: traced rate",
+    "step: flax_amp.optim",
+    "compile: traced rate",
+    "compile: flax_amp.optim",
+    "instructions",
+]
+MEANING = f"""A compiled step over {LEAVES} parameters of 64 x 64, processor time, as
+ratios to plain optax with a constant as learning rate: of a step (medians of the turns;
+"optax again" is the noise), and of tracing, lowering and compiling (the least of
+three). "traced rate" is plain optax with a learning rate that is an argument of the
+step, which any learning rate that can change without compiling again must be: what a
+pytree optimizer costs is its distance to that. "instructions": of the compiled step
+more than there are with that, by name; "the same" if none."""
 
 
 class _Way(NamedTuple):
@@ -32,33 +45,52 @@ class _Way(NamedTuple):
 def row(name: str, rounds: int) -> list[str]:
     """Returns the cells of an optimizer after its name; parameters are gradients."""
     params = {f"layer_{i:03}": jnp.full((64, 64), i, float) for i in range(LEAVES)}
-    kind = getattr(optim, name)
-    plain = kind.wrapped_factory(1e-3)
+    make = getattr(optim, name)
+    plain = make.wrapped_factory
+    constant = plain(1e-3)
 
-    def plain_step(params: PyTree, state: PyTree) -> Any:
-        updates, state = plain.update(params, state, params)
+    def applied(tx: Any, params: PyTree, state: PyTree) -> Any:
+        updates, state = tx.update(params, state, params)
         return optax.apply_updates(params, updates), state
+
+    def constant_step(params: PyTree, state: PyTree) -> Any:
+        return applied(constant, params, state)
+
+    def traced_step(params: PyTree, rate_and_state: Any) -> Any:
+        rate, state = rate_and_state
+        params, state = applied(plain(rate), params, state)
+        return params, (rate, state)
 
     def step(params: PyTree, tx: Any) -> Any:
         updates, tx = tx.update(params, params)
         return optax.apply_updates(params, updates), tx
 
-    theirs = _Way(plain_step, params, plain.init(params))
-    ours = _Way(step, params, kind(1e-3).init(params))
-    expected, found, again = _times([theirs, ours, theirs], rounds)
-    compiled = _compile_time(ours) / _compile_time(theirs)
-    ratios = (found / expected, again / expected, compiled)
+    state = constant.init(params)
+    theirs = _Way(constant_step, params, state)
+    traced = _Way(traced_step, params, (jnp.float32(1e-3), state))
+    ours = _Way(step, params, make(1e-3).init(params))
+    expected, *times = _times([theirs, theirs, traced, ours], rounds)
+    built = [_compiled(way) for way in (theirs, traced, ours)]
+    ratios = [found / expected for found in times]
+    ratios += [seconds / built[0][0] for seconds, _ in built[1:]]
+    more = built[2][1] - built[1][1]
+    shown = ", ".join(f"{count} {name}" for name, count in more.items())
     return [
         f"{expected * 1e6:.0f}",
-        f"{found * 1e6:.0f}",
         *(f"{ratio:.2f}" for ratio in ratios),
+        shown or "the same",
     ]
 
 
-def _compile_time(way: _Way) -> float:
-    jitted = [jax.jit(lambda *args: way.step(*args)) for _ in range(3)]
-    built = [stages.build(step, way.params, way.state) for step in jitted]
-    return min(b.trace_s + b.lower_s + b.compile_s for b in built)
+def _compiled(way: _Way) -> tuple[float, Counter[str]]:
+    """Returns seconds to compile a step, the least of three, and its instructions."""
+    times = []
+    for _ in range(3):
+        jitted = jax.jit(lambda *args: way.step(*args))
+        begin = time.process_time()
+        compiled = jitted.lower(way.params, way.state).compile()
+        times.append(time.process_time() - begin)
+    return min(times), Counter(re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text()))
 
 
 def _times(ways: list[_Way], rounds: int) -> list[float]:
@@ -74,8 +106,8 @@ def _times(ways: list[_Way], rounds: int) -> list[float]:
 
 def _burst(step: Any, way: _Way, steps: int = 20) -> float:
     now = way.params, way.state
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(steps):
         now = step(*now)
         jax.block_until_ready(now)
-    return (time.perf_counter() - begin) / steps
+    return (time.process_time() - begin) / steps

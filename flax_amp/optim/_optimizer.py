@@ -244,10 +244,11 @@ def _with_values(old: Optimizer, new: Optimizer) -> Any:
             "argument, or the reverse, is no variable of this nnx.Optimizer; expected "
             "arrays for arrays only. Make the nnx.Optimizer anew."
         )
-    pairs = zip(variables, arrays, strict=True)
-    return structure.unflatten(
-        x.replace(array) if isinstance(x, nnx.Variable) else array for x, array in pairs
-    )
+    values = [
+        x.replace(array) if isinstance(x, nnx.Variable) else array
+        for x, array in zip(variables, arrays, strict=True)
+    ]
+    return jax.tree.unflatten(structure, values)
 
 
 def _count(opt_state: PyTree) -> Any:

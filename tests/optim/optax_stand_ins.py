@@ -14,7 +14,7 @@ import optax
 from flax_amp import optim
 
 # The class has methods that its tests call; the function takes what is made already.
-NO_OPTIMIZERS = {"MultiSteps", "with_extra_args_support"}
+NOT_THESE = {"MultiSteps", "with_extra_args_support"}
 
 
 def in_optax(tx):
@@ -37,7 +37,7 @@ def stand_in(make):
 
 
 def pytest_configure():
-    makers = [getattr(optim, name) for name in {*dir(optim)} - NO_OPTIMIZERS]
+    makers = [getattr(optim, name) for name in {*dir(optim)} - NOT_THESE]
     makers = [make for make in makers if hasattr(make, "wrapped_factory")]
     # By identity, as some values of modules have no hash.
     stand_ins = {id(make.wrapped_factory): stand_in(make) for make in makers}

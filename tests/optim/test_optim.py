@@ -1,9 +1,11 @@
 """Pytree optimizers: their interface, and what they are inside of each other."""
 
+import gc
 import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -133,11 +135,39 @@ def composed():
     return optim.chain(optim.clip_by_global_norm(1.0), optim.partition(rates, labels))
 
 
-def test_dtypes_are_no_hyperparams():
-    """They are functions of one argument, too, as schedules are."""
+def shaped(learning_rate, activation, decay: optax.ScalarOrSchedule = 0.0, **more):
+    assert activation is jnp.tanh and callable(decay) and more == {"peak": 2.0}
+    return optax.adamw(learning_rate, weight_decay=0.1)
+
+
+def test_functions_that_are_no_schedules():
+    """A schedule is known by its type, its name or its annotation, and not called."""
     fall = optax.linear_schedule(1.0, 0.0, 10)
     tx = optim.sgd(fall, momentum=0.5, accumulator_dtype=jnp.float32)
     assert set(tx.hyperparams) == {"learning_rate", "momentum"}
+    tx = optim.wrap(shaped)(0.1, jnp.tanh, fall, peak=2.0)
+    assert set(tx.hyperparams) == {"learning_rate", "decay", "peak"}
+
+
+def test_keyword_arguments_of_a_factory():
+    """`**kwargs` are arguments like the others."""
+    adam = optim.wrap(lambda **kwargs: optax.adam(**kwargs))
+    tx = adam(learning_rate=0.1, b1=0.8)
+    assert names_of(tx) == [".learning_rate"] and tx.b1 == 0.8
+    assert tx.replace(b1=0.5).hyperparams["b1"] == 0.5
+    with pytest.raises(TypeError, match="arguments named opt_state, as Optimizer"):
+        adam(opt_state=3)
+
+
+def test_a_factory_is_freed():
+    def factory(learning_rate):
+        return optax.sgd(learning_rate)
+
+    optim.wrap(factory)(0.1).init(PARAMS).update(GRADS)
+    freed = weakref.ref(factory)
+    del factory
+    gc.collect()
+    assert freed() is None
 
 
 def test_hyperparams_inside():
@@ -167,6 +197,10 @@ def test_schedules():
     tx = optim.sgd(swept).init(PARAMS)
     tx = tx.replace(learning_rate=tx.learning_rate.replace(init_value=0.4))
     np.testing.assert_allclose(tx.update(GRADS)[0]["b"], 0.08, rtol=1e-6)
+    for name in ("init_value", "learning_rate/init_value"):
+        assert tx.replace(**{name: 0.8}).hyperparams["learning_rate"] == np.float32(0.8)
+    joined = optim.join_schedules([swept, optim.constant_schedule(1.0)], [3])
+    assert joined.replace(init_value=0.4)(0) == np.float32(0.4)
 
 
 def test_injected_inside():

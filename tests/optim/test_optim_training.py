@@ -166,6 +166,11 @@ def test_nnx_optimizer():
     optimizer.opt_state = optimizer.opt_state.replace(learning_rate=0.5)
     step(model, optimizer, batch_of())
     assert optimizer.opt_state.hyperparams["learning_rate"] == 0.5
+    optimizer.opt_state = optimizer.opt_state.replace(b1=0.5)  # static
+    step(model, optimizer, batch_of())
+    assert optimizer.opt_state.hyperparams["b1"] == 0.5
+    with pytest.raises(ValueError, match="an array in the place of a static argument"):
+        optimizer.opt_state.replace(b2=jnp.float32(0.5))
 
     train = flax_amp.make_nnx_train_step(lambda model, b: jnp.mean(model(b["x"]) ** 2))
     scaler = flax_amp.init_scaler()

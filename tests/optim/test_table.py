@@ -184,6 +184,47 @@ def shard_map(case):
     return mapped, lambda: final(in_optax, case)(RATE)
 
 
+def sharded_sweep(case):
+    """Eight learning rates over eight devices: each its own run, on its own device."""
+    needs_a_rate(case)
+    mesh = jax.make_mesh((8,), ("run",), axis_types=(jax.sharding.AxisType.Auto,))
+    rates = jnp.geomspace(0.5, 2, 8) * RATE
+    placed = jax.device_put(rates, jax.NamedSharding(mesh, P("run")))
+    sweep = lambda rates: jax.vmap(final(ours, case))(rates)  # noqa: E731
+    shards = jax.jit(sweep)(placed)["w"].sharding
+    assert shards.is_equivalent_to(placed.sharding, 3)
+    stack = lambda *rows: jnp.stack(rows)  # noqa: E731
+    return (
+        lambda: sweep(placed),
+        lambda: jax.tree.map(stack, *map(final(in_optax, case), rates)),
+    )
+
+
+def masks(case):
+    """Masks of bools are static; of arrays, they are leaves, and no masks."""
+    mask = {"w": True, "b": False}
+    plain = lambda rate: optax.masked(case.plain(rate), mask)  # noqa: E731
+    tx = optim.masked(case.pytree(RATE), mask)
+    assert tx.mask == mask and jax.tree.structure(tx) != jax.tree.structure(
+        optim.masked(case.pytree(RATE), {"w": 1, "b": 0})
+    )
+    masked = case._replace(plain=plain, pytree=lambda _: tx)
+    arrays = optim.masked(case.pytree(RATE), jax.tree.map(np.bool_, mask))
+    with pytest.raises(TypeError, match="Arrays are: .*mask"):
+        jax.eval_shape(lambda tx: tx.init(params_of()), arrays)
+    return lambda: final(ours, masked)(RATE), lambda: final(in_optax, masked)(RATE)
+
+
+def leaks(case):
+    """No tracer stays in an optimizer that a transformation was given."""
+    training = ours(case, RATE)
+    tx = training.init(params_of())
+    with jax.checking_leaks():
+        jit(training.step)(params_of(), tx)
+        jax.eval_shape(final(ours, case), RATE)
+    assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tx))
+
+
 def donation(case):
     """The old optimizer gives its memory to the new one, and the user's stays."""
     training, params = ours(case, RATE), params_of()
@@ -246,13 +287,15 @@ CHECKS = {
     check.__name__: check
     for check in (
         [trajectory, static_trajectory, schedule, replace, vmap, grad, checkpoint]
-        + [scan, shard_map, donation, eval_shape, copies, around]
+        + [scan, shard_map, sharded_sweep, donation, eval_shape, copies, around]
+        + [masks, leaks]
     )
 }
 
 
 # Of the others: trajectories, and shapes and dtypes under every transformation.
-LIGHT = [t for t in CHECKS if t not in ("schedule", "replace", "donation", "around")]
+HEAVY = ["schedule", "replace", "donation", "around", "sharded_sweep", "masks", "leaks"]
+LIGHT = [title for title in CHECKS if title not in HEAVY]
 
 
 @pytest.mark.parametrize("title", CHECKS)
