@@ -17,11 +17,19 @@ from flax_amp import optim
 NOT_THESE = {"MultiSteps", "with_extra_args_support"}
 
 
+@jax.jit
+def compiled(tx, grads, params, extra_args):
+    return tx.update(grads, params, **extra_args)
+
+
 def in_optax(tx):
     def update(grads, state, params=None, **extra_args):
-        step = jax.jit(lambda tx: tx.update(grads, params, **extra_args))
-        updates, new = step(tx.replace(opt_state=state))
-        return updates, new.opt_state
+        now = tx.replace(opt_state=state)
+        if any(map(callable, extra_args.values())):  # no arguments of a compiled step
+            new = jax.jit(lambda now: now.update(grads, params, **extra_args))(now)
+        else:
+            new = compiled(now, grads, params, extra_args)
+        return new[0], new[1].opt_state
 
     init = lambda params: tx.init(params).opt_state  # noqa: E731
     return optax.GradientTransformationExtraArgs(init, update)

@@ -99,6 +99,10 @@ def test_replacing_a_number_by_a_number_compiles_nothing(count_traces):
     assert clip.replace(eps=0.5).eps.dtype == jnp.float32
     runs = jax.vmap(lambda rate: optim.sgd(rate).init(PARAMS))(jnp.ones(3))
     assert runs.replace(learning_rate=0.5).learning_rate.shape == (3,)
+    runs = runs.replace(learning_rate=jnp.arange(3.0))
+    updates, runs = jax.vmap(lambda tx: tx.update(GRADS))(runs)
+    np.testing.assert_allclose(updates["b"][:, 0], 0.2 * jnp.arange(3.0), rtol=1e-6)
+    assert runs.hyperparams["learning_rate"].shape == (3,)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
