@@ -90,7 +90,9 @@ def _compiled(way: _Way) -> tuple[float, Counter[str]]:
         begin = time.process_time()
         compiled = jitted.lower(way.params, way.state).compile()
         times.append(time.process_time() - begin)
-    return min(times), Counter(re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text()))
+    return min(times), Counter(
+        re.findall(r"= \S+ ([a-z-]+)\(", compiled.as_text() or "")
+    )
 
 
 def _times(ways: list[_Way], rounds: int) -> list[float]:
