@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
     "suite, only",
     [
         ("optax.transforms._conditionality_test", ""),
-        ("optax.transforms._accumulation_test", "not scan"),
+        ("optax.transforms._accumulation_test", ""),
         ("optax.contrib._common_test", "inject"),
         ("optax._src.alias_test", "inject"),
     ],
