@@ -99,16 +99,20 @@ def _kind_of(name: str) -> Any:
     return _KINDS.get(declared)
 
 
-@functools.cache  # one function for a name, as of other modules
+@functools.cache
+def _named(name: str) -> Any:
+    make = _maker(_public(name), _kind_of(name))
+    make.__module__, make.__name__, make.__qualname__ = __name__, name, name
+    return make
+
+
 def __getattr__(name: str) -> Any:
     if _kind_of(name) is None:
         raise AttributeError(
             f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule "
             "of this name. Expected one of dir(optim), or use optim.wrap."
         )
-    make = _maker(_public(name), _kind_of(name))
-    make.__module__, make.__name__, make.__qualname__ = __name__, name, name
-    return make
+    return _named(name)
 
 
 def __dir__() -> list[str]:
