@@ -36,6 +36,7 @@ source_info_util.register_exclusion(_PACKAGE)
 # `jax.extend.core.primitives` leaves out a few collectives and linear-algebra
 # primitives that a policy has to name.
 _PRIVATE_PRIMITIVE_MODULES = (
+    "jax._src.core",
     "jax._src.lax.lax",
     "jax._src.lax.parallel",
     "jax._src.lax.linalg",

@@ -37,7 +37,7 @@ def test_families_do_not_overlap():
 def test_nearly_every_name_exists_in_this_jax():
     # A misspelled name would silently fall to amp_default. The rest belongs to other
     # supported versions.
-    others = {"log2", "polynomial", "one_minus_square", "copy_p", "pvary"}
+    others = {"log2", "polynomial", "one_minus_square", "copy_p"}
     names = {name for family in FAMILIES.values() for name in family}
     assert names - set(_compat.primitives()) <= others
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import PROGRAMS, W, X, loss_of
+from _programs import PROGRAMS, W, X, loss_of, over_devices
 from _structured import (
     CASES,
     POLICIES,
@@ -133,6 +133,23 @@ def test_parameters_are_kept():
         expected = params_of(fn, primitive)
         assert expected
         assert params_of(amp(fn), primitive) == expected
+
+
+def test_a_shard_map_has_the_dtypes_of_its_body():
+    """Parameters that are equal on all devices enter it through `pvary`."""
+
+    def layers(w, b, x):
+        for _ in range(2):
+            x = jnp.tanh(x @ w + b)
+        return x @ w
+
+    args = jnp.ones((4, 4)), jnp.ones((1, 4)), jnp.ones((8, 4))
+    kinds = ("dot_general", "add", "tanh")
+    mapped = over_devices(layers, (P(), P(), P("data")))
+    assert equations_of(amp(mapped), *args, primitive="pvary")
+    found = dtypes_of(amp(mapped), *args, primitive=kinds)
+    assert found == dtypes_of(amp(layers), *args, primitive=kinds)
+    assert {dtype for dtypes in found for dtype in dtypes} == {"float16"}
 
 
 SCOPED = {

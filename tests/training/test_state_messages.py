@@ -244,7 +244,7 @@ CREATE = {
         ),
         "model together with params": dict(model=linear_objects()[0]),
         "tx is a NoneType": dict(tx=None),
-        r"tx is the class sgd.*Call it: optim.sgd\(": dict(tx=optim.sgd),
+        r"tx is the function sgd.*Call it: optim.sgd\(": dict(tx=optim.sgd),
         "rngs is a .*expected a dict": dict(rngs=jax.random.key(0)),
         r"rngs\['dropout'\] is int": dict(rngs={"dropout": 0}),
         r"rngs\['dropout'\] is key<fry>\[2\]": dict(
