@@ -28,6 +28,7 @@ from flax_amp._training.train_state import AmpTrainState as AmpTrainState
 from flax_amp._training.train_step import make_eval_step as make_eval_step
 from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
+from flax_amp.debug import explain as explain
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
@@ -52,6 +53,7 @@ __all__ = [
     "default_amp_policy",
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",
+    "explain",
     "follow_precision",
     "init_scaler",
     "jaxamp_policy",

@@ -275,11 +275,19 @@ def scope_names(eqn: Eqn) -> tuple[str, ...]:
     return tuple(entry.name for entry in stack if type(entry).__name__ == "Scope")
 
 
+def user_frames(eqn: Eqn) -> Iterator[tuple[str, int]]:
+    """Yields files and lines of the code outside of JAX that an equation comes from.
+
+    The innermost one comes first. This package is left out, too.
+    """
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if not frame.file_name.startswith((_JAX_FOLDER, _PACKAGE)):
+            yield frame.file_name, frame.line_num
+
+
 def user_file(eqn: Eqn) -> str:
-    """Returns the file of the code outside of JAX that an equation comes from."""
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    files = (frame.file_name for frame in frames)
-    return next((f for f in files if not f.startswith(_JAX_FOLDER)), "")
+    """Returns the innermost file of `user_frames`."""
+    return next((file for file, _ in user_frames(eqn)), "")
 
 
 def scopes(eqn: Eqn) -> tuple[Any, ...]:

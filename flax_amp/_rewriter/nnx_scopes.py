@@ -30,7 +30,7 @@ _NAME = "_flax_amp_scope"
 # The first two are not called; the last one iterates over its own attributes.
 _NAMELESS = (nnx.List, nnx.Dict, nnx.bridge.ToNNX)
 
-_NOTE = (
+SCOPES_NOTE = (
     "amp gives each nnx.Module a static attribute with its name, because amp_policy "
     "has scope keys: two layers of one class have different structures here. Code that "
     "needs them equal can use their states, which have no names (graphdef, state = "
@@ -78,7 +78,7 @@ def module_scopes(node: Any, *, wanted: bool) -> Iterator[None]:
             yield
         except Exception as error:
             if comparisons:
-                error.add_note(_NOTE)
+                error.add_note(SCOPES_NOTE)
             raise
         finally:
             forget_names(modules)

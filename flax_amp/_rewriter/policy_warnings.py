@@ -91,7 +91,7 @@ def warn_of_policy(
     )
     for message in filter(None, found):
         # For the caller of the function that `amp` returned.
-        warnings.warn(message, PolicyWarning, stacklevel=3)
+        warnings.warn(message, PolicyWarning, stacklevel=4)
 
 
 def warn_of_precision(plan: Plan) -> None:
@@ -110,7 +110,7 @@ def warn_of_precision(plan: Plan) -> None:
             "None, so that they run in the compute dtype: unset it around what amp "
             "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
             "precision=... at the products that need it.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import LEAF, Use, like
+from flax_amp._rewriter.plan import LEAF, Plan, Use, Values, like
 from flax_amp._rewriter.policy_warnings import warn_of_policy, warn_of_precision
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.rules import RULES
@@ -142,27 +142,53 @@ def amp(
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
-        closed, rebuild = _trace(call.function, call.inputs)
-        jaxpr, _ = _compat.open_jaxpr(closed)
-        warn_of_policy(policy, closed, compute_dtype, call.array_paths)
-        painter = Painter(policy, compute_dtype, RULES)
-        # The painter takes the flag away from what is read otherwise.
-        leaf = LEAF._replace(read_once=compute_dtype != jnp.float32)
-        ins = like([v.aval for v in jaxpr.invars], leaf)
-        traced, exports = with_captured_outputs(closed)
-        # Results ask for no precision: a linear layer under `amp` equals the layer that
-        # was written by hand in half precision.
-        uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
-        plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
-        if compute_dtype != jnp.float32:
-            warn_of_precision(plan)
+        planned = plan_call(call, policy, compute_dtype)
+        plan, painter = planned.plan, planned.painter
         emitter = Emitter(painter, recompute, wide_gradients, merge_layers)
         outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
-        outs = outs[: len(jaxpr.outvars)]
-        outs = emitter.cast_to_plan(outs, like([v.aval for v in jaxpr.outvars], LEAF))
-        return call.finish(rebuild(outs))
+        outs = emitter.cast_to_plan(outs[: len(planned.outs)], planned.outs)
+        return call.finish(planned.rebuild(outs))
 
     return transformed
+
+
+class PlannedCall(NamedTuple):
+    """The plan of one call of the user's function.
+
+    Attributes:
+      plan: the plan; its inputs are the arrays among the inputs of the call. Its last
+        results may be others than those of the function (`captures.py`).
+      painter: the painter that made it.
+      outs: the values of the function's results as the caller gets them.
+      rebuild: puts the arrays of the result back among its other leaves.
+    """
+
+    plan: Plan
+    painter: Painter
+    outs: Values
+    rebuild: Callable[[list[Array]], PyTree]
+
+
+def plan_call(
+    call: FunctionalCall, policy: Policy, compute_dtype: DType
+) -> PlannedCall:
+    """Traces and plans a call, and warns of a policy without effect."""
+    closed, rebuild = _trace(call.function, call.inputs)
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    warn_of_policy(policy, closed, compute_dtype, call.array_paths)
+    painter = Painter(policy, compute_dtype, RULES)
+    # The painter takes the flag away from what is read otherwise.
+    leaf = LEAF._replace(read_once=compute_dtype != jnp.float32)
+    ins = like([v.aval for v in jaxpr.invars], leaf)
+    traced, exports = with_captured_outputs(closed)
+    # Results ask for no precision: a linear layer under `amp` equals the layer that
+    # was written by hand in half precision.
+    uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
+    plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
+    if compute_dtype != jnp.float32:
+        warn_of_precision(plan)
+    outs = like([v.aval for v in jaxpr.outvars], LEAF)
+    return PlannedCall(plan, painter, outs, rebuild)
 
 
 def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:

@@ -1,0 +1,1 @@
+from flax_amp.debug._explain import explain as explain

@@ -1,0 +1,290 @@
+"""What `explain` found: equations, the modules that hold them, problems. Data only."""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of an equation's operands and of its results."""
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def __str__(self) -> str:
+        # Equal ones are written once: `bf16 -> f32`.
+        sides = (dict.fromkeys(map(short, side)) for side in self)
+        return " -> ".join(",".join(side) or "()" for side in sides)
+
+
+def short(dtype: str) -> str:
+    """Returns a dtype as JAX writes it in jaxprs, `bf16` for `bfloat16`."""
+    for long, letter in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if dtype.startswith(long):
+            return letter + dtype.removeprefix(long)
+    return dtype
+
+
+@functools.cache
+def is_half(dtype: str) -> bool:
+    """Whether a dtype is a float of fewer than four bytes."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:  # a key
+        return False
+    return jnp.issubdtype(known, jnp.floating) and known.itemsize < 4
+
+
+@dataclasses.dataclass
+class Equation:
+    """One equation of the user's function, in one module.
+
+    All numbers are those of one call of the function: what stands in a loop is
+    multiplied by the length of the loop.
+
+    Attributes:
+      path: the module, or the scope, that it stands in.
+      primitive: the name of its primitive.
+      before: its dtypes as the user wrote it.
+      after: its dtypes under `amp`.
+      reason: the rule or the policy key that decided.
+      shape: the shape of its first result, such as `8x1024x768`.
+      times: how often it runs. The body of a `while` counts once.
+      casts_down: the casts to a narrower float that are put in for it.
+      casts_up: the casts to a wider float that are put in for it.
+      flops: the floating point operations, if it is a product or a convolution.
+      stored: the bytes of its results that the backward pass stores, by dtype.
+      source: the line of the user's code, `file:line`.
+      inside: the loops and other structured primitives around it, outermost first.
+    """
+
+    path: str
+    primitive: str
+    before: Dtypes
+    after: Dtypes
+    reason: str
+    shape: str = ""
+    times: int = 1
+    casts_down: int = 0
+    casts_up: int = 0
+    flops: int = 0
+    stored: Counter[str] = dataclasses.field(default_factory=Counter)
+    source: str = ""
+    inside: tuple[str, ...] = ()
+
+    @property
+    def is_low(self) -> bool:
+        """Whether an operand arrives in half precision."""
+        return any(map(is_half, self.after.operands))
+
+    @property
+    def low_flops(self) -> int:
+        """Its operations, if they run in half precision."""
+        return self.flops if self.is_low else 0
+
+
+@dataclasses.dataclass
+class Module:
+    """A module, or another scope, with the equations and modules in it.
+
+    Attributes:
+      name: the last part of its path.
+      path: where it stands, `GPT/Block_0`; empty for the whole function.
+      equations: those that are in no module inside of it.
+      children: the modules inside, by name.
+    """
+
+    name: str
+    path: str
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    children: dict[str, "Module"] = dataclasses.field(default_factory=dict)
+
+    def add(self, equation: Equation) -> None:
+        """Adds an equation to the module of its path, relative to this module."""
+        module = self
+        for name in filter(None, equation.path.split("/")):
+            path = f"{module.path}/{name}".lstrip("/")
+            module = module.children.setdefault(name, Module(name, path))
+        module.equations.append(equation)
+
+    def walk(self) -> Iterator[Equation]:
+        """Yields all equations, those of the modules inside included."""
+        yield from self.equations
+        for child in self.children.values():
+            yield from child.walk()
+
+    @functools.cached_property
+    def totals(self) -> "Totals":
+        """The sums over all equations."""
+        return total(self.walk())
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over equations; the attributes are those of `Equation`."""
+
+    equations: int
+    flops: int
+    low_flops: int
+    casts_down: int
+    casts_up: int
+    stored: Counter[str]
+
+    @property
+    def low_share(self) -> float | None:
+        """The share of products in half precision; `None` if there are none."""
+        return self.low_flops / self.flops if self.flops else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {
+            "low_share": self.low_share,
+            "stored": dict(self.stored),
+        }
+
+
+def total(equations: Iterable[Equation]) -> Totals:
+    """Returns the sums over equations."""
+    numbers: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    for equation in equations:
+        numbers["equations"] += 1
+        for name in ("flops", "low_flops", "casts_down", "casts_up"):
+            numbers[name] += getattr(equation, name)
+        stored += equation.stored
+    names = ("equations", "flops", "low_flops", "casts_down", "casts_up")
+    return Totals(*(numbers[name] for name in names), stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that a person has to act on, or to know.
+
+    Attributes:
+      kind: a short name, such as `float32 product`.
+      message: what was found, and what can be done.
+      paths: the modules where it was found.
+      source: the line of the first one.
+      flops: the operations of the products that it concerns.
+    """
+
+    kind: str
+    message: str
+    paths: tuple[str, ...] = ()
+    source: str = ""
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Explanation:
+    """What mixed precision does to a function, and why. Made by `flax_amp.explain`.
+
+    It prints as a report, and shows itself as a page in a notebook.
+
+    Attributes:
+      name: the name of the function.
+      compute_dtype: the dtype of low-precision values.
+      root: the modules and their equations.
+      problems: what a person has to act on, the most important first.
+      stored_without_recompute: the bytes that the backward pass would store, by dtype,
+        if it computed nothing again; `None` if the function has no derivative, or none
+        was asked for.
+      notes: what limits these figures.
+    """
+
+    name: str
+    compute_dtype: str
+    root: Module
+    problems: tuple[Problem, ...]
+    stored_without_recompute: Counter[str] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equations(self) -> list[Equation]:
+        """All equations, module by module."""
+        return list(self.root.walk())
+
+    @property
+    def totals(self) -> Totals:
+        """The sums over all equations."""
+        return self.root.totals
+
+    def report(self, *, depth: int | None = None, only: str | None = None) -> str:
+        """Returns the report as text.
+
+        Args:
+          depth: how many levels of modules to show. `None`: as many as fit a screen.
+          only: `"problems"` to leave out the modules.
+
+        Raises:
+          ValueError: if `only` is something else, or `depth` is negative.
+        """
+        from flax_amp.debug._terminal import as_text
+
+        return as_text(self, depth=depth, only=only)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as dicts, lists, strings and numbers, for `json.dump`."""
+        saved = self.stored_without_recompute
+        return {
+            "name": self.name,
+            "compute_dtype": self.compute_dtype,
+            "totals": self.totals.to_dict(),
+            "stored_without_recompute": None if saved is None else dict(saved),
+            "problems": [
+                dataclasses.asdict(p) | {"paths": [*p.paths]} for p in self.problems
+            ],
+            "notes": list(self.notes),
+            "modules": _module_dict(self.root),
+        }
+
+    def to_html(self) -> str:
+        """Returns one page that needs nothing else: a tree to fold, search and sort."""
+        from flax_amp.debug._page import as_page
+
+        return as_page(self)
+
+    def _repr_html_(self) -> str:
+        from flax_amp.debug._page import as_frame
+
+        return as_frame(self)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        count = self.totals.equations
+        return f"<Explanation of {self.name}: {count} equations; print it to read it>"
+
+
+def _module_dict(module: Module) -> dict[str, Any]:
+    return {
+        "name": module.name,
+        "path": module.path,
+        "totals": module.totals.to_dict(),
+        "equations": [_equation_dict(e) for e in module.equations],
+        "children": [_module_dict(child) for child in module.children.values()],
+    }
+
+
+def _equation_dict(equation: Equation) -> dict[str, Any]:
+    fields = {
+        field.name: getattr(equation, field.name)
+        for field in dataclasses.fields(equation)
+    }
+    sides = {
+        name: {side: list(dtypes) for side, dtypes in fields[name]._asdict().items()}
+        for name in ("before", "after")
+    }
+    return (
+        fields
+        | sides
+        | {
+            "low_flops": equation.low_flops,
+            "stored": dict(equation.stored),
+            "inside": list(equation.inside),
+        }
+    )

@@ -1,0 +1,2 @@
+def find_problems(*a):
+    return []

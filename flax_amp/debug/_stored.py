@@ -1,0 +1,185 @@
+"""What the backward pass stores, equation by equation.
+
+JAX itself decides that: the gradient of the emitted program is traced, and what its
+forward pass hands to its backward pass is counted. Nothing is compiled or run. Each
+array is followed back to the equation that made it, through loops and calls:
+
+    a, s = scan[body={... s = tanh y; return y, s}] x        s: stored
+    tanh stands in the body, under the scope `Block` and at the user's line
+
+What the function was given (its parameters and its batch) is in memory anyway, and is
+not counted.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, jaxprs_in_params
+
+from flax_amp import _compat
+from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
+from flax_amp._rewriter.recompute.stored import stored_p
+from flax_amp.debug._model import Dtypes, Equation
+from flax_amp.debug._walk import Visit, module_path, source_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array that the backward pass stores, with the equation that made it."""
+
+    eqn: Eqn
+    scopes: tuple[str, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Frame:
+    """A jaxpr, with the operands that its inputs stand for, and its scopes."""
+
+    jaxpr: Jaxpr
+    scopes: tuple[str, ...] = ()
+    outer: "_Frame | None" = None
+    operands: Sequence[Atom] = ()
+    carry: tuple[int, int] = (0, 0)  # the inputs that are the carry of a loop
+
+    def __post_init__(self) -> None:
+        self.inner: dict[int, _Frame] = {}
+        self.made = {v: e for e in self.jaxpr.eqns for v in e.outvars}
+        self.inputs = {v: i for i, v in enumerate(self.jaxpr.invars)}
+
+    def body(self, eqn: Eqn) -> "_Frame | None":
+        """Returns the frame of what an equation calls, if it is known to be a call."""
+        if id(eqn) not in self.inner:
+            bodies = list(jaxprs_in_params(eqn.params))
+            name = eqn.primitive.name
+            if not bodies or name in ("while", "pallas_call"):
+                return None
+            jaxpr = _compat.open_jaxpr(bodies[0])[0]
+            if len(jaxpr.outvars) != len(eqn.outvars):
+                return None
+            carry = (0, 0)
+            if name == "scan":
+                start, count = _compat.scan_counts(eqn)
+                carry = start, start + count
+            first = len(eqn.invars) - len(jaxpr.invars)  # behind a predicate
+            self.inner[id(eqn)] = _Frame(
+                jaxpr,
+                self.scopes + _compat.scope_names(eqn),
+                self,
+                eqn.invars[first:],
+                carry,
+            )
+        return self.inner[id(eqn)]
+
+
+def _origin(atom: Atom, frame: _Frame) -> tuple[Eqn, Var, _Frame] | None:
+    """Returns the equation that makes a value; `None` for inputs and constants."""
+    carried: set[Var] = set()
+    while not isinstance(atom, Literal):
+        eqn = frame.made.get(atom)
+        if eqn is None:
+            index = frame.inputs.get(atom)
+            if index is None or frame.outer is None:
+                return None
+            start, stop = frame.carry
+            if start <= index < stop and atom not in carried:  # of the iteration before
+                carried.add(atom)
+                atom = frame.jaxpr.outvars[index - start]
+            else:
+                atom, frame = frame.operands[index], frame.outer
+        elif eqn.primitive is stored_p:
+            atom = eqn.invars[0]
+        else:
+            body = frame.body(eqn)
+            if body is None:
+                return eqn, atom, frame
+            atom, frame = body.jaxpr.outvars[list(eqn.outvars).index(atom)], body
+    return None
+
+
+def stored_arrays(
+    function: Callable[..., Sequence[Array]], arrays: Sequence[Any], moving: Any
+) -> list[Stored]:
+    """Returns what the backward pass of a function stores.
+
+    Args:
+      function: a function of arrays, whose first result is the loss if it is a scalar.
+      arrays: its arguments, or their shapes.
+      moving: for each, whether it is differentiated.
+    """
+
+    def residuals(*arrays: Array) -> list[Array]:
+        def loss(*chosen: Array) -> Any:
+            rest = iter(chosen)
+            pairs = zip(arrays, moving, strict=True)
+            outs = function(*(next(rest) if m else x for x, m in pairs))
+            outs = [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+            return outs[:1] if outs and outs[0].ndim == 0 else outs
+
+        chosen = [x for x, m in zip(arrays, moving, strict=True) if m]
+        leaves = jax.tree.leaves(jax.vjp(jax.jit(loss), *chosen)[1])
+        return [x for x in leaves if isinstance(x, jax.Array)]
+
+    closed = jax.make_jaxpr(residuals)(*arrays)
+    frame = _Frame(_compat.open_jaxpr(closed)[0])
+    found: dict[Any, Stored] = {}
+    for atom in frame.jaxpr.outvars:
+        origin = _origin(atom, frame)
+        if origin is not None:
+            eqn, variable, at = origin
+            scopes = at.scopes + _compat.scope_names(eqn)
+            size = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
+            stored = Stored(eqn, scopes, str(atom.aval.dtype), size)
+            found[variable, id(at), atom.aval.shape] = stored
+    return list(found.values())
+
+
+def bytes_by_dtype(stored: Sequence[Stored]) -> Counter[str]:
+    """Returns the sum of bytes for each dtype."""
+    sizes: Counter[str] = Counter()
+    for item in stored:
+        sizes[item.dtype] += item.bytes
+    return sizes
+
+
+def attach(stored: Sequence[Stored], visits: Sequence[Visit]) -> list[Equation]:
+    """Adds what is stored to the equations that made it.
+
+    An emitted equation has the traceback of the original one, and so have its casts.
+
+    Returns:
+      Equations for what none of them made: the rule of a custom derivative did.
+    """
+    rows: dict[Any, list[Equation]] = {}
+    for visit in visits:
+        rows.setdefault(_key(visit.row.path, visit.eqn), []).append(visit.row)
+    others: dict[Any, Equation] = {}
+    for item in stored:
+        path = module_path(item.scopes)
+        key = _key(path, item.eqn)
+        candidates = rows.get(key) or [others.setdefault(key, _rule(item, path))]
+        name = item.eqn.primitive.name
+        same = [row for row in candidates if row.primitive == name]
+        (same or candidates)[0].stored[item.dtype] += item.bytes
+    return list(others.values())
+
+
+def _key(path: str, eqn: Eqn) -> tuple[str, int]:
+    return path, id(eqn.source_info.traceback)
+
+
+def _rule(item: Stored, path: str) -> Equation:
+    return Equation(
+        path,
+        item.eqn.primitive.name,
+        before=Dtypes((), ()),
+        after=Dtypes((), (item.dtype,)),
+        reason="stored by the rule of a derivative",
+        source=source_line(item.eqn),
+    )
