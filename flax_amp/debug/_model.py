@@ -166,15 +166,17 @@ class Problem:
     Attributes:
       kind: a short name, such as `float32 product`.
       message: what was found, and what can be done.
-      paths: the modules where it was found.
-      source: the line of the first one.
-      flops: the operations of the products that it concerns.
+      paths: the modules where it was found, with `*` for the numbers of layers.
+      source: the line of the first equation.
+      count: how many equations it concerns.
+      flops: the operations of the products among them.
     """
 
     kind: str
     message: str
     paths: tuple[str, ...] = ()
     source: str = ""
+    count: int = 0
     flops: int = 0
 
 

@@ -1,2 +1,190 @@
-def find_problems(*a):
-    return []
+"""What a person has to act on, found in the equations of a walk.
+
+Each finding has a kind and a message. Findings with the same message are one problem:
+twelve layers whose products ask for `precision=HIGHEST` are one line, not twelve.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from flax_amp import _compat
+from flax_amp._rewriter.plan import Mode
+from flax_amp.debug._model import Equation, Problem, is_half, short
+from flax_amp.debug._walk import Visit
+from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS
+
+# The most important first.
+KINDS = (
+    "policy",
+    "float32 product",
+    "own dtype",
+    "opaque primitive",
+    "constant",
+    "risk",
+)
+# Beyond these, what a float16 number is multiplied by leaves half of its range unused.
+_TINY, _LARGE = 1e-3, 1e3
+
+Finding = tuple[str, str]  # kind, message
+
+
+def find_problems(
+    visits: Iterable[Visit], warnings: Sequence[str], compute_dtype: Any
+) -> list[Problem]:
+    """Returns the problems, the most important first.
+
+    Args:
+      visits: the equations of the walk.
+      warnings: the messages of the warnings that `amp` gives for this function.
+      compute_dtype: the dtype of low-precision values.
+    """
+    found: dict[Finding, list[Equation]] = {
+        ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
+    }
+    if compute_dtype != jnp.float32:
+        for visit in visits:
+            for finding in _findings(visit, compute_dtype.name):
+                found.setdefault(finding, []).append(visit.row)
+    problems = [_problem(finding, rows) for finding, rows in found.items()]
+    return sorted(problems, key=lambda p: (KINDS.index(p.kind), -p.flops, -p.count))
+
+
+def fold(path: str) -> str:
+    """Returns a path without the numbers of layers: `GPT/Block_*`."""
+    return re.sub(r"\d+", "*", path)
+
+
+def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
+    kind, message = finding
+    return Problem(
+        kind,
+        message,
+        paths=tuple(dict.fromkeys(fold(row.path) for row in rows)),
+        source=rows[0].source if rows else "",
+        count=sum(row.times for row in rows),
+        flops=sum(row.flops for row in rows),
+    )
+
+
+def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
+    row = visit.row
+    if row.primitive in LOW_OPS:
+        yield from _of_product(row, compute_dtype)
+    elif row.reason.endswith("default amp_default") and _reads_float32(row):
+        yield (
+            "opaque primitive",
+            f"{row.primitive} is in no family of the policy and runs untouched in its "
+            "original dtypes. If it is safe in half precision, add it to amp_policy.",
+        )
+    elif row.reason.startswith("constant "):
+        yield (
+            "constant",
+            f"{row.primitive} runs in float32: {row.reason} a cast to {compute_dtype}. "
+            "If its digits do not matter, use a number that the dtype has.",
+        )
+    elif row.is_low:
+        yield from _of_reduction(visit)
+        yield from _of_range(visit)
+    if row.primitive in ("scan", "while") and visit.step.mode is Mode.RULE:
+        yield from _of_carry(visit)
+
+
+def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
+    floats = [dtype for dtype in row.before.operands[:2] if "float" in dtype]
+    if not floats:  # of integers
+        return
+    if any(map(is_half, floats)):
+        yield (
+            "own dtype",
+            f"runs in {short(floats[0])} without amp: its author set a dtype. Leave "
+            "out dtype= to let the policy decide.",
+        )
+    elif not row.is_low:
+        yield "float32 product", f"stays in {floats[0]}: {_why(row, compute_dtype)}"
+
+
+def _why(row: Equation, compute_dtype: str) -> str:
+    kind, _, key = row.reason.partition(" ")
+    if row.reason.startswith("precision="):
+        asked = "/".join(dict.fromkeys(re.findall(r"[A-Z][A-Z0-9_]+", row.reason)))
+        return (
+            f"it asks for precision={asked}. Leave that out to run it in "
+            f"{compute_dtype}."
+        )
+    if kind == "inside":
+        return f"it stands {row.reason}, and amp does not rewrite what is there."
+    if kind in ("scope", "primitive", "default"):
+        return f"the policy has it so, by its key {key!r}."
+    return f"{row.reason}."
+
+
+def _reads_float32(row: Equation) -> bool:
+    return "float32" in row.before.operands
+
+
+def _of_reduction(visit: Visit) -> Iterator[Finding]:
+    row, eqn = visit.row, visit.eqn
+    if row.primitive not in ACCUMULATION_OPS:
+        return
+    shape = eqn.invars[0].aval.shape
+    if "axis" in eqn.params:
+        length = shape[eqn.params["axis"]]
+    else:
+        axes = eqn.params.get("axes", range(len(shape)))
+        length = 1
+        for axis in axes:
+            length *= shape[axis] if isinstance(axis, int) else 1
+    dtype = row.after.operands[0]
+    # From this number of equal terms on, one more does not change their sum.
+    limit = round(1 / float(jnp.finfo(dtype).eps)) if is_half(dtype) else 0
+    if limit and isinstance(length, int) and length >= limit:
+        yield (
+            "risk",
+            f"{row.primitive} adds {length} numbers in {dtype} ({row.reason}). From "
+            f"{limit} on, small terms get lost; run it in float32.",
+        )
+
+
+def _of_range(visit: Visit) -> Iterator[Finding]:
+    row = visit.row
+    if "float16" not in row.after.operands:
+        return
+    if row.primitive in RANGE_OPS:
+        yield (
+            "risk",
+            f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 and "
+            "begins at 6e-8; run it in float32.",
+        )
+    if row.primitive not in ("mul", "div"):
+        return
+    for position, value in enumerate(visit.values):
+        constant = None if value is None else value.constant
+        if not constant or (row.primitive == "div" and position == 0):
+            continue
+        size = abs(constant) if row.primitive == "mul" else 1 / abs(constant)
+        if size < _TINY or size > _LARGE:
+            limit = "become 0 below 6e-8" if size < 1 else "overflow at 65504"
+            yield (
+                "risk",
+                f"{row.primitive} by {constant:g} in float16: results, or gradients, "
+                f"{limit}. Move the factor into the loss or into float32.",
+            )
+
+
+def _of_carry(visit: Visit) -> Iterator[Finding]:
+    eqn, row = visit.eqn, visit.row
+    if row.primitive == "scan":
+        first, count = _compat.scan_counts(eqn)
+    else:
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        count = len(eqn.outvars)
+    halves = set(filter(is_half, row.before.operands[first : first + count]))
+    if halves:
+        yield (
+            "risk",
+            f"the carry of a {row.primitive} is in {', '.join(sorted(halves))} without "
+            "amp: what adds up over its steps gets rounded at each one.",
+        )

@@ -8,7 +8,7 @@ array is followed back to the equation that made it, through loops and calls:
     tanh stands in the body, under the scope `Block` and at the user's line
 
 What the function was given (its parameters and its batch) is in memory anyway, and is
-not counted.
+not counted, nor is what only moves its data, such as a transposed weight.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._walk import Visit, module_path, source_line
+from flax_amp.policy import MOVE_OPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +99,16 @@ def _origin(atom: Atom, frame: _Frame) -> tuple[Eqn, Var, _Frame] | None:
         else:
             body = frame.body(eqn)
             if body is None:
-                return eqn, atom, frame
+                return None if _moves_inputs(eqn, frame) else (eqn, atom, frame)
             atom, frame = body.jaxpr.outvars[list(eqn.outvars).index(atom)], body
     return None
+
+
+def _moves_inputs(eqn: Eqn, frame: _Frame) -> bool:
+    """Whether a result is the data of inputs and constants, in another order."""
+    return eqn.primitive.name in MOVE_OPS and all(
+        _origin(v, frame) is None for v in eqn.invars
+    )
 
 
 def stored_arrays(

@@ -444,6 +444,8 @@ def module_path(scopes: tuple[str, ...]) -> str:
     names: list[str] = []
     for segment in "/".join(scopes).split("/"):
         name, method = split_method(segment)
+        if "->" in segment:  # `jnp.einsum` opens a scope with its formula
+            continue
         if not (method and names and names[-1] == name):
             names.append(name)
     return "/".join(names)

@@ -1,0 +1,276 @@
+"""The report in a terminal: totals, problems, and a tree of modules.
+
+Twelve equal layers are one line, `Block_0..11  x12`, with the sums of all of them.
+"""
+
+import dataclasses
+import io
+import itertools
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flax_amp.debug._model import (
+    Equation,
+    Explanation,
+    Module,
+    Problem,
+    Totals,
+    is_half,
+    short,
+    total,
+)
+from flax_amp.debug._problems import fold
+
+_LINES = 26  # of the tree, so that it fits a screen with all else
+_WIDTHS = (80, 120)
+# Equations with these reasons are in float32, but nothing was lifted for them.
+_NOT_LIFTED = ("float32 leaves only", "keeps its operand's dtype", "no float32 operand")
+
+
+def as_text(found: Explanation, *, depth: int | None, only: str | None) -> str:
+    """Returns the report without colors."""
+    low, high = _WIDTHS
+    width = min(max(shutil.get_terminal_size((100, 40)).columns, low), high)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(found, depth=depth, only=only))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def render(
+    found: Explanation, *, depth: int | None = None, only: str | None = None
+) -> RenderableType:
+    """Returns the report for a console of rich; arguments as in `report`."""
+    if only not in (None, "problems"):
+        raise ValueError(f"report: got only={only!r}; expected 'problems' or None.")
+    if depth is not None and (type(depth) is not int or depth < 0):
+        raise ValueError(f"report: got {depth=!r}; expected a number of levels.")
+    parts = [_header(found), *_problems(found)]
+    if only is None:
+        parts.append(_tree(found, depth))
+    parts += [Text(f"Note: {note}.", style="dim") for note in found.notes]
+    return Group(*parts)
+
+
+def _header(found: Explanation) -> RenderableType:
+    totals, dtype = found.totals, short(found.compute_dtype)
+    share = "none"
+    if totals.flops:
+        share = (
+            f"{amount(totals.flops)}FLOP forward, {percent(totals)} in half precision"
+        )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(Text(found.name, style="bold"), Text(f"in {found.compute_dtype}"))
+    grid.add_row("products", share)
+    grid.add_row(
+        "casts",
+        f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} back, "
+        f"around {totals.equations:,} equations",
+    )
+    if found.stored_without_recompute is not None:
+        without = found.stored_without_recompute.total()
+        grid.add_row(
+            "stored for the backward pass",
+            f"{_by_dtype(totals.stored)}; {size(without)} if nothing were recomputed",
+        )
+    return grid
+
+
+def _by_dtype(stored: Counter[str]) -> str:
+    shown = (f"{size(n)} {short(d)}" for d, n in stored.most_common(4) if n)
+    return " + ".join(shown) or "nothing"
+
+
+def _problems(found: Explanation) -> Iterator[RenderableType]:
+    count = len(found.problems)
+    if not count:
+        yield Text("\nNo problems found.", style="green")
+        return
+    yield Text(f"\n{count} problem{'s' * (count > 1)}", style="bold red")
+    for problem in found.problems:
+        yield Padding(_problem(problem, found.totals), (0, 0, 0, 2))
+
+
+def _problem(problem: Problem, totals: Totals) -> Text:
+    text = Text()
+    text.append(problem.kind, style="bold yellow")
+    if problem.count:
+        text.append(f" x{problem.count}")
+    if problem.flops and totals.flops:
+        text.append(f", {problem.flops / totals.flops:.0%} of FLOPs")
+    text.append(f": {problem.message}")
+    if problem.paths:
+        where = ", ".join(path or "the function itself" for path in problem.paths[:3])
+        more = len(problem.paths) - 3
+        text.append(f"\n  in {where}" + (f" and {more} more" if more > 0 else ""))
+    if problem.source:
+        text.append(f"\n  at {problem.source}", style="dim")
+    return text
+
+
+# --- the tree ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Line:
+    """A line of the tree: equal modules, or the equations of a module itself."""
+
+    label: str
+    depth: int
+    equations: list[Equation]
+    copies: int = 1
+    times: int = 1
+
+    @property
+    def totals(self) -> Totals:
+        return total(self.equations)
+
+
+def lines(
+    modules: Sequence[Module], depth: int, above: Line | None = None
+) -> list[Line]:
+    """Returns the lines of equal modules and of what is in them.
+
+    Args:
+      modules: the modules, siblings or in equal places of equal siblings.
+      depth: how many levels to go down.
+      above: the line of what they stand in.
+    """
+    label = _common_name(modules)
+    # A mere step of the path, with nothing but equal modules in it, gets no line.
+    while not modules[0].equations:
+        inside = [child for module in modules for child in module.children.values()]
+        if len(set(map(signature, inside))) != 1:
+            break
+        modules = inside
+        label = f"{label}/{_common_name(modules)}".strip("/")
+    first = modules[0]
+    every = [equation for module in modules for equation in module.walk()]
+    times = min((equation.times for equation in every), default=1)
+    copies = len(modules) // (above.copies if above else 1)
+    label += f"  x{copies}" if copies > 1 else ""
+    if above and times > above.times > 0:
+        label += f"  loop x{times // above.times}"
+    level = above.depth + 1 if above else 0
+    line = Line(label, level, every, len(modules), times)
+    if level >= depth:
+        return [line]
+    found = [line]
+    own = [equation for module in modules for equation in module.equations]
+    sums = total(own)
+    if first.children and (sums.flops or sums.casts_down + sums.casts_up):
+        found.append(Line("(itself)", level + 1, own))
+    groups: dict[Any, list[int]] = {}
+    for i, child in enumerate(first.children.values()):
+        groups.setdefault(signature(child), []).append(i)
+    for indices in groups.values():
+        members = [list(m.children.values())[i] for m in modules for i in indices]
+        found += lines(members, depth, line)
+    return found
+
+
+def signature(module: Module) -> Any:
+    """Returns what equal modules have in common."""
+    rows = [(e.primitive, e.after, e.flops, e.shape) for e in module.equations]
+    children = [signature(child) for child in module.children.values()]
+    return fold(module.name), tuple(rows), tuple(children)
+
+
+def _common_name(modules: Sequence[Module]) -> str:
+    """Returns one name for modules that differ in a number: `Block_0..11`."""
+    names = list(dict.fromkeys(module.name for module in modules))
+    numbers = [re.findall(r"\d+", name) for name in names]
+    if len(names) == 1 or any(len(found) != 1 for found in numbers):
+        return fold(names[0]) if len(names) > 1 else names[0]
+    values = [int(found[0]) for found in numbers]
+    if values == list(range(values[0], values[0] + len(values))):
+        span = f"{values[0]}..{values[-1]}"
+    else:
+        span = ",".join(map(str, values)) if len(values) < 5 else "*"
+    return re.sub(r"\d+", span, names[0])
+
+
+def _tree(found: Explanation, depth: int | None) -> RenderableType:
+    root = found.root
+    if depth is None:
+        shown = lines([root], 1)
+        for deeper in itertools.count(2):
+            more = lines([root], deeper)
+            if len(more) == len(shown) or len(more) > _LINES:
+                break
+            shown = more
+    else:
+        shown = lines([root], depth)
+    has_stored = found.stored_without_recompute is not None
+    rows = [_cells(line, has_stored) for line in shown]
+    headers = ["\nmodule", "forward\nFLOP", "in\nhalf", "casts\ndown/up"]
+    headers += ["stored\nhalf", "stored\nother"] if has_stored else []
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for i, header in enumerate(headers):  # the last column alone gives way
+        texts = [*header.split("\n"), *(row[i] for row in rows)]
+        justify: Any = "right" if i else "left"
+        width = max(map(len, texts))
+        table.add_column(header, justify=justify, no_wrap=True, min_width=width)
+    table.add_column("\nin float32", style="dim", no_wrap=True, overflow="ellipsis")
+    for line, row in zip(shown, rows, strict=True):
+        totals = line.totals
+        style = "red" if totals.low_flops < totals.flops else ""
+        table.add_row(*map(Text, row), _lifted(line.equations), style=style)
+    return Padding(table, (1, 0, 0, 0))
+
+
+def _cells(line: Line, has_stored: bool) -> list[str]:
+    totals = line.totals
+    cells = [
+        "  " * line.depth + line.label,
+        amount(totals.flops) if totals.flops else "",
+        percent(totals),
+        f"{totals.casts_down}/{totals.casts_up}",
+    ]
+    if has_stored:
+        half = sum(n for d, n in totals.stored.items() if is_half(d))
+        cells += [size(half), size(totals.stored.total() - half)]
+    return cells
+
+
+def _lifted(equations: Sequence[Equation]) -> str:
+    """Names the primitives that run in float32 for a reason."""
+    names = Counter(
+        e.primitive
+        for e in equations
+        if "float32" in e.after.operands and e.reason not in _NOT_LIFTED
+    )
+    return " ".join(name for name, _ in names.most_common(4))
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def amount(number: float) -> str:
+    """Returns a number with three digits and a prefix of the SI: `262 G`."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5 or prefix == "P":
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}"
+
+
+def size(count: int) -> str:
+    """Returns a number of bytes: `1.28 GB`."""
+    return f"{amount(count)}B" if count else ""
+
+
+def percent(totals: Totals) -> str:
+    """Returns the share of products in half precision, never rounded up to all."""
+    if totals.low_share is None:
+        return ""
+    share = 100 * totals.low_share
+    return f"{share:.0f} %" if share in (0, 100) else f"{min(share, 99.9):.3g} %"
