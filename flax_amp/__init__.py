@@ -6,6 +6,7 @@ one jitted step over an `AmpTrainState`, which Orbax saves and restores.
 """
 
 from flax_amp import checkpoint as checkpoint
+from flax_amp import debug as debug
 from flax_amp import optim as optim
 from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp._rewriter.transform import amp as amp
@@ -28,7 +29,7 @@ from flax_amp._training.train_state import AmpTrainState as AmpTrainState
 from flax_amp._training.train_step import make_eval_step as make_eval_step
 from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
-from flax_amp.debug import explain as explain
+from flax_amp.debug._explain import explain as explain
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
@@ -50,6 +51,7 @@ __all__ = [
     "amp_stop",
     "check_progress",
     "checkpoint",
+    "debug",
     "default_amp_policy",
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",

@@ -1,34 +1,85 @@
-"""`python -m flax_amp checkpoint DIR` lists what a directory of checkpoints holds.
+"""Commands of flax_amp.
 
-The exit code is 0 if every step is intact, 1 if a step is damaged, and 2 if there is no
+`python -m flax_amp checkpoint DIR` lists what a directory of checkpoints holds. The
+exit code is 0 if every step is intact, 1 if a step is damaged, and 2 if there is no
 such directory. An old step that was half deleted when a run was killed is not damaged.
+
+`python -m flax_amp explain MODULE:FUNCTION` tells what mixed precision does to a loss,
+and why. The function takes nothing and returns `(loss_fn, args)`, or `(state, loss_fn,
+batch)` for a training state; the arguments may be abstract. Without a name, it is
+`to_explain`; the module may be a path: `examples/digits`. The exit code is 0 if there
+is no problem, 1 if there is one, and 2 if there is no such function.
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from rich.console import Console
 
 from flax_amp import checkpoint
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.debug._explain import explain
+from flax_amp.debug._terminal import render
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m flax_amp", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m flax_amp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "checkpoint", help="list steps, sizes, scaler values and integrity"
     )
     command.add_argument("directory", help="the directory of a checkpoint manager")
     command.set_defaults(run=lambda args: _checkpoint(args.directory))
+    command = commands.add_parser(
+        "explain", help="tell which layer runs in which dtype, and why"
+    )
+    command.add_argument("target", metavar="MODULE[:FUNCTION]")
+    dtypes = ("float16", "bfloat16", "float32")
+    command.add_argument("--dtype", choices=dtypes, default="float16")
+    command.add_argument("--depth", type=int, help="levels of modules to show")
+    command.add_argument("--only", choices=["problems"])
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    command.set_defaults(run=_explain)
     args = parser.parse_args(arguments)
+    # A run may hold the accelerator at the same time.
+    jax.config.update("jax_platforms", "cpu")
     return args.run(args)
 
 
+def _explain(args: argparse.Namespace) -> int:
+    module, _, name = args.target.partition(":")
+    module = module.rstrip("/").removesuffix(".py").replace("/", ".")
+    try:
+        function = getattr(importlib.import_module(module), name or "to_explain")
+    except (ImportError, AttributeError) as error:
+        print(f"error: {args.target}: {error}", file=sys.stderr)
+        return 2
+    dtype = jnp.dtype(args.dtype)
+    target: Any = function()
+    if isinstance(target[0], AmpTrainState):
+        found = explain(*target, compute_dtype=dtype)
+    else:
+        loss_fn, inputs = target
+        found = explain(loss_fn, compute_dtype=dtype)(*inputs)
+    Console(highlight=False).print(render(found, depth=args.depth, only=args.only))
+    if args.html:
+        args.html.write_text(found.to_html(), encoding="utf-8")
+        print(f"\nwrote {args.html}")
+    return int(bool(found.problems))
+
+
 def _checkpoint(directory: str) -> int:
-    # A run may hold the accelerator at the same time.
-    jax.config.update("jax_platforms", "cpu")
     try:
         reports = checkpoint.verify(directory)
     except FileNotFoundError as error:

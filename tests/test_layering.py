@@ -29,7 +29,8 @@ BELOW = {
     "optim": {"_tree"},
     "_training": {"_rewriter", "optim"},
     "checkpoint": {"_training"},
-    "__main__": {"checkpoint"},
+    "debug": {"_training"},
+    "__main__": {"checkpoint", "debug"},
 }
 # The rewriter's bridges to Flax; the rest of it knows no framework.
 BRIDGES = {"nnx_bridge", "nnx_scopes", "policy_warnings"}

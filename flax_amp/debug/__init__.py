@@ -1,1 +1,14 @@
+"""Diagnostics: what mixed precision does to a program, and why.
+
+`explain` tells which equation of which module runs in which dtype, what decided so, and
+what a person has to act on. Nothing here is needed for training, and nothing else in
+the package imports it. README.md in this folder says more.
+"""
+
 from flax_amp.debug._explain import explain as explain
+from flax_amp.debug._model import Dtypes as Dtypes
+from flax_amp.debug._model import Equation as Equation
+from flax_amp.debug._model import Explanation as Explanation
+from flax_amp.debug._model import Module as Module
+from flax_amp.debug._model import Problem as Problem
+from flax_amp.debug._model import Totals as Totals

@@ -183,11 +183,12 @@ def _key(path: str, eqn: Eqn) -> tuple[str, int]:
 
 
 def _rule(item: Stored, path: str) -> Equation:
+    dtypes = Dtypes((), (item.dtype,))
     return Equation(
         path,
         item.eqn.primitive.name,
-        before=Dtypes((), ()),
-        after=Dtypes((), (item.dtype,)),
+        before=dtypes,
+        after=dtypes,
         reason="stored by the rule of a derivative",
         source=source_line(item.eqn),
     )

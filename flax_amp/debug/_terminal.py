@@ -190,7 +190,7 @@ def _common_name(modules: Sequence[Module]) -> str:
     numbers = [re.findall(r"\d+", name) for name in names]
     if len(names) == 1 or any(len(found) != 1 for found in numbers):
         return fold(names[0]) if len(names) > 1 else names[0]
-    values = [int(found[0]) for found in numbers]
+    values = sorted(int(found[0]) for found in numbers)
     if values == list(range(values[0], values[0] + len(values))):
         span = f"{values[0]}..{values[-1]}"
     else:

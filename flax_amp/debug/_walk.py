@@ -143,15 +143,15 @@ class Walk:
         if plan not in self._values:
             self._values[plan] = plan.values()
         values = self._values[plan]
-        around = _Environment(values)
+        around = _Environment(values), place
+        pieces = dict.fromkeys(range(len(plan.steps)), around)
         for item in self._order(plan, place.recompute):
             if isinstance(item, Region):
                 inner = dataclasses.replace(place, recompute="never")
-                region = _Environment(values)
-                for i in item.indices:
-                    self._equation(plan, i, region, inner)
-            else:
-                self._equation(plan, item, around, place)
+                pieces |= dict.fromkeys(item.indices, (_Environment(values), inner))
+        # In the order of the program, which is easier to read than that of emission.
+        for i, piece in pieces.items():
+            self._equation(plan, i, *piece)
 
     def results(self, outs: Values, targets: Values, avals: Sequence[Any]) -> None:
         """Notes the results of the whole function, which get their dtypes back."""

@@ -1,0 +1,223 @@
+"""`explain`: what it takes, what it returns, and how that prints."""
+
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import flax_amp
+from flax_amp import AmpTrainState, explain
+
+X = jnp.ones((4, 8))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.relu(nn.Dense(8)(nn.LayerNorm()(x))))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for _ in range(6):
+            x = Block()(x)
+        x = nn.Dropout(0.1, deterministic=not train)(x)
+        return self.head(nn.BatchNorm(use_running_average=not train)(x))
+
+    @nn.compact
+    def head(self, x):
+        return nn.Dense(2, name="out")(x)
+
+
+class NNX(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.relu(block(x))
+        return self.norm(x)
+
+
+def linen_loss(params, batch, state, rngs):
+    out, updates = Linen().apply(
+        {"params": params, **state.variables}, batch, rngs=rngs, mutable=["batch_stats"]
+    )
+    return (out**2).mean(), {"variables": updates}
+
+
+def nnx_loss(model, batch):
+    return (model(batch) ** 2).mean()
+
+
+def linen_state():
+    variables = dict(Linen().init(jax.random.key(0), X, train=False))
+    return AmpTrainState.create(
+        apply_fn=Linen().apply,
+        params=variables.pop("params"),
+        variables=variables,
+        rngs={"dropout": jax.random.key(1)},
+        tx=optax.adam(1e-3),
+    )
+
+
+def nnx_state():
+    return AmpTrainState.create(model=NNX(nnx.Rngs(0)), tx=optax.sgd(0.1))
+
+
+def paths(found):
+    return {equation.path for equation in found.equations}
+
+
+def abstract(tree):
+    return jax.eval_shape(lambda: tree)
+
+
+@pytest.mark.parametrize("shape", [lambda x: x, abstract], ids=["arrays", "shapes"])
+def test_a_state_and_a_loss(shape):
+    """As `make_train_step` takes them, and without a scope key in the policy."""
+    linen = explain(shape(linen_state()), linen_loss, shape(X))
+    assert {"Linen/Block_5/Dense_1", "Linen/out", "Linen/BatchNorm_0"} <= paths(linen)
+    assert linen.name == "linen_loss" and linen.totals.low_share == 1
+    assert linen.totals.stored["float16"] > 0 and not linen.problems + linen.notes
+    found = explain(shape(nnx_state()), nnx_loss, shape(X))
+    assert {"NNX/blocks/2", "NNX/norm"} <= paths(found)
+    assert found.totals.flops == 3 * 2 * 4 * 8 * 8
+
+
+def test_a_function_of_modules_and_other_arguments():
+    model = NNX(nnx.Rngs(0))
+    before = nnx.state(model)
+    found = explain(lambda m, x, mode, k: m(x) * k)(model, X, "train", k=2.0)
+    assert {"NNX/blocks/0", "NNX/norm"} <= paths(found)
+    assert jax.tree.map(lambda x, y: x is y, nnx.state(model), before)
+    shapes = nnx.eval_shape(lambda: NNX(nnx.Rngs(0)))
+    again = explain(lambda m, x: m(x) * 2.0)(shapes, abstract(X))
+    assert again.totals.to_dict() == found.totals.to_dict()
+
+
+def test_modules_that_must_be_equal_have_no_names():
+    def stacked(model, x):
+        one, two = (nnx.split(m) for m in model.blocks[:2])
+        assert one[0] == two[0]
+        return x @ one[1]["kernel"][...]
+
+    found = explain(stacked)(NNX(nnx.Rngs(0)), X)
+    assert found.notes == ("modules have no names: the code needs equal modules",)
+    with pytest.raises(ZeroDivisionError):
+        explain(lambda x: x / (1 // 0))(X)
+
+
+def test_rows():
+    def fun(w, x):
+        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)
+        return jnp.exp(jax.jit(jnp.sin)(x))
+
+    found = explain(fun)(jnp.ones((8, 8)), X)
+    rows = {e.primitive: e for e in found.equations}
+    dot = rows["dot_general"]
+    assert str(dot.before) == "f32 -> f32" and dot.after.operands == ("float16",) * 2
+    assert (dot.times, dot.flops, dot.shape) == (3, 3 * 2 * 4 * 8 * 8, "4x8")
+    assert dot.inside == ("scan x3",) and dot.reason == "primitive dot_general"
+    assert dot.source.startswith("tests/debug/test_explain.py:")
+    assert rows["exp"].after.operands == ("float32",)
+    assert "scan" in rows and "jit" not in rows
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: explain(3), "explain: got int; expected explain"),
+        (lambda: explain(nnx_loss, X), "got function, .*expected explain"),
+        (lambda: explain(nnx_state(), nnx_loss), "a state and 1 more arguments"),
+        (lambda: explain(nnx_state(), 3, X), "explain: loss_fn is a int"),
+        (lambda: explain(nnx_loss, compute_dtype=jnp.int8), "compute_dtype: got"),
+        (lambda: explain(nnx_loss, recompute="no"), "recompute: got 'no'"),
+        (lambda: FOUND.report(only="modules"), "got only='modules'"),
+        (lambda: FOUND.report(depth=-1), "got depth=-1"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+FOUND = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def found():
+    global FOUND
+    FOUND = explain(linen_state(), linen_loss, X, compute_dtype=jnp.bfloat16)
+    return FOUND
+
+
+def test_a_dict_for_json(found):
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["compute_dtype"] == "bfloat16" and data["name"] == "linen_loss"
+
+    def walk(module):
+        yield from module["equations"]
+        for child in module["children"]:
+            yield from walk(child)
+
+    rows = list(walk(data["modules"]))
+    for name in ("flops", "low_flops", "casts_down", "casts_up"):
+        assert sum(row[name] for row in rows) == data["totals"][name], name
+    assert len(rows) == data["totals"]["equations"] == len(found.equations)
+    stored = sum(sum(row["stored"].values()) for row in rows)
+    assert stored == sum(data["totals"]["stored"].values()) > 0
+    assert rows[0].keys() >= {"before", "after", "reason", "source", "times"}
+
+
+def test_the_report_folds_equal_layers(found):
+    text = str(found)
+    lines = text.splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) <= 120, text
+    assert lines[0].split() == ["linen_loss", "in", "bfloat16"]
+    assert [line.split()[:2] for line in lines if "Block_" in line] == [
+        ["Block_0..5", "x6"]
+    ]
+    assert "Dense_0..1  x2" in text
+    assert "100 %" in text and "LayerNorm_0" in text
+
+
+def test_parts_of_the_report(found):
+    short = found.report(depth=0)
+    assert "Linen" not in short and "No problems" in short
+    assert len(short) < len(found.report(depth=1)) < len(found.report(depth=9))
+    assert "stored\n" not in found.report(only="problems")
+    assert found.report(only="problems").splitlines()[-1] == "No problems found."
+    assert repr(found).startswith("<Explanation of linen_loss: ")
+
+
+def test_numbers_of_a_report_add_up(found):
+    folded, whole = found.report(depth=9), found.totals
+    assert f"{whole.casts_down}/{whole.casts_up}" in folded
+
+
+def test_float32_changes_nothing():
+    found = explain(linen_state(), linen_loss, X, compute_dtype=jnp.float32)
+    assert [e for e in found.equations if e.before != e.after] == []
+    assert (found.totals.casts_down, found.totals.low_share) == (0, 0)
+    assert not found.problems
+
+
+def test_nothing_is_compiled_or_run(found):
+    state = linen_state()
+    with jax.no_execution():
+        explain(state, linen_loss, X)
+    calls = []
+    jax.eval_shape(lambda x: calls.append(x), X)
+    explain(lambda x: calls.append(x) or jax.debug.callback(calls.append, x) or x)(X)
+    assert all(isinstance(x, jax.core.Tracer) for x in calls)
+
+
+def test_the_package_does_not_need_it():
+    assert flax_amp.explain is explain

@@ -1,0 +1,137 @@
+"""Problems: each kind planted once, and nothing said of a model that has none."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_amp
+from flax_amp import explain
+
+X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
+BF16 = X.astype(jnp.bfloat16)
+
+
+def reduced(w, x):
+    with jax.named_scope("low"):
+        return jnp.repeat(x @ w, 1000, axis=0).sum(0)
+
+
+def halfway(w, x):
+    def step(carry, _):
+        return carry + 1, None
+
+    return jax.lax.scan(step, (x @ w).astype(jnp.float16), length=9)[0]
+
+
+@jax.jit
+def inner(w, x):
+    return x @ w
+
+
+def opaque(w, x):
+    inverse = jax.lax.linalg.schur(w)[0]
+    return x @ inverse + jax.pure_callback(lambda x: x, X, x)
+
+
+def layers(w, x):
+    for i in range(3):
+        with jax.named_scope(f"Layer_{i}"):
+            x = jnp.dot(x, w, precision="highest")
+    return x
+
+
+LOW = {"low": flax_amp.use_compute_precision}
+HEAD = {"head": jnp.float32}
+
+
+# name: function, additions to the policy, kind, words of the message, paths
+PLANTED = {
+    "precision": (layers, {}, "float32 product", "precision=HIGHEST", ["Layer_*"]),
+    "scope": (
+        jax.named_call(inner, name="head"),
+        HEAD,
+        "float32 product",
+        "by its key 'head'",
+        ["head"],
+    ),
+    "stop": (
+        flax_amp.amp_stop(inner),
+        {},
+        "float32 product",
+        "by its key 'amp_stop'",
+        ["amp_stop"],
+    ),
+    "primitive": (
+        inner,
+        {jax.lax.dot_general_p: flax_amp.use_original_precision},
+        "float32 product",
+        "by its key 'dot_general'",
+        [""],
+    ),
+    "preferred": (
+        lambda w, x: jax.lax.dot(x, w, preferred_element_type=jnp.bfloat16),
+        {},
+        "float32 product",
+        "preferred_element_type=bfloat16",
+        [""],
+    ),
+    "key": (inner, {"heed": jnp.float32}, "policy", "'heed'", []),
+    "own dtype": (
+        lambda w, x: nn.Dense(8, dtype="bfloat16").apply(
+            {"params": {"kernel": w, "bias": w[0]}}, x
+        ),
+        {},
+        "own dtype",
+        "runs in bf16 without amp",
+        ["Dense"],
+    ),
+    "constant": (lambda w, x: x @ w + 1e-9, {}, "constant", "1e-09", [""]),
+    "opaque": (opaque, {}, "opaque primitive", "pure_callback is in no family", [""]),
+    "reduction": (reduced, LOW, "risk", "adds 4000 numbers in float16", ["low"]),
+    "tiny factor": (lambda w, x: (x @ w) * 1e-4, {}, "risk", "become 0", [""]),
+    "large factor": (lambda w, x: (x @ w) / 1e-4, {}, "risk", "overflow", [""]),
+    "range": (
+        lambda w, x: jnp.exp(x @ w),
+        {jax.lax.exp_p: flax_amp.use_compute_precision},
+        "risk",
+        "exp runs in float16 (primitive exp)",
+        [""],
+    ),
+    "recurrence": (halfway, {}, "risk", "carry of a scan is in float16", [""]),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name):
+    fun, additions, kind, words, paths = PLANTED[name]
+    policy = flax_amp.default_amp_policy | additions
+    found = explain(fun, amp_policy=policy)(W, X)
+    problem = next(p for p in found.problems if p.kind == kind and words in p.message)
+    assert list(problem.paths) == paths
+    assert bool(problem.source.startswith("tests/debug/")) == bool(paths)
+
+
+def test_equal_findings_are_one_problem():
+    (problem,) = explain(layers)(W, X).problems
+    assert problem.count == 3 and problem.flops == 3 * 2 * 4 * 8 * 8
+    loop = explain(lambda w, x: jax.lax.fori_loop(0, 7, lambda _, x: layers(w, x), x))
+    assert loop(W, X).problems[0].count == 21
+
+
+def test_products_come_first_and_a_sound_model_has_no_problems():
+    def fun(w, x):
+        return layers(w, x * 1.0 + 0) @ w * 1e-4
+
+    kinds = [p.kind for p in explain(fun)(W, X).problems]
+    assert kinds == ["float32 product", "risk"]
+    model = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.gelu, nn.Dense(2)])
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+
+    def loss(params, x):
+        return -jax.nn.log_softmax(model.apply(params, x))[:, 0].mean()
+
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        found = explain(loss, compute_dtype=dtype)(params, X)
+        assert not found.problems, found
+        assert "No problems found" in str(found)

@@ -1,0 +1,124 @@
+"""What the backward pass stores: what JAX keeps, and which equation made it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import flax_amp
+from flax_amp import explain
+
+X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
+
+
+def kept_by_jax(fun, *args, **options):
+    """The bytes by dtype in the backward function, without the arguments."""
+    loss = flax_amp.amp(fun, compute_dtype=jnp.bfloat16, **options)
+    leaves = jax.tree.leaves(jax.vjp(lambda w: loss(w, *args[1:]), args[0])[1])
+    inputs = {x.unsafe_buffer_pointer() for x in args}
+    sizes = {}
+    for x in {x.unsafe_buffer_pointer(): x for x in leaves}.values():
+        if x.unsafe_buffer_pointer() not in inputs and x.ndim:
+            sizes[str(x.dtype)] = sizes.get(str(x.dtype), 0) + x.nbytes
+    return sizes
+
+
+def without_scalars(stored):
+    return {dtype: n for dtype, n in stored.items() if n > 4}
+
+
+def scoped(w, x):
+    with jax.named_scope("up"):
+        y = jnp.tanh(x @ w)
+    with jax.named_scope("norm"):
+        y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+    with jax.named_scope("down"):
+        return jnp.sum((y @ w) ** 2)
+
+
+def scanned(w, x):
+    def layer(x, _):
+        with jax.named_scope("layer"):
+            return jnp.sin(x @ w), None
+
+    return jax.lax.scan(layer, x, length=5)[0].sum()
+
+
+def rematted(w, x):
+    return jax.checkpoint(lambda w, x: jnp.tanh(jnp.sin(x @ w) @ w))(w, x @ w).sum()
+
+
+def jitted(w, x):
+    return jax.jit(scoped)(w, jax.jit(lambda x: jnp.sin(x @ w))(x))
+
+
+@pytest.mark.parametrize("recompute", ["auto", "never"])
+@pytest.mark.parametrize(
+    "fun", [scoped, scanned, rematted, jitted], ids=lambda f: f.__name__
+)
+def test_bytes_are_those_that_jax_keeps(fun, recompute):
+    found = explain(fun, compute_dtype=jnp.bfloat16, recompute=recompute)(W, X)
+    expected = kept_by_jax(fun, W, X, recompute=recompute)
+    assert without_scalars(found.totals.stored) == expected
+    never = kept_by_jax(fun, W, X, recompute="never")
+    assert without_scalars(found.stored_without_recompute) == never
+
+
+def stored_in(found):
+    return {e.path: dict(e.stored) for e in found.equations if e.stored}
+
+
+def test_equations_that_made_them():
+    found = explain(scoped, compute_dtype=jnp.bfloat16)(W, X)
+    rows = [(e.path, e.primitive, *e.stored.items()) for e in found.equations]
+    half = {(*row[:2], *row[2]) for row in rows if row[2:]}
+    assert ("up", "tanh", "bfloat16", 64) in half
+    # The result of the product, and the copy of its operand that was cast for it.
+    assert ("down", "dot_general", "bfloat16", 128) in half
+    assert found.root.children["norm"].totals.stored == {"float32": 32}
+    loop = explain(scanned, compute_dtype=jnp.bfloat16)(W, X)
+    assert stored_in(loop) == {"layer": {"bfloat16": 5 * 2 * 64}}
+
+
+@jax.custom_vjp
+def scaled(x):
+    return x * 2
+
+
+def scaled_forward(x):
+    with jax.named_scope("rule"):
+        return x * 2, jnp.sin(x)
+
+
+scaled.defvjp(scaled_forward, lambda s, g: (g * s,))
+
+
+def test_rules_of_derivatives_have_equations_of_their_own():
+    found = explain(lambda w, x: scaled(x @ w).sum(), compute_dtype=jnp.bfloat16)(W, X)
+    (row,) = [e for e in found.equations if "rule of a derivative" in e.reason]
+    assert (row.path, row.primitive) == ("rule", "sin")
+    assert row.source.startswith("tests/debug/test_stored.py:")
+
+
+def test_only_the_first_argument_is_trained():
+    kept = {"recompute": "never"}
+    both = explain(lambda pair: (jnp.sin(pair[1]) @ pair[0]).sum(), **kept)((W, X))
+    first = explain(lambda w, x: (jnp.sin(x) @ w).sum(), **kept)(W, X)
+    assert first.totals.stored == {"float16": 64}  # the factor of w
+    assert both.totals.stored == {"float16": 64 + 128, "float32": 128}  # cos(x), too
+    model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))  # its statistics are not trained
+    found = explain(lambda m, x: m(x, use_running_average=True).sum())(model, X)
+    assert not found.notes
+
+
+def test_functions_without_a_derivative():
+    def fun(w, x):
+        return jax.pure_callback(lambda y: y, X, x @ w)
+
+    found = explain(fun)(W, X)
+    assert found.stored_without_recompute is None
+    assert "what the backward pass stores is not known" in found.notes[0]
+    assert "Note: what the backward pass" in str(found)
+    assert "other" not in str(explain(fun, backward=False)(W, X))
+    assert explain(lambda n: n + 1)(3).totals.stored == {}
