@@ -148,15 +148,15 @@ class Totals:
 
 def total(equations: Iterable[Equation]) -> Totals:
     """Returns the sums over equations."""
-    numbers: Counter[str] = Counter()
-    stored: Counter[str] = Counter()
-    for equation in equations:
-        numbers["equations"] += 1
-        for name in ("flops", "low_flops", "casts_down", "casts_up"):
-            numbers[name] += getattr(equation, name)
-        stored += equation.stored
-    names = ("equations", "flops", "low_flops", "casts_down", "casts_up")
-    return Totals(*(numbers[name] for name in names), stored)
+    rows = list(equations)
+    return Totals(
+        equations=len(rows),
+        flops=sum(row.flops for row in rows),
+        low_flops=sum(row.low_flops for row in rows),
+        casts_down=sum(row.casts_down for row in rows),
+        casts_up=sum(row.casts_up for row in rows),
+        stored=sum((row.stored for row in rows), Counter()),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
+    LOW,
     Mode,
     Paint,
     Plan,
@@ -217,8 +218,8 @@ class Walk:
                 up += has_paint(value, Paint.LOW) and env.needs_cast(atom, Paint.FULL)
             elif step.mode is Mode.LOW and has_paint(value, Paint.FULL):
                 down += env.needs_cast(atom, Paint.LOW)
-            elif step.mode is Mode.LOW and has_paint(value, Paint.LEAF):
-                down += value.bits is None  # a constant is made in the compute dtype
+            elif step.mode is Mode.LOW:
+                down += _is_cast_down(value, LOW)
         return down, up
 
     def _operand_dtype(self, atom: Atom, value: Value | None, step: Step) -> str:
@@ -333,6 +334,7 @@ def _has_untouched_bodies(eqn: Eqn) -> bool:
 
 
 def _is_cast_down(origin: Value | None, target: Value | None) -> bool:
+    # A constant is made in the compute dtype.
     if not has_paint(target, Paint.LOW) or has_paint(origin, Paint.LOW):
         return False
     return origin is not None and origin.bits is None

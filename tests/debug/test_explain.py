@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import nnx
 
-import flax_amp
 from flax_amp import AmpTrainState, explain
 
 X = jnp.ones((4, 8))
@@ -217,7 +216,3 @@ def test_nothing_is_compiled_or_run(found):
     jax.eval_shape(lambda x: calls.append(x), X)
     explain(lambda x: calls.append(x) or jax.debug.callback(calls.append, x) or x)(X)
     assert all(isinstance(x, jax.core.Tracer) for x in calls)
-
-
-def test_the_package_does_not_need_it():
-    assert flax_amp.explain is explain

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import flax_amp
 from flax_amp import explain
@@ -319,3 +321,53 @@ def test_figures_of_flax_models(key):
 
     graphdef, state = nnx.split(NNXModel(nnx.Rngs(0)))
     check(lambda state, x: nnx.merge(graphdef, state, copy=True)(x), (state, X))
+
+
+# --- generated programs --------------------------------------------------------------
+
+PARTS = {
+    "product": lambda w, x: x @ w,
+    "bias": lambda w, x: x + w[0],
+    "tiny": lambda w, x: x + 1e-9,
+    "scale": lambda w, x: x * 1e-30,
+    "norm": lambda w, x: norm(x),
+    "softmax": lambda w, x: nn.softmax(x),
+    "exp": lambda w, x: jnp.exp(x),
+    "relu": lambda w, x: nn.relu(x),
+    "gather": lambda w, x: x[jnp.array([0, 0, 1, 2])],
+    "mask": lambda w, x: jnp.where(x > 0.1, x, -1e9),
+    "half": lambda w, x: (x.astype(jnp.float16) * 2).astype(jnp.float32),
+    "clip": lambda w, x: clipped(x),
+    "stop": lambda w, x: flax_amp.amp_stop(layer)(x, w),
+    "sort": lambda w, x: jnp.sort(x) + jnp.cumsum(x, 0),
+}
+AROUND = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: (
+        lambda w, x: jax.lax.scan(
+            lambda x, w: (f(w, x), None), x, jnp.stack([w, w, w])
+        )[0]
+    ),
+    "fori": lambda f: lambda w, x: jax.lax.fori_loop(0, 3, lambda _, x: f(w, x), x),
+    "cond": lambda f: lambda w, x: jax.lax.cond(x[0, 0] > 0, f, lambda w, x: x, w, x),
+}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(st.sampled_from(sorted(PARTS)), min_size=1, max_size=6),
+    st.lists(st.sampled_from(sorted(AROUND)), min_size=1, max_size=3),
+    st.sampled_from(["auto", "always", "never"]),
+)
+def test_figures_of_generated_programs(names, around, recompute):
+    def fun(w, x):
+        for name in names:
+            x = PARTS[name](w, x)
+        return x
+
+    for name in around:
+        inner = AROUND[name](fun)
+        fun = lambda w, x, f=inner: f(w, x) @ w  # noqa: E731
+    check(fun, (W, X), compute_dtype=jnp.bfloat16, recompute=recompute)
