@@ -248,7 +248,7 @@ def _lifted(equations: Sequence[Equation]) -> str:
         for e in equations
         if "float32" in e.after.operands and e.reason not in _NOT_LIFTED
     )
-    return " ".join(name for name, _ in names.most_common(4))
+    return " ".join(name for name, _ in names.most_common(3))
 
 
 # --- numbers -------------------------------------------------------------------------
