@@ -183,9 +183,7 @@ def _explain_call(
     merges = options.merge_layers and not planned.plan.exports
     walk = Walk(planned.painter, merges)
     walk.plan(planned.plan, Place(recompute=recompute))
-    count = len(planned.outs)
-    avals = [v.aval for v in planned.plan.jaxpr.outvars[:count]]
-    walk.results(planned.plan.outs[:count], planned.outs, avals)
+    walk.results(planned.plan.outs, planned.outs)
     rows = walk.rows
     never = None
     if options.backward:

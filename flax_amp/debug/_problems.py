@@ -73,7 +73,7 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row = visit.row
     if row.primitive in LOW_OPS:
         yield from _of_product(row, compute_dtype)
-    elif row.reason.endswith("default amp_default") and _reads_float32(row):
+    elif row.reason == "default amp_default" and "float32" in row.before.results:
         yield (
             "opaque primitive",
             f"{row.primitive} is in no family of the policy and runs untouched in its "
@@ -119,10 +119,6 @@ def _why(row: Equation, compute_dtype: str) -> str:
     if kind in ("scope", "primitive", "default"):
         return f"the policy has it so, by its key {key!r}."
     return f"{row.reason}."
-
-
-def _reads_float32(row: Equation) -> bool:
-    return "float32" in row.before.operands
 
 
 def _of_reduction(visit: Visit) -> Iterator[Finding]:

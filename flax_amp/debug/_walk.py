@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import optax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
-from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._rewriter.custom_derivatives import split_list
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
@@ -56,6 +57,7 @@ _CALLS = frozenset(
     """jit closed_call core_call remat2 shard_map custom_jvp_call custom_vjp_call
     custom_vmap_call flax_amp_repeat""".split()
 )
+_CONVERT = "convert_element_type"
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
 )
@@ -131,144 +133,95 @@ class Walk:
     merge_layers: bool
     visits: list[Visit] = dataclasses.field(default_factory=list)
     rows: list[Equation] = dataclasses.field(default_factory=list)
-    # By plan: it with calls for repeated layers, its values, its order of emission.
-    _outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
-    _values: dict[Plan, Any] = dataclasses.field(default_factory=dict)
-    _orders: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def plan(self, plan: Plan, place: Place) -> None:
         """Walks a plan and all that it calls."""
-        if plan not in self._outlined:
-            self._outlined[plan] = outline(plan) if self.merge_layers else plan
-        plan = self._outlined[plan]
-        if plan not in self._values:
-            self._values[plan] = plan.values()
-        values = self._values[plan]
+        plan, values, regions = self._prepare(plan, place.recompute)
         around = _Environment(values), place
         pieces = dict.fromkeys(range(len(plan.steps)), around)
-        for item in self._order(plan, place.recompute):
-            if isinstance(item, Region):
-                inner = dataclasses.replace(place, recompute="never")
-                pieces |= dict.fromkeys(item.indices, (_Environment(values), inner))
+        for region in regions:
+            inner = dataclasses.replace(place, recompute="never")
+            pieces |= dict.fromkeys(region.indices, (_Environment(values), inner))
         # In the order of the program, which is easier to read than that of emission.
-        for i, piece in pieces.items():
-            self._equation(plan, i, *piece)
+        for i, (env, where) in pieces.items():
+            self._equation(plan.jaxpr.eqns[i], plan.steps[i], env, where)
 
-    def results(self, outs: Values, targets: Values, avals: Sequence[Any]) -> None:
-        """Notes the results of the whole function, which get their dtypes back."""
-        pairs = list(zip(avals, outs, targets, strict=True))
-        low = [aval for aval, out, target in pairs if _is_cast_up(out, target)]
-        if low and self.painter.compute_dtype != jnp.float32:
-            before, after = ("float32",) * len(low), (self.painter.compute_dtype.name,)
-            self.rows.append(
-                Equation(
-                    "",
-                    "return",
-                    before=Dtypes(before, before),
-                    after=Dtypes(after * len(low), before),
-                    reason="results keep their dtypes",
-                    casts_up=len(low),
-                )
-            )
-
-    def _order(self, plan: Plan, recompute: Recompute) -> Sequence[Region | int]:
+    def _prepare(self, plan: Plan, recompute: Recompute) -> Any:
+        """Returns a plan with calls for repeated layers, its values and regions."""
         key = (plan, recompute)
-        if key not in self._orders:
-            self._orders[key] = group_into_regions(
-                plan, recompute, self.painter.compute_dtype
-            )
-        return self._orders[key]
+        if key not in self._prepared:
+            plan = outline(plan) if self.merge_layers else plan
+            order = group_into_regions(plan, recompute, self.painter.compute_dtype)
+            regions = [item for item in order if isinstance(item, Region)]
+            self._prepared[key] = plan, plan.values(), regions
+        return self._prepared[key]
 
-    def _equation(
-        self, plan: Plan, index: int, env: _Environment, place: Place
-    ) -> None:
-        eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
+    def results(self, outs: Values, targets: Values) -> None:
+        """Notes the results of the whole function, which get their dtypes back."""
+        casts = list(map(_cast, outs, targets)).count(1)
+        if casts and self.painter.compute_dtype != jnp.float32:
+            low, full = (self.painter.compute_dtype.name,), ("float32",)
+            row = Equation(
+                "",
+                "return",
+                before=Dtypes(full, full),
+                after=Dtypes(low, full),
+                reason="results keep their dtypes",
+                casts_up=casts,
+            )
+            self.rows.append(row)
+
+    def _equation(self, eqn: Eqn, step: Step, env: _Environment, place: Place) -> None:
         values = tuple(value_of(v, env.values) for v in eqn.invars)
         if step.mode is Mode.CALL:
             self._note_call(eqn, step, values, place)
             return
-        down, up = self._casts_of_operands(eqn, step, values, env)
+        casts = Counter(_operand_casts(eqn, step, values, env))
         if step.mode in (Mode.FULL, Mode.EXP):
-            down += sum(has_paint(v, Paint.LOW) for v in step.outs)
-        border_down, border_up = self._bodies(eqn, step, values, place)
-        down, up = down + border_down, up + border_up
-        is_noop = (
-            eqn.primitive.name == "convert_element_type" and step.mode is Mode.RULE
-        )
+            casts[-1] += sum(has_paint(v, Paint.LOW) for v in step.outs)
+        if step.mode in (Mode.RULE, Mode.REPEAT):
+            for plan in plans_in(step.detail):
+                self.plan(plan, place.within(eqn))
+            border = _BORDERS.get(eqn.primitive.name, lambda *_: ())
+            for count, origins, targets in border(eqn, step, values):
+                for cast in map(_cast, origins, targets):
+                    casts[cast] += count
+        elif _has_untouched_bodies(eqn):
+            self._untouched(eqn, step, place)
+        # A cast from float32 to float32 moves data only.
+        is_noop = step.mode is Mode.RULE and eqn.primitive.name == _CONVERT
         if eqn.primitive.name not in _CALLS and not is_noop:
-            after = Dtypes(
-                tuple(
-                    self._operand_dtype(v, s, step)
-                    for v, s in zip(eqn.invars, values, strict=True)
-                ),
+            operands = [_operand_value(value, step) for value in values]
+            after = (
+                self._dtypes(eqn.invars, operands),
                 self._dtypes(eqn.outvars, step.outs),
             )
-            self._note(eqn, step, values, place, after, down, up)
-        if step.mode is not Mode.RULE and _has_untouched_bodies(eqn):
-            for body in jaxprs_in_params(eqn.params):
-                self._untouched(body, place.within(eqn), step)
+            self._note(eqn, step, values, place, Dtypes(*after), casts)
 
-    def _casts_of_operands(
-        self, eqn: Eqn, step: Step, values: Values, env: _Environment
-    ) -> tuple[int, int]:
-        """Returns how many operands are cast down, and how many up."""
-        down = up = 0
-        for atom, value in zip(eqn.invars, values, strict=True):
-            if step.mode in (Mode.FULL, Mode.EXP):
-                up += has_paint(value, Paint.LOW) and env.needs_cast(atom, Paint.FULL)
-            elif step.mode is Mode.LOW and has_paint(value, Paint.FULL):
-                down += env.needs_cast(atom, Paint.LOW)
-            elif step.mode is Mode.LOW:
-                down += _is_cast_down(value, LOW)
-        return down, up
-
-    def _operand_dtype(self, atom: Atom, value: Value | None, step: Step) -> str:
-        if value is not None and step.mode is Mode.LOW:
-            return self.painter.compute_dtype.name
-        if step.mode in (Mode.FULL, Mode.EXP):
-            value = None
-        return _name(self.painter.dtype_of(value, atom.aval))
-
-    def _dtypes(self, atoms: Sequence[Atom], values: Values) -> tuple[str, ...]:
-        dtype_of = self.painter.dtype_of
-        pairs = zip(atoms, values, strict=True)
-        return tuple(_name(dtype_of(value, atom.aval)) for atom, value in pairs)
-
-    # --- structured primitives ---------------------------------------------------
-
-    def _bodies(
-        self, eqn: Eqn, step: Step, values: Values, place: Place
-    ) -> tuple[int, int]:
-        """Walks the bodies of an equation, and returns the casts at their borders."""
-        if step.mode not in (Mode.RULE, Mode.REPEAT):
-            return 0, 0
-        inside = place.within(eqn)
-        for plan in plans_in(step.detail):
-            self.plan(plan, inside)
-        border = _BORDERS.get(eqn.primitive.name)
-        if border is None:
-            return 0, 0
-        down = up = 0
-        for count, values_from, values_to in border(eqn, step, values):
-            for a, b in zip(values_from, values_to, strict=False):
-                down += count * _is_cast_down(a, b)
-                up += count * _is_cast_up(a, b)
-        return down, up
-
-    def _untouched(self, jaxpr: Jaxpr, place: Place, step: Step) -> None:
-        """Walks a body that runs in its original dtypes."""
-        reason = f"inside {place.inside[-1]}: {step.reason}" if place.inside else ""
-        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-            outs = like([v.aval for v in eqn.outvars], FULL)
-            values = like([v.aval for v in eqn.invars], FULL)
-            own = Step(Mode.FULL, outs, reason or step.reason)
-            if eqn.primitive.name not in _CALLS:
-                self._note(eqn, own, values, place, _original(eqn), 0, 0)
-            if _has_untouched_bodies(eqn):
-                for body in jaxprs_in_params(eqn.params):
-                    self._untouched(body, place.within(eqn), step)
+    def _untouched(self, around: Eqn, step: Step, place: Place) -> None:
+        """Walks the bodies of an equation that runs in its original dtypes."""
+        place = place.within(around)
+        inside = f"inside {place.inside[-1]}: " if place.inside else ""
+        reason = inside + step.reason.removeprefix(inside)
+        for body in jaxprs_in_params(around.params):
+            for eqn in _compat.open_jaxpr(body)[0].eqns:
+                full = like([v.aval for v in eqn.invars], FULL)
+                outs = like([v.aval for v in eqn.outvars], FULL)
+                own = Step(Mode.FULL, outs, reason)
+                if eqn.primitive.name not in _CALLS:
+                    self._note(eqn, own, full, place, _original(eqn), Counter())
+                if _has_untouched_bodies(eqn):
+                    self._untouched(eqn, step, place)
 
     # --- rows --------------------------------------------------------------------
+
+    def _dtypes(
+        self, atoms: Sequence[Atom], values: Sequence[Value | None]
+    ) -> tuple[str, ...]:
+        dtype_of = self.painter.dtype_of
+        pairs = zip(atoms, values, strict=True)
+        return tuple(str(dtype_of(v, atom.aval) or "") for atom, v in pairs)
 
     def _note_call(self, eqn: Eqn, step: Step, values: Values, place: Place) -> None:
         """Notes an equation whose dtypes a user's function chooses."""
@@ -287,12 +240,12 @@ class Walk:
             if not isinstance(v, Literal)
         ]
         traced = _compat.open_jaxpr(jax.make_jaxpr(call)(*structs))[0].eqns
-        casts = [_cast_of(e) for e in traced]
         own = [e for e in traced if e.primitive is eqn.primitive]
         after = _original(own[-1] if own else eqn)
+        casts = Counter(_direction(*side) for e in traced for side in _sides(e))
         planned = self._dtypes(eqn.outvars, step.outs)
-        casts += map(_compare, after.results, planned)
-        self._note(eqn, step, values, place, after, casts.count(-1), casts.count(1))
+        casts.update(map(_direction, after.results, planned))
+        self._note(eqn, step, values, place, after, casts)
 
     def _note(
         self,
@@ -301,24 +254,21 @@ class Walk:
         values: Values,
         place: Place,
         after: Dtypes,
-        down: int,
-        up: int,
+        casts: Counter[int],
     ) -> None:
         if self.painter.compute_dtype == jnp.float32:
-            down = up = 0  # all paints are the same dtype
-        results = [v.aval for v in eqn.outvars]
+            casts = Counter()  # all paints are the same dtype
+        shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
         row = Equation(
             path=module_path(place.scopes + _compat.scope_names(eqn)),
             primitive=eqn.primitive.name,
             before=_original(eqn),
             after=after,
             reason=step.reason,
-            shape="x".join(map(str, getattr(results[0], "shape", ())))
-            if results
-            else "",
+            shape="x".join(map(str, shapes[0])),
             times=place.times,
-            casts_down=down * place.times,
-            casts_up=up * place.times,
+            casts_down=casts[-1] * place.times,
+            casts_up=casts[1] * place.times,
             flops=flops(eqn) * place.times,
             source=source_line(eqn),
             inside=place.inside,
@@ -333,15 +283,35 @@ def _has_untouched_bodies(eqn: Eqn) -> bool:
     return name in RULES or not (name in CASTABLE_OPS or name == "pallas_call")
 
 
-def _is_cast_down(origin: Value | None, target: Value | None) -> bool:
-    # A constant is made in the compute dtype.
-    if not has_paint(target, Paint.LOW) or has_paint(origin, Paint.LOW):
-        return False
-    return origin is not None and origin.bits is None
+def _operand_value(value: Value | None, step: Step) -> Value | None:
+    """Returns the value of an operand as the equation reads it."""
+    if value is None or step.mode in (Mode.FULL, Mode.EXP):
+        return None
+    return LOW if step.mode is Mode.LOW else value
 
 
-def _is_cast_up(origin: Value | None, target: Value | None) -> bool:
-    return has_paint(origin, Paint.LOW) and has_paint(target, Paint.LEAF, Paint.FULL)
+def _operand_casts(
+    eqn: Eqn, step: Step, values: Values, env: _Environment
+) -> Iterator[int]:
+    """Yields -1 for each operand that is cast down, 1 for each that is cast up."""
+    for atom, value in zip(eqn.invars, values, strict=True):
+        if step.mode in (Mode.FULL, Mode.EXP):
+            if has_paint(value, Paint.LOW) and env.needs_cast(atom, Paint.FULL):
+                yield 1
+        elif step.mode is Mode.LOW:
+            # Readers share one cast of what was computed. Each casts a leaf itself.
+            is_leaf = not has_paint(value, Paint.FULL)
+            if is_leaf or env.needs_cast(atom, Paint.LOW):
+                yield _cast(value, LOW)
+
+
+def _cast(origin: Value | None, target: Value | None) -> int:
+    """Returns -1 if a value is cast down to become another one, 1 if up, or 0."""
+    if origin is None or target is None:
+        return 0
+    if target.paint is Paint.LOW and origin.paint is not Paint.LOW:
+        return 0 if origin.bits else -1  # a constant is made in the compute dtype
+    return int(origin.paint is Paint.LOW and target.paint is not Paint.LOW)
 
 
 # --- the borders of loops and branches: how often, from which values, to which -------
@@ -350,8 +320,7 @@ def _is_cast_up(origin: Value | None, target: Value | None) -> bool:
 def _scan_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
     consts, init, _ = split_list(values, *_compat.scan_counts(eqn))
     body, carry = step.detail.body, step.detail.carry
-    yield 1, consts, body.ins[: len(consts)]
-    yield 1, init, carry
+    yield 1, (*consts, *init), (*body.ins[: len(consts)], *carry)
     yield _int(eqn.params["length"], 1), body.outs, step.outs
 
 
@@ -374,7 +343,7 @@ def _solve_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
         yield 1, plan.outs, (FULL,) * len(plan.outs)
 
 
-_BORDERS: dict[str, Callable[[Eqn, Step, Values], Iterator[Any]]] = {
+_BORDERS: dict[str, Callable[[Eqn, Step, Values], Iterable[Any]]] = {
     "scan": _scan_border,
     "while": _while_border,
     "cond": _cond_border,
@@ -384,35 +353,26 @@ _BORDERS: dict[str, Callable[[Eqn, Step, Values], Iterator[Any]]] = {
 # --- single equations ----------------------------------------------------------------
 
 
-def _name(dtype: Any) -> str:
-    return "" if dtype is None else str(dtype)
-
-
 def _original(eqn: Eqn) -> Dtypes:
     operands, results = (
-        tuple(_name(getattr(v.aval, "dtype", None)) for v in atoms)
+        tuple(str(getattr(v.aval, "dtype", "")) for v in atoms)
         for atoms in (eqn.invars, eqn.outvars)
     )
     return Dtypes(operands, results)
 
 
-def _cast_of(eqn: Eqn) -> int:
-    """Returns -1 for a cast down, 1 for one up, 0 for every other equation."""
-    if eqn.primitive.name not in ("convert_element_type", "flax_amp_saturate"):
-        return 0
-    (before,), (after,) = _original(eqn)
-    return _compare(before, after)
+def _sides(eqn: Eqn) -> list[tuple[str, str]]:
+    """Returns the dtypes before and after, if an equation is a cast."""
+    dtypes = _original(eqn)
+    is_cast = eqn.primitive.name == _CONVERT
+    return [(dtypes.operands[0], dtypes.results[0])] if is_cast else []
 
 
-def _compare(before: str, after: str) -> int:
-    if before == after:
+def _direction(before: str, after: str) -> int:
+    """Returns -1 for a cast to a narrower float, 1 for one to a wider, or 0."""
+    if before == after or "float" not in before or "float" not in after:
         return 0
-    sizes = []
-    for name in (before, after):
-        if "float" not in name:
-            return 0
-        sizes.append(jnp.dtype(name).itemsize)
-    return 1 if sizes[1] > sizes[0] else -1
+    return 1 if jnp.dtype(after).itemsize > jnp.dtype(before).itemsize else -1
 
 
 def flops(eqn: Eqn) -> int:
