@@ -175,9 +175,7 @@ def _explain(
 def _explain_call(
     options: _Options, call: FunctionalCall, name: str, notes: list[str]
 ) -> Explanation:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        planned = plan_call(call, options.policy, options.compute_dtype)
+    planned, messages = _plan(options, call)
     is_half = options.compute_dtype != jnp.float32
     recompute: Recompute = options.recompute if is_half else "never"
     merges = options.merge_layers and not planned.plan.exports
@@ -196,8 +194,8 @@ def _explain_call(
                     _stored(planned, call, "never", options.merge_layers)
                 )
         except Exception as error:
-            kind = type(error).__name__
-            notes.append(f"what the backward pass stores is not known: {kind}: {error}")
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            notes.append(f"what the backward pass stores is not known: {cause}")
     root = Module(name, "")
     for row in rows:
         root.add(row)
@@ -205,14 +203,26 @@ def _explain_call(
         name=name,
         compute_dtype=options.compute_dtype.name,
         root=root,
-        problems=tuple(
-            find_problems(
-                walk.visits, [str(w.message) for w in caught], options.compute_dtype
-            )
-        ),
+        problems=tuple(find_problems(walk.visits, messages, options.compute_dtype)),
         stored_without_recompute=never,
         notes=tuple(notes),
     )
+
+
+def _plan(options: _Options, call: FunctionalCall) -> tuple[PlannedCall, list[str]]:
+    """Returns the plan of a call, and what `amp` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        planned = plan_call(call, options.policy, options.compute_dtype)
+    messages = []
+    for warning in caught:
+        text, category = str(warning.message), warning.category
+        if text.startswith(("amp: ", "amp_policy: ")):
+            messages.append(text)
+        else:  # of the user's code
+            where = warning.filename, warning.lineno
+            warnings.warn_explicit(warning.message, category, *where)
+    return planned, messages
 
 
 def _stored(

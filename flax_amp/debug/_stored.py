@@ -106,7 +106,7 @@ def _origin(atom: Atom, frame: _Frame) -> tuple[Eqn, Var, _Frame] | None:
 
 def _moves_inputs(eqn: Eqn, frame: _Frame) -> bool:
     """Whether a result is the data of inputs and constants, in another order."""
-    return eqn.primitive.name in MOVE_OPS and all(
+    return eqn.primitive.name in (*MOVE_OPS, "pvary") and all(
         _origin(v, frame) is None for v in eqn.invars
     )
 

@@ -76,10 +76,10 @@ def _header(found: Explanation) -> RenderableType:
         f"around {totals.equations:,} equations",
     )
     if found.stored_without_recompute is not None:
-        without = found.stored_without_recompute.total()
+        without = size(found.stored_without_recompute.total()) or "nothing"
         grid.add_row(
             "stored for the backward pass",
-            f"{_by_dtype(totals.stored)}; {size(without)} if nothing were recomputed",
+            f"{_by_dtype(totals.stored)}; {without} if nothing were recomputed",
         )
     return grid
 

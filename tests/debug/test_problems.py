@@ -1,5 +1,7 @@
 """Problems: each kind planted once, and nothing said of a model that has none."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -135,3 +137,15 @@ def test_products_come_first_and_a_sound_model_has_no_problems():
         found = explain(loss, compute_dtype=dtype)(params, X)
         assert not found.problems, found
         assert "No problems found" in str(found)
+
+
+def test_warnings_of_the_users_code_stay_warnings():
+    def fun(w, x):
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        return x @ w
+
+    with pytest.warns(DeprecationWarning, match="old"):
+        assert not explain(fun)(W, X).problems
+    with jax.default_matmul_precision("highest"):
+        kinds = [p.kind for p in explain(inner.__wrapped__)(W, X).problems]
+    assert kinds == ["policy", "float32 product"]
