@@ -13,7 +13,7 @@ not counted, nor is what only moves its data, such as a transposed weight.
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ class Stored:
     """An array that the backward pass stores, with the equation that made it."""
 
     eqn: Eqn
-    scopes: tuple[str, ...]
+    path: str
     dtype: str
     bytes: int
 
@@ -141,9 +141,9 @@ def stored_arrays(
         origin = _origin(atom, frame)
         if origin is not None:
             eqn, variable, at = origin
-            scopes = at.scopes + _compat.scope_names(eqn)
+            path = module_path(at.scopes + _compat.scope_names(eqn))
             size = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-            stored = Stored(eqn, scopes, str(atom.aval.dtype), size)
+            stored = Stored(eqn, path, str(atom.aval.dtype), size)
             found[variable, id(at), atom.aval.shape] = stored
     return list(found.values())
 
@@ -160,32 +160,43 @@ def attach(stored: Sequence[Stored], visits: Sequence[Visit]) -> list[Equation]:
     """Adds what is stored to the equations that made it.
 
     An emitted equation has the traceback of the original one, and so have its casts.
+    The rule of a custom derivative has tracebacks of its own, and equations like those
+    of the function that it belongs to.
 
     Returns:
-      Equations for what none of them made: the rule of a custom derivative did.
+      Equations for what none of them made: only the rule has these.
     """
-    rows: dict[Any, list[Equation]] = {}
+    exact: dict[Any, list[Equation]] = defaultdict(list)
+    alike: dict[Any, list[Equation]] = defaultdict(list)
     for visit in visits:
-        rows.setdefault(_key(visit.row.path, visit.eqn), []).append(visit.row)
-    others: dict[Any, Equation] = {}
+        exact[_key(visit.row.path, visit.eqn)].append(visit.row)
+        alike[_kind(visit.row.path, visit.eqn)].append(visit.row)
+    others: list[Equation] = []
     for item in stored:
-        path = module_path(item.scopes)
-        key = _key(path, item.eqn)
-        candidates = rows.get(key) or [others.setdefault(key, _rule(item, path))]
         name = item.eqn.primitive.name
-        same = [row for row in candidates if row.primitive == name]
-        (same or candidates)[0].stored[item.dtype] += item.bytes
-    return list(others.values())
+        found = exact.get(_key(item.path, item.eqn), [])
+        same = [row for row in found if row.primitive == name]
+        unused = [row for row in alike[_kind(item.path, item.eqn)] if not row.stored]
+        candidates = same or found or unused
+        if not candidates:
+            candidates = [_rule(item)]
+            others += candidates
+        candidates[0].stored[item.dtype] += item.bytes
+    return others
 
 
 def _key(path: str, eqn: Eqn) -> tuple[str, int]:
     return path, id(eqn.source_info.traceback)
 
 
-def _rule(item: Stored, path: str) -> Equation:
+def _kind(path: str, eqn: Eqn) -> tuple[str, str, Any]:
+    return path, eqn.primitive.name, getattr(eqn.outvars[0].aval, "shape", ())
+
+
+def _rule(item: Stored) -> Equation:
     dtypes = Dtypes((), (item.dtype,))
     return Equation(
-        path,
+        item.path,
         item.eqn.primitive.name,
         before=dtypes,
         after=dtypes,

@@ -101,6 +101,13 @@ def test_rules_of_derivatives_have_equations_of_their_own():
     assert row.source.startswith("tests/debug/test_stored.py:")
 
 
+def test_results_that_a_rule_computes_again_are_those_of_the_function():
+    found = explain(lambda w, x: (jax.nn.relu(x @ w) @ w).sum(), recompute="never")
+    rows = {e.primitive: e for e in found(W, X).equations}
+    assert rows["max"].reason == "chooses among low-precision values"
+    assert rows["max"].stored == {"float16": 64} and rows["gt"].stored == {"bool": 32}
+
+
 def test_only_the_first_argument_is_trained():
     kept = {"recompute": "never"}
     both = explain(lambda pair: (jnp.sin(pair[1]) @ pair[0]).sum(), **kept)((W, X))

@@ -1,0 +1,63 @@
+"""The models of the benchmarks in full size: quick, exact, and on one screen."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from test_walk import emitted, explained
+
+import flax_amp
+from benchmarks.models import problem, vit
+from flax_amp import explain
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user_has_it():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def linen(name, size):
+    task, key = problem(name, size), jax.random.key(0)
+    others = dict(jax.eval_shape(task.init, key))
+    return task.loss, (others.pop("params"), others, jax.eval_shape(task.batch, key))
+
+
+def nnx_vit(_, size):
+    config = vit.CONFIGS["vit_s16", size]
+    model = nnx.eval_shape(lambda: vit.NNXViT(config, None, nnx.Rngs(0)))
+    shape = (config.batch, config.image, config.image, 3)
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return lambda model, x: jnp.mean(model(x) ** 2), (model, images)
+
+
+# name: how it is made, a line of its report
+MODELS = {
+    "resnet50": (linen, "Bottleneck_8..12  x5"),
+    "gpt_scan": (linen, "ScanCheckpointStep_0/Block_0  loop x12"),
+    "gpt_unroll": (linen, "_0..11/Block_0  x12"),
+    "nnx_vit": (nnx_vit, "blocks/0..11  x12"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_full_size(name):
+    make, line = MODELS[name]
+    fun, args = make(name, "full")
+    start = time.process_time()
+    jax.make_jaxpr(fun)(*args)
+    traced = time.process_time() - start
+    found = explain(fun, compute_dtype=jnp.bfloat16)(*args)
+    beyond = time.process_time() - start - 2 * traced
+    print(f"{name}: {traced:.2f} s to trace, {beyond:.2f} s beyond\n{found}")
+    assert beyond < 5
+    assert line in str(found), found
+    assert len(str(found).splitlines()) < 45
+    assert found.totals.low_share == 1 and not found.problems
+    jaxpr = jax.make_jaxpr(
+        lambda *xs: flax_amp.amp(fun, compute_dtype=jnp.bfloat16)(*xs)
+    )
+    assert explained(found) == emitted(jaxpr(*args))
