@@ -81,6 +81,18 @@ def test_equations_that_made_them():
     assert stored_in(loop) == {"layer": {"bfloat16": 5 * 2 * 64}}
 
 
+def test_inputs_of_a_region_belong_to_what_made_them():
+    def fun(w, x):
+        with jax.named_scope("loop"):
+            y = jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ w), x)
+        with jax.named_scope("norm"):
+            return (y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True))).sum()
+
+    found = explain(fun, compute_dtype=jnp.bfloat16)(W, X)
+    paths = {e.path for e in found.equations if e.stored.total() >= X.nbytes // 2}
+    assert paths == {"loop"}, found.report(depth=9)
+
+
 @jax.custom_vjp
 def scaled(x):
     return x * 2

@@ -152,7 +152,14 @@ def convolved(w, x):
     return jax.lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([1, 3])), nn.relu(y)
 
 
+def two_regions(w, x):
+    y = x @ w
+    z, _ = scan_layers(jnp.stack([w, w]), norm(y))
+    return y - z.mean(-1, keepdims=True)
+
+
 PROGRAMS = {
+    "two regions": (two_regions, W, X),
     "layer": (layer, X, W),
     "attention": (attention, X, W),
     "scan": (scan_layers, STACK, X),
