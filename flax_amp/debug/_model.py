@@ -166,7 +166,8 @@ class Problem:
     Attributes:
       kind: a short name, such as `float32 product`.
       message: what was found, and what can be done.
-      paths: the modules where it was found, with `*` for the numbers of layers.
+      paths: the modules where it was found; of more than three, with `*` for the
+        numbers of layers.
       source: the line of the first equation.
       count: how many equations it concerns.
       flops: the operations of the products among them.

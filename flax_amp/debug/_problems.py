@@ -59,10 +59,13 @@ def fold(path: str) -> str:
 
 def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
     kind, message = finding
+    paths = dict.fromkeys(row.path for row in rows)
+    if len(paths) > 3:
+        paths = dict.fromkeys(map(fold, paths))
     return Problem(
         kind,
         message,
-        paths=tuple(dict.fromkeys(fold(row.path) for row in rows)),
+        paths=tuple(paths),
         source=rows[0].source if rows else "",
         count=sum(row.times for row in rows),
         flops=sum(row.flops for row in rows),

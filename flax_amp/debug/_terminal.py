@@ -111,8 +111,7 @@ def _problem(problem: Problem, totals: Totals) -> Text:
         where = ", ".join(path or "the function itself" for path in problem.paths[:3])
         more = len(problem.paths) - 3
         text.append(f"\n  in {where}" + (f" and {more} more" if more > 0 else ""))
-    if problem.source:
-        text.append(f"\n  at {problem.source}", style="dim")
+        text.append(f", {problem.source}" if problem.source else "", style="dim")
     return text
 
 

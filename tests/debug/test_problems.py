@@ -45,11 +45,12 @@ def layers(w, x):
 
 LOW = {"low": flax_amp.use_compute_precision}
 HEAD = {"head": jnp.float32}
+LAYERS = ["Layer_0", "Layer_1", "Layer_2"]
 
 
 # name: function, additions to the policy, kind, words of the message, paths
 PLANTED = {
-    "precision": (layers, {}, "float32 product", "precision=HIGHEST", ["Layer_*"]),
+    "precision": (layers, {}, "float32 product", "precision=HIGHEST", LAYERS),
     "scope": (
         jax.named_call(inner, name="head"),
         HEAD,
@@ -119,6 +120,15 @@ def test_equal_findings_are_one_problem():
     assert problem.count == 3 and problem.flops == 3 * 2 * 4 * 8 * 8
     loop = explain(lambda w, x: jax.lax.fori_loop(0, 7, lambda _, x: layers(w, x), x))
     assert loop(W, X).problems[0].count == 21
+
+    def twice(w, x):
+        with jax.named_scope("more"):
+            return layers(w, layers(w, x) + layers(w, x))
+
+    assert explain(lambda w, x: layers(w, twice(w, x)))(W, X).problems[0].paths == (
+        "more/Layer_*",
+        "Layer_*",
+    )
 
 
 def test_products_come_first_and_a_sound_model_has_no_problems():
