@@ -66,12 +66,18 @@ def _explain(args: argparse.Namespace) -> int:
         print(f"error: {args.target}: {error}", file=sys.stderr)
         return 2
     dtype = jnp.dtype(args.dtype)
-    target: Any = function()
-    if isinstance(target[0], AmpTrainState):
-        found = explain(*target, compute_dtype=dtype)
+    given: Any = function()
+    if isinstance(given, tuple) and isinstance(given[0], AmpTrainState):
+        found = explain(*given, compute_dtype=dtype)
+    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
+        found = explain(given[0], compute_dtype=dtype)(*given[1])
     else:
-        loss_fn, inputs = target
-        found = explain(loss_fn, compute_dtype=dtype)(*inputs)
+        print(
+            f"error: {args.target} returned a {type(given).__name__}; expected "
+            "(loss_fn, args) with a tuple of arguments, or (state, loss_fn, batch).",
+            file=sys.stderr,
+        )
+        return 2
     Console(highlight=False).print(render(found, depth=args.depth, only=args.only))
     if args.html:
         args.html.write_text(found.to_html(), encoding="utf-8")

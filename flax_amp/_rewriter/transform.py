@@ -120,7 +120,7 @@ def amp(
     recompute = check_recompute(recompute)
     if compute_dtype == jnp.float32:  # changes nothing
         recompute = "never"
-    wide_gradients = _is_wide(reduce_dtype, compute_dtype)
+    wide_gradients = is_wide(reduce_dtype, compute_dtype)
     if not isinstance(merge_layers, bool):
         raise TypeError(f"merge_layers: got {merge_layers!r}; expected True or False.")
     if fun is None:
@@ -191,7 +191,7 @@ def plan_call(
     return PlannedCall(plan, painter, outs, rebuild)
 
 
-def _is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
+def is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
     """Whether gradients are to be wider than the compute dtype."""
     if reduce_dtype is None:
         return False

@@ -16,13 +16,13 @@ from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.rules import RULES
-from flax_amp._rewriter.transform import PlannedCall, plan_call
+from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function
 from flax_amp._training.train_state import AmpTrainState, variables_of
 from flax_amp.debug._model import Explanation, Module
 from flax_amp.debug._problems import find_problems
-from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
+from flax_amp.debug._stored import Stored, attach, bytes_by_dtype, stored_arrays
 from flax_amp.debug._walk import Place, Walk
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
 
@@ -34,6 +34,7 @@ class _Options:
     compute_dtype: Any
     policy: Policy
     recompute: Recompute
+    wide_gradients: bool
     merge_layers: bool
     backward: bool
 
@@ -44,6 +45,7 @@ def explain(
     compute_dtype: DTypeLike = jnp.float16,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
+    reduce_dtype: DTypeLike | None = None,
     merge_layers: bool = True,
     backward: bool = True,
 ) -> Any:
@@ -64,6 +66,7 @@ def explain(
       compute_dtype: see `flax_amp.amp`.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
+      reduce_dtype: see `flax_amp.amp`.
       merge_layers: see `flax_amp.amp`.
       backward: whether to count what the backward pass stores, for the gradient with
         respect to the first argument. It takes a trace of the gradient.
@@ -74,7 +77,7 @@ def explain(
 
     Raises:
       TypeError: if an argument is of a wrong kind.
-      ValueError: if `recompute` is none of its three values.
+      ValueError: if `recompute` or `reduce_dtype` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -90,10 +93,12 @@ def explain(
       >>> product.reason, product.casts_down, found.totals.low_share
       ('primitive dot_general', 2, 1.0)
     """
+    compute_dtype = check_compute_dtype(compute_dtype)
     options = _Options(
-        check_compute_dtype(compute_dtype),
+        compute_dtype,
         Policy(amp_policy),
         check_recompute(recompute),
+        is_wide(reduce_dtype, compute_dtype),
         merge_layers,
         backward,
     )
@@ -142,21 +147,23 @@ def _explain(
 ) -> Explanation:
     found: list[Explanation] = []
     notes: list[str] = []
+    caller = f"explain: {name}"
 
     def record(*args: Any, **kwargs: Any) -> None:
         try:
-            call = FunctionalCall(fun, args, kwargs, open_scopes=True, caller="explain")
+            call = FunctionalCall(fun, args, kwargs, open_scopes=True, caller=caller)
             found.append(_explain_call(options, call, name, notes))
         except Exception as error:
-            if SCOPES_NOTE not in getattr(error, "__notes__", ()):
-                raise
+            has_note = SCOPES_NOTE in getattr(error, "__notes__", ())
+            if options.policy.names_scopes or not has_note:
+                raise  # as `amp` does
             # The names of modules are in the way here, and `amp` does not need them.
-            call = FunctionalCall(fun, args, kwargs, caller="explain")
+            call = FunctionalCall(fun, args, kwargs, caller=caller)
             notes.append("modules have no names: the code needs equal modules")
             found.append(_explain_call(options, call, name, notes))
 
     # Inside of a trace, abstract arguments are arrays like all others.
-    outer = FunctionalCall(record, args, kwargs, caller="explain")
+    outer = FunctionalCall(record, args, kwargs, caller=caller)
     is_traced = [
         _tree.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in outer.inputs
     ]
@@ -186,13 +193,11 @@ def _explain_call(
     never = None
     if options.backward:
         try:
-            stored = _stored(planned, call, recompute, options.merge_layers)
+            stored = _stored(options, planned, call, recompute)
             rows += attach(stored, walk.visits)
-            never = bytes_by_dtype(stored)
             if recompute != "never":
-                never = bytes_by_dtype(
-                    _stored(planned, call, "never", options.merge_layers)
-                )
+                stored = _stored(options, planned, call, "never")
+            never = bytes_by_dtype(stored)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
             notes.append(f"what the backward pass stores is not known: {cause}")
@@ -226,12 +231,18 @@ def _plan(options: _Options, call: FunctionalCall) -> tuple[PlannedCall, list[st
 
 
 def _stored(
-    planned: PlannedCall, call: FunctionalCall, recompute: Recompute, merges: bool
-) -> list[Any]:
+    options: _Options, planned: PlannedCall, call: FunctionalCall, recompute: Recompute
+) -> list[Stored]:
     arrays = [x for x in call.inputs if _tree.is_array(x)]
 
     def emitted(*arrays: Any) -> Any:
-        emitter = Emitter(planned.painter, RULES, recompute, False, merges)
+        emitter = Emitter(
+            planned.painter,
+            RULES,
+            recompute,
+            options.wide_gradients,
+            options.merge_layers,
+        )
         outs = emitter.emit(planned.plan, arrays)
         return emitter.cast_to_plan(outs[: len(planned.outs)], planned.outs)
 

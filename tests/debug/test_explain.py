@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+import flax_amp
 from flax_amp import AmpTrainState, explain
 
 X = jnp.ones((4, 8))
@@ -109,8 +110,30 @@ def test_modules_that_must_be_equal_have_no_names():
 
     found = explain(stacked)(NNX(nnx.Rngs(0)), X)
     assert found.notes == ("modules have no names: the code needs equal modules",)
+    policy = flax_amp.default_amp_policy | {"norm": jnp.float32}  # needs the names
+    with pytest.raises(AssertionError):
+        explain(stacked, amp_policy=policy)(NNX(nnx.Rngs(0)), X)
     with pytest.raises(ZeroDivisionError):
         explain(lambda x: x / (1 // 0))(X)
+
+
+def test_a_function_that_changes_the_structure_of_its_module():
+    def grow(model, x):
+        model.more = nnx.Param(x)
+        return model(x)
+
+    with pytest.raises(ValueError, match="explain: grow changed the structure"):
+        explain(grow)(NNX(nnx.Rngs(0)), X)
+
+
+def test_wide_gradients_change_what_is_stored():
+    def fun(w, x):
+        return jnp.sin(x @ w).sum()
+
+    wide = explain(fun, reduce_dtype=jnp.float32)(jnp.ones((8, 8)), X)
+    narrow = explain(fun)(jnp.ones((8, 8)), X)
+    casts = [(f.totals.casts_down, f.totals.casts_up) for f in (wide, narrow)]
+    assert casts[0] == casts[1] and not wide.notes
 
 
 def test_rows():
@@ -138,6 +161,7 @@ def test_rows():
         (lambda: explain(nnx_state(), 3, X), "explain: loss_fn is a int"),
         (lambda: explain(nnx_loss, compute_dtype=jnp.int8), "compute_dtype: got"),
         (lambda: explain(nnx_loss, recompute="no"), "recompute: got 'no'"),
+        (lambda: explain(nnx_loss, reduce_dtype=jnp.int8), "reduce_dtype: got int8"),
         (lambda: FOUND.report(only="modules"), "got only='modules'"),
         (lambda: FOUND.report(depth=-1), "got depth=-1"),
     ],

@@ -126,7 +126,16 @@ def test_command_for_a_state(capsys):
     assert code == 0 and "ConvNet" in printed.out and "Conv_0" not in printed.out
 
 
+def wrong():
+    return deep, W
+
+
 @pytest.mark.parametrize("target", ["no.such", "debug/test_page:nothing"])
 def test_command_without_a_function(capsys, target):
     code, printed = run(capsys, target)
     assert code == 2 and printed.err.startswith(f"error: {target}: ")
+
+
+def test_command_with_a_wrong_function(capsys):
+    code, printed = run(capsys, "debug/test_page:wrong")
+    assert code == 2 and "returned a tuple; expected (loss_fn, args)" in printed.err
