@@ -24,7 +24,6 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
-from flax_amp._rewriter.custom_derivatives import split_list
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
@@ -318,7 +317,7 @@ def _cast(origin: Value | None, target: Value | None) -> int:
 
 
 def _scan_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
-    consts, init, _ = split_list(values, *_compat.scan_counts(eqn))
+    consts, init, _ = _tree.split_list(values, *_compat.scan_counts(eqn))
     body, carry = step.detail.body, step.detail.carry
     yield 1, (*consts, *init), (*body.ins[: len(consts)], *carry)
     yield _int(eqn.params["length"], 1), body.outs, step.outs
@@ -326,7 +325,7 @@ def _scan_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
 
 def _while_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
     counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    init = split_list(values, *counts)[2]
+    init = _tree.split_list(values, *counts)[2]
     yield 1, init, step.detail.carry
     yield 1, step.detail.body.outs, step.detail.carry
 
@@ -337,7 +336,7 @@ def _cond_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
 
 
 def _solve_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
-    *_, vectors = split_list(values, *eqn.params["const_lengths"])
+    *_, vectors = _tree.split_list(values, *eqn.params["const_lengths"])
     yield 1, vectors, (FULL,) * len(vectors)
     for plan in filter(None, step.detail):
         yield 1, plan.outs, (FULL,) * len(plan.outs)
