@@ -143,10 +143,8 @@ def amp(
     def transformed(*args: Any, **kwargs: Any) -> Any:
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         planned = plan_call(call, policy, compute_dtype)
-        plan, painter = planned.plan, planned.painter
-        emitter = Emitter(painter, recompute, wide_gradients, merge_layers)
-        outs = emitter.emit(plan, [x for x in call.inputs if _tree.is_array(x)])
-        outs = emitter.cast_to_plan(outs[: len(planned.outs)], planned.outs)
+        arrays = [x for x in call.inputs if _tree.is_array(x)]
+        outs = planned.emit(arrays, recompute, wide_gradients, merge_layers)
         return call.finish(planned.rebuild(outs))
 
     return transformed
@@ -166,7 +164,19 @@ class PlannedCall(NamedTuple):
     plan: Plan
     painter: Painter
     outs: Values
-    rebuild: Callable[[list[Array]], PyTree]
+    rebuild: Callable[[Arrays], PyTree]
+
+    def emit(
+        self,
+        arrays: Arrays,
+        recompute: Recompute,
+        wide_gradients: bool,
+        merge_layers: bool,
+    ) -> Arrays:
+        """Evaluates the plan; returns the arrays of the function's result."""
+        emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
+        outs = emitter.emit(self.plan, arrays)
+        return emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
 
 
 def plan_call(

@@ -11,11 +11,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
-from flax_amp._rewriter.rules import RULES
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function
@@ -236,15 +234,8 @@ def _stored(
     arrays = [x for x in call.inputs if _tree.is_array(x)]
 
     def emitted(*arrays: Any) -> Any:
-        emitter = Emitter(
-            planned.painter,
-            RULES,
-            recompute,
-            options.wide_gradients,
-            options.merge_layers,
-        )
-        outs = emitter.emit(planned.plan, arrays)
-        return emitter.cast_to_plan(outs[: len(planned.outs)], planned.outs)
+        wide, merge = options.wide_gradients, options.merge_layers
+        return planned.emit(arrays, recompute, wide, merge)
 
     return stored_arrays(emitted, arrays, _trained(call))
 

@@ -48,6 +48,7 @@ from flax_amp._rewriter.recompute.regions import (
 )
 from flax_amp._rewriter.rules import RULES
 from flax_amp._scope_paths import split_method
+from flax_amp._tree import split_list
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.policy import CASTABLE_OPS, LOW_OPS
 
@@ -317,7 +318,7 @@ def _cast(origin: Value | None, target: Value | None) -> int:
 
 
 def _scan_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
-    consts, init, _ = _tree.split_list(values, *_compat.scan_counts(eqn))
+    consts, init, _ = split_list(values, *_compat.scan_counts(eqn))
     body, carry = step.detail.body, step.detail.carry
     yield 1, (*consts, *init), (*body.ins[: len(consts)], *carry)
     yield _int(eqn.params["length"], 1), body.outs, step.outs
@@ -325,7 +326,7 @@ def _scan_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
 
 def _while_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
     counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    init = _tree.split_list(values, *counts)[2]
+    init = split_list(values, *counts)[2]
     yield 1, init, step.detail.carry
     yield 1, step.detail.body.outs, step.detail.carry
 
@@ -336,7 +337,7 @@ def _cond_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
 
 
 def _solve_border(eqn: Eqn, step: Step, values: Values) -> Iterator[Any]:
-    *_, vectors = _tree.split_list(values, *eqn.params["const_lengths"])
+    *_, vectors = split_list(values, *eqn.params["const_lengths"])
     yield 1, vectors, (FULL,) * len(vectors)
     for plan in filter(None, step.detail):
         yield 1, plan.outs, (FULL,) * len(plan.outs)
