@@ -55,7 +55,7 @@ def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
     """Returns the rewritten closed jaxpr of a plan for operands of given types."""
     trace = jax.make_jaxpr(lambda *xs: emitter.emit(plan, xs))
     types = map(jax.typeof, operands)
-    return emitter.once("body", plan, lambda: trace(*operands), *types)
+    return emitter.cached("body", plan, lambda: trace(*operands), *types)
 
 
 class _Jit(SingleBodyRule):
@@ -358,8 +358,9 @@ class _LinearSolve:
     ) -> Step:
         jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
         *consts, vectors = split_list(ins, *lengths)
-        outs = like(out_avals(eqn), FULL)  # as many as there are vectors, and alike
-        state = tuple(map(_value_in_body, outs))
+        outs = like(out_avals(eqn), FULL)
+        # One for each vector, of its type, and then those that `has_aux` adds.
+        state = tuple(map(_value_in_body, outs[: len(vectors)]))
         # Its own derivative says what is stored.
         inner = context.inside(BodyKind.OPAQUE)
         plans = tuple(
@@ -377,7 +378,7 @@ class _LinearSolve:
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         jaxprs = eqn.params["jaxprs"]
         *consts, vectors = split_list(operands, *eqn.params["const_lengths"])
-        state = emitter.cast_to_plan(vectors, step.outs)
+        state = emitter.cast_to_plan(vectors, step.outs[: len(vectors)])
 
         def function(plan: Plan, *xs: Array) -> list[Array]:
             values = like([v.aval for v in plan.jaxpr.outvars], FULL)

@@ -35,6 +35,12 @@ def direct_solve(w):
     return lax.custom_linear_solve(lambda v: w @ v, B, solve, transpose_solve)
 
 
+def solve_with_aux(w):
+    """With how often the map was applied, as the solvers of `jax.scipy` give it."""
+    solve = lambda matvec, b: (_iterate(matvec, b), jnp.float32(60))  # noqa: E731
+    return lax.custom_linear_solve(lambda v: w @ v, B, solve, solve, has_aux=True)[0]
+
+
 def root(w):
     return lax.custom_root(
         lambda y: y + jnp.tanh(w @ y) - B,
@@ -56,7 +62,9 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize(
-    "solver", [linear_solve, direct_solve, root], ids=lambda f: f.__name__
+    "solver",
+    [linear_solve, direct_solve, solve_with_aux, root],
+    ids=lambda f: f.__name__,
 )
 def test_solvers(solver, derivative):
     """Products run low, the vectors of the solver are float32; float32 is exact."""
