@@ -222,7 +222,7 @@ class CustomRule(SingleBodyRule):
     def call(self, emitter: Emitter, eqn: Eqn, step: Step) -> CustomCall:
         """Returns the call, with the arrays that its own rules close over and no more.
 
-        The arrays live as long as the rules: with those of others, tracers would leak.
+        The rules keep these arrays alive: the arrays of other calls would leak tracers.
         """
         known = emitter.captured
         own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
@@ -431,7 +431,7 @@ def _zero_aval(cotangent: Any, aval: Aval) -> Aval:
 
 
 def _mask_for_all(call: CustomCall, asked: Mask) -> Mask:
-    """Returns a mask with which one rule serves for whatever JAX asks.
+    """Returns the mask of all differentiable operands: one rule serves every call.
 
     The residuals of a rule without symbolic zeros do not depend on what is perturbed.
     """

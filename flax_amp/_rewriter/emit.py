@@ -50,8 +50,8 @@ class Emitter:
     """Evaluates plans.
 
     Args:
-      painter: plans what is only known while emitting: custom derivative rules. It
-        has the rules of structured primitives.
+      painter: plans the rules of custom derivatives, which are known only while
+        emitting, and holds the rules of structured primitives.
       recompute: how much the backward pass computes again.
       wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`).
       merge_layers: whether equal layers become calls of one function.
@@ -61,7 +61,7 @@ class Emitter:
     recompute: Recompute = "auto"
     wide_gradients: bool = False
     merge_layers: bool = True
-    # What `once` made: orders of equations, rewritten bodies, functions of layers.
+    # What `cached` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
@@ -71,7 +71,7 @@ class Emitter:
         """The dtype of `LOW` values."""
         return self.painter.compute_dtype
 
-    def once(self, kind: str, plan: Plan, make: Callable[[], T], *types: Any) -> T:
+    def cached(self, kind: str, plan: Plan, make: Callable[[], T], *types: Any) -> T:
         """Returns what `make` gave at the first call for a plan and operand types.
 
         A block that is called 24 times is rewritten once, and JAX lowers it once.
@@ -91,7 +91,7 @@ class Emitter:
         Returns:
           The results, in the dtypes that `plan.outs` says.
         """
-        plan, order = self.once("order", plan, lambda: self._order(plan))
+        plan, order = self.cached("order", plan, lambda: self._order(plan))
         jaxpr = plan.jaxpr
         env = _Environment(
             {
@@ -174,8 +174,8 @@ class Emitter:
             outs = self._emit_step(eqn, step, arrays, values)
             # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
-            marks = zip(eqn.outvars, outs, strict=True)
-            outs = [env.mark(v, x, index) for v, x in marks]
+            pairs = zip(eqn.outvars, outs, strict=True)
+            outs = [env.mark(v, x, index) for v, x in pairs]
         env.write(eqn.outvars, outs, step.outs)
         env.release(eqn.invars)
 
@@ -186,7 +186,7 @@ class Emitter:
             rule = self.painter.rules[eqn.primitive.name]
             return rule.emit(self, eqn, step, arrays)
         if step.mode is Mode.REPEAT:
-            layer = self.once("layer", step.detail, lambda: self._layer(step.detail))
+            layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
             return layer(*arrays)
         if step.mode is Mode.EXP:
             return [rounded_exp(arrays[0], self.compute_dtype)]

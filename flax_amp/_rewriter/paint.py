@@ -292,8 +292,8 @@ class Painter:
     ) -> Step:
         because = f"{decision.origin.value} {decision.key}"
         function = self._built_in(eqn, decision.function)
-        is_users = not (function or isinstance(decision.function, use_precision))
-        if not is_users and not any(ins):
+        is_user_defined = not (function or isinstance(decision.function, use_precision))
+        if not is_user_defined and not any(ins):
             return _full(eqn, FULL, "no float32 operand")
         if eqn.params.get("update_jaxpr") is not None:  # of a scatter
             return _full(eqn, FULL, "its update function is a float32 one")
@@ -310,8 +310,8 @@ class Painter:
     def _built_in(self, eqn: Eqn, function: PrecisionFunction) -> Any:
         """Returns the function of `policy.py` that a function amounts to, if any.
 
-        None is like `use_precision` with a third dtype, such as float16 under bfloat16,
-        which is no paint: it is called on the equation, as a user's own function is.
+        `use_precision` with a third dtype, such as float16 under bfloat16, amounts to
+        none of them: it is called on the equation, as a user's own function is.
         """
         if not isinstance(function, use_precision):
             return function if function in BUILT_IN else None

@@ -69,9 +69,9 @@ class _Equation(NamedTuple):
 
 
 def find_states(jaxpr: Jaxpr) -> tuple[set[Var], list[Jaxpr]]:
-    """Returns the variables of an open jaxpr that hold states, and what was searched.
+    """Returns the variables that hold states, and the jaxprs that were searched.
 
-    That is the jaxpr itself and those that it calls.
+    These are the open jaxpr itself and all that it calls.
     """
     program = _InlinedProgram()
     try:

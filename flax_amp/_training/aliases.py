@@ -22,7 +22,7 @@ UserFn = Callable[..., Any]
 AxisName = Hashable | tuple[Hashable, ...] | None
 
 
-def check_type(value: object, kinds: Any, name: str, expected: str) -> None:
-    """Raises a TypeError if a value is of none of the types, or of the union."""
-    if not isinstance(value, kinds):
+def check_type(value: object, types: Any, name: str, expected: str) -> None:
+    """Raises a TypeError unless `isinstance(value, types)`."""
+    if not isinstance(value, types):
         raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")

@@ -49,7 +49,8 @@ def accumulate(
     Returns:
       The mean gradients and loss, the last variables, and `aux` reduced or stacked.
     """
-    # Only which variables changed is read of it: the arrays are those of the scan.
+    # Only its structure is used (`None` where nothing changed): the arrays come from
+    # the scan.
     updates: PyTree = None
 
     def body(

@@ -97,7 +97,7 @@ def compute_gradients(
 
     def attempt(scaler: Scaler) -> Attempt:
         result = _run_passes(options, state, scaler, batch)
-        return Attempt.of(result, state.variables)
+        return Attempt.judge(result, state.variables)
 
     scaler = validate_scaler(state.scaler)
     return retry_until_finite(attempt, scaler, options.redo_on_nan)

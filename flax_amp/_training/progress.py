@@ -190,8 +190,12 @@ def _read_state(
         return state.step, state.scaler, state.opt_state
     expected = "an AmpTrainState, or a pair (nnx.Optimizer, scaler)."
     check_type(state, tuple, "check_progress: state", expected)
+    if len(state) != 2:
+        raise TypeError(
+            f"check_progress: state is a tuple of {len(state)}; expected {expected}"
+        )
     optimizer: Any
-    optimizer, scaler = state if len(state) == 2 else (None, {})
+    optimizer, scaler = state
     check_type(optimizer, nnx.Optimizer, "check_progress: state[0]", expected)
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         raise TypeError(

@@ -28,8 +28,8 @@ class Attempt(NamedTuple):
     result: PassResult
 
     @classmethod
-    def of(cls, result: PassResult, variables: PyTree) -> "Attempt":
-        """Returns the attempt with this result.
+    def judge(cls, result: PassResult, variables: PyTree) -> "Attempt":
+        """Returns the result with its flags.
 
         Elements that were not finite in `variables`, those before the pass, are
         ignored: a running maximum starts at -inf.

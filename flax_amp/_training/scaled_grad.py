@@ -276,7 +276,7 @@ def _make_grad_fn(
                 grads=cast_like(result.grads, wrt),
                 variables=_tree.combine(result.variables, old),
             )
-            return Attempt.of(result, old)
+            return Attempt.judge(result, old)
 
         scaler, finite, result = retry_until_finite(attempt, scaler, retries)
         updates = _tree.select(finite, result.variables, old)

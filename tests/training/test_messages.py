@@ -2,6 +2,7 @@
 
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,3 +242,8 @@ def test_gradients(transform):
         raised(call, TypeError, message)
     unbound = f"{name}: axis_name='data' is not the axis of a map around this call"
     raised(grad(linear_loss, axis_name="data"), NameError, unbound)
+
+
+def test_frozen_collections_are_taken():
+    state, _ = linen_with(flax.core.freeze)()
+    assert type(state.variables["batch_stats"]) is dict

@@ -269,7 +269,7 @@ PROGRESS = {
     TypeError: {
         "state is a dict": ({},),
         r"state\[0\] is a dict": (({}, {}),),
-        "expected an AmpTrainState, or a p": ((3,),),
+        "state is a tuple of 1; expected an AmpTrainState, or a p": ((3,),),
         "does not count skipped steps.*apply_if_fin": ((COUNTLESS, no_scaler()),),
         **{
             f"metrics is a {kind}; expected the dict of": (linear_state(), metrics)

@@ -118,9 +118,9 @@ class EquationIds:
         plans = plans_in(step.detail) if step.mode is Mode.RULE else ()
         return (
             self._equation_key(eqn, strict, {id(plan.jaxpr) for plan in plans}),
-            _value_keys(value_of(atom, values) for atom in eqn.invars),
+            tuple(value_of(atom, values) for atom in eqn.invars),
             step.mode,
-            _value_keys(step.outs),
+            tuple(step.outs),
             self._part_key(map_plans(step.detail, self._plan_key)),
         )
 
@@ -213,10 +213,9 @@ class EquationIds:
             self._planned_key(eqn, step, values, strict=True)
             for eqn, step in plan.pairs()
         ]
-        known = _value_keys((*plan.ins, *plan.const_ins))
         return (
             plan.body_kind,
-            known,
+            (*plan.ins, *plan.const_ins),
             self._part_keys(plan.consts),
             self._dataflow_key(jaxpr, eqns),
         )
@@ -263,11 +262,6 @@ class EquationIds:
 
     def _number(self, key: Key) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
-
-
-def _value_keys(values: Iterable[Value | None]) -> tuple[Key, ...]:
-    """Returns the key of some values."""
-    return tuple(value and (value, repr(value.constant)) for value in values)
 
 
 def _operand_key(atom: Atom, strict: bool) -> Any:

@@ -218,10 +218,10 @@ def _is_sound(program: Program, run: Run) -> bool:
 
 
 def substitution(program: Program, run: Run, start: int) -> Substitution | None:
-    """Returns what takes the place of each key of the first layer in another one.
+    """Maps what the first layer reads and makes to its counterpart in another layer.
 
-    In the layer that begins at `start`, that is; `None` if the two layers are not
-    connected alike. With the layers of the example above,
+    The other layer begins at `start`. The result is `None` if the two are connected
+    differently. With the layers of the example above,
 
         a = dot x w0;  b = tanh a      c = dot b w1;  d = tanh c
 
