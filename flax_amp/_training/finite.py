@@ -78,6 +78,8 @@ class _Update:
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, optax.ApplyIfFiniteState]:
+        if self.inner.masked and params is not None:
+            updates = jax.tree.map(_without_integers, params, updates)
         new, inner_state = self.inner.build().update(
             updates, state.inner_state, params, **extra_args
         )
@@ -88,6 +90,11 @@ class _Update:
         inner_state = _tree.select(finite, inner_state, state.inner_state)
         counters = count_skip(state, finite)
         return new, state._replace(inner_state=inner_state, **counters)
+
+
+def _without_integers(param: Any, update: Any) -> Any:
+    """Returns zeros for an integer, whatever its gradient: a float, float0, zeros."""
+    return update if _tree.is_inexact_array(param) else jnp.zeros_like(param)
 
 
 def _is_trainable(tree: PyTree) -> PyTree:

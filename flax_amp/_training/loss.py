@@ -66,7 +66,7 @@ def pure_loss(
                 )
             updates = variables_of(target, params)
             updates = _match_structure(variables, updates, name)
-        elif updates:
+        elif updates is None or updates:
             updates = _match_collections(variables, updates, name)
         updates = jax.tree.map(
             lambda new, old: None if new is old else new,

@@ -166,6 +166,7 @@ LOSSES = {
             lambda updates: {"intermediates": {}}
         ),
         "with int; expected a dict": linen_with(lambda updates: 3),
+        "with NoneType; expected a dict": linen_with(lambda updates: None),
         r"\['seen'\]: absent before, float32": run(grows, nnx_state, make_batch),
         "model's own state is collected": run(
             lambda model, batch: (model(batch["x"]).sum(), {"variables": {"n": 1}}),

@@ -158,12 +158,13 @@ def test_integers_and_fp8_statistics_stay_out_of_the_optimizer():
     table = {"w": jnp.ones(2), "table": jnp.arange(3)}
     params = {"params": table, "_overwrite_with_gradient": {"s": 1.0}}
     state = simple(params=params, tx=optax.adamw(0.1))
-    grads = {"w": jnp.ones(2), "table": jnp.zeros(3, jnp.int32)}
-    grads = {"params": grads, "_overwrite_with_gradient": {"s": 5.0}}
-    after = jax.jit(lambda s: s.apply_gradients(grads=grads))(state).params
-    assert after["_overwrite_with_gradient"] == {"s": 5.0}
-    assert changed(state.params["params"], after["params"]) == {"['w']"}
-    assert after["params"]["table"].dtype == jnp.int32
+    for dtype in (jnp.int32, jnp.float32, jax.dtypes.float0):
+        grads = {"w": jnp.ones(2), "table": np.zeros(3, dtype)}
+        grads = {"params": grads, "_overwrite_with_gradient": {"s": 5.0}}
+        after = jax.jit(lambda s, g=grads: s.apply_gradients(grads=g))(state).params
+        assert after["_overwrite_with_gradient"] == {"s": 5.0}
+        assert changed(state.params["params"], after["params"]) == {"['w']"}
+        assert after["params"]["table"].dtype == jnp.int32
 
 
 def test_partitioned_parameters_keep_their_boxes():
