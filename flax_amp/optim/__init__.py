@@ -49,7 +49,7 @@ def wrap(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
       >>> tx.replace(max_norm=0.5)
       clipped_sgd(learning_rate=0.1, max_norm=0.5)
     """
-    return _maker(factory, Optimizer)
+    return _make_constructor(factory, Optimizer)
 
 
 def schedule(factory: Callable[..., Any]) -> Callable[..., Schedule]:
@@ -63,10 +63,10 @@ def schedule(factory: Callable[..., Any]) -> Callable[..., Schedule]:
       >>> float(tx.hyperparams["learning_rate"])
       0.1...
     """
-    return _maker(factory, Schedule)
+    return _make_constructor(factory, Schedule)
 
 
-def _maker(factory: Any, kind: Any) -> Any:
+def _make_constructor(factory: Any, kind: Any) -> Any:
     if not callable(factory) or isinstance(factory, FactoryCall):
         raise TypeError(
             f"flax_amp.optim: the factory is a {type(factory).__name__}; expected a "
@@ -88,7 +88,10 @@ def _public(name: str) -> Any:
 
 
 def _kind_of(name: str) -> Any:
-    """Returns the base class for a function of optax, by what that returns."""
+    """Returns `Optimizer` or `Schedule`, whichever a function of optax makes.
+
+    `None` if it makes neither.
+    """
     found = _public(name)
     if not inspect.isfunction(found) and not isinstance(found, functools.partial):
         return Optimizer if found is optax.MultiSteps else None
@@ -101,7 +104,7 @@ def _kind_of(name: str) -> Any:
 
 @functools.cache
 def _named(name: str) -> Any:
-    make = _maker(_public(name), _kind_of(name))
+    make = _make_constructor(_public(name), _kind_of(name))
     make.__module__, make.__name__, make.__qualname__ = __name__, name, name
     return make
 

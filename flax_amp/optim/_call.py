@@ -24,13 +24,17 @@ Path = tuple[str, ...]
 
 
 class Static(dict[str, PyTree]):
-    """Arguments by name, with `None` for each array: the metadata of a pytree."""
+    """The static parts of the arguments by name: hashable pytree metadata.
+
+    Each array is `None`.
+    """
 
     @functools.cached_property
     def _key(self) -> Any:
         leaves, structure = jax.tree.flatten(dict(self))
         hashed = [x if isinstance(x, Hashable) else id(x) for x in leaves]
-        return structure, *zip(map(type, leaves), hashed, strict=True)  # 1 is not 1.0
+        # With their types, because 1 and 1.0 compile differently.
+        return structure, *zip(map(type, leaves), hashed, strict=True)
 
     def __hash__(self) -> int:  # type: ignore[override]  # a dict has none
         return hash(self._key)
@@ -45,8 +49,8 @@ class Static(dict[str, PyTree]):
 class FactoryCall:
     """The base of optimizers and schedules: a factory with its arguments."""
 
-    # What holds arrays, by name, and the rest. They are kept apart because JAX puts
-    # objects of any kind where a leaf was.
+    # Arguments that hold arrays, by name, and all other parts. They are kept apart
+    # because JAX may put any object in the place of a leaf.
     _factory: Callable[..., Any]
     _arrays: dict[str, PyTree]
     _static: Static
@@ -60,22 +64,24 @@ class FactoryCall:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            message = f"{name_of(factory)}: {error}; expected the arguments {known}."
-            raise TypeError(message) from None
+            raise TypeError(
+                f"{callable_name(factory)}: {error}; expected the arguments {known}."
+            ) from None
         bound.apply_defaults()
         arguments: dict[str, Any] = {}
         for name, value in bound.arguments.items():
-            is_more = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            arguments |= value if is_more else {name: value}
+            kind = signature.parameters[name].kind
+            is_var_keyword = kind is inspect.Parameter.VAR_KEYWORD
+            arguments |= value if is_var_keyword else {name: value}
         if taken := [name for name in arguments if hasattr(type(self), name)]:
             raise TypeError(
-                f"{name_of(factory)}: it has arguments named {', '.join(taken)}, as "
-                f"{type(self).__name__} names something else; expected other names. "
-                "Write a function around it that renames them."
+                f"{callable_name(factory)}: its arguments {', '.join(taken)} have the "
+                f"names of attributes of {type(self).__name__}; expected other names. "
+                "Wrap a function that renames them."
             )
         empty = self._new(factory, {}, Static(dict.fromkeys(arguments)))
         vars(self).update(vars(empty._with(arguments)))
-        self.made()  # optax refuses bad arguments here, where the user can see it
+        self.build()  # optax refuses bad arguments here, where the user can see it
 
     @classmethod
     def _new(cls, factory: Any, arrays: dict[str, PyTree], static: Static) -> Self:
@@ -90,15 +96,18 @@ class FactoryCall:
             if name not in static:  # a state
                 arrays[name] = value
                 continue
-            value = _in_place_of(getattr(self, name), value)
-            if name == "learning_rate":
-                value = _rate(value, self._name)
+            value = self._convert(name, value)
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
         # In the order of the arguments: it is a part of the structure.
         order = [n for n in dict.fromkeys([*static, *arrays]) if n in arrays]
         return self._new(self._factory, {name: arrays[name] for name in order}, static)
+
+    def _convert(self, name: str, value: Any) -> Any:
+        """Returns a new argument, with arrays for the numbers that are to be leaves."""
+        value = _match_arrays(getattr(self, name), value)
+        return _rate(value, self._name) if name == "learning_rate" else value
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
@@ -110,16 +119,15 @@ class FactoryCall:
         static, arrays = (vars(self).get(n, {}) for n in ("_static", "_arrays"))
         if name not in static:
             known = ", ".join(static)
-            raise AttributeError(
-                f"{name_of(vars(self).get('_factory'))} has no {name}; it has {known}"
-            )
+            own_name = callable_name(vars(self).get("_factory"))
+            raise AttributeError(f"{own_name} has no {name}; it has {known}")
         if name not in arrays:
             return static[name]
         return _tree.combine(arrays[name], static[name])
 
     @property
     def _name(self) -> str:
-        return name_of(self._factory)
+        return callable_name(self._factory)
 
     def _arguments(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._static}
@@ -130,18 +138,19 @@ class FactoryCall:
 
     # What optax makes of it
 
-    def made(self) -> Any:
-        """Returns what optax takes in the place of this."""
+    def build(self) -> Any:
+        """Calls the factory: returns the optax optimizer or schedule."""
         given: Any = jax.tree.map(_as_argument, self._arguments(), is_leaf=is_call)
         signature = inspect.signature(self._factory)
         declared = {n: x for n, x in given.items() if n in signature.parameters}
-        more = {n: x for n, x in given.items() if n not in declared}
+        var_keywords = {n: x for n, x in given.items() if n not in declared}
         call = inspect.BoundArguments(signature, declared)  # type: ignore[arg-type]
         with self._explaining():
-            return self._checked(self._factory(*call.args, **call.kwargs, **more))
+            built = self._factory(*call.args, **call.kwargs, **var_keywords)
+            return self._check_built(built)
 
-    def _checked(self, made: Any) -> Any:
-        """Returns what the factory made, or raises a TypeError."""
+    def _check_built(self, built: Any) -> Any:
+        """Returns what the factory built, or raises a TypeError."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -158,8 +167,9 @@ class FactoryCall:
             raise TypeError(
                 f"{self._name}: optax needs a Python number, for a branch "
                 f"or a shape, and got an array. Arrays are: {arrays or 'its inputs'}. "
-                "Expected a Python number, which is static. A learning_rate is one "
-                "only if optim.wrap is given a function that calls it otherwise."
+                "Expected a Python number, which is static. A learning_rate is always "
+                "an array; to keep it static, give optim.wrap a function with another "
+                "name for it."
             ) from error
 
     # Its arguments by name, those of the calls inside included
@@ -203,6 +213,10 @@ class FactoryCall:
     def _with_at(self, path: Path, value: Any) -> Self:
         """Returns a copy with another value at a path."""
 
+        # `here` lacks the name of the argument, which is path[0]. For the path
+        # ("learning_rate", "init_value") it is () at the schedule, which then changes
+        # its own ("init_value",). For ("args", "1", "b1") it is ("0",) at args[0],
+        # which stays, and ("1",) at args[1], which changes its own ("b1",).
         def changed(keys: Any, leaf: Any) -> Any:
             here = names_of(keys)
             if here != path[1 : len(here) + 1]:
@@ -215,21 +229,23 @@ class FactoryCall:
             value = jax.tree_util.tree_map_with_path(changed, argument, is_leaf=is_call)
         return self._with({path[0]: value})
 
-    def _entries(self, inside: Any = None) -> dict[str, tuple[Path, Any]]:
+    def _entries(self, nested_types: Any = ()) -> dict[str, tuple[Path, Any]]:
         """Returns path and value of every number and schedule by name.
 
         Args:
-          inside: the type of the calls whose arguments are included, too. A name that
-            occurs twice is the path.
+          nested_types: also lists the arguments of nested calls of these types.
+
+        Returns:
+          Entries by name, or by path where a name occurs twice.
         """
-        found = list(self._walk(inside or ()))
+        found = list(self._walk(nested_types))
         count = Counter(name for name, _, _ in found)
         return {
             name if count[name] == 1 else "/".join(path): (path, value)
             for name, path, value in found
         }
 
-    def _walk(self, inside: Any) -> Iterator[tuple[str, Path, Any]]:
+    def _walk(self, nested_types: Any) -> Iterator[tuple[str, Path, Any]]:
         for argument, tree in self._arguments().items():
             for keys, leaf in jax.tree_util.tree_leaves_with_path(
                 tree, is_leaf=is_call
@@ -237,8 +253,8 @@ class FactoryCall:
                 path = (argument, *names_of(keys))
                 if is_number(leaf) or self._is_schedule(argument, leaf):
                     yield "/".join(path), path, leaf
-                if isinstance(leaf, inside):
-                    for name, rest, value in leaf._walk(inside):
+                if isinstance(leaf, nested_types):
+                    for name, rest, value in leaf._walk(nested_types):
                         yield name, (*path, *rest), value
 
     def _is_schedule(self, argument: str, value: Any) -> bool:
@@ -284,9 +300,14 @@ class FactoryCall:
         given = {
             name: value
             for name, value in values.items()
-            if name not in defaults or Static(_=value) != Static(_=defaults[name])
+            if name not in defaults or not _equal_static(value, defaults[name])
         }
-        return _restored, (type(self), _named(self._factory), [*self._static], given)
+        function = _picklable(self._factory)
+        return _restored, (type(self), function, [*self._static], given)
+
+
+def _equal_static(a: PyTree, b: PyTree) -> bool:
+    return Static(_=a) == Static(_=b)
 
 
 def _restored(kind: Any, factory: Any, names: list[str], given: dict[str, Any]) -> Any:
@@ -296,8 +317,11 @@ def _restored(kind: Any, factory: Any, names: list[str], given: dict[str, Any]) 
     return empty._with(defaults | given)
 
 
-def _named(factory: Any) -> Any:
-    """Returns a factory, or what `wrap` as its decorator has put in its place."""
+def _picklable(factory: Any) -> Any:
+    """Returns the module-level function that pickle can find for a factory.
+
+    That is the decorated one if `wrap` was a decorator.
+    """
     with contextlib.suppress(AttributeError, ImportError, ValueError):
         found = pkgutil.resolve_name(f"{factory.__module__}:{factory.__qualname__}")
         if getattr(found, "wrapped_factory", None) is factory:
@@ -342,7 +366,7 @@ def _keys(state: Any) -> Any:
 # Names and leaves
 
 
-def name_of(factory: Any) -> str:
+def callable_name(factory: Any) -> str:
     """Returns the name of a function, or of the type of another callable."""
     return getattr(factory, "__name__", type(factory).__name__)
 
@@ -394,7 +418,7 @@ def _as_argument(leaf: Any) -> Any:
     for: updates keep their dtypes.
     """
     if is_call(leaf):
-        return leaf.made()
+        return leaf.build()
     if not _tree.is_array(leaf) or leaf.shape:
         return leaf
     if not isinstance(leaf, jax.Array):
@@ -403,17 +427,19 @@ def _as_argument(leaf: Any) -> Any:
     return weakly_typed(leaf) if is_default else leaf
 
 
-def _in_place_of(old: PyTree, new: PyTree) -> PyTree:
+def _match_arrays(old: PyTree, new: PyTree) -> PyTree:
     """Returns an argument with arrays for its numbers where the old one has arrays."""
     structure: Any = jax.tree.structure(new)
-    fits = structure == jax.tree.structure(old)
-    return jax.tree.map(_like, old, new) if fits else jax.tree.map(_tree.own, new)
+    if structure != jax.tree.structure(old):
+        return jax.tree.map(_tree.own, new)
+    return jax.tree.map(_as_array_like, old, new)
 
 
-def _like(old: Any, new: Any) -> Any:
-    """Returns a number as an array like the one that it replaces, and in its place.
+def _as_array_like(old: Any, new: Any) -> Any:
+    """Returns `new` as an array with the dtype, shape and sharding of `old`.
 
-    Only a float in the place of an integer has another dtype.
+    That is if both are numbers and `old` is an array. Only a float in the place of an
+    integer has another dtype.
     """
     if not (is_number(old) and _tree.is_array(old) and is_number(new)):
         return _tree.own(new)

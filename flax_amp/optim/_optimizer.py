@@ -38,15 +38,15 @@ class Schedule(FactoryCall):
     def __call__(self, count: Any) -> jax.Array:
         """Returns the value at a count of updates, float32[]."""
         with self._explaining():
-            return _tree.strong_copy(self.made()(count))
+            return _tree.strong_copy(self.build()(count))
 
-    def _checked(self, made: Any) -> Any:
-        if not callable(made):
+    def _check_built(self, built: Any) -> Any:
+        if not callable(built):
             raise TypeError(
-                f"{self._name}: the factory returned a {type(made).__name__}; "
+                f"{self._name}: the factory returned a {type(built).__name__}; "
                 "expected a function of the count, as of optax.linear_schedule(...)."
             )
-        return made
+        return built
 
 
 class Optimizer(FactoryCall):
@@ -80,20 +80,20 @@ class Optimizer(FactoryCall):
         """The state of optax, in optax's own structure; `None` before `init`."""
         return self._arrays["opt_state"]
 
-    def _checked(self, made: Any) -> optax.GradientTransformationExtraArgs:
-        if not (hasattr(made, "init") and hasattr(made, "update")):
+    def _check_built(self, built: Any) -> optax.GradientTransformationExtraArgs:
+        if not (hasattr(built, "init") and hasattr(built, "update")):
             raise TypeError(
-                f"{self._name}: the factory returned a {type(made).__name__}; "
+                f"{self._name}: the factory returned a {type(built).__name__}; "
                 "expected an optax.GradientTransformation, as of optax.chain(...)."
             )
-        if not isinstance(made, optax.GradientTransformation):  # as optax.MultiSteps
-            made = optax.GradientTransformation(made.init, made.update)
-        return optax.with_extra_args_support(made)
+        if not isinstance(built, optax.GradientTransformation):  # as optax.MultiSteps
+            built = optax.GradientTransformation(built.init, built.update)
+        return optax.with_extra_args_support(built)
 
     def init(self, params: PyTree) -> Self:
         """Returns the optimizer with the state of a new run for these parameters."""
         with self._explaining():
-            state = self.made().init(params)
+            state = self.build().init(params)
         # Arrays of its own: donating it must delete no array of the user.
         return jax.tree.map(_tree.strong_copy, self._with({"opt_state": state}))
 
@@ -105,7 +105,8 @@ class Optimizer(FactoryCall):
         Args:
           grads: the gradients, shaped as the parameters.
           params: the parameters, for the optimizers that need them.
-          *as_optax: none; `update(grads, state, params)` is how optax is called.
+          *as_optax: must be empty. It catches calls in optax's form,
+            `update(grads, state, params)`.
           **extra_args: what else an optimizer of optax asks for, such as `value`.
 
         Raises:
@@ -127,7 +128,7 @@ class Optimizer(FactoryCall):
                 "tx.update(grads, params). Where optax calls it, pass tx.to_optax()."
             )
         with self._explaining():
-            tx = self.made()
+            tx = self.build()
             updates, state = tx.update(grads, self.opt_state, params, **extra_args)
         return updates, self._with({"opt_state": jax.tree.map(_strong, state)})
 
@@ -147,21 +148,10 @@ class Optimizer(FactoryCall):
         """
         if in_state:
             return optax.GradientTransformationExtraArgs(self.init, update_state)
-        return self.made()
+        return self.build()
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy with other hyper-parameters, or with another `opt_state`.
-
-        A number in the place of an array stays an array: nothing is compiled again.
-
-        Args:
-          **changes: values by the name of an argument, or by a name of `hyperparams`,
-            which reaches the optimizers inside, or by a path to it.
-
-        Raises:
-          TypeError: if there is no such name, or it holds shapes only.
-          ValueError: if the state might have another structure.
-        """
+        """Also takes `opt_state`. See `FactoryCall.replace`."""
         if _tree.nodes(self, nnx.Variable):  # as in `nnx.Optimizer`
             return _with_values(self, pure(self).replace(**changes))
         if self.opt_state is not None and changes.get("opt_state", self) is None:
@@ -174,13 +164,16 @@ class Optimizer(FactoryCall):
             return
         what = _structure if name == "opt_state" else _kind
         problem = f"{what(new)} in the place of {what(old)} changes the state"
+        expected = "a value of the same kind, or a new state"
         if name != "opt_state" and _tree.nodes(self.opt_state, _INJECTED):
             problem = "optax.inject_hyperparams keeps its own copy in the state"
+            expected = "a new state"
         elif what(old) == what(new):
             return
+        advice = " Take the state of the same optimizer." if name == "opt_state" else ""
         raise ValueError(
-            f"{self._name}.replace: {name}: {problem}; expected the like of what there "
-            "is, or a new state: tx.replace(opt_state=None, ...).init(params)."
+            f"{self._name}.replace: {name}: {problem}; expected {expected}: "
+            f"tx.replace(opt_state=None, ...).init(params).{advice}"
         )
 
     @property
@@ -210,10 +203,10 @@ class Optimizer(FactoryCall):
 
     def _no_sequence(self, *used: Any) -> NoReturn:
         raise TypeError(
-            f"{self._name}: an optimizer is no sequence, to be indexed, "
-            "unpacked, searched or measured; expected tx.init(params), "
-            "tx.update(grads, params), tx.opt_state or an argument by its name. "
-            "tx.to_optax() is the pair (init, update)."
+            f"{self._name}: an optimizer cannot be indexed, unpacked, searched or "
+            "measured; expected tx.init(params), tx.update(grads, params), "
+            "tx.opt_state or an argument by its name. tx.to_optax() is the pair "
+            "(init, update)."
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _no_sequence
@@ -254,7 +247,8 @@ def _with_values(old: Optimizer, new: Optimizer) -> Any:
 def _count(opt_state: PyTree) -> Any:
     """Returns the count that the last update gave to schedules, at first 0.
 
-    `None` if the state has no count, or some optimizers in it wait for others.
+    `None` if the state has no count, or some optimizers inside do not update at every
+    step.
     """
     if opt_state is None:
         return jnp.zeros((), jnp.int32)

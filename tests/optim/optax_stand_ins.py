@@ -13,7 +13,8 @@ import optax
 
 from flax_amp import optim
 
-# The class has methods that its tests call; the function takes what is made already.
+# optax's tests call methods of `MultiSteps`; `with_extra_args_support` takes an
+# optimizer that was made already.
 NOT_THESE = {"MultiSteps", "with_extra_args_support"}
 
 

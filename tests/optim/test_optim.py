@@ -159,7 +159,9 @@ def test_keyword_arguments_of_a_factory():
     tx = adam(learning_rate=0.1, b1=0.8)
     assert names_of(tx) == [".learning_rate"] and tx.b1 == 0.8
     assert tx.replace(b1=0.5).hyperparams["b1"] == 0.5
-    with pytest.raises(TypeError, match="arguments named opt_state, as Optimizer"):
+    with pytest.raises(
+        TypeError, match="arguments opt_state have the names .* Optimizer;"
+    ):
         adam(opt_state=3)
 
 
@@ -212,7 +214,7 @@ def test_injected_inside():
     tx = kind(0.1).init(PARAMS)
     tx.opt_state.hyperparams["learning_rate"] = jnp.float32(0.7)  # as optax suggests
     assert tx.hyperparams["learning_rate"] == np.float32(0.7)
-    with pytest.raises(ValueError, match="inject_hyperparams keeps its own copy"):
+    with pytest.raises(ValueError, match="keeps its own copy.*expected a new state:"):
         tx.replace(learning_rate=0.2)
 
 
@@ -265,7 +267,9 @@ def test_deprecations_are_told_once_and_when_made():
 )
 def test_is_no_sequence(use):
     tx = optim.adam(0.1).init(PARAMS)
-    with pytest.raises(TypeError, match=r"is no sequence.*tx.update\(grads, params\)"):
+    with pytest.raises(
+        TypeError, match=r"cannot be indexed.*tx.update\(grads, params\)"
+    ):
         use(tx)
     assert tx
 
@@ -308,18 +312,26 @@ NEEDS = "optax needs a Python number.*Arrays are: "
         (lambda: optim.nothing, AttributeError, "no 'nothing'.*optim.wrap"),
         (lambda: optim.inject_hyperparams, AttributeError, "no 'inject_hyperparams'"),
         (lambda: optim.wrap(3), TypeError, "the factory is a int; expected a func"),
-        (lambda: optim.wrap(lambda init: 0)(1), TypeError, "arguments named init, as"),
+        (
+            lambda: optim.wrap(lambda init: 0)(1),
+            TypeError,
+            "arguments init have the names",
+        ),
         (
             lambda: optim.wrap(lambda a: 0)(1),
             TypeError,
             "returned a int; expected an o",
         ),
         (lambda: optim.schedule(lambda a: 0)(1), TypeError, "int; expected a function"),
-        (lambda: STATE(PARAMS).replace(mu_dtype="f"), ValueError, "changes the state"),
+        (
+            lambda: STATE(PARAMS).replace(mu_dtype="f"),
+            ValueError,
+            "changes the state; expected a value of the same kind, or a new state",
+        ),
         (
             lambda: STATE(PARAMS).replace(opt_state=3),
             ValueError,
-            r"PyTreeDef\(\*\) in the place of",
+            r"PyTreeDef\(\*\) in the place of.*Take the state of the same optimizer",
         ),
         (lambda: STATE(PARAMS).update(GRADS, 1, 2), TypeError, "got grads and a state"),
         (lambda: optim.chain(STATE(PARAMS)), ValueError, "adam, an argument, has a st"),
@@ -351,7 +363,7 @@ NEEDS = "optax needs a Python number.*Arrays are: "
         (
             lambda: jitted(optim.wrap(branching_on_the_rate)(0.1).init(PARAMS)),
             TypeError,
-            f"{NEEDS}learning_rate.*calls it otherwise",
+            f"{NEEDS}learning_rate.*another name for it",
         ),
         (
             lambda: jax.vmap(
