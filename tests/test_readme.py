@@ -25,13 +25,15 @@ class WithBatchNorm(nn.Module):
 # Its policy is for larger models than the one that it trains.
 def test_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # it saves to "run"
-    example, policy, step, optimizers, resume, migrate = BLOCKS
+    example, policy, explain, step, optimizers, resume, migrate = BLOCKS
     names = {}
     exec(example, names)
     assert "'grads_finite': True" in capsys.readouterr().out
     exec(policy, names)
     _, metrics = names["train_step"](names["state"], names["batch"])
     assert metrics["grads_finite"]
+    exec(explain, names)
+    assert "100 % in half precision" in capsys.readouterr().out
 
     model = WithBatchNorm()
     names |= dict(model=model, tx=optax.sgd(0.1))

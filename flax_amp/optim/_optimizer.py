@@ -81,6 +81,8 @@ class Optimizer(FactoryCall):
         return self._arrays["opt_state"]
 
     def _check_built(self, built: Any) -> optax.GradientTransformationExtraArgs:
+        if isinstance(built, Optimizer):  # by a factory that uses this module
+            return built.build()
         if not (hasattr(built, "init") and hasattr(built, "update")):
             raise TypeError(
                 f"{self._name}: the factory returned a {type(built).__name__}; "

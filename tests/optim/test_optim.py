@@ -165,6 +165,13 @@ def test_keyword_arguments_of_a_factory():
         adam(opt_state=3)
 
 
+def test_a_factory_may_use_pytree_optimizers():
+    tx = optim.wrap(lambda learning_rate: optim.chain(optim.sgd(learning_rate)))(0.1)
+    updates, _ = tx.init(PARAMS).update(GRADS)
+    expected, _ = optim.sgd(0.1).init(PARAMS).update(GRADS)
+    assert_identical(updates, expected)
+
+
 def test_a_factory_is_freed():
     def factory(learning_rate):
         return optax.sgd(learning_rate)
