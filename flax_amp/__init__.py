@@ -12,6 +12,7 @@ from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp._rewriter.transform import amp as amp
 from flax_amp._rewriter.transform import amp_stop as amp_stop
 from flax_amp._training.nnx_step import make_nnx_train_step as make_nnx_train_step
+from flax_amp._training.precision import Precision as Precision
 from flax_amp._training.progress import StuckError as StuckError
 from flax_amp._training.progress import check_progress as check_progress
 from flax_amp._training.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
@@ -45,6 +46,7 @@ __all__ = [
     "AmpTrainState",
     "DynamicScalerState",
     "PolicyWarning",
+    "Precision",
     "StuckError",
     "all_finite",
     "amp",

@@ -18,14 +18,21 @@ from flax_amp._training.aliases import Array, Batch, PyTree
 class JittedStep:
     """A jitted step whose errors name arrays that were deleted or donated twice."""
 
-    def __init__(self, jitted: Callable[..., Any], *, donates: bool) -> None:
+    def __init__(
+        self,
+        jitted: Callable[..., Any],
+        *,
+        donates: bool,
+        check: Callable[[Any], None] = lambda state: None,
+    ) -> None:
         functools.update_wrapper(self, jitted)
-        self._jitted, self._donates = jitted, donates
+        self._jitted, self._donates, self._check = jitted, donates, check
 
     def __call__(self, state: PyTree, batch: Batch) -> Any:
         if self._donates:
             check_distinct(self.__name__, {"state": state}, {"batch": batch})
         with explain_deleted(self.__name__, "state", state):
+            self._check(state)
             return self._jitted(state, batch)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,6 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import ArrayLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.transform import amp
 from flax_amp._training.aliases import (
     Array,
     AxisName,
@@ -36,6 +35,7 @@ from flax_amp._training.averaging import (
     mark_varying,
 )
 from flax_amp._training.loss import KEYWORDS, check_function, pure_loss
+from flax_amp._training.precision import Precision, amp_by_precision
 from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
 from flax_amp._training.scaled_grad import cast_like, run_pass, split_overwrite
 from flax_amp._training.scaler import Scaler, validate_scaler
@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
     loss_fn: UserFn
     has_aux: bool
-    amp: Callable[[UserFn], UserFn]  # with the user's policy
+    amp: dict[Precision, Callable[[UserFn], UserFn]]  # with the user's policy
     redo_on_nan: int
     accum_steps: int
     axis_name: AxisName
@@ -77,7 +77,7 @@ def make_options(
     return Options(
         loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
         has_aux=has_aux,
-        amp=amp(amp_policy=amp_policy, **amp_options),
+        amp=amp_by_precision(amp_policy=amp_policy, **amp_options),
         redo_on_nan=check_retries(redo_on_nan, caller),
         accum_steps=accum_steps,
         axis_name=check_axis_name(axis_name, caller),
@@ -179,7 +179,7 @@ def _run_passes(
     if device is not None:
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
-    loss_fn = options.amp(
+    loss_fn = options.amp[state.precision](
         pure_loss(
             options.loss_fn,
             options.has_aux,

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.typing import DTypeLike
@@ -32,6 +31,12 @@ from flax_amp._training.gradients import (
     make_options,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
+from flax_amp._training.precision import (
+    Precision,
+    UnscaledWarning,
+    check_precision,
+    first_scaler,
+)
 from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import (
     AmpTrainState,
@@ -47,7 +52,8 @@ def make_nnx_train_step(
     loss_fn: UserFn,
     *,
     has_aux: bool = False,
-    compute_dtype: DTypeLike = jnp.float16,
+    precision: Precision = "16-mixed",
+    compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -57,7 +63,9 @@ def make_nnx_train_step(
     axis_name: AxisName = None,
     donate: bool = True,
     jit: bool = True,
-) -> Callable[[nnx.Module, nnx.Optimizer, Scaler, Batch], tuple[Scaler, Metrics]]:
+) -> Callable[
+    [nnx.Module, nnx.Optimizer, Scaler | None, Batch], tuple[Scaler, Metrics]
+]:
     """Makes a training step that updates a model and its `nnx.Optimizer` in place.
 
     It does what the step of `make_train_step` does, for a model and an optimizer of
@@ -69,8 +77,10 @@ def make_nnx_train_step(
         the batch, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are updated like
         the model, but do not train.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics.
-      compute_dtype, amp_policy, recompute, reduce_dtype, merge_layers: see
-        `flax_amp.amp`.
+      precision: what to compute in, and the scaler to start with: "16-mixed",
+        "bf16-mixed" or "32-true", as in `AmpTrainState.create`.
+      compute_dtype: what to compute in, instead of `precision`.
+      amp_policy, recompute, reduce_dtype, merge_layers: see `flax_amp.amp`.
       redo_on_nan, accum_steps, axis_name: see `make_train_step`.
       donate: let the new arrays reuse the memory of the old ones, which are then
         deleted.
@@ -78,11 +88,11 @@ def make_nnx_train_step(
 
     Returns:
       `train_step(model, optimizer, scaler, batch) -> (scaler, metrics)`. The `wrt` of
-      the optimizer selects what trains. The scaler is a dict as from
-      `flax_amp.init_scaler`; pass the returned scaler to the next step. The metrics are
-      those of `make_train_step`. They include `skipped_total` only if the optimizer's
-      `tx` is an `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters
-      `check_progress` reads.
+      the optimizer selects what trains. The first scaler is `None`, for that of
+      `precision`, or a dict as from `flax_amp.init_scaler`; pass the returned scaler to
+      the next step. The metrics are those of `make_train_step`. They include
+      `skipped_total` only if the optimizer's `tx` is an
+      `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters `check_progress` reads.
 
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the model, the
@@ -91,17 +101,17 @@ def make_nnx_train_step(
       RuntimeError: when called, if an earlier step has deleted the scaler.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> import optax
-      >>> from flax_amp import init_scaler
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
       >>> train_step = make_nnx_train_step(lambda model, x: (model(x) ** 2).mean())
-      >>> scaler, metrics = train_step(
-      ...     model, optimizer, init_scaler(), jnp.ones((4, 3))
-      ... )
+      >>> scaler = None
+      >>> scaler, metrics = train_step(model, optimizer, scaler, jnp.ones((4, 3)))
       >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
       (1, True)
     """
+    check_precision(precision, "make_nnx_train_step: precision")
     options = make_options(
         loss_fn,
         "make_nnx_train_step",
@@ -120,26 +130,32 @@ def make_nnx_train_step(
     def pure_step(
         model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: Batch
     ) -> tuple[Scaler, Metrics]:
-        return _step(options, model, optimizer, scaler, batch)
+        return _step(options, precision, model, optimizer, scaler, batch)
 
     step = pure_step
     if jit:
         step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
 
+    warn_if_unscaled = UnscaledWarning(compute_dtype)
     first = True
 
     def train_step(
-        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: Batch
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        scaler: Scaler | None,
+        batch: Batch,
     ) -> tuple[Scaler, Metrics]:
         nonlocal first
         _check(model, optimizer)
         if first and jit and donate:
             _copy_repeated_arrays(model, optimizer)
+        scaler = first_scaler(precision) if scaler is None else scaler
         with explain_deleted("train_step", "scaler", scaler):
             # Values on the device are checked in the first step only: later, that would
             # wait for the step before.
             scaler = validate_scaler(scaler, "train_step: scaler", wait=first)
             first = False
+            warn_if_unscaled(precision, scaler, stacklevel=2)
             return step(model, optimizer, scaler, batch)
 
     return train_step
@@ -147,6 +163,7 @@ def make_nnx_train_step(
 
 def _step(
     options: Options,
+    precision: Precision,
     model: nnx.Module,
     optimizer: nnx.Optimizer,
     scaler: Scaler,
@@ -177,6 +194,7 @@ def _step(
         variables=variables,
         rngs={},
         graphdef=graphdef,
+        precision=precision,
     )
 
     user_loss_fn = options.loss_fn

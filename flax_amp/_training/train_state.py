@@ -18,6 +18,7 @@ from flax.training import train_state
 from flax_amp import _tree
 from flax_amp._training.aliases import Array, PyTree, Rngs, check_type
 from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
+from flax_amp._training.precision import Precision, check_precision, first_scaler
 from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.wrap import (
     has_integers,
@@ -69,6 +70,8 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         frozen parameters.
       rngs: typed PRNG keys by the name of their stream.
       graphdef: the structure of the NNX model; `None` for Linen.
+      precision: "16-mixed", "bf16-mixed" or "32-true", which the steps follow. It is
+        static, and no part of a checkpoint: a run that is resumed may change it.
 
     Example:
       >>> import flax.linen as nn
@@ -87,6 +90,7 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
     variables: PyTree
     rngs: Rngs
     graphdef: nnx.GraphDef[Any] | None = struct.field(pytree_node=False)
+    precision: Precision = struct.field(pytree_node=False)
 
     @classmethod
     def create(  # type: ignore[override]  # TrainState requires the first two
@@ -99,6 +103,7 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         wrt: Filter = nnx.Param,
         variables: Mapping[str, PyTree] | None = None,
         rngs: Mapping[str, Array] | None = None,
+        precision: Precision = "16-mixed",
         scaler: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
@@ -121,8 +126,11 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
             or a function of path and variable. The others go into `variables`.
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
-          scaler: a loss scaler, by default `flax_amp.init_scaler()`. For bfloat16 and
-            float32, pass `flax_amp.no_scaler()`, which scales nothing.
+          precision: what the steps compute in, and the scaler that they start with.
+            "16-mixed": float16 and `flax_amp.init_scaler()`. "bf16-mixed" and
+            "32-true": bfloat16 or float32, and `flax_amp.no_scaler()`, which scales
+            nothing. The `compute_dtype` of a step overrides its dtype.
+          scaler: another loss scaler than that of `precision`.
           **kwargs: the fields of a subclass.
 
         Returns:
@@ -132,9 +140,10 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
           TypeError: if both `params` and `model` are missing, or if `params`, `rngs`,
             `variables` or `scaler` is not a dict.
           ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
-            selects nothing, if `tx` accumulates around `apply_if_finite`, or if a value
-            of `scaler` is out of its range.
+            selects nothing, if `tx` accumulates around `apply_if_finite`, if
+            `precision` is another word, or if a value of `scaler` is out of its range.
         """
+        check_precision(precision, "AmpTrainState.create: precision")
         graphdef = None
         if model is not None:
             _check_model(model, params, variables)
@@ -148,13 +157,14 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
             params=jax.tree.map(_tree.strong_copy, params),
             tx=wrap_optimizer(tx, params),
             scaler=validate_scaler(
-                {} if scaler is None else scaler,
+                first_scaler(precision) if scaler is None else scaler,
                 "AmpTrainState.create: scaler",
                 wait=True,
             ),
             variables=collections,
             rngs=_as_streams(rngs),
             graphdef=graphdef,
+            precision=precision,
             **kwargs,
         )
         if isinstance(tx, Optimizer):

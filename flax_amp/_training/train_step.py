@@ -18,14 +18,12 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.recompute.regions import Recompute
-from flax_amp._rewriter.transform import amp
 from flax_amp._training.aliases import (
     Array,
     AxisName,
@@ -50,6 +48,11 @@ from flax_amp._training.gradients import (
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
 from flax_amp._training.loss import call_user_fn, check_batch_unchanged, check_function
+from flax_amp._training.precision import (
+    UnscaledWarning,
+    amp_by_precision,
+    check_precision,
+)
 from flax_amp._training.scaler import Scaler, check_keys
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import Policy, PolicyEntries
@@ -68,7 +71,7 @@ def make_train_step(
     loss_fn: UserFn,
     *,
     has_aux: bool = False,
-    compute_dtype: DTypeLike = jnp.float16,
+    compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -91,7 +94,8 @@ def make_train_step(
         `"variables"` holds updated collections of a Linen model, as `apply` with
         `mutable=` returns them; all other entries become metrics. The state of an NNX
         model is collected from the model itself.
-      compute_dtype, amp_policy, recompute, merge_layers: see `flax_amp.amp`.
+      compute_dtype: what to compute in, instead of the `precision` of the state.
+      amp_policy, recompute, merge_layers: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
         in float32.
       redo_on_nan: while the loss is finite, the gradients are not, and the scale can
@@ -137,6 +141,7 @@ def make_train_step(
       RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
@@ -162,8 +167,14 @@ def make_train_step(
         axis_name=axis_name,
     )
 
-    def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
+    warn_if_unscaled = UnscaledWarning(compute_dtype)
+
+    def check(state: StateT) -> None:
         _check_state(state, "train_step")
+        warn_if_unscaled(state.precision, state.scaler, stacklevel=3)
+
+    def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
+        check(state)
         scaler, finite, result = compute_gradients(options, state, batch)
         new_state = _update_or_skip(options, state, scaler, finite, result)
         more = hyperparam_metrics(new_state.opt_state)
@@ -181,13 +192,13 @@ def make_train_step(
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return JittedStep(jax.jit(train_step, **settings), donates=donate)
+    return JittedStep(jax.jit(train_step, **settings), donates=donate, check=check)
 
 
 def make_eval_step(
     fn: Callable[..., ResultT],
     *,
-    compute_dtype: DTypeLike = jnp.float16,
+    compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyEntries | None = None,
     merge_layers: bool = True,
     jit: bool = True,
@@ -198,7 +209,8 @@ def make_eval_step(
       fn: `fn(params, batch)`, or `fn(model, batch)` for NNX. The model is then in
         evaluation mode (`model.eval()`), and its updates are dropped. `fn` may declare
         the keywords `state` and `rngs`, as in `make_train_step`.
-      compute_dtype, amp_policy, merge_layers: see `flax_amp.amp`.
+      compute_dtype: what to compute in, instead of the `precision` of the state.
+      amp_policy, merge_layers: see `flax_amp.amp`.
       jit: compile the step.
 
     Returns:
@@ -208,6 +220,7 @@ def make_eval_step(
       TypeError: if an argument is of a wrong kind.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
@@ -217,8 +230,8 @@ def make_eval_step(
     """
     check_function(fn, "make_eval_step: fn")
     # Nothing is differentiated, so nothing is computed again for a backward pass.
-    rewrite = amp(
-        compute_dtype=compute_dtype,
+    rewrites = amp_by_precision(
+        compute_dtype,
         amp_policy=amp_policy,
         recompute="never",
         merge_layers=merge_layers,
@@ -246,6 +259,7 @@ def make_eval_step(
             return out
 
         rngs = fold_in(state.rngs, state.step)
+        rewrite = rewrites[state.precision]
         return rewrite(pure)(state.params, state.variables, batch, rngs)
 
     return JittedStep(jax.jit(eval_step), donates=False) if jit else eval_step
@@ -285,3 +299,4 @@ def _check_state(state: Any, caller: str) -> None:
         "wraps tx.",
     )
     check_keys(state.scaler, f"{caller}: state.scaler")
+    check_precision(state.precision, f"{caller}: state.precision")

@@ -158,7 +158,7 @@ def test_accumulation_is_in_float32():
 
     values = np.r_[np.float32(2048), np.ones(255, np.float32)]
     state = AmpTrainState.create(
-        params={"w": jnp.float32(0)}, tx=optax.sgd(1.0), scaler=no_scaler()
+        params={"w": jnp.float32(0)}, tx=optax.sgd(1.0), precision="bf16-mixed"
     )
     state, _ = make_train_step(loss, accum_steps=256)(state, values)
     assert float(state.params["w"]) == -(2048 + 255) / 256

@@ -173,8 +173,10 @@ def test_loops_that_keep_their_optimizer():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     tx = optax.apply_if_finite(optax.adam(0.1), 2**31 - 1)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = make_nnx_train_step(lambda model, x: model(x[None]).mean())
-    scaler, metrics = step(model, optimizer, no_scaler(), GOOD)
+    step = make_nnx_train_step(
+        lambda model, x: model(x[None]).mean(), precision="bf16-mixed"
+    )
+    scaler, metrics = step(model, optimizer, None, GOOD)
     kernel, moments = jnp.copy(model.kernel[...]), optimizer.opt_state.inner_state
     moments = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(moments)))
     for _ in range(20):

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from flax_amp import AmpTrainState, make_eval_step, make_train_step
+from flax_amp import (
+    AmpTrainState,
+    Precision,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+)
 
 
 class EmaState(AmpTrainState):
@@ -36,6 +42,19 @@ def test_a_subclass_comes_back_as_itself() -> None:
         assert isinstance(new, EmaState)
     assert_type(state.replace(step=1), EmaState)
     assert_type(make_eval_step(loss_fn)(state, params["w"]), jax.Array)
+
+
+def test_a_word_for_the_precision_is_one_of_three() -> None:
+    params = {"w": jnp.ones(3)}
+    state = AmpTrainState.create(
+        params=params, tx=optax.sgd(0.1), precision="bf16-mixed"
+    )
+    assert_type(state.precision, Precision)
+    make_nnx_train_step(loss_fn, precision=state.precision)
+    with pytest.raises(ValueError, match="precision is 'bf16'"):
+        make_nnx_train_step(loss_fn, precision="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="precision is 'bf16'"):
+        AmpTrainState.create(params=params, tx=None, precision="bf16")  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

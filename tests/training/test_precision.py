@@ -1,0 +1,281 @@
+"""One word for the precision: what steps compute in, and the scaler of a new run."""
+
+import warnings
+from typing import get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx, serialization
+
+from _steps import counting, linear_batch, linear_loss, linear_state, raised
+from flax_amp import (
+    AmpTrainState,
+    Precision,
+    checkpoint,
+    init_scaler,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+    no_scaler,
+    static_scaler,
+)
+from helpers import dtypes_of
+
+X = jnp.ones((2, 3))
+WORDS = {
+    "16-mixed": ("float16", init_scaler()),
+    "bf16-mixed": ("bfloat16", no_scaler()),
+    "32-true": ("float32", no_scaler()),
+}
+
+
+class EmaState(AmpTrainState):
+    ema: dict
+
+
+def linen_state(**options):
+    model = nn.Dense(2)
+    params = model.init(jax.random.key(0), X)["params"]
+    return AmpTrainState.create(
+        apply_fn=model.apply, params=params, tx=optax.sgd(0.1), **options
+    )
+
+
+def linen_loss(params, batch, *, state):
+    return state.apply_fn({"params": params}, batch).sum()
+
+
+def nnx_state(**options):
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    return AmpTrainState.create(model=model, tx=optax.sgd(0.1), **options)
+
+
+def nnx_loss(model, batch):
+    return model(batch).sum()
+
+
+def by_state(make, loss_fn):
+    """Returns `(options of the state, of the step) -> (dtypes of dots, scaler)`."""
+
+    def found(scaler, precision, **options):
+        state = make(scaler=scaler, **precision)
+        steps = [make(loss_fn, **options) for make in (make_train_step, make_eval_step)]
+        return [dtypes_of(step, state, X) for step in steps], state.scaler
+
+    return found
+
+
+def by_optimizer(scaler, precision, **options):
+    """The same for the step on an `nnx.Optimizer`."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    graphdef, arrays = nnx.split((model, optimizer))
+    step = make_nnx_train_step(nnx_loss, jit=False, **precision, **options)
+
+    def pure(arrays):
+        return step(*nnx.merge(graphdef, arrays), scaler, X)
+
+    step_dtypes = dtypes_of(pure, arrays)
+    new, _ = make_nnx_train_step(nnx_loss, **precision, **options)(
+        model, optimizer, scaler, X
+    )
+    assert new["count"] == 1
+    return [step_dtypes], new | {"count": jnp.int32(0)}
+
+
+MAKERS = {
+    "linen": by_state(linen_state, linen_loss),
+    "nnx": by_state(nnx_state, nnx_loss),
+    "nnx step": by_optimizer,
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("word", [None, *WORDS])
+def test_a_word_says_dtype_and_scaler(word, maker):
+    precision = {} if word is None else {"precision": word}
+    name, scaler = WORDS[word or "16-mixed"]
+    other = "float32" if name == "bfloat16" else "bfloat16"
+    mine = static_scaler(8.0)
+    for given, options, wanted, dtype in [
+        (None, {}, scaler, name),
+        (mine, {}, mine, name),
+        (None, {"compute_dtype": other}, scaler, other),
+        (mine, {"compute_dtype": jnp.dtype(other)}, mine, other),
+    ]:
+        row = given is mine, options
+        dtypes, found = MAKERS[maker](given and dict(given), precision, **options)
+        assert all(dtypes), row
+        assert {x for step in dtypes for dot in step for x in dot} == {dtype}, row
+        assert jax.tree.map(float, found) == jax.tree.map(float, wanted), row
+
+
+def test_there_are_no_other_words():
+    assert get_args(Precision) == tuple(WORDS)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_word_is_static(word):
+    def make(cls=EmaState, **options):
+        return cls.create(
+            params={"w": X[0]}, tx=TX, precision=word, ema={"w": X[0]}, **options
+        )
+
+    TX = optax.sgd(0.1)
+    state = make()
+    assert f"precision='{word}'" in repr(state)
+    assert jax.tree.structure(make(scaler=static_scaler(2.0))) == jax.tree.structure(
+        state
+    )
+    words = {w: state.replace(precision=w) for w in WORDS}
+    assert len(set(map(jax.tree.structure, words.values()))) == len(WORDS)
+
+    @jax.vmap
+    def stacked(w):
+        return make().replace(ema={"w": w})
+
+    step = make_train_step(linear_loss, donate=False)
+    for survivor in (
+        state.replace(step=3),
+        jax.eval_shape(make),
+        jax.jit(make)(),
+        stacked(X),
+        jax.tree.map(jnp.copy, state),
+        step(state, linear_batch())[0],
+        state.apply_gradients(grads=state.params),
+    ):
+        assert isinstance(survivor, EmaState)
+        assert survivor.precision == word
+
+
+def test_a_word_is_traced_once():
+    loss_fn, traces = counting(linear_loss)
+    step = make_train_step(loss_fn)
+    tx, evaluate = optax.sgd(0.1), make_eval_step(linear_loss)
+    for count, word in enumerate(WORDS, 1):
+        for scale in (2.0, 4.0):
+            state = linear_state(tx, precision=word, scaler=static_scaler(scale))
+            for _ in range(2):
+                state, _ = step(state, linear_batch())
+            evaluate(state, linear_batch())
+        assert len(traces) == count
+    state = linear_state(tx, precision="16-mixed")
+    state, _ = step(state, linear_batch())
+    assert len(traces) == len(WORDS)
+
+
+def test_a_restored_run_may_change_its_word(tmp_path):
+    """Nothing of the word is on disk; the scaler follows the rules that it has."""
+
+    def make(word):
+        return linear_state(precision=word, scaler=None)
+
+    assert "precision" not in serialization.to_state_dict(make("32-true"))
+    for old in WORDS:
+        saved = make(old).replace(step=jnp.int32(5))
+        with checkpoint.manager(tmp_path / old) as manager:
+            checkpoint.save(manager, saved)
+        assert not [*tmp_path.glob(f"{old}/**/*precision*")]
+        for new in WORDS:
+            target = make(new)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always", checkpoint.CheckpointWarning)
+                state = checkpoint.restore(tmp_path / old, target)
+            assert (state.precision, int(state.step)) == (new, 5)
+            assert jax.tree.structure(state) == jax.tree.structure(target)
+            assert float(state.scaler["scaler"]) == float(WORDS[new][1]["scaler"])
+            assert len(told) == ((old == "16-mixed") != (new == "16-mixed"))
+
+
+def test_other_words_are_errors():
+    listed = "; expected one of '16-mixed', 'bf16-mixed', '32-true': "
+    state = linear_state().replace(precision="fp16")
+    for name, word, call in [
+        *(
+            ("AmpTrainState.create: precision", word, lambda w=word: make(precision=w))
+            for make in (linen_state, nnx_state)
+            for word in ("fp16", "bfloat16", 16, None, jnp.float16, [])
+        ),
+        *(
+            (
+                "make_nnx_train_step: precision",
+                word,
+                lambda w=word: make_nnx_train_step(nnx_loss, precision=w),
+            )
+            for word in ("no", None, jnp.bfloat16)
+        ),
+        *(
+            (
+                f"{make.__name__.removeprefix('make_')}: state.precision",
+                "fp16",
+                lambda make=make, jit=jit: make(linear_loss, jit=jit)(
+                    state, linear_batch()
+                ),
+            )
+            for make in (make_train_step, make_eval_step)
+            for jit in (True, False)
+        ),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value).startswith(f"{name} is {word!r}{listed}"), name
+
+
+# float16 without a scale
+
+
+def state_step(options, **precision):
+    step = make_train_step(linen_loss, donate=False, **options)
+    scaler = precision.pop("scaler", None)
+    return step, (linen_state(scaler=scaler, **precision), X)
+
+
+def nnx_step(options, **precision):
+    scaler = precision.pop("scaler", None)
+    step = make_nnx_train_step(nnx_loss, donate=False, **options, **precision)
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    return step, (model, optimizer, scaler, X)
+
+
+@pytest.mark.parametrize("make", [state_step, nnx_step])
+@pytest.mark.parametrize(
+    "options, precision, warns",
+    [
+        ({}, {"scaler": no_scaler()}, True),
+        ({"compute_dtype": jnp.float16}, {"precision": "bf16-mixed"}, True),
+        ({"compute_dtype": "float16"}, {"precision": "32-true"}, True),
+        ({}, {"scaler": static_scaler(2.0**-3)}, True),
+        ({}, {}, False),
+        ({}, {"scaler": static_scaler(1024)}, False),
+        ({}, {"scaler": init_scaler(scaler=1.0)}, False),
+        ({}, {"precision": "bf16-mixed"}, False),
+        ({"compute_dtype": "bfloat16"}, {"scaler": no_scaler()}, False),
+    ],
+    ids=str,
+)
+def test_float16_without_a_scale_warns_once(make, options, precision, warns):
+    step, args = make(options, **precision)
+    if make is state_step:  # what is traced tells nothing, and is not the one warning
+        jax.eval_shape(step, *args)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(*args)
+    assert len(told) == warns
+    for warning in told:
+        assert warning.filename == __file__
+        message = str(warning.message)
+        assert message.startswith("train_step: the step computes in float16 with a sc")
+        for part in ("6e-8", "init_scaler()", "precision='bf16-mixed'"):
+            assert part in message
+
+
+def test_a_deleted_scaler_is_named_before_it_is_looked_at():
+    state = linear_state()
+    state.scaler["max_scaler"].delete()
+    step = make_train_step(linear_loss)
+    raised(lambda: step(state, linear_batch()), RuntimeError, "'max_scaler'.*deleted")
