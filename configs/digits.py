@@ -15,8 +15,8 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
 
     # Precision. Nothing in the model or the loss is about it.
-    config.precision = "float16"  # compute dtype: float32, bfloat16 or float16
-    config.loss_scaling = True  # dynamic, for float16; the other dtypes need none
+    config.precision = "16-mixed"  # float16; or bf16-mixed, or 32-true
+    config.loss_scaling = True  # dynamic, for 16-mixed; the others need none
     config.scale_patience = 50  # finite steps before it doubles; 2000 in a long run
     config.loss_weight = 1.0  # multiplies the loss; 1e-5 underflows unscaled float16
 

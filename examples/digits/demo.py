@@ -85,13 +85,13 @@ def main() -> int:
     scaled, unscaled = work / "tiny_scaled", work / "tiny_unscaled"
 
     console.rule(f"float16, to be killed after step {KILL_AFTER}")
-    half_precision = "--precision=float16"
+    half_precision = "--precision=16-mixed"
     killed_at = run(half, half_precision, kill_after=KILL_AFTER, overview=True)
     console.print(f"killed (SIGKILL) after step {killed_at}")
     console.rule("float16, the same command again")
     run(half, half_precision)
     console.rule("float32")
-    run(full, "--precision=float32")
+    run(full, "--precision=32-true")
     console.rule("float16, the loss times 1e-5, with loss scaling")
     run(scaled, half_precision, TINY_LOSS)
     console.rule("float16, the loss times 1e-5, without loss scaling")

@@ -1,24 +1,26 @@
 """Command line of the example: flags, one call, a summary.
 
-python -m examples.digits.main --precision=float16 --workdir=runs/digits
+python -m examples.digits.main --precision=16-mixed --workdir=runs/digits
 """
 
 import json
 import pathlib
 import signal
 import threading
+from typing import get_args
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from examples.digits import train
+from flax_amp import Precision
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORKDIR = flags.DEFINE_string(
     "workdir", "runs/digits", "For checkpoints and TensorBoard files; resumes from it"
 )
 PRECISION = flags.DEFINE_enum(
-    "precision", None, [*train.PRECISIONS], "Overrides config.precision"
+    "precision", None, get_args(Precision), "Overrides config.precision"
 )
 CONFIG = config_flags.DEFINE_config_file(
     "config", str(ROOT / "configs" / "digits.py"), "Settings", lock_config=True

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from clu import parameter_overview
 from ml_collections import ConfigDict
@@ -17,11 +16,6 @@ from examples.digits import data
 from examples.digits.metrics_writer import TensorBoardWriter
 from examples.digits.model import ConvNet, Metrics, eval_fn, make_loss_fn
 
-PRECISIONS = {
-    "float32": jnp.float32,
-    "bfloat16": jnp.bfloat16,
-    "float16": jnp.float16,
-}
 LINE = "loss {loss:.4f} accuracy {accuracy:.4f} scale {scale:.0f} skipped {skipped:.0f}"
 
 
@@ -35,9 +29,11 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.num_steps
     )
-    scaler = flax_amp.no_scaler()
-    if config.precision == "float16" and config.loss_scaling:
+    scaler = None  # that of the precision
+    if config.precision == "16-mixed":
         scaler = flax_amp.init_scaler(patience=config.scale_patience)
+        if not config.loss_scaling:
+            scaler = flax_amp.no_scaler()
     return flax_amp.AmpTrainState.create(
         apply_fn=model.apply,
         params=variables["params"],
@@ -47,21 +43,17 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
             optax.clip_by_global_norm(config.clip_norm),
             optax.adamw(schedule, weight_decay=config.weight_decay),
         ),
+        precision=config.precision,
         scaler=scaler,
     )
 
 
 def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the training and the evaluation step, in the precision of the config."""
-    if config.precision not in PRECISIONS:
-        raise ValueError(
-            f"config.precision={config.precision!r}; expected one of {[*PRECISIONS]}"
-        )
-    compute_dtype = PRECISIONS[config.precision]
+    """Returns the training and the evaluation step, in the precision of the state."""
     loss_fn = make_loss_fn(config.loss_weight)
     return (
-        flax_amp.make_train_step(loss_fn, has_aux=True, compute_dtype=compute_dtype),
-        flax_amp.make_eval_step(eval_fn, compute_dtype=compute_dtype),
+        flax_amp.make_train_step(loss_fn, has_aux=True),
+        flax_amp.make_eval_step(eval_fn),
     )
 
 

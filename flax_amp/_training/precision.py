@@ -13,6 +13,7 @@ from flax_amp._rewriter.transform import amp
 from flax_amp._training.aliases import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
 
+# The words that `AmpTrainState.create` and `make_nnx_train_step` take.
 Precision = Literal["16-mixed", "bf16-mixed", "32-true"]
 
 # word -> the dtype in which steps compute, and what makes the first scaler

@@ -45,8 +45,9 @@ def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrai
     The arrays get the shardings of `target`, so a checkpoint fits another mesh, and the
     next training step is not traced again. Keys of the scaler that an older version did
     not save keep the values of `target`. Keys that this version does not know are
-    dropped with a warning. If one scaler is static and the other dynamic, because
-    `compute_dtype` was changed, the scaler of `target` is used, with a warning.
+    dropped with a warning. `precision` is that of `target`. If one scaler is static and
+    the other dynamic, because the precision was changed, the scaler of `target` is
+    used, with a warning.
 
     Args:
       manager: the result of `manager`, any `orbax.checkpoint.CheckpointManager`, or the

@@ -20,7 +20,7 @@ from helpers import optimizing_environment
 ROOT = Path(__file__).parents[2]
 
 
-def small(precision="float16", **overrides):
+def small(precision="16-mixed", **overrides):
     """The config of examples/digits, shrunk to a few steps of a tiny network."""
     config = get_config().unlock()
     config.update(
@@ -66,7 +66,7 @@ def bits(tree):
 def straight(tmp_path_factory):
     """A float16 run that nothing disturbs: its folder, state and summary."""
     workdir = tmp_path_factory.mktemp("straight")
-    return workdir, *train.train_and_evaluate(small("float16"), workdir)
+    return workdir, *train.train_and_evaluate(small("16-mixed"), workdir)
 
 
 def is_trained(workdir, state, summary, precision):
@@ -74,7 +74,7 @@ def is_trained(workdir, state, summary, precision):
     assert summary["resumed_from"] == 0
     assert 0.0 <= summary["test_accuracy"] <= 1.0
     assert np.isfinite(summary["test_loss"])
-    assert (summary["scale"] != 1.0) == (precision == "float16")
+    assert (summary["scale"] != 1.0) == (precision == "16-mixed")
     float_leaves = jax.tree.leaves((state.params, state.variables))
     assert {str(x.dtype) for x in float_leaves} == {"float32"}
 
@@ -86,20 +86,20 @@ def is_trained(workdir, state, summary, precision):
 
 
 def test_digits_trains_in_float16(straight):
-    is_trained(*straight, "float16")
+    is_trained(*straight, "16-mixed")
 
 
 @pytest.mark.slow
 def test_digits_trains_in_float32(tmp_path):
-    found = train.train_and_evaluate(small("float32"), tmp_path)
-    is_trained(tmp_path, *found, "float32")
+    found = train.train_and_evaluate(small("32-true"), tmp_path)
+    is_trained(tmp_path, *found, "32-true")
 
 
 @pytest.mark.slow
 def test_digits_computes_in_the_precision_asked_for():
     images = np.zeros((2, 8, 8, 1), np.float32)
     batch = {"image": images, "label": np.zeros(2, np.int32)}
-    for precision, name in {"bfloat16": "bf16", "float16": "f16"}.items():
+    for precision, name in {"bf16-mixed": "bf16", "16-mixed": "f16"}.items():
         config = small(precision)
         state = train.create_state(config, images)
         step = train.make_steps(config)[0]
@@ -111,7 +111,7 @@ def test_digits_computes_in_the_precision_asked_for():
 
 @pytest.mark.slow
 def test_digits_resumes_to_the_bit(straight, tmp_path):
-    config = small("float16")
+    config = small("16-mixed")
     stopped, summary = train.train_and_evaluate(
         config, tmp_path, should_stop=lambda step: step == 3
     )
@@ -127,10 +127,10 @@ def test_digits_resumes_to_the_bit(straight, tmp_path):
 @pytest.mark.slow
 def test_digits_begins_in_bfloat16_with_the_weights_of_another_run(straight, tmp_path):
     workdir, first, _ = straight
-    config = small("bfloat16", init_from=str(workdir / "checkpoints"))
+    config = small("bf16-mixed", init_from=str(workdir / "checkpoints"))
     config.learning_rate = 0.0  # so that the weights can be seen in the end
     second, summary = train.train_and_evaluate(config, tmp_path)
-    is_trained(tmp_path, second, summary, "bfloat16")
+    is_trained(tmp_path, second, summary, "bf16-mixed")
     assert bits(first.params) == bits(second.params)
 
 
@@ -158,7 +158,7 @@ def test_digits_batches_follow_from_seed_and_step():
 
 def test_digits_refuses_bad_settings(tmp_path):
     for overrides, message in (
-        ({"precision": "float8"}, r"config.precision='float8'.*'float32', 'bfloat16'"),
+        ({"precision": "float8"}, r"precision is 'float8'.*'16-mixed', 'bf16-mixed'"),
         ({"batch_size": 2000}, r"batch_size=2000 must be between 1 and 1437"),
         ({"batch_size": 0}, r"batch_size=0 must be between 1 and 1437"),
     ):
@@ -185,7 +185,7 @@ def command(workdir, *flags):
 
 @pytest.mark.slow
 def test_digits_saves_and_ends_on_sigterm(tmp_path):
-    flags = ("--precision=bfloat16", "--config.num_steps=100000")
+    flags = ("--precision=bf16-mixed", "--config.num_steps=100000")
     with subprocess.Popen(
         command(tmp_path, *flags), cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
