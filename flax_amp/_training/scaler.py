@@ -149,6 +149,8 @@ def static_scaler(value: ArrayLike) -> Scaler:
 def no_scaler() -> Scaler:
     """Makes a scaler of 1 for bfloat16 and float32, which need no loss scaling.
 
+    A jitted step in float16 warns when it gets one: small gradients are lost.
+
     Example:
       >>> float(no_scaler()["scaler"])
       1.0

@@ -1,7 +1,10 @@
 """A state subclass keeps its class through `create`, the steps and `replace`.
 
-`assert_type` does nothing when it runs; a type checker fails where the types differ.
+`assert_type` does nothing when it runs; a type checker fails where the types differ,
+and where an ignored error is none.
 """
+
+# mypy: warn-unused-ignores
 
 import subprocess
 import sys
