@@ -97,7 +97,8 @@ def make_nnx_train_step(
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the model, the
         optimizer or the result of the loss is not what is expected.
-      ValueError: as `make_train_step`; when called, if a parameter is not float32.
+      ValueError: as `make_train_step`, or if `precision` is another word; when called,
+        if a parameter is not float32.
       RuntimeError: when called, if an earlier step has deleted the scaler.
 
     Example:
