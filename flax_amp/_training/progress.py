@@ -142,13 +142,13 @@ def _describe_params(state: _State) -> str:
 _FORWARD_NOT_FINITE = (
     "no loss scale helps: look for inf or NaN in the batch, and for a division, "
     "log or sqrt at 0. If there is none, values overflow in the forward pass: lower "
-    "the learning rate, use precision='bf16-mixed', or keep the layers that "
+    "the learning rate, use bfloat16 (precision='bf16-mixed'), or keep the layers that "
     "overflow in float32 with amp_stop. Another min_scaler changes nothing."
 )
 _GRADS_NOT_FINITE = (
     "Look for a sqrt, norm or division at 0, whose derivative is not finite; lower the "
-    "learning rate, clip the gradients, use precision='bf16-mixed', or keep the "
-    "layers that overflow in float32 with amp_stop"
+    "learning rate, clip the gradients, use bfloat16 (precision='bf16-mixed'), or keep "
+    "the layers that overflow in float32 with amp_stop"
 )
 
 
