@@ -134,7 +134,9 @@ def _step_of(state: AmpTrainState) -> int:
             "step, since they are saved together. Save each of them into a directory "
             "of its own: jax.tree.map(lambda leaf: leaf[i], state)."
         )
-    return whole_number(steps[0] if np.ndim(state.step) else state.step, name, 0)
+    # What is no integer is described as the user has it.
+    is_integer = steps.dtype.kind in "iu"
+    return whole_number(steps[0] if is_integer else state.step, name, 0)
 
 
 def _numbers(

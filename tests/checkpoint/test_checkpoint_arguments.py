@@ -83,8 +83,12 @@ def test_arguments_in_the_wrong_place_are_named(tmp_path):
                 TypeError, match="metric 'loss' is .* expected one numb"
             ):
                 checkpoint.save(manager, state, {"loss": value})
-        for step in (jnp.ones(2), jnp.float32(2)):
-            with pytest.raises(TypeError, match=r"state\'s step is float32\[\];"):
+        for step, seen in [
+            (jnp.ones(2), r"float32\[2\]"),
+            (jnp.ones(2, bool), r"bool\[2\]"),
+            (jnp.float32(2), r"float32\[\]"),
+        ]:
+            with pytest.raises(TypeError, match=f"state's step is {seen};"):
                 checkpoint.save(manager, state.replace(step=step))
         message = r"step has the values \[0, 1, 2\]; expected runs that are at one step"
         with pytest.raises(ValueError, match=message):
