@@ -59,8 +59,12 @@ def by_common_path(paths: Iterable[Path]) -> dict[Path, Path]:
         return path if path[0] in _FIELDS else ("variables", *path)
 
     result = {path: common(plain) for path, plain in own.items()}
-    count = Counter(result.values())
-    return {new if count[new] == 1 else path: path for path, new in result.items()}
+    # A path that is kept may be the common path of another, which is kept then, too.
+    while len(count := Counter(result.values())) < len(result):
+        result = {
+            path: new if count[new] == 1 else path for path, new in result.items()
+        }
+    return {new: path for path, new in result.items()}
 
 
 def _without_value(path: Path) -> Path:

@@ -255,6 +255,8 @@ def _fit_scaler(
     if _scaler.is_batched(found) or _scaler.is_batched(target):
         return
     if "min_scaler" in target:
+        if not found and all(map(has_value, target.values())):
+            return  # It stays as it is.
         scaler, _ = _scaler.resume(found, target)
         scaler = _scaler.limited(scaler, target)
         _scaler.check(scaler, "checkpoint.migrate: scaler")

@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import jaxamp
+import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
@@ -171,6 +172,54 @@ def test_a_run_changes_its_compute_dtype(dtypes, tmp_path):
             checkpoint.save(manager, state)
         state = checkpoint.restore(tmp_path / dtype, linen_state())
     assert int(state.step) == 2 and bool(metrics["grads_finite"])
+
+
+@pytest.mark.parametrize(
+    "options, on_disk",
+    [
+        ({"exclude": "scaler"}, True),
+        ({"exclude": "scaler"}, False),
+        ({"include": "params"}, True),
+        ({"include": "params"}, False),
+        ({}, False),
+    ],
+)
+def test_a_scaler_that_is_not_read_stays(options, on_disk):
+    """Whatever its values are: it is neither copied nor limited nor checked."""
+    odd = {**init_scaler(), "scaler": jnp.float32(2.0**30), "patience": jnp.int32(-1)}
+    saved, target = linen_state(), linen_state().replace(scaler=odd)
+    if not on_disk:
+        saved = saved.replace(scaler={})
+    state = checkpoint.migrate(saved, target, **options)
+    assert_identical(state.params, saved.params)
+    assert all(state.scaler[key] is value for key, value in odd.items())
+
+
+def test_a_scaler_without_values_begins_as_a_new_one():
+    state = linen_state()
+    source = {"step": state.step, "params": state.params, "rngs": state.rngs}
+    source |= {"opt_state": state.opt_state, "variables": state.variables}
+    target = jax.eval_shape(lambda: state)
+    assert_identical(checkpoint.migrate(source, target).scaler, init_scaler())
+
+
+# Paths
+
+
+@pytest.mark.parametrize("field", ["params", "stats"])
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_no_array_vanishes_behind_the_common_path_of_another(field, number):
+    """`value` at the end of paths is that of an `nnx.State`, or of a user."""
+    names = ["w" + "/value" * i for i in range(number)]
+    tree = {field: {f"{i}_": np.float32(i) for i in range(number)}}
+    rename = {f"{i}_": name for i, name in enumerate(names)}
+    for target in ("w", "other"):
+        with pytest.raises(ValueError, match="does not fit the target") as error:
+            checkpoint.migrate(tree, {field: {target: np.float32(0)}}, rename=rename)
+        unmatched = names[1:] if target == "w" and field == "params" else names
+        for name in unmatched:
+            line = f"\n  {field}/{name}: float32[] on disk, not in the target\n"
+            assert line in str(error.value), name
 
 
 # Optimizers
