@@ -1,8 +1,9 @@
 """The arrays of a tree by path: what they are, how Orbax reads them, where they lie.
 
 A path is the one that Orbax gives a leaf: names of fields and dict keys, and numbers of
-list items. Orbax lets all processes wait for each other after each read, and a process
-that failed never comes; so every process reads for itself here. Nothing here writes.
+list items. Orbax lets all processes wait for each other after each read, and they
+would wait forever for a process that failed; here each process reads by itself. Nothing
+here writes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,7 @@ def description_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def name_of(path: Iterable[str]) -> str:
+def path_text(path: Iterable[str]) -> str:
     """Returns a path as the error messages show it."""
     return "/".join(path)
 
@@ -75,9 +76,9 @@ def differences(
             continue
         left = "not on disk" if saved is None else f"{saved} on disk"
         if saved_as and saved_as.get(path, path) != path:
-            left += f" as {name_of(saved_as[path])}"
+            left += f" as {path_text(saved_as[path])}"
         right = "not in the target" if there is None else f"{there} in the target"
-        lines.append(f"{name_of(path)}: {left}, {right}")
+        lines.append(f"{path_text(path)}: {left}, {right}")
     return lines
 
 
@@ -123,7 +124,10 @@ def read_on_host(folder: Any, metadata: PyTree) -> NumpyLeaves:
 def numpy_leaves(tree: PyTree) -> NumpyLeaves:
     """Returns the leaves of a tree as NumPy arrays; of typed keys, their data."""
     flat = ocp.tree.to_flat_dict(tree)
-    return {tuple(map(str, path)): np.asarray(_data(x)) for path, x in flat.items()}
+    return {
+        tuple(map(str, path)): np.asarray(_key_data_or_leaf(x))
+        for path, x in flat.items()
+    }
 
 
 def read_metadata(folder: Any) -> Any:
@@ -157,7 +161,7 @@ def leaves_of_target(target: Any, where: str) -> dict[Path, Any]:
             leaf = np.asarray(jnp.asarray(leaf))
         if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
-                f"{where}: {name_of(path) or 'the whole'} of the target is a "
+                f"{where}: {path_text(path) or 'the whole'} of the target is a "
                 f"{type(leaf).__name__}; expected arrays and numbers. Pass an "
                 "AmpTrainState, a TrainState or a dict of arrays."
             )
@@ -200,7 +204,7 @@ def unfit_shardings(wanted: Mapping[Path, Any]) -> list[str]:
                 sharding.shard_shape(leaf.shape)
         except ValueError:
             lines.append(
-                f"{name_of(path)}: {list(leaf.shape)} not to be split by {sharding}"
+                f"{path_text(path)}: {list(leaf.shape)} not to be split by {sharding}"
             )
     return lines
 
@@ -238,10 +242,10 @@ def commit_like(leaf: Any, like: Any) -> Any:
     if isinstance(like, jax.Array | jax.ShapeDtypeStruct) and not _tree.is_key(like):
         # Nobody else holds this array, so the CPU need not copy it.
         return jax.device_put(np.asarray(leaf))
-    return place(np.asarray(_data(leaf)), like)
+    return place(np.asarray(_key_data_or_leaf(leaf)), like)
 
 
-def _data(leaf: Any) -> Any:
+def _key_data_or_leaf(leaf: Any) -> Any:
     is_key = isinstance(leaf, jax.Array) and _tree.is_key(leaf)
     return jax.random.key_data(leaf) if is_key else leaf
 

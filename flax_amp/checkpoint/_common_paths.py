@@ -4,7 +4,8 @@
 
     in a state                          common path
     params/kernel/value                 params/kernel                of `nnx.State`
-    batch_stats/mean                    variables/batch_stats/mean   and so other fields
+    batch_stats/mean                    variables/batch_stats/mean
+                                        (likewise for other unknown fields)
     dynamic_scale/fin_steps             scaler/count                 of Flax
     dynamic_scaler_state/count          scaler/count                 of jaxamp
     opt_state/inner_state/0/mu          opt_state/0/mu               inside of a wrapper
@@ -12,8 +13,8 @@
 
 A wrapper is an optimizer around another one. `AmpTrainState` puts its optimizer inside
 `optax.apply_if_finite`, others put theirs inside `optax.MultiSteps`, and optimizers of
-`flax_amp.optim` hold the state of optax. Without its wrappers a state is found again
-when they are added or removed.
+`flax_amp.optim` hold the state of optax. With the wrappers taken off, the state of an
+optimizer has the same path whether or not it was wrapped.
 """
 
 from collections import Counter
@@ -45,15 +46,19 @@ def by_common_path(paths: Iterable[Path]) -> dict[Path, Path]:
     Paths that would have one common path keep their own.
     """
     own = {path: _without_value(path) for path in paths}
-    wrappers, inside = _unwrap(set(own.values()))
+    wrappers, inner_path = _unwrap(set(own.values()))
     scaler = scaler_field(own.values())
 
     def common(path: Path) -> Path:
-        if path[: len(inside)] == inside:
-            return ("opt_state", *path[len(inside) :])
+        if path[: len(inner_path)] == inner_path:
+            return ("opt_state", *path[len(inner_path) :])
         if path[0] == "opt_state":
-            around = [name for name, at in wrappers.items() if path[: len(at)] == at]
-            return (around[-1], *path[len(wrappers[around[-1]]) :])
+            *_, enclosing = (
+                name
+                for name, prefix in wrappers.items()
+                if path[: len(prefix)] == prefix
+            )
+            return (enclosing, *path[len(wrappers[enclosing]) :])
         if path[0] == scaler and len(path) == 2:
             return ("scaler", common_key(path[1]))
         return path if path[0] in _FIELDS else ("variables", *path)
@@ -75,15 +80,15 @@ def _without_value(path: Path) -> Path:
 def _unwrap(paths: set[Path]) -> tuple[dict[str, Path], Path]:
     """Returns the path of each wrapper of an optimizer, and of the state inside."""
     wrappers: dict[str, Path] = {}
-    inside: Path = ("opt_state",)
+    inner_path: Path = ("opt_state",)
     while True:
-        depth = len(inside)
-        keys = {path[depth] for path in paths if path[:depth] == inside != path}
+        depth = len(inner_path)
+        keys = {path[depth] for path in paths if path[:depth] == inner_path != path}
         for name, (fields, field) in WRAPPERS.items():
             fits = fields <= keys if fields else keys == {field}
             if fits and name not in wrappers:
-                wrappers[name] = inside
-                inside = (*inside, field)
+                wrappers[name] = inner_path
+                inner_path = (*inner_path, field)
                 break
         else:
-            return wrappers, inside
+            return wrappers, inner_path

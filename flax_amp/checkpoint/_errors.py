@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 _NOT_DAMAGE = (MemoryError, PermissionError, ConnectionError, TimeoutError)
 _OUTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO)
-# The first words of the errors of TensorStore and XLA.
+# Status names of gRPC: the first words of the errors of TensorStore and XLA.
 _STATUSES = (
     "PERMISSION_DENIED",
     "UNAUTHENTICATED",
@@ -84,6 +84,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_outage(error: BaseException) -> bool:
+    """Whether an error has one of `_OUTAGES` or begins with a gRPC status name."""
     if isinstance(error, OSError) and error.errno in _OUTAGES:
         return True
     return str(error).startswith(_STATUSES)

@@ -1,8 +1,9 @@
 """Checkpoints of other programs, other optimizers, other models.
 
 Both sides are brought to common paths first (see `_common_paths`). Then every array of
-the target must have a counterpart on disk, and the reverse; the few exceptions are
-listed in `_may_stay` and `_may_be_dropped`. One error names all other arrays.
+the target must have a counterpart on disk, and the reverse; the exceptions are in
+`_may_stay` and `_may_be_dropped`, and wrappers of optimizers that were not saved start
+afresh (`_initial`). One error names all other arrays.
 """
 
 import warnings
@@ -20,7 +21,7 @@ from flax_amp.checkpoint._arrays import (
     differences,
     has_value,
     leaves_of_target,
-    name_of,
+    path_text,
     place,
     replace_leaves,
 )
@@ -53,14 +54,15 @@ def migrate(
       parameters that were not saved are those of the target, saved ones that it does
       not have are dropped with a warning;
     - the scaler of jaxamp and the `DynamicScale` of Flax, under whatever name, into the
-      scaler of flax_amp and back; without one, the target's stays, and so it does where
-      one of them is static and the other dynamic (float16 to bfloat16 and back);
+      scaler of flax_amp and back. The target's scaler stays if the checkpoint has none,
+      or if one is static and the other dynamic (float16 to bfloat16 and back);
     - the collections of a Linen model that are fields of their own, such as
       `batch_stats`, into `variables` and back;
     - the `value` in the paths of an `nnx.State`;
-    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32;
+    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32.
 
-    and `rngs`, which a plain `TrainState` does not have, are then those of the target.
+    If the checkpoint has no `rngs`, as that of a plain `TrainState`, those of the
+    target stay.
 
     Paths are written with slashes, as the error shows them: `params/Dense_0/kernel`.
 
@@ -100,41 +102,93 @@ def migrate(
       >>> float(state.scaler["scaler"])
       32768.0
     """
-    leaves = ocp.tree.to_flat_dict(target)
-    wanted = leaves_of_target(target, "checkpoint.migrate")
-    chosen = Choice(include, exclude)
-    name, saved = _sources.read(source, step, stacklevel=2)
-    saved = renamed(saved, rename or {})
-    chosen.check([*saved, *wanted])
+    target_leaves = leaves_of_target(target, "checkpoint.migrate")
+    choice = Choice(include, exclude)
+    name, saved_leaves = _sources.read(source, step, stacklevel=2)
+    saved_leaves = renamed(saved_leaves, rename or {})
+    choice.check([*saved_leaves, *target_leaves])
 
-    sides = _Sides(wanted, saved, by_common_path(wanted), by_common_path(saved))
-    paths = {
-        path
-        for path in {**sides.ours, **sides.theirs}
-        if chosen.takes(*sides.names(path))
-    }
-    values = _values(sides, paths)
-    _fit_scaler(
-        values,
-        {path[1]: saved[n] for path, n in sides.theirs.items() if path[0] == "scaler"},
-        {path[1]: leaves[n] for path, n in sides.ours.items() if path[0] == "scaler"},
+    sides = _Sides(
+        target_leaves,
+        saved_leaves,
+        by_common_path(target_leaves),
+        by_common_path(saved_leaves),
     )
-    stays = {
+    paths = sides.chosen(choice)
+    values = _values(sides, paths)
+    _fit_scaler(values, sides)
+    _check_fit(name, sides, paths, values, has_rngs=hasattr(target, "rngs"))
+    for text in _describe_dropped(sides, paths):
+        warnings.warn(
+            f"checkpoint.migrate: {name}: {text}.", CheckpointWarning, stacklevel=2
+        )
+    likes = ocp.tree.to_flat_dict(target)  # with Python numbers as they are
+    found = {sides.target_paths[path]: value for path, value in values.items()}
+    placed = {path: place(value, likes[path]) for path, value in found.items()}
+    return replace_leaves(target, placed)
+
+
+class _Sides(NamedTuple):
+    """The arrays of a target and of a checkpoint.
+
+    Attributes:
+      target_leaves: the leaves of the target, by their paths there.
+      saved_leaves: the arrays of the checkpoint, by their paths on disk.
+      target_paths: the paths in the target, by common path.
+      saved_paths: the paths on disk, by common path.
+    """
+
+    target_leaves: Mapping[Path, Any]
+    saved_leaves: NumpyLeaves
+    target_paths: Mapping[Path, Path]
+    saved_paths: Mapping[Path, Path]
+
+    def own_paths(self, path: Path) -> list[Path]:
+        """Returns the path in the target and the path on disk, where there are such."""
+        sides = (self.target_paths, self.saved_paths)
+        return [side[path] for side in sides if path in side]
+
+    def target_leaf(self, path: Path) -> Any:
+        """Returns a leaf of the target by its common path."""
+        return self.target_leaves[self.target_paths[path]]
+
+    def saved_leaf(self, path: Path) -> np.ndarray:
+        """Returns an array of the checkpoint by its common path."""
+        return self.saved_leaves[self.saved_paths[path]]
+
+    def chosen(self, choice: Choice) -> set[Path]:
+        """Returns the common paths that are to be read."""
+        paths = self.target_paths.keys() | self.saved_paths.keys()
+        return {path for path in paths if choice.takes(*self.own_paths(path))}
+
+
+def _values(sides: _Sides, paths: set[Path]) -> NumpyLeaves:
+    """Returns the arrays for a target by common path, the scaler as it was saved."""
+    values = {}
+    for path in paths & sides.target_paths.keys():
+        like = sides.target_leaf(path)
+        if path in sides.saved_paths:
+            values[path] = _convert(sides.saved_leaf(path), like)
+        elif path[0] in WRAPPERS.keys() - _tops(sides.saved_paths) - {HYPERPARAMS}:
+            values[path] = _initial(path, like, sides)
+    return values
+
+
+def _check_fit(
+    name: str, sides: _Sides, paths: set[Path], values: NumpyLeaves, has_rngs: bool
+) -> None:
+    """Raises one ValueError that lists every array without a counterpart that fits."""
+    kept_paths = {
         path
-        for path in sides.ours.keys() - values.keys()
+        for path in sides.target_paths.keys() - values.keys()
         if path not in paths or _may_stay(path, values, sides)
     }
-    extra = {
+    unmatched_paths = {
         path
-        for path in paths - sides.ours.keys()
-        if not _may_be_dropped(path, sides, hasattr(target, "rngs"))
+        for path in paths - sides.target_paths.keys()
+        if not _may_be_dropped(path, sides, has_rngs)
     }
-    problems = _problems(sides, values, stays, extra) + [
-        f"{name_of(sides.ours[path])}: to stay as in the target, where it has no value"
-        for path in stays
-        if not has_value(leaves[sides.ours[path]])
-    ]
-    if problems:
+    if problems := _problems(sides, values, kept_paths, unmatched_paths):
         raise ValueError(
             f"checkpoint.migrate: {name} does not fit the target:\n  "
             + "\n  ".join(sorted(problems))
@@ -143,60 +197,35 @@ def migrate(
             "they are with exclude=, or read only some with include=."
             + _hint(sides, paths)
         )
-    for loss in _losses(sides, paths - sides.ours.keys()):
-        warnings.warn(
-            f"checkpoint.migrate: {name}: {loss}.", CheckpointWarning, stacklevel=2
-        )
-    placed = {
-        sides.ours[path]: place(value, leaves[sides.ours[path]])
-        for path, value in values.items()
-    }
-    return replace_leaves(target, placed)
-
-
-class _Sides(NamedTuple):
-    """The arrays of a target and of a checkpoint.
-
-    Attributes:
-      wanted: the leaves of the target, by their paths there.
-      saved: the arrays of the checkpoint, by their paths on disk.
-      ours: the paths in the target, by common path.
-      theirs: the paths on disk, by common path.
-    """
-
-    wanted: Mapping[Path, Any]
-    saved: NumpyLeaves
-    ours: Mapping[Path, Path]
-    theirs: Mapping[Path, Path]
-
-    def names(self, path: Path) -> list[Path]:
-        """Returns the paths that go by a common path."""
-        return [side[path] for side in (self.ours, self.theirs) if path in side]
-
-
-def _values(sides: _Sides, paths: set[Path]) -> NumpyLeaves:
-    """Returns the arrays for a target by common path, the scaler as it was saved."""
-    values = {}
-    for path in paths & sides.ours.keys():
-        like = sides.wanted[sides.ours[path]]
-        if path in sides.theirs:
-            values[path] = _convert(sides.saved[sides.theirs[path]], like)
-        elif path[0] in WRAPPERS.keys() - _tops(sides.theirs) - {HYPERPARAMS}:
-            values[path] = _initial(path, like, sides)
-    return values
 
 
 def _problems(
-    sides: _Sides, values: NumpyLeaves, stays: set[Path], extra: set[Path]
+    sides: _Sides,
+    values: NumpyLeaves,
+    kept_paths: set[Path],
+    unmatched_paths: set[Path],
 ) -> list[str]:
-    """Returns a line for each array without a counterpart of its shape and dtype."""
-    ours, theirs = sides.ours, sides.theirs
-    stay = {ours[path] for path in stays}
-    return differences(
-        {ours[path]: value for path, value in values.items()},
-        {path: leaf for path, leaf in sides.wanted.items() if path not in stay},
-        saved_as={ours[path]: theirs[path] for path in ours.keys() & theirs.keys()},
-    ) + differences({theirs[path]: sides.saved[theirs[path]] for path in extra}, {})
+    """Returns a line for each array without a counterpart of its shape and dtype.
+
+    What stays as it is in the target needs no counterpart, but a value.
+    """
+    own, saved_as, leaves = sides.target_paths, sides.saved_paths, sides.target_leaves
+    kept = {own[path] for path in kept_paths}
+    matched = differences(
+        {own[path]: value for path, value in values.items()},
+        {path: leaf for path, leaf in leaves.items() if path not in kept},
+        saved_as={own[path]: saved_as[path] for path in own.keys() & saved_as.keys()},
+    )
+    unmatched = {saved_as[path] for path in unmatched_paths}
+    return [
+        *matched,
+        *differences({path: sides.saved_leaves[path] for path in unmatched}, {}),
+        *(
+            f"{path_text(path)}: to stay as in the target, where it has no value"
+            for path in kept
+            if not has_value(leaves[path])
+        ),
+    ]
 
 
 def _tops(paths: Iterable[Path]) -> set[str]:
@@ -208,12 +237,12 @@ def _may_stay(path: Path, values: NumpyLeaves, sides: _Sides) -> bool:
     """Whether an array of the target keeps its value although it was not excluded.
 
     Hyper-parameters that were not saved do, random keys if there are none on disk, and
-    a scaler if there is none to go on with.
+    a scaler if there is none to resume with.
     """
     if path[0] == "scaler":
         return "scaler" not in _tops(values)
     if path[0] == "rngs":
-        return "rngs" not in _tops(sides.theirs)
+        return "rngs" not in _tops(sides.saved_paths)
     return path[0] == HYPERPARAMS
 
 
@@ -226,7 +255,8 @@ def _may_be_dropped(path: Path, sides: _Sides, has_rngs: bool) -> bool:
         return path[1] in _scaler.KEYS
     if path[0] == "rngs":
         return not has_rngs
-    return path[0] == HYPERPARAMS or path[0] in WRAPPERS.keys() - _tops(sides.ours)
+    unwrapped = WRAPPERS.keys() - _tops(sides.target_paths)
+    return path[0] == HYPERPARAMS or path[0] in unwrapped
 
 
 def _initial(path: Path, like: Any, sides: _Sides) -> np.ndarray:
@@ -234,24 +264,23 @@ def _initial(path: Path, like: Any, sides: _Sides) -> np.ndarray:
     if path == ("MultiSteps", "gradient_step"):
         # It counts updates, and the optimizer inside has made some already.
         steps, skipped = (
-            sides.saved[sides.theirs[path]] if path in sides.theirs else 0
+            sides.saved_leaf(path) if path in sides.saved_paths else 0
             for path in (("step",), ("apply_if_finite", "total_notfinite"))
         )
         return np.maximum(np.subtract(steps, skipped), 0).astype(np.int32)
     return np.full(like.shape, path[-1] == "last_finite", like.dtype)
 
 
-def _fit_scaler(
-    values: NumpyLeaves, saved: Mapping[str, Any], target: Mapping[str, Any]
-) -> None:
-    """Puts the scaler to go on with among the values by common path.
+def _scaler_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """Returns the scaler among leaves by common path."""
+    return {path[1]: leaf for path, leaf in leaves.items() if path[0] == "scaler"}
 
-    Args:
-      values: those that were found; they are changed.
-      saved: the scaler on disk.
-      target: the scaler of the target, of whatever library.
-    """
-    found = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
+
+def _fit_scaler(values: NumpyLeaves, sides: _Sides) -> None:
+    """Puts the scaler to resume with among the values by common path."""
+    found = _scaler_of(values)
+    target = _scaler_of({path: sides.target_leaf(path) for path in sides.target_paths})
+    saved = _scaler_of({path: sides.saved_leaf(path) for path in sides.saved_paths})
     if _scaler.is_batched(found) or _scaler.is_batched(target):
         return
     if "min_scaler" in target:
@@ -268,29 +297,30 @@ def _fit_scaler(
             del values["scaler", key]
 
 
-def _losses(sides: _Sides, dropped: set[Path]) -> list[str]:
+def _describe_dropped(sides: _Sides, paths: set[Path]) -> list[str]:
     """Describes what was dropped of an optimizer that a user may miss."""
-    losses = []
+    dropped = paths - sides.target_paths.keys()
+    texts = []
     summed = ("MultiSteps", "mini_step")
-    if summed in dropped and (steps := np.max(sides.saved[sides.theirs[summed]])):
-        losses.append(
+    if summed in dropped and (steps := np.max(sides.saved_leaf(summed))):
+        texts.append(
             f"dropped the sum of the gradients of {steps} steps that MultiSteps had "
             "not applied yet; the optimizer of the target has no MultiSteps"
         )
     lost = sorted("/".join(path[1:]) for path in dropped if path[0] == HYPERPARAMS)
-    if lost and HYPERPARAMS in _tops(sides.ours):
-        losses.append(
+    if lost and HYPERPARAMS in _tops(sides.target_paths):
+        texts.append(
             f"dropped the hyper-parameters {', '.join(lost)}, which the optimizer of "
             "the target does not have as leaves"
         )
-    return losses
+    return texts
 
 
 def _hint(sides: _Sides, paths: set[Path]) -> str:
     """Returns further advice if every saved array has one axis more."""
     shapes = [
-        (sides.saved[sides.theirs[path]].shape, sides.wanted[sides.ours[path]].shape)
-        for path in paths & sides.ours.keys() & sides.theirs.keys()
+        (sides.saved_leaf(path).shape, sides.target_leaf(path).shape)
+        for path in paths & sides.target_paths.keys() & sides.saved_paths.keys()
     ]
     if shapes and all(saved[1:] == wanted != saved for saved, wanted in shapes):
         return (

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from flax_amp.checkpoint._arrays import Path, name_of
+from flax_amp.checkpoint._arrays import Path, path_text
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def renamed(leaves: Mapping[Path, T], rename: Mapping[str, str]) -> dict[Path, T
             "of regular expressions and what to put in their place, such as "
             "{'Dense_0': 'linear1'}."
         )
-    names = {path: name_of(path) for path in leaves}
+    names = {path: path_text(path) for path in leaves}
     for pattern, replacement in rename.items():
         try:
             whole = re.compile(f"(?<![^/])(?:{pattern})(?![^/])")
@@ -86,18 +86,18 @@ def renamed(leaves: Mapping[Path, T], rename: Mapping[str, str]) -> dict[Path, T
     result: dict[Path, T] = {}
     for path, leaf in leaves.items():
         # As it is where nothing changed: a name may have slashes of its own.
-        unchanged = names[path] == name_of(path)
+        unchanged = names[path] == path_text(path)
         new = path if unchanged else tuple(filter(None, names[path].split("/")))
         if not new:
             raise ValueError(
-                f"checkpoint.migrate: rename leaves nothing of {name_of(path)}; "
+                f"checkpoint.migrate: rename leaves nothing of {path_text(path)}; "
                 "expected a path. Correct the expressions."
             )
         if new in result:
             raise ValueError(
-                f"checkpoint.migrate: rename gives two arrays the path {name_of(new)}, "
-                f"{name_of(path)} and another; expected one. Make the expressions more "
-                "specific."
+                "checkpoint.migrate: rename gives two arrays the path "
+                f"{path_text(new)}, {path_text(path)} and another; expected one. Make "
+                "the expressions more specific."
             )
         result[new] = leaf
     return result

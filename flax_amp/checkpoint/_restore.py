@@ -35,6 +35,7 @@ from flax_amp.checkpoint._steps import (
     describe,
     finish_saving,
     newest_intact,
+    step_name,
     steps_in,
 )
 
@@ -84,7 +85,7 @@ def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrai
 def _restore_step(
     directory: epath.Path, step: int, target: AmpTrainState
 ) -> AmpTrainState:
-    where = f"step {step} in {directory}"
+    where = step_name(directory, step)
     wanted = leaves_of_target(target, "checkpoint.restore")
     read = agreed(lambda: _read_step(directory, step, wanted))
     leaves = ocp.tree.to_flat_dict(target)
@@ -114,7 +115,7 @@ def _read_step(
     part = jax.process_index(), jax.process_count()
     tree, _ = describe(directory, step, part)
     on_disk = ocp.tree.to_flat_dict(tree)
-    _check_fit(on_disk, wanted, f"step {step} in {directory}")
+    _check_fit(on_disk, wanted, step_name(directory, step))
     # Orbax is asked for the structure on disk: another empty dict is no difference.
     asked = [
         restore_spec(wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.checkpoint._arrays import check_state, description_of, name_of
+from flax_amp.checkpoint._arrays import check_state, description_of, path_text
 from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
 from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
 from flax_amp.checkpoint._steps import record_of, whole_number
@@ -70,7 +70,7 @@ def save(
         )
     check_state(state, "checkpoint.save: state")
     leaves = ocp.tree.to_flat_dict(state)
-    problems = {name_of(path): _problem(leaf) for path, leaf in leaves.items()}
+    problems = {path_text(path): _problem(leaf) for path, leaf in leaves.items()}
     if bad := [f"{name}: {problem}" for name, problem in problems.items() if problem]:
         raise ValueError(
             f"checkpoint.save: {'; '.join(bad)}; expected arrays with elements. "

@@ -1,4 +1,4 @@
-"""What a run goes on with of a scaler that was saved, by flax_amp or by others.
+"""Which entries of a saved scaler a run resumes with, whichever library wrote them.
 
     flax_amp            scaler/{scaler, count, patience, ...}
     jaxamp              any field/{scaler, count, patience, adjust_factor, total_resets}
@@ -49,7 +49,7 @@ def _is_scaler(keys: set[str]) -> bool:
 
 
 def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
-    """Returns the scaler to go on with, and a remark if it is not the saved one.
+    """Returns the scaler to resume with, and a remark if it is not the saved one.
 
     A run that changes between float16 and bfloat16 changes between a dynamic and a
     static scaler. One says nothing about the other, so the scaler of the target is used
@@ -73,8 +73,6 @@ def limited(scaler: Scaler, target: Scaler) -> dict[str, Any]:
 
     Other libraries have no limits: the scale of jaxamp grows to infinity.
     """
-    if is_batched(scaler):
-        return dict(scaler)
     scale = np.asarray(scaler["scaler"])
     if np.isnan(scale):
         scale = np.asarray(complete_scaler(_with_values(target))["scaler"])
@@ -83,7 +81,7 @@ def limited(scaler: Scaler, target: Scaler) -> dict[str, Any]:
 
 
 def check(scaler: Scaler, where: str) -> None:
-    """Raises a ValueError if a restored scaler could not find its scale.
+    """Raises a ValueError if a value of a restored scaler is out of its range.
 
     The scalers of several runs are not checked.
     """

@@ -30,6 +30,7 @@ from flax_amp.checkpoint._steps import (
     finish_saving,
     items_of,
     newest_intact,
+    step_name,
     steps_in,
 )
 
@@ -71,12 +72,13 @@ def read(source: Any, step: int | None, stacklevel: int) -> tuple[str, NumpyLeav
         return str(path), _read_entry(path)
 
     def steps() -> list[int]:
-        folders.update(now := _names_of_steps(path))
+        now = _names_of_steps(path)
+        folders.update(now)
         return candidates(now, path, step)
 
     def read_step(number: int) -> tuple[str, NumpyLeaves]:
-        name = f"step {number} in {path}"
-        return name, agreed(lambda: _read_step(path, number, folders[number]))
+        leaves = agreed(lambda: _read_step(path, number, folders[number]))
+        return step_name(path, number), leaves
 
     return newest_intact(steps, read_step, path, stacklevel + 1)
 
@@ -114,7 +116,8 @@ def _names_of_steps(path: epath.Path) -> dict[int, str]:
 
 def _read_step(path: epath.Path, step: int, name: str) -> NumpyLeaves:
     folder = path / name
-    if name == str(step) and not folder.is_file():
+    is_of_manager = name == str(step) and not folder.is_file()
+    if is_of_manager:
         items = read_or_explain(lambda: items_of(folder))
         if ITEM in items or not items:
             part = jax.process_index(), jax.process_count()

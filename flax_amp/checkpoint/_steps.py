@@ -86,6 +86,11 @@ def steps_in(directory: epath.Path) -> list[int]:
     return sorted(x.step for x in found if x.path.is_dir())
 
 
+def step_name(directory: epath.Path, step: int) -> str:
+    """Returns what messages call a step."""
+    return f"step {step} in {directory}"
+
+
 def candidates(
     steps: Iterable[int], directory: epath.Path, step: Any = None
 ) -> list[int]:
@@ -230,7 +235,7 @@ def describe(
       OSError: if its files cannot be read for another reason.
       ValueError: if something else was saved, or a newer version saved it.
     """
-    where = f"step {step} in {directory}"
+    where = step_name(directory, step)
     folder = directory / str(step)
     items = read_or_explain(lambda: items_of(folder))
     metadata = read_or_explain(lambda: _metadata(folder))
@@ -246,7 +251,8 @@ def describe(
     if metadata is None and (directory / _lock.NAME).exists():
         raise IncompleteError(f"its file {_STEP_FILE} is missing")
     promised = _check_record((metadata or {}).get(KEY, {}), step, where)
-    # Orbax reads only what was found intact: of damaged arrays it says a hundred lines.
+    # Orbax reads only what was found intact: it prints a hundred lines about
+    # damaged arrays.
     has_checksums = _checksums.check(folder, part)
     if promised and not has_checksums:
         raise IncompleteError("its list of checksums is missing")
