@@ -190,7 +190,8 @@ def _key(path: str, eqn: Eqn) -> tuple[str, int]:
 
 
 def _kind(path: str, eqn: Eqn) -> tuple[str, str, Any]:
-    return path, eqn.primitive.name, getattr(eqn.outvars[0].aval, "shape", ())
+    shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars]  # none of a print
+    return path, eqn.primitive.name, shapes[0] if shapes else ()
 
 
 def _rule(item: Stored) -> Equation:

@@ -53,9 +53,15 @@ def jitted(w, x):
     return jax.jit(scoped)(w, jax.jit(lambda x: jnp.sin(x @ w))(x))
 
 
+def printed(w, x):
+    y = jnp.tanh(x @ w)
+    jax.debug.print("{}", y.sum())
+    return (y @ w).sum()
+
+
 @pytest.mark.parametrize("recompute", ["auto", "never"])
 @pytest.mark.parametrize(
-    "fun", [scoped, scanned, rematted, jitted], ids=lambda f: f.__name__
+    "fun", [scoped, scanned, rematted, jitted, printed], ids=lambda f: f.__name__
 )
 def test_bytes_are_those_that_jax_keeps(fun, recompute):
     found = explain(fun, compute_dtype=jnp.bfloat16, recompute=recompute)(W, X)
