@@ -25,6 +25,10 @@ from flax_amp.debug._walk import Place, Walk
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
 
 
+class _Unknown(Exception):
+    """What the backward pass stores is not known, and why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Options:
     """The arguments of `amp`, checked, and `backward`."""
@@ -191,13 +195,15 @@ def _explain_call(
     never = None
     if options.backward:
         try:
-            stored = _stored(options, planned, call, recompute)
-            rows += attach(stored, walk.visits)
+            stored = unchanged = _stored(options, planned, call, recompute)
             if recompute != "never":
-                stored = _stored(options, planned, call, "never")
-            never = bytes_by_dtype(stored)
+                unchanged = _stored(options, planned, call, "never")
+            rows += attach(stored, walk.visits)
+            never = bytes_by_dtype(unchanged)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            if isinstance(error, _Unknown):
+                cause = str(error)
             notes.append(f"what the backward pass stores is not known: {cause}")
     root = Module(name, "")
     for row in rows:
@@ -232,12 +238,15 @@ def _stored(
     options: _Options, planned: PlannedCall, call: FunctionalCall, recompute: Recompute
 ) -> list[Stored]:
     arrays = [x for x in call.inputs if _tree.is_array(x)]
+    trained = _trained(call)
+    if not any(trained):
+        raise _Unknown("the first argument has no float arrays")
 
     def emitted(*arrays: Any) -> Any:
         wide, merge = options.wide_gradients, options.merge_layers
         return planned.emit(arrays, recompute, wide, merge)
 
-    return stored_arrays(emitted, arrays, _trained(call))
+    return stored_arrays(emitted, arrays, trained)
 
 
 def _trained(call: FunctionalCall) -> list[bool]:

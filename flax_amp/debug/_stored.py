@@ -131,7 +131,10 @@ def stored_arrays(
             return outs[:1] if outs and outs[0].ndim == 0 else outs
 
         chosen = [x for x, m in zip(arrays, moving, strict=True) if m]
-        leaves = jax.tree.leaves(jax.vjp(jax.jit(loss), *chosen)[1])
+        outs, pullback = jax.vjp(jax.jit(loss), *chosen)
+        # Only its use tells whether there is one: a `while` has none.
+        pullback(jax.tree.map(jnp.ones_like, outs))
+        leaves = jax.tree.leaves(pullback)
         return [x for x in leaves if isinstance(x, jax.Array)]
 
     closed = jax.make_jaxpr(residuals)(*arrays)

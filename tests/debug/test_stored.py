@@ -146,4 +146,27 @@ def test_functions_without_a_derivative():
     assert "what the backward pass stores is not known" in found.notes[0]
     assert "Note: what the backward pass" in str(found)
     assert "other" not in str(explain(fun, backward=False)(W, X))
-    assert explain(lambda n: n + 1)(3).totals.stored == {}
+
+
+def looped(w, x):
+    return jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ w, x @ w).sum()
+
+
+@pytest.mark.parametrize(
+    "fun, args, kwargs, reason",
+    [
+        (scoped, (), {"w": W, "x": X}, "the first argument has no float arrays"),
+        (lambda k, w: w @ w, (jax.random.key(0), W), {}, "has no float arrays"),
+        (lambda n, w: w @ w, (jnp.arange(3), W), {}, "has no float arrays"),
+        (lambda n: n + 1, (3,), {}, "has no float arrays"),
+        (looped, (W, X), {}, "ValueError: Reverse-mode differentiation"),
+    ],
+    ids=["keywords", "key", "integers", "static", "while"],
+)
+def test_what_is_not_known_is_not_nothing(fun, args, kwargs, reason):
+    found = explain(fun)(*args, **kwargs)
+    assert found.stored_without_recompute is None and not found.totals.stored
+    (note,) = found.notes
+    assert "not known" in note and reason in note
+    assert "nothing" not in str(found) and "gradient of argument" not in str(found)
+    assert "gradient of argument 1  " in str(explain(scoped)(W, X))
