@@ -19,7 +19,7 @@ from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function
 from flax_amp._training.train_state import AmpTrainState, variables_of
 from flax_amp.debug._model import Explanation, Module
-from flax_amp.debug._problems import find_problems
+from flax_amp.debug._problems import find_choices, find_problems
 from flax_amp.debug._stored import Stored, attach, bytes_by_dtype, stored_arrays
 from flax_amp.debug._walk import Place, Walk
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
@@ -205,6 +205,7 @@ def _explain_call(
             if isinstance(error, _Unknown):
                 cause = str(error)
             notes.append(f"what the backward pass stores is not known: {cause}")
+    notes += find_choices(walk.visits, options.compute_dtype)
     root = Module(name, "")
     for row in rows:
         root.add(row)

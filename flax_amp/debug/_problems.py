@@ -46,10 +46,35 @@ def find_problems(
     }
     if compute_dtype != jnp.float32:
         for visit in visits:
+            if _choice(visit.row):
+                continue
             for finding in _findings(visit, compute_dtype.name):
                 found.setdefault(finding, []).append(visit.row)
     problems = [_problem(finding, rows) for finding, rows in found.items()]
     return sorted(problems, key=lambda p: (KINDS.index(p.kind), -p.flops, -p.count))
+
+
+def find_choices(visits: Iterable[Visit], compute_dtype: Any) -> list[str]:
+    """Returns notes of the products that the user chose to keep in float32."""
+    found: dict[str, list[Equation]] = {}
+    if compute_dtype != jnp.float32:
+        for visit in visits:
+            if choice := _choice(visit.row):
+                found.setdefault(choice, []).append(visit.row)
+    notes = []
+    for choice, rows in found.items():
+        problem = _problem(("", ""), rows)
+        count = problem.count
+        products = "1 product is" if count == 1 else f"{count} products are"
+        notes.append(f"{products} kept in float32 {choice}: {where(problem)}")
+    return notes
+
+
+def where(problem: Problem) -> str:
+    """Returns the places of a problem as words."""
+    shown = ", ".join(path or "outside of any module" for path in problem.paths[:3])
+    more = len(problem.paths) - 3
+    return shown + (f" and {more} more" if more > 0 else "")
 
 
 def fold(path: str) -> str:
@@ -95,6 +120,20 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         yield from _of_carry(visit)
 
 
+def _choice(row: Equation) -> str:
+    """Returns how the user chose to keep a product in float32; empty if not so."""
+    floats = [dtype for dtype in row.before.operands[:2] if "float" in dtype]
+    if row.primitive not in LOW_OPS or row.is_low or not floats:
+        return ""
+    decision = row.reason.rpartition(": ")[2]  # behind `inside pallas_call: `
+    kind, _, key = decision.partition(" ")
+    if decision == "scope amp_stop":
+        return "by flax_amp.amp_stop"
+    # The policy that is the default lets all products run in half.
+    chosen = kind in ("scope", "primitive")
+    return f"by your policy key {key!r}" if chosen else ""
+
+
 def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
     floats = [dtype for dtype in row.before.operands[:2] if "float" in dtype]
     if not floats:  # of integers
@@ -110,17 +149,16 @@ def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
 
 
 def _why(row: Equation, compute_dtype: str) -> str:
-    kind, _, key = row.reason.partition(" ")
     if row.reason.startswith("precision="):
         asked = "/".join(dict.fromkeys(re.findall(r"[A-Z][A-Z0-9_]+", row.reason)))
         return (
             f"it asks for precision={asked}. Leave that out to run it in "
             f"{compute_dtype}."
         )
-    if kind == "inside":
+    if row.reason.startswith("inside "):
         return f"it stands {row.reason}, and amp does not rewrite what is there."
-    if kind in ("scope", "primitive", "default"):
-        return f"the policy has it so, by its key {key!r}."
+    if row.reason == "default amp_default":
+        return f"no key of the policy names {row.primitive}."
     return f"{row.reason}."
 
 

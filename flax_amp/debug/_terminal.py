@@ -27,7 +27,7 @@ from flax_amp.debug._model import (
     short,
     total,
 )
-from flax_amp.debug._problems import fold
+from flax_amp.debug._problems import fold, where
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
 _WIDTHS = (80, 120)
@@ -108,9 +108,8 @@ def _problem(problem: Problem, totals: Totals) -> Text:
         text.append(f", {problem.flops / totals.flops:.0%} of FLOPs")
     text.append(f": {problem.message}")
     if problem.paths:
-        where = ", ".join(path or "the function itself" for path in problem.paths[:3])
-        more = len(problem.paths) - 3
-        text.append(f"\n  in {where}" + (f" and {more} more" if more > 0 else ""))
+        inside = "" if problem.paths == ("",) else "in "
+        text.append(f"\n  {inside}{where(problem)}")
         text.append(f", {problem.source}" if problem.source else "", style="dim")
     return text
 

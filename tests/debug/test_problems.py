@@ -44,32 +44,17 @@ def layers(w, x):
 
 
 LOW = {"low": flax_amp.use_compute_precision}
-HEAD = {"head": jnp.float32}
 LAYERS = ["Layer_0", "Layer_1", "Layer_2"]
 
 
 # name: function, additions to the policy, kind, words of the message, paths
 PLANTED = {
     "precision": (layers, {}, "float32 product", "precision=HIGHEST", LAYERS),
-    "scope": (
-        jax.named_call(inner, name="head"),
-        HEAD,
+    "no key": (
+        lambda w, x: inner(w, x) + jax.lax.conv(X[None], X[None], (1,), "SAME")[0, :1],
+        {jax.lax.dot_general_p: None},
         "float32 product",
-        "by its key 'head'",
-        ["head"],
-    ),
-    "stop": (
-        flax_amp.amp_stop(inner),
-        {},
-        "float32 product",
-        "by its key 'amp_stop'",
-        ["amp_stop"],
-    ),
-    "primitive": (
-        inner,
-        {jax.lax.dot_general_p: flax_amp.use_original_precision},
-        "float32 product",
-        "by its key 'dot_general'",
+        "no key of the policy names dot_general",
         [""],
     ),
     "preferred": (
@@ -109,10 +94,40 @@ PLANTED = {
 def test_planted(name):
     fun, additions, kind, words, paths = PLANTED[name]
     policy = flax_amp.default_amp_policy | additions
+    policy = {key: value for key, value in policy.items() if value is not None}
     found = explain(fun, amp_policy=policy)(W, X)
     problem = next(p for p in found.problems if p.kind == kind and words in p.message)
     assert list(problem.paths) == paths
     assert bool(problem.source.startswith("tests/debug/")) == bool(paths)
+
+
+ORIGINAL = flax_amp.use_original_precision
+KEEPS_PRODUCTS = {jax.lax.dot_general_p: ORIGINAL}
+PRIMITIVE = "by your policy key 'dot_general': outside of any module"
+
+
+@pytest.mark.parametrize(
+    "fun, additions, note",
+    [
+        (jax.named_call(inner, name="head"), {"head": jnp.float32}, "key 'head': head"),
+        (
+            jax.named_call(layers, name="head"),
+            {"*/Layer_*": jnp.float32},
+            "3 products are kept in float32 by your policy key '*/Layer_*': "
+            "head/Layer_0, head/Layer_1, head/Layer_2",
+        ),
+        (flax_amp.amp_stop(inner), {}, "by flax_amp.amp_stop: amp_stop"),
+        (flax_amp.amp_stop(jax.jit(inner)), {}, "by flax_amp.amp_stop: amp_stop"),
+        (inner, KEEPS_PRODUCTS, f"1 product is kept in float32 {PRIMITIVE}"),
+    ],
+)
+def test_what_the_user_chose_is_a_note(fun, additions, note):
+    policy = flax_amp.default_amp_policy | additions
+    found = explain(fun, amp_policy=policy)(W, X)
+    # That nothing at all runs in half is no choice.
+    assert {p.kind for p in found.problems} <= {"policy"}
+    assert found.notes[0].endswith(note), found.notes
+    assert not explain(fun, amp_policy=policy, compute_dtype="float32")(W, X).notes
 
 
 def test_equal_findings_are_one_problem():
