@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +31,9 @@ from flax_amp.debug._problems import fold, where
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
 _WIDTHS = (80, 120)
+# The widths of columns: a name before another column is left out, the shortest name,
+# and what is lifted.
+_NAME, _SHORTEST, _LIFTED = 24, 12, 10
 # Equations with these reasons are in float32, but nothing was lifted for them.
 _NOT_LIFTED = ("float32 leaves only", "keeps its operand's dtype", "no float32 operand")
 
@@ -72,8 +75,8 @@ def _header(found: Explanation) -> RenderableType:
     grid.add_row("products", share)
     grid.add_row(
         "casts",
-        f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} back, "
-        f"around {totals.equations:,} equations",
+        f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} to f32, "
+        f"in a program of {totals.equations:,} equations",
     )
     if found.stored_without_recompute is not None:
         without = size(found.stored_without_recompute.total()) or "nothing"
@@ -105,7 +108,8 @@ def _problem(problem: Problem, totals: Totals) -> Text:
     if problem.count:
         text.append(f" x{problem.count}")
     if problem.flops and totals.flops:
-        text.append(f", {problem.flops / totals.flops:.0%} of FLOPs")
+        share = problem.flops / totals.flops
+        text.append(f", {f'{share:.0%}' if share >= 0.01 else '<1%'} of FLOPs")
     text.append(f": {problem.message}")
     if problem.paths:
         inside = "" if problem.paths == ("",) else "in "
@@ -209,20 +213,61 @@ def _tree(found: Explanation, depth: int | None) -> RenderableType:
         shown = lines([root], depth)
     has_stored = found.stored_without_recompute is not None
     rows = [_cells(line, has_stored) for line in shown]
-    headers = ["\nmodule", "forward\nFLOP", "in\nhalf", "casts\ndown/up"]
+    headers = [
+        "\nmodule",
+        "forward\nFLOP",
+        "in\nhalf",
+        f"casts to\n{short(found.compute_dtype)}/f32",
+    ]
     headers += ["stored\nhalf", "stored\nother"] if has_stored else []
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for i, header in enumerate(headers):  # the last column alone gives way
-        texts = [*header.split("\n"), *(row[i] for row in rows)]
-        justify: Any = "right" if i else "left"
-        width = max(map(len, texts))
-        table.add_column(header, justify=justify, no_wrap=True, min_width=width)
-    table.add_column("\nin float32", style="dim", no_wrap=True, overflow="ellipsis")
-    for line, row in zip(shown, rows, strict=True):
-        totals = line.totals
-        style = "red" if totals.low_flops < totals.flops else ""
-        table.add_row(*map(Text, row), _lifted(line.equations), style=style)
-    return Padding(table, (1, 0, 0, 0))
+    return Padding(_Tree(headers, rows, shown), (1, 0, 0, 0))
+
+
+@dataclasses.dataclass
+class _Tree:
+    """The table. It drops no figures: names of modules are shortened first."""
+
+    headers: list[str]
+    rows: list[list[str]]
+    lines: list[Line]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        widths = [max(map(len, column)) for column in self._columns()]
+        room = options.max_width - sum(width + 2 for width in widths[1:])
+        fits = room - _LIFTED - 2 >= min(widths[0], _NAME)
+        left = room - _LIFTED - 2 if fits else room
+        widths[0] = max(min(widths[0], left), _SHORTEST)
+        table = Table(
+            box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False
+        )
+        for i, (header, width) in enumerate(zip(self.headers, widths, strict=True)):
+            justify: Any = "right" if i else "left"
+            table.add_column(
+                header, justify=justify, no_wrap=True, overflow="ellipsis", width=width
+            )
+        if fits:
+            rest = options.max_width - sum(width + 2 for width in widths)
+            table.add_column(
+                "\nin float32",
+                style="dim",
+                no_wrap=True,
+                overflow="ellipsis",
+                width=rest,
+            )
+        for line, row in zip(self.lines, self.rows, strict=True):
+            totals = line.totals
+            style = "red" if totals.low_flops < totals.flops else ""
+            cells = [*row, _lifted(line.equations)] if fits else row
+            table.add_row(*map(Text, cells), style=style)
+        yield table
+        if not fits:
+            yield Text("The column 'in float32' takes a wider terminal.", style="dim")
+
+    def _columns(self) -> Iterator[list[str]]:
+        for i, header in enumerate(self.headers):
+            yield [*header.split("\n"), *(row[i] for row in self.rows)]
 
 
 def _cells(line: Line, has_stored: bool) -> list[str]:

@@ -1,6 +1,8 @@
 """`explain`: what it takes, what it returns, and how that prints."""
 
+import io
 import json
+import re
 
 import flax.linen as nn
 import jax
@@ -8,9 +10,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
 import flax_amp
 from flax_amp import AmpTrainState, explain
+from flax_amp.debug._terminal import render
 
 X = jnp.ones((4, 8))
 
@@ -218,6 +222,31 @@ def test_parts_of_the_report(found):
     assert "stored\n" not in found.report(only="problems")
     assert found.report(only="problems").splitlines()[-1] == "No problems found."
     assert repr(found).startswith("<Explanation of linen_loss: ")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_no_width_drops_figures(width):
+    def fun(w, x):
+        with jax.named_scope("VeryLongNameOfAModule/AndOneMoreInsideOfIt"):
+            y = jnp.sin(x @ w)
+            with jax.named_scope("norm_of_the_module_with_a_long_name"):
+                y = y * jax.lax.rsqrt((y * y).sum(-1, keepdims=True))
+        with jax.named_scope("head"):
+            return (y @ w).sum()
+
+    wide, console = (
+        Console(file=io.StringIO(), width=w, color_system=None) for w in (200, width)
+    )
+    found = explain(fun)(jnp.ones((8, 8)), X)
+    for at in (wide, console):
+        at.print(render(found))
+    texts = [at.file.getvalue().split("\nmodule ")[1] for at in (wide, console)]
+    rows = [text.partition("\n")[2] for text in texts]
+    figures = [re.findall(r"\d[\d.]* [kMG%]?B?", text) for text in rows]
+    assert figures[0] == figures[1], texts[1]
+    assert "float32" in texts[1] and "rsqrt" in texts[0]
+    assert max(map(len, texts[1].splitlines())) <= width
+    assert ("a wider terminal" in texts[1]) == ("mul" not in texts[1])
 
 
 def test_numbers_of_a_report_add_up(found):
