@@ -79,8 +79,14 @@ class _Frame:
         return self.inner[id(eqn)]
 
 
-def _origin(atom: Atom, frame: _Frame) -> tuple[Eqn, Var, _Frame] | None:
-    """Returns the equation that makes a value; `None` for inputs and constants."""
+def _origin(
+    atom: Atom, frame: _Frame
+) -> tuple[Eqn, Var, _Frame, frozenset[Var]] | None:
+    """Returns the equation that makes a value; `None` for inputs and constants.
+
+    Returned with it are its result, its frame, and the carries of loops on the way:
+    what an iteration before has made is another array than what this one makes.
+    """
     carried: set[Var] = set()
     while not isinstance(atom, Literal):
         eqn = frame.made.get(atom)
@@ -99,7 +105,9 @@ def _origin(atom: Atom, frame: _Frame) -> tuple[Eqn, Var, _Frame] | None:
         else:
             body = frame.body(eqn)
             if body is None:
-                return None if _moves_inputs(eqn, frame) else (eqn, atom, frame)
+                if _moves_inputs(eqn, frame):
+                    return None
+                return eqn, atom, frame, frozenset(carried)
             atom, frame = body.jaxpr.outvars[list(eqn.outvars).index(atom)], body
     return None
 
@@ -143,11 +151,11 @@ def stored_arrays(
     for atom in frame.jaxpr.outvars:
         origin = _origin(atom, frame)
         if origin is not None:
-            eqn, variable, at = origin
+            eqn, variable, at, carried = origin
             path = module_path(at.scopes + _compat.scope_names(eqn))
             size = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
             stored = Stored(eqn, path, str(atom.aval.dtype), size)
-            found[variable, id(at), atom.aval.shape] = stored
+            found[variable, id(at), carried, atom.aval.shape] = stored
     return list(found.values())
 
 

@@ -59,16 +59,27 @@ def printed(w, x):
     return (y @ w).sum()
 
 
+FUNCTIONS = [scoped, scanned, rematted, jitted, printed]
+
+
 @pytest.mark.parametrize("recompute", ["auto", "never"])
-@pytest.mark.parametrize(
-    "fun", [scoped, scanned, rematted, jitted, printed], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda f: f.__name__)
 def test_bytes_are_those_that_jax_keeps(fun, recompute):
     found = explain(fun, compute_dtype=jnp.bfloat16, recompute=recompute)(W, X)
     expected = kept_by_jax(fun, W, X, recompute=recompute)
     assert without_scalars(found.totals.stored) == expected
     never = kept_by_jax(fun, W, X, recompute="never")
     assert without_scalars(found.stored_without_recompute) == never
+
+
+def test_a_carry_is_another_array_than_the_result_before():
+    def fun(ws, x):
+        last, _ = jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)
+        return jnp.mean(last**2)
+
+    sizes = 5 * 8 * 8, 3 * 5 * 4 * 8, 4 * 8  # the weights, three for each step, last
+    found = explain(fun)(jnp.ones((5, 8, 8)), X)
+    assert found.totals.stored == {"float16": 2 * sum(sizes)}
 
 
 def stored_in(found):
