@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._rewriter.plan import Mode
+from flax_amp._rewriter.plan import Mode, Paint, has_paint
 from flax_amp.debug._model import Equation, Problem, is_half, short
 from flax_amp.debug._walk import Visit
 from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS
@@ -27,6 +28,10 @@ KINDS = (
 )
 # Beyond these, what a float16 number is multiplied by leaves half of its range unused.
 _TINY, _LARGE = 1e-3, 1e3
+
+# A sum in a carry of half precision is named beyond so many steps. Residual streams of
+# layers are such sums as well, but shorter ones.
+_STEPS = 100
 
 Finding = tuple[str, str]  # kind, message
 
@@ -118,6 +123,7 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         yield from _of_range(visit)
     if row.primitive in ("scan", "while") and visit.step.mode is Mode.RULE:
         yield from _of_carry(visit)
+        yield from _of_sum_in_carry(visit)
 
 
 def _choice(row: Equation) -> str:
@@ -209,6 +215,45 @@ def _of_range(visit: Visit) -> Iterator[Finding]:
                 f"{row.primitive} by {constant:g} in float16: results, or gradients, "
                 f"{limit}. Move the factor into the loss or into float32.",
             )
+
+
+def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
+    """Finds a carry that `amp` keeps in half and to which each step adds."""
+    row, eqn, plan = visit.row, visit.eqn, visit.step.detail.body
+    first, steps = 0, "an unknown number of"
+    if row.primitive == "scan":
+        first = _compat.scan_counts(eqn)[0]
+        length = eqn.params["length"]
+        if isinstance(length, int):
+            steps = str(length)
+            if length <= _STEPS:
+                return
+    else:
+        first = eqn.params["body_nconsts"]
+    jaxpr = plan.jaxpr
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    for i, value in enumerate(visit.step.detail.carry):
+        old, new = jaxpr.invars[first + i], jaxpr.outvars[i]
+        if has_paint(value, Paint.LOW) and old is not new and _adds(new, old, made):
+            yield (
+                "risk",
+                f"the carry of a {row.primitive} adds up over {steps} steps in half. "
+                f"From about {_STEPS} on, small terms get lost; put flax_amp.amp_stop "
+                "around the sum.",
+            )
+
+
+def _adds(new: Any, old: Any, made: dict[Any, Any]) -> bool:
+    """Whether a value is an old one, or that and other terms."""
+    while not isinstance(new, Literal) and new in made:
+        eqn = made[new]
+        name = eqn.primitive.name
+        if name in ("add", "add_any"):
+            return any(_adds(v, old, made) for v in eqn.invars)
+        if name not in ("sub", "convert_element_type"):
+            return False
+        new = eqn.invars[0]
+    return new is old
 
 
 def _of_carry(visit: Visit) -> Iterator[Finding]:

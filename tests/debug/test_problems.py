@@ -130,6 +130,35 @@ def test_what_the_user_chose_is_a_note(fun, additions, note):
     assert not explain(fun, amp_policy=policy, compute_dtype="float32")(W, X).notes
 
 
+def summed(w, x, length):
+    xs = jnp.broadcast_to(x, (length, *x.shape))
+    return jax.lax.scan(lambda c, x: (c + x @ w, None), x @ w, xs)[0].mean()
+
+
+def counted(w, x):
+    def step(carry):
+        return carry[0] + 1, (x @ w) + carry[1]
+
+    return jax.lax.while_loop(lambda c: c[0] < w[0, 0], step, (0, x @ w))[1]
+
+
+@pytest.mark.parametrize(
+    "fun, words",
+    [
+        (lambda w, x: summed(w, x, 101), "adds up over 101 steps in half"),
+        (lambda w, x: summed(w, x, 100), None),
+        (flax_amp.amp_stop(lambda w, x: summed(w, x, 101)), None),
+        (counted, None),  # amp keeps the state of such a loop in float32
+        (lambda w, x: jax.lax.scan(lambda c, _: (c @ w, c), x, length=101)[0], None),
+    ],
+    ids=["long", "short", "stopped", "while", "no sum"],
+)
+def test_sums_in_a_carry(fun, words):
+    risks = [p.message for p in explain(fun)(W, X).problems if p.kind == "risk"]
+    assert len(risks) == bool(words)
+    assert words is None or words in risks[0]
+
+
 def test_equal_findings_are_one_problem():
     (problem,) = explain(layers)(W, X).problems
     assert problem.count == 3 and problem.flops == 3 * 2 * 4 * 8 * 8
