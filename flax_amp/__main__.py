@@ -8,7 +8,8 @@ such directory. An old step that was half deleted when a run was killed is not d
 and why. The function takes nothing and returns `(loss_fn, args)`, or `(state, loss_fn,
 batch)` for a training state; the arguments may be abstract. Without a name, it is
 `to_explain`; the module may be a path: `examples/digits`. The exit code is 0 if there
-is no problem, 1 if there is one, and 2 if there is no such function.
+is no problem, 1 if there is one, and 2 if it
+cannot be explained.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from rich.console import Console
 from flax_amp import checkpoint
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._explain import explain
+from flax_amp.debug._model import Explanation
 from flax_amp.debug._terminal import render
 
 
@@ -62,27 +64,43 @@ def _explain(args: argparse.Namespace) -> int:
     module = module.rstrip("/").removesuffix(".py").replace("/", ".")
     try:
         function = getattr(importlib.import_module(module), name or "to_explain")
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         print(f"error: {args.target}: {error}", file=sys.stderr)
         return 2
-    dtype = jnp.dtype(args.dtype)
-    given: Any = function()
-    if isinstance(given, tuple) and isinstance(given[0], AmpTrainState):
-        found = explain(*given, compute_dtype=dtype)
-    elif isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
-        found = explain(given[0], compute_dtype=dtype)(*given[1])
-    else:
+    if not callable(function):
+        kind = type(function).__name__
         print(
-            f"error: {args.target} returned a {type(given).__name__}; expected "
-            "(loss_fn, args) with a tuple of arguments, or (state, loss_fn, batch).",
-            file=sys.stderr,
+            f"error: {args.target} is a {kind}; expected a function.", file=sys.stderr
         )
         return 2
-    Console(highlight=False).print(render(found, depth=args.depth, only=args.only))
+    try:
+        found = _found(args, function)
+        report = render(found, depth=args.depth, only=args.only)
+        if args.html:
+            args.html.write_text(found.to_html(), encoding="utf-8")
+    except Exception as error:  # of the user's code, too
+        cause = str(error).partition("\n")[0]
+        message = f"error: {args.target}: {type(error).__name__}: {cause}"
+        print(message, file=sys.stderr)
+        return 2
+    Console(highlight=False).print(report)
     if args.html:
-        args.html.write_text(found.to_html(), encoding="utf-8")
         print(f"\nwrote {args.html}")
     return int(bool(found.problems))
+
+
+def _found(args: argparse.Namespace, function: Any) -> Explanation:
+    """Explains what the user's function returns."""
+    dtype = jnp.dtype(args.dtype)
+    given: Any = function()
+    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
+        return explain(*given, compute_dtype=dtype)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
+        return explain(given[0], compute_dtype=dtype)(*given[1])
+    raise TypeError(
+        f"it returned a {type(given).__name__}; expected (loss_fn, args) with a tuple "
+        "of arguments, or (state, loss_fn, batch)."
+    )
 
 
 def _checkpoint(directory: str) -> int:

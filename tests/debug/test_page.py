@@ -139,3 +139,24 @@ def test_command_without_a_function(capsys, target):
 def test_command_with_a_wrong_function(capsys):
     code, printed = run(capsys, "debug/test_page:wrong")
     assert code == 2 and "returned a tuple; expected (loss_fn, args)" in printed.err
+
+
+def raising():
+    raise KeyError("no data")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("debug/test_page:W",), "expected a function"),
+        (("debug/test_page:raising",), "KeyError: 'no data'"),
+        (("debug/test_page:sound", "--html", "/no/such/page.html"), "No such file"),
+        (("debug/test_page:sound", "--depth", "-1"), "got depth=-1"),
+        ((":sound",), "Empty module name"),
+    ],
+)
+def test_command_errors_are_one_line(capsys, arguments, message):
+    code, printed = run(capsys, *arguments)
+    assert code == 2 and not printed.out
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ") and message in line
