@@ -8,8 +8,7 @@ such directory. An old step that was half deleted when a run was killed is not d
 and why. The function takes nothing and returns `(loss_fn, args)`, or `(state, loss_fn,
 batch)` for a training state; the arguments may be abstract. Without a name, it is
 `to_explain`; the module may be a path: `examples/digits`. The exit code is 0 if there
-is no problem, 1 if there is one, and 2 if it
-cannot be explained.
+is no problem, 1 if there is one, and 2 if it cannot be explained.
 """
 
 import argparse

@@ -22,7 +22,7 @@ KINDS = (
     "policy",
     "float32 product",
     "own dtype",
-    "opaque primitive",
+    "unknown primitive",
     "constant",
     "risk",
 )
@@ -108,15 +108,15 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         yield from _of_product(row, compute_dtype)
     elif row.reason == "default amp_default" and "float32" in row.before.results:
         yield (
-            "opaque primitive",
-            f"{row.primitive} is in no family of the policy and runs untouched in its "
-            "original dtypes. If it is safe in half precision, add it to amp_policy.",
+            "unknown primitive",
+            f"the policy says nothing about {row.primitive}, so it stays as written. "
+            "If it is safe in half precision, add it to amp_policy.",
         )
     elif row.reason.startswith("constant "):
         yield (
             "constant",
-            f"{row.primitive} runs in float32: {row.reason} a cast to {compute_dtype}. "
-            "If its digits do not matter, use a number that the dtype has.",
+            f"{_of_constant(row.reason, compute_dtype)}, so this {row.primitive} stays "
+            "in float32. If its digits do not matter, use a number that the dtype has.",
         )
     elif row.is_low:
         yield from _of_reduction(visit)
@@ -124,6 +124,20 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     if row.primitive in ("scan", "while") and visit.step.mode is Mode.RULE:
         yield from _of_carry(visit)
         yield from _of_sum_in_carry(visit)
+
+
+def _of_constant(reason: str, compute_dtype: str) -> str:
+    """Says what a cast would do to the constant that a reason names."""
+    number = reason.split()[1]
+    size = abs(float(number))
+    info = jnp.finfo(compute_dtype)
+    if size > float(info.max):
+        return (
+            f"{number} is above {compute_dtype}'s largest number, {float(info.max):g}"
+        )
+    if 0 < size < float(info.smallest_subnormal):
+        return f"{number} rounds to 0 in {compute_dtype}"
+    return f"{number} loses digits in {compute_dtype}"
 
 
 def _choice(row: Equation) -> str:
