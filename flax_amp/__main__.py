@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     command.add_argument("target", metavar="MODULE[:FUNCTION]")
     dtypes = ("float16", "bfloat16", "float32")
-    command.add_argument("--dtype", choices=dtypes, default="float16")
+    command.add_argument(
+        "--dtype", choices=dtypes, help="by default that of the state, or float16"
+    )
     command.add_argument("--depth", type=int, help="levels of modules to show")
     command.add_argument("--only", choices=["problems"])
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
@@ -90,7 +92,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _found(args: argparse.Namespace, function: Any) -> Explanation:
     """Explains what the user's function returns."""
-    dtype = jnp.dtype(args.dtype)
+    dtype = args.dtype and jnp.dtype(args.dtype)
     given: Any = function()
     if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
         return explain(*given, compute_dtype=dtype)

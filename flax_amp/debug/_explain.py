@@ -17,6 +17,7 @@ from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function
+from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
 from flax_amp.debug._model import Explanation, Module
 from flax_amp.debug._problems import find_choices, find_problems
@@ -44,7 +45,7 @@ class _Options:
 def explain(
     fun: Any,
     *step: Any,
-    compute_dtype: DTypeLike = jnp.float16,
+    compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -65,7 +66,8 @@ def explain(
     Args:
       fun: a float32 function, or an `AmpTrainState`.
       *step: the loss function and a batch, if `fun` is a state.
-      compute_dtype: see `flax_amp.amp`.
+      compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
+        float16.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
@@ -95,7 +97,8 @@ def explain(
       >>> product.reason, product.casts_down, found.totals.low_share
       ('primitive dot_general', 2, 1.0)
     """
-    compute_dtype = check_compute_dtype(compute_dtype)
+    word = fun.precision if isinstance(fun, AmpTrainState) else "16-mixed"
+    compute_dtype = check_compute_dtype(compute_dtype_of(word, compute_dtype))
     options = _Options(
         compute_dtype,
         Policy(amp_policy),

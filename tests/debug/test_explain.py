@@ -90,6 +90,8 @@ def test_a_state_and_a_loss(shape):
     assert {"Linen/Block_5/Dense_1", "Linen/out", "Linen/BatchNorm_0"} <= paths(linen)
     assert linen.name == "linen_loss" and linen.totals.low_share == 1
     assert linen.totals.stored["float16"] > 0 and not linen.problems + linen.notes
+    state = linen_state().replace(precision="bf16-mixed")
+    assert "bfloat16" in explain(state, linen_loss, X).totals.stored
     found = explain(shape(nnx_state()), nnx_loss, shape(X))
     assert {"NNX/blocks/2", "NNX/norm"} <= paths(found)
     assert found.totals.flops == 3 * 2 * 4 * 8 * 8
