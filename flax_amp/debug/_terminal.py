@@ -81,8 +81,9 @@ def _header(found: Explanation) -> RenderableType:
     if found.stored_without_recompute is not None:
         without = size(found.stored_without_recompute.total()) or "nothing"
         grid.add_row(
-            "stored for the gradient of argument 1",
-            f"{_by_dtype(totals.stored)}; {without} if nothing were recomputed",
+            "stored",
+            f"{_by_dtype(totals.stored)}, for the gradient of argument 1; "
+            f"{without} if nothing were recomputed",
         )
     return grid
 
