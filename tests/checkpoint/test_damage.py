@@ -476,9 +476,13 @@ def test_as_a_module(steps):
 
 
 QUIET = """
-import sys, flax_amp.checkpoint as checkpoint, optax, jax.numpy as jnp
+import sys, flax_amp.checkpoint as checkpoint, jax, optax, jax.numpy as jnp
 from flax_amp import AmpTrainState
-target = AmpTrainState.create(params={"w": jnp.ones((16, 16))}, tx=optax.sgd(0.1))
+target = AmpTrainState.create(
+    params={"w": jnp.ones((16, 64)), "b": jnp.ones(5)},
+    tx=optax.adam(0.1),
+    rngs={"dropout": jax.random.key(0)},
+)
 assert checkpoint.restore(sys.argv[1], target).step == 1
 checkpoint.migrate(sys.argv[1], target, step=1)
 checkpoint.verify(sys.argv[1])

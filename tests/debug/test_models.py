@@ -1,6 +1,4 @@
-"""The models of the benchmarks in full size: quick, exact, and on one screen."""
-
-import time
+"""The models of the benchmarks in full size: exact, and on one screen."""
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +42,11 @@ MODELS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_full_size(name):
+def test_full_size(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     make, line = MODELS[name]
     fun, args = make(name, "full")
-    start = time.process_time()
-    jax.make_jaxpr(fun)(*args)
-    traced = time.process_time() - start
     found = explain(fun, compute_dtype=jnp.bfloat16)(*args)
-    beyond = time.process_time() - start - 2 * traced
-    print(f"{name}: {traced:.2f} s to trace, {beyond:.2f} s beyond\n{found}")
-    assert beyond < 5
     assert line in str(found), found
     assert len(str(found).splitlines()) < 45
     assert found.totals.low_share == 1 and not found.problems
