@@ -174,13 +174,9 @@ def _explain(
     ]
 
     def trace(arrays: list[Any]) -> None:
-        rest = iter(arrays)
-        pairs = zip(outer.inputs, is_traced, strict=True)
-        outer.function([next(rest) if traced else x for x, traced in pairs])
+        outer.function(_tree.fill(arrays, is_traced, outer.inputs))
 
-    jax.eval_shape(
-        trace, [x for x, m in zip(outer.inputs, is_traced, strict=True) if m]
-    )
+    jax.eval_shape(trace, _tree.pick(outer.inputs, is_traced))
     return found[0]
 
 

@@ -4,6 +4,7 @@ Each finding has a kind and a message. Findings with the same message are one pr
 twelve layers whose products ask for `precision=HIGHEST` are one line, not twelve.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -142,8 +143,7 @@ def _of_constant(reason: str, compute_dtype: str) -> str:
 
 def _choice(row: Equation) -> str:
     """Returns how the user chose to keep a product in float32; empty if not so."""
-    floats = [dtype for dtype in row.before.operands[:2] if "float" in dtype]
-    if row.primitive not in LOW_OPS or row.is_low or not floats:
+    if row.primitive not in LOW_OPS or row.is_low or not _float_factors(row):
         return ""
     decision = row.reason.rpartition(": ")[2]  # behind `inside pallas_call: `
     kind, _, key = decision.partition(" ")
@@ -154,8 +154,13 @@ def _choice(row: Equation) -> str:
     return f"by your policy key {key!r}" if chosen else ""
 
 
+def _float_factors(row: Equation) -> list[str]:
+    """Returns the dtypes of the factors of a product that are floats without amp."""
+    return [dtype for dtype in row.before.operands[:2] if "float" in dtype]
+
+
 def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
-    floats = [dtype for dtype in row.before.operands[:2] if "float" in dtype]
+    floats = _float_factors(row)
     if not floats:  # of integers
         return
     if any(map(is_half, floats)):
@@ -191,9 +196,7 @@ def _of_reduction(visit: Visit) -> Iterator[Finding]:
         length = shape[eqn.params["axis"]]
     else:
         axes = eqn.params.get("axes", range(len(shape)))
-        length = 1
-        for axis in axes:
-            length *= shape[axis] if isinstance(axis, int) else 1
+        length = math.prod(shape[axis] for axis in axes if isinstance(axis, int))
     dtype = row.after.operands[0]
     # From this number of equal terms on, one more does not change their sum.
     limit = round(1 / float(jnp.finfo(dtype).eps)) if is_half(dtype) else 0
@@ -234,7 +237,7 @@ def _of_range(visit: Visit) -> Iterator[Finding]:
 def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
     """Finds a carry that `amp` keeps in half and to which each step adds."""
     row, eqn, plan = visit.row, visit.eqn, visit.step.detail.body
-    first, steps = 0, "an unknown number of"
+    steps = "an unknown number of"
     if row.primitive == "scan":
         first = _compat.scan_counts(eqn)[0]
         length = eqn.params["length"]
@@ -259,15 +262,20 @@ def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
 
 def _adds(new: Any, old: Any, made: dict[Any, Any]) -> bool:
     """Whether a value is an old one, or that and other terms."""
-    while not isinstance(new, Literal) and new in made:
-        eqn = made[new]
-        name = eqn.primitive.name
-        if name in ("add", "add_any"):
-            return any(_adds(v, old, made) for v in eqn.invars)
-        if name not in ("sub", "convert_element_type"):
-            return False
-        new = eqn.invars[0]
-    return new is old
+    terms, seen = [new], set()  # each once: in `y = x + x; z = y + y`, x is in four
+    while terms:
+        term = terms.pop()
+        if term is old:
+            return True
+        if isinstance(term, Literal) or term in seen or term not in made:
+            continue
+        seen.add(term)
+        eqn = made[term]
+        if eqn.primitive.name in ("add", "add_any"):
+            terms += eqn.invars
+        elif eqn.primitive.name in ("sub", "convert_element_type"):
+            terms.append(eqn.invars[0])
+    return False
 
 
 def _of_carry(visit: Visit) -> Iterator[Finding]:

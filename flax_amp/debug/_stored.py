@@ -24,6 +24,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.recompute.stored import stored_p
+from flax_amp._tree import fill, pick
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._walk import Visit, module_path, source_line
 from flax_amp.policy import MOVE_OPS
@@ -51,6 +52,7 @@ class _Frame:
 
     def __post_init__(self) -> None:
         self.inner: dict[int, _Frame] = {}
+        self.moves: dict[int, bool] = {}  # what `_moves_inputs` found
         self.made = {v: e for e in self.jaxpr.eqns for v in e.outvars}
         self.inputs = {v: i for i, v in enumerate(self.jaxpr.invars)}
 
@@ -114,9 +116,13 @@ def _origin(
 
 def _moves_inputs(eqn: Eqn, frame: _Frame) -> bool:
     """Whether a result is the data of inputs and constants, in another order."""
-    return eqn.primitive.name in (*MOVE_OPS, "pvary") and all(
-        _origin(v, frame) is None for v in eqn.invars
-    )
+    # Asked once for each equation: of what is rolled 30 times, each one reads the one
+    # before twice.
+    if id(eqn) not in frame.moves:
+        frame.moves[id(eqn)] = eqn.primitive.name in (*MOVE_OPS, "pvary") and all(
+            _origin(v, frame) is None for v in eqn.invars
+        )
+    return frame.moves[id(eqn)]
 
 
 def stored_arrays(
@@ -132,14 +138,11 @@ def stored_arrays(
 
     def residuals(*arrays: Array) -> list[Array]:
         def loss(*chosen: Array) -> Any:
-            rest = iter(chosen)
-            pairs = zip(arrays, moving, strict=True)
-            outs = function(*(next(rest) if m else x for x, m in pairs))
+            outs = function(*fill(chosen, moving, arrays))
             outs = [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
             return outs[:1] if outs and outs[0].ndim == 0 else outs
 
-        chosen = [x for x, m in zip(arrays, moving, strict=True) if m]
-        outs, pullback = jax.vjp(jax.jit(loss), *chosen)
+        outs, pullback = jax.vjp(jax.jit(loss), *pick(arrays, moving))
         # Only its use tells whether there is one: a `while` has none.
         pullback(jax.tree.map(jnp.ones_like, outs))
         leaves = jax.tree.leaves(pullback)

@@ -172,6 +172,21 @@ def test_sums_in_a_carry(fun, words):
     assert words is None or words in risks[0]
 
 
+def test_terms_of_a_carry_are_followed_once():
+    """Following every term takes 2**40 steps."""
+
+    def doubled(w, xs):
+        def body(c, x):
+            y = x @ w
+            for _ in range(40):
+                y = y + y
+            return y, c
+
+        return jax.lax.scan(body, xs[0] @ w, xs)[1].mean()
+
+    assert explain(doubled)(W, jnp.ones((200, 4, 8))).totals.low_share == 1
+
+
 def test_equal_findings_are_one_problem():
     (problem,) = explain(layers)(W, X).problems
     assert problem.count == 3 and problem.flops == 3 * 2 * 4 * 8 * 8

@@ -182,3 +182,14 @@ def test_what_is_not_known_is_not_nothing(fun, args, kwargs, reason):
     assert "nothing" not in str(found) and "gradient of argument" not in str(found)
     known = " ".join(str(explain(scoped)(W, X)).split())  # lines may be wrapped
     assert "for the gradient of argument 1;" in known
+
+
+def test_what_is_read_twice_again_and_again_is_followed_once():
+    """Following every way to the parameters takes 2**40 steps."""
+
+    def rolled(w, x):
+        for _ in range(40):
+            x = jnp.concatenate([x[:, 1:], x[:, :1]], axis=1)
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    assert explain(rolled)(W, X).totals.stored["float16"] > 0
