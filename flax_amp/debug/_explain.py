@@ -2,23 +2,19 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
-from flax_amp._training.gradients import fold_in
-from flax_amp._training.loss import call_user_fn, check_function
 from flax_amp._training.precision import compute_dtype_of
-from flax_amp._training.train_state import AmpTrainState, variables_of
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.debug._call import Target, read_target, trained_inputs, with_scopes
 from flax_amp.debug._model import Explanation, Module
 from flax_amp.debug._problems import find_choices, find_problems
 from flax_amp.debug._stored import Stored, attach, bytes_by_dtype, stored_arrays
@@ -107,68 +103,34 @@ def explain(
         merge_layers,
         backward,
     )
-    if isinstance(fun, AmpTrainState):
-        if len(step) != 2:
-            raise TypeError(
-                f"explain: got a state and {len(step)} more arguments; expected "
-                "explain(state, loss_fn, batch)."
-            )
-        return _explain_step(options, fun, *step)
-    if step or not callable(fun):
-        raise TypeError(
-            f"explain: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
-            "expected explain(fun)(*args), or explain(state, loss_fn, batch) with an "
-            "AmpTrainState."
-        )
+    target = read_target("explain", fun, step)
 
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        name = getattr(fun, "__name__", type(fun).__name__)
-        return _explain(options, fun, args, kwargs, name)
+        return _explain(options, target, args, kwargs)
 
-    return explained
-
-
-def _explain_step(
-    options: _Options, state: AmpTrainState, loss_fn: Any, batch: Any
-) -> Explanation:
-    check_function(loss_fn, "explain: loss_fn")
-
-    def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
-        rngs = fold_in(state.rngs, state.step)
-        variables = state.variables
-        target, out = call_user_fn(
-            loss_fn, state, params, variables, batch, rngs, open_scopes=True
-        )
-        # An updated module is a part of the result of a step.
-        updates = {} if state.graphdef is None else variables_of(target, params)
-        return out, updates
-
-    name = getattr(loss_fn, "__name__", "loss_fn")
-    return _explain(options, pure, (state.params, state, batch), {}, name)
+    return explained if target.args is None else explained(*target.args)
 
 
-def _explain(
-    options: _Options, fun: Callable[..., Any], args: Any, kwargs: Any, name: str
-) -> Explanation:
+def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Explanation:
     found: list[Explanation] = []
-    notes: list[str] = []
-    caller = f"explain: {name}"
+
+    def explain_call(call: FunctionalCall) -> Explanation:
+        return _explain_call(options, call, target.name)
 
     def record(*args: Any, **kwargs: Any) -> None:
-        try:
-            call = FunctionalCall(fun, args, kwargs, open_scopes=True, caller=caller)
-            found.append(_explain_call(options, call, name, notes))
-        except Exception as error:
-            has_note = SCOPES_NOTE in getattr(error, "__notes__", ())
-            if options.policy.names_scopes or not has_note:
-                raise  # as `amp` does
-            # The names of modules are in the way here, and `amp` does not need them.
-            call = FunctionalCall(fun, args, kwargs, caller=caller)
-            notes.append("modules have no names: the code needs equal modules")
-            found.append(_explain_call(options, call, name, notes))
+        needs_scopes = options.policy.names_scopes
+        explanation, is_named = with_scopes(
+            explain_call, target, args, kwargs, "explain", needs_scopes=needs_scopes
+        )
+        note = (
+            () if is_named else ("modules have no names: the code needs equal modules",)
+        )
+        found.append(
+            dataclasses.replace(explanation, notes=(*note, *explanation.notes))
+        )
 
     # Inside of a trace, abstract arguments are arrays like all others.
-    outer = FunctionalCall(record, args, kwargs, caller=caller)
+    outer = FunctionalCall(record, args, kwargs, caller=f"explain: {target.name}")
     is_traced = [
         _tree.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in outer.inputs
     ]
@@ -180,9 +142,8 @@ def _explain(
     return found[0]
 
 
-def _explain_call(
-    options: _Options, call: FunctionalCall, name: str, notes: list[str]
-) -> Explanation:
+def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explanation:
+    notes: list[str] = []
     planned, messages = _plan(options, call)
     is_half = options.compute_dtype != jnp.float32
     recompute: Recompute = options.recompute if is_half else "never"
@@ -238,7 +199,7 @@ def _stored(
     options: _Options, planned: PlannedCall, call: FunctionalCall, recompute: Recompute
 ) -> list[Stored]:
     arrays = [x for x in call.inputs if _tree.is_array(x)]
-    trained = _trained(call)
+    trained = trained_inputs(call)
     if not any(trained):
         raise _Unknown("the first argument has no float arrays")
 
@@ -247,20 +208,3 @@ def _stored(
         return planned.emit(arrays, recompute, wide, merge)
 
     return stored_arrays(emitted, arrays, trained)
-
-
-def _trained(call: FunctionalCall) -> list[bool]:
-    """Returns which arrays among the inputs are trained.
-
-    They are the floats of the first argument; of a module, those in an `nnx.Param`.
-    """
-    indices = list(range(len(call.inputs)))
-    args, _ = call.rebuild_arguments(
-        indices, lambda state: nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))
-    )
-    first = set(jax.tree.leaves(args[:1]))
-    return [
-        i in first and _tree.is_inexact_array(x)
-        for i, x in enumerate(call.inputs)
-        if _tree.is_array(x)
-    ]

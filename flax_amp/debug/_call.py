@@ -1,0 +1,177 @@
+"""The two ways to call the tools of this room: with a function, or with a state.
+
+Each tool is called as `tool(fun)(*args)`, or as `tool(state, loss_fn, batch)` with the
+state and the loss of `make_train_step`. The second way becomes the first one here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from flax_amp import _tree
+from flax_amp._compat import Array
+from flax_amp._rewriter.nnx_bridge import FunctionalCall
+from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
+from flax_amp._training.gradients import fold_in
+from flax_amp._training.loss import call_user_fn, check_function, check_loss
+from flax_amp._training.train_state import AmpTrainState, variables_of
+
+T = TypeVar("T")
+
+
+class Target(NamedTuple):
+    """A function and, if they are known already, its arguments."""
+
+    name: str
+    fun: Callable[..., Any]
+    args: tuple[Any, ...] | None = None
+
+
+def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
+    """Returns what the user asks a tool about.
+
+    Args:
+      caller: the name of the tool, for messages.
+      fun: a function, or a state.
+      step: the loss function and the batch, if `fun` is a state.
+
+    Raises:
+      TypeError: if it is neither of the two ways.
+    """
+    if isinstance(fun, AmpTrainState):
+        if len(step) != 2:
+            raise TypeError(
+                f"{caller}: got a state and {len(step)} more arguments; expected "
+                f"{caller}(state, loss_fn, batch)."
+            )
+        loss_fn, batch = step
+        check_function(loss_fn, f"{caller}: loss_fn")
+        name = getattr(loss_fn, "__name__", "loss_fn")
+        return Target(name, _of_step(loss_fn), (fun.params, fun, batch))
+    if step or not callable(fun):
+        raise TypeError(
+            f"{caller}: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
+            f"expected {caller}(fun)(*args), or {caller}(state, loss_fn, batch) with "
+            "an AmpTrainState."
+        )
+    return Target(getattr(fun, "__name__", type(fun).__name__), fun)
+
+
+def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
+        rngs = fold_in(state.rngs, state.step)
+        variables = state.variables
+        target, out = call_user_fn(
+            loss_fn, state, params, variables, batch, rngs, open_scopes=True
+        )
+        # An updated module is a part of the result of a step.
+        updates = {} if state.graphdef is None else variables_of(target, params)
+        loss, aux = _split(out)
+        return loss, (aux, updates)
+
+    return pure
+
+
+def _split(out: Any) -> tuple[Any, Any]:
+    """Returns the loss and all else that a user's function returns."""
+    return out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+
+
+def with_scopes(
+    use: Callable[[FunctionalCall], T],
+    target: Target,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: str,
+    *,
+    needs_scopes: bool = False,
+) -> tuple[T, bool]:
+    """Calls `use` with the user's call, in which each NNX module opens a scope.
+
+    Returns:
+      Its result, and whether modules have names. Some code needs modules that equal
+      each other, which the names prevent. It runs without them, unless `needs_scopes`.
+    """
+    where = f"{caller}: {target.name}"
+
+    def call(open_scopes: bool) -> T:
+        fun = target.fun
+        return use(
+            FunctionalCall(fun, args, kwargs, open_scopes=open_scopes, caller=where)
+        )
+
+    try:
+        return call(True), True
+    except Exception as error:
+        if needs_scopes or SCOPES_NOTE not in getattr(error, "__notes__", ()):
+            raise
+        return call(False), False
+
+
+def trained_inputs(call: FunctionalCall) -> list[bool]:
+    """Returns which arrays among the inputs are trained.
+
+    They are the floats of the first argument; of a module, those in an `nnx.Param`.
+    """
+    indices = list(range(len(call.inputs)))
+    args, _ = call.rebuild_arguments(
+        indices, lambda state: nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))
+    )
+    first = set(jax.tree.leaves(args[:1]))
+    return [
+        i in first and _tree.is_inexact_array(x)
+        for i, x in enumerate(call.inputs)
+        if _tree.is_array(x)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatLoss:
+    """A user's loss as a function of a flat list of arrays.
+
+    Attributes:
+      name: the name of the function, with that of the tool, for messages.
+      arrays: the arrays among its arguments.
+      paths: where each stands in the arguments.
+      trained: which of them a gradient is asked for.
+    """
+
+    name: str
+    arrays: list[Array]
+    paths: list[str]
+    trained: list[bool]
+    _call: FunctionalCall
+
+    @classmethod
+    def of(cls, call: FunctionalCall, name: str) -> "FlatLoss":
+        """Returns the loss of a call.
+
+        Raises:
+          TypeError: if nothing in the first argument is trained.
+        """
+        trained = trained_inputs(call)
+        if not any(trained):
+            raise TypeError(
+                f"{name}: the first argument has no float arrays; expected the "
+                "parameters, or a module, to differentiate with respect to."
+            )
+        arrays = [x for x in call.inputs if _tree.is_array(x)]
+        return cls(name, arrays, call.array_paths(), trained, call)
+
+    def __call__(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """Returns the loss, and the arrays of all else that the user's code returns.
+
+        Raises:
+          TypeError: if the loss is not a scalar float.
+        """
+        inputs = self._call.inputs
+        is_array = [_tree.is_array(x) for x in inputs]
+        out, updated = self._call.function(_tree.fill(list(arrays), is_array, inputs))
+        loss, aux = _split(out)
+        check_loss(loss, self.name)
+        loss = jnp.asarray(loss)
+        return loss, [x for x in jax.tree.leaves((aux, updated)) if _tree.is_array(x)]
