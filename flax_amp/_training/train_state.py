@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import core, nnx, struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from flax_amp import _tree
@@ -176,6 +177,18 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         return jax.tree.map(_tree.strong_copy, state).replace(
             step=jnp.zeros((), jnp.int32)
         )
+
+    def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
+        """Returns the state after one update; see `flax.training.train_state`.
+
+        Gradients that are not finite change neither parameters nor fp8 statistics.
+        """
+        new = super().apply_gradients(grads=grads, **kwargs)
+        if not (isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads):
+            return new
+        name, finite = OVERWRITE_WITH_GRADIENT, _tree.all_finite(grads)
+        statistics = _tree.select(finite, new.params[name], self.params[name])
+        return new.replace(params={**new.params, name: statistics})
 
     @property
     def hyperparams(self) -> dict[str, Array]:

@@ -19,6 +19,11 @@ def has_integers(params: PyTree) -> bool:
 def wrap_optimizer(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
+        if tx._factory is optax.apply_if_finite:
+            raise ValueError(
+                "AmpTrainState.create: tx is optim.apply_if_finite; expected the "
+                "optimizer inside of it. create wraps it, and skips as often as needed."
+            )
         tx = tx.to_optax(in_state=True)
     if hasattr(tx, "wrapped_factory"):
         raise TypeError(

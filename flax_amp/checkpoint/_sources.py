@@ -21,7 +21,11 @@ from flax_amp.checkpoint._arrays import (
     read_metadata,
     read_on_host,
 )
-from flax_amp.checkpoint._errors import read_or_explain
+from flax_amp.checkpoint._errors import (
+    CorruptCheckpointError,
+    read_or_explain,
+    reason_of,
+)
 from flax_amp.checkpoint._steps import (
     ITEM,
     agreed,
@@ -56,7 +60,7 @@ def read(source: Any, step: int | None, stacklevel: int) -> tuple[str, NumpyLeav
       CorruptCheckpointError: if it is damaged.
     """
     if isinstance(source, bytes):
-        source = _read_msgpack(source)
+        source = _read_msgpack(source, "the bytes")
     if not isinstance(source, str | os.PathLike | ocp.CheckpointManager):
         _reject_step(step, "a tree")
         return "the tree", _leaves_of_tree(source)
@@ -129,7 +133,7 @@ def _read_step(path: epath.Path, step: int, name: str) -> NumpyLeaves:
 def _read_entry(path: epath.Path) -> NumpyLeaves:
     """Reads a file of msgpack, a tree of Orbax, or the only tree in a directory."""
     if path.is_file():
-        return numpy_leaves(_read_msgpack(path.read_bytes()))
+        return numpy_leaves(_read_msgpack(path.read_bytes(), path.name))
     children = [path] if _is_tree(path) else list(path.iterdir())
     trees = sorted(child for child in children if _is_tree(child))
     if len(trees) == 1:
@@ -147,8 +151,14 @@ def _is_tree(path: epath.Path) -> bool:
     return (path / _TREE_FILE).exists()
 
 
-def _read_msgpack(content: bytes) -> Any:
-    return read_or_explain(lambda: serialization.msgpack_restore(content))
+def _read_msgpack(content: bytes, name: str) -> Any:
+    try:
+        return serialization.msgpack_restore(content)
+    except Exception as error:  # what is no msgpack makes its reader raise anything
+        raise CorruptCheckpointError(
+            f"{name} is not what flax.serialization or flax.training.checkpoints "
+            f"writes: {reason_of(error)}"
+        ) from error
 
 
 def _leaves_of_tree(tree: Any) -> NumpyLeaves:

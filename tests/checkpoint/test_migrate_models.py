@@ -467,7 +467,9 @@ def test_sources_that_are_none_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds the steps \[3\]"):
         checkpoint.migrate(tmp_path / "run", target, step=4)
     (tmp_path / "bytes").write_bytes(serialization.to_bytes({"a": np.ones(9)})[:20])
-    with pytest.raises(checkpoint.CorruptCheckpointError, match="Unpack failed"):
+    with pytest.raises(
+        checkpoint.CorruptCheckpointError, match="bytes is not what .*: Unpack failed"
+    ):
         checkpoint.migrate(tmp_path / "bytes", target)
 
 

@@ -165,6 +165,9 @@ def test_integers_and_fp8_statistics_stay_out_of_the_optimizer():
         assert after["_overwrite_with_gradient"] == {"s": 5.0}
         assert changed(state.params["params"], after["params"]) == {"['w']"}
         assert after["params"]["table"].dtype == jnp.int32
+    grads["_overwrite_with_gradient"]["s"] = jnp.float32(jnp.nan)
+    after = state.apply_gradients(grads=grads).params
+    assert after["_overwrite_with_gradient"] == {"s": 1.0}
 
 
 def test_partitioned_parameters_keep_their_boxes():
