@@ -261,8 +261,7 @@ class FactoryCall:
         """Whether a value is a schedule: by its type, its name or its annotation."""
         if not callable(value):
             return False
-        parameters = inspect.signature(self._factory).parameters
-        declared = getattr(parameters.get(argument), "annotation", None)
+        declared = _annotation(self._factory, argument)
         is_declared = optax.Schedule in (declared, *typing.get_args(declared))
         return is_call(value) or argument == "learning_rate" or is_declared
 
@@ -327,6 +326,16 @@ def _picklable(factory: Any) -> Any:
         if getattr(found, "wrapped_factory", None) is factory:
             return found
     return factory
+
+
+def _annotation(factory: Any, argument: str) -> Any:
+    """Returns the annotation of an argument; `None` if it has none."""
+    parameters = inspect.signature(factory).parameters
+    declared = getattr(parameters.get(argument), "annotation", None)
+    if isinstance(declared, str):  # from __future__ import annotations
+        with contextlib.suppress(Exception):  # some names only a type checker imports
+            return eval(declared, inspect.unwrap(factory).__globals__)
+    return declared
 
 
 def _defaults(factory: Any) -> dict[str, Any]:

@@ -144,13 +144,23 @@ def shaped(learning_rate, activation, decay: optax.ScalarOrSchedule = 0.0, **mor
     return optax.adamw(learning_rate, weight_decay=0.1)
 
 
+def quoted(
+    learning_rate,
+    activation,
+    decay: "optax.ScalarOrSchedule" = 0.0,
+    **more: "Unknown",  # noqa: F821
+):
+    return shaped(learning_rate, activation, decay, **more)
+
+
 def test_functions_that_are_no_schedules():
     """A schedule is known by its type, its name or its annotation, and not called."""
     fall = optax.linear_schedule(1.0, 0.0, 10)
     tx = optim.sgd(fall, momentum=0.5, accumulator_dtype=jnp.float32)
     assert set(tx.hyperparams) == {"learning_rate", "momentum"}
-    tx = optim.wrap(shaped)(0.1, jnp.tanh, fall, peak=2.0)
-    assert set(tx.hyperparams) == {"learning_rate", "decay", "peak"}
+    for factory in (shaped, quoted):
+        tx = optim.wrap(factory)(0.1, jnp.tanh, fall, peak=2.0)
+        assert set(tx.hyperparams) == {"learning_rate", "decay", "peak"}
 
 
 def test_keyword_arguments_of_a_factory():
