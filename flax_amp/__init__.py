@@ -5,7 +5,9 @@ is safe. A dynamic loss scaler guards the gradients. `make_train_step` turns a l
 one jitted step over an `AmpTrainState`, which Orbax saves and restores.
 """
 
-from flax_amp import checkpoint as checkpoint
+import importlib
+import typing
+
 from flax_amp import debug as debug
 from flax_amp import optim as optim
 from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
@@ -39,6 +41,9 @@ from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
+
+if typing.TYPE_CHECKING:
+    from flax_amp import checkpoint as checkpoint
 
 __version__ = "0.1.0"
 
@@ -76,3 +81,14 @@ __all__ = [
     "use_precision",
     "use_widest_precision",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Imports `flax_amp.checkpoint` when it is first used: Orbax takes its time."""
+    if name == "checkpoint":
+        return importlib.import_module("flax_amp.checkpoint")
+    raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -104,3 +104,13 @@ def test_an_import_starts_no_backend():
     code += "assert len(jax.devices()) == 3"
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
+
+
+def test_import_is_light():
+    """What is slow to import is imported when it is first used."""
+    code = "import sys, flax_amp; print(*sys.modules)\nflax_amp.checkpoint.manager"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True
+    )
+    heavy = {"orbax", "scipy.sparse", "clu", "tensorboardX", "matplotlib"}
+    assert not heavy.intersection(done.stdout.decode().split())

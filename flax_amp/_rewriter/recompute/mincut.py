@@ -4,8 +4,6 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 import numpy as np
-from scipy.sparse import csr_array, csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -33,6 +31,10 @@ def min_cut(
     """
     if not sources or not sinks:
         return set()
+    # Importing scipy.sparse takes as long as importing NNX, and float32 needs no cut.
+    from scipy.sparse import csr_array, csr_matrix
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     index = {node: 2 + 2 * i for i, node in enumerate(costs)}  # its entry; + 1 its exit
     unit = sum(costs.values()) / _CAPACITY
     scale = max(unit, 1.0)
