@@ -46,8 +46,9 @@ format: $(DEV_READY) ## Formats, and fixes what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(DEV_READY) ## mypy.
+types: $(DEV_READY) ## mypy; and pyright for what users write.
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 doctest: $(RUN_READY) ## Only the examples in docstrings.
 	$(BIN)/python -m pytest flax_amp

@@ -42,9 +42,6 @@ from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
 
-if typing.TYPE_CHECKING:
-    from flax_amp import checkpoint as checkpoint
-
 __version__ = "0.1.0"
 
 __all__ = [
@@ -83,11 +80,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> typing.Any:
-    """Imports `flax_amp.checkpoint` when it is first used: Orbax takes its time."""
-    if name == "checkpoint":
-        return importlib.import_module("flax_amp.checkpoint")
-    raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
+if typing.TYPE_CHECKING:  # which then reports names that do not exist
+    from flax_amp import checkpoint as checkpoint
+else:
+
+    def __getattr__(name):
+        """Imports `flax_amp.checkpoint` when it is first used: Orbax takes its time."""
+        if name == "checkpoint":
+            return importlib.import_module("flax_amp.checkpoint")
+        raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

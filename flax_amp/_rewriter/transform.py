@@ -1,5 +1,6 @@
 """`amp`: mixed precision for any function; `amp_stop`: code that stays in float32."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -250,6 +251,10 @@ def _trace(
     )
 
 
+@overload
+def amp_stop(fun: F) -> F: ...
+@overload
+def amp_stop(fun: None = None) -> contextlib.AbstractContextManager[None]: ...
 def amp_stop(fun: Any = None) -> Any:
     """Keeps code in its original precision, its backward pass included.
 

@@ -8,7 +8,7 @@ leaf, so donating the state deletes no other array.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from flax_amp._training.wrap import (
 from flax_amp.optim._optimizer import Optimizer
 
 Filter = nnx.filterlib.Filter
+# The user's subclass of the state, which functions return as they got it.
+StateT = TypeVar("StateT", bound="AmpTrainState")
 
 
 class _CheckedReplace:
@@ -87,6 +89,7 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
     """
 
     # These fields have no defaults, so that the fields of a subclass need none either.
+    params: PyTree  # which TrainState declares as a FrozenDict
     scaler: Scaler
     variables: PyTree
     rngs: Rngs

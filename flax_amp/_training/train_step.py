@@ -54,10 +54,9 @@ from flax_amp._training.precision import (
     check_precision,
 )
 from flax_amp._training.scaler import Scaler, check_keys
-from flax_amp._training.train_state import AmpTrainState
+from flax_amp._training.train_state import AmpTrainState, StateT
 from flax_amp.policy import Policy, PolicyEntries
 
-StateT = TypeVar("StateT", bound=AmpTrainState)
 ResultT = TypeVar("ResultT")
 
 

@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from flax_amp._training.train_state import AmpTrainState
+from flax_amp._training.train_state import StateT
 from flax_amp.checkpoint import _scaler
 from flax_amp.checkpoint._arrays import (
     Path,
@@ -40,7 +40,7 @@ from flax_amp.checkpoint._steps import (
 )
 
 
-def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrainState:
+def restore(manager: Any, target: StateT, *, step: Any = None) -> StateT:
     """Reads a checkpoint into a state like `target`.
 
     The arrays get the shardings of `target`, so a checkpoint fits another mesh, and the
@@ -73,7 +73,7 @@ def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrai
     check_state(target, "checkpoint.restore: target")
     directory = finish_saving(manager)
 
-    def attempt(candidate: int) -> AmpTrainState:
+    def attempt(candidate: int) -> StateT:
         return _restore_step(directory, candidate, target)
 
     def steps() -> list[int]:
@@ -82,9 +82,7 @@ def restore(manager: Any, target: AmpTrainState, *, step: Any = None) -> AmpTrai
     return newest_intact(steps, attempt, directory, stacklevel=2)
 
 
-def _restore_step(
-    directory: epath.Path, step: int, target: AmpTrainState
-) -> AmpTrainState:
+def _restore_step(directory: epath.Path, step: int, target: StateT) -> StateT:
     where = step_name(directory, step)
     wanted = leaves_of_target(target, "checkpoint.restore")
     read = agreed(lambda: _read_step(directory, step, wanted))

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,31 @@ class _Options:
     backward: bool
 
 
+@overload
+def explain(
+    fun: AmpTrainState,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    /,
+    *,
+    compute_dtype: DTypeLike | None = ...,
+    amp_policy: PolicyEntries | None = ...,
+    recompute: Recompute = ...,
+    reduce_dtype: DTypeLike | None = ...,
+    merge_layers: bool = ...,
+    backward: bool = ...,
+) -> Explanation: ...
+@overload
+def explain(
+    fun: Callable[..., Any],
+    *,
+    compute_dtype: DTypeLike | None = ...,
+    amp_policy: PolicyEntries | None = ...,
+    recompute: Recompute = ...,
+    reduce_dtype: DTypeLike | None = ...,
+    merge_layers: bool = ...,
+    backward: bool = ...,
+) -> Callable[..., Explanation]: ...
 def explain(
     fun: Any,
     *step: Any,

@@ -21,6 +21,22 @@ from flax_amp.optim._call import FactoryCall
 from flax_amp.optim._optimizer import Optimizer as Optimizer
 from flax_amp.optim._optimizer import Schedule as Schedule
 
+# Type checkers take every other name for an optimizer, see `__getattr__`.
+constant_schedule: Callable[..., Schedule]
+cosine_decay_schedule: Callable[..., Schedule]
+cosine_onecycle_schedule: Callable[..., Schedule]
+exponential_decay: Callable[..., Schedule]
+join_schedules: Callable[..., Schedule]
+linear_onecycle_schedule: Callable[..., Schedule]
+linear_schedule: Callable[..., Schedule]
+piecewise_constant_schedule: Callable[..., Schedule]
+piecewise_interpolate_schedule: Callable[..., Schedule]
+polynomial_schedule: Callable[..., Schedule]
+sgdr_schedule: Callable[..., Schedule]
+warmup_constant_schedule: Callable[..., Schedule]
+warmup_cosine_decay_schedule: Callable[..., Schedule]
+warmup_exponential_decay_schedule: Callable[..., Schedule]
+
 _KINDS = {
     optax.GradientTransformation: Optimizer,
     optax.GradientTransformationExtraArgs: Optimizer,
@@ -109,7 +125,7 @@ def _named(name: str) -> Any:
     return make
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> Callable[..., Optimizer]:
     if _kind_of(name) is None:
         raise AttributeError(
             f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule "

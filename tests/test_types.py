@@ -1,0 +1,187 @@
+"""What users write keeps its types; `make types` shows it to mypy and to pyright.
+
+`assert_type` does nothing when it runs. A type checker fails where the types differ,
+and where an ignored error is none.
+"""
+
+# mypy: warn-unused-ignores
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import flax_amp
+from flax_amp import AmpTrainState, Precision, checkpoint, debug, optim
+
+# The class has no public name, because nobody but `explain` makes one.
+from flax_amp.debug._model import Explanation
+
+
+class EmaState(AmpTrainState):
+    ema: Any
+
+
+def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    return (params["w"] * batch).sum()
+
+
+def make_state() -> EmaState:
+    params = {"w": jnp.ones(3)}
+    state = EmaState.create(params=params, tx=optax.sgd(0.1), ema=params)
+    assert_type(state, EmaState)
+    return state
+
+
+def test_a_subclass_of_the_state_comes_back_as_itself() -> None:
+    state = make_state()
+    changed = state.replace(step=1)
+    assert_type(changed, EmaState)
+    updated = state.apply_gradients(grads=state.params)
+    assert_type(updated, EmaState)
+    params: dict[str, Any] = state.params
+    assert type(params) is dict
+    assert type(state) is type(changed) is type(updated) is EmaState
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_training_step_keeps_the_class_of_the_state(jit: bool) -> None:
+    state = make_state()
+    train_step = flax_amp.make_train_step(loss_fn, donate=False, jit=jit)
+    new, metrics = train_step(state, jnp.ones(3))
+    assert_type(new, EmaState)
+    assert_type(metrics, dict[str, Any])
+    assert type(new) is EmaState
+
+
+def test_a_new_learning_rate_keeps_the_class_of_the_state() -> None:
+    tx = optim.sgd(0.1)
+    state = EmaState.create(params={"w": jnp.ones(3)}, tx=tx, ema=None)
+    changed = state.replace_hyperparams(learning_rate=0.2)
+    assert_type(changed, EmaState)
+    assert_type(state.hyperparams, dict[str, jax.Array])
+    assert type(changed) is EmaState
+
+
+def test_an_evaluation_step_returns_what_its_function_returns() -> None:
+    def predict(params: Any, batch: jax.Array) -> tuple[jax.Array, int]:
+        return params["w"] * batch, 3
+
+    eval_step = flax_amp.make_eval_step(predict, jit=False)
+    prediction = eval_step(make_state(), jnp.ones(3))
+    assert_type(prediction, tuple[jax.Array, int])
+    assert isinstance(prediction, tuple)
+
+
+def test_the_step_of_an_nnx_optimizer() -> None:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    train_step = flax_amp.make_nnx_train_step(lambda model, x: model(x).sum())
+    scaler, metrics = train_step(model, optimizer, None, jnp.ones((2, 3)))
+    assert_type(scaler, dict[str, jax.Array])
+    assert_type(metrics, dict[str, Any])
+    flax_amp.check_progress(make_state(), metrics)
+
+
+def test_a_word_for_the_precision_is_one_of_three() -> None:
+    params = {"w": jnp.ones(3)}
+    state = AmpTrainState.create(
+        params=params, tx=optax.sgd(0.1), precision="bf16-mixed"
+    )
+    assert_type(state.precision, Precision)
+    flax_amp.make_nnx_train_step(loss_fn, precision=state.precision)
+    with pytest.raises(ValueError, match="precision is 'bf16'"):
+        flax_amp.make_nnx_train_step(loss_fn, precision="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="precision is 'bf16'"):
+        AmpTrainState.create(params=params, tx=None, precision="bf16")  # type: ignore[arg-type]
+
+
+def scale(x: jax.Array, *, by: float = 2.0) -> jax.Array:
+    return x * by
+
+
+@flax_amp.amp_stop
+def stopped(x: jax.Array, *, by: float = 2.0) -> jax.Array:
+    return x * by
+
+
+@flax_amp.amp(compute_dtype=jnp.bfloat16)
+def lowered(x: jax.Array, *, by: float = 2.0) -> jax.Array:
+    with flax_amp.amp_stop() as nothing:
+        assert_type(nothing, None)
+        return x * by
+
+
+def test_a_function_keeps_its_type() -> None:
+    x = jnp.ones(2)
+    for function in (stopped, lowered, flax_amp.amp(scale), flax_amp.amp_stop(scale)):
+        assert_type(function(x, by=3.0), jax.Array)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        stopped(x, times=3.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        flax_amp.amp(scale)(x, times=3.0)  # type: ignore[call-arg]
+
+
+def test_explain_gives_an_explanation_either_way() -> None:
+    by_function = flax_amp.explain(scale)
+    assert_type(by_function, Callable[..., Explanation])
+    assert_type(by_function(jnp.ones(3)), Explanation)
+    by_state = flax_amp.explain(make_state(), loss_fn, jnp.ones(3), backward=False)
+    assert_type(by_state, Explanation)
+    assert_type(by_state.report(), str)
+    assert isinstance(by_state, Explanation)
+
+
+def test_optimizers_and_schedules() -> None:
+    schedule = optim.cosine_decay_schedule(0.1, 100)
+    assert_type(schedule, optim.Schedule)
+    assert_type(schedule(0), jax.Array)
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(schedule))
+    assert_type(tx, optim.Optimizer)
+    params = {"w": jnp.ones(3)}
+    assert_type(tx.init(params), optim.Optimizer)
+    _, tx = tx.init(params).update(params, params)
+    assert_type(tx.replace(weight_decay=0.1), optim.Optimizer)
+    assert_type(optim.wrap(optax.sgd)(0.1), optim.Optimizer)
+    assert_type(optim.schedule(optax.constant_schedule)(0.1), optim.Schedule)
+    assert isinstance(tx, optim.Optimizer) and isinstance(schedule, optim.Schedule)
+
+
+def test_schedules_are_declared() -> None:
+    made = {name for name in dir(optim) if optim._kind_of(name) is optim.Schedule}
+    declared = {
+        name
+        for name, hint in typing.get_type_hints(optim).items()
+        if hint == Callable[..., optim.Schedule]
+    }
+    assert made == declared
+
+
+def test_a_checkpoint_has_the_class_of_its_target(tmp_path: Path) -> None:
+    state = make_state()
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, state)
+    restored = checkpoint.restore(tmp_path, state)
+    assert_type(restored, EmaState)
+    assert_type(checkpoint.migrate(tmp_path, state), EmaState)
+    assert_type(checkpoint.verify(tmp_path), list[checkpoint.StepReport])
+    assert type(restored) is EmaState
+
+
+def test_a_scaler_is_a_dict_of_arrays() -> None:
+    scaler: Mapping[str, jax.Array] = flax_amp.init_scaler()
+    assert_type(flax_amp.update_scaler(scaler, jnp.array(True)), dict[str, jax.Array])
+
+
+def test_a_misspelt_name_is_an_error() -> None:
+    assert isinstance(debug, types.ModuleType)
+    with pytest.raises(AttributeError, match="no attribute 'make_trane_step'"):
+        flax_amp.make_trane_step  # type: ignore[attr-defined]  # noqa: B018
