@@ -21,9 +21,7 @@ from flax import nnx
 
 import flax_amp
 from flax_amp import AmpTrainState, Precision, checkpoint, debug, optim
-
-# The class has no public name, because nobody but `explain` makes one.
-from flax_amp.debug._model import Explanation
+from flax_amp.debug import Explanation
 
 
 class EmaState(AmpTrainState):
