@@ -66,6 +66,8 @@ def test_one_version_number():
     )
     assert declared is not None
     assert flax_amp.__version__ == declared.group(1)
+    cited = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {flax_amp.__version__}" in cited
 
 
 def test_public_names_are_in_the_readme_or_the_changelog():
