@@ -75,3 +75,17 @@ def test_public_names_are_in_the_readme_or_the_changelog():
     text = "".join(path.read_text() for path in files if path.exists())
     unnamed = {name for name in PUBLIC if name not in text}
     assert not unnamed, f"neither README.md nor CHANGELOG.md names {sorted(unnamed)}"
+
+
+def test_what_contributors_are_told_exists():
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "docs/stability.md"):
+        page = ROOT / name
+        text = page.read_text()
+        links = re.findall(r"\]\(([^):#]+)\)", text)
+        paths = re.findall(r"`((?:flax_amp|tests|\.ci)/[\w./]+)`", text)
+        named = [page.parent / link for link in links] + [ROOT / path for path in paths]
+        missing = [str(path) for path in named if not path.exists()]
+        assert not missing, f"{name} names {missing}"
+        unknown = set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", text)) - targets
+        assert not unknown, f"{name} names the targets {unknown} of make"
