@@ -21,7 +21,7 @@ export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check lint format types doctest layering clean
+.PHONY: help demo test test-slow check lint format types pyright doctest layering clean
 .PHONY: bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
@@ -46,8 +46,10 @@ format: $(DEV_READY) ## Formats, and fixes what ruff can fix.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(DEV_READY) ## mypy; and pyright for what users write.
+types: $(DEV_READY) ## mypy.
 	$(BIN)/mypy
+
+pyright: $(DEV_READY) ## pyright, for what users write; it needs Node.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 doctest: $(RUN_READY) ## Only the examples in docstrings.
