@@ -1,4 +1,4 @@
-"""What users write keeps its types: for mypy (`make types`), for pyright (`make pyright`).
+"""What users write keeps its types: for mypy (`make types`), and for pyright.
 
 `assert_type` does nothing when it runs. A type checker fails where the types differ,
 and where an ignored error is none.
