@@ -356,36 +356,38 @@ class Policy:
         self.names_scopes = bool(self.scope_keys)
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
-        """Returns the decision for one equation.
+        """Returns the decision for one equation; arguments as in `matching`."""
+        return self.matching(primitive, scopes)[0]
+
+    def matching(self, primitive: Primitive, scopes: tuple[str, ...]) -> list[Decision]:
+        """Returns the decisions of all keys that match one equation.
+
+        The first one decides: that of the outermost scope, or else of the primitive.
 
         Args:
           primitive: the equation's primitive.
           scopes: the names of the scopes around it, outermost first.
         """
-        by_scope = self._match(scopes) if scopes else None
-        return by_scope or self._primitives.get(primitive.name) or self._default
+        by_primitive = self._primitives.get(primitive.name)
+        found = (*self._match(scopes), by_primitive, self._default)
+        return [decision for decision in found if decision]
 
     def unmatched(
         self, keys: Iterable[str], all_scopes: Collection[tuple[str, ...]]
     ) -> set[str]:
         """Returns those of scope keys that match none of the nested scopes given."""
-        decisions = map(self._match, all_scopes)
-        missing = set(keys) - {decision.key for decision in decisions if decision}
-        if not missing:
-            return missing
-        # A key also counts as matched where a key of an outer scope decided.
-        spellings = {path for s in all_scopes for pair in paths(s) for path in pair}
-        return {k for k in missing if not any(map(pattern(k).fullmatch, spellings))}
+        return set(keys) - {
+            d.key for found in map(self._match, all_scopes) for d in found
+        }
 
-    def _match_scopes(self, scopes: tuple[str, ...]) -> Decision | None:
-        outer = self._match(scopes[:-1]) if len(scopes) > 1 else None
-        if outer:
-            return outer
+    def _match_scopes(self, scopes: tuple[str, ...]) -> tuple[Decision, ...]:
+        """Returns the decisions of all keys that match a scope, outer scopes first."""
+        found = list(self._match(scopes[:-1])) if scopes else []
         for spellings in paths(scopes, start=len(scopes) - 1):
             for regex, decision in self._scopes:
                 if any(map(regex.fullmatch, spellings)):
-                    return decision
-        return None
+                    found.append(decision)
+        return tuple(dict.fromkeys(found))
 
 
 def _functions(entries: Any) -> dict[Any, PrecisionFunction]:

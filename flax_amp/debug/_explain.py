@@ -199,7 +199,9 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
         name=name,
         compute_dtype=options.compute_dtype.name,
         root=root,
-        problems=tuple(find_problems(walk.visits, messages, options.compute_dtype)),
+        problems=tuple(
+            find_problems(walk.visits, messages, options.policy, options.compute_dtype)
+        ),
         stored_without_recompute=never,
         notes=tuple(notes),
     )

@@ -16,11 +16,22 @@ from flax_amp import _compat
 from flax_amp._rewriter.plan import Mode, Paint, has_paint
 from flax_amp.debug._model import Equation, Problem, is_half, short
 from flax_amp.debug._walk import Visit
-from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS
+from flax_amp.policy import (
+    ACCUMULATION_OPS,
+    LOW_OPS,
+    RANGE_OPS,
+    Decision,
+    Origin,
+    Policy,
+    use_compute_precision,
+    use_original_precision,
+    use_precision,
+)
 
 # The most important first.
 KINDS = (
     "policy",
+    "shadowed policy key",
     "float32 product",
     "own dtype",
     "unknown primitive",
@@ -34,23 +45,30 @@ _TINY, _LARGE = 1e-3, 1e3
 # layers are such sums as well, but shorter ones.
 _STEPS = 100
 
+_DEFAULT = Policy(None)
+
 Finding = tuple[str, str]  # kind, message
 
 
 def find_problems(
-    visits: Iterable[Visit], warnings: Sequence[str], compute_dtype: Any
+    visits: Sequence[Visit],
+    warnings: Sequence[str],
+    policy: Policy,
+    compute_dtype: Any,
 ) -> list[Problem]:
     """Returns the problems, the most important first.
 
     Args:
       visits: the equations of the walk.
       warnings: the messages of the warnings that `amp` gives for this function.
+      policy: the policy that the walk follows.
       compute_dtype: the dtype of low-precision values.
     """
     found: dict[Finding, list[Equation]] = {
         ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
     }
     if compute_dtype != jnp.float32:
+        found |= _shadowed_keys(visits, policy, compute_dtype)
         for visit in visits:
             if _choice(visit.row):
                 continue
@@ -103,6 +121,60 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
     )
 
 
+def _shadowed_keys(
+    visits: Iterable[Visit], policy: Policy, compute_dtype: Any
+) -> dict[Finding, list[Equation]]:
+    """Finds the keys that match equations, but decide none of them.
+
+    A key is no problem if what decides instead means the same, or if the default policy
+    has it, too.
+    """
+    lost: dict[Decision, list[tuple[Decision, Equation]]] = {}
+    deciding: set[Decision] = set()
+    for visit in visits:
+        matching = policy.matching(visit.eqn.primitive, visit.scopes)
+        kind, _, key = _decision(visit.row).partition(" ")
+        if kind == "primitive" and key != visit.row.primitive:  # it stands in that one
+            matching.insert(0, Decision(use_original_precision, Origin.PRIMITIVE, key))
+        deciding.add(matching[0])
+        usual = _DEFAULT.decide(visit.eqn.primitive, ()).function
+        for other in matching[1:-1]:  # the last one is for what has no key
+            if other.origin is Origin.SCOPE or other.function is not usual:
+                lost.setdefault(other, []).append((matching[0], visit.row))
+    found = {}
+    for loser, pairs in lost.items():
+        winners = list(dict.fromkeys(winner for winner, _ in pairs))
+        same = _meaning(loser, compute_dtype)
+        if loser not in deciding and any(
+            _meaning(winner, compute_dtype) != same for winner in winners
+        ):
+            message = _of_shadowed(loser, winners)
+            found["shadowed policy key", message] = [row for _, row in pairs]
+    return found
+
+
+def _meaning(decision: Decision, compute_dtype: Any) -> Any:
+    """Returns a precision function, the same for two that do the same."""
+    if decision.function == use_precision(jnp.float32):
+        return use_original_precision
+    if decision.function == use_precision(compute_dtype):
+        return use_compute_precision
+    return decision.function
+
+
+def _of_shadowed(loser: Decision, winners: Sequence[Decision]) -> str:
+    keys = ", ".join(repr(winner.key) for winner in winners[:3])
+    action = f"Narrow {keys}, or leave {loser.key!r} out."
+    if winners[0].origin is Origin.PRIMITIVE:
+        rule = "It leaves everything inside as written"
+    elif loser.origin is Origin.PRIMITIVE:
+        rule = "A scope wins over a primitive"
+    else:
+        rule = "The outermost scope wins, then a method, then what the policy has first"
+        action = f"Narrow {keys}, put {loser.key!r} before it, or leave it out."
+    return f"{loser.key!r} loses to {keys} wherever it matches. {rule}. {action}"
+
+
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row = visit.row
     if row.primitive in LOW_OPS:
@@ -141,11 +213,16 @@ def _of_constant(reason: str, compute_dtype: str) -> str:
     return f"{number} loses digits in {compute_dtype}"
 
 
+def _decision(row: Equation) -> str:
+    """Returns the reason behind `inside pallas_call: `."""
+    return row.reason.rpartition(": ")[2]
+
+
 def _choice(row: Equation) -> str:
     """Returns how the user chose to keep a product in float32; empty if not so."""
     if row.primitive not in LOW_OPS or row.is_low or not _float_factors(row):
         return ""
-    decision = row.reason.rpartition(": ")[2]  # behind `inside pallas_call: `
+    decision = _decision(row)
     kind, _, key = decision.partition(" ")
     if decision == "scope amp_stop":
         return "by flax_amp.amp_stop"

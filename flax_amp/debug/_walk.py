@@ -70,6 +70,7 @@ class Visit(NamedTuple):
     eqn: Eqn
     step: Step
     values: Values
+    scopes: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,8 +260,9 @@ class Walk:
         if self.painter.compute_dtype == jnp.float32:
             casts = Counter()  # all paints are the same dtype
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
+        scopes = place.scopes + _compat.scope_names(eqn)
         row = Equation(
-            path=module_path(place.scopes + _compat.scope_names(eqn)),
+            path=module_path(scopes),
             primitive=eqn.primitive.name,
             before=_original(eqn),
             after=after,
@@ -274,7 +276,7 @@ class Walk:
             inside=place.inside,
         )
         self.rows.append(row)
-        self.visits.append(Visit(row, eqn, step, values))
+        self.visits.append(Visit(row, eqn, step, values, scopes))
 
 
 def _has_untouched_bodies(eqn: Eqn) -> bool:
