@@ -163,10 +163,11 @@ def _meaning(decision: Decision, compute_dtype: Any) -> Any:
 
 
 def _of_shadowed(loser: Decision, winners: Sequence[Decision]) -> str:
-    keys = ", ".join(repr(winner.key) for winner in winners[:3])
+    keys = ", ".join(dict.fromkeys(repr(winner.key) for winner in winners))
     action = f"Narrow {keys}, or leave {loser.key!r} out."
     if winners[0].origin is Origin.PRIMITIVE:
         rule = "It leaves everything inside as written"
+        action = f"Leave {keys} or {loser.key!r} out."
     elif loser.origin is Origin.PRIMITIVE:
         rule = "A scope wins over a primitive"
     else:
