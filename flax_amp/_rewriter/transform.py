@@ -19,6 +19,7 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import LEAF, Plan, Use, Values, like
 from flax_amp._rewriter.policy_warnings import warn_of_policy, warn_of_precision
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
+from flax_amp._rewriter.rewritten import refuse_if_asked, rewritten
 from flax_amp._rewriter.rules import RULES
 from flax_amp._tree import PyTree
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
@@ -140,8 +141,10 @@ def amp(
             "no positional argument to use amp as a decorator with arguments."
         )
 
+    @rewritten
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
+        refuse_if_asked()
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         planned = plan_call(call, policy, compute_dtype)
         arrays = [x for x in call.inputs if _tree.is_array(x)]

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
+from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.aliases import (
     Array,
     AxisName,
@@ -140,6 +141,7 @@ def make_nnx_train_step(
     warn_if_unscaled = UnscaledWarning(compute_dtype)
     first = True
 
+    @rewritten
     def train_step(
         model: nnx.Module,
         optimizer: nnx.Optimizer,

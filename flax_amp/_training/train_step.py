@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.recompute.regions import Recompute
+from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.aliases import (
     Array,
     AxisName,
@@ -172,6 +173,7 @@ def make_train_step(
         _check_state(state, "train_step")
         warn_if_unscaled(state.precision, state.scaler, stacklevel=3)
 
+    @rewritten
     def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
         check(state)
         scaler, finite, result = compute_gradients(options, state, batch)
@@ -238,6 +240,7 @@ def make_eval_step(
     open_scopes = Policy(amp_policy).names_scopes
     name = getattr(fn, "__name__", "fn")
 
+    @rewritten
     def eval_step(state: AmpTrainState, batch: Batch) -> ResultT:
         _check_state(state, "eval_step")
 

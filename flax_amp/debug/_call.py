@@ -5,6 +5,7 @@ state and the loss of `make_train_step`. The second way becomes the first one he
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,6 +63,7 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
 
 
 def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(loss_fn)
     def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
         variables = state.variables

@@ -1,0 +1,55 @@
+"""Functions that `amp` has rewritten, and tools that take the function before that.
+
+A mark tells of a function, and of what JAX makes of it, which copies attributes. Inside
+of other code, only the call tells.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "_flax_amp_rewritten"
+_refused_by = contextvars.ContextVar("refused_by", default="")
+
+
+def rewritten(fun: F) -> F:
+    """Marks a function that runs in mixed precision."""
+    vars(fun)[_MARK] = True
+    return fun
+
+
+def refuse_if_asked() -> None:
+    """Raises a TypeError inside of `only_before_amp`."""
+    if caller := _refused_by.get():
+        raise TypeError(_message(caller, "calls a function that amp has rewritten"))
+
+
+@contextlib.contextmanager
+def only_before_amp(caller: str, fun: Any) -> Iterator[None]:
+    """Refuses a function that `amp` has rewritten, or that calls such a one.
+
+    Args:
+      caller: the tool and the function, for messages.
+      fun: the function that is called inside of this context.
+
+    Raises:
+      TypeError: if `fun` is marked, or when a rewritten function is called.
+    """
+    if getattr(fun, _MARK, False):
+        raise TypeError(_message(caller, "is already rewritten by amp"))
+    token = _refused_by.set(caller)
+    try:
+        yield
+    finally:
+        _refused_by.reset(token)
+
+
+def _message(caller: str, what: str) -> str:
+    tool = caller.partition(":")[0]
+    return (
+        f"{caller} {what}; expected the function before amp: {tool}(loss), not "
+        f"{tool}(amp(loss)), its gradient or a train step."
+    )
