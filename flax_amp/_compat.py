@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -283,6 +284,19 @@ def user_frames(eqn: Eqn) -> Iterator[tuple[str, int]]:
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         if not frame.file_name.startswith((_JAX_FOLDER, _PACKAGE)):
             yield frame.file_name, frame.line_num
+
+
+def is_numerics_of_jax(eqn: Eqn) -> bool:
+    """Whether an equation stands in code of JAX that chooses its own precision.
+
+    That is linear algebra, and the scaling of images.
+    """
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        if not frame.file_name.startswith(_JAX_FOLDER):
+            return False
+        if {"linalg", "image"} & set(re.findall(r"\w+", frame.file_name)):
+            return True
+    return False
 
 
 def user_file(eqn: Eqn) -> str:

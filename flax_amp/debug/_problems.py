@@ -70,7 +70,7 @@ def find_problems(
     if compute_dtype != jnp.float32:
         found |= _shadowed_keys(visits, policy, compute_dtype)
         for visit in visits:
-            if _choice(visit.row):
+            if _choice(visit):
                 continue
             for finding in _findings(visit, compute_dtype.name):
                 found.setdefault(finding, []).append(visit.row)
@@ -79,11 +79,11 @@ def find_problems(
 
 
 def find_choices(visits: Iterable[Visit], compute_dtype: Any) -> list[str]:
-    """Returns notes of the products that the user chose to keep in float32."""
+    """Returns notes of the products that the user, or JAX, keeps in float32."""
     found: dict[str, list[Equation]] = {}
     if compute_dtype != jnp.float32:
         for visit in visits:
-            if choice := _choice(visit.row):
+            if choice := _choice(visit):
                 found.setdefault(choice, []).append(visit.row)
     notes = []
     for choice, rows in found.items():
@@ -219,14 +219,17 @@ def _decision(row: Equation) -> str:
     return row.reason.rpartition(": ")[2]
 
 
-def _choice(row: Equation) -> str:
-    """Returns how the user chose to keep a product in float32; empty if not so."""
+def _choice(visit: Visit) -> str:
+    """Returns who chose to keep a product in float32; empty if nobody did."""
+    row = visit.row
     if row.primitive not in LOW_OPS or row.is_low or not _float_factors(row):
         return ""
     decision = _decision(row)
     kind, _, key = decision.partition(" ")
     if decision == "scope amp_stop":
         return "by flax_amp.amp_stop"
+    if decision.startswith("precision=") and _compat.is_numerics_of_jax(visit.eqn):
+        return "by JAX's own numerics"
     # The policy that is the default lets all products run in half.
     chosen = kind in ("scope", "primitive")
     return f"by your policy key {key!r}" if chosen else ""

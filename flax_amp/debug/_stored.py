@@ -174,21 +174,25 @@ def attach(stored: Sequence[Stored], visits: Sequence[Visit]) -> list[Equation]:
     """Adds what is stored to the equations that made it.
 
     An emitted equation has the traceback of the original one, and so have its casts.
-    The rule of a custom derivative has tracebacks of its own, and equations like those
-    of the function that it belongs to.
+    What JAX takes out of a loop has lost the scopes around the loop. The rule of a
+    custom derivative has tracebacks of its own, and equations like those of the
+    function that it belongs to.
 
     Returns:
       Equations for what none of them made: only the rule has these.
     """
-    exact: dict[Any, list[Equation]] = defaultdict(list)
+    exact: dict[int, list[Equation]] = defaultdict(list)
     alike: dict[Any, list[Equation]] = defaultdict(list)
     for visit in visits:
-        exact[_key(visit.row.path, visit.eqn)].append(visit.row)
+        exact[id(visit.eqn.source_info.traceback)].append(visit.row)
         alike[_kind(visit.row.path, visit.eqn)].append(visit.row)
     others: list[Equation] = []
     for item in stored:
         name = item.eqn.primitive.name
-        found = exact.get(_key(item.path, item.eqn), [])
+        rows = exact[id(item.eqn.source_info.traceback)]
+        found = [row for row in rows if row.path == item.path] or [
+            row for row in rows if f"/{row.path}".endswith(item.path)
+        ]
         same = [row for row in found if row.primitive == name]
         unused = [row for row in alike[_kind(item.path, item.eqn)] if not row.stored]
         candidates = same or found or unused
@@ -197,10 +201,6 @@ def attach(stored: Sequence[Stored], visits: Sequence[Visit]) -> list[Equation]:
             others += candidates
         candidates[0].stored[item.dtype] += item.bytes
     return others
-
-
-def _key(path: str, eqn: Eqn) -> tuple[str, int]:
-    return path, id(eqn.source_info.traceback)
 
 
 def _kind(path: str, eqn: Eqn) -> tuple[str, str, Any]:

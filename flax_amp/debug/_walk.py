@@ -378,11 +378,13 @@ def _direction(before: str, after: str) -> int:
 
 
 def flops(eqn: Eqn) -> int:
-    """Returns the operations of a product or a convolution, 0 for all others."""
+    """Returns the operations of a product or a convolution of floats, else 0."""
     name, params = eqn.primitive.name, eqn.params
     if name not in LOW_OPS:
         return 0
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in (left, right)):
+        return 0
     if name == "conv_general_dilated":
         features = right.shape[params["dimension_numbers"].rhs_spec[0]]
         return _int(2 * math.prod(out.shape) * (math.prod(right.shape) // features))
@@ -406,12 +408,15 @@ def _int(number: Any, unknown: int = 0) -> int:
 def module_path(scopes: tuple[str, ...]) -> str:
     """Returns the path of modules that scopes mean, without the names of methods."""
     names: list[str] = []
+    was_method = False
     for segment in "/".join(scopes).split("/"):
         name, method = split_method(segment)
         if "->" in segment:  # `jnp.einsum` opens a scope with its formula
             continue
-        if not (method and names and names[-1] == name):
+        # A method that calls another one of its own module, as Flax's RNN does.
+        if not ((method or was_method) and names and names[-1] == name):
             names.append(name)
+        was_method = bool(method)
     return "/".join(names)
 
 

@@ -143,6 +143,60 @@ def test_what_the_user_chose_is_a_note(fun, additions, note):
     assert not explain(fun, amp_policy=policy, compute_dtype="float32")(W, X).notes
 
 
+def svd_gradient(w, x):
+    return jax.grad(lambda w: jnp.linalg.svd(w)[1].sum())(w) @ x.T
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.linalg.inv(w + jnp.eye(8)) @ x.T,
+        lambda w, x: jnp.linalg.pinv(w) @ x.T,
+        lambda w, x: jnp.linalg.lstsq(w, w @ x.T)[0] @ w[:4],
+        lambda w, x: jax.grad(lambda w: jnp.linalg.cholesky(w @ w).sum())(w) @ x.T,
+        lambda w, x: jax.scipy.linalg.expm(w) @ x.T,
+        lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])[0] @ w,
+        lambda w, x: jax.image.resize(x, (8, 8), "bilinear") @ w,
+        svd_gradient,
+    ],
+    ids="inv pinv lstsq cholesky expm cg resize svd".split(),
+)
+def test_products_inside_of_jax_are_a_note(fun):
+    found = explain(fun)(W, X)
+    assert "float32 product" not in {p.kind for p in found.problems}
+    assert any("kept in float32 by JAX's own numerics" in n for n in found.notes)
+    assert 0 < found.totals.low_flops < found.totals.flops
+    jitted = explain(jax.jit(fun))(W, X)
+    assert jitted.notes == found.notes
+
+
+def test_the_users_precision_beside_linear_algebra_is_a_problem():
+    def fun(w, x):
+        y = jnp.linalg.inv(w + jnp.eye(8)) @ x.T
+        y = jnp.einsum("ij,jk", y, x, precision="highest")
+        return jnp.matmul(y, jax.jit(lambda y: y + 1)(w), precision="highest")
+
+    (problem,) = explain(fun)(W, X).problems
+    assert (problem.kind, problem.count) == ("float32 product", 2)
+
+
+def test_products_of_integers_do_not_count():
+    n = jnp.ones((8, 8), jnp.int8)
+
+    def fun(w, x):
+        exact = jax.lax.dot(n, n, preferred_element_type=jnp.int32)
+        return (x @ w).sum() + exact.sum()
+
+    found = explain(fun)(W, X)
+    assert found.totals.low_share == 1 and not found.problems
+    assert found.totals.flops == 2 * 4 * 8 * 8
+    only = explain(lambda w, x: (n @ n).sum() * w.sum())(W, X)
+    assert only.totals.low_share is None
+    # A float times an integer is a float product; amp leaves it as it is.
+    mixed = explain(lambda w, x: jax.lax.dot(x, n, preferred_element_type="float32"))
+    assert mixed(W, X).totals.low_share == 0
+
+
 def summed(w, x, length):
     xs = jnp.broadcast_to(x, (length, *x.shape))
     return jax.lax.scan(lambda c, x: (c + x @ w, None), x @ w, xs)[0].mean()

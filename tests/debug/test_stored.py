@@ -1,5 +1,6 @@
 """What the backward pass stores: what JAX keeps, and which equation made it."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -128,6 +129,45 @@ def test_rules_of_derivatives_have_equations_of_their_own():
     (row,) = [e for e in found.equations if "rule of a derivative" in e.reason]
     assert (row.path, row.primitive) == ("rule", "sin")
     assert row.source.startswith("tests/debug/test_stored.py:")
+
+
+class LinenRNN(nn.Module):
+    cell: type
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.RNN(self.cell(8))(x)).mean()
+
+
+class NNXRNN(nnx.Module):
+    def __init__(self, cell, rngs):
+        self.rnn = nnx.RNN(cell(8, 8, rngs=rngs))
+        self.out = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.rnn(x)).mean()
+
+
+@pytest.mark.parametrize("name", "GRU LSTM OptimizedLSTM Simple".split())
+@pytest.mark.parametrize("flax", [nn, nnx], ids=["linen", "nnx"])
+def test_rows_of_recurrences_stand_under_their_module(flax, name):
+    """JAX takes casts of weights out of the loop, and the scopes off them."""
+    cell, x = getattr(flax, f"{name}Cell"), jnp.ones((4, 6, 8))
+    if flax is nn:
+        fun = LinenRNN(cell).apply
+        model = jax.eval_shape(LinenRNN(cell).init, jax.random.key(0), x)
+        root, inside = "LinenRNN", f"LinenRNN/RNN_0/{name}Cell_0"
+    else:
+        fun, model = lambda m, x: m(x), NNXRNN(cell, nnx.Rngs(0))
+        root, inside = "NNXRNN", "NNXRNN/rnn/cell"
+    found = explain(fun)(model, x)
+    (top,) = found.root.children
+    assert top == root
+    module = found.root
+    for part in inside.split("/"):
+        module = module.children[part]
+    assert module.totals.stored and module.name not in module.children
+    assert not [e for e in found.equations if "rule of a" in e.reason]
 
 
 def test_results_that_a_rule_computes_again_are_those_of_the_function():
