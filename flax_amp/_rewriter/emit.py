@@ -201,17 +201,17 @@ class Emitter:
     def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
         name = eqn.primitive.name
         params = with_result_dtype(eqn.params, self.compute_dtype)
-        pairs = list(zip(arrays, values, strict=True))
-        low = [self.to_compute_dtype(x, v, name) for x, v in pairs]
-        if not (self.wide_gradients and name in LOW_OPS and len(values) == 2):
-            return _compat.bind(eqn, low, params)
+        widens = self.wide_gradients and name in LOW_OPS and len(values) == 2
         # Computed factors are no weights: their gradients go on in the compute dtype.
-        wide = [has_paint(value, Paint.LEAF) for value in values]
-        if not any(wide):
-            return _compat.bind(eqn, low, params)
+        wide = [widens and has_paint(value, Paint.LEAF) for value in values]
         # A weight enters in float32, so that its gradient leaves in float32.
-        factors = [x if w else y for x, y, w in zip(arrays, low, wide, strict=True)]
-        return [product(eqn, params, self.compute_dtype, factors, wide)]
+        operands = [
+            x if is_wide else self.to_compute_dtype(x, value, name)
+            for x, value, is_wide in zip(arrays, values, wide, strict=True)
+        ]
+        if not any(wide):
+            return _compat.bind(eqn, operands, params)
+        return [product(eqn, params, self.compute_dtype, operands, wide)]
 
     def _layer(self, plan: Plan) -> Callable[..., Arrays]:
         """Returns the jitted function of a repeated layer."""

@@ -2,7 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
@@ -17,15 +18,12 @@ from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import Target, read_target, trained_inputs, with_scopes
-from flax_amp.debug._model import Explanation, Module
+from flax_amp.debug._casts import attach_casts
+from flax_amp.debug._model import Equation, Explanation, Module
 from flax_amp.debug._problems import find_choices, find_problems
-from flax_amp.debug._stored import Stored, attach, bytes_by_dtype, stored_arrays
-from flax_amp.debug._walk import Place, Walk
+from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
+from flax_amp.debug._walk import Place, Visit, Walk
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
-
-
-class _Unknown(Exception):
-    """What the backward pass stores is not known, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +123,7 @@ def explain(
     options = _Options(
         compute_dtype,
         Policy(amp_policy),
-        check_recompute(recompute),
+        check_recompute(recompute) if compute_dtype != jnp.float32 else "never",
         is_wide(reduce_dtype, compute_dtype),
         merge_layers,
         backward,
@@ -171,41 +169,26 @@ def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Expla
 
 
 def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explanation:
-    notes: list[str] = []
     planned, messages = _plan(options, call)
-    is_half = options.compute_dtype != jnp.float32
-    recompute: Recompute = options.recompute if is_half else "never"
-    merges = options.merge_layers and not planned.plan.exports
-    walk = Walk(planned.painter, merges)
-    walk.plan(planned.plan, Place(recompute=recompute))
-    walk.results(planned.plan.outs, planned.outs)
-    rows = walk.rows
-    never = None
-    if options.backward:
-        try:
-            stored = unchanged = _stored(options, planned, call, recompute)
-            if recompute != "never":
-                unchanged = _stored(options, planned, call, "never")
-            rows += attach(stored, walk.visits)
-            never = bytes_by_dtype(unchanged)
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-            if isinstance(error, _Unknown):
-                cause = str(error)
-            notes.append(f"what the backward pass stores is not known: {cause}")
-    notes += find_choices(walk.visits, options.compute_dtype)
+    walk = Walk(planned.painter, options.merge_layers and not planned.plan.exports)
+    walk.plan(planned.plan, Place())
+    visits, compute_dtype = walk.visits, options.compute_dtype
+    results = []
+    if compute_dtype != jnp.float32:
+        arrays = list(filter(_tree.is_array, call.inputs))
+        closed = jax.make_jaxpr(_emitted(options, planned, options.recompute))(*arrays)
+        results = attach_casts(closed, visits, compute_dtype.name)
+    never, others, notes = _backward(options, planned, call, visits)
     root = Module(name, "")
-    for row in rows:
+    for row in (*(visit.row for visit in visits), *results, *others):
         root.add(row)
     return Explanation(
         name=name,
-        compute_dtype=options.compute_dtype.name,
+        compute_dtype=compute_dtype.name,
         root=root,
-        problems=tuple(
-            find_problems(walk.visits, messages, options.policy, options.compute_dtype)
-        ),
+        problems=tuple(find_problems(visits, messages, options.policy, compute_dtype)),
         stored_without_recompute=never,
-        notes=tuple(notes),
+        notes=(*notes, *find_choices(visits, compute_dtype)),
     )
 
 
@@ -225,16 +208,42 @@ def _plan(options: _Options, call: FunctionalCall) -> tuple[PlannedCall, list[st
     return planned, messages
 
 
-def _stored(
-    options: _Options, planned: PlannedCall, call: FunctionalCall, recompute: Recompute
-) -> list[Stored]:
-    arrays = [x for x in call.inputs if _tree.is_array(x)]
-    trained = trained_inputs(call)
-    if not any(trained):
-        raise _Unknown("the first argument has no float arrays")
+def _emitted(
+    options: _Options, planned: PlannedCall, recompute: Recompute
+) -> Callable[..., Any]:
+    """Returns the function of arrays that `amp` makes of a call."""
 
     def emitted(*arrays: Any) -> Any:
         wide, merge = options.wide_gradients, options.merge_layers
         return planned.emit(arrays, recompute, wide, merge)
 
-    return stored_arrays(emitted, arrays, trained)
+    return emitted
+
+
+def _backward(
+    options: _Options,
+    planned: PlannedCall,
+    call: FunctionalCall,
+    visits: Sequence[Visit],
+) -> tuple[Counter[str] | None, list[Equation], list[str]]:
+    """Adds what the backward pass stores to the equations.
+
+    Returns:
+      The bytes without recomputation, if they are known; equations of rules, and notes.
+    """
+    if not options.backward:
+        return None, [], []
+    trained = trained_inputs(call)
+    arrays = list(filter(_tree.is_array, call.inputs))
+    cause = "the first argument has no float arrays"
+    if any(trained):
+        try:
+            found = {
+                how: stored_arrays(_emitted(options, planned, how), arrays, trained)
+                for how in {"never", options.recompute}
+            }
+            others = attach(found[options.recompute], visits)
+            return bytes_by_dtype(found["never"]), others, []
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+    return None, [], [f"what the backward pass stores is not known: {cause}"]

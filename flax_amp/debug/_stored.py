@@ -25,6 +25,7 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp._tree import fill, pick
+from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._walk import Visit, module_path, source_line
 from flax_amp.policy import MOVE_OPS
@@ -173,26 +174,20 @@ def bytes_by_dtype(stored: Sequence[Stored]) -> Counter[str]:
 def attach(stored: Sequence[Stored], visits: Sequence[Visit]) -> list[Equation]:
     """Adds what is stored to the equations that made it.
 
-    An emitted equation has the traceback of the original one, and so have its casts.
-    What JAX takes out of a loop has lost the scopes around the loop. The rule of a
-    custom derivative has tracebacks of its own, and equations like those of the
-    function that it belongs to.
+    The rule of a custom derivative has tracebacks of its own, and equations like those
+    of the function that it belongs to.
 
     Returns:
       Equations for what none of them made: only the rule has these.
     """
-    exact: dict[int, list[Equation]] = defaultdict(list)
+    matching = Matching(visits)
     alike: dict[Any, list[Equation]] = defaultdict(list)
     for visit in visits:
-        exact[id(visit.eqn.source_info.traceback)].append(visit.row)
         alike[_kind(visit.row.path, visit.eqn)].append(visit.row)
     others: list[Equation] = []
     for item in stored:
         name = item.eqn.primitive.name
-        rows = exact[id(item.eqn.source_info.traceback)]
-        found = [row for row in rows if row.path == item.path] or [
-            row for row in rows if f"/{row.path}".endswith(item.path)
-        ]
+        found = matching.rows(item.path, item.eqn)
         same = [row for row in found if row.primitive == name]
         unused = [row for row in alike[_kind(item.path, item.eqn)] if not row.stored]
         candidates = same or found or unused

@@ -1,0 +1,74 @@
+"""The casts that `amp` puts in, counted in the program that it emits."""
+
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
+
+from flax_amp import _compat
+from flax_amp._compat import Eqn, Jaxpr
+from flax_amp._rewriter.casts import saturate_p
+from flax_amp.debug._matching import Matching
+from flax_amp.debug._model import Dtypes, Equation
+from flax_amp.debug._walk import Place, Visit, dtypes_of, module_path
+
+_CASTS = ("convert_element_type", saturate_p.name)
+
+
+def attach_casts(
+    closed: Jaxpr, visits: Sequence[Visit], compute_dtype: str
+) -> list[Equation]:
+    """Adds the casts of an emitted program to the equations that they are put in for.
+
+    Returns:
+      An equation for the results of the function, if they get their dtypes back.
+    """
+    matching = Matching(visits)
+    low, full = (compute_dtype,), ("float32",)
+    results = Equation(
+        path="",
+        primitive="return",
+        before=Dtypes(full, full),
+        after=Dtypes(low, full),
+        reason="results keep their dtypes",
+    )
+    for nested, times in _equations(closed, Place()):
+        eqn = nested[0][0]
+        direction = _direction(dtypes_of(eqn))
+        if eqn.primitive.name not in _CASTS or not direction:
+            continue
+        # A cast in a function of this package belongs to the call.
+        found = (matching.rows(path, around) for around, path in nested)
+        rows = next(filter(None, found), [results])
+        if rows[0].primitive in _CASTS and direction == _direction(rows[0].before):
+            continue  # the user's own
+        # A function that is called twice in one place has the same lines both times.
+        row = min(rows, key=lambda row: row.casts_down + row.casts_up)
+        if direction < 0:
+            row.casts_down += times
+        else:
+            row.casts_up += times
+    return [results] if results.casts_down + results.casts_up else []
+
+
+def _equations(
+    jaxpr: Jaxpr, place: Place, around: tuple[tuple[Eqn, str], ...] = ()
+) -> Iterator[tuple[tuple[tuple[Eqn, str], ...], int]]:
+    """Yields each equation with those around it and their paths, innermost first.
+
+    With them comes how often it runs.
+    """
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        path = module_path(place.scopes + _compat.scope_names(eqn))
+        nested = ((eqn, path), *around)
+        yield nested, place.times
+        for body in jaxprs_in_params(eqn.params):
+            yield from _equations(body, place.within(eqn), nested)
+
+
+def _direction(dtypes: Dtypes) -> int:
+    """Returns -1 for a cast to a narrower float, 1 for one to a wider, or 0."""
+    (before, *_), (after, *_) = dtypes.operands or ("",), dtypes.results or ("",)
+    if before == after or "float" not in before or "float" not in after:
+        return 0
+    return 1 if jnp.dtype(after).itemsize > jnp.dtype(before).itemsize else -1
