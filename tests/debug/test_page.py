@@ -65,7 +65,9 @@ def chromium():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_in_a_browser(page, scheme, tmp_path):
+@pytest.mark.parametrize("width", [1360, 390])
+def test_in_a_browser(page, scheme, width, tmp_path):
+    """It takes `pip install playwright`, and Chromium from `apt-get`."""
     playwright = pytest.importorskip("playwright.sync_api")
     if chromium() is None:
         pytest.skip("needs Chromium")
@@ -73,7 +75,8 @@ def test_in_a_browser(page, scheme, tmp_path):
     path.write_text(page)
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium())
-        tab = browser.new_page(color_scheme=scheme)
+        size = {"width": width, "height": 844}
+        tab = browser.new_page(color_scheme=scheme, viewport=size)
         errors = []
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.on("console", lambda m: m.type == "error" and errors.append(m.text))
@@ -89,7 +92,14 @@ def test_in_a_browser(page, scheme, tmp_path):
         tab.fill("input", "reduce_sum")
         assert "7 equations match" in tab.text_content("#found")
         tab.fill("input", "")
-        tab.select_option("select", "flops")
+        tab.click("#fold")
+        tab.click("#tree .row >> nth=0")
+        tab.select_option("select", "casts")
+        cells = tab.locator("#tree .row .n:nth-child(4)").all_text_contents()
+        casts = [sum(map(int, text.split("/"))) for text in cells if text]
+        assert casts == sorted(casts, reverse=True) and len({*casts}) > 2
+        # No part of it stands beyond the screen.
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
         assert errors == []
         browser.close()
 
