@@ -17,7 +17,7 @@ W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 def deep(w, x):
     for i in range(6):
         with jax.named_scope(f"Layer_{i}"):
-            x = jnp.tanh(x @ w)
+            x = jnp.tanh(x @ w @ w if i == 3 else x @ w)
             with jax.named_scope("norm"):
                 x = x / jnp.sum(x * x, -1, keepdims=True)
     return jnp.dot(x, w, precision="highest").sum()
