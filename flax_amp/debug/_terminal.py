@@ -31,9 +31,8 @@ from flax_amp.debug._problems import fold, where
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
 _WIDTHS = (80, 120)
-# The widths of columns: a name before another column is left out, the shortest name,
-# and what is lifted.
-_NAME, _SHORTEST, _LIFTED = 24, 12, 10
+_NAME = 0.32  # the share of the width that a name may take with steps of its path
+_WIDE = 100  # columns from which on there is room for what is lifted
 # Equations with these reasons are in float32, but nothing was lifted for them.
 _NOT_LIFTED = ("float32 leaves only", "keeps its operand's dtype", "no float32 operand")
 
@@ -147,37 +146,49 @@ def lines(
       depth: how many levels to go down.
       above: the line of what they stand in.
     """
-    label = _common_name(modules)
-    # A mere step of the path, with nothing but equal modules in it, gets no line.
-    while not modules[0].equations:
-        inside = [child for module in modules for child in module.children.values()]
-        if len(set(map(signature, inside))) != 1:
-            break
-        modules = inside
-        label = f"{label}/{_common_name(modules)}".strip("/")
-    first = modules[0]
+    label, modules = _behind_steps(modules)
     every = [equation for module in modules for equation in module.walk()]
     times = min((equation.times for equation in every), default=1)
     copies = len(modules) // (above.copies if above else 1)
     label += f"  x{copies}" if copies > 1 else ""
     if above and times > above.times > 0:
         label += f"  loop x{times // above.times}"
-    level = above.depth + 1 if above else 0
-    line = Line(label, level, every, len(modules), times)
-    if level >= depth:
+    line = Line(label, above.depth + 1 if above else 0, every, len(modules), times)
+    if line.depth >= depth:
         return [line]
-    found = [line]
+    inside = [lines(members, depth, line) for members in _equal_children(modules)]
+    return [line, *_itself(modules, line.depth + 1), *itertools.chain(*inside)]
+
+
+def _behind_steps(modules: Sequence[Module]) -> tuple[str, Sequence[Module]]:
+    """Returns the name and the modules of a line.
+
+    A mere step of the path, with nothing but equal modules in it, gets no line.
+    """
+    label = _common_name(modules)
+    while not modules[0].equations:
+        inside = [child for module in modules for child in module.children.values()]
+        if len(set(map(signature, inside))) != 1:
+            break
+        modules = inside
+        label = f"{label}/{_common_name(modules)}".strip("/")
+    return label, modules
+
+
+def _itself(modules: Sequence[Module], depth: int) -> list[Line]:
+    """Returns the line of what modules compute beside the modules in them, if any."""
     own = [equation for module in modules for equation in module.equations]
     sums = total(own)
-    if first.children and (sums.flops or sums.casts_down + sums.casts_up):
-        found.append(Line("(itself)", level + 1, own))
-    groups: dict[Any, list[int]] = {}
-    for i, child in enumerate(first.children.values()):
-        groups.setdefault(signature(child), []).append(i)
-    for indices in groups.values():
-        members = [list(m.children.values())[i] for m in modules for i in indices]
-        found += lines(members, depth, line)
-    return found
+    has_figures = sums.flops or sums.casts_down or sums.casts_up
+    return [Line("(itself)", depth, own)] if modules[0].children and has_figures else []
+
+
+def _equal_children(modules: Sequence[Module]) -> Iterator[list[Module]]:
+    """Yields those of the modules in equal modules that equal each other."""
+    groups: dict[Any, list[Module]] = {}
+    for children in zip(*(module.children.values() for module in modules), strict=True):
+        groups.setdefault(signature(children[0]), []).extend(children)
+    yield from groups.values()
 
 
 def signature(module: Module) -> Any:
@@ -235,40 +246,30 @@ class _Tree:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        widths = [max(map(len, column)) for column in self._columns()]
-        room = options.max_width - sum(width + 2 for width in widths[1:])
-        fits = room - _LIFTED - 2 >= min(widths[0], _NAME)
-        left = room - _LIFTED - 2 if fits else room
-        widths[0] = max(min(widths[0], left), _SHORTEST)
+        is_wide = options.max_width >= _WIDE
         table = Table(
             box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False
         )
-        for i, (header, width) in enumerate(zip(self.headers, widths, strict=True)):
-            justify: Any = "right" if i else "left"
-            table.add_column(
-                header, justify=justify, no_wrap=True, overflow="ellipsis", width=width
-            )
-        if fits:
-            rest = options.max_width - sum(width + 2 for width in widths)
-            table.add_column(
-                "\nin float32",
-                style="dim",
-                no_wrap=True,
-                overflow="ellipsis",
-                width=rest,
-            )
+        for i, header in enumerate(self.headers):
+            # rich narrows those columns that may wrap, the widest first.
+            table.add_column(header, justify="right" if i else "left", no_wrap=bool(i))
+        if is_wide:
+            table.add_column("\nin float32", style="dim")
         for line, row in zip(self.lines, self.rows, strict=True):
             totals = line.totals
             style = "red" if totals.low_flops < totals.flops else ""
-            cells = [*row, _lifted(line.equations)] if fits else row
-            table.add_row(*map(Text, cells), style=style)
+            name, *figures = row
+            if (
+                len(name.strip()) > _NAME * options.max_width
+            ):  # without mere steps of the path
+                name = re.sub(r"\S+/", "…/", name)
+            lifted = [_lifted(line.equations)] if is_wide else []
+            cells = [name, *figures, *lifted]
+            texts = (Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells)
+            table.add_row(*texts, style=style)
         yield table
-        if not fits:
+        if not is_wide:
             yield Text("The column 'in float32' takes a wider terminal.", style="dim")
-
-    def _columns(self) -> Iterator[list[str]]:
-        for i, header in enumerate(self.headers):
-            yield [*header.split("\n"), *(row[i] for row in self.rows)]
 
 
 def _cells(line: Line, has_stored: bool) -> list[str]:
