@@ -18,7 +18,7 @@ from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import Target, read_target, trained_inputs, with_scopes
-from flax_amp.debug._casts import attach_casts
+from flax_amp.debug._emitted import attach_emitted
 from flax_amp.debug._model import Equation, Explanation, Module
 from flax_amp.debug._problems import find_choices, find_problems
 from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
@@ -173,11 +173,9 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
     walk = Walk(planned.painter, options.merge_layers and not planned.plan.exports)
     walk.plan(planned.plan, Place())
     visits, compute_dtype = walk.visits, options.compute_dtype
-    results = []
-    if compute_dtype != jnp.float32:
-        arrays = list(filter(_tree.is_array, call.inputs))
-        closed = jax.make_jaxpr(_emitted(options, planned, options.recompute))(*arrays)
-        results = attach_casts(closed, visits, compute_dtype.name)
+    arrays = list(filter(_tree.is_array, call.inputs))
+    closed = jax.make_jaxpr(_emitted(options, planned, options.recompute))(*arrays)
+    results = attach_emitted(closed, visits, compute_dtype.name)
     never, others, notes = _backward(options, planned, call, visits)
     root = Module(name, "")
     for row in (*(visit.row for visit in visits), *results, *others):

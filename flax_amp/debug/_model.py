@@ -274,20 +274,13 @@ def _module_dict(module: Module) -> dict[str, Any]:
 
 
 def _equation_dict(equation: Equation) -> dict[str, Any]:
-    fields = {
-        field.name: getattr(equation, field.name)
-        for field in dataclasses.fields(equation)
-    }
     sides = {
-        name: {side: list(dtypes) for side, dtypes in fields[name]._asdict().items()}
-        for name in ("before", "after")
+        name: {side: list(names) for side, names in dtypes._asdict().items()}
+        for name, dtypes in (("before", equation.before), ("after", equation.after))
     }
-    return (
-        fields
-        | sides
-        | {
-            "low_flops": equation.low_flops,
-            "stored": dict(equation.stored),
-            "inside": list(equation.inside),
-        }
-    )
+    others = {
+        "low_flops": equation.low_flops,
+        "stored": dict(equation.stored),
+        "inside": list(equation.inside),
+    }
+    return vars(equation) | sides | others

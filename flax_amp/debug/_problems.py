@@ -15,17 +15,13 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._rewriter.plan import Mode, Paint, has_paint
 from flax_amp.debug._model import Equation, Problem, is_half, short
-from flax_amp.debug._walk import Visit
+from flax_amp.debug._shadowed import shadowed_keys
+from flax_amp.debug._walk import Visit, decision_of
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     LOW_OPS,
     RANGE_OPS,
-    Decision,
-    Origin,
     Policy,
-    use_compute_precision,
-    use_original_precision,
-    use_precision,
 )
 
 # The most important first.
@@ -44,8 +40,6 @@ _TINY, _LARGE = 1e-3, 1e3
 # A sum in a carry of half precision is named beyond so many steps. Residual streams of
 # layers are such sums as well, but shorter ones.
 _STEPS = 100
-
-_DEFAULT = Policy(None)
 
 Finding = tuple[str, str]  # kind, message
 
@@ -68,7 +62,7 @@ def find_problems(
         ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
     }
     if compute_dtype != jnp.float32:
-        found |= _shadowed_keys(visits, policy, compute_dtype)
+        found |= shadowed_keys(visits, policy, compute_dtype)
         for visit in visits:
             if _choice(visit):
                 continue
@@ -121,61 +115,6 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
     )
 
 
-def _shadowed_keys(
-    visits: Iterable[Visit], policy: Policy, compute_dtype: Any
-) -> dict[Finding, list[Equation]]:
-    """Finds the keys that match equations, but decide none of them.
-
-    A key is no problem if what decides instead means the same, or if the default policy
-    has it, too.
-    """
-    lost: dict[Decision, list[tuple[Decision, Equation]]] = {}
-    deciding: set[Decision] = set()
-    for visit in visits:
-        matching = policy.matching(visit.eqn.primitive, visit.scopes)
-        kind, _, key = _decision(visit.row).partition(" ")
-        if kind == "primitive" and key != visit.row.primitive:  # it stands in that one
-            matching.insert(0, Decision(use_original_precision, Origin.PRIMITIVE, key))
-        deciding.add(matching[0])
-        usual = _DEFAULT.decide(visit.eqn.primitive, ()).function
-        for other in matching[1:-1]:  # the last one is for what has no key
-            if other.origin is Origin.SCOPE or other.function is not usual:
-                lost.setdefault(other, []).append((matching[0], visit.row))
-    found = {}
-    for loser, pairs in lost.items():
-        winners = list(dict.fromkeys(winner for winner, _ in pairs))
-        same = _meaning(loser, compute_dtype)
-        if loser not in deciding and any(
-            _meaning(winner, compute_dtype) != same for winner in winners
-        ):
-            message = _of_shadowed(loser, winners)
-            found["shadowed policy key", message] = [row for _, row in pairs]
-    return found
-
-
-def _meaning(decision: Decision, compute_dtype: Any) -> Any:
-    """Returns a precision function, the same for two that do the same."""
-    if decision.function == use_precision(jnp.float32):
-        return use_original_precision
-    if decision.function == use_precision(compute_dtype):
-        return use_compute_precision
-    return decision.function
-
-
-def _of_shadowed(loser: Decision, winners: Sequence[Decision]) -> str:
-    keys = ", ".join(dict.fromkeys(repr(winner.key) for winner in winners))
-    action = f"Narrow {keys}, or leave {loser.key!r} out."
-    if winners[0].origin is Origin.PRIMITIVE:
-        rule = "It leaves everything inside as written"
-        action = f"Leave {keys} or {loser.key!r} out."
-    elif loser.origin is Origin.PRIMITIVE:
-        rule = "A scope wins over a primitive"
-    else:
-        rule = "The outermost scope wins, then a method, then what the policy has first"
-        action = f"Narrow {keys}, put {loser.key!r} before it, or leave it out."
-    return f"{loser.key!r} loses to {keys} wherever it matches. {rule}. {action}"
-
-
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row = visit.row
     if row.primitive in LOW_OPS:
@@ -194,7 +133,8 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         )
     elif row.is_low:
         yield from _of_reduction(visit)
-        yield from _of_range(visit)
+        yield from _of_range(visit.row)
+        yield from _of_factor(visit)
     if row.primitive in ("scan", "while") and visit.step.mode is Mode.RULE:
         yield from _of_carry(visit)
         yield from _of_sum_in_carry(visit)
@@ -214,17 +154,12 @@ def _of_constant(reason: str, compute_dtype: str) -> str:
     return f"{number} loses digits in {compute_dtype}"
 
 
-def _decision(row: Equation) -> str:
-    """Returns the reason behind `inside pallas_call: `."""
-    return row.reason.rpartition(": ")[2]
-
-
 def _choice(visit: Visit) -> str:
     """Returns who chose to keep a product in float32; empty if nobody did."""
     row = visit.row
     if row.primitive not in LOW_OPS or row.is_low or not _float_factors(row):
         return ""
-    decision = _decision(row)
+    decision = decision_of(row)
     kind, _, key = decision.partition(" ")
     if decision == "scope amp_stop":
         return "by flax_amp.amp_stop"
@@ -289,17 +224,18 @@ def _of_reduction(visit: Visit) -> Iterator[Finding]:
         )
 
 
-def _of_range(visit: Visit) -> Iterator[Finding]:
-    row = visit.row
-    if "float16" not in row.after.operands:
-        return
-    if row.primitive in RANGE_OPS:
+def _of_range(row: Equation) -> Iterator[Finding]:
+    if "float16" in row.after.operands and row.primitive in RANGE_OPS:
         yield (
             "risk",
             f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 and "
             "begins at 6e-8; run it in float32.",
         )
-    if row.primitive not in ("mul", "div"):
+
+
+def _of_factor(visit: Visit) -> Iterator[Finding]:
+    row = visit.row
+    if "float16" not in row.after.operands or row.primitive not in ("mul", "div"):
         return
     for position, value in enumerate(visit.values):
         constant = None if value is None else value.constant

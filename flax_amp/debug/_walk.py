@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax
-import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn
@@ -35,7 +34,6 @@ from flax_amp._rewriter.plan import (
     like,
     value_of,
 )
-from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.rules import RULES
 from flax_amp._scope_paths import split_method
 from flax_amp.debug._model import Dtypes, Equation
@@ -126,9 +124,7 @@ class Walk:
                 return
         elif step.mode is not Mode.CALL and _has_untouched_bodies(eqn):
             self._untouched(eqn, step, place)
-        if step.mode is Mode.CALL:
-            self._note(eqn, step, values, place, self._called(eqn, step, values))
-        elif name not in _CALLS:
+        if name not in _CALLS:
             operands = [_operand_value(value, step) for value in values]
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
@@ -157,26 +153,6 @@ class Walk:
         dtype_of = self.painter.dtype_of
         pairs = zip(atoms, values, strict=True)
         return tuple(str(dtype_of(v, atom.aval) or "") for atom, v in pairs)
-
-    def _called(self, eqn: Eqn, step: Step, values: Values) -> Dtypes:
-        """Returns the dtypes that a user's function chooses for an equation."""
-        compute_dtype = self.painter.compute_dtype
-
-        def call(*arrays: Any) -> Any:
-            rest = iter(arrays)
-            operands = [
-                v.val if isinstance(v, Literal) else next(rest) for v in eqn.invars
-            ]
-            return call_precision_function(eqn, step.detail, compute_dtype, operands)
-
-        structs = [
-            _compat.struct_of(v.aval, self.painter.dtype_of(value, v.aval))
-            for v, value in zip(eqn.invars, values, strict=True)
-            if not isinstance(v, Literal)
-        ]
-        traced = _compat.open_jaxpr(jax.make_jaxpr(call)(*structs))[0].eqns
-        own = [e for e in traced if e.primitive is eqn.primitive]
-        return dtypes_of(own[-1] if own else eqn)
 
     def _note(
         self, eqn: Eqn, step: Step, values: Values, place: Place, after: Dtypes
@@ -248,6 +224,11 @@ def flops(eqn: Eqn) -> int:
 def _int(number: Any, unknown: int = 0) -> int:
     """Returns a number, unless it is a symbol of `jax.export`."""
     return number if isinstance(number, int) else unknown
+
+
+def decision_of(row: Equation) -> str:
+    """Returns a reason without `inside pallas_call: `."""
+    return row.reason.rpartition(": ")[2]
 
 
 @functools.cache

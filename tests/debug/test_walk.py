@@ -285,7 +285,8 @@ def scoped(w, x):
 @pytest.mark.parametrize("name", POLICIES)
 def test_figures_follow_a_policy(name):
     policy = flax_amp.default_amp_policy | POLICIES[name]
-    check(scoped, (W, X), compute_dtype=jnp.bfloat16, amp_policy=policy)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        check(scoped, (W, X), compute_dtype=dtype, amp_policy=policy)
 
 
 class LinenModel(nn.Module):

@@ -1,4 +1,4 @@
-"""The casts that `amp` puts in, counted in the program that it emits."""
+"""What an emitted program tells: its casts, and what a user's function did."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +8,7 @@ from jax.extend.core import jaxprs_in_params
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
 from flax_amp._rewriter.casts import saturate_p
+from flax_amp._rewriter.plan import Mode
 from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._walk import Place, Visit, dtypes_of, module_path
@@ -15,15 +16,19 @@ from flax_amp.debug._walk import Place, Visit, dtypes_of, module_path
 _CASTS = ("convert_element_type", saturate_p.name)
 
 
-def attach_casts(
+def attach_emitted(
     closed: Jaxpr, visits: Sequence[Visit], compute_dtype: str
 ) -> list[Equation]:
-    """Adds the casts of an emitted program to the equations that they are put in for.
+    """Adds what an emitted program tells to the equations of the user's function.
+
+    That is the casts, to the equations that they are put in for, and the dtypes that a
+    user's precision function chose.
 
     Returns:
       An equation for the results of the function, if they get their dtypes back.
     """
     matching = Matching(visits)
+    called = Matching(visit for visit in visits if visit.step.mode is Mode.CALL)
     low, full = (compute_dtype,), ("float32",)
     results = Equation(
         path="",
@@ -33,22 +38,27 @@ def attach_casts(
         reason="results keep their dtypes",
     )
     for nested, times in _equations(closed, Place()):
-        eqn = nested[0][0]
-        direction = _direction(dtypes_of(eqn))
-        if eqn.primitive.name not in _CASTS or not direction:
-            continue
-        # A cast in a function of this package belongs to the call.
-        found = (matching.rows(path, around) for around, path in nested)
-        rows = next(filter(None, found), [results])
-        if rows[0].primitive in _CASTS and direction == _direction(rows[0].before):
-            continue  # the user's own
-        # A function that is called twice in one place has the same lines both times.
-        row = min(rows, key=lambda row: row.casts_down + row.casts_up)
-        if direction < 0:
-            row.casts_down += times
-        else:
-            row.casts_up += times
+        eqn, path = nested[0]
+        for row in called.rows(path, eqn):
+            if row.primitive == eqn.primitive.name:
+                row.after = dtypes_of(eqn)
+        if direction := _direction(eqn):
+            # A cast in a function of this package belongs to the call.
+            found = (matching.rows(path, around) for around, path in nested)
+            _add_cast(next(filter(None, found), [results]), direction, times)
     return [results] if results.casts_down + results.casts_up else []
+
+
+def _add_cast(rows: Sequence[Equation], direction: int, times: int) -> None:
+    first = rows[0]
+    if first.primitive in _CASTS and _of_dtypes(first.before) == direction:
+        return  # the user's own
+    # A function that is called twice in one place has the same lines both times.
+    row = min(rows, key=lambda row: row.casts_down + row.casts_up)
+    if direction < 0:
+        row.casts_down += times
+    else:
+        row.casts_up += times
 
 
 def _equations(
@@ -66,8 +76,12 @@ def _equations(
             yield from _equations(body, place.within(eqn), nested)
 
 
-def _direction(dtypes: Dtypes) -> int:
+def _direction(eqn: Eqn) -> int:
     """Returns -1 for a cast to a narrower float, 1 for one to a wider, or 0."""
+    return _of_dtypes(dtypes_of(eqn)) if eqn.primitive.name in _CASTS else 0
+
+
+def _of_dtypes(dtypes: Dtypes) -> int:
     (before, *_), (after, *_) = dtypes.operands or ("",), dtypes.results or ("",)
     if before == after or "float" not in before or "float" not in after:
         return 0

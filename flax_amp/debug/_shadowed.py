@@ -1,0 +1,84 @@
+"""Keys of a policy that match equations, but decide none of them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from flax_amp.debug._model import Equation
+from flax_amp.debug._walk import Visit, decision_of
+from flax_amp.policy import (
+    Decision,
+    Origin,
+    Policy,
+    use_compute_precision,
+    use_original_precision,
+    use_precision,
+)
+
+_DEFAULT = Policy(None)
+
+
+def shadowed_keys(
+    visits: Iterable[Visit], policy: Policy, compute_dtype: Any
+) -> dict[tuple[str, str], list[Equation]]:
+    """Finds the keys that match equations, but decide none of them.
+
+    A key is no problem if what decides instead means the same, or if the default policy
+    has it, too.
+    """
+    deciding: set[Decision] = set()
+    lost: dict[Decision, list[tuple[Decision, Equation]]] = {}
+    for visit in visits:
+        first, *others = _matching(visit, policy)
+        deciding.add(first)
+        for other in others:
+            lost.setdefault(other, []).append((first, visit.row))
+    found = {}
+    for loser, pairs in lost.items():
+        winners = list(dict.fromkeys(winner for winner, _ in pairs))
+        meanings = [_meaning(decision, compute_dtype) for decision in (loser, *winners)]
+        if loser not in deciding and any(x != meanings[0] for x in meanings):
+            rows = [row for _, row in pairs]
+            found["shadowed policy key", _message(loser, winners)] = rows
+    return found
+
+
+def _matching(visit: Visit, policy: Policy) -> list[Decision]:
+    """Returns the decision for an equation, and those that a user's keys lost."""
+    primitive = visit.eqn.primitive
+    first, *others = policy.matching(primitive, visit.scopes)
+    kind, _, key = decision_of(visit.row).partition(" ")
+    if kind == "primitive" and key != primitive.name:  # it stands inside of that one
+        others.insert(0, first)
+        first = Decision(use_original_precision, Origin.PRIMITIVE, key)
+    usual = _DEFAULT.decide(primitive, ()).function
+    return [first] + [
+        other
+        for other in others
+        if other.origin is Origin.SCOPE
+        or (other.origin is Origin.PRIMITIVE and other.function is not usual)
+    ]
+
+
+def _meaning(decision: Decision, compute_dtype: Any) -> Any:
+    """Returns a precision function, the same for two that do the same."""
+    if decision.function == use_precision(jnp.float32):
+        return use_original_precision
+    if decision.function == use_precision(compute_dtype):
+        return use_compute_precision
+    return decision.function
+
+
+def _message(loser: Decision, winners: Sequence[Decision]) -> str:
+    keys = ", ".join(dict.fromkeys(repr(winner.key) for winner in winners))
+    action = f"Narrow {keys}, or leave {loser.key!r} out."
+    if winners[0].origin is Origin.PRIMITIVE:
+        rule = "It leaves everything inside as written"
+        action = f"Leave {keys} or {loser.key!r} out."
+    elif loser.origin is Origin.PRIMITIVE:
+        rule = "A scope wins over a primitive"
+    else:
+        rule = "The outermost scope wins, then a method, then what the policy has first"
+        action = f"Narrow {keys}, put {loser.key!r} before it, or leave it out."
+    return f"{loser.key!r} loses to {keys} wherever it matches. {rule}. {action}"
