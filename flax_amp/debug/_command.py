@@ -1,0 +1,72 @@
+"""`python -m flax_amp explain`: what mixed precision does to a loss, and why."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.debug._explain import explain
+from flax_amp.debug._model import Explanation
+from flax_amp.debug._terminal import render
+
+
+def add_explain(commands: Any) -> None:
+    """Adds the command to the parsers of all commands."""
+    command = commands.add_parser(
+        "explain", help="tell which layer runs in which dtype, and why"
+    )
+    add = command.add_argument
+    add("target", metavar="MODULE[:FUNCTION]")
+    dtypes = ("float16", "bfloat16", "float32")
+    add("--dtype", choices=dtypes, help="by default that of the state, or float16")
+    add("--depth", type=int, help="levels of modules to show")
+    add("--only", choices=["problems"])
+    add("--html", type=Path, metavar="FILE", help="write a page, too")
+    command.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    try:
+        found = _found(args, _function(args.target))
+        report = render(found, depth=args.depth, only=args.only)
+        if args.html:
+            args.html.write_text(found.to_html(), encoding="utf-8")
+    except Exception as error:  # of the user's code, too
+        cause = str(error).partition("\n")[0]
+        message = f"error: {args.target}: {type(error).__name__}: {cause}"
+        print(message, file=sys.stderr)
+        return 2
+    Console(highlight=False).print(report)
+    if args.html:
+        print(f"\nwrote {args.html}")
+    return int(bool(found.problems))
+
+
+def _function(target: str) -> Callable[[], Any]:
+    """Returns the function that a target names."""
+    module, _, name = target.partition(":")
+    module = module.rstrip("/").removesuffix(".py").replace("/", ".")
+    function = getattr(importlib.import_module(module), name or "to_explain")
+    if not callable(function):
+        raise TypeError(f"it is a {type(function).__name__}; expected a function.")
+    return function
+
+
+def _found(args: argparse.Namespace, function: Any) -> Explanation:
+    """Explains what the user's function returns."""
+    dtype = args.dtype and jnp.dtype(args.dtype)
+    given: Any = function()
+    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
+        return explain(*given, compute_dtype=dtype)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
+        return explain(given[0], compute_dtype=dtype)(*given[1])
+    raise TypeError(
+        f"it returned a {type(given).__name__}; expected (loss_fn, args) with a tuple "
+        "of arguments, or (state, loss_fn, batch)."
+    )
