@@ -251,6 +251,17 @@ def test_no_width_drops_figures(width):
     assert ("a wider terminal" in texts[1]) == ("mul" not in texts[1])
 
 
+def test_a_narrow_report_leaves_out_steps_of_a_path(monkeypatch):
+    def step(x, _):
+        with jax.named_scope("AVeryLongStepOfThePath/Block"):
+            return jnp.tanh(x @ jnp.ones((8, 8))), None
+
+    found = explain(lambda x: jax.lax.scan(step, x, length=3)[0].sum())(X)
+    for columns, line in ((80, "…/Block  loop x3"), (120, "OfThePath/Block  loop x3")):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert line in str(found)
+
+
 def test_numbers_of_a_report_add_up(found):
     folded, whole = found.report(depth=9), found.totals
     assert f"{whole.casts_down}/{whole.casts_up}" in folded
