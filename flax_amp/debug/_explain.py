@@ -20,7 +20,7 @@ from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import Target, read_target, trained_inputs, with_scopes
 from flax_amp.debug._emitted import attach_emitted
 from flax_amp.debug._model import Equation, Explanation, Module
-from flax_amp.debug._problems import find_choices, find_problems
+from flax_amp.debug._problems import find_problems
 from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
 from flax_amp.debug._walk import Place, Visit, Walk
 from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
@@ -177,6 +177,7 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
     closed = jax.make_jaxpr(_emitted(options, planned, options.recompute))(*arrays)
     results = attach_emitted(closed, visits, compute_dtype.name)
     never, others, notes = _backward(options, planned, call, visits)
+    problems, choices = find_problems(visits, messages, options.policy, compute_dtype)
     root = Module(name, "")
     for row in (*(visit.row for visit in visits), *results, *others):
         root.add(row)
@@ -184,9 +185,9 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
         name=name,
         compute_dtype=compute_dtype.name,
         root=root,
-        problems=tuple(find_problems(visits, messages, options.policy, compute_dtype)),
+        problems=tuple(problems),
         stored_without_recompute=never,
-        notes=(*notes, *find_choices(visits, compute_dtype)),
+        notes=(*notes, *choices),
     )
 
 

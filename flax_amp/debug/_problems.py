@@ -6,7 +6,7 @@ twelve layers whose products ask for `precision=HIGHEST` are one line, not twelv
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ KINDS = (
     "constant",
     "risk",
 )
+_CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
+
 # Beyond these, what a float16 number is multiplied by leaves half of its range unused.
 _TINY, _LARGE = 1e-3, 1e3
 
@@ -49,8 +51,8 @@ def find_problems(
     warnings: Sequence[str],
     policy: Policy,
     compute_dtype: Any,
-) -> list[Problem]:
-    """Returns the problems, the most important first.
+) -> tuple[list[Problem], list[str]]:
+    """Returns the problems, the most important first, and notes of what was chosen.
 
     Args:
       visits: the equations of the walk.
@@ -64,28 +66,20 @@ def find_problems(
     if compute_dtype != jnp.float32:
         found |= shadowed_keys(visits, policy, compute_dtype)
         for visit in visits:
-            if _choice(visit):
-                continue
-            for finding in _findings(visit, compute_dtype.name):
+            choice = _choice(visit)
+            findings = _findings(visit, compute_dtype.name)
+            for finding in [(_CHOICE, choice)] if choice else findings:
                 found.setdefault(finding, []).append(visit.row)
-    problems = [_problem(finding, rows) for finding, rows in found.items()]
-    return sorted(problems, key=lambda p: (KINDS.index(p.kind), -p.flops, -p.count))
+    every = [_problem(finding, rows) for finding, rows in found.items()]
+    problems = [problem for problem in every if problem.kind != _CHOICE]
+    problems.sort(key=lambda p: (KINDS.index(p.kind), -p.flops, -p.count))
+    return problems, [_note(problem) for problem in every if problem not in problems]
 
 
-def find_choices(visits: Iterable[Visit], compute_dtype: Any) -> list[str]:
-    """Returns notes of the products that the user, or JAX, keeps in float32."""
-    found: dict[str, list[Equation]] = {}
-    if compute_dtype != jnp.float32:
-        for visit in visits:
-            if choice := _choice(visit):
-                found.setdefault(choice, []).append(visit.row)
-    notes = []
-    for choice, rows in found.items():
-        problem = _problem(("", ""), rows)
-        count = problem.count
-        products = "1 product is" if count == 1 else f"{count} products are"
-        notes.append(f"{products} kept in float32 {choice}: {where(problem)}")
-    return notes
+def _note(chosen: Problem) -> str:
+    count = chosen.count
+    products = "1 product is" if count == 1 else f"{count} products are"
+    return f"{products} kept in float32 {chosen.message}: {where(chosen)}"
 
 
 def where(problem: Problem) -> str:
