@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from flax_amp import debug as debug
+from flax_amp import metrics as metrics
 from flax_amp import optim as optim
 from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp._rewriter.transform import amp as amp
@@ -67,6 +68,7 @@ __all__ = [
     "make_eval_step",
     "make_nnx_train_step",
     "make_train_step",
+    "metrics",
     "no_scaler",
     "optim",
     "scale_loss",

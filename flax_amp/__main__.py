@@ -9,6 +9,10 @@ and why. The function takes nothing and returns `(loss_fn, args)`, or `(state, l
 batch)` for a training state; the arguments may be abstract. Without a name, it is
 `to_explain`; the module may be a path: `examples/digits`. The exit code is 0 if there
 is no problem, 1 if there is one, and 2 if it cannot be explained.
+
+`python -m flax_amp plot RUN` draws what a run has logged with
+`flax_amp.metrics.create_writer`: loss, scale, skipped steps, gradient norm and learning
+rate. Several runs are compared. The exit code is 0, or 2 if they cannot be drawn.
 """
 
 import argparse
@@ -19,9 +23,10 @@ import jax
 
 from flax_amp.checkpoint._command import add_checkpoint
 from flax_amp.debug._command import add_explain
+from flax_amp.metrics._command import add_plot
 
 # Each adds its parser, whose `run` takes the arguments and returns the exit code.
-COMMANDS = (add_checkpoint, add_explain)
+COMMANDS = (add_checkpoint, add_explain, add_plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,8 @@ BELOW = {
     "_training": {"_rewriter", "optim"},
     "checkpoint": {"_training"},
     "debug": {"_training"},
-    "__main__": {"checkpoint", "debug"},
+    "metrics": set(),
+    "__main__": {"checkpoint", "debug", "metrics"},
 }
 # The rewriter's bridges to Flax; the rest of it knows no framework.
 BRIDGES = {"nnx_bridge", "nnx_scopes", "policy_warnings"}

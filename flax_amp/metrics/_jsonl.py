@@ -1,0 +1,121 @@
+"""Metrics as JSON lines: written so that a kill does no harm, and read back."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers
+
+_NAME = "metrics.jsonl"
+
+
+class JsonlWriter(MetricWriter):
+    """Appends a line to `metrics.jsonl` for each call, and leaves none in memory.
+
+    A line is `{"step": 50, "wall_time": 1767225600.5, "loss": 0.25, ...}`, or
+    `{"hparams": {...}}`. NaN and infinities are `null`, since JSON has no other word.
+
+    Args:
+      logdir: the folder.
+      first_step: lines of this step and later ones are dropped first, in one atomic
+        replacement of the file, together with a line that a kill has cut.
+
+    Example:
+      >>> import tempfile
+      >>> logdir = tempfile.mkdtemp()
+      >>> with JsonlWriter(logdir) as writer:
+      ...     writer.write_scalars(1, {"loss": math.nan})
+      >>> read(logdir)["loss"]
+      [(1, nan)]
+    """
+
+    def __init__(
+        self, logdir: str | os.PathLike[str], *, first_step: int | None = None
+    ) -> None:
+        path = Path(logdir) / _NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _drop_lines(path, math.inf if first_step is None else first_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write_scalars(self, step: int, scalars: Scalars) -> None:
+        now = {"step": int(step), "wall_time": round(time.time(), 3)}
+        self._write({**now, **to_numbers(scalars), **now})
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        self._write({"hparams": dict(hparams)})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(_without_nan(line), allow_nan=False, default=str)
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the scalars that a run has logged: `{name: [(step, value), ...]}`.
+
+    Steps rise. Of a step that was written twice, because a run was resumed without a
+    `first_step`, the later value counts, and what followed the earlier one is dropped.
+    A line that a kill has cut is skipped. `null` becomes NaN.
+
+    Args:
+      run: the folder of the run, or the file.
+
+    Raises:
+      FileNotFoundError: if there is no `metrics.jsonl`.
+    """
+    path = Path(run)
+    path = path / _NAME if path.is_dir() else path
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist; expected a folder with {_NAME}, which "
+            "flax_amp.metrics.create_writer writes."
+        )
+    found: dict[str, list[tuple[int, float]]] = {}
+    for _, line in _lines(path):
+        for name, value in line.items():
+            if name in ("step", "wall_time", "hparams") or "step" not in line:
+                continue
+            series = found.setdefault(name, [])
+            while series and series[-1][0] >= line["step"]:
+                series.pop()
+            series.append((line["step"], math.nan if value is None else value))
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each whole line, as it is and decoded."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if text.endswith("\n") and isinstance(line, dict):
+                yield text, line
+
+
+def _drop_lines(path: Path, first_step: float) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for text, line in _lines(path):
+            if line.get("step", -math.inf) < first_step:
+                file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,116 @@
+"""Metrics on the terminal: a live line, or lines in a file."""
+
+import atexit
+import datetime
+import time
+from collections import deque
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers
+
+
+class TerminalWriter(MetricWriter):
+    """Shows the progress of a run: steps per second, the time left, and metrics.
+
+    On a terminal, a few lines are drawn again and again: the progress, and the last
+    metrics of each group (`train/loss` is of the group `train`). What is printed
+    meanwhile appears above. In a file, each call prints one line.
+
+    Args:
+      first_step: the first step that is to come; time counts from now.
+      total_steps: the last step of the run.
+      console: where to print, instead of stdout.
+
+    Example:
+      >>> with TerminalWriter(total_steps=600) as writer:
+      ...     writer.write_scalars(50, {"train/loss": 0.25, "train/scale": 32768.0})
+      step  50/600  train: loss 0.25  scale 32768
+    """
+
+    def __init__(
+        self,
+        *,
+        first_step: int | None = None,
+        total_steps: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console(highlight=False)
+        self._total = total_steps
+        # The speed is that of the last calls: the first step compiles.
+        self._times: deque[tuple[int, float]] = deque(maxlen=4)
+        if first_step is not None:
+            self._times.append((first_step - 1, time.monotonic()))
+        self._groups: dict[str, str] = {}
+        self._live: Live | None = None
+
+    def write_scalars(self, step: int, scalars: Scalars) -> None:
+        if not self._times or step > self._times[-1][0]:
+            self._times.append((step, time.monotonic()))
+        groups = _grouped(to_numbers(scalars))
+        if not self._console.is_terminal:
+            line = [
+                *self._progress(step),
+                *(f"{g}{text}" for g, text in groups.items()),
+            ]
+            self._console.print("  ".join(line), markup=False, soft_wrap=True)
+            return
+        self._groups |= groups
+        if self._live is None:
+            self._live = Live(
+                console=self._console, get_renderable=self._render, refresh_per_second=2
+            )
+            self._live.start()
+            atexit.register(self.close)  # or the cursor stays hidden after an error
+        self._live.refresh()
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+            atexit.unregister(self.close)
+
+    def _progress(self, step: int) -> list[str]:
+        """Returns the step, the speed and the time left, as far as they are known."""
+        total = self._total
+        shown = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
+        (before, began), (last, now) = self._times[0], self._times[-1]
+        if last > before:
+            speed = (last - before) / max(now - began, 1e-9)
+            shown.append(f"{speed:.3g} steps/s")
+            if total and step < total:
+                seconds = (total - last) / speed - (time.monotonic() - now)
+                left = datetime.timedelta(seconds=max(round(seconds), 0))
+                shown.append(f"ETA {left}")
+        return shown
+
+    def _render(self) -> RenderableType:
+        step = self._times[-1][0]
+        bar = Table.grid(padding=(0, 2, 0, 0))
+        cells: list[RenderableType] = list(map(Text, self._progress(step)))
+        if self._total:
+            cells.insert(1, ProgressBar(self._total, step, width=20))
+        bar.add_row(*cells)
+        lines = (f"{group}{text}" for group, text in self._groups.items())
+        texts = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
+        return Group(bar, *texts)
+
+
+def _grouped(numbers: dict[str, float]) -> dict[str, str]:
+    """Returns `{"train: ": "loss 0.25  scale 32768"}`, without hyper-parameters."""
+    groups: dict[str, list[str]] = {}
+    for name, value in numbers.items():
+        if "hyperparams/" not in name:
+            group, _, last = name.rpartition("/")
+            shown = f"{last} {_short(value)}"
+            groups.setdefault(f"{group}: " if group else "", []).append(shown)
+    return {group: "  ".join(shown) for group, shown in groups.items()}
+
+
+def _short(value: float) -> str:
+    is_whole = float(value).is_integer() and abs(value) < 1e7
+    return f"{value:.0f}" if is_whole else f"{value:.4g}"
