@@ -19,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flax_amp import metrics
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_STEPS = 600
 KILL_AFTER = 330  # between two checkpoints
@@ -140,6 +142,7 @@ def main() -> int:
         console.print(f"{'[green]ok[/]    ' if holds else '[red]FAILED[/]'} {claim}")
     took = time.monotonic() - began
     console.print(f"{took:.0f} s; checkpoints and TensorBoard files: {work}")
+    console.print(f"loss, scale and skipped steps: {metrics.plot(half)}")
     return 0 if all(claims.values()) else 1
 
 

@@ -17,7 +17,7 @@ from flax_amp import Precision
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORKDIR = flags.DEFINE_string(
-    "workdir", "runs/digits", "For checkpoints and TensorBoard files; resumes from it"
+    "workdir", "runs/digits", "For checkpoints and logs; resumes from it"
 )
 PRECISION = flags.DEFINE_enum(
     "precision", None, get_args(Precision), "Overrides config.precision"

@@ -32,14 +32,15 @@ class ConvNet(nn.Module):
 
 @flax.struct.dataclass
 class Metrics(metrics.Collection):
-    """Sums over many steps, which stay on the device until `compute()`."""
+    """What an evaluation measures; sums, which can be merged over batches."""
 
     accuracy: metrics.Accuracy
     loss: metrics.Average.from_output("loss")  # type: ignore[valid-type]
 
 
 def make_loss_fn(weight: float = 1.0) -> Callable[..., Any]:
-    """Returns a loss function; its `aux` updates the batch statistics."""
+    """Returns a loss function. Its `aux` updates the batch statistics; the accuracy
+    becomes a metric."""
 
     def loss_fn(params, batch, *, state, rngs):
         logits, updated = state.apply_fn(
@@ -49,8 +50,9 @@ def make_loss_fn(weight: float = 1.0) -> Callable[..., Any]:
             mutable=["batch_stats"],
             rngs=rngs,
         )
-        loss, batch_metrics = _loss_and_metrics(logits, batch["label"])
-        return weight * loss, {"variables": updated, "batch_metrics": batch_metrics}
+        accuracy = (logits.argmax(-1) == batch["label"]).mean()
+        aux = {"variables": updated, "accuracy": accuracy}
+        return weight * _loss(logits, batch["label"]), aux
 
     return loss_fn
 
@@ -59,11 +61,10 @@ def eval_fn(params, batch, *, state):
     """Returns the metrics of one batch, with running statistics and without dropout."""
     variables = {"params": params, **state.variables}
     logits = state.apply_fn(variables, batch["image"], train=False)
-    return _loss_and_metrics(logits, batch["label"])[1]
-
-
-def _loss_and_metrics(logits, labels):
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-    return loss, Metrics.single_from_model_output(
-        logits=logits, labels=labels, loss=loss
+    return Metrics.single_from_model_output(
+        logits=logits, labels=batch["label"], loss=_loss(logits, batch["label"])
     )
+
+
+def _loss(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -5,18 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from clu import parameter_overview
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 import flax_amp
 from examples.digits import data
-from examples.digits.metrics_writer import TensorBoardWriter
-from examples.digits.model import ConvNet, Metrics, eval_fn, make_loss_fn
-
-LINE = "loss {loss:.4f} accuracy {accuracy:.4f} scale {scale:.0f} skipped {skipped:.0f}"
+from examples.digits.model import ConvNet, eval_fn, make_loss_fn
+from flax_amp import metrics, optim
 
 
 def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
@@ -26,7 +21,7 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
     variables = jax.jit(model.init, static_argnames="train")(
         params_key, images, train=False
     )
-    schedule = optax.warmup_cosine_decay_schedule(
+    schedule = optim.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.num_steps
     )
     scaler = None  # that of the precision
@@ -39,9 +34,9 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
         params=variables["params"],
         variables={"batch_stats": variables["batch_stats"]},
         rngs={"dropout": dropout_key},
-        tx=optax.chain(
-            optax.clip_by_global_norm(config.clip_norm),
-            optax.adamw(schedule, weight_decay=config.weight_decay),
+        tx=optim.chain(  # optax's, as a pytree: the step reports the learning rate
+            optim.clip_by_global_norm(config.clip_norm),
+            optim.adamw(schedule, weight_decay=config.weight_decay),
         ),
         precision=config.precision,
         scaler=scaler,
@@ -67,7 +62,6 @@ def train_and_evaluate(
 
     Returns the state and a summary in Python numbers.
     """
-    console = Console(highlight=False)
     train_data, test_data = data.load(config.split_seed)
     train_step, eval_step = make_steps(config)
     state = create_state(config, train_data["image"][:1])
@@ -78,65 +72,51 @@ def train_and_evaluate(
     )
     if manager.latest_step() is not None:
         state = flax_amp.checkpoint.restore(manager, state)
-        console.print(f"resuming from step {int(state.step)}")
+        print(f"resuming from step {int(state.step)}")
     elif config.init_from:  # a run of this model, with flax_amp or plain Flax
         kept = ["params", "variables"]
         state = flax_amp.checkpoint.migrate(config.init_from, state, include=kept)
     start = int(state.step)
-    writer = TensorBoardWriter(workdir, first_step=start)
+    writer = metrics.create_writer(
+        workdir, first_step=start + 1, total_steps=config.num_steps
+    )
     if start == 0:
         writer.write_hparams(config.to_dict())
 
-    def evaluate() -> dict[str, float]:
-        result = eval_step(state, test_data).compute()
-        scalars = {f"test/{name}": float(value) for name, value in result.items()}
+    def log(group: str, scalars: dict[str, Any]) -> None:
+        scalars = {f"{group}/{name}": value for name, value in scalars.items()}
         writer.write_scalars(int(state.step), scalars)
-        return scalars
 
-    progress = Progress(
-        TextColumn("{task.completed:>5}/{task.total}"),
-        BarColumn(bar_width=12),
-        TextColumn("{task.fields[now]}"),
-        console=console,
-        disable=not console.is_terminal,  # a log file gets the lines only
-    )
-    with manager, progress:
-        bar = progress.add_task("", total=config.num_steps, completed=start, now="")
-        window = Metrics.empty()
+    with manager, writer:
+        window = metrics.StepMetrics.empty()
         for step in range(start + 1, config.num_steps + 1):
             batch = data.batch_at(
                 train_data, step - 1, batch_size=config.batch_size, seed=config.seed
             )
-            # The call returns before the step has run on the device. The loop waits
+            # The calls return before the step has run on the device. The loop waits
             # for values only every `log_every` steps.
-            state, metrics = train_step(state, batch)
-            window = window.merge(metrics["batch_metrics"])
-            progress.update(bar, completed=step)
+            state, reported = train_step(state, batch)
+            window = window.add(reported)
             last = step == config.num_steps or should_stop(step)
 
             if last or step % config.log_every == 0:
-                now = {name: float(value) for name, value in window.compute().items()}
-                now["scale"] = float(metrics["scaler"])
-                now["skipped"] = float(metrics["skipped_total"])
-                window = Metrics.empty()
-                writer.write_scalars(step, {f"train/{k}": v for k, v in now.items()})
-                line = LINE.format(**now)
-                progress.update(bar, now=line)
-                console.print(f"step {step:>5} {line}")
+                log("train", window.compute())
+                window = metrics.StepMetrics.empty()
             if last or step % config.checkpoint_every == 0:
                 flax_amp.checkpoint.save(manager, state)
             if not last and step % config.eval_every == 0:
-                evaluate()
+                log("test", eval_step(state, test_data).compute())
             if last:
                 break
 
-        test = evaluate()
-    writer.close()
+        test = eval_step(state, test_data).compute()
+        if start < config.num_steps:  # or this was logged by the run before
+            log("test", test)
     return state, {
         "step": int(state.step),
         "resumed_from": start,
-        "test_accuracy": test["test/accuracy"],
-        "test_loss": test["test/loss"],
+        "test_accuracy": float(test["accuracy"]),
+        "test_loss": float(test["loss"]),
         "skipped": int(state.opt_state.total_notfinite),
         "scale": float(state.scaler["scaler"]),
     }

@@ -1,7 +1,7 @@
 """What training steps report, gathered on the device until it is fetched.
 
-One rule keeps skipped steps out: of two collections that are merged, one without a
-finite step adds nothing to the metrics of finite steps.
+A skipped step adds nothing to a sum. A metric of clu merges as it likes, so of two
+collections, one without a finite step is not merged into the other.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,11 @@ class StepMetrics(clu_metrics.Collection):
     of clu, and work under `jit`.
 
     Attributes:
-      every: the metrics of every step, by name.
-      finite: the metrics of finite steps, by name.
+      steps: the numbers of finite and of skipped steps.
+      totals, last: the sums over finite steps and the last values, as one array each,
+        because every array costs time in each step.
+      own: the metrics of clu in `aux`, by name.
+      names: those of `totals` and of `last`.
 
     Example:
       >>> metrics = {"loss": jnp.float32(2), "grads_finite": jnp.bool_(True)}
@@ -53,14 +56,18 @@ class StepMetrics(clu_metrics.Collection):
       {'loss': 2.0, 'skip_rate': 0.5}
     """
 
-    every: dict[str, Any]
-    finite: dict[str, Any]
+    steps: Any
+    totals: Any
+    last: Any
+    own: dict[str, Any]
+    names: tuple[tuple[str, ...], tuple[str, ...]] = flax.struct.field(
+        pytree_node=False
+    )
 
     @classmethod
     def empty(cls) -> "StepMetrics":
         """Returns a collection without any step."""
-        # clu counts merges here to detect an axis of devices; see `compute`.
-        return cls(_reduction_counter=None, every={}, finite={})
+        return cls(None, None, None, None, own={}, names=((), ()))
 
     @classmethod
     def _from_model_output(cls, **metrics: Any) -> "StepMetrics":
@@ -70,25 +77,28 @@ class StepMetrics(clu_metrics.Collection):
                 "'grads_finite'; expected what make_train_step or make_nnx_train_step "
                 "returns."
             )
-        skipped = jnp.logical_not(metrics["grads_finite"])
-        every: dict[str, Any] = {"skip_rate": _average(skipped)}
-        finite: dict[str, Any] = {}
+        finite = jnp.bool_(metrics.pop("grads_finite"))
+        totals, last, own = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for name, value in metrics.items():
             ours = _LAST.get(name, name)
-            if name == "grads_finite" or not _is_kept(value):
-                continue
-            if ours in every or ours in finite:
+            if ours in {"skip_rate", *totals, *last, *own}:
                 raise ValueError(
                     f"StepMetrics: two metrics are named {ours!r} here, one of them "
                     f"{name!r} in aux; expected one. Rename it."
                 )
             if isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
-                finite[ours] = value
-            elif name in _LAST or name.startswith("hyperparams/"):
-                every[ours] = clu_metrics.LastValue(jnp.float32(value), jnp.int32(1))
-            else:
-                finite[ours] = _average(value)
-        return cls(_reduction_counter=None, every=every, finite=finite)
+                own[ours] = value
+            elif _is_real_scalar(value):
+                is_last = name in _LAST or name.startswith("hyperparams/")
+                (last if is_last else totals)[ours] = jnp.float32(value)
+        return cls(
+            _reduction_counter=None,  # `steps` tells what clu uses it for
+            steps=jnp.int32([finite, ~finite]),
+            totals=jnp.where(finite, jnp.float32(list(totals.values())), 0),
+            last=jnp.float32(list(last.values())),
+            own=own,
+            names=(tuple(totals), tuple(last)),
+        )
 
     def add(self, metrics: Mapping[str, Any]) -> "StepMetrics":
         """Returns a collection with one more step, in one dispatch.
@@ -100,23 +110,24 @@ class StepMetrics(clu_metrics.Collection):
           ValueError: if `grads_finite` is not in it, or if the names are not those of
             the steps before.
         """
-        return _add(self, {k: v for k, v in metrics.items() if _is_kept(v)})
+        return _add(self, dict(metrics))
 
     def merge(self, other: "StepMetrics") -> "StepMetrics":
         """Returns a collection of the steps of both; `other` is the later one."""
-        if not (self.every and other.every):
-            return self if self.every else other
+        if self.steps is None or other.steps is None:
+            return other if self.steps is None else self
         _check_same_names(self, other)
-        every = {n: m.merge(other.every[n]) for n, m in self.every.items()}
-        both = {n: m.merge(other.finite[n]) for n, m in self.finite.items()}
 
         def choose(mine: Any, others: Any, merged: Any) -> Any:
-            either = jnp.where(other._finite_steps() > 0, others, mine)
-            return jnp.where(in_both, merged, either)
+            either = jnp.where(other.steps[0] > 0, others, mine)
+            return jnp.where((self.steps[0] > 0) & (other.steps[0] > 0), merged, either)
 
-        in_both = (self._finite_steps() > 0) & (other._finite_steps() > 0)
-        finite = jax.tree.map(choose, self.finite, other.finite, both)
-        return self.replace(every=every, finite=finite)  # type: ignore[attr-defined]
+        merged = {name: own.merge(other.own[name]) for name, own in self.own.items()}
+        return other.replace(  # type: ignore[attr-defined]
+            steps=self.steps + other.steps,
+            totals=self.totals + other.totals,
+            own=jax.tree.map(choose, self.own, other.own, merged),
+        )
 
     def reduce(self) -> "StepMetrics":
         """Merges along the leading axis, in order: of a `vmap`, or `all_gather`."""
@@ -126,11 +137,12 @@ class StepMetrics(clu_metrics.Collection):
 
     def compute(self) -> dict[str, jax.Array]:
         """Returns the values by name, on the device, in one dispatch."""
-        if self.every and self.every["skip_rate"].total.ndim:
+        if self.steps is None:
+            return {}
+        if self.steps.ndim > 1:
             raise ValueError(
-                "StepMetrics.compute: the collection has an axis of "
-                f"{len(self.every['skip_rate'].total)} steps or devices; expected "
-                "none. Call reduce() or unreplicate() first."
+                f"StepMetrics.compute: the collection has an axis of {len(self.steps)} "
+                "steps or devices; expected none. Call reduce() or unreplicate() first."
             )
         with jax.debug_nans(False):  # NaN is the answer if every step was skipped
             found = _compute(self)
@@ -141,26 +153,17 @@ class StepMetrics(clu_metrics.Collection):
         """Returns what `compute` does, for `clu.metric_writers.write_values`."""
         return {name: clu_values.Scalar(v) for name, v in self.compute().items()}
 
-    def _finite_steps(self) -> jax.Array:
-        return self.every["skip_rate"].count - self.every["skip_rate"].total
 
-
-def _is_kept(value: Any) -> bool:
-    if isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
-        return True
-    if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array):
-        return False
-    kinds = ("real floating", "integral", "bool")
-    dtype = jnp.result_type(value)
-    return jnp.ndim(value) == 0 and jnp.isdtype(dtype, kinds)
-
-
-def _average(value: Any) -> clu_metrics.Average:
-    return clu_metrics.Average(total=jnp.float32(value), count=jnp.int32(1))
+def _is_real_scalar(value: Any) -> bool:
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        kinds = (np.floating, np.integer, np.bool_)
+        is_real = any(jax.dtypes.issubdtype(value.dtype, kind) for kind in kinds)
+        return is_real and not value.shape
+    return isinstance(value, bool | int | float)
 
 
 def _check_same_names(one: StepMetrics, other: StepMetrics) -> None:
-    names = [{*side.every, *side.finite} for side in (one, other)]
+    names = [{*sum(side.names, ()), *side.own} for side in (one, other)]
     if different := sorted(names[0] ^ names[1]):
         raise ValueError(
             f"StepMetrics: {different} are not in all steps; expected the same metrics "
@@ -175,12 +178,14 @@ def _add(window: StepMetrics, metrics: Mapping[str, Any]) -> StepMetrics:
 
 @jax.jit
 def _compute(window: StepMetrics) -> dict[str, jax.Array]:
-    found = {name: metric.compute() for name, metric in window.every.items()}
-    for name, metric in window.finite.items():
-        value = metric.compute()
-        values = value if isinstance(value, Mapping) else {"": value}
-        for inner, one in values.items():
-            any_finite = window._finite_steps() > 0
-            key = f"{name}/{inner}".rstrip("/")
-            found[key] = jnp.where(any_finite, one, jnp.nan)
+    finite, skipped = window.steps
+    values = [*(window.totals / finite), *window.last]
+    found = dict(zip(sum(window.names, ()), values, strict=True))
+    found["skip_rate"] = skipped / (finite + skipped)
+    for name, metric in window.own.items():
+        computed = metric.compute()
+        inner = computed if isinstance(computed, Mapping) else {"": computed}
+        for last, value in inner.items():
+            key = f"{name}/{last}".rstrip("/")
+            found[key] = jnp.where(finite > 0, value, jnp.nan)
     return found

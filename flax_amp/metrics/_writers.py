@@ -156,13 +156,19 @@ def _as_writer(given: Any) -> Any:
 def to_numbers(scalars: Scalars) -> dict[str, Any]:
     """Fetches all scalars at once, as numbers of Python."""
     numbers = {}
-    for name, value in jax.device_get(dict(scalars)).items():
+    # As a list, since a dict would come back with its keys sorted.
+    fetched = jax.device_get(list(scalars.values()))
+    for name, value in zip(scalars, fetched, strict=True):
         if np.size(value) != 1:
             raise ValueError(
                 f"write_scalars: {name!r} has the shape {np.shape(value)}; expected a "
                 "scalar. Reduce it, or use write_histograms."
             )
-        numbers[name] = np.asarray(value).item()
+        number = np.asarray(value).reshape(())[()]
+        # The shortest text of a float32: 0.9, not 0.8999999761581421.
+        numbers[name] = (
+            float(str(number)) if number.dtype.kind == "f" else number.item()
+        )
     return numbers
 
 

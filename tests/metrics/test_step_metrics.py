@@ -1,0 +1,239 @@
+"""What steps report, gathered on the device: skipped steps enter no mean."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from clu import metrics as clu_metrics
+from flax import nnx
+
+import flax_amp
+from flax_amp.metrics import StepMetrics
+
+NAN, INF = math.nan, math.inf
+
+
+def report(loss, finite=True, scale=8.0, **more):
+    return dict(
+        loss=jnp.float32(loss),
+        grads_finite=jnp.bool_(finite),
+        scaler=jnp.float32(scale),
+        grad_norm=jnp.float32(2 * loss),
+        **more,
+    )
+
+
+def computed(window):
+    return {name: float(value) for name, value in window.compute().items()}
+
+
+def gather(steps):
+    window = StepMetrics.empty()
+    for step in steps:
+        window = window.add(step)
+    return window
+
+
+def mean(values):
+    return sum(values) / len(values) if values else NAN
+
+
+# --- against the same numbers, computed on the host ----------------------------------
+
+
+def linen_state(tx, precision="16-mixed"):
+    params = {"w": jnp.ones((3, 1))}
+    return flax_amp.AmpTrainState.create(params=params, tx=tx, precision=precision)
+
+
+def linear_loss(params, batch):
+    error = batch["x"] @ params["w"] - 1.0
+    return (error**2).mean(), {"error": jnp.abs(error).max(), "all": error}
+
+
+def linen_steps(tx, batches):
+    state, step = linen_state(tx), flax_amp.make_train_step(linear_loss, has_aux=True)
+    for batch in batches:
+        state, metrics = step(state, batch)
+        yield metrics
+
+
+def nnx_steps(tx, batches):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    scaler = None
+
+    def loss_fn(model, batch):
+        error = model(batch["x"]) - 1.0
+        return (error**2).mean(), {"error": jnp.abs(error).max(), "all": error}
+
+    step = flax_amp.make_nnx_train_step(loss_fn, has_aux=True, precision="16-mixed")
+    for batch in batches:
+        scaler, metrics = step(model, optimizer, scaler, batch)
+        yield metrics
+
+
+RATE = optax.linear_schedule(0.1, 0.0, 10)
+STEPS = {
+    "linen": (linen_steps, optax.sgd(0.1), {"skipped_total"}),
+    "linen, optim": (
+        linen_steps,
+        flax_amp.optim.sgd(RATE),
+        {"skipped_total", "learning_rate"},
+    ),
+    "nnx": (nnx_steps, optax.sgd(0.1), set()),
+    "nnx, counted": (
+        nnx_steps,
+        optax.apply_if_finite(optax.sgd(0.1), 2**31 - 1),
+        {"skipped_total"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("pattern", ["....", "x.x.", ".x.x", "xx..", "xxxx"])
+def test_a_window_is_what_its_steps_reported(name, pattern):
+    make, tx, more = STEPS[name]
+    batches = [
+        {"x": np.full((2, 3), 0.1 * i if kind == "." else NAN, np.float32)}
+        for i, kind in enumerate(pattern)
+    ]
+    steps = list(make(tx, batches))
+    assert [bool(s["grads_finite"]) for s in steps] == [k == "." for k in pattern]
+    found = computed(gather(steps))
+    finite = [s for s in steps if s["grads_finite"]]
+    expected = {k: mean([float(s[k]) for s in finite]) for k in ("loss", "grad_norm")}
+    expected["error"] = mean([float(s["error"]) for s in finite])
+    expected["scale"] = float(steps[-1]["scaler"])
+    expected["skip_rate"] = pattern.count("x") / len(pattern)
+    if "skipped_total" in more:
+        expected["skipped_total"] = pattern.count("x")
+    if "learning_rate" in more:
+        expected["learning_rate"] = float(steps[-1]["hyperparams/learning_rate"])
+    assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert "learning_rate" in more or "learning_rate" not in found
+
+
+def clu_aux(value):
+    """Metrics of clu, as a step returns them in `aux`."""
+    logits, labels = jnp.float32([[value, 0.6]]), jnp.int32([0])
+    single = clu_metrics.Collection.create_collection(
+        loss=clu_metrics.Average.from_model_output(jnp.float32(value)),
+        last=clu_metrics.LastValue.from_model_output(jnp.float32(value)),
+    )
+    accuracy = clu_metrics.Accuracy.from_model_output(logits=logits, labels=labels)
+    return {"accuracy": accuracy, "eval": single}
+
+
+CLU = type(clu_aux(0.0)["eval"])  # each create_collection makes a class
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, 7.0])
+def test_metrics_of_clu_skip_steps_too(bad):
+    for finite in itertools.product([True, False], repeat=3):
+        values = [0.25 * i if ok else bad for i, ok in enumerate(finite, 1)]
+        steps = []
+        for value, ok in zip(values, finite, strict=True):
+            aux = clu_aux(value)
+            aux["eval"] = CLU(**vars(aux["eval"]))
+            steps.append(report(value, ok, **aux))
+        kept = [v for v, ok in zip(values, finite, strict=True) if ok]
+        expected = {
+            "loss": mean(kept),
+            "grad_norm": 2 * mean(kept),
+            "accuracy": mean([float(v > 0.6) for v in kept]),
+            "eval/loss": mean(kept),
+            "eval/last": kept[-1] if kept else NAN,
+            "scale": 8.0,
+            "skip_rate": mean([not ok for ok in finite]),
+        }
+        assert computed(gather(steps)) == pytest.approx(expected, nan_ok=True)
+        for cut in range(4):  # merging windows is gathering all of their steps
+            both = gather(steps[:cut]).merge(gather(steps[cut:]))
+            assert computed(both) == pytest.approx(expected, nan_ok=True)
+
+
+# --- how it is done ------------------------------------------------------------------
+
+
+def test_a_step_is_one_dispatch_and_waits_for_nothing(count_traces, monkeypatch):
+    window = gather([report(1.0)])
+    for fun in (lambda w: w.add(report(2.0)), lambda w: w.compute()):
+        equations = jax.make_jaxpr(fun)(window).eqns
+        assert [e.primitive.name for e in equations] == ["jit"]
+    merge, traces = count_traces(StepMetrics.merge)
+    monkeypatch.setattr(StepMetrics, "merge", merge)
+    for _ in range(3):  # an empty window, and one with steps
+        gather([report(1.0, own=1.0), report(2.0, own=1.0), report(3.0, own=1.0)])
+    assert traces() == 2
+
+
+def test_it_is_a_collection_of_clu():
+    window = gather([report(1.0), report(3.0)])
+    assert isinstance(window, clu_metrics.Collection)
+    assert [float(v.value) for v in window.compute_values().values()] == list(
+        computed(window).values()
+    )
+    jitted = jax.jit(lambda w: w.merge(w).compute())(window)
+    assert float(jitted["loss"]) == 2.0
+    assert list(window.compute())[:3] == ["loss", "scale", "grad_norm"]
+    assert StepMetrics.empty().compute() == {}
+
+
+def test_stacked_steps_of_a_scan_and_of_devices():
+    stacked = jax.tree.map(
+        lambda *x: jnp.stack(x),
+        *[report(1.0), report(3.0, scale=2.0), report(NAN, False, 1.0)],
+    )
+    expected = {"loss": 2.0, "scale": 1.0, "grad_norm": 4.0, "skip_rate": 1 / 3}
+    make = StepMetrics.single_from_model_output
+    windows = jax.vmap(lambda metrics: make(**metrics))(stacked)
+    assert computed(windows.reduce()) == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"axis of 3 steps.*expected none.*reduce\(\)"):
+        windows.compute()
+    gathered = jax.vmap(
+        lambda m: StepMetrics.gather_from_model_output(axis_name="d", **m),
+        axis_name="d",
+    )(stacked)
+    assert computed(gathered.unreplicate()) == pytest.approx(expected)
+
+
+def test_numbers_of_ones_own_and_what_is_left_out():
+    step = report(1.0, tokens=np.int32(3), learning_rate=0.5, ok=jnp.bool_(True))
+    step |= {"grid": jnp.ones((2, 2)), "key": jax.random.key(0)}
+    step |= {"none": None, "complex": jnp.complex64(1)}
+    found = computed(gather([step, {**step, "learning_rate": 0.25}]))
+    assert (found.pop("tokens"), found.pop("learning_rate"), found.pop("ok")) == (
+        3.0,
+        0.25,
+        1.0,
+    )
+    assert set(found) == {"loss", "scale", "grad_norm", "skip_rate"}
+
+
+def test_nan_is_an_answer_under_debug_nans():
+    window = gather([report(0.0, False)])
+    with jax.debug_nans(True):
+        assert math.isnan(computed(window)["loss"])
+
+
+def test_replicated_metrics_of_a_mesh(mesh):
+    replicated = jax.NamedSharding(mesh, jax.P())
+    steps = [jax.device_put(report(x), replicated) for x in (1.0, 3.0)]
+    assert computed(gather(steps))["loss"] == 2.0
+
+
+def test_messages():
+    with pytest.raises(ValueError, match=r"\['loss'\], without 'grads_finite'; exp"):
+        StepMetrics.empty().add({"loss": 1.0})
+    with pytest.raises(ValueError, match=r"two metrics are named 'scale'.*Rename it"):
+        StepMetrics.empty().add(report(1.0, scale=1.0) | {"scale": 3.0})
+    with pytest.raises(ValueError, match=r"\['own'\] are not in all steps; expected"):
+        gather([report(1.0), report(1.0, own=1.0)])
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        flax_amp.metrics.nothing  # noqa: B018
+    assert "StepMetrics" in dir(flax_amp.metrics)
