@@ -17,7 +17,8 @@ from clu import values as clu_values
 # What the step reports -> its name here. The last value counts, of skipped steps too.
 _LAST = {"scaler": "scale", "hyperparams/learning_rate": "learning_rate"}
 _LAST |= {name: name for name in ("skipped_total", "learning_rate")}
-_FIRST = ("loss", "scale", "grad_norm", "learning_rate", "skip_rate", "skipped_total")
+# After the loss and the user's own.
+_ORDER = ("scale", "grad_norm", "learning_rate", "skip_rate", "skipped_total")
 
 
 @flax.struct.dataclass
@@ -146,12 +147,17 @@ class StepMetrics(clu_metrics.Collection):
             )
         with jax.debug_nans(False):  # NaN is the answer if every step was skipped
             found = _compute(self)
-        known = {name: found.pop(name) for name in _FIRST if name in found}
-        return {**known, **found}
+        return {name: found[name] for name in sorted(found, key=_rank)}
 
     def compute_values(self) -> dict[str, clu_values.Value]:
         """Returns what `compute` does, for `clu.metric_writers.write_values`."""
         return {name: clu_values.Scalar(v) for name, v in self.compute().items()}
+
+
+def _rank(name: str) -> int:
+    if name.startswith("hyperparams/"):
+        return len(_ORDER) + 1
+    return _ORDER.index(name) + 1 if name in _ORDER else int(name != "loss") - 1
 
 
 def _is_real_scalar(value: Any) -> bool:

@@ -89,7 +89,11 @@ def plot(
     figure.draw_without_rendering()  # lays it out: labels are spread in points
     for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
         _label(axes, name, lines)
-    path = Path(out or (Path(runs[0]) if len(runs) == 1 else Path()) / "plot.png")
+    if out is None:
+        first = Path(runs[0])
+        folder = first if first.is_dir() else first.parent
+        out = (folder if len(runs) == 1 else Path()) / "plot.png"
+    path = Path(out)
     figure.savefig(path, dpi=150)
     return path
 
@@ -194,7 +198,8 @@ def _scale(axes: Any, name: str, values: np.ndarray) -> None:
     low, high = values.min(), values.max()
     if name == "scale" and low > 0:
         axes.set_yscale("log", base=2)
-        axes.set_ylim(low / 2**0.7, high * 2**0.7)
+        margin = max(2**0.7, (high / low) ** 0.08)
+        axes.set_ylim(low / margin, high * margin)
         axis.set_major_locator(ticker.LogLocator(base=2, numticks=6))
         axis.set_minor_locator(ticker.NullLocator())
     elif name == "skip_rate":
@@ -232,23 +237,35 @@ def _label(axes: Any, name: str, lines: Sequence[Line]) -> None:
             value = line.values[finite[-1]]
             y = axes.transData.transform((0, value))[1] * 72 / axes.figure.dpi
             ends.append((y, value, line))
+    ends.sort(key=lambda end: end[0])
     prefixes = {line.names[1] for line in lines}
-    last = -np.inf
-    for y, value, line in sorted(ends, key=lambda end: end[0]):
-        shown = max(y, last + _GAP)
-        last = shown
+    top = axes.bbox.y1 * 72 / axes.figure.dpi
+    places = _spread([y for y, *_ in ends], top)
+    for (y, value, line), place in zip(ends, places, strict=True):
         words = (line.names[0], line.names[1] if len(prefixes) > 1 else "")
         axes.annotate(
             " ".join([*filter(None, words), _value(name, value)]),
             (1, value),
             xycoords=axes.get_yaxis_transform(),
-            xytext=(6, shown - y),
+            xytext=(6, place - y),
             textcoords="offset points",
             color=line.color,
             fontsize=8.5,
             va="center",
             annotation_clip=False,
         )
+
+
+def _spread(heights: Sequence[float], top: float) -> list[float]:
+    """Moves heights, which rise, apart: upward, and back where that is too high."""
+    places: list[float] = []
+    for y in heights:
+        places.append(max([y, *(last + _GAP for last in places[-1:])]))
+    limit = top
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], limit)
+        limit = places[i] - _GAP
+    return places
 
 
 def _value(name: str, value: float) -> str:

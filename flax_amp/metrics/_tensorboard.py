@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
 
 from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers
+
+try:
+    from tensorboardX import summary
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+except ImportError as error:
+    raise ImportError(
+        "TensorBoardWriter: tensorboardX is not installed; expected it, for the event "
+        "files. Run `pip install tensorboardX`, or call create_writer with "
+        "tensorboard=False."
+    ) from error
 
 
 class TensorBoardWriter(MetricWriter):

@@ -95,9 +95,8 @@ class TerminalWriter(MetricWriter):
         if self._total:
             cells.insert(1, ProgressBar(self._total, step, width=20))
         bar.add_row(*cells)
-        lines = (f"{group}{text}" for group, text in self._groups.items())
-        texts = (Text(line, no_wrap=True, overflow="ellipsis") for line in lines)
-        return Group(bar, *texts)
+        lines = (Text(f"{group}{text}") for group, text in self._groups.items())
+        return Group(bar, *lines)
 
 
 def _grouped(numbers: dict[str, float]) -> dict[str, str]:

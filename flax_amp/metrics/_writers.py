@@ -5,7 +5,6 @@ signatures, and everything that takes a writer of clu takes these, and the rever
 """
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -212,21 +211,16 @@ def create_writer(
       >>> metrics.read(logdir)["loss"]
       [(10, 0.5)]
     """
-    from flax_amp.metrics._jsonl import JsonlWriter
-    from flax_amp.metrics._tensorboard import TensorBoardWriter
-    from flax_amp.metrics._terminal import TerminalWriter
+    from flax_amp import metrics  # its files import this one
 
     if jax.process_index() != 0:
         return MultiWriter([])
-    if tensorboard and importlib.util.find_spec("tensorboardX") is None:
-        raise ImportError(
-            "create_writer: tensorboardX is not installed; expected it, for the event "
-            "files. Run `pip install tensorboardX`, or pass tensorboard=False."
-        )
     given = MultiWriter(writers).writers
-    made: list[MetricWriter] = [JsonlWriter(logdir, first_step=first_step)]
+    kinds: list[Any] = [metrics.JsonlWriter]
     if tensorboard:
-        made.append(TensorBoardWriter(logdir, first_step=first_step))
+        kinds.append(metrics.TensorBoardWriter)  # may fail, before a file is open
+    made = [kind(logdir, first_step=first_step) for kind in kinds]
     if terminal:
-        made.append(TerminalWriter(first_step=first_step, total_steps=total_steps))
+        steps: dict[str, Any] = dict(first_step=first_step, total_steps=total_steps)
+        made.append(metrics.TerminalWriter(**steps))
     return MultiWriter([*made, *given])

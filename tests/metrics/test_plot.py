@@ -1,0 +1,141 @@
+"""The picture of a run: what is in it, in every situation that a run may be in."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from flax_amp import __main__, metrics
+
+NAN = math.nan
+
+
+def write(folder, steps, prefix="train/", first_step=None):
+    """Logs `(step, scalars)`."""
+    with metrics.JsonlWriter(folder, first_step=first_step) as writer:
+        for step, scalars in steps:
+            writer.write_scalars(step, {prefix + k: v for k, v in scalars.items()})
+    return folder
+
+
+def step(i, rate=0.0, loss=None, **more):
+    loss = 2.0 / i if loss is None else loss
+    scale = 2.0**15 / 2 ** (i * rate)
+    known = dict(loss=loss, scale=scale, grad_norm=1.0, learning_rate=1e-3)
+    return i, {**known, "skip_rate": rate, "skipped_total": i * rate, **more}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """`texts(*runs)`: all the texts of the picture, from top to bottom."""
+
+    def drawn(*runs):
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            path = metrics.plot(*runs, out=tmp_path / "plot.svg")
+        found = re.findall(r"<text [^>]*>(.*?)</text>", path.read_text(), re.DOTALL)
+        return ["".join(re.findall(r"(?:^|>)([^<]*)", text)) for text in found]
+
+    return drawn
+
+
+TITLES = ["loss", "loss scale", "gradient norm", "learning rate", "skip rate"]
+RUNS = {  # what is logged, and texts that must be in the picture, and must not be
+    "fine": ([step(i) for i in range(1, 9)], ["no step was skipped", "0.25"], ["red"]),
+    "many": ([step(i) for i in range(1, 500)], ["no step was skipped"], ["red"]),
+    "skips": ([step(i, 0.5 * (i % 2)) for i in range(1, 9)], ["red, ×"], ["no step"]),
+    "all skipped": (
+        [step(i, 1.0, NAN, grad_norm=NAN) for i in range(1, 99)],
+        ["every value is NaN", "98 steps skipped", "100 %"],
+        ["nan"],
+    ),
+    "one": ([step(50)], ["50", "0.04", "32768"], ["nan"]),
+    "one skipped": ([step(1, 1.0, NAN)], ["1 step skipped", "every value is"], []),
+    "NaN between": ([step(i, loss=NAN if i % 2 else 1.0) for i in range(9)], ["1"], []),
+    "zero": ([step(i, loss=0.0, scale=0.0) for i in range(9)], ["0"], ["nan"]),
+    "negative": ([step(i, loss=-1.0 * i) for i in range(9)], ["-8"], []),
+    "bfloat16": ([step(i, scale=1.0) for i in range(1, 9)], ["1"], []),
+    "huge": ([step(i, loss=10.0**i, scale=2.0 ** (90 - i)) for i in range(9)], [], []),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_pictures(name, tmp_path, texts):
+    steps, present, absent = RUNS[name]
+    found = texts(write(tmp_path / "my_run", steps))
+    assert [text for text in found if text in TITLES] == TITLES
+    assert found[-1] == "my_run" or "my_run" in found
+    for text in present:
+        assert any(text in one for one in found), (text, found)
+    for text in absent:
+        assert not any(text in one for one in found), (text, found)
+
+
+def test_train_and_test_are_labelled_at_their_ends(tmp_path, texts):
+    write(tmp_path / "run", [step(i) for i in range(1, 5)])
+    write(tmp_path / "run", [(4, {"loss": 0.75})], prefix="test/")
+    found = texts(tmp_path / "run")
+    assert "train 0.5" in found and "test 0.75" in found
+
+
+def test_runs_are_compared_by_the_parts_of_their_paths_that_differ(tmp_path, texts):
+    for name, rate in (("a/x", 0.0), ("b/x", 0.5)):
+        write(tmp_path / name, [step(i, rate) for i in range(1, 5)], prefix="")
+    found = texts(tmp_path / "a/x", tmp_path / "b/x")
+    assert {"a/x 0.5", "b/x 0.5", "a/x 32768", "b/x 8192", "2 runs"} <= set(found)
+    assert "×: steps skipped" in found and "b/x 50 %" in found
+
+
+def test_what_was_not_logged_has_no_panel(tmp_path, texts):
+    write(tmp_path / "run", [(1, {"loss": 1.0}), (2, {"accuracy": 0.5})])
+    assert [text for text in texts(tmp_path / "run") if text in TITLES] == ["loss"]
+
+
+def test_labels_are_apart(tmp_path):
+    runs = [write(tmp_path / f"run{i}", [step(1), step(2)]) for i in range(6)]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        text = metrics.plot(*runs, out=tmp_path / "all.svg").read_text()
+    for value in ("1", "32768", "0.001", "0 %"):
+        pattern = rf'<text [^>]* y="([\d.]+)"[^>]*>run\d {value}</text>'
+        heights = sorted(float(y) for y in re.findall(pattern, text))
+        assert len(heights) >= 6
+        gaps = [b - a for a, b in zip(heights, heights[1:], strict=False)]
+        assert min(gaps) > 10, (value, heights)
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    run = write(tmp_path / "run", [step(1), step(2)])
+    other = write(tmp_path / "other", [step(1), step(2)])
+    nothing = write(tmp_path / "empty", [(1, {"accuracy": 1.0})])
+    assert __main__.main(["plot", str(run / "metrics.jsonl")]) == 0
+    assert capsys.readouterr().out == f"wrote {run / 'plot.png'}\n"
+    assert (run / "plot.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    assert __main__.main(["plot", str(run), str(other)]) == 0
+    assert (tmp_path / "plot.png").exists()
+    assert __main__.main(["plot", "run", "--out", "my.pdf"]) == 0
+    capsys.readouterr()
+    for arguments, message in (
+        ([str(nothing)], "has logged none of loss, scale.*; expected one of them"),
+        (["missing"], "missing does not exist; expected a folder with metrics.jsonl"),
+        ([str(run), "--out", "x.doc"], "doc.*png"),
+        ([str(run), "--out", "no/x.png"], "No such file"),
+    ):
+        assert __main__.main(["plot", *arguments]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert __main__.main(["plot", str(run)]) == 2
+    assert re.search(r"not installed.*flax_amp\[plot\]", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_the_command_in_a_process(tmp_path):
+    run = write(tmp_path / "run", [step(1), step(2)])
+    subprocess.run(
+        [sys.executable, "-W", "error", "-m", "flax_amp", "plot", str(run)],
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
