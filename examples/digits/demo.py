@@ -47,7 +47,7 @@ def run(
         assert process.stdout is not None
         for line in process.stdout:
             if overview or line[0] not in "+|T":  # the table of parameters, once
-                console.print(line.rstrip(), markup=False)
+                console.print(line.rstrip(), markup=False, soft_wrap=True)
             if told := re.match(r"step +(\d+)", line):
                 step = int(told[1])
             if kill_after is not None and step >= kill_after and saved(workdir):
@@ -141,8 +141,8 @@ def main() -> int:
     for claim, holds in claims.items():
         console.print(f"{'[green]ok[/]    ' if holds else '[red]FAILED[/]'} {claim}")
     took = time.monotonic() - began
-    console.print(f"{took:.0f} s; checkpoints and TensorBoard files: {work}")
-    console.print(f"loss, scale and skipped steps: {metrics.plot(half)}")
+    console.print(f"{took:.0f} s; checkpoints and logs: {work}", soft_wrap=True)
+    console.print(f"its plot, in float16: {metrics.plot(half)}", soft_wrap=True)
     return 0 if all(claims.values()) else 1
 
 

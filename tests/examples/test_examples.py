@@ -15,6 +15,7 @@ from tensorboardX.proto import event_pb2
 
 from configs.digits import get_config
 from examples.digits import data, train
+from flax_amp import metrics
 from helpers import optimizing_environment
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,7 @@ def test_digits_computes_in_the_precision_asked_for():
 
 @pytest.mark.slow
 def test_digits_resumes_to_the_bit(straight, tmp_path):
+    workdir, straight_state, _ = straight
     config = small("16-mixed")
     stopped, summary = train.train_and_evaluate(
         config, tmp_path, should_stop=lambda step: step == 3
@@ -118,10 +120,15 @@ def test_digits_resumes_to_the_bit(straight, tmp_path):
     assert summary["step"] == int(stopped.step) == 3
     resumed, summary = train.train_and_evaluate(config, tmp_path)
     assert summary["resumed_from"] == 3
-    assert bits(straight[1]) == bits(resumed)
+    assert bits(straight_state) == bits(resumed)
     again, summary = train.train_and_evaluate(config, tmp_path)
     assert summary["resumed_from"] == summary["step"] == 4  # nothing left to do
     assert bits(resumed) == bits(again)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]
+    logged = [(name, json.loads(x)["step"]) for x in lines for name in json.loads(x)]
+    assert len(logged) == len(set(logged))  # no step twice
+    assert [s for s, _ in metrics.read(tmp_path)["train/loss"]] == [1, 2, 3, 4]
+    assert metrics.read(workdir)["train/loss"] == metrics.read(tmp_path)["train/loss"]
 
 
 @pytest.mark.slow
