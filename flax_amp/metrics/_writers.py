@@ -5,6 +5,7 @@ signatures, and everything that takes a writer of clu takes these, and the rever
 """
 
 import contextlib
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -200,7 +201,7 @@ def create_writer(
 
     Raises:
       ImportError: if tensorboardX is not installed.
-      TypeError: if one of `writers` is no writer.
+      TypeError: if one of `writers` is no writer, or `first_step` no integer.
 
     Example:
       >>> import tempfile
@@ -216,6 +217,7 @@ def create_writer(
     if jax.process_index() != 0:
         return MultiWriter([])
     given = MultiWriter(writers).writers
+    first_step = None if first_step is None else operator.index(first_step)
     kinds: list[Any] = [metrics.JsonlWriter]
     if tensorboard:
         kinds.append(metrics.TensorBoardWriter)  # may fail, before a file is open
