@@ -72,8 +72,23 @@ def plot(
             f"{', '.join(_PANELS)}; expected one of them at least. Log what "
             "flax_amp.metrics.StepMetrics computes."
         )
+    figure = _picture(Figure, runs, panels)
+    if out is None:
+        first = Path(runs[0])
+        folder = first if first.is_dir() else first.parent
+        out = (folder if len(runs) == 1 else Path()) / "plot.png"
+    path = Path(out)
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _picture(
+    figure_class: Any,
+    runs: Sequence[str | os.PathLike[str]],
+    panels: dict[str, list[Line]],
+) -> Any:
     heights = [_PANELS[name][1] for name in panels]
-    figure = Figure(figsize=(9, 0.9 + 1.05 * sum(heights)), layout="constrained")
+    figure = figure_class(figsize=(9, 0.9 + 1.05 * sum(heights)), layout="constrained")
     names = _names(runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -89,13 +104,7 @@ def plot(
     figure.draw_without_rendering()  # lays it out: labels are spread in points
     for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
         _label(axes, name, lines)
-    if out is None:
-        first = Path(runs[0])
-        folder = first if first.is_dir() else first.parent
-        out = (folder if len(runs) == 1 else Path()) / "plot.png"
-    path = Path(out)
-    figure.savefig(path, dpi=150)
-    return path
+    return figure
 
 
 def _names(runs: Sequence[str | os.PathLike[str]]) -> list[str]:

@@ -104,6 +104,8 @@ def test_labels_are_apart(tmp_path):
         assert len(heights) >= 6
         gaps = [b - a for a, b in zip(heights, heights[1:], strict=False)]
         assert min(gaps) > 10, (value, heights)
+    bottom = float(re.search(r'<text [^>]* y="([\d.]+)"[^>]*>step</text>', text)[1])
+    assert max(heights) < bottom - 20  # they went up
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
