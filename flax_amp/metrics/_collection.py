@@ -92,13 +92,15 @@ class StepMetrics(clu_metrics.Collection):
             elif _is_real_scalar(value):
                 is_last = name in _LAST or name.startswith("hyperparams/")
                 (last if is_last else totals)[ours] = jnp.float32(value)
+        names = (tuple(sorted(totals)), tuple(sorted(last)))  # in whatever order given
+        sums = jnp.float32([totals[name] for name in names[0]])
         return cls(
             _reduction_counter=None,  # `steps` tells what clu uses it for
             steps=jnp.int32([finite, ~finite]),
-            totals=jnp.where(finite, jnp.float32(list(totals.values())), 0),
-            last=jnp.float32(list(last.values())),
+            totals=jnp.where(finite, sums, 0),
+            last=jnp.float32([last[name] for name in names[1]]),
             own=own,
-            names=(tuple(totals), tuple(last)),
+            names=names,
         )
 
     def add(self, metrics: Mapping[str, Any]) -> "StepMetrics":
@@ -169,8 +171,8 @@ def _is_real_scalar(value: Any) -> bool:
 
 
 def _check_same_names(one: StepMetrics, other: StepMetrics) -> None:
-    names = [{*sum(side.names, ()), *side.own} for side in (one, other)]
-    if different := sorted(names[0] ^ names[1]):
+    kinds = zip((*one.names, one.own), (*other.names, other.own), strict=True)
+    if different := sorted(set().union(*({*a} ^ {*b} for a, b in kinds))):
         raise ValueError(
             f"StepMetrics: {different} are not in all steps; expected the same metrics "
             "in each. Gather the steps of each kind in a collection of their own."

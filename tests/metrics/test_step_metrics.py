@@ -184,6 +184,10 @@ def test_it_is_a_collection_of_clu():
     ordered = ["loss", "acc", "scale", "grad_norm", "skip_rate", "hyperparams/b1"]
     assert list(named.compute()) == ordered
     assert StepMetrics.empty().compute() == {}
+    single = StepMetrics.single_from_model_output
+    for order in itertools.permutations(report(1.0, own=5.0).items()):  # as given
+        both = single(**dict(order)).merge(single(**report(3.0, own=7.0)))
+        assert float(both.compute()["loss"]) == 2.0
 
 
 def test_stacked_steps_of_a_scan_and_of_devices():
