@@ -33,6 +33,7 @@ from flax_amp._training.train_state import AmpTrainState as AmpTrainState
 from flax_amp._training.train_step import make_eval_step as make_eval_step
 from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
+from flax_amp.debug._compare import compare_precision as compare_precision
 from flax_amp.debug._explain import explain as explain
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
@@ -56,6 +57,7 @@ __all__ = [
     "amp_stop",
     "check_progress",
     "checkpoint",
+    "compare_precision",
     "debug",
     "default_amp_policy",
     "dynamic_scale_grad",

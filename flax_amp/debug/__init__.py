@@ -5,6 +5,11 @@ what a person has to act on. Nothing here is needed for training, and nothing el
 the package imports it. README.md in this folder says more.
 """
 
+from flax_amp.debug._compare import compare_precision as compare_precision
+from flax_amp.debug._compare_model import Comparison as Comparison
+from flax_amp.debug._compare_model import Errors as Errors
+from flax_amp.debug._compare_model import ModuleErrors as ModuleErrors
+from flax_amp.debug._compare_model import Setting as Setting
 from flax_amp.debug._explain import explain as explain
 from flax_amp.debug._model import Dtypes as Dtypes
 from flax_amp.debug._model import Equation as Equation
