@@ -218,7 +218,11 @@ class _Asked:
 
         first = row("as it is", "", {}, passed)
         threshold = _STANDS_OUT * float(jnp.finfo(self.options["compute_dtype"]).eps)
-        worst = [m.path for m in modules if m.path and m.harm > threshold]
+        worst: list[str] = []
+        for path in (m.path for m in modules if m.path and m.harm > threshold):
+            # An entry for a module is one for the modules inside.
+            if not any(path.startswith(f"{outer}/") for outer in worst):
+                worst.append(path)
         return Comparison(
             name=self.target.name,
             compute_dtype=self.options["compute_dtype"].name,

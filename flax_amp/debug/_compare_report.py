@@ -16,7 +16,7 @@ from flax_amp._tree import pick
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
 from flax_amp.debug._terminal import size
 
-_OUTSIDE = "(outside of modules)"
+OUTSIDE = "(outside of modules)"
 _WIDTHS = (80, 120)
 
 
@@ -136,7 +136,7 @@ class _Modules:
 
 
 def _cells(module: ModuleErrors) -> list[str]:
-    name = module.path or _OUTSIDE
+    name = module.path or OUTSIDE
     if module.iterations:
         worst = max(range(len(module.iterations)), key=module.iterations.__getitem__)
         name += f"  loop x{len(module.iterations)}, worst {worst}"

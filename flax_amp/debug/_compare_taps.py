@@ -332,7 +332,8 @@ def tapped_gradient(
       arrays: its arguments.
       trained: which of them a gradient is asked for.
       scale: the factor of the loss; all gradients have it, too.
-      instead: values and cotangents that take the place of those of edges, by name.
+      instead: values that take the place of those of edges, and cotangents without the
+        scale, by name.
     """
     chosen = [i for i, is_trained in enumerate(trained) if is_trained]
     structs = taps_of(closed)
@@ -341,10 +342,12 @@ def tapped_gradient(
         operands = list(arrays)
         for index, x in zip(chosen, wrt, strict=True):
             operands[index] = x
-        feeds = {
-            name: Feed(tap, *(_fit(x, tap.dtype) for x in instead.get(name, ())))
-            for name, tap in taps.items()
-        }
+        feeds = {name: Feed(tap) for name, tap in taps.items()}
+        for name in feeds.keys() & instead.keys():
+            value, cotangent = instead[name]
+            tap = feeds[name].tap
+            others = _fit(value, tap.dtype), _fit(cotangent * scale, tap.dtype)
+            feeds[name] = Feed(tap, *others)
         (loss, *_), seen = run_tapped(closed, operands, feeds)
         return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (
             loss,
