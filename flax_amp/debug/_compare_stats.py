@@ -121,7 +121,7 @@ def _magnitudes(x: Array, scale: Array) -> Range:
     exponent = (jax.lax.bitcast_convert_type(size, jnp.int32) >> 23) - 127
     exponent = jnp.clip(exponent, EXPONENTS[0], EXPONENTS[-1])
     # XLA fuses this into one loop, which compiles faster than a scatter.
-    in_bin = counted & (exponent == jnp.arange(EXPONENTS[0], EXPONENTS.stop)[:, None])
+    in_bin = counted[None] & (exponent[None] == jnp.array(EXPONENTS)[:, None])
     return Range(
         jnp.where(counted, size, 0).max(initial=0),
         counted.sum(),

@@ -101,7 +101,6 @@ class _Body:
         # The module around makes the inputs of a body, and reads its results.
         self.path = module_path(self.scopes)
         self.leaves |= dict.fromkeys(self.jaxpr.constvars, ())
-        self.makers: dict[Var, Eqn] = {}
         self.paths = dict.fromkeys(self.jaxpr.invars, self.path)
         self.eqns: list[Eqn] = []
         self._names: dict[tuple[Var, str | None], Var] = {}
@@ -124,7 +123,6 @@ class _Body:
                     self.marked.owners.setdefault(index, path)
             eqn = eqn.replace(invars=[self.read(v, path) for v in eqn.invars])
             self.eqns.append(eqn)
-            self.makers |= dict.fromkeys(eqn.outvars, eqn)
             self.paths |= dict.fromkeys(eqn.outvars, path)
 
     def read(self, atom: Atom, reader: str | None) -> Atom:
@@ -139,9 +137,8 @@ class _Body:
             struct = _compat.struct_of(atom.aval, atom.aval.dtype)
             traced = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(struct)
             (eqn,) = _compat.open_jaxpr(traced)[0].eqns
-            maker = self.makers.get(atom, eqn)  # a policy treats both alike
-            eqn = eqn.replace(invars=[atom], source_info=maker.source_info)
-            self.eqns.append(eqn)
+            # It has no scopes, so that no key of a policy for a module decides on it.
+            self.eqns.append(eqn.replace(invars=[atom]))
             self._names[atom, reader] = eqn.outvars[0]
         return self._names[atom, reader]
 

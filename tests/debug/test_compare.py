@@ -1,0 +1,310 @@
+"""`compare_precision`: a planted bad layer comes first, and is mended."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import flax_amp
+from _models import FEATURES, linen_loss, linen_state, nnx_loss, nnx_state
+from flax_amp import compare_precision
+from helpers import both_halves
+
+# What a layer does with its result, by two numbers that XLA does not know. They are not
+# trained: a gradient that is 0 but for rounding would have any error.
+FAULTS = {
+    "offset": (lambda x, a, b: (x + a) - a, 300.0, 1.0),
+    "cancel": (lambda x, a, b: x * a - (x * a - x), 500.0, 1.0),
+    "tiny": (lambda x, a, b: x * a * a * b, 1e-4, 1e8),
+    "huge": (lambda x, a, b: (x * a) / a, 1e6, 1.0),
+    "nan": (lambda x, a, b: x + (x * a - x * b), 1e6, 1e6),
+}
+HALF_RANGE = ("tiny", "huge", "nan")  # bfloat16 has the exponents of float32
+WIDTH, BATCH = 8, 6
+
+
+class LinenLayer(nn.Module):
+    fault: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(WIDTH, name="inner")(x)
+        if not self.fault:
+            return nn.tanh(x)
+        break_, a, b = FAULTS[self.fault]
+        a = self.param("a", nn.initializers.constant(a), (WIDTH,))
+        b = self.param("b", nn.initializers.constant(b), (WIDTH,))
+        return nn.tanh(break_(x, *jax.lax.stop_gradient((a[None], b[None]))))
+
+
+class LinenNet(nn.Module):
+    fault: str = ""
+    position: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            fault = self.fault if i == self.position else ""
+            x = LinenLayer(fault, name=f"layer_{i}")(x)
+        return nn.Dense(2, name="head")(x)
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, fault, rngs):
+        self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.fault = fault
+        if fault:
+            _, a, b = FAULTS[fault]
+            self.a = nnx.Param(jnp.full((1, WIDTH), a))
+            self.b = nnx.Param(jnp.full((1, WIDTH), b))
+
+    def __call__(self, x):
+        x = self.inner(x)
+        if self.fault:
+            a, b = jax.lax.stop_gradient((self.a[...], self.b[...]))
+            x = FAULTS[self.fault][0](x, a, b)
+        return nnx.tanh(x)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, fault, position, rngs):
+        faults = [fault if i == position else "" for i in range(3)]
+        self.layers = nnx.List([NnxLayer(fault, rngs) for fault in faults])
+        self.head = nnx.Linear(WIDTH, 2, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batch():
+    return jax.random.normal(jax.random.key(2), (BATCH, WIDTH))
+
+
+def linen(fault, position):
+    model = LinenNet(fault, position)
+    params = model.init(jax.random.key(0), batch())
+    return lambda params, x: jnp.mean(model.apply(params, x) ** 2), (params, batch())
+
+
+def nnx_(fault, position):
+    model = NnxNet(fault, position, nnx.Rngs(0))
+    return lambda model, x: jnp.mean(model(x) ** 2), (model, batch())
+
+
+@both_halves
+@pytest.mark.parametrize("make", [linen, nnx_])
+@pytest.mark.parametrize("position", range(3))
+def test_a_planted_bad_layer_comes_first(make, position, dtype):
+    fun, args = make("offset", position)
+    found = compare_precision(fun, compute_dtype=dtype, remedies=0)(*args)
+    first, second = found.modules[:2]
+    layer = f"layer_{position}" if make is linen else f"layers/{position}"
+    assert first.path == f"{'LinenNet' if make is linen else 'NnxNet'}/{layer}"
+    assert first.harm > found.threshold > second.harm
+    # Those behind it have its error, too, but add none of their own.
+    behind = [m for m in found.modules if m.path.endswith("head")][0]
+    assert behind.total.forward > 5 * behind.own.forward
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_found_and_mended(fault):
+    fun, args = linen(fault, 1)
+    found = compare_precision(fun)(*args)
+    assert found.modules[0].path == "LinenNet/layer_1"
+    (remedy,) = found.remedies
+    assert remedy.policy == '"LinenNet/layer_1": jnp.float32'
+    before = found.settings[0]
+    assert remedy.gradient_error < min(before.gradient_error / 5, 2e-3)
+    assert remedy.low_share < before.low_share == 1
+    policy = flax_amp.default_amp_policy | {"LinenNet/layer_1": jnp.float32}
+    mended = compare_precision(fun, amp_policy=policy)(*args)
+    assert mended.settings[0].gradient_error == remedy.gradient_error
+    assert not mended.remedies and "No module adds more" in str(mended)
+
+
+@pytest.mark.parametrize("fault", HALF_RANGE)
+def test_bfloat16_has_the_range(fault):
+    fun, args = linen(fault, 1)
+    found = compare_precision(fun, compute_dtype=jnp.bfloat16)(*args)
+    assert not found.remedies
+
+
+def test_what_is_not_finite_is_the_fault_of_one():
+    fun, args = linen("nan", 1)
+    found = compare_precision(fun, remedies=0)(*args)
+    assert [m.path for m in found.modules if math.isinf(m.harm)] == ["LinenNet/layer_1"]
+    assert found.modules[0].nonfinite > 0 and found.settings[0].nonfinite > 0
+    assert "not finite" in str(found)
+
+
+def test_the_layer_of_a_scan():
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            kernel, offset = w
+            return jnp.tanh((x @ kernel + offset) - offset), None
+
+    def fun(params, x):
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    kernels = jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH)) / 3
+    offsets = jnp.zeros((4, 1, WIDTH)).at[2].set(300)
+    found = compare_precision(fun, remedies=0)((kernels, offsets), batch())
+    first = found.modules[0]
+    assert first.path == "layer" and len(first.iterations) == 4
+    assert int(np.argmax(first.iterations)) == 2
+    assert max(np.delete(first.iterations, 2)) < found.threshold < first.harm
+    assert "loop x4, worst 2" in str(found)
+
+
+@both_halves
+def test_float32_has_no_errors(dtype):
+    fun, args = linen("offset", 1)
+    found = compare_precision(fun, compute_dtype=jnp.float32)(*args)
+    assert found.settings[0].gradient_error == found.settings[0].loss_error == 0
+    assert all(m.harm == m.total.largest == 0 for m in found.modules)
+
+
+def test_a_state_and_its_scale():
+    x = jax.random.normal(jax.random.key(0), (4, FEATURES))
+    data = {"x": x, "y": jnp.arange(4) % 3}
+    for state, loss in ((linen_state(), linen_loss), (nnx_state(), nnx_loss)):
+        found = compare_precision(state, loss, data, remedies=0)
+        assert found.scale == 2.0**15 and found.compute_dtype == "float16"
+        assert found.settings[0].gradient_error < 5e-3
+        assert found.settings[0].nonfinite == 0
+        unscaled = compare_precision(state, loss, data, remedies=0, scale=1)
+        pairs = zip(found.modules, unscaled.modules, strict=True)
+        assert all(a.flushed_scaled <= a.flushed for a, _ in pairs)
+        by_path = {m.path: m.largest_gradient for m in unscaled.modules}
+        for module in found.modules:
+            np.testing.assert_allclose(
+                module.largest_gradient, 2.0**15 * by_path[module.path]
+            )
+
+
+def test_a_scale_saves_small_gradients():
+    def fun(w, x):
+        with jax.named_scope("small"):
+            y = x @ w
+        return jnp.mean(y) * 1e-8
+
+    args = jnp.ones((WIDTH, 2)), batch()
+    lost, saved = (
+        compare_precision(fun, remedies=0, scale=s)(*args) for s in (1, 2.0**15)
+    )
+    assert lost.settings[0].gradient_error == 1
+    assert saved.settings[0].gradient_error < 1e-3
+    module = next(m for m in lost.modules if m.path == "small")
+    assert module.flushed == module.flushed_scaled == 1
+    assert next(m for m in saved.modules if m.path == "small").flushed_scaled == 0
+
+
+def test_settings_stand_side_by_side():
+    fun, args = linen("offset", 1)
+    policy = flax_amp.default_amp_policy | {"*/layer_*": jnp.float32}
+    settings = {
+        "wide sums": {"reduce_dtype": jnp.float32},
+        "bf16": {"compute_dtype": jnp.bfloat16},
+        "layers": {"amp_policy": policy},
+    }
+    found = compare_precision(fun, settings=settings, remedies=0)(*args)
+    assert [row.name for row in found.settings] == ["as it is", *settings]
+    as_is, wide, bf16, full = found.settings
+    assert as_is.gradient_error < bf16.gradient_error
+    assert wide.gradient_error < 1.1 * as_is.gradient_error
+    assert full.gradient_error < 2e-3 and full.low_share < as_is.low_share == 1
+    assert full.stored > as_is.stored
+    assert "wide sums" in str(found)
+
+
+def test_x64():
+    with jax.enable_x64(True):
+        fun, args = linen("offset", 1)
+        args = jax.tree.map(lambda x: x.astype(jnp.float32), args)
+        found = compare_precision(fun, remedies=0)(*args)
+        assert found.modules[0].path == "LinenNet/layer_1"
+
+        def wide(w, x):
+            with jax.named_scope("wide"):
+                return (x.astype(jnp.float64) @ w.astype(jnp.float64)).mean()
+
+        found = compare_precision(wide, remedies=0)(jnp.ones((WIDTH, 2)), batch())
+        assert found.settings[0].gradient_error == 0
+
+
+def test_an_author_who_set_a_half_dtype_is_named():
+    def fun(w, x):
+        with jax.named_scope("own"):
+            y = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return y.astype(jnp.float32).mean()
+
+    found = compare_precision(fun, remedies=0)(jnp.ones((WIDTH, 2)), batch())
+    assert "in the reference, too: own" in " ".join(str(found).split())
+
+
+def test_results_for_a_person_and_for_a_program(tmp_path, monkeypatch):
+    fun, args = linen("offset", 1)
+    found = compare_precision(fun)(*args)
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = found.report().splitlines()
+        assert max(map(len, lines)) <= columns and len(lines) < 40
+    assert "and 6 with less harm" in found.report(top=2)
+    saved = json.loads(json.dumps(found.to_dict()))
+    assert saved["modules"][0]["harm"] == found.modules[0].harm
+    assert saved["modules"][0]["own"]["forward"] == found.modules[0].own.forward
+    assert repr(found).startswith("<Comparison of <lambda>: 8 modules")
+    found.plot(tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    assert found.compared > 0
+
+
+def test_a_picture_takes_matplotlib(tmp_path, monkeypatch):
+    found = compare_precision(lambda w: jnp.mean(w @ w), remedies=0)(jnp.ones((2, 2)))
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        found.plot(tmp_path / "found.png")
+
+
+W = jnp.ones((2, 2))
+WRONG = {
+    "abstract": ({}, (jax.ShapeDtypeStruct((2, 2), jnp.float32),), "is run"),
+    "no floats": ({}, (jnp.arange(3),), "no float arrays"),
+    "option": ({"settings": {"a": {"dtype": 1}}}, (W,), r"'a' has the .*'dtype'"),
+    "settings": ({"settings": {"a": 1}}, (W,), "dict of dicts"),
+    "policy": ({"settings": {"a": {"amp_policy": 1}}}, (W,), "amp_policy"),
+    "scale": ({"scale": 0.0}, (W,), "positive number"),
+    "remedies": ({"remedies": -1}, (W,), "how many modules"),
+    "recompute": ({"recompute": "no"}, (W,), "recompute"),
+    "no loss": ({}, (jnp.ones((2, 3)),), "scalar float"),
+}
+
+
+@pytest.mark.parametrize("options, args, message", WRONG.values(), ids=WRONG)
+def test_messages(options, args, message):
+    def fun(w):
+        return (w**2) if w.shape == (2, 3) else jnp.sum(w @ w)
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare_precision(fun, **options)(*args)
+
+
+def test_it_is_not_traced():
+    with pytest.raises(TypeError, match="outside of jax.jit"):
+        jax.jit(compare_precision(lambda w: jnp.sum(w @ w)))(W)
+
+
+@pytest.mark.parametrize("top", [0, "all"])
+def test_a_wrong_number_of_modules(top):
+    found = compare_precision(lambda w: jnp.mean(w @ w), remedies=0)(W)
+    with pytest.raises(ValueError, match="number of modules"):
+        found.report(top=top)
+    with pytest.raises(ValueError, match="number of modules"):
+        found.plot("unused.png", top=top)
