@@ -68,7 +68,7 @@ def _draw_errors(axes: Any, found: Comparison, modules: Sequence[ModuleErrors]) 
         for error in errors
         if error is not None and math.isfinite(error)
     ]
-    limit = 10 ** math.ceil(math.log10(max([*finite, found.threshold, 1e-2])) + 0.1)
+    limit = 10 ** math.ceil(math.log10(max([*finite, found.threshold, 0.1])) + 0.1)
     axes.axvspan(limit, 8 * limit, color=_RED, alpha=0.16, linewidth=0)
     for row, module in enumerate(modules):
         color = _RED if module.harm > found.threshold else "#b9c4d0"
@@ -82,7 +82,7 @@ def _draw_errors(axes: Any, found: Comparison, modules: Sequence[ModuleErrors]) 
     axes.set_xlim(_LOWEST, 8 * limit)
     style = {"transform": axes.get_xaxis_transform(), **_LABEL}
     axes.text(2.8 * limit, 1.005, "not finite", **style)
-    axes.text(found.threshold, 1.005, "stands out", **style)
+    axes.text(found.threshold, 1.005, "stands out", **{**style, "ha": "right"})
     axes.set_title(
         "relative error: what the module adds (filled, bar)\n"
         "and what leaves it with what arrived (hollow)\n",
@@ -105,6 +105,7 @@ def _draw_row(axes: Any, row: int, errors: Errors, limit: float, filled: bool) -
         _, marker, color = side
         face = color if filled else "none"
         style = {"color": color, "markerfacecolor": face, "markersize": 5}
+        style["clip_on"] = False  # an error of 0 stands on the left border
         axes.plot(_place(error, limit), row + 0.2 * (offset - 1), marker, **style)
 
 

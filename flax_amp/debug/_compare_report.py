@@ -18,6 +18,7 @@ from flax_amp.debug._terminal import size
 
 OUTSIDE = "(outside of modules)"
 _WIDTHS = (80, 120)
+_HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
 
 
 def as_text(found: Comparison, top: int) -> str:
@@ -170,10 +171,18 @@ def _remedies(found: Comparison) -> Iterator[RenderableType]:
         if all(module.harm <= found.threshold for module in found.modules):
             yield Text(f"\nNo module adds more than {error(found.threshold)}.", "green")
         return
-    yield _settings("\nremedies, tried", (found.settings[0], *found.remedies))
-    yield Text("\nAdd to amp_policy, as flax_amp.default_amp_policy | {...}:")
-    for remedy in found.remedies:
-        yield Text(f"  {remedy.policy}", style="bold")
+    before = found.settings[0]
+    yield _settings("\nremedies, tried", (before, *found.remedies))
+    helpful = [
+        remedy.policy
+        for remedy in found.remedies
+        if remedy.gradient_error < _HELPS * before.gradient_error
+    ]
+    if helpful:
+        yield Text("\nAdd to amp_policy, as flax_amp.default_amp_policy | {...}:")
+        yield from (Text(f"  {line}", style="bold") for line in helpful)
+    else:
+        yield Text("\nNone of them helps: the gradients stay as wrong as they are.")
 
 
 def _settings(title: str, rows: tuple[Setting, ...]) -> RenderableType:

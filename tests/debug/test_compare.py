@@ -1,5 +1,6 @@
 """`compare_precision`: a planted bad layer comes first, and is mended."""
 
+import dataclasses
 import json
 import math
 
@@ -127,6 +128,15 @@ def test_each_fault_is_found_and_mended(fault):
     mended = compare_precision(fun, amp_policy=policy)(*args)
     assert mended.settings[0].gradient_error == remedy.gradient_error
     assert not mended.remedies and "No module adds more" in str(mended)
+
+
+def test_a_remedy_that_does_not_help_is_not_recommended():
+    fun, args = linen("offset", 1)
+    found = compare_precision(fun)(*args)
+    assert "Add to amp_policy" in str(found)
+    remedies = [dataclasses.replace(found.remedies[0], gradient_error=math.inf)]
+    found = dataclasses.replace(found, remedies=tuple(remedies))
+    assert "None of them helps" in str(found) and "Add to" not in str(found)
 
 
 @pytest.mark.parametrize("fault", HALF_RANGE)
