@@ -1,9 +1,11 @@
 """`compare_precision`: where a program in half precision departs from float32."""
 
 import dataclasses
+import functools
 import glob
 import math
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
+from flax_amp._rewriter.policy_warnings import PolicyWarning
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import compute_dtype_of
@@ -22,7 +26,12 @@ from flax_amp.debug._compare_programs import Programs
 from flax_amp.debug._compare_stats import EXPONENTS
 from flax_amp.debug._compare_taps import Passed, size_of
 from flax_amp.debug._explain import explain
-from flax_amp.policy import PolicyEntries, check_compute_dtype, default_amp_policy
+from flax_amp.policy import (
+    Policy,
+    PolicyEntries,
+    check_compute_dtype,
+    default_amp_policy,
+)
 
 _OPTIONS = ("compute_dtype", "amp_policy", "recompute", "reduce_dtype")
 # A module whose own error is this many times the spacing of numbers at 1 stands out.
@@ -74,7 +83,8 @@ def compare_precision(
 
     Raises:
       TypeError: if an argument is of a wrong kind, or a setting has unknown options.
-      ValueError: if a number is out of range.
+      ValueError: if a number is out of range, or the rule of a custom derivative closes
+        over a traced value.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -182,6 +192,44 @@ class _Asked:
     remedies: int
 
     def compare(self, args: Any, kwargs: Any) -> Comparison:
+        programs, is_named = self._trace(args, kwargs)
+        passed = programs.run(self.options, self.scale)
+        total = programs.differences(passed, self.scale)
+        compared = size_of(programs.reference) + size_of(passed)
+        passed = passed._replace(values={}, cotangents={})  # frees them
+        forced = programs.run(self.options, self.scale, forced=True)
+        own = programs.differences(forced, self.scale)
+        del forced
+        modules = programs.modules(own, total, self.scale)
+        row = functools.partial(self._row, programs, args, kwargs)
+        settings = [row("as it is", {}, found=passed)]
+        settings += [row(name, options) for name, options in self.settings.items()]
+        threshold = _STANDS_OUT * float(jnp.finfo(self.options["compute_dtype"]).eps)
+        worst = _outermost(m.path for m in modules if m.path and m.harm > threshold)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", PolicyWarning
+            )  # the policy is not the user's
+            remedies = [
+                row(name, {"amp_policy": policy}, line)
+                for name, line, policy in self._policies(worst[: self.remedies])
+            ]
+        return Comparison(
+            name=self.target.name,
+            compute_dtype=self.options["compute_dtype"].name,
+            scale=self.scale,
+            loss=(float(programs.reference.loss), float(passed.loss)),
+            modules=tuple(modules),
+            threshold=threshold,
+            settings=tuple(settings),
+            remedies=tuple(remedies),
+            compared=compared,
+            notes=tuple(_notes(programs, is_named)),
+            exponents=(EXPONENTS[0], EXPONENTS[-1]),
+        )
+
+    def _trace(self, args: Any, kwargs: Any) -> tuple[Programs, bool]:
+        """Returns the user's loss, and whether its modules have names."""
         name = f"compare_precision: {self.target.name}"
 
         def trace(call: FunctionalCall) -> Programs:
@@ -190,55 +238,41 @@ class _Asked:
                     raise _abstract(name, x)
             flat = FlatLoss.of(call, name)
             closed = jax.make_jaxpr(lambda *arrays: flat(arrays))(*flat.arrays)
+            if with_captured_outputs(closed)[1]:
+                raise ValueError(
+                    f"{name}: the rule of a custom derivative closes over a traced "
+                    "value, which the program that is measured does not have; expected "
+                    "rules that read only what they are given. Hand the value over as "
+                    "an argument of the function, or as a residual."
+                )
             return Programs(closed, flat.arrays, flat.trained)
 
-        programs, is_named = with_scopes(
-            trace, self.target, args, kwargs, "compare_precision"
+        caller = "compare_precision"
+        needs_scopes = Policy(self.options["amp_policy"]).names_scopes
+        return with_scopes(
+            trace, self.target, args, kwargs, caller, needs_scopes=needs_scopes
         )
-        passed = programs.run(self.options, self.scale)
-        total = programs.differences(passed, self.scale)
-        compared = size_of(programs.reference) + size_of(passed)
-        passed = passed._replace(values={}, cotangents={})  # frees them
-        forced = programs.run(self.options, self.scale, forced=True)
-        own = programs.differences(forced, self.scale)
-        modules = programs.modules(own, total, self.scale)
-        del forced
 
-        def row(name: str, policy: str, options: Any, found: Passed | None) -> Setting:
-            options = {**self.options, **options}
-            found = found or programs.gradients(options, self.scale)
-            explained = self.explained(options)
-            if callable(explained):
-                explained = explained(*args, **kwargs)
-            is_known = explained.stored_without_recompute is not None
-            stored = explained.totals.stored.total() if is_known else None
-            low_share = explained.totals.low_share
-            errors = programs.errors(found, self.scale)
-            return Setting(name, policy, *errors, stored, low_share)
-
-        first = row("as it is", "", {}, passed)
-        threshold = _STANDS_OUT * float(jnp.finfo(self.options["compute_dtype"]).eps)
-        worst: list[str] = []
-        for path in (m.path for m in modules if m.path and m.harm > threshold):
-            # An entry for a module is one for the modules inside.
-            if not any(path.startswith(f"{outer}/") for outer in worst):
-                worst.append(path)
-        return Comparison(
-            name=self.target.name,
-            compute_dtype=self.options["compute_dtype"].name,
-            scale=self.scale,
-            loss=(float(programs.reference.loss), float(passed.loss)),
-            modules=tuple(modules),
-            threshold=threshold,
-            settings=(first, *(row(k, "", o, None) for k, o in self.settings.items())),
-            remedies=tuple(
-                row(name, line, {"amp_policy": policy}, None)
-                for name, line, policy in self._policies(worst[: self.remedies])
-            ),
-            compared=compared,
-            notes=tuple(_notes(programs, is_named)),
-            exponents=(EXPONENTS[0], EXPONENTS[-1]),
-        )
+    def _row(
+        self,
+        programs: Programs,
+        args: Any,
+        kwargs: Any,
+        name: str,
+        options: Mapping[str, Any],
+        policy: str = "",
+        found: Passed | None = None,
+    ) -> Setting:
+        """Runs the program with other options, unless that was done, and judges it."""
+        options = {**self.options, **options}
+        found = found or programs.gradients(options, self.scale)
+        explained = self.explained(options)
+        if callable(explained):
+            explained = explained(*args, **kwargs)
+        is_known = explained.stored_without_recompute is not None
+        stored = explained.totals.stored.total() if is_known else None
+        errors = programs.errors(found, self.scale)
+        return Setting(name, policy, *errors, stored, explained.totals.low_share)
 
     def _policies(self, paths: list[str]) -> Iterator[tuple[str, str, Any]]:
         """Yields the name, the new entries and the policy of each remedy."""
@@ -249,6 +283,16 @@ class _Asked:
             line = ", ".join(f'"{key}": jnp.float32' for key in entries)
             name = group[0] if len(group) == 1 else f"all {len(group)}"
             yield name, line, {**policy, **entries}
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Returns paths without those inside of earlier ones."""
+    found: list[str] = []
+    for path in paths:
+        # An entry for a module is one for the modules inside.
+        if not any(path.startswith(f"{outer}/") for outer in found):
+            found.append(path)
+    return found
 
 
 def _notes(programs: Programs, is_named: bool) -> Iterator[str]:

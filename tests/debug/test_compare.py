@@ -306,6 +306,17 @@ def test_messages(options, args, message):
         compare_precision(fun, **options)(*args)
 
 
+def test_a_rule_that_closes_over_a_value():
+    def fun(w):
+        twice = jax.custom_vjp(lambda y: y * 2)
+        h = w @ w
+        twice.defvjp(lambda y: (y * 2, None), lambda _, g: (g * 2 * h,))
+        return jnp.mean(twice(h))
+
+    with pytest.raises(ValueError, match="closes over a traced value"):
+        compare_precision(fun)(W)
+
+
 def test_it_is_not_traced():
     with pytest.raises(TypeError, match="outside of jax.jit"):
         jax.jit(compare_precision(lambda w: jnp.sum(w @ w)))(W)
