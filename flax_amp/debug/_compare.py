@@ -88,15 +88,16 @@ def compare_precision(
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
-      >>> def loss(w, x):
+      >>> def loss(w, x, offset):
+      ...     y = x @ w
+      ...     with jax.named_scope("rounded"):
+      ...         y = (y + offset) - offset
       ...     with jax.named_scope("head"):
-      ...         y = x @ w
-      ...     with jax.named_scope("tiny"):
-      ...         y = (y * 1e-4) * 1e-4 * 1e8
-      ...     return jnp.mean(y**2)
-      >>> found = flax_amp.compare_precision(loss)(jnp.ones((8, 2)), jnp.ones((4, 8)))
+      ...         return jnp.mean(y @ w)
+      >>> x, w = jnp.linspace(0, 1, 32).reshape(4, 8), jnp.ones((8, 8))
+      >>> found = flax_amp.compare_precision(loss)(w, x, jnp.array(300.0))
       >>> found.modules[0].path, found.remedies[0].policy
-      ('tiny', '"tiny": jnp.float32')
+      ('rounded', '"rounded": jnp.float32')
     """
     state = fun if isinstance(fun, AmpTrainState) else None
     if scale is None:

@@ -14,7 +14,7 @@ from flax import nnx
 import flax_amp
 from _models import FEATURES, linen_loss, linen_state, nnx_loss, nnx_state
 from flax_amp import compare_precision
-from helpers import both_halves
+from helpers import both_halves, equations
 
 # What a layer does with its result, by two numbers that XLA does not know. They are not
 # trained: a gradient that is 0 but for rounding would have any error.
@@ -329,3 +329,23 @@ def test_a_wrong_number_of_modules(top):
         found.report(top=top)
     with pytest.raises(ValueError, match="number of modules"):
         found.plot("unused.png", top=top)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"residual": jnp.float32}, {jax.lax.add_p: flax_amp.use_original_precision}],
+    ids=["scope", "add"],
+)
+def test_the_page_tells_how_to_keep_the_residual_stream_in_float32(entry):
+    def layer(x, w):
+        with jax.named_scope("residual"):
+            return x + jnp.tanh(x @ w), None
+
+    def fun(w, x):
+        return jax.lax.scan(layer, x @ w[0], w)[0]
+
+    for policy, dtype in (({}, jnp.float16), (entry, jnp.float32)):
+        low = flax_amp.amp(fun, amp_policy=flax_amp.default_amp_policy | policy)
+        closed = jax.make_jaxpr(low)(jnp.ones((3, WIDTH, WIDTH)), batch())
+        (scan,) = [e for _, e in equations(closed) if e.primitive.name == "scan"]
+        assert scan.outvars[0].aval.dtype == dtype
