@@ -91,8 +91,7 @@ def _draw_errors(axes: Any, found: Comparison, modules: Sequence[ModuleErrors]) 
     for name, marker, color in _SIDES:
         style = {"color": color, "linestyle": "", "markersize": 5}
         axes.plot([], [], marker=marker, label=name, **style)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.07 * 12 / len(modules))}
-    axes.legend(ncol=3, fontsize=9, frameon=False, **below)
+    axes.figure.legend(loc="outside lower left", ncol=3, fontsize=9, frameon=False)
     axes.tick_params(axis="y", labelsize=9)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
