@@ -29,7 +29,12 @@ def jmp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
 
 
 def jaxamp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
-    """jaxamp: `amp` around the loss, corrected to run on current JAX.
+    """jaxamp: `amp` around the loss."""
+    return load_jaxamp().amp(loss, compute_dtype=jnp.dtype(dtype))
+
+
+def load_jaxamp() -> Any:
+    """Returns jaxamp, corrected to run on current JAX.
 
     `Primitive.get_bind_params` used to return `(subfuns, params)` and now returns
     `params`. jaxamp 0.0.4 gets the one line changed that calls it.
@@ -40,7 +45,7 @@ def jaxamp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
         text = inspect.getsource(module.amp_eval_jaxpr)
         text = text.replace("subfuns, bind_params =", "subfuns, bind_params = (),")
         exec(f"{text}\ncorrected = True", vars(module))
-    return jaxamp.amp(loss, compute_dtype=jnp.dtype(dtype))
+    return jaxamp
 
 
 def mpx_gradients(loss: Loss, dtype: DTypeLike) -> Callable[..., tuple[Any, ...]]:
