@@ -5,13 +5,14 @@ A loss of a Linen model is `loss_fn(params, batch)` and one of an NNX model is
 variables and `aux` out.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import core, nnx
+from flax import core, errors, nnx
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
@@ -96,12 +97,29 @@ def call_user_fn(
     }
     keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
     if state.graphdef is None:
-        return params, fn(params, batch, **keywords)
+        with _explain_closed_over_modules():
+            return params, fn(params, batch, **keywords)
     model = nnx.merge(state.graphdef, params, variables)
     if evaluate:
         model.eval()
-    with module_scopes(model, wanted=open_scopes):
+    with _explain_closed_over_modules(), module_scopes(model, wanted=open_scopes):
         return model, fn(model, batch, **keywords)
+
+
+@contextlib.contextmanager
+def _explain_closed_over_modules() -> Iterator[None]:
+    """Says what to do with an NNX module that a function changes but was not given."""
+    try:
+        yield
+    except errors.TraceContextError as error:
+        error.add_note(
+            "flax_amp: the function changes an NNX module that it closes over or has "
+            "from functools.partial, such as an nnx.Rngs. Put it into the batch of "
+            "make_nnx_train_step. For make_train_step pass keys to "
+            "AmpTrainState.create(rngs=...), declare the keyword rngs, and make "
+            "nnx.Rngs(**rngs) from it."
+        )
+        raise
 
 
 def _declared_keywords(fn: UserFn, keywords: Sequence[str]) -> list[str]:

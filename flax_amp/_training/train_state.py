@@ -45,14 +45,23 @@ class _CheckedReplace:
 
 def _replace(state: Any, **updates: Any) -> Any:
     """Returns a new object with new values for some fields."""
-    fields = [field.name for field in dataclasses.fields(state)]
-    if unknown := sorted(set(updates) - set(fields)):
-        raise TypeError(
-            f"{type(state).__name__}.replace: unknown fields {unknown}; expected some "
-            f"of {fields}. Declare new fields in a subclass; for hyper-parameters of "
-            "flax_amp.optim use replace_hyperparams."
-        )
+    _check_fields(
+        type(state),
+        updates,
+        "replace",
+        "for hyper-parameters of flax_amp.optim use replace_hyperparams",
+    )
     return dataclasses.replace(state, **updates)
+
+
+def _check_fields(cls: Any, given: Mapping[str, Any], method: str, hint: str) -> None:
+    """Raises a TypeError that lists every name that is not a field of a class."""
+    fields = [field.name for field in dataclasses.fields(cls)]
+    if unknown := sorted(set(given) - set(fields)):
+        raise TypeError(
+            f"{cls.__name__}.{method}: unknown fields {unknown}; expected some of "
+            f"{fields}. Declare new fields in a subclass; {hint}."
+        )
 
 
 class AmpTrainState(_CheckedReplace, train_state.TrainState):
@@ -141,13 +150,20 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
           A state at step 0.
 
         Raises:
-          TypeError: if both `params` and `model` are missing, or if `params`, `rngs`,
-            `variables` or `scaler` is not a dict.
+          TypeError: if both `params` and `model` are missing, if `params`, `rngs`,
+            `variables` or `scaler` is not a dict, or if a field is unknown.
           ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
             selects nothing, if `tx` accumulates around `apply_if_finite`, if
             `precision` is another word, or if a value of `scaler` is out of its range.
         """
         check_precision(precision, "AmpTrainState.create: precision")
+        _check_fields(
+            cls,
+            kwargs,
+            "create",
+            "pass collections such as batch_stats as variables={'batch_stats': ...}, "
+            "keys as rngs, and the loss scale as scaler",
+        )
         graphdef = None
         if model is not None:
             _check_model(model, params, variables)

@@ -175,3 +175,23 @@ def test_statistics_go_through_the_micro_batches():
         assert counts[1] == counts[0] + accum_steps
         moved.append(jnp.abs(new["norm"]["var"] - old["norm"]["var"]).sum())
     assert moved[1] > 1.5 * moved[0]
+
+
+def test_a_value_of_each_step_is_a_field_of_the_state():
+    class Weighted(AmpTrainState):
+        weight: jax.Array
+
+    def loss(params, batch, *, state):
+        return state.weight * linear_loss(params, batch)
+
+    state = Weighted.create(
+        params=linear_state().params, tx=optax.sgd(0.1), weight=jnp.float32(1)
+    )
+    weighted_step = make_train_step(
+        loss, compute_dtype=jnp.float32, accum_steps=2, donate=False
+    )
+    expected = linear_loss(state.params, linear_batch())
+    for weight in (2.0, 3.0):
+        now = state.replace(weight=jnp.float32(weight))
+        _, metrics = weighted_step(now, linear_batch())
+        np.testing.assert_allclose(metrics["loss"], weight * expected, 1e-6)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import errors, nnx
 
 from _steps import raised
 from flax_amp import (
@@ -178,3 +178,23 @@ def test_an_eval_step_loses_nothing_in_silence():
     raised(lambda: make_eval_step(measure)(make_state(), batch), ValueError, message)
     nnx.jit(make_eval_step(measure, jit=False))(make_state(), batch)
     assert int(batch["metric"].count[...]) == X.size
+
+
+def test_modules_that_a_function_closes_over():
+    """The error of NNX stays, with a note that says where to put them."""
+    rngs = nnx.Rngs(dropout=0, noise=1)
+
+    def closure(model, batch):
+        return dropout_loss(model, {**batch, "rngs": rngs})[0]
+
+    batch = {"x": X}
+    calls = [
+        lambda: make_nnx_train_step(closure)(*objects(), scaler(), batch),
+        lambda: make_train_step(closure)(make_state(), batch),
+        lambda: make_eval_step(closure)(make_state(), batch),
+    ]
+    for call in calls:
+        with pytest.raises(errors.TraceContextError, match="Cannot mutate") as caught:
+            call()
+        [note] = [note for note in caught.value.__notes__ if "flax_amp" in note]
+        assert "into the batch of make_nnx_train_step" in note

@@ -144,6 +144,20 @@ def test_unknown_fields():
     raised(lambda: state.replace(lr=0.1), TypeError, "'ema'.*replace_hyperparams")
 
 
+def test_unknown_fields_of_a_new_state():
+    """They are those of a Flax `TrainState` with batch statistics and a scale."""
+    fields = dict(batch_stats={}, dynamic_scale=None)
+    for cls, given in ((AmpTrainState, {}), (Subclass, {"ema": {}})):
+        message = (
+            rf"^{cls.__name__}.create: unknown fields \['batch_stats', "
+            r"'dynamic_scale'\]; expected some of .*'rngs'.*pass collections such as "
+            r"batch_stats as variables=.*the loss scale as scaler"
+        )
+        create = functools.partial(cls.create, params={"w": X}, tx=MINE, **given)
+        raised(lambda create=create: create(**fields), TypeError, message)
+        assert create().step == 0
+
+
 # Optimizers
 
 
