@@ -9,12 +9,10 @@ whose old program needs a package says so in its front matter (`needs: jmp`). Wh
 package is missing, the old program is only compiled.
 """
 
-import contextlib
 import functools
 import importlib.util
 import linecache
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +62,9 @@ def in_float32(program):
 
 
 def half_dtype(program):
-    """Returns the half precision of a program, the narrower one if it has both."""
-    wide = not re.search(r"(?<!b)float16|(?<!bf)16-mixed", program)
-    return "bfloat16" if wide else "float16"
+    """Returns the half precision that a program names first, that of its losses."""
+    word = re.search(r"\b(bf)?16-mixed\b|\b(b)?float16\b", program)
+    return "bfloat16" if word and (word[1] or word[2]) else "float16"
 
 
 @functools.cache
@@ -107,7 +105,41 @@ def check(page, name):
     return []
 
 
+# PyTorch warns that it computes in float32 then, which is what is wanted.
+@pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype")
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_recipe(path):
     if missing := check(path.read_text(), path.name):
         pytest.skip(f"the program before needs {', '.join(missing)}")
+
+
+def test_the_index_lists_every_recipe():
+    first_table, *_ = INDEX.read_text().split("\n## ")
+    linked = re.findall(r"\]\((\w+)\.md\) \|$", first_table, re.MULTILINE)
+    assert sorted(linked) == [path.stem for path in PAGES]
+
+
+@pytest.mark.parametrize("path", [INDEX, *PAGES], ids=lambda path: path.stem)
+def test_links_between_the_pages(path):
+    for file, heading in re.findall(r"\]\(([\w./]+\.md)(#[\w-]+)?\)", path.read_text()):
+        target = (RECIPES / file).read_text()
+        titles = re.findall(r"^#+ (.+)$", target, re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
+        assert heading[1:] in ["", *slugs], f"{file} has no heading {heading}"
+
+
+@pytest.mark.parametrize(
+    "right, wrong, message",
+    [
+        ("+    loss_fn", "+    params['in'] *= 1.1\n+    loss_fn", "Not equal"),
+        ("loss_fn = flax_amp.amp", "flax_amp.amp", "nothing ran in bfloat16"),
+        ("losses.append(loss)", "losses.append(1.0)", "does not fall"),
+        ("+import flax_amp", "+import flax_ampere", "No module named"),
+    ],
+    ids=["other losses", "float32", "no training", "broken"],
+)
+def test_a_wrong_page_fails(right, wrong, message):
+    page = (RECIPES / "value_and_grad.md").read_text()
+    page = page.replace(right, wrong, 1)
+    with pytest.raises((AssertionError, ImportError), match=message):
+        check(page, "a wrong page")
