@@ -15,13 +15,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUN_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
+DOCS_READY := $(VENV)/.ready-docs
 BENCH := .venv-bench
 BENCH_GPU := .venv-bench-gpu
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check lint format types pyright doctest layering clean
+.PHONY: help demo test test-slow check lint format types pyright doctest layering docs
+.PHONY: clean bench bench-gpu-aot bench-gpu
 .PHONY: bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
@@ -57,6 +59,9 @@ doctest: $(RUN_READY) ## Only the examples in docstrings.
 
 layering: $(RUN_READY) ## Only the one-way imports.
 	$(BIN)/python -m pytest tests/test_layering.py
+
+docs: $(DOCS_READY) ## The documentation as a site in docs/_build; warnings are errors.
+	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build
 
 bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and plots.
 	$(BENCH)/bin/python -m benchmarks tpu $(BENCH_ARGS)
@@ -102,6 +107,10 @@ $(RUN_READY): pyproject.toml | $(VENV)/.made
 
 $(DEV_READY): pyproject.toml | $(RUN_READY)
 	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): pyproject.toml | $(VENV)/.made
+	$(PIP) install --quiet --editable '.[docs]'
 	@touch $@
 
 $(BENCH)/.made $(BENCH_GPU)/.made:

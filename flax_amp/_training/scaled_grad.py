@@ -196,8 +196,9 @@ def dynamic_scale_grad(
     """Like `jax.grad`, with the loss scaled and the gradients unscaled.
 
     Args:
-      fun, has_aux, redo_on_nan, filter, axis_name, **kwargs: see
+      fun, has_aux, redo_on_nan, filter, axis_name: see
         `dynamic_scale_value_and_grad`.
+      **kwargs: further arguments of `jax.grad`, such as `argnums`.
 
     Returns:
       A function that behaves like the output of `jax.grad`, except that it needs the

@@ -1,0 +1,70 @@
+"""Settings of the documentation: `make docs` builds it with Sphinx, offline."""
+
+import importlib.metadata
+import re
+import shutil
+from pathlib import Path
+
+project = "flax_amp"
+author = "The flax_amp authors"
+copyright = "2026, the flax_amp authors"
+release = importlib.metadata.version("flax_amp")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["_build"]
+
+# Pages that stand beside the code are a part of the site: copies, in the folders that
+# they have in the repository, so that the links between them hold.
+ROOT = Path(__file__).parents[1]
+COPIES = Path(__file__).parent / "_repository"
+shutil.rmtree(COPIES, ignore_errors=True)
+for pattern in (
+    "*.md docs/*.svg flax_amp/*/README.md benchmarks/README.md benchmarks/results/*.*"
+).split():
+    for page in ROOT.glob(pattern):
+        copy = COPIES / page.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(page, copy)
+(COPIES / "README.md").unlink()  # the site itself says what it says
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+autodoc_typehints = "none"  # the docstrings say what the types do not
+autodoc_member_order = "bysource"
+autosummary_generate = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# In docstrings, one backtick stands for code.
+default_role = "code"
+
+html_theme = "sphinx_book_theme"
+html_title = "flax_amp"
+html_static_path = ["_static"]
+html_css_files = ["wide_tables.css"]
+html_theme_options = {
+    "navbar_persistent": [],  # the search field is in the sidebar
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "use_download_button": False,
+}
+html_copy_source = False
+
+
+def _as_restructured_text(app, what, name, obj, options, lines):
+    """Turns the links of docstrings, which are written in Markdown, into those of reST."""
+    lines[:] = [
+        re.sub(r"(?<!`)\[([^]]+)\]\((http[^)]+)\)", r"`\1 <\2>`__", x) for x in lines
+    ]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _as_restructured_text)
