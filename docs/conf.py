@@ -60,7 +60,7 @@ html_copy_source = False
 
 
 def _as_restructured_text(app, what, name, obj, options, lines):
-    """Turns the links of docstrings, which are written in Markdown, into those of reST."""
+    """Turns the Markdown links of docstrings into those of reStructuredText."""
     lines[:] = [
         re.sub(r"(?<!`)\[([^]]+)\]\((http[^)]+)\)", r"`\1 <\2>`__", x) for x in lines
     ]
