@@ -25,6 +25,20 @@ _TEXTS = {
     "GB": "bytes accessed",
     "temp MB": "temporary memory",
 }
+# What the figure of the README shows: models with their names, variants with theirs
+_GAIN_MODELS = {
+    "vit_s16": "ViT-S/16",
+    "gpt_unroll": "GPT, 12 layers",
+    "llama": "Llama, scanned",
+    "moe": "mixture of experts",
+    "resnet50": "ResNet-50",
+    "mlp": "MLP",
+}
+_GAIN_VARIANTS = {
+    "float32": ("float32", "#BBBBBB"),
+    "hand_bf16": ("cast by hand", "#E69F00"),
+    "amp_bf16": ("flax_amp", "#0072B2"),
+}
 # By the name of the file: command, title, and a column for each panel
 _PLOTS = {
     "tpu-v5e": ("tpu", "Compiled for a TPU v5e", ("est. ms", "GB", "temp MB")),
@@ -48,6 +62,9 @@ def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
                 if any(ratios.values()):
                     _draw(folder / f"{name}.png", title, ratios)
                     names.append(f"{name}.png")
+                if command == "tpu":
+                    _draw_gain(folder / "gain.png", results)
+                    names.append("gain.png")
     return list(dict.fromkeys(names))
 
 
@@ -106,3 +123,42 @@ def _bars(axis: Any, models: Ratios) -> None:
     axis.tick_params(axis="x", length=0)
     axis.grid(axis="y", color="#e0e0e0", linewidth=0.6, zorder=0)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_gain(path: pathlib.Path, results: Results) -> None:
+    """Draws time and memory of a step beside float32 and beside the hand-set model."""
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=(9.6, 4.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    panels = {"est. ms": "estimated time of a step", "temp MB": "temporary memory"}
+    for axis, (column, title) in zip(axes, panels.items(), strict=True):
+        _gain_bars(axis, _ratios(results, column))
+        axis.set_title(f"{title}, % of float32", fontsize=11, loc="left")
+    figure.suptitle("One training step, compiled for a TPU v5e", fontsize=12)
+    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
+    plt.close(figure)
+
+
+def _gain_bars(axis: Any, ratios: Ratios) -> None:
+    text: Any = dict(va="center", fontsize=9, color="#333333", zorder=3)
+    text["bbox"] = dict(facecolor="white", edgecolor="none", pad=0.8)
+    models = [m for m in _GAIN_MODELS if "float32" in ratios.get(m, {})]
+    for index, model in enumerate(models):
+        row = ratios[model] | {"hand_bf16": 1.0}
+        for place, (variant, (name, colour)) in enumerate(_GAIN_VARIANTS.items()):
+            y, share = index + 0.28 * (place - 1), 100 * row[variant] / row["float32"]
+            axis.barh(y, share, 0.25, color=colour)
+            # The first group says what the bars are, all others how long.
+            label = f"{share:.0f}" if index else f"{share:.0f}  {name}"
+            if index or share < 100:
+                axis.text(share + 1.5, y, label, **text)
+            else:
+                axis.text(98, y, name, va="center", ha="right", fontsize=9)
+    axis.set(xlim=(0, 138), yticks=range(len(models)))
+    axis.set_yticklabels([_GAIN_MODELS[m] for m in models], fontsize=10)
+    axis.set_ylim(len(models) - 0.5, -0.5)
+    axis.axvline(100, color="#888888", linewidth=0.8, zorder=0)
+    axis.set_xticks([0, 50, 100])
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
