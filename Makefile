@@ -24,7 +24,6 @@ export JAX_PLATFORMS ?= cpu
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow check lint format types pyright doctest layering docs
 .PHONY: clean bench bench-gpu-aot bench-gpu
-.PHONY: bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
