@@ -35,6 +35,7 @@ from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
 from flax_amp.debug._compare import compare_precision as compare_precision
 from flax_amp.debug._explain import explain as explain
+from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
@@ -63,6 +64,7 @@ __all__ = [
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",
     "explain",
+    "find_nonfinite",
     "follow_precision",
     "init_scaler",
     "jaxamp_policy",

@@ -151,7 +151,7 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     def one_by_one() -> None:
         body = params.get("jaxpr", params.get("call_jaxpr"))
         if body is not None:
-            evaluate(body, operands, _bind_in_context)
+            evaluate(body, operands, bind_in_context)
 
     outs = call_or_locate_nan(
         lambda: primitive.bind(*subfuns, *operands, **bind_params), one_by_one
@@ -191,7 +191,7 @@ def evaluate(
     return read(jaxpr.outvars)
 
 
-def _bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
+def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
     with equation_context(eqn):
         return bind(eqn, operands, eqn.params)
 

@@ -37,6 +37,7 @@ class FunctionalCall:
       caller: the function that makes the call, for messages.
 
     Attributes:
+      fun: the user's function.
       inputs: the leaves of the state of the modules, then the other leaves of the
         arguments.
     """
@@ -50,7 +51,7 @@ class FunctionalCall:
         open_scopes: bool = False,
         caller: str | None = None,
     ):
-        self._fun = fun
+        self.fun = fun
         self._arguments = args, kwargs
         self._open_scopes = open_scopes
         self._caller = caller or f"amp: {getattr(fun, '__name__', fun)!s}"
@@ -75,7 +76,7 @@ class FunctionalCall:
         merged = nnx.merge(self._graphdef, state, copy=True)
         args, kwargs = self._fill(merged, others)
         with module_scopes(merged, wanted=self._open_scopes):
-            out = self._fun(*args, **kwargs)
+            out = self.fun(*args, **kwargs)
         forget_names(list(filter(is_node, jax.tree.leaves(out, is_leaf=is_node))))
         after, updated = nnx.split(merged)
         if after != self._graphdef:

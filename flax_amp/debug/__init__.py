@@ -17,3 +17,8 @@ from flax_amp.debug._model import Explanation as Explanation
 from flax_amp.debug._model import Module as Module
 from flax_amp.debug._model import Problem as Problem
 from flax_amp.debug._model import Totals as Totals
+from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
+from flax_amp.debug._nonfinite_model import BadInput as BadInput
+from flax_amp.debug._nonfinite_model import Finding as Finding
+from flax_amp.debug._nonfinite_model import NonfiniteReport as NonfiniteReport
+from flax_amp.debug._nonfinite_model import Operand as Operand

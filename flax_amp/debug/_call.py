@@ -6,7 +6,8 @@ state and the loss of `make_train_step`. The second way becomes the first one he
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -70,12 +71,22 @@ def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         target, out = call_user_fn(
             loss_fn, state, params, variables, batch, rngs, open_scopes=True
         )
-        # An updated module is a part of the result of a step.
-        updates = {} if state.graphdef is None else variables_of(target, params)
         loss, aux = _split(out)
-        return loss, (aux, updates)
+        # Updated variables are a part of the result of a step.
+        if state.graphdef is not None:
+            return loss, _StepAux(aux, variables_of(target, params))
+        aux = dict(aux) if isinstance(aux, Mapping) else aux
+        updates = aux.pop("variables", {}) if isinstance(aux, dict) else {}
+        return loss, _StepAux(aux, updates)
 
     return pure
+
+
+class _StepAux(NamedTuple):
+    """What the loss of a step returns beside the loss, and the updated variables."""
+
+    aux: Any
+    updates: Any
 
 
 def _split(out: Any) -> tuple[Any, Any]:
@@ -138,7 +149,7 @@ class FlatLoss:
     Attributes:
       name: the name of the function, with that of the tool, for messages.
       arrays: the arrays among its arguments.
-      paths: where each stands in the arguments.
+      paths: where each stands, such as `batch/image` or `params/Dense_0/kernel`.
       trained: which of them a gradient is asked for.
     """
 
@@ -162,7 +173,7 @@ class FlatLoss:
                 "parameters, or a module, to differentiate with respect to."
             )
         arrays = [x for x in call.inputs if _tree.is_array(x)]
-        return cls(name, arrays, call.array_paths(), trained, call)
+        return cls(name, arrays, _argument_paths(call), trained, call)
 
     def __call__(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
         """Returns the loss, and the arrays of all else that the user's code returns.
@@ -170,10 +181,46 @@ class FlatLoss:
         Raises:
           TypeError: if the loss is not a scalar float.
         """
+        loss, aux, updated = self._run(arrays)
+        return loss, _arrays_in((aux, updated))
+
+    def with_updates(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """Returns the loss, and the arrays of updated variables.
+
+        Raises:
+          TypeError: if the loss is not a scalar float.
+        """
+        loss, aux, updated = self._run(arrays)
+        updates = aux.updates if isinstance(aux, _StepAux) else ()
+        return loss, _arrays_in((updates, updated))
+
+    def _run(self, arrays: Sequence[Array]) -> tuple[Array, Any, list[Any]]:
         inputs = self._call.inputs
         is_array = [_tree.is_array(x) for x in inputs]
         out, updated = self._call.function(_tree.fill(list(arrays), is_array, inputs))
         loss, aux = _split(out)
         check_loss(loss, self.name)
-        loss = jnp.asarray(loss)
-        return loss, [x for x in jax.tree.leaves((aux, updated)) if _tree.is_array(x)]
+        return jnp.asarray(loss), aux, updated
+
+
+def _arrays_in(tree: Any) -> list[Array]:
+    return [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
+
+
+def _argument_paths(call: FunctionalCall) -> list[str]:
+    """Returns the path of each array among the arguments, by the names of these."""
+    indices = list(range(len(call.inputs)))
+    args, kwargs = call.rebuild_arguments(indices, nnx.to_pure_dict)
+    try:
+        names = list(inspect.signature(call.fun).parameters)[: len(args)]
+    except (TypeError, ValueError):  # some builtins have no signature
+        names = []
+    names += [str(i) for i in range(len(names), len(args))]
+    found = jax.tree_util.tree_leaves_with_path((*zip(names, args), *kwargs.items()))
+    paths = {}
+    for (position, _, *path), index in found:
+        if isinstance(index, int):
+            name = (*names, *kwargs)[position.idx]
+            own = jax.tree_util.keystr(path, simple=True, separator="/")
+            paths.setdefault(index, f"{name}/{own}".rstrip("/"))
+    return [paths[i] for i, x in enumerate(call.inputs) if _tree.is_array(x)]

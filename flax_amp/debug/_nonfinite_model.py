@@ -1,0 +1,181 @@
+"""What `find_nonfinite` found: where an inf or a NaN comes from. Data only."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from flax_amp.debug._model import Dtypes, short
+
+Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of an equation.
+
+    Attributes:
+      dtype: its dtype.
+      shape: its shape.
+      largest: its largest finite magnitude; `None` if it has no finite floats.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    largest: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        return text if self.largest is None else f"{text} up to {self.largest:.4g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The equation that made an inf or a NaN.
+
+    Attributes:
+      path: the module, or the scope, that it stands in.
+      source: the line of the user's code, `file:line`.
+      backward: whether only the gradients need it.
+      inside: the loops, branches and devices around it, outermost first.
+      primitive: the name of its primitive.
+      kind: what it made: `inf`, `-inf` or `NaN`.
+      dtypes: the dtypes of its operands and of its result.
+      operands: its operands.
+      shape: the shape of its result.
+      bad: how many elements of the result it made so.
+      size: the number of elements of the result.
+      text: what an elementwise equation did, such as `log(0) = -inf`.
+      finite_in_float32: whether it is finite in float32 for the same operands; `None`
+        if that is not known.
+      examples: the examples of the batch that have these elements, at most 64; empty if
+        no axis of the result is known to be that of the batch.
+    """
+
+    path: str = ""
+    source: str = ""
+    backward: bool = False
+    inside: tuple[str, ...] = ()
+    primitive: str = ""
+    kind: str = ""
+    dtypes: Dtypes = Dtypes((), ())
+    operands: tuple[Operand, ...] = ()
+    shape: tuple[int, ...] = ()
+    bad: int = 0
+    size: int = 0
+    text: str = ""
+    finite_in_float32: bool | None = None
+    examples: tuple[int, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yields what is known, for people."""
+        pass_ = f"the {'backward' if self.backward else 'forward'} pass"
+        where = ", ".join(filter(None, (pass_, self.path, *self.inside, self.source)))
+        if self.primitive == "constant":
+            yield f"a constant {self.kind} of the program in {where}"
+            return
+        yield f"{self.primitive} made {self.kind} in {where}"
+        share = f"{self.bad} of {self.size} elements of {short(self.dtypes.results[0])}"
+        yield f"  {share}[{','.join(map(str, self.shape))}]" + (
+            f", such as {self.text}" if self.text else ""
+        )
+        if self.operands:
+            yield f"  operands: {', '.join(map(str, self.operands))}"
+        if self.finite_in_float32:
+            yield "  in float32 this equation is finite"
+        if self.examples:
+            yield f"  {examples_text(self.examples)}"
+
+
+def examples_text(examples: Sequence[int]) -> str:
+    """Returns `example 3 of the batch`, or the list of several."""
+    shown = ", ".join(map(str, examples[:8]))
+    more = ", ..." if len(examples) > 8 else ""
+    return f"example{'s' * (len(examples) > 1)} {shown}{more} of the batch"
+
+
+@dataclasses.dataclass(frozen=True)
+class BadInput:
+    """An argument that holds an inf or a NaN.
+
+    Attributes:
+      path: where it stands: `batch/image`, `params/Dense_0/kernel`.
+      kind: what it holds.
+      bad: how many elements.
+      first: the index of the first one.
+      examples: the leading indices of them, if it is a part of the batch; at most 64.
+    """
+
+    path: str
+    kind: str
+    bad: int
+    first: tuple[int, ...]
+    examples: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        place = f"{self.path}[{', '.join(map(str, self.first))}]"
+        text = f"{self.kind} in {place if self.first else self.path}"
+        count = f"{self.bad} element{'s' * (self.bad > 1)}"
+        where = f": {examples_text(self.examples)}" if self.examples else ""
+        return f"{text} ({count}){where}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NonfiniteReport:
+    """Where the inf or the NaN of a loss or its gradient comes from.
+
+    Made by `flax_amp.find_nonfinite`. It prints as a short text.
+
+    Attributes:
+      name: the name of the function.
+      compute_dtype: the dtype of low-precision values.
+      scale: the loss scale of this run.
+      verdict: the kind of the cause. `nothing`: loss, gradients and updated variables
+        are finite. `inputs`: an argument was not. `scale`: only the gradients are not,
+        and with a scale of 1 they are. `precision`: all is finite in float32.
+        `mathematics`: it is not.
+      advice: what to do.
+      finding: the equation, unless an argument alone is the cause.
+      led_to: the equation that made a NaN from the inf of `finding`, if one did.
+      in_float32: the equation that is not finite in a run in float32, if it is another.
+      inputs: the arguments that hold an inf or a NaN and have led to it.
+      reached: what is not finite: `loss`, `gradient of params/Dense_0/kernel`.
+      policy: the keys to add to the policy, `{"Block_3/attn": "float32"}`, with which a
+        run was finite; empty if none was found.
+      notes: what limits these statements.
+    """
+
+    name: str
+    compute_dtype: str
+    scale: float
+    verdict: Verdict
+    advice: str
+    finding: Finding | None = None
+    led_to: Finding | None = None
+    in_float32: Finding | None = None
+    inputs: tuple[BadInput, ...] = ()
+    reached: tuple[str, ...] = ()
+    policy: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, numbers and strings, as for `json.dump`."""
+        return dataclasses.asdict(self) | {"policy": dict(self.policy)}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        scale = "" if self.scale == 1 else f", scale {self.scale:g}"
+        yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
+        if self.reached:
+            more = len(self.reached) - 3
+            rest = f" and {more} more" if more > 0 else ""
+            yield f"not finite: {', '.join(self.reached[:3])}{rest}"
+        yield from (f"argument: {item}" for item in self.inputs)
+        if self.finding:
+            yield from self.finding.lines()
+        for label, other in (("led to", self.led_to), ("float32", self.in_float32)):
+            if other:
+                yield f"{label}: {next(other.lines())}"
+        yield self.advice
+        yield from (f"Note: {note}" for note in self.notes)
