@@ -216,11 +216,12 @@ def _argument_paths(call: FunctionalCall) -> list[str]:
     except (TypeError, ValueError):  # some builtins have no signature
         names = []
     names += [str(i) for i in range(len(names), len(args))]
-    found = jax.tree_util.tree_leaves_with_path((*zip(names, args), *kwargs.items()))
-    paths = {}
-    for (position, _, *path), index in found:
-        if isinstance(index, int):
-            name = (*names, *kwargs)[position.idx]
+    values = [*args, *kwargs.values()]
+    names += kwargs
+    paths: dict[int, str] = {}
+    for name, value in zip(names, values, strict=True):
+        for path, index in jax.tree_util.tree_leaves_with_path(value):
             own = jax.tree_util.keystr(path, simple=True, separator="/")
-            paths.setdefault(index, f"{name}/{own}".rstrip("/"))
+            if isinstance(index, int):
+                paths.setdefault(index, f"{name}/{own}".rstrip("/"))
     return [paths[i] for i, x in enumerate(call.inputs) if _tree.is_array(x)]

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.precision import compute_dtype_of
+from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import FlatLoss, Target, read_target, with_scopes
 from flax_amp.debug._nonfinite_model import (
@@ -25,7 +25,7 @@ from flax_amp.debug._nonfinite_model import (
     Verdict,
     examples_text,
 )
-from flax_amp.debug._nonfinite_run import Cause, Runner, bad_elements
+from flax_amp.debug._nonfinite_run import Cause, Runner, Value, bad_elements, kinds_in
 from flax_amp.policy import (
     Policy,
     PolicyEntries,
@@ -102,7 +102,7 @@ def find_nonfinite(
       ('mathematics', 'head', 'log(0) = -inf')
     """
     is_state = isinstance(fun, AmpTrainState)
-    word = fun.precision if is_state else "16-mixed"
+    word: Precision = fun.precision if is_state else "16-mixed"
     if scale is None:
         scale = float(np.max(fun.scaler["scaler"])) if is_state else 1.0
     if not 0 < scale < float("inf"):
@@ -157,11 +157,13 @@ class _Program(NamedTuple):
         then the gradients.
       names: what each result is called.
       for_loss: whether the forward pass makes it.
+      compiled: what its runs have compiled.
     """
 
     closed: Jaxpr
     names: list[str]
     for_loss: list[bool]
+    compiled: dict[Any, Any]
 
 
 class _Run(NamedTuple):
@@ -242,13 +244,11 @@ class _Search:
         wrt = [f"gradient of {path}" for path in _tree.pick(flat.paths, mask)]
         names = ["loss", *(["updated variables"] * count), *wrt]
         for_loss = [True] * (1 + count) + [False] * len(wrt)
-        return _Program(closed, names, for_loss)
+        return _Program(closed, names, for_loss, {})
 
     def run(self, program: _Program, scale: float) -> _Run:
         """Runs a program with a scale."""
-        runner = Runner(self._batch_size, self._not_examples)
-        arrays = [jnp.float32(scale), *self.loss.arrays]
-        values = runner.start(program.closed, arrays, program.for_loss)
+        values = self._start(program, scale, True)
         causes: dict[str, list[Cause]] = {}
         for name, value in zip(program.names, values, strict=True):
             if value.marks:
@@ -256,10 +256,20 @@ class _Search:
         forward = {"loss", "updated variables"}.isdisjoint(causes)
         return _Run(causes, forward)
 
+    def _start(self, program: _Program, scale: float, looks: bool) -> list[Value]:
+        runner = Runner(program.compiled, looks, self._batch_size, self._not_examples)
+        arrays = [jnp.float32(scale), *self.loss.arrays]
+        return runner.start(program.closed, arrays, program.for_loss)
+
+    def is_finite(self, program: _Program, scale: float) -> bool:
+        """Whether all results of a program are finite; it looks for no cause."""
+        values = self._start(program, scale, False)
+        return not any(kinds_in(value.array) for value in values)
+
     def _is_mended(self, policy: PolicyEntries | None, dtype: Any) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.run(self.trace(dtype, policy), self.options.scale).finite
+            return self.is_finite(self.trace(dtype, policy), self.options.scale)
 
     # --- the verdict -----------------------------------------------------------------
 
@@ -271,7 +281,7 @@ class _Search:
         if run.finite:
             return self._make("nothing", _NOTHING)
         inputs = self._inputs(run.cause)
-        known = dict(
+        known: dict[str, Any] = dict(
             finding=run.cause.root.finding,
             led_to=None if run.cause.root is run.cause else run.cause.finding,
             inputs=tuple(inputs),
@@ -279,13 +289,13 @@ class _Search:
         )
         if any(map(self._is_fault, inputs)):
             return self._make("inputs", _advice_for_inputs(inputs), **known)
-        if run.forward and options.scale > 1 and self.run(program, 1.0).finite:
+        if run.forward and options.scale > 1 and self.is_finite(program, 1.0):
             return self._make("scale", self._advice_for_scale(program), **known)
         if options.compute_dtype != jnp.float32:
-            wide = self.run(self.trace(jnp.float32, None), options.scale)
-            if wide.finite:
+            wide = self.trace(jnp.float32, None)
+            if self.is_finite(wide, options.scale):
                 return self._precision(known)
-            other = wide.cause.root.finding
+            other = self.run(wide, options.scale).cause.root.finding
             if other and known["finding"] and other.source != known["finding"].source:
                 known["in_float32"] = other
         return self._make("mathematics", _advice_for_mathematics(known), **known)
@@ -324,11 +334,11 @@ class _Search:
     def _advice_for_scale(self, program: _Program) -> str:
         """Tells at which lower scale the gradients are finite."""
         low, high, scale = 0, 1, self.options.scale
-        while scale / 2**high > 1 and not self.run(program, scale / 2**high).finite:
+        while scale / 2**high > 1 and not self.is_finite(program, scale / 2**high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self.run(program, scale / 2**middle).finite:
+            if self.is_finite(program, scale / 2**middle):
                 high = middle
             else:
                 low = middle
@@ -346,14 +356,18 @@ class _Search:
                     "precision", advice, policy=((key, "float32"),), **known
                 )
         wider = ""
-        if self.options.try_policies and self.options.compute_dtype != jnp.bfloat16:
-            if self._is_mended(self.options.amp_policy, jnp.bfloat16):
-                wider = _BFLOAT16
+        has_range = self.options.compute_dtype == jnp.bfloat16
+        if (
+            self.options.try_policies
+            and not has_range
+            and self._is_mended(self.options.amp_policy, jnp.bfloat16)
+        ):
+            wider = _BFLOAT16
         return self._make("precision", _NO_POLICY + wider, **known)
 
 
 def _keys_for(finding: Finding | None) -> list[str]:
-    """Returns the keys of a policy that keep an equation in float32, inner ones first."""
+    """Returns the keys of a policy that keep an equation in float32, inner first."""
     if finding is None or not finding.path:
         return []
     parts = finding.path.split("/")

@@ -17,6 +17,7 @@ equation.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +27,11 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat, _tree
-from flax_amp._compat import Array, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import variables
 from flax_amp._tree import split_list
 from flax_amp.debug._model import Dtypes
-from flax_amp.debug._nonfinite_devices import PLAIN, Context, Devices
+from flax_amp.debug._nonfinite_devices import PLAIN, ArrayFunction, Context, Devices
 from flax_amp.debug._nonfinite_model import Finding, Operand
 from flax_amp.debug._walk import module_path, source_line
 from flax_amp.policy import FOLLOW_OPS, RANGE_OPS, with_result_dtype
@@ -44,6 +45,8 @@ _CALLS = frozenset(
     """jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call
     custom_vmap_call""".split()
 )
+# JAX lists the scopes around one of these twice in a backward pass.
+_REMATS = ("remat2", "checkpoint")
 # Scopes that JAX opens around what a backward pass computes again.
 _REMAT_SCOPES = ("checkpoint", "rematted_computation")
 _TESTS = {"nan": np.isnan, "inf": np.isinf}
@@ -147,6 +150,9 @@ def _scopes(eqn: Eqn) -> tuple[tuple[str, ...], bool]:
         scopes = group if group[: len(scopes)] == scopes else scopes + group
         group = []
         is_transposed |= getattr(entry, "name", "") == "transpose"
+    half = len(scopes) // 2
+    if eqn.primitive.name in _REMATS and scopes[:half] == scopes[half:]:
+        scopes = scopes[:half]
     return tuple(scopes), is_transposed
 
 
@@ -154,15 +160,21 @@ class Runner:
     """Runs programs on arrays.
 
     Args:
+      compiled: what runs of the same program have compiled.
+      looks: whether to look for causes. Without them a run only gives the results.
       batch_size: the number of examples, if it is known.
       not_examples: shapes of arrays that have no examples, whatever their sizes are.
     """
 
     def __init__(
         self,
+        compiled: dict[Any, Any],
+        looks: bool = True,
         batch_size: int | None = None,
         not_examples: frozenset[tuple[int, ...]] = frozenset(),
     ):
+        self._compiled = compiled
+        self._looks = looks
         self._batch_size = batch_size
         self._not_examples = not_examples
         self._count = 0
@@ -174,7 +186,8 @@ class Runner:
         values = []
         for i, x in enumerate(arrays):
             source = Cause((2, i), argument=i)
-            values.append(Value(x, dict.fromkeys(_kinds(x), source)))
+            kinds = kinds_in(x) if self._looks else []
+            values.append(Value(x, dict.fromkeys(kinds, source)))
         return self.run(closed, values, Place(), for_loss)
 
     def run(
@@ -190,9 +203,10 @@ class Runner:
         for v, x in zip(jaxpr.constvars, consts, strict=True):
             env[v] = self._constant(place.context.lift(x), place)
 
-        def read(atom: Any) -> Value:
+        def read(atom: Atom) -> Value:
             if isinstance(atom, Literal):
-                x = np.asarray(atom.val, atom.aval.dtype)  # may be a Python number
+                dtype = getattr(atom.aval, "dtype", None)
+                x = np.asarray(atom.val, dtype)  # may be a Python number
                 return self._constant(place.context.lift(x), place)
             return env[atom]
 
@@ -212,7 +226,7 @@ class Runner:
         return [read(v) for v in jaxpr.outvars]
 
     def _constant(self, x: Array, place: Place) -> Value:
-        kinds = _kinds(x)
+        kinds = kinds_in(x) if self._looks else []
         if not kinds:
             return Value(x)
         finding = dataclasses.replace(
@@ -238,8 +252,8 @@ class Runner:
                 index = min(max(int(index), 0), len(branches) - 1)
                 at = place.within(f"branch {index} of {len(branches)}")
                 return self.run(branches[index], values[1:], at, is_forward)
-        outs = _run_whole(eqn, [value.array for value in values], place.context)
-        if not any(map(_kinds, outs)):
+        outs = self._whole(eqn, [value.array for value in values], place.context)
+        if not self._looks or not any(map(kinds_in, outs)):
             return list(map(Value, outs))
         descend = _DESCEND.get(name)
         if descend and not _is_explained(outs, values):
@@ -251,6 +265,25 @@ class Runner:
                 ]
         return [Value(x, self._complete(eqn, values, x, {}, place)) for x in outs]
 
+    def _whole(
+        self, eqn: Eqn, arrays: Sequence[Array], context: Context
+    ) -> list[Array]:
+        if context is PLAIN and not any(jaxprs_in_params(eqn.params)):
+            return list(_compat.bind_in_context(eqn, arrays))  # JAX caches it
+        run = self.compile(_binding(eqn), context, eqn, (eqn.invars, eqn.outvars))
+        return list(run(*arrays))
+
+    def compile(
+        self, function: ArrayFunction, context: Context, key: Any, atoms: Any
+    ) -> ArrayFunction:
+        """Returns what was compiled for a key, compared by identity, or compiles."""
+        # The program keeps the key alive, so that no other object gets its id.
+        ids = context, id(key)
+        if ids not in self._compiled:
+            ins, outs = ([v.aval for v in side] for side in atoms)
+            self._compiled[ids] = context.compile(function, ins, outs)
+        return self._compiled[ids]
+
     def _complete(
         self, eqn: Eqn, values: Sequence[Value], x: Array, marks: Marks, place: Place
     ) -> Marks:
@@ -258,7 +291,7 @@ class Runner:
         inner = _first(list(marks.values()))
         return {
             kind: marks.get(kind) or inner or self._cause(eqn, values, x, kind, place)
-            for kind in _kinds(x)
+            for kind in kinds_in(x)
         }
 
     def _cause(
@@ -286,10 +319,10 @@ class Runner:
     ) -> Finding:
         arrays = [value.array for value in values]
         lead = place.context.lead
-        devices = np.flatnonzero(fresh.any(axis=tuple(range(1, fresh.ndim))))
         inside = place.inside
         if lead:
-            inside += (place.context.names(devices),)
+            devices = np.flatnonzero(fresh.any(axis=tuple(range(1, fresh.ndim))))
+            inside += (place.context.names(devices.tolist(), x),)
         own = fresh.any(axis=0) if lead else fresh
         return dataclasses.replace(
             _describe_place(place),
@@ -328,7 +361,7 @@ def _in_scan(
     counts = _compat.scan_counts(eqn)
     consts, carry, xs = split_list(values, *counts)
     body, length, lead = eqn.params["jaxpr"], eqn.params["length"], place.context.lead
-    step = _jitted(body, place.context)
+    step = _step(runner, body, place)
     marks: list[Marks] = [{} for _ in eqn.outvars[counts[1] :]]
     # What a carry gives to the loss may pass through all the other carries.
     needed = [any(forward[: counts[1]]) for _ in carry] + forward[counts[1] :]
@@ -351,8 +384,8 @@ def _in_while(
     params = eqn.params
     counts = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, consts, carry = split_list(values, *counts)
-    test = _jitted(params["cond_jaxpr"], place.context)
-    step = _jitted(params["body_jaxpr"], place.context)
+    test = _step(runner, params["cond_jaxpr"], place)
+    step = _step(runner, params["body_jaxpr"], place)
     needed = [any(forward)] * len(carry)
     i = 0
     while bool(test(*(v.array for v in (*cond_consts, *carry)))[0]):
@@ -365,10 +398,17 @@ def _in_while(
     return [value.marks for value in carry]
 
 
+def _step(runner: Runner, body: Jaxpr, place: Place) -> ArrayFunction:
+    """Returns what runs a body as a whole."""
+    jaxpr, _ = _compat.open_jaxpr(body)
+    function = functools.partial(_evaluate, body)
+    return runner.compile(function, place.context, jaxpr, (jaxpr.invars, jaxpr.outvars))
+
+
 def _iterate(
     runner: Runner,
     body: Jaxpr,
-    step: Callable[..., Sequence[Array]],
+    step: ArrayFunction,
     operands: Sequence[Value],
     place: Place,
     needed: Sequence[bool],
@@ -379,14 +419,14 @@ def _iterate(
     if not _is_explained(outs, operands):
         return runner.run(body, operands, place, needed)
     known = _merge([value.marks for value in operands])
-    return [Value(x, {kind: known[kind] for kind in _kinds(x)}) for x in outs]
+    return [Value(x, {kind: known[kind] for kind in kinds_in(x)}) for x in outs]
 
 
 def _clean(value: Value) -> Value:
     """Returns a value without the causes of what it does not hold."""
     if not value.marks:
         return value
-    kinds = _kinds(value.array)
+    kinds = kinds_in(value.array)
     return Value(value.array, {k: c for k, c in value.marks.items() if k in kinds})
 
 
@@ -396,7 +436,7 @@ def _on_devices(
     if place.context.lead:
         return None
     context = Devices.of(eqn)
-    arrays = context.enter([value.array for value in values])
+    arrays = context.enter(eqn, [value.array for value in values])
     inner = [_clean(Value(x, v.marks)) for x, v in zip(arrays, values, strict=True)]
     at = dataclasses.replace(place, context=context)
     outs = runner.run(eqn.params["jaxpr"], inner, at, forward)
@@ -423,7 +463,7 @@ def _merge(marks: Sequence[Marks]) -> Marks:
 def _is_explained(outs: Sequence[Array], values: Sequence[Value]) -> bool:
     """Whether equations before have made all kinds of what is not finite."""
     known = _merge([value.marks for value in values])
-    kinds = {kind for x in outs for kind in _kinds(x)}
+    kinds = {kind for x in outs for kind in kinds_in(x)}
     return all(kind in known and known[kind].is_made for kind in kinds)
 
 
@@ -439,27 +479,13 @@ def _called(eqn: Eqn) -> Jaxpr | None:
     return bodies[0] if sizes[:1] == [len(eqn.invars)] else None
 
 
-def _run_whole(
-    eqn: Eqn,
-    arrays: Sequence[Array],
-    context: Context,
-    params: _compat.Params | None = None,
-) -> list[Array]:
-    def bind(*arrays: Array) -> list[Array]:
-        return _compat.bind(eqn, arrays, params)
-
-    params = eqn.params if params is None else params
-    with _compat.equation_context(eqn):
-        if context is PLAIN and not any(jaxprs_in_params(params)):
-            return bind(*arrays)
-        return context.compile(bind)(*arrays)
+def _binding(eqn: Eqn) -> ArrayFunction:
+    """Returns an equation as a function."""
+    return lambda *arrays: _compat.bind_in_context(eqn, arrays)
 
 
-def _jitted(body: Jaxpr, context: Context) -> Callable[..., Sequence[Array]]:
-    def step(*arrays: Array) -> Sequence[Array]:
-        return _compat.evaluate(body, arrays, _compat.bind_in_context)
-
-    return context.compile(step)
+def _evaluate(body: Jaxpr, *arrays: Array) -> Sequence[Array]:
+    return _compat.evaluate(body, arrays, _compat.bind_in_context)
 
 
 def _needed(jaxpr: Jaxpr, wanted: Sequence[bool]) -> set[Var]:
@@ -483,11 +509,11 @@ def _flags(x: Array) -> tuple[Array, Array]:
     return jnp.isnan(x).any(), jnp.isinf(x).any()
 
 
-def _kinds(x: Array) -> list[str]:
+def kinds_in(x: Array) -> list[str]:
     """Returns which of NaN and inf an array holds."""
     if not _tree.is_inexact_array(x):
         return []
-    if isinstance(x, jax.Array) and x.devices().pop().platform != "cpu":
+    if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
         flags = jax.device_get(_flags(x))
         return [kind for kind, flag in zip(_TESTS, flags, strict=True) if flag]
     x = _host(x)
@@ -500,7 +526,7 @@ def _names(x: Array) -> str:
     """Returns which of NaN, inf and -inf an array holds."""
     x = _host(x)
     parts = [x.real, x.imag] if np.iscomplexobj(x) else [x]
-    tests = {
+    tests: dict[str, Callable[[Any], Any]] = {
         "inf": lambda x: x == np.inf,
         "-inf": lambda x: x == -np.inf,
         "NaN": np.isnan,
@@ -575,7 +601,12 @@ def _finite_in_float32(
     if any(jaxprs_in_params(params)):
         return None
     try:
-        return not any(map(_kinds, _run_whole(eqn, wide, context, params)))
+        run = _binding(eqn.replace(params=params))
+        if context is not PLAIN:
+            run = context.compile(
+                run, *([v.aval for v in side] for side in (eqn.invars, eqn.outvars))
+            )
+        return not any(map(kinds_in, run(*wide)))
     except Exception:  # a primitive for which other dtypes are not possible
         return None
 
