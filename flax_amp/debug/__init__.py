@@ -22,3 +22,5 @@ from flax_amp.debug._nonfinite_model import BadInput as BadInput
 from flax_amp.debug._nonfinite_model import Finding as Finding
 from flax_amp.debug._nonfinite_model import NonfiniteReport as NonfiniteReport
 from flax_amp.debug._nonfinite_model import Operand as Operand
+from flax_amp.debug._nonfinite_steps import ReportingStep as ReportingStep
+from flax_amp.debug._nonfinite_steps import report_nonfinite as report_nonfinite

@@ -33,6 +33,7 @@ from flax_amp.policy import (
     default_amp_policy,
 )
 
+_UPDATES = "updated variables"
 _MANY = 64  # the most examples that are listed
 _MAX_POLICIES = 3  # the most policies that are tried
 
@@ -45,6 +46,7 @@ class _Options:
     amp_policy: PolicyEntries | None
     reduce_dtype: DTypeLike | None
     scale: float
+    scaler: dict[str, float]  # of the state, if there is one
     try_policies: bool
 
 
@@ -103,8 +105,11 @@ def find_nonfinite(
     """
     is_state = isinstance(fun, AmpTrainState)
     word: Precision = fun.precision if is_state else "16-mixed"
+    scaler = (
+        {key: float(np.max(x)) for key, x in fun.scaler.items()} if is_state else {}
+    )
     if scale is None:
-        scale = float(np.max(fun.scaler["scaler"])) if is_state else 1.0
+        scale = scaler.get("scaler", 1.0)
     if not 0 < scale < float("inf"):
         raise ValueError(
             f"find_nonfinite: scale is {scale}; expected a positive, finite number: "
@@ -115,6 +120,7 @@ def find_nonfinite(
         amp_policy,
         reduce_dtype,
         float(scale),
+        scaler,
         try_policies,
     )
     names_scopes = Policy(amp_policy).names_scopes
@@ -178,9 +184,15 @@ class _Run(NamedTuple):
 
     @property
     def cause(self) -> Cause:
-        """The cause of the first inf or NaN that reaches a result."""
-        found = [cause for causes in self.causes.values() for cause in causes]
-        return min(found, key=lambda cause: cause.root.order)
+        """The first cause that reaches the loss, or else the variables or gradients."""
+        for name in ("loss", _UPDATES):
+            if name in self.causes:
+                return _earliest(self.causes[name])
+        return _earliest([c for causes in self.causes.values() for c in causes])
+
+
+def _earliest(causes: list[Cause]) -> Cause:
+    return min(causes, key=lambda cause: cause.root.order)
 
 
 @dataclasses.dataclass
@@ -242,7 +254,7 @@ class _Search:
 
         closed = jax.make_jaxpr(program)(jnp.float32(1), *flat.arrays)
         wrt = [f"gradient of {path}" for path in _tree.pick(flat.paths, mask)]
-        names = ["loss", *(["updated variables"] * count), *wrt]
+        names = ["loss", *([_UPDATES] * count), *wrt]
         for_loss = [True] * (1 + count) + [False] * len(wrt)
         return _Program(closed, names, for_loss, {})
 
@@ -253,7 +265,7 @@ class _Search:
         for name, value in zip(program.names, values, strict=True):
             if value.marks:
                 causes.setdefault(name, []).extend(value.marks.values())
-        forward = {"loss", "updated variables"}.isdisjoint(causes)
+        forward = {"loss", _UPDATES}.isdisjoint(causes)
         return _Run(causes, forward)
 
     def _start(self, program: _Program, scale: float, looks: bool) -> list[Value]:
@@ -333,16 +345,25 @@ class _Search:
 
     def _advice_for_scale(self, program: _Program) -> str:
         """Tells at which lower scale the gradients are finite."""
-        low, high, scale = 0, 1, self.options.scale
-        while scale / 2**high > 1 and not self.is_finite(program, scale / 2**high):
+        scaler, scale = self.options.scaler, self.options.scale
+        factor = scaler.get("adjust_factor", 2.0)
+
+        def is_finite(steps: int) -> bool:
+            lower = scale / factor**steps
+            return lower <= 1 or self.is_finite(program, lower)
+
+        low, high = 0, 1
+        while not is_finite(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if self.is_finite(program, scale / 2**middle):
-                high = middle
-            else:
-                low = middle
-        return _SCALE.format(scale=scale / 2**high, halvings=high)
+            low, high = (low, middle) if is_finite(middle) else (middle, high)
+        text = _SCALE.format(scale=max(scale / factor**high, 1.0))
+        if not scaler:
+            return text
+        if scale / factor**high < scaler["min_scaler"]:
+            return text + _LOWEST.format(**scaler)
+        return text + _SEARCH.format(skips=f"{high} step{'s' * (high > 1)}")
 
     def _precision(self, known: dict[str, Any]) -> NonfiniteReport:
         finding: Finding | None = known["finding"]
@@ -376,10 +397,11 @@ def _keys_for(finding: Finding | None) -> list[str]:
 
 
 _NOTHING = "The loss, its gradients and the updated variables are finite."
-_SCALE = (
-    "Only the scale is too large: the gradients are finite with a scale of {scale:g}. "
-    "Nothing is to be done: a dynamic scaler falls to it within {halvings} skipped "
-    "steps."
+_SCALE = "Only the scale is too large: with {scale:g} the gradients are finite."
+_SEARCH = " Nothing is to be done: the scaler skips {skips} to get there."
+_LOWEST = (
+    " The scaler stops at {min_scaler:g}: lower its min_scaler, as in "
+    "flax_amp.init_scaler(min_scaler=...)."
 )
 _POLICY = (
     "In float32 it is finite. This policy was tried and mends it:\n"

@@ -1,0 +1,142 @@
+"""`report_nonfinite`: a training step that runs `find_nonfinite` on skipped batches."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+
+from flax_amp._training.loss import check_function
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.debug._nonfinite import find_nonfinite
+from flax_amp.debug._nonfinite_model import NonfiniteReport
+
+StateT = TypeVar("StateT", bound=AmpTrainState)
+
+# The scaler looks for its scale: so many skips in a row need no report.
+_MAX_SEARCH = 8
+
+
+class _Pending(NamedTuple):
+    """A step whose result was not read yet, and what it was given."""
+
+    batch: Any
+    scale: Any
+    metrics: Any
+
+
+class ReportingStep:
+    """The step that `report_nonfinite` returns.
+
+    Call it as the step that it was made from, and `check(state)` after the last step.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        loss_fn: Callable[..., Any],
+        report: Callable[[NonfiniteReport], Any],
+        limit: int,
+        options: dict[str, Any],
+    ):
+        self._step, self._loss_fn, self._report = train_step, loss_fn, report
+        self._left, self._options = limit, options
+        self._pending: _Pending | None = None
+        self._searching = 0  # skips in a row that a lower scale may end
+
+    def __call__(self, state: StateT, batch: Any) -> tuple[StateT, Any]:
+        """Looks at the step before; returns what the training step returns."""
+        if self._left <= 0:
+            return self._step(state, batch)
+        self.check(state)
+        # A copy: the step deletes the state that it is given.
+        scale = jnp.copy(state.scaler["scaler"])
+        new_state, metrics = self._step(state, batch)
+        self._pending = _Pending(batch, scale, metrics)
+        return new_state, metrics
+
+    def check(self, state: AmpTrainState) -> None:
+        """Reports the last step if it was skipped; `state` is what it returned."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if pending.metrics["grads_finite"]:
+            self._searching = 0
+            return
+        # The scale falls only if the loss and the variables are finite.
+        falls = bool(state.scaler["scaler"] < pending.scale)
+        self._searching = self._searching + 1 if falls else 0
+        if falls and self._searching < _MAX_SEARCH:
+            return
+        self._left -= 1
+        # A skipped step has changed nothing else that the loss depends on.
+        before = state.replace(
+            step=state.step - 1, scaler={**state.scaler, "scaler": pending.scale}
+        )
+        self._report(
+            find_nonfinite(before, self._loss_fn, pending.batch, **self._options)
+        )
+
+
+def report_nonfinite(
+    train_step: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    *,
+    report: Callable[[NonfiniteReport], Any] = print,
+    limit: int = 3,
+    **options: Any,
+) -> ReportingStep:
+    """Wraps a training step so that it explains the steps that it skips.
+
+    Before each step it reads whether the step before was skipped. If so, it runs
+    `flax_amp.find_nonfinite` on that batch, with the random keys and the scale of that
+    step. It stays silent while the scaler looks for its scale, which skips a few steps
+    by design. Steps that are fine cost the reading of one bool, and the batch before is
+    kept.
+
+    Sharp edges:
+      With `accum_steps` the whole batch runs in one pass, with other random numbers. A
+      step inside of `shard_map` or `vmap` (`axis_name`) cannot be wrapped.
+
+    Args:
+      train_step: a step of `make_train_step`.
+      loss_fn: its loss.
+      report: what is called with each `NonfiniteReport`.
+      limit: the number of reports. After them, steps are not looked at.
+      **options: the options of `find_nonfinite`; pass `amp_policy`, `compute_dtype` and
+        `reduce_dtype` as to `make_train_step`.
+
+    Returns:
+      `step(state, batch) -> (state, metrics)`. Call `step.check(state)` after the last
+      step.
+
+    Raises:
+      TypeError: if `train_step` or `loss_fn` is no function.
+      ValueError: if `limit` is not a positive integer.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, flax_amp
+      >>> from flax_amp.debug import report_nonfinite
+      >>> def loss_fn(params, x):
+      ...     return jnp.log(params["w"] * x).mean()
+      >>> state = flax_amp.AmpTrainState.create(
+      ...     params={"w": jnp.ones(3)}, tx=optax.sgd(0.1), apply_fn=None)
+      >>> step = report_nonfinite(
+      ...     flax_amp.make_train_step(loss_fn), loss_fn,
+      ...     report=lambda found: print(found.verdict, found.finding.text))
+      >>> for x in (jnp.ones(3), jnp.zeros(3)):
+      ...     state, metrics = step(state, x)
+      >>> step.check(state)
+      mathematics log(0) = -inf
+    """
+    if not callable(train_step):
+        raise TypeError(
+            f"report_nonfinite: train_step is a {type(train_step).__name__}; expected "
+            "a step of flax_amp.make_train_step."
+        )
+    check_function(loss_fn, "report_nonfinite: loss_fn")
+    if type(limit) is not int or limit < 1:
+        raise ValueError(
+            f"report_nonfinite: {limit=}; expected a positive integer, the number of "
+            "reports."
+        )
+    return ReportingStep(train_step, loss_fn, report, limit, options)

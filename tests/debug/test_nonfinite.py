@@ -1,0 +1,393 @@
+"""`find_nonfinite` on planted faults: where each is, why, and what mends it."""
+
+import json
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import flax_amp
+from flax_amp import AmpTrainState, find_nonfinite
+from flax_amp.debug import NonfiniteReport, report_nonfinite
+
+THIS = "tests/debug/test_nonfinite.py"
+LINES = (Path(__file__).parents[2] / THIS).read_text().splitlines()
+TOKENS = jnp.arange(20).reshape(4, 5) % 7
+
+
+def line(mark):
+    """The line of this file that ends with a mark."""
+    (number,) = [n for n, text in enumerate(LINES, 1) if text.endswith(f"# {mark}")]
+    return f"{THIS}:{number}"
+
+
+class Attention(nn.Module):
+    gain: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = (nn.Dense(8, name=name)(x) for name in "qkv")
+        logits = jnp.einsum("bqd,bkd->bqk", q * self.gain, k * self.gain)  # logits
+        mask = jnp.tril(jnp.ones((5, 5), bool))
+        weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bqk,bkd->bqd", weights, v)
+
+
+class Gate(nn.Module):
+    gain: float = 1.0
+
+    @nn.compact
+    def __call__(self, x):
+        return x * jnp.exp(nn.Dense(8)(x) * self.gain) * 2.0**-10  # exp
+
+
+class Block(nn.Module):
+    attention: float = 1.0
+    gate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + Attention(self.attention, name="attn")(nn.LayerNorm()(x))
+        return x + Gate(self.gate, name="gate")(nn.LayerNorm()(x))
+
+
+class GPT(nn.Module):
+    """Two layers, of which the second one may have a fault."""
+
+    attention: float = 1.0
+    gate: float = 0.0
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(7, 8)(tokens)
+        x = Block()(x)
+        x = Block(self.attention, self.gate)(x)
+        return nn.Dense(7, name="head")(nn.LayerNorm()(x))
+
+
+def make_state(model, *args, precision="16-mixed", **options):
+    variables = dict(model.init(jax.random.key(0), *args))
+    return AmpTrainState.create(
+        apply_fn=model.apply,
+        params=variables.pop("params"),
+        variables=variables,
+        tx=optax.sgd(0.1),
+        precision=precision,
+        **options,
+    )
+
+
+def cross_entropy(params, batch, state):
+    logits = state.apply_fn({"params": params}, batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch)
+    return losses.mean()
+
+
+def gpt(**faults):
+    return make_state(GPT(**faults), TOKENS)
+
+
+def place(finding):
+    pass_ = "backward" if finding.backward else "forward"
+    return finding.primitive, finding.path, pass_, finding.source
+
+
+def test_nothing_is_found_in_a_run_that_is_fine():
+    found = find_nonfinite(gpt(), cross_entropy, TOKENS)
+    assert found.verdict == "nothing" and not found.reached and not found.finding
+    assert str(found).startswith("cross_entropy in float16, scale 32768: nothing\n")
+
+
+def test_exp_in_one_module_of_a_gpt():
+    policy = flax_amp.default_amp_policy | {
+        jax.lax.exp_p: flax_amp.use_compute_precision
+    }
+    state = gpt(gate=6.0)
+    found = find_nonfinite(state, cross_entropy, TOKENS, amp_policy=policy)
+    assert place(found.finding) == ("exp", "GPT/Block_1/gate", "forward", line("exp"))
+    assert found.finding.dtypes == (("float16",), ("float16",))
+    assert found.finding.kind == "inf" and found.finding.finite_in_float32
+    assert found.verdict == "precision"
+    assert found.policy == (("GPT/Block_1/gate", "float32"),)
+    assert '| {"GPT/Block_1/gate": jnp.float32}' in str(found)
+    # The line mends a run, and the original policy has exp in float32.
+    assert find_nonfinite(state, cross_entropy, TOKENS).verdict == "nothing"
+    found = find_nonfinite(gpt(gate=300.0), cross_entropy, TOKENS)
+    assert place(found.finding) == ("exp", "GPT/Block_1/gate", "forward", line("exp"))
+    assert found.verdict == "mathematics" and not found.finding.finite_in_float32
+    assert "subtract the maximum" in found.advice and not found.policy
+
+
+def test_attention_logits_of_one_layer():
+    found = find_nonfinite(gpt(attention=300.0), cross_entropy, TOKENS)
+    where = "dot_general", "GPT/Block_1/attn", "forward", line("logits")
+    assert place(found.finding) == where
+    assert found.verdict == "precision" and found.finding.finite_in_float32
+    assert found.policy == (("GPT/Block_1/attn", "float32"),)
+    assert set(found.finding.examples) <= {0, 1, 2, 3} and found.finding.examples
+    assert found.reached[0] == "loss" and "gradient of params/head/kernel" in (
+        found.reached
+    )
+    assert all(40 < x.largest < 65504 for x in found.finding.operands)
+
+
+def log_of_zero(params, batch, state):
+    logits = state.apply_fn({"params": params}, batch)
+    with jax.named_scope("nll"):
+        chances = jax.nn.softmax(logits * 1e4)
+        return -jnp.log(chances).mean()  # log
+
+
+def test_log_of_zero():
+    found = find_nonfinite(gpt(), log_of_zero, TOKENS)
+    assert place(found.finding) == ("log", "nll", "forward", line("log"))
+    assert found.finding.text == "log(0) = -inf" and found.finding.kind == "-inf"
+    assert found.verdict == "mathematics" and "away from 0" in found.advice
+    assert found.in_float32 is None
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(8)(x)
+        y = y * (jnp.arange(4) != 2)[:, None]
+        return jnp.sqrt((y**2).sum(-1)).mean()  # sqrt
+
+
+def test_division_by_zero_in_the_backward_pass_only():
+    state = make_state(Norm(), jnp.ones((4, 3)))
+
+    def loss_fn(params, batch):
+        return Norm().apply({"params": params}, batch)
+
+    found = find_nonfinite(state, loss_fn, jnp.ones((4, 3)))
+    assert place(found.finding) == ("div", "Norm", "backward", line("sqrt"))
+    assert found.finding.text == "div(0.5, 0) = inf" and found.finding.examples == (2,)
+    assert found.verdict == "mathematics" and "jnp.where(ok, f(" in found.advice
+    assert found.led_to.kind == "NaN" and "loss" not in found.reached
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(8, use_bias=False)(x), None  # layer
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scan = nn.scan(
+            nn.remat(Layer), {"params": 0}, split_rngs={"params": True}, length=9
+        )
+        return scan(name="layers")(x, None)[0]
+
+
+def test_the_seventh_iteration_of_a_scan_over_layers():
+    state = make_state(Scanned(), jnp.ones((4, 8)))
+    kernel = jnp.full((9, 8, 8), 0.01).at[6].set(2e4)
+    params = {"layers": {"Dense_0": {"kernel": kernel}}}
+
+    def loss_fn(params, batch):
+        return (Scanned().apply({"params": params}, batch) * 1e-6).mean()
+
+    found = find_nonfinite(state.replace(params=params), loss_fn, jnp.ones((4, 8)))
+    path = "Scanned/layers/Dense_0"
+    assert place(found.finding) == ("dot_general", path, "forward", line("layer"))
+    assert found.finding.inside == ("scan iteration 7 of 9",)
+    assert found.verdict == "precision" and found.finding.shape == (4, 8)
+    assert found.policy == ((path, "float32"),)
+
+
+def test_a_nan_in_one_example():
+    batch = {"image": jnp.ones((4, 3)).at[3, 1].set(jnp.nan), "label": jnp.arange(4)}
+    state = make_state(Norm(), jnp.ones((4, 3)))
+
+    def loss_fn(params, batch):
+        return Norm().apply({"params": params}, batch["image"])
+
+    found = find_nonfinite(state, loss_fn, batch)
+    assert found.verdict == "inputs" and found.finding is None
+    (item,) = found.inputs
+    assert (item.path, item.kind, item.first) == ("batch/image", "NaN", (3, 1))
+    assert item.examples == (3,) and "example 3 of the batch" in found.advice
+    assert json.loads(json.dumps(found.to_dict()))["inputs"][0]["bad"] == 1
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        return nn.BatchNorm(use_running_average=not train)(nn.Dense(3)(x))
+
+
+class NormedNNX(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+def batch_norm_loss(params, batch, state):
+    variables = {"params": params, **state.variables}
+    out, updates = state.apply_fn(variables, batch, mutable=["batch_stats"])
+    return (out**2).mean(), {"variables": updates}
+
+
+def test_an_inf_in_a_running_mean():
+    """The loss and the gradients are finite: the update of the mean is not."""
+    state = make_state(Normed(), jnp.ones((4, 3)))
+    bad = jax.tree.map(lambda x: x.at[1].set(jnp.inf), state.variables)
+    batch = jax.random.normal(jax.random.key(0), (4, 3))
+    assert find_nonfinite(state, batch_norm_loss, batch).verdict == "nothing"
+    found = find_nonfinite(state.replace(variables=bad), batch_norm_loss, batch)
+    assert found.verdict == "inputs" and found.reached == ("updated variables",)
+    path = "state/variables/batch_stats/BatchNorm_0/mean"
+    assert path in [item.path for item in found.inputs]
+    assert "restore an earlier checkpoint" in found.advice
+    state = AmpTrainState.create(model=NormedNNX(), tx=optax.sgd(0.1))
+    state.variables["norm"]["mean"] = jnp.array([0, jnp.inf, 0])
+    found = find_nonfinite(state, lambda m, x: (m(x) ** 2).mean(), batch)
+    assert [x.path for x in found.inputs] == ["state/variables/norm/mean"]
+
+
+def squares(params, batch):
+    with jax.named_scope("head"):
+        return ((batch @ params["w"]) ** 2).sum()  # square
+
+
+def square_state(**options):
+    params = {"w": jnp.full((8, 3), 0.25)}
+    return AmpTrainState.create(
+        params=params, apply_fn=None, tx=optax.sgd(0.1), **options
+    )
+
+
+def test_gradients_overflow_by_the_scale_alone():
+    state = square_state(scaler={"scaler": 2.0**22})
+    found = find_nonfinite(state, squares, jnp.ones((4, 8)))
+    assert found.verdict == "scale" and found.reached == ("gradient of params/w",)
+    assert found.finding.path == "head" and found.finding.backward
+    assert found.finding.source == line("square")
+    # The gradient is 4 * 2 * 2 * scale, and 65504 ends float16.
+    assert "with 2048 the gradients are finite" in found.advice
+    assert "skips 11 steps" in found.advice
+    fixed = square_state(scaler=flax_amp.static_scaler(2.0**22))
+    assert "lower its min_scaler" in find_nonfinite(fixed, squares, X).advice
+    found = find_nonfinite(lambda w, x: squares({"w": w}, x), scale=2.0**22)
+    assert found(jnp.full((8, 3), 0.25), jnp.ones((4, 8))).verdict == "scale"
+    fine = square_state(scaler={"scaler": 2.0**11})
+    assert find_nonfinite(fine, squares, X).verdict == "nothing"
+
+
+X = jnp.ones((4, 8))
+
+
+# --- what it takes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_precisions(precision):
+    def loss_fn(params, batch):
+        return (batch @ params["w"] @ params["w"].T).mean() * 1e-6
+
+    found = find_nonfinite(square_state(precision=precision), loss_fn, X * 1e5)
+    assert found.verdict == ("precision" if precision == "16-mixed" else "nothing")
+
+
+def test_no_scope_to_name():
+    def loss(w, x):
+        return (x @ w @ w.T).mean() * 1e-6
+
+    found = find_nonfinite(loss)(jnp.full((8, 3), 0.25), X * 5e4)
+    assert found.verdict == "precision" and not found.policy
+    assert "amp_stop" in found.advice and "bf16-mixed" in found.advice
+    found = find_nonfinite(loss, try_policies=False)(jnp.full((8, 3), 0.25), X * 5e4)
+    assert "bf16-mixed" not in found.advice
+
+
+def test_two_faults():
+    """What float32 does not mend is shown beside what it does."""
+
+    def loss(w, x):
+        y = x @ w  # first
+        return jnp.log(jnp.abs(y * 0)).mean()  # second
+
+    found = find_nonfinite(loss)(jnp.full((8, 3), 0.25), X * 5e4)
+    assert found.verdict == "mathematics" and found.finding.source == line("first")
+    assert found.in_float32.source == line("second")
+    assert "\nfloat32: log made -inf in" in str(found)
+
+
+def test_modules_as_arguments():
+    model = NormedNNX()
+    model.dense.kernel[...] = model.dense.kernel.at[0, 0].set(jnp.nan)
+    before = model.norm.mean[...]
+    found = find_nonfinite(lambda m, x: (m(x) ** 2).mean())(model, jnp.ones((4, 3)))
+    assert [x.path for x in found.inputs] == ["m/dense/kernel"]
+    assert (model.norm.mean[...] == before).all()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: find_nonfinite(3), "expected find_nonfinite"),
+        (lambda: find_nonfinite(squares, scale=0.0), "scale is 0.0; expected a posi"),
+        (
+            lambda: find_nonfinite(squares)(jax.ShapeDtypeStruct((3,), "float32"), X),
+            "squares got a ShapeDtypeStruct among its arguments; expected arrays",
+        ),
+        (lambda: jax.jit(find_nonfinite(squares))({"w": X}, X), "got a .*Tracer"),
+        (lambda: find_nonfinite(lambda w: w)(X), "as its loss; expected a scalar"),
+        (lambda: find_nonfinite(lambda n: n)(3), "has no float arrays"),
+        (lambda: report_nonfinite(3, squares), "train_step is a int; expected a step"),
+        (lambda: report_nonfinite(squares, 3), "loss_fn"),
+        (lambda: report_nonfinite(squares, squares, limit=0), "limit=0; expected"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+# --- the step ------------------------------------------------------------------------
+
+
+def noisy(params, batch, rngs):
+    noise = jax.random.normal(rngs["noise"], batch.shape)
+    return jnp.log(batch + 0 * noise).mean() * params["w"].mean() + noise.mean()
+
+
+def test_reports_of_skipped_steps():
+    state = square_state(rngs={"noise": jax.random.key(0)})
+    reports: list[NonfiniteReport] = []
+    train_step = flax_amp.make_train_step(noisy)
+    step = report_nonfinite(train_step, noisy, report=reports.append, limit=2)
+    bad = X.at[2, 3].set(0.0)
+    for batch in (X, bad, X, X, bad):
+        state, metrics = step(state, batch)
+    assert len(reports) == 1 and bool(metrics["grads_finite"]) is False
+    step.check(state)
+    step.check(state)
+    assert [x.verdict for x in reports] == ["mathematics"] * 2
+    assert reports[0].finding.examples == (2,)
+    for batch in (bad, X):
+        state, _ = step(state, batch)
+    assert len(reports) == 2 and int(state.step) == 7
+
+
+def test_the_search_for_a_scale_is_no_fault():
+    reports: list[NonfiniteReport] = []
+    state = square_state(scaler={"scaler": 2.0**24})
+    train_step = flax_amp.make_train_step(squares)
+    step = report_nonfinite(train_step, squares, report=reports.append)
+    for _ in range(8):
+        state, _ = step(state, X)
+    assert not reports and float(state.scaler["scaler"]) == 2.0**16
+    step.check(state)  # so many in a row are worth a look
+    assert [x.verdict for x in reports] == ["scale"]
+    assert reports[0].scale == 2.0**17
