@@ -203,27 +203,27 @@ class Runner:
         for v, x in zip(jaxpr.constvars, consts, strict=True):
             env[v] = self._constant(place.context.lift(x), place)
 
-        def read(atom: Atom) -> Value:
-            if isinstance(atom, Literal):
-                dtype = getattr(atom.aval, "dtype", None)
-                x = np.asarray(atom.val, dtype)  # may be a Python number
-                return self._constant(place.context.lift(x), place)
-            return env[atom]
+        def read(atom: Atom, place: Place) -> Value:
+            if not isinstance(atom, Literal):
+                return env[atom]
+            dtype = getattr(atom.aval, "dtype", None)
+            x = np.asarray(atom.val, dtype)  # may be a Python number
+            return self._constant(place.context.lift(x), place)
 
         forward = _needed(jaxpr, for_loss)
         last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in variables(eqn.invars)}
         last |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
         for i, eqn in enumerate(jaxpr.eqns):
             is_forward = [v in forward for v in eqn.outvars]
-            operands = [read(v) for v in eqn.invars]
             # An equation without results is an effect of the forward pass.
             at = place.of(eqn, any(is_forward) or not is_forward)
+            operands = [read(v, at) for v in eqn.invars]
             outs = self._equation(eqn, operands, at, is_forward)
             env |= {v: x for v, x in zip(eqn.outvars, outs, strict=True) if v in last}
             for v in set(variables(eqn.invars)):
                 if last[v] == i:
                     del env[v]
-        return [read(v) for v in jaxpr.outvars]
+        return [read(v, place) for v in jaxpr.outvars]
 
     def _constant(self, x: Array, place: Place) -> Value:
         kinds = kinds_in(x) if self._looks else []
@@ -474,9 +474,9 @@ def _called(eqn: Eqn) -> Jaxpr | None:
     """Returns the body of an equation that is a call."""
     if eqn.primitive.name not in _CALLS:
         return None
-    bodies = list(jaxprs_in_params(eqn.params))
-    sizes = [len(_compat.open_jaxpr(body)[0].invars) for body in bodies]
-    return bodies[0] if sizes[:1] == [len(eqn.invars)] else None
+    # With its constants, which `jaxprs_in_params` leaves out.
+    found = [eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "call")]
+    return next(filter(_compat.is_jaxpr, found), None)
 
 
 def _binding(eqn: Eqn) -> ArrayFunction:

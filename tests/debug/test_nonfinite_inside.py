@@ -1,0 +1,361 @@
+"""`find_nonfinite` inside of structured primitives, and what is no fault at all."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from flax_amp import find_nonfinite
+
+THIS = "tests/debug/test_nonfinite_inside.py"
+LINES = (Path(__file__).parents[2] / THIS).read_text().splitlines()
+W = jnp.eye(8)
+BIG = jnp.ones((4, 8)).at[2, 5].set(200.0)
+ZERO = jnp.ones((4, 8)).at[2, 5].set(0.0)
+HUGE = jnp.ones((4, 8)).at[2, 5].set(6e4)
+
+search = functools.partial(
+    find_nonfinite, compute_dtype=jnp.float32, try_policies=False
+)
+
+
+def line(mark):
+    """The line of this file that ends with a mark."""
+    (number,) = [n for n, text in enumerate(LINES, 1) if text.endswith(f"# {mark}")]
+    return f"{THIS}:{number}"
+
+
+# --- faults --------------------------------------------------------------------------
+
+
+def exp(x):
+    with jax.named_scope("bad"):
+        return jnp.exp(x)  # exp
+
+
+def sqrt(x):
+    with jax.named_scope("bad"):
+        return jnp.sqrt(x)  # sqrt
+
+
+def product(x):
+    with jax.named_scope("bad"):
+        return x @ (W + 1)  # product
+
+
+# fault -> its input, its primitive, its pass
+FAULTS = {
+    exp: (BIG, "exp", "forward"),
+    sqrt: (ZERO, "div", "backward"),
+    product: (HUGE, "dot_general", "forward"),
+}
+
+# --- structures ----------------------------------------------------------------------
+
+
+def plain(f, y):
+    return f(y)
+
+
+def jitted(f, y):
+    return jax.jit(lambda y: f(y) * 2)(y)
+
+
+def scan(f, y):
+    def body(c, i):
+        with jax.named_scope("layer"):
+            return c + f(jnp.where(i == 2, y, 1.0)), i
+
+    return jax.lax.scan(body, y * 0, jnp.arange(5))[0]
+
+
+def stacked(f, y):
+    """The fault is in a stacked result, and the loop runs backwards."""
+
+    def body(c, i):
+        return c, f(jnp.where(i == 2, y, 1.0))
+
+    return jax.lax.scan(body, y * 0, jnp.arange(5), reverse=True)[1]
+
+
+def while_loop(f, y):
+    s = jax.lax.stop_gradient(y)
+
+    def body(carry):
+        i, c = carry
+        return i + 1, c + f(jnp.where(i == 2, s, 1.0))
+
+    loop = jax.lax.while_loop(lambda carry: carry[0] < 5, body, (0, s * 0))
+    return y * 0 + loop[1]
+
+
+def cond(f, y):
+    return jax.lax.cond(y.sum() > 0, f, lambda y: y, y)
+
+
+def switch(f, y):
+    return jax.lax.switch(1, [lambda y: y, f, lambda y: y * 2], y)
+
+
+def checkpoint(f, y):
+    return jax.checkpoint(lambda y: jnp.sin(f(y) * 2))(y)
+
+
+def custom_jvp(f, y):
+    @jax.custom_jvp
+    def g(y):
+        return f(y)
+
+    g.defjvp(lambda p, t: (g(*p), jax.jvp(f, p, t)[1]))
+    return g(y)
+
+
+def custom_vjp(f, y):
+    @jax.custom_vjp
+    def g(y):
+        return f(y)
+
+    g.defvjp(lambda y: (f(y), y), lambda y, ct: (jax.vjp(f, y)[1](ct)[0],))
+    return g(y)
+
+
+def vmapped(f, y):
+    return jax.vmap(lambda y: f(y[None])[0])(y)
+
+
+def sharded(f, y, check_vma=True):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def part(y):
+        return f(y) * 2 + 0 * jax.lax.psum(jnp.minimum(y, 1).sum(), "d")
+
+    mapped = jax.shard_map(
+        part, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma
+    )
+    return mapped(y)
+
+
+def unchecked(f, y):
+    return sharded(f, y, check_vma=False)
+
+
+def sharded_scan(f, y):
+    return sharded(functools.partial(scan, f), y)
+
+
+def nested(f, y):
+    branch = functools.partial(cond, f)
+    return jax.jit(lambda y: scan(lambda z: jax.checkpoint(branch)(z), y))(y)
+
+
+THIRD, DEVICE = "scan iteration 3 of 5", "device d=2"
+# structure -> what is around the fault
+STRUCTURES = {
+    plain: (),
+    jitted: (),
+    scan: (THIRD,),
+    stacked: (THIRD,),
+    while_loop: ("while iteration 3",),
+    cond: ("branch 1 of 2",),
+    switch: ("branch 1 of 3",),
+    checkpoint: (),
+    custom_jvp: (),
+    custom_vjp: (),
+    vmapped: (),
+    sharded: (DEVICE,),
+    unchecked: (DEVICE,),
+    sharded_scan: (THIRD, DEVICE),
+    nested: (THIRD, "branch 1 of 2"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: s.__name__)
+def test_each_structure_shows_the_fault(structure, fault):
+    if (structure, fault) == (while_loop, sqrt):
+        pytest.skip("a while loop has no backward pass")
+    x, primitive, pass_ = FAULTS[fault]
+
+    def loss(w, x):
+        return structure(fault, x * w[0, 0]).mean()
+
+    options = dict(compute_dtype=jnp.float16) if fault is product else {}
+    found = search(loss, **options)(W, x)
+    finding = found.finding
+    assert (finding.primitive, finding.kind) == (primitive, "inf")
+    assert ("backward" if finding.backward else "forward") == pass_
+    assert finding.source == line(fault.__name__)
+    layers = "layer/" if structure in (scan, sharded_scan, nested) else ""
+    assert finding.path == f"{layers}bad"
+    assert finding.inside == STRUCTURES[structure]
+    if DEVICE not in finding.inside:
+        assert finding.examples == (2,)
+    assert found.verdict == ("precision" if fault is product else "mathematics")
+
+
+# --- what is no fault ----------------------------------------------------------------
+
+
+def masked_softmax(y):
+    y = jnp.where(jnp.arange(8) > 3, y, -jnp.inf)
+    return jax.nn.softmax(y, axis=-1).var()
+
+
+def largest(y):
+    start = jnp.full((4,), -jnp.inf)
+    return jax.lax.scan(lambda c, x: (jnp.maximum(c, x), None), start, y.T)[0].sum()
+
+
+def safe_log(y):
+    ok = y > 0.5
+    return jnp.where(ok, jnp.log(jnp.where(ok, y - 0.5, 1.0)), 0.0).sum()
+
+
+def discarded(y):
+    return jnp.where(y > -1, y, jax.lax.stop_gradient(jnp.log(y * 0))).sum()
+
+
+def empty_rows(y):
+    z = jnp.where(jnp.arange(4)[:, None] > 0, y, -jnp.inf)
+    sums = jax.nn.logsumexp(z, axis=-1)
+    return jnp.where(jnp.isfinite(sums), sums, 0.0).sum()
+
+
+def reciprocal(y):
+    return y.sum() + (1 / jax.lax.stop_gradient(jnp.exp(y * 1e4))).sum()
+
+
+def indices(y):
+    z = jnp.where(y > 0.5, y, -jnp.inf)
+    return y[jnp.arange(4), jnp.argmax(z, axis=-1)].sum()
+
+
+def random(y):
+    key = jax.random.key(0)
+    return (y * jax.random.bernoulli(key, 0.5, y.shape)).sum() + jax.random.normal(key)
+
+
+def printed(y):
+    jax.debug.callback(lambda x: None, y.sum())
+    return y.sum()
+
+
+def aux_only(y):
+    return y.sum(), {"logits": jnp.where(y > 0.5, y, -jnp.inf), "count": 3}
+
+
+FINE = [
+    masked_softmax,
+    largest,
+    safe_log,
+    discarded,
+    empty_rows,
+    reciprocal,
+    indices,
+    random,
+    printed,
+    aux_only,
+]
+
+
+@pytest.mark.parametrize("fun", FINE, ids=lambda f: f.__name__)
+def test_no_false_alarm(fun):
+    for structure in (plain, jitted):
+
+        def loss(w, x, call=structure):
+            return jax.jit(fun)(x @ w) if call is jitted else fun(x @ w)
+
+        found = search(loss)(W, ZERO + 0.1)
+        assert found.verdict == "nothing", str(found)
+
+
+# --- where it comes from -------------------------------------------------------------
+
+
+def test_a_mask_is_named_but_not_blamed():
+    """Each row of the mask is `-inf`, which the program turns into a NaN."""
+
+    def attend(w, x, mask):
+        z = x @ w + mask
+        e = jnp.exp(z - z.max(-1, keepdims=True))  # mask
+        return (e / e.sum(-1, keepdims=True)).var()
+
+    mask = jnp.zeros((4, 8)).at[2].set(-jnp.inf)
+    found = search(attend)(W, ZERO, mask)
+    assert found.verdict == "mathematics" and found.finding.source == line("mask")
+    assert found.finding.text == "sub(-inf, -inf) = nan"
+    assert [(x.path, x.kind, x.examples) for x in found.inputs] == [
+        ("mask", "-inf", (2,))
+    ]
+    found = search(attend)(W, ZERO, -mask)
+    assert found.verdict == "inputs" and found.inputs[0].kind == "inf"
+
+
+def test_constants():
+    def loss(w, x):
+        return jnp.maximum(x @ w, jnp.inf).sum()  # constant
+
+    found = search(loss)(W, ZERO)
+    assert found.finding.primitive == "constant" and found.finding.kind == "inf"
+    assert found.verdict == "mathematics" and found.finding.source == line("constant")
+    table = np.array([1.0, np.nan], np.float32)
+    found = search(lambda w, x: (x @ w).sum() * table[:1].sum() + table.sum())(W, ZERO)
+    assert found.verdict == "mathematics" and found.finding.kind == "NaN"
+
+
+def test_a_derivative_that_a_where_drops():
+    def loss(w, x):
+        y = x @ w
+        return jnp.where(y > 0, jnp.log(y), 0.0).sum()  # where
+
+    found = search(loss)(W, ZERO)
+    assert found.finding.backward and found.finding.source == line("where")
+    assert found.finding.text == "div(0, 0) = nan" and found.finding.examples == (2,)
+    assert found.reached == ("gradient of w",)
+
+
+def test_the_first_of_several():
+    """A NaN made of an overflow points at the overflow."""
+
+    def loss(w, x):
+        y = jnp.exp(x @ w)  # overflow
+        return (y - y).sum()  # NaN
+
+    found = search(loss)(W, BIG)
+    assert found.finding.source == line("overflow") and found.finding.kind == "inf"
+    assert found.led_to.source == line("NaN") and found.led_to.kind == "NaN"
+
+
+def test_an_index_out_of_range():
+    found = search(lambda w, i: w[i].sum())(W, jnp.array([1, 2]))
+    assert found.verdict == "nothing"
+    found = search(lambda w, i: w.at[i].get(mode="fill").sum())(W, jnp.array([1, 99]))
+    assert found.finding.primitive.endswith(("gather", "lookup"))
+    assert "index out of range" in found.advice
+
+
+def test_complex_and_integer_arguments():
+    def loss(params, x):
+        z = jnp.log(params["z"] * x)
+        return jnp.real(z).sum() + params["n"]
+
+    params = {"z": jnp.array([1 + 1j, 0j]), "n": jnp.array(3)}
+    found = search(loss)(params, jnp.ones(2))
+    assert found.finding.primitive == "log"
+    assert found.verdict == "mathematics"
+
+
+def test_an_opaque_primitive_is_reported_whole():
+    def loss(w, x):
+        solve = jax.lax.custom_linear_solve(
+            lambda v: v * w[0, 1], x, lambda _, b: b / w[0, 1], symmetric=True
+        )
+        return solve.sum()
+
+    found = search(loss)(W, ZERO)
+    assert found.finding.primitive == "custom_linear_solve"
+    assert found.verdict == "mathematics"
