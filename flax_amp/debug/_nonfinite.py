@@ -205,15 +205,9 @@ class _Search:
     args: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        arrays = self.loss.arrays
         self._is_batch = self._find_batch()
-        sizes = Counter(
-            x.shape[0]
-            for x, chosen in zip(arrays, self._is_batch, strict=True)
-            if chosen and x.ndim
-        )
-        self._batch_size = sizes.most_common(1)[0][0] if sizes else None
-        trained = _tree.pick(arrays, self.loss.trained)
+        self._batch_size = self._find_batch_size()
+        trained = _tree.pick(self.loss.arrays, self.loss.trained)
         self._not_examples = frozenset(x.shape for x in trained)
 
     def _find_batch(self) -> list[bool]:
@@ -221,6 +215,19 @@ class _Search:
         if self.target.args is None:
             return [not trained for trained in self.loss.trained]
         return [path.split("/")[0] == "batch" for path in self.loss.paths]
+
+    def _find_batch_size(self) -> int | None:
+        """Returns the leading size on which most of the arguments agree, if any do."""
+        sizes: dict[str, Counter[int]] = {}
+        found = zip(self.loss.paths, self.loss.arrays, self._is_batch, strict=True)
+        for path, x, chosen in found:
+            if chosen and x.ndim:
+                sizes.setdefault(path.split("/")[0], Counter())[x.shape[0]] += 1
+        votes: Counter[int] = Counter()
+        for counts in sizes.values():
+            size, count = counts.most_common(1)[0]
+            votes[size] += 2 * count > counts.total()
+        return next((size for size, count in votes.most_common(1) if count), None)
 
     # --- runs ------------------------------------------------------------------------
 
@@ -368,11 +375,12 @@ class _Search:
     def _precision(self, known: dict[str, Any]) -> NonfiniteReport:
         finding: Finding | None = known["finding"]
         policies = _keys_for(finding) if self.options.try_policies else []
-        base = self.options.amp_policy
-        base = default_amp_policy if base is None else base
+        given = self.options.amp_policy
+        name = "flax_amp.default_amp_policy" if given is None else "your_policy"
+        base = default_amp_policy if given is None else given
         for key in policies:
             if self._is_mended({**base, key: jnp.float32}, self.options.compute_dtype):
-                advice = _POLICY.format(key=key)
+                advice = _POLICY.format(base=name, key=key)
                 return self._make(
                     "precision", advice, policy=((key, "float32"),), **known
                 )
@@ -405,7 +413,7 @@ _LOWEST = (
 )
 _POLICY = (
     "In float32 it is finite. This policy was tried and mends it:\n"
-    '  amp_policy=flax_amp.default_amp_policy | {{"{key}": jnp.float32}}'
+    '  amp_policy={base} | {{"{key}": jnp.float32}}'
 )
 _NO_POLICY = (
     "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, or "
@@ -435,9 +443,10 @@ _REMEDIES = {
     "gather": "look for an index out of range: such a gather fills in NaN",
     "constant": "look at where the program puts it in",
 }
-_WHERE = (
-    "A derivative that a jnp.where drops is still computed: choose the operand, too, as"
-    " in jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)."
+_DERIVATIVE = (
+    "the derivative of this line has a pole there, as that of a sqrt or a norm at 0. "
+    "Add an epsilon inside. A derivative that a jnp.where drops is computed all the "
+    "same: choose its operand, too, as in jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)."
 )
 
 
@@ -448,6 +457,7 @@ def _advice_for_mathematics(known: dict[str, Any]) -> str:
     text = "It is not finite in float32 either, so no policy helps"
     if finding is None:
         return f"{text}: look at the arguments."
+    if finding.backward:
+        return f"{text}: {_DERIVATIVE}"
     remedy = _REMEDIES.get(finding.primitive, "look at its operands")
-    text = f"{text}: {remedy}."
-    return f"{text} {_WHERE}" if finding.backward else text
+    return f"{text}: {remedy}."

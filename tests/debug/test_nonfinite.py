@@ -107,7 +107,7 @@ def test_exp_in_one_module_of_a_gpt():
     assert found.finding.kind == "inf" and found.finding.finite_in_float32
     assert found.verdict == "precision"
     assert found.policy == (("GPT/Block_1/gate", "float32"),)
-    assert '| {"GPT/Block_1/gate": jnp.float32}' in str(found)
+    assert 'amp_policy=your_policy | {"GPT/Block_1/gate": jnp.float32}' in str(found)
     policy["GPT/Block_1/gate"] = jnp.float32
     found = find_nonfinite(state, cross_entropy, TOKENS, amp_policy=policy)
     assert found.verdict == "nothing" and not found.reached and not found.finding
@@ -124,6 +124,7 @@ def test_attention_logits_of_one_layer():
     assert place(found.finding) == where
     assert found.verdict == "precision" and found.finding.finite_in_float32
     assert found.policy == (("GPT/Block_1/attn", "float32"),)
+    assert "amp_policy=flax_amp.default_amp_policy | {" in found.advice
     assert set(found.finding.examples) <= {0, 1, 2, 3} and found.finding.examples
     assert found.reached[0] == "loss" and "gradient of params/head/kernel" in (
         found.reached
