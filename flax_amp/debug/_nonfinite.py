@@ -227,7 +227,8 @@ class _Search:
         for counts in sizes.values():
             size, count = counts.most_common(1)[0]
             votes[size] += 2 * count > counts.total()
-        return next((size for size, count in votes.most_common(1) if count), None)
+        (first, count), (_, next_count) = [*votes.most_common(2), (0, 0), (0, 0)][:2]
+        return first if count > next_count else None
 
     # --- runs ------------------------------------------------------------------------
 

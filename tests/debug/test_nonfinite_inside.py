@@ -346,7 +346,7 @@ def test_which_axis_is_that_of_the_batch():
     x = jnp.ones((4, 8)).at[2].set(0.0)
     stats = {"mean": jnp.ones(8), "count": jnp.ones(3)}  # of no common size
     assert search(loss)(W, stats, x).finding.examples == (2,)
-    stats["count"] = jnp.ones(8)  # a vote against another: the first wins
+    stats["count"] = jnp.ones(8)  # one argument against another
     assert search(loss)(W, stats, x).finding.examples == ()
     found = search(lambda w, x: jnp.log(w * x.sum()).sum())(W, jnp.ones((8, 8)))
     assert found.finding.examples == ()  # the shape is that of the parameter
