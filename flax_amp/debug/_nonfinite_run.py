@@ -84,8 +84,15 @@ class Cause:
     @property
     def arguments(self) -> set[int]:
         """The numbers of the arguments that have led to it."""
-        own = {self.argument} - {-1}
-        return own.union(*(cause.arguments for cause in self.before))
+        found: set[int] = set()
+        seen = {self}
+        rest = [self]
+        while rest:
+            cause = rest.pop()
+            found.add(cause.argument)
+            rest += set(cause.before) - seen
+            seen.update(cause.before)
+        return found - {-1}
 
 
 def _first(causes: Sequence[Cause | None]) -> Cause | None:
@@ -451,7 +458,8 @@ _DESCEND: dict[str, Callable[..., list[Marks] | None]] = {
 
 
 def _row(x: Array, i: int, axis: int) -> Array:
-    return jax.lax.index_in_dim(x, i, axis, keepdims=False)
+    # A static index would be compiled for each iteration.
+    return jax.lax.dynamic_index_in_dim(x, np.int32(i), axis, keepdims=False)
 
 
 def _merge(marks: Sequence[Marks]) -> Marks:
@@ -580,8 +588,9 @@ def _as_text(eqn: Eqn, arrays: Sequence[Array], x: Array, fresh: Any) -> str:
         a = _host(a)
         a = a.reshape(a.shape + (1,) * (fresh.ndim - a.ndim))
         clipped = tuple(min(i, n - 1) for i, n in zip(position, a.shape, strict=True))
-        numbers.append(f"{a[clipped]:.6g}")
-    return f"{eqn.primitive.name}({', '.join(numbers)}) = {_host(x)[position]:.6g}"
+        numbers.append(a[clipped].item())  # bfloat16 has no format
+    texts = ", ".join(f"{number:.6g}" for number in numbers)
+    return f"{eqn.primitive.name}({texts}) = {_host(x)[position].item():.6g}"
 
 
 def _finite_in_float32(

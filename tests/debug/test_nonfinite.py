@@ -294,6 +294,16 @@ def test_precisions(precision):
 
     found = find_nonfinite(square_state(precision=precision), loss_fn, X * 1e5)
     assert found.verdict == ("precision" if precision == "16-mixed" else "nothing")
+    found = find_nonfinite(square_state(precision=precision), loss_fn, X * 1e38)
+    assert found.verdict == "mathematics" and found.finding.kind == "inf"
+
+
+def test_an_overflow_in_bfloat16():
+    policy = {jax.lax.exp_p: flax_amp.use_compute_precision}
+    options = dict(compute_dtype=jnp.bfloat16, amp_policy=policy)
+    found = find_nonfinite(lambda w, x: jnp.exp(x * w).sum(), **options)(X, X * 90)
+    assert found.finding.dtypes == (("bfloat16",), ("bfloat16",))
+    assert found.finding.text == "exp(90) = inf"
 
 
 def test_no_scope_to_name():
