@@ -19,6 +19,7 @@ from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import FlatLoss, Target, read_target, with_scopes
 from flax_amp.debug._nonfinite_model import (
+    MAX_EXAMPLES,
     BadInput,
     Finding,
     NonfiniteReport,
@@ -34,7 +35,6 @@ from flax_amp.policy import (
 )
 
 _UPDATES = "updated variables"
-_MANY = 64  # the most examples that are listed
 _MAX_POLICIES = 3  # the most policies that are tried
 
 
@@ -131,7 +131,7 @@ def find_nonfinite(
 
         def use(call: FunctionalCall) -> NonfiniteReport:
             loss = FlatLoss.of(call, f"find_nonfinite: {target.name}")
-            return _Search(target, options, loss, args).report()
+            return _Search(target, options, loss).report()
 
         with jax.debug_nans(False), jax.debug_infs(False):
             report, is_named = with_scopes(
@@ -202,7 +202,6 @@ class _Search:
     target: Target
     options: _Options
     loss: FlatLoss
-    args: tuple[Any, ...]
 
     def __post_init__(self) -> None:
         self._is_batch = self._find_batch()
@@ -235,13 +234,14 @@ class _Search:
     def trace(self, compute_dtype: Any, policy: PolicyEntries | None) -> _Program:
         """Traces the loss and its gradient in a precision."""
         flat, mask = self.loss, self.loss.trained
+        is_own = compute_dtype == self.options.compute_dtype
         # Recomputation and shared layers change no number.
         rewritten = amp(
             flat.with_updates,
             compute_dtype=compute_dtype,
             amp_policy=policy,
             recompute="never",
-            reduce_dtype=self.options.reduce_dtype if policy is None else None,
+            reduce_dtype=self.options.reduce_dtype if is_own else None,
             merge_layers=False,
         )
         count = 0
@@ -251,14 +251,13 @@ class _Search:
                 nonlocal count
                 loss, updates = rewritten(_tree.fill(trained, mask, arrays))
                 count = len(updates)
-                wide = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-                return wide * scale.astype(wide.dtype), (loss, updates)
+                return _widen(loss) * scale, (loss, updates)
 
             trained = _tree.pick(arrays, mask)
             (_, (loss, updates)), grads = jax.value_and_grad(scaled, has_aux=True)(
                 trained
             )
-            return loss, updates, [g / scale.astype(g.dtype) for g in grads]
+            return loss, updates, [_widen(g) / scale for g in grads]
 
         closed = jax.make_jaxpr(program)(jnp.float32(1), *flat.arrays)
         wrt = [f"gradient of {path}" for path in _tree.pick(flat.paths, mask)]
@@ -340,7 +339,7 @@ class _Search:
             examples: tuple[int, ...] = ()
             if self._is_batch[i] and bad.ndim and bad.shape[0] == self._batch_size:
                 rows = np.unique(where[:, 0])
-                examples = tuple(map(int, rows[:_MANY]))
+                examples = tuple(map(int, rows[:MAX_EXAMPLES]))
             first = tuple(map(int, where[0]))
             item = BadInput(self.loss.paths[i], kind, len(where), first, examples)
             found.append(item)
@@ -394,6 +393,10 @@ class _Search:
         ):
             wider = _BFLOAT16
         return self._make("precision", _NO_POLICY + wider, **known)
+
+
+def _widen(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _keys_for(finding: Finding | None) -> list[str]:

@@ -8,6 +8,8 @@ from flax_amp.debug._model import Dtypes, short
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
+MAX_EXAMPLES = 64  # the most that are listed
+
 
 @dataclasses.dataclass(frozen=True)
 class Operand:

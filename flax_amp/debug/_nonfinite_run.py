@@ -32,7 +32,7 @@ from flax_amp._rewriter.plan import variables
 from flax_amp._tree import split_list
 from flax_amp.debug._model import Dtypes
 from flax_amp.debug._nonfinite_devices import PLAIN, ArrayFunction, Context, Devices
-from flax_amp.debug._nonfinite_model import Finding, Operand
+from flax_amp.debug._nonfinite_model import MAX_EXAMPLES, Finding, Operand
 from flax_amp.debug._walk import module_path, source_line
 from flax_amp.policy import FOLLOW_OPS, RANGE_OPS, with_result_dtype
 
@@ -50,7 +50,6 @@ _REMATS = ("remat2", "checkpoint")
 # Scopes that JAX opens around what a backward pass computes again.
 _REMAT_SCOPES = ("checkpoint", "rematted_computation")
 _TESTS = {"nan": np.isnan, "inf": np.isinf}
-_MANY = 64  # the most examples that a finding lists
 
 
 @dataclasses.dataclass(eq=False)
@@ -356,7 +355,7 @@ class Runner:
             return ()
         others = tuple(axis for axis in range(len(shape)) if axis != axes[0])
         found = np.flatnonzero(fresh.any(axis=others))
-        return tuple(map(int, found[:_MANY]))
+        return tuple(map(int, found[:MAX_EXAMPLES]))
 
 
 # --- loops and devices: the causes of their results --------------------------------

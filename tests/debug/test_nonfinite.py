@@ -306,6 +306,17 @@ def test_an_overflow_in_bfloat16():
     assert found.finding.text == "exp(90) = inf"
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_reduce_dtype(dtype):
+    """It holds for the run itself, and not for the one in float32."""
+    options = dict(reduce_dtype=dtype, amp_policy=flax_amp.default_amp_policy)
+    found = find_nonfinite(square_state(), squares, X, scale=2.0**13, **options)
+    # 4 * 2**13 is in float16, and the sum of four of them is not.
+    assert found.verdict == ("nothing" if dtype == jnp.float32 else "scale")
+    found = find_nonfinite(square_state(), squares, X * 5e4, scale=1.0, **options)
+    assert found.verdict == "precision"
+
+
 def test_no_scope_to_name():
     def loss(w, x):
         return (x @ w @ w.T).mean() * 1e-6
