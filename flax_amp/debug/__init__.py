@@ -1,9 +1,10 @@
 """Diagnostics: what mixed precision does to a program, and why.
 
 `explain` tells which equation of which module runs in which dtype, what decided so, and
-what a person has to act on. `find_nonfinite` names the equation that made an inf or a NaN,
-and `report_nonfinite` does so for the steps that a run skips. Nothing here is needed for training, and nothing else in
-the package imports it. README.md in this folder says more.
+what a person has to act on. `find_nonfinite` names the equation that made an inf or a
+NaN, and `report_nonfinite` does so for the steps that a run skips. Nothing here is
+needed for training, and nothing else in the package imports it. README.md in this
+folder says more.
 """
 
 from flax_amp.debug._compare import compare_precision as compare_precision
