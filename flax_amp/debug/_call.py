@@ -64,7 +64,7 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
 
 
 def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(loss_fn)
+    @functools.wraps(loss_fn)  # with the mark of what `amp` has rewritten
     def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
         variables = state.variables
@@ -79,6 +79,7 @@ def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         updates = aux.pop("variables", {}) if isinstance(aux, dict) else {}
         return loss, _StepAux(aux, updates)
 
+    del pure.__wrapped__  # type: ignore[attr-defined]  # its arguments are its own
     return pure
 
 
