@@ -70,7 +70,13 @@ def train(args):
                 say(f"step {step} loss {float(metrics['loss']):.6f}")
             if told_to_stop:
                 break
-    # A fingerprint of the arrays that this process holds.
+    say(
+        "Each process ends with a fingerprint, the SHA-256 of its own part of the "
+        "state.\nThe parts differ, so the fingerprints do. A run that was killed and "
+        "resumed ends\nwith the same ones as a run that was not: it is the same to the "
+        "bit."
+    )
+    multihost_utils.sync_global_devices("the fingerprints are explained first")
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
         for shard in leaf.addressable_shards:

@@ -63,9 +63,12 @@ def test_accumulate():
 
 def test_sweep(tmp_path):
     text = run("sweep", "--plot", str(tmp_path / "sweep.svg"))
-    rows = re.findall(r"^ +(\S+) +([\d.]+) +([\d.]+)% +\d+$", text, re.MULTILINE)
-    columns = zip(*rows, strict=True)
+    pattern = r"^ +(\S+) +([\d.]+) +([\d.]+)% +\d+(.*)$"
+    *columns, marks = zip(*re.findall(pattern, text, re.MULTILINE), strict=True)
     rates, losses, accuracies = (list(map(float, column)) for column in columns)
+    (best,) = (index for index, mark in enumerate(marks) if "lowest loss" in mark)
+    assert losses[best] == min(losses)
+    assert float(re.search(r"best: (\S+), by the loss", text)[1]) == rates[best]
     assert len(rates) == 16 and rates == sorted(rates)
     assert max(accuracies) > 97 and min(accuracies) < 20
     assert losses[0] > 2 > 0.1 > min(losses) and "compiled once" in text
@@ -85,7 +88,9 @@ def test_sharded():
 def ends(text):
     """The fingerprints of what the processes hold in the end."""
     found = dict(re.findall(r"process (\d) ends with (\w{64})", text))
-    assert set(found) == {"0", "1"}, text
+    assert set(found) == {"0", "1"} and found["0"] != found["1"], text
+    told = text.index("SHA-256 of its own part of the state")
+    assert told < text.index("ends with " + found["0"])
     return found
 
 
