@@ -1,0 +1,128 @@
+"""Trains and evaluates, from the newest checkpoint in `workdir` if there is one."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+import flax_amp
+from examples.char_lm import data
+from examples.char_lm.model import NNXGPT, LinenGPT, loss_fn, next_char
+from flax_amp import metrics, optim
+
+
+def create_state(config: ConfigDict) -> flax_amp.AmpTrainState:
+    """Returns the state at step 0."""
+    schedule = optim.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.num_steps
+    )
+    is_half = config.precision == "16-mixed"
+    scaler = flax_amp.init_scaler(patience=config.scale_patience) if is_half else None
+    return flax_amp.AmpTrainState.create(
+        **create_model(config),
+        tx=optim.chain(
+            optim.clip_by_global_norm(config.clip_norm),
+            optim.adamw(schedule, weight_decay=config.weight_decay),
+        ),
+        precision=config.precision,
+        scaler=scaler,
+    )
+
+
+def create_model(config: ConfigDict) -> dict[str, Any]:
+    """Returns what `AmpTrainState.create` takes for a model of Linen or of NNX."""
+    if config.api == "nnx":
+        return {"model": NNXGPT(config, rngs=nnx.Rngs(config.seed))}
+    if config.api != "linen":
+        raise ValueError(f"config.api is {config.api!r}; expected 'linen' or 'nnx'")
+    model = LinenGPT(config)
+    tokens = jnp.zeros((1, config.length), jnp.int32)
+    variables = jax.jit(model.init)(jax.random.key(config.seed), tokens)
+    return {"apply_fn": model.apply, "params": variables["params"]}
+
+
+def train_and_evaluate(
+    config: ConfigDict,
+    workdir: str | os.PathLike[str],
+    *,
+    should_stop: Callable[[int], bool] = lambda step: False,
+) -> tuple[flax_amp.AmpTrainState, dict[str, Any]]:
+    """Trains up to `config.num_steps`, or until `should_stop(step)`; then samples.
+
+    Returns the state and a summary in Python numbers.
+    """
+    text, test_text = data.load(config)
+    test = data.test_batch(config, test_text)
+    tables = data.baselines(text, test)
+    state = create_state(config)
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(f"{len(text):,} characters to train on, {len(test_text):,} to test on")
+    print(f"{config.api} GPT of {size:,} parameters in {config.precision}")
+    for name, bits in tables.items():
+        print(f"a table of {name}: {bits:.3f} bits per character")
+
+    manager = flax_amp.checkpoint.manager(
+        os.path.join(workdir, "checkpoints"), max_to_keep=config.checkpoints_to_keep
+    )
+    if manager.latest_step() is not None:
+        state = flax_amp.checkpoint.restore(manager, state)
+        print(f"resuming from step {int(state.step)}")
+    start = int(state.step)
+    train_step = flax_amp.make_train_step(loss_fn, has_aux=True)
+    eval_step = flax_amp.make_eval_step(loss_fn)
+    writer = metrics.create_writer(
+        workdir, first_step=start + 1, total_steps=config.num_steps
+    )
+    if start == 0:
+        writer.write_hparams(config.to_dict())
+
+    def log(group: str, scalars: dict[str, Any]) -> None:
+        scalars = {f"{group}/{name}": value for name, value in scalars.items()}
+        writer.write_scalars(int(state.step), scalars)
+
+    with manager, writer:
+        window = metrics.StepMetrics.empty()
+        for step in range(start + 1, config.num_steps + 1):
+            # The calls return before the step has run on the device. The loop waits
+            # for values only every `log_every` steps.
+            state, reported = train_step(state, data.train_batch(config, text, step))
+            window = window.add(reported)
+            last = step == config.num_steps or should_stop(step)
+            if last or step % config.log_every == 0:
+                flax_amp.check_progress(state, reported)
+                log("train", window.compute())
+                window = metrics.StepMetrics.empty()
+            if last or step % config.checkpoint_every == 0:
+                flax_amp.checkpoint.save(manager, state)
+            if not last and step % config.eval_every == 0:
+                log("test", eval_step(state, test)[1])
+            if last:
+                break
+        found = eval_step(state, test)[1]
+        if start < config.num_steps:  # or this was logged by the run before
+            log("test", found)
+    return state, {
+        "step": int(state.step),
+        "resumed_from": start,
+        "bits": float(found["bits"]),
+        "bits_of_tables": tables,
+        "skipped": int(state.opt_state.total_notfinite),
+        "scale": float(state.scaler["scaler"]),
+        "sample": write_on(config, state, test_text),
+    }
+
+
+def write_on(config: ConfigDict, state: flax_amp.AmpTrainState, text: Any) -> str:
+    """Returns what the model writes after the first window of a text."""
+    step, window = flax_amp.make_eval_step(next_char), text[: config.length]
+    written = []
+    for key in jax.random.split(jax.random.key(config.seed), config.sample_chars):
+        batch = {"window": window, "key": key, "temperature": config.temperature}
+        written.append(int(step(state, batch)))
+        window = np.append(window[1:], np.int32(written[-1]))
+    return bytes(written).decode("ascii")
