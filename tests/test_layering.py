@@ -11,7 +11,7 @@ import flax_amp
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "flax_amp").rglob("*.py"))
-USERS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "configs").glob("*.py")])
+USERS = sorted([*(ROOT / "examples").rglob("*.py"), *(ROOT / "configs").rglob("*.py")])
 
 
 def room_of(path):

@@ -174,7 +174,7 @@ def test_digits_refuses_bad_settings(tmp_path):
 
 
 def test_every_setting_is_explained():
-    for path in (ROOT / "configs").glob("*.py"):
+    for path in (ROOT / "configs").rglob("*.py"):
         for line in path.read_text().splitlines():
             if re.match(r" +config\.\w+ = ", line):
                 assert "  # " in line, f"{path.name}: no comment: {line.strip()}"

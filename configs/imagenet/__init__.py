@@ -1,0 +1,1 @@
+"""The variants of `examples/imagenet`; each changes a few settings of `default`."""
