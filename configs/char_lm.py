@@ -36,7 +36,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     # Sampling, at the end.
     config.sample_chars = 500  # written on from the beginning of the test text
-    config.temperature = 0.7  # below 1: rather what is likely
+    config.temperature = 0.8  # below 1: rather what is likely
 
     config.seed = 0  # parameters, batches, sample
 

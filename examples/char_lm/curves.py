@@ -43,9 +43,9 @@ def draw(workdir: pathlib.Path) -> pathlib.Path:
             textcoords="offset points",
         )
     axes.set(xlabel="step", ylabel="bits per character, test text")
-    axes.set_title(f"{summary['api']} GPT on the sources of Python", loc="left")
+    axes.set_title(f"A GPT ({summary['api']}) on the sources of Python", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.53))
     figure.savefig(workdir / "curves.png", dpi=100)
     return workdir / "curves.png"
 

@@ -32,8 +32,9 @@ def load(config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:
         size += len(tokens)
     if not sum(map(len, parts[1])) > config.length:
         raise FileNotFoundError(
-            f"{folder} holds {size} characters of Python sources, and too few to test "
-            "on; expected ten files at least. Choose a folder with --config.text_dir."
+            f"{folder} has {size} characters of Python sources within max_chars="
+            f"{config.max_chars} and too few to test on; expected ten files at least. "
+            "Choose a folder with --config.text_dir, or raise --config.max_chars."
         )
     train, test = map(np.concatenate, parts)
     return train, test

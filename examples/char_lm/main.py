@@ -39,7 +39,8 @@ def main(argv: list[str]) -> None:
     )
     found = {"precision": config.precision, "api": config.api, **found}
     (workdir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
-    print(f"After {found['step']} steps the model writes:", found["sample"], sep="\n")
+    told = f"After {found['step']} steps, and {config.length} characters of test text:"
+    print(told, found["sample"], sep="\n")
     print(f"{config.precision}: {found['bits']:.3f} bits per character")
 
 

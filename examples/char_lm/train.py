@@ -118,11 +118,11 @@ def train_and_evaluate(
 
 
 def write_on(config: ConfigDict, state: flax_amp.AmpTrainState, text: Any) -> str:
-    """Returns what the model writes after the first window of a text."""
+    """Returns the first window of a text, and what the model writes after it."""
     step, window = flax_amp.make_eval_step(next_char), text[: config.length]
     written = []
     for key in jax.random.split(jax.random.key(config.seed), config.sample_chars):
         batch = {"window": window, "key": key, "temperature": config.temperature}
         written.append(int(step(state, batch)))
         window = np.append(window[1:], np.int32(written[-1]))
-    return bytes(written).decode("ascii")
+    return bytes([*text[: config.length], *written]).decode("ascii")

@@ -64,8 +64,8 @@ def test_imagenet_synthetic_images_follow_from_seed_and_step():
     (test,) = input_pipeline.load(small()).test()
     assert test["image"].shape == (16, 32, 32, 3)
     assert test["image"].dtype == np.uint8 and test["label"].dtype == np.int32
-    mean = test["image"][test["label"] == 0].astype(float).std()
-    assert mean > 30  # the pattern and the noise
+    for label in range(3):  # noise averages out, the pattern of a class stays
+        assert test["image"][test["label"] == label].mean(axis=0).std() > 20
 
 
 def test_imagenet_says_what_is_missing(monkeypatch):
@@ -124,7 +124,8 @@ def test_imagenet_trains_on_eight_devices_and_resumes(tmp_path):
     train.train_and_evaluate(small(), broken, should_stop=lambda step: step == 2)
     resumed, again = train.train_and_evaluate(small(), broken)
     assert again == summary | {"resumed_from": 2}
-    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+    for leaf, expected in zip(*map(jax.tree.leaves, (resumed, straight)), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
     logged = metrics.read(broken)
     assert [step for step, _ in logged["train/loss"]] == [2, 3]
     assert logged["train/images_per_s"][0][1] > 0
