@@ -72,17 +72,9 @@ def plot(peaks, losses, best, path):
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
     axes.plot(peaks, losses, "o-")
     axes.plot(peaks[best], losses[best], "o", ms=12, mfc="none", mec="C3", mew=2)
-    text = f"lowest: {losses[best]:.3f} at {peaks[best]:.1e}"
-    axes.annotate(
-        text,
-        (peaks[best], losses[best]),
-        (0, 14),
-        ha="center",
-        textcoords="offset points",
-        color="C3",
-    )
+    title = f"{len(peaks)} runs, one step; lowest loss at {peaks[best]:.1e}"
     axes.set(xscale="log", yscale="log", xlabel="peak of the learning rate")
-    axes.set(ylabel="loss on held-out images", title=f"{len(peaks)} runs, one step")
+    axes.set(ylabel="loss on held-out images", title=title)
     axes.grid(alpha=0.3)
     figure.savefig(path)
 
