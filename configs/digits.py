@@ -18,6 +18,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.precision = "16-mixed"  # float16; or bf16-mixed, or 32-true
     config.loss_scaling = True  # dynamic, for 16-mixed; the others need none
     config.scale_patience = 50  # finite steps before it doubles; 2000 in a long run
+    config.gain = 1.0  # 60000 makes float16 overflow, to try --debug_overflow on
+    config.debug_overflow = False  # explain the steps that are skipped
     config.loss_weight = 1.0  # multiplies the loss; 1e-5 underflows unscaled float16
 
     # Model.

@@ -22,6 +22,9 @@ WORKDIR = flags.DEFINE_string(
 PRECISION = flags.DEFINE_enum(
     "precision", None, get_args(Precision), "Overrides config.precision"
 )
+DEBUG_OVERFLOW = flags.DEFINE_bool(
+    "debug_overflow", False, "Explain the steps that are skipped"
+)
 CONFIG = config_flags.DEFINE_config_file(
     "config", str(ROOT / "configs" / "digits.py"), "Settings", lock_config=True
 )
@@ -34,6 +37,7 @@ def main(argv: list[str]) -> None:
     config = CONFIG.value
     if PRECISION.value is not None:
         config.precision = PRECISION.value
+    config.debug_overflow |= DEBUG_OVERFLOW.value
     workdir = pathlib.Path(WORKDIR.value).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
 

@@ -16,6 +16,7 @@ class ConvNet(nn.Module):
     num_classes: int
     features: Sequence[int] = (16, 32, 64)
     dropout_rate: float = 0.2
+    gain: float = 1.0  # a planted fault: BatchNorm divides by it, but float16 overflows
 
     @nn.compact
     def __call__(self, images: jax.Array, *, train: bool) -> jax.Array:
@@ -23,6 +24,9 @@ class ConvNet(nn.Module):
         for index, features in enumerate(self.features):
             strides = (1, 1) if index == 0 else (2, 2)
             x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
+            if index == 1 and self.gain != 1:
+                with jax.named_scope("gain"):
+                    x = x * self.gain
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
             x = nn.relu(x)
         x = x.mean(axis=(1, 2))

@@ -16,7 +16,9 @@ from flax_amp import metrics, optim
 
 def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
     """Returns the state at step 0; `images` is any batch of the right shape."""
-    model = ConvNet(data.NUM_CLASSES, tuple(config.features), config.dropout_rate)
+    model = ConvNet(
+        data.NUM_CLASSES, tuple(config.features), config.dropout_rate, config.gain
+    )
     params_key, dropout_key = jax.random.split(jax.random.key(config.seed))
     variables = jax.jit(model.init, static_argnames="train")(
         params_key, images, train=False
@@ -46,10 +48,10 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
 def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns the training and the evaluation step, in the precision of the state."""
     loss_fn = make_loss_fn(config.loss_weight)
-    return (
-        flax_amp.make_train_step(loss_fn, has_aux=True),
-        flax_amp.make_eval_step(eval_fn),
-    )
+    train_step = flax_amp.make_train_step(loss_fn, has_aux=True)
+    if config.debug_overflow:
+        train_step = flax_amp.debug.report_nonfinite(train_step, loss_fn, limit=1)
+    return train_step, flax_amp.make_eval_step(eval_fn)
 
 
 def train_and_evaluate(

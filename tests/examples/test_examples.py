@@ -228,3 +228,13 @@ def test_demo(tmp_path):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "FAILED" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_planted_overflow_is_explained(tmp_path, capsys):
+    config = small(gain=60000.0, debug_overflow=True, num_steps=2)
+    _, summary = train.train_and_evaluate(config, tmp_path)
+    assert summary["skipped"] == 2
+    found = capsys.readouterr().out
+    assert "mul made inf" in found and "ConvNet/gain, " in found
+    assert '{"ConvNet/gain": jnp.float32}' in found
