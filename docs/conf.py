@@ -28,13 +28,12 @@ ROOT = Path(__file__).parents[1]
 COPIES = Path(__file__).parent / "_repository"
 shutil.rmtree(COPIES, ignore_errors=True)
 for pattern in (
-    "*.md docs/*.svg flax_amp/*/README.md benchmarks/README.md benchmarks/results/*.*"
+    "ARCHITECTURE.md CHANGELOG.md docs/*.svg flax_amp/*/README.md benchmarks/README.md benchmarks/results/*.*"
 ).split():
     for page in ROOT.glob(pattern):
         copy = COPIES / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(page, copy)
-(COPIES / "README.md").unlink()  # the site itself says what it says
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
