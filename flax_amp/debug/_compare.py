@@ -1,16 +1,14 @@
 """`compare_precision`: where a program in half precision departs from float32."""
 
 import dataclasses
-import functools
 import glob
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from flax_amp._rewriter.captures import with_captured_outputs
@@ -21,10 +19,9 @@ from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import FlatLoss, Target, read_target, with_scopes
-from flax_amp.debug._compare_model import Comparison, Setting
+from flax_amp.debug._compare_model import Comparison, Setting, check_count
 from flax_amp.debug._compare_programs import Programs
-from flax_amp.debug._compare_stats import EXPONENTS
-from flax_amp.debug._compare_taps import Passed, size_of
+from flax_amp.debug._compare_taps import Passed
 from flax_amp.debug._explain import explain
 from flax_amp.policy import (
     Policy,
@@ -33,7 +30,6 @@ from flax_amp.policy import (
     default_amp_policy,
 )
 
-_OPTIONS = ("compute_dtype", "amp_policy", "recompute", "reduce_dtype")
 # A module whose own error is this many times the spacing of numbers at 1 stands out.
 _STANDS_OUT = 8
 
@@ -100,143 +96,108 @@ def compare_precision(
       ('rounded', '"rounded": jnp.float32')
     """
     state = fun if isinstance(fun, AmpTrainState) else None
-    if scale is None:
-        scale = 1.0 if state is None else _scale_of(state)
+    word = state.precision if state else "16-mixed"
     options = {
-        "compute_dtype": check_compute_dtype(
-            compute_dtype_of(state.precision if state else "16-mixed", compute_dtype)
-        ),
+        "compute_dtype": check_compute_dtype(compute_dtype_of(word, compute_dtype)),
         "amp_policy": amp_policy,
         "recompute": recompute,
         "reduce_dtype": reduce_dtype,
     }
     amp(**options)  # checks them
+    check_count("compare_precision", "remedies", remedies, 0)
     target = read_target("compare_precision", fun, step)
-    asked = _Asked(
-        target,
-        lambda others: explain(fun, *step, **others),
-        options,
-        _check_scale(scale),
-        _check_settings(settings),
-        _check_count(remedies),
-    )
+    scale = _read_scale(state, scale)
+    others = _read_settings(options, settings)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
-        return asked.compare(args, kwargs)
+        call = _Call(target, args, kwargs, options, scale)
+        return call.compare(others, remedies)
 
     return compared if target.args is None else compared(*target.args)
 
 
-def _scale_of(state: AmpTrainState) -> float:
-    scale = state.scaler["scaler"]
-    if isinstance(scale, jax.core.Tracer | jax.ShapeDtypeStruct):
-        raise _abstract("compare_precision", scale)
-    return float(jax.device_get(scale))
-
-
-def _check_scale(scale: Any) -> float:
-    is_number = isinstance(scale, int | float | np.number | jax.Array)
-    if not is_number or not (math.isfinite(scale) and scale > 0):
+def _read_scale(state: AmpTrainState | None, scale: Any) -> float:
+    if scale is None:
+        scale = 1.0 if state is None else state.scaler["scaler"]
+    _check_concrete("compare_precision", scale)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 < value < math.inf:
         raise ValueError(
             f"compare_precision: got scale={scale!r}; expected a positive number, such "
             "as 2.0**15, or None for that of the state's scaler."
         )
-    return float(scale)
+    return value
 
 
-def _check_count(count: Any) -> int:
-    if type(count) is not int or count < 0:
-        raise ValueError(
-            f"compare_precision: got remedies={count!r}; expected how many modules to "
-            "try a remedy for, or 0 for none."
-        )
-    return count
+def _read_settings(options: dict[str, Any], settings: Any) -> dict[str, Any]:
+    """Returns all options of each setting."""
+    found = {}
+    for name, others in dict(settings or {}).items():
+        try:
+            amp(**others)  # checks them
+        except (TypeError, ValueError) as error:
+            error.add_note(f"compare_precision: in settings[{name!r}]")
+            raise
+        found[str(name)] = {**options, **others}
+    return found
 
 
-def _check_settings(settings: Any) -> dict[str, dict[str, Any]]:
-    if settings is None:
-        return {}
-    if not isinstance(settings, Mapping) or not all(
-        isinstance(options, Mapping) for options in settings.values()
-    ):
-        raise TypeError(
-            f"compare_precision: got settings={settings!r}; expected a dict of dicts, "
-            "{name: options of amp}."
-        )
-    for name, options in settings.items():
-        if unknown := sorted(set(options) - set(_OPTIONS)):
+def _check_concrete(name: str, *found: Any) -> None:
+    for x in found:
+        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"compare_precision: the setting {name!r} has the options {unknown}; "
-                f"expected some of {', '.join(_OPTIONS)}."
+                f"{name}: got {x} among the arguments; expected arrays: the program is "
+                "run. Call it outside of jax.jit and jax.eval_shape, or ask "
+                "flax_amp.explain, which runs nothing."
             )
-        amp(**options)  # checks their values
-    return {str(name): dict(options) for name, options in settings.items()}
-
-
-def _abstract(name: str, found: Any) -> TypeError:
-    return TypeError(
-        f"{name}: got {found} among the arguments; expected arrays: the program is "
-        "run. Call it outside of jax.jit and jax.eval_shape, or ask flax_amp.explain, "
-        "which runs nothing."
-    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """The arguments of `compare_precision`, checked."""
+class _Call:
+    """A user's loss, its arguments, and the options of `amp`."""
 
     target: Target
-    explained: Callable[[dict[str, Any]], Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     options: dict[str, Any]
     scale: float
-    settings: dict[str, dict[str, Any]]
-    remedies: int
 
-    def compare(self, args: Any, kwargs: Any) -> Comparison:
-        programs, is_named = self._trace(args, kwargs)
+    def compare(self, settings: dict[str, Any], remedies: int) -> Comparison:
+        programs, is_named = self._trace()
         passed = programs.run(self.options, self.scale)
-        total = programs.differences(passed, self.scale)
-        compared = size_of(programs.reference) + size_of(passed)
-        passed = passed._replace(values={}, cotangents={})  # frees them
-        forced = programs.run(self.options, self.scale, forced=True)
-        own = programs.differences(forced, self.scale)
-        del forced
+        total = programs.differences(passed)
+        rows = [self._row(programs, passed, "as it is", self.options)]
+        losses = float(programs.reference.loss), float(passed.loss)
+        del passed  # the device has room for two runs
+        own = programs.differences(programs.run(self.options, self.scale, forced=True))
         modules = programs.modules(own, total, self.scale)
-        row = functools.partial(self._row, programs, args, kwargs)
-        settings = [row("as it is", {}, found=passed)]
-        settings += [row(name, options) for name, options in self.settings.items()]
-        threshold = _STANDS_OUT * float(jnp.finfo(self.options["compute_dtype"]).eps)
+        for name, options in settings.items():
+            passed = programs.run(options, self.scale)
+            rows.append(self._row(programs, passed, name, options))
+        dtype = self.options["compute_dtype"]
+        threshold = _STANDS_OUT * float(jnp.finfo(dtype).eps)
         worst = _outermost(m.path for m in modules if m.path and m.harm > threshold)
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", PolicyWarning
-            )  # the policy is not the user's
-            remedies = [
-                row(name, {"amp_policy": policy}, line)
-                for name, line, policy in self._policies(worst[: self.remedies])
-            ]
         return Comparison(
             name=self.target.name,
-            compute_dtype=self.options["compute_dtype"].name,
+            compute_dtype=dtype.name,
             scale=self.scale,
-            loss=(float(programs.reference.loss), float(passed.loss)),
+            loss=losses,
             modules=tuple(modules),
             threshold=threshold,
-            settings=tuple(settings),
-            remedies=tuple(remedies),
-            compared=compared,
+            settings=tuple(rows),
+            remedies=tuple(self._remedies(programs, worst[:remedies])),
             notes=tuple(_notes(programs, is_named)),
-            exponents=(EXPONENTS[0], EXPONENTS[-1]),
         )
 
-    def _trace(self, args: Any, kwargs: Any) -> tuple[Programs, bool]:
+    def _trace(self) -> tuple[Programs, bool]:
         """Returns the user's loss, and whether its modules have names."""
         name = f"compare_precision: {self.target.name}"
 
         def trace(call: FunctionalCall) -> Programs:
-            for x in call.inputs:
-                if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
-                    raise _abstract(name, x)
+            _check_concrete(name, *call.inputs)
             flat = FlatLoss.of(call, name)
             closed = jax.make_jaxpr(lambda *arrays: flat(arrays))(*flat.arrays)
             if with_captured_outputs(closed)[1]:
@@ -248,42 +209,42 @@ class _Asked:
                 )
             return Programs(closed, flat.arrays, flat.trained)
 
-        caller = "compare_precision"
+        where = self.target, self.args, self.kwargs, "compare_precision"
         needs_scopes = Policy(self.options["amp_policy"]).names_scopes
-        return with_scopes(
-            trace, self.target, args, kwargs, caller, needs_scopes=needs_scopes
-        )
+        return with_scopes(trace, *where, needs_scopes=needs_scopes)
 
     def _row(
         self,
         programs: Programs,
-        args: Any,
-        kwargs: Any,
+        passed: Passed,
         name: str,
-        options: Mapping[str, Any],
+        options: dict[str, Any],
         policy: str = "",
-        found: Passed | None = None,
     ) -> Setting:
-        """Runs the program with other options, unless that was done, and judges it."""
-        options = {**self.options, **options}
-        found = found or programs.gradients(options, self.scale)
-        explained = self.explained(options)
-        if callable(explained):
-            explained = explained(*args, **kwargs)
+        """Judges a run; `policy` is the entry that a remedy adds."""
+        explained = explain(self.target.fun, **options)(*self.args, **self.kwargs)
         is_known = explained.stored_without_recompute is not None
-        stored = explained.totals.stored.total() if is_known else None
-        errors = programs.errors(found, self.scale)
-        return Setting(name, policy, *errors, stored, explained.totals.low_share)
+        totals = explained.totals
+        stored = totals.stored.total() if is_known else None
+        errors = programs.errors(passed)
+        return Setting(name, policy, *errors, stored, totals.low_share)
 
-    def _policies(self, paths: list[str]) -> Iterator[tuple[str, str, Any]]:
-        """Yields the name, the new entries and the policy of each remedy."""
+    def _remedies(self, programs: Programs, worst: list[str]) -> Iterator[Setting]:
+        """Tries float32 for each of the worst modules, and for all of them."""
         policy = self.options["amp_policy"]
         policy = default_amp_policy if policy is None else policy
-        for group in [*([path] for path in paths), *([paths] if paths[1:] else [])]:
-            entries = {glob.escape(path): jnp.float32 for path in group}
+        groups = {path: [path] for path in worst}
+        if worst[1:]:
+            groups[f"all {len(worst)}"] = worst
+        for name, paths in groups.items():
+            entries = {glob.escape(path): jnp.float32 for path in paths}
             line = ", ".join(f'"{key}": jnp.float32' for key in entries)
-            name = group[0] if len(group) == 1 else f"all {len(group)}"
-            yield name, line, {**policy, **entries}
+            options = {**self.options, "amp_policy": {**policy, **entries}}
+            with warnings.catch_warnings():
+                # The policy is not the user's.
+                warnings.simplefilter("ignore", PolicyWarning)
+                passed = programs.run(options, self.scale)
+                yield self._row(programs, passed, name, options, line)
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
@@ -303,7 +264,7 @@ def _notes(programs: Programs, is_named: bool) -> Iterator[str]:
     half = {
         edge.maker or "(outside of modules)"
         for name, edge in programs.marked.edges.items()
-        if name in values and values[name].dtype.itemsize < 4
+        if values[name].dtype.itemsize < 4
     }
     if half:
         yield (

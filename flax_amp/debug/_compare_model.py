@@ -1,6 +1,7 @@
 """What `compare_precision` found. Data only."""
 
 import dataclasses
+import math
 import os
 from typing import Any, NamedTuple
 
@@ -31,37 +32,30 @@ class ModuleErrors:
 
     Attributes:
       path: its path; empty for the code outside of all modules.
+      harm: the largest error that it adds.
       own: the errors that it adds: all that it reads, forward and backward, is that of
         the float32 program, rounded where the dtype asks for it.
       total: the errors that leave it, with those that arrive.
-      iterations: its largest own error in each iteration of the loops around it.
-      nonfinite: the share of elements that are finite in float32 only.
+      iterations: its own error in each iteration of the loops around it.
       flushed: the share of nonzero gradients, of cotangents and parameters, that
         float16 without a scale rounds to zero.
-      flushed_scaled: the same with the scale of the loss.
       largest_value: the largest magnitude of its activations.
       largest_gradient: that of its gradients, times the scale of the loss.
-      values: how many activations have each exponent, for the exponents of
-        `Comparison.exponents`.
+      values: how many activations have each exponent: `e` has the magnitudes above
+        `2**(e - 1)`, up to `2**e`.
       gradients: how many gradients have each exponent, without the scale.
     """
 
     path: str
+    harm: float
     own: Errors
     total: Errors
     iterations: tuple[float, ...]
-    nonfinite: float
     flushed: float
-    flushed_scaled: float
     largest_value: float
     largest_gradient: float
-    values: tuple[int, ...]
-    gradients: tuple[int, ...]
-
-    @property
-    def harm(self) -> float:
-        """The largest error that the module adds."""
-        return self.own.largest
+    values: dict[int, int]
+    gradients: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +67,6 @@ class Setting:
       policy: the entry of the policy that it adds, if it is a remedy.
       loss_error: the relative error of the loss.
       gradient_error: the relative L2 error of all gradients together.
-      nonfinite: the share of gradients that are finite in float32 only.
       stored: the bytes that the backward pass stores; `None` if that is not known.
       low_share: the share of products in half precision; `None` without products.
     """
@@ -82,7 +75,6 @@ class Setting:
     policy: str
     loss_error: float
     gradient_error: float
-    nonfinite: float
     stored: int | None
     low_share: float | None
 
@@ -103,9 +95,7 @@ class Comparison:
       settings: the program as it is, and then with the other settings asked for.
       remedies: the program with entries of the policy that run the worst modules in
         float32, one by one and then all together.
-      compared: the bytes of what was kept on the device at a time to be compared.
       notes: what limits these figures.
-      exponents: the first and the last exponent of the histograms.
     """
 
     name: str
@@ -116,9 +106,7 @@ class Comparison:
     threshold: float
     settings: tuple[Setting, ...]
     remedies: tuple[Setting, ...]
-    compared: int
     notes: tuple[str, ...]
-    exponents: tuple[int, int]
 
     def report(self, *, top: int = 12) -> str:
         """Returns the report as text.
@@ -131,18 +119,16 @@ class Comparison:
         """
         from flax_amp.debug._compare_report import as_text
 
+        check_count("report", "top", top, 1)
         return as_text(self, top)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as dicts, lists, strings and numbers, for `json.dump`."""
-        fields = dataclasses.asdict(self)
-        for row, module in zip(fields["modules"], self.modules, strict=True):
-            row |= {
-                "harm": module.harm,
-                "own": module.own._asdict(),
-                "total": module.total._asdict(),
-            }
-        return _as_lists(fields)
+        """Returns everything as dicts, lists, strings and numbers, for `json.dump`.
+
+        JSON has no infinity and no NaN: they are the strings `"inf"`, `"-inf"` and
+        `"nan"`, which `float` reads. What there is nothing to compare for is `None`.
+        """
+        return _plain(dataclasses.asdict(self))
 
     def plot(self, path: str | os.PathLike[str], *, top: int = 20) -> None:
         """Draws the errors of the modules, and exponents beside the range of float16.
@@ -157,6 +143,7 @@ class Comparison:
         """
         from flax_amp.debug._compare_plot import draw
 
+        check_count("plot", "top", top, 1)
         draw(self, path, top)
 
     def __str__(self) -> str:
@@ -167,7 +154,22 @@ class Comparison:
         return f"<Comparison of {self.name}: {count} modules; print it to read it>"
 
 
-def _as_lists(value: Any) -> Any:
+def check_count(caller: str, name: str, count: Any, least: int) -> None:
+    """Raises a ValueError unless `count` is a number of modules."""
+    if type(count) is not int or count < least:
+        raise ValueError(
+            f"{caller}: got {name}={count!r}; expected a number of modules, {least} or "
+            "more."
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Errors):
+        value = value._asdict()
     if isinstance(value, dict):
-        return {key: _as_lists(item) for key, item in value.items()}
-    return [*map(_as_lists, value)] if isinstance(value, tuple | list) else value
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -3,33 +3,32 @@
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
+from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.transform import amp
+from flax_amp.debug._compare_edges import Marked, mark
 from flax_amp.debug._compare_model import Errors, ModuleErrors
 from flax_amp.debug._compare_stats import (
-    Difference,
-    Range,
-    compiler_options,
     difference,
+    flushed,
+    histogram,
     iterations,
+    largest,
     magnitudes,
     relative,
-    share,
 )
-from flax_amp.debug._compare_taps import Marked, Passed, mark, tapped_gradient
+from flax_amp.debug._compare_taps import Passed, gradient
 from flax_amp.policy import default_amp_policy, keep_precision
 
-# By module: of what it computes, of the cotangents that it passes back, and of the
-# gradients of its parameters.
-_Sides = dict[str, tuple[list[Any], list[Any], list[Any]]]
+# By module: figures of what it computes, of the cotangents that it passes back, and of
+# the gradients of its parameters.
+_ByModule = dict[str, tuple[list[Any], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +53,10 @@ class Programs:
     @functools.cached_property
     def reference(self) -> Passed:
         """What passes in float32."""
-        return self._run(self.marked.jaxpr, 1.0, {})
+        return self.run_jaxpr(self.marked.jaxpr)
 
     def run(
-        self, options: Mapping[str, Any], scale: float, *, forced: bool = False
+        self, options: Mapping[str, Any], scale: float = 1.0, *, forced: bool = False
     ) -> Passed:
         """Runs the program in half precision.
 
@@ -66,116 +65,110 @@ class Programs:
           scale: the factor of the loss.
           forced: whether along the edges passes what passes in float32.
         """
-        policy = options["amp_policy"]
+        policy = options.get("amp_policy")
         policy = default_amp_policy if policy is None else policy
         # A policy of one's own need not know the primitive that marks.
         policy = {_compat.primitives()["name"]: keep_precision, **policy}
-        low = self._low(self.marked.jaxpr, {**options, "amp_policy": policy})
+        low = self.lowered(self.marked.jaxpr, {**options, "amp_policy": policy})
         pairs = self.reference.values, self.reference.cotangents
-        instead = {k: tuple(side[k] for side in pairs) for k in pairs[0]}
-        return self._run(low, scale, instead if forced else {})
+        instead = {name: tuple(side[name] for side in pairs) for name in pairs[0]}
+        return self.run_jaxpr(low, scale, instead if forced else {})
 
-    def gradients(self, options: Mapping[str, Any], scale: float) -> Passed:
-        """Runs the program in half precision without marked edges."""
-        return self._run(self._low(self.closed, options), scale, {})
+    def lowered(self, jaxpr: Jaxpr, options: Mapping[str, Any]) -> Jaxpr:
+        """Returns what `amp` makes of a program, each layer by itself."""
 
-    def _low(self, jaxpr: Jaxpr, options: Mapping[str, Any]) -> Jaxpr:
-        def bind(eqn: Eqn, xs: Arrays) -> Arrays:
-            with _compat.equation_context(eqn):
-                return _compat.bind(eqn, xs, eqn.params)
+        def run(*arrays: Array) -> Any:
+            return _compat.evaluate(jaxpr, arrays, _compat.bind_in_context)
 
-        # Each layer stays by itself: its edges have names of their own.
-        low = amp(
-            lambda *arrays: _compat.evaluate(jaxpr, arrays, bind),
-            **options,
-            merge_layers=False,
-        )
+        # Layers do not equal each other: their edges have names of their own.
+        low = amp(run, **{**options, "merge_layers": False})
         return jax.make_jaxpr(low)(*self.arrays)
 
-    def _run(self, jaxpr: Jaxpr, scale: float, instead: Mapping[str, Any]) -> Passed:
-        @functools.partial(jax.jit, compiler_options=compiler_options())
-        def run(arrays: Arrays, scale: Array, instead: Mapping[str, Any]) -> Passed:
-            return tapped_gradient(jaxpr, arrays, self.trained, scale, instead)
-
-        return run(self.arrays, jnp.float32(scale), instead)
+    def run_jaxpr(
+        self, jaxpr: Jaxpr, scale: float = 1.0, instead: Mapping[str, Any] | None = None
+    ) -> Passed:
+        """Returns what passes in a program, without the scale."""
+        run = functools.partial(gradient, jaxpr, self.trained)
+        run = jax.jit(run, compiler_options=_compiler_options())
+        passed = run(self.arrays, jnp.float32(scale), instead or {})
+        gradients, cotangents = _divided((passed.gradients, passed.cotangents), scale)
+        return passed._replace(gradients=gradients, cotangents=cotangents)
 
     # --- comparing -------------------------------------------------------------------
 
-    def errors(self, found: Passed, scale: float) -> tuple[float, float, float]:
-        """Returns the errors of loss and gradients, and the share of lost gradients."""
+    def errors(self, found: Passed) -> tuple[float, float]:
+        """Returns the errors of the loss and of all gradients together."""
         pairs = zip(found.gradients, self.reference.gradients, strict=True)
-        compared = [difference(x, y, scale, 1) for x, y in pairs]
-        loss = difference(found.loss, self.reference.loss, 1.0, 1)
-        compared, loss = jax.device_get((compared, loss))
-        lost = share((d.lost for d in compared), (d.count for d in compared))
-        return relative([loss]) or 0.0, relative(compared) or 0.0, lost
+        gradients = [difference(x, y, times=1) for x, y in pairs]
+        loss = [difference(found.loss, self.reference.loss, times=1)]
+        loss, gradients = jax.device_get((loss, gradients))
+        return relative(loss) or 0.0, relative(gradients) or 0.0
 
-    def differences(self, found: Passed, scale: float) -> _Sides:
-        """Compares what passed, by module."""
+    def differences(self, found: Passed) -> _ByModule:
+        """Compares what passed with what passes in float32, by module."""
+        edges = self.marked.edges
 
-        def compare(side: str, key: Any, scale: float, times: int) -> Difference:
-            x, y = (getattr(passed, side)[key] for passed in (found, self.reference))
-            return difference(x, y, scale, times)
+        def compare(field: str, key: Any) -> Any:
+            x, y = (getattr(passed, field)[key] for passed in (found, self.reference))
+            return difference(x, y, times=edges[key].times if key in edges else 1)
 
-        return self._by_module(compare, scale)
+        return self._by_module(compare)
 
-    def ranges(self, scale: float) -> _Sides:
-        """Measures what passes in float32, by module."""
-
-        def measure(side: str, key: Any, _: float, times: int) -> Range:
-            return magnitudes(getattr(self.reference, side)[key], scale)
-
-        return self._by_module(measure, scale)
-
-    def _by_module(self, measure: Any, scale: float) -> _Sides:
-        sides: _Sides = defaultdict(lambda: ([], [], []))
-        reference = self.reference
-        for name, (maker, reader, times) in self.marked.edges.items():
-            if name in reference.values:
-                sides[maker][0].append(measure("values", name, 1.0, times))
-                if reader is not None:
-                    cotangents = measure("cotangents", name, scale, times)
-                    sides[reader][1].append(cotangents)
-        inputs = [i for i, is_trained in enumerate(self.trained) if is_trained]
-        for i, index in enumerate(inputs):
-            path = self.marked.owners.get(index, "")
-            sides[path][2].append(measure("gradients", i, scale, 1))
-        return jax.device_get(dict(sides))
-
-    def modules(self, own: _Sides, total: _Sides, scale: float) -> list[ModuleErrors]:
+    def modules(
+        self, own: _ByModule, total: _ByModule, scale: float
+    ) -> list[ModuleErrors]:
         """Returns the modules, the most harmful first."""
-        ranges = self.ranges(scale)
+        sizes = self._by_module(lambda f, k: magnitudes(getattr(self.reference, f)[k]))
         found = [
-            _module(path, own[path], total[path], ranges[path], scale)
-            for path in ranges
+            _module(path, own[path], total[path], sizes[path], scale) for path in sizes
         ]
         return sorted(found, key=lambda module: -module.harm)
 
+    def _by_module(self, measure: Callable[[str, Any], Any]) -> _ByModule:
+        found: _ByModule = defaultdict(lambda: ([], [], []))
+        for name, edge in self.marked.edges.items():
+            found[edge.maker][0].append(measure("values", name))
+            if edge.reader is not None:
+                found[edge.reader][1].append(measure("cotangents", name))
+        inputs = [i for i, is_trained in enumerate(self.trained) if is_trained]
+        for i, index in enumerate(inputs):
+            path = self.marked.owners.get(index, "")
+            found[path][2].append(measure("gradients", i))
+        return jax.device_get(dict(found))
 
-def _module(path: str, own: Any, total: Any, ranges: Any, scale: float) -> ModuleErrors:
-    values, gradients = ranges[0], [*ranges[1], *ranges[2]]
-    differences = [d for side in total for d in side]
-    nonzero = [r.nonzero for r in gradients]
+
+def _module(path: str, own: Any, total: Any, sizes: Any, scale: float) -> ModuleErrors:
+    values, gradients = sizes[0], [*sizes[1], *sizes[2]]
+    added = Errors(*map(relative, own))
+    counts = histogram(gradients)
     return ModuleErrors(
         path=path,
-        own=Errors(*map(relative, own)),
+        harm=added.largest,
+        own=added,
         total=Errors(*map(relative, total)),
         iterations=iterations([*own[0], *own[1]]),
-        nonfinite=share((d.lost for d in differences), (d.count for d in differences)),
-        flushed=share((r.flushed for r in gradients), nonzero),
-        flushed_scaled=share((r.flushed_scaled for r in gradients), nonzero),
-        largest_value=_largest(values),
-        largest_gradient=_largest(gradients) * scale,
-        values=_histogram(values),
-        gradients=_histogram(gradients),
+        flushed=flushed(counts),
+        largest_value=largest(values),
+        largest_gradient=largest(gradients) * scale,
+        values=histogram(values),
+        gradients=counts,
     )
 
 
-def _largest(found: Sequence[Range]) -> float:
-    return max((float(r.largest) for r in found), default=0.0)
+def _compiler_options() -> dict[str, Any]:
+    """Returns the options of XLA for programs that run only once.
+
+    A CPU computes halves in float32, where XLA would leave out the roundings in between
+    that other devices do.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    return {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 
 
-def _histogram(found: Sequence[Range]) -> tuple[int, ...]:
-    return (
-        tuple(map(int, np.sum([r.histogram for r in found], axis=0))) if found else ()
-    )
+@jax.jit
+def _divided(tree: Any, scale: Array) -> Any:
+    def divide(x: Array) -> Array:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale
+
+    return jax.tree.map(divide, tree)

@@ -6,7 +6,7 @@ the device.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,86 +15,54 @@ import numpy as np
 
 from flax_amp._compat import Array
 
-# Exponents, `floor(log2(abs(x)))`, from and to which numbers are counted; what lies
-# outside counts at the border.
+# Magnitudes are counted by exponent: `e` has those above `2**(e - 1)`, up to `2**e`.
+# What lies outside counts at the border.
 EXPONENTS = range(-48, 25)
-_FLUSHED = 2.0**-25  # the largest number that float16 rounds to zero
+FLUSHED = -25  # float16 rounds magnitudes of up to this exponent to zero
 
 
 class Difference(NamedTuple):
     """How an array differs from its counterpart, one number for each iteration.
 
     Attributes:
-      reference: the L2 norm of the counterpart, over its finite elements.
-      distance: the L2 norm of the difference, where both are finite.
-      lost: how many elements are finite in the counterpart only.
-      count: how many elements of the counterpart are finite.
+      distance: the L2 norm of the difference, over the finite elements of the
+        counterpart. It is infinite if one of them is not finite in the array.
+      reference: the L2 norm of these elements of the counterpart.
     """
 
-    reference: Any
     distance: Any
-    lost: Any
-    count: Any
+    reference: Any
 
 
-class Range(NamedTuple):
-    """The magnitudes in an array.
+class Magnitudes(NamedTuple):
+    """The finite magnitudes in an array.
 
     Attributes:
-      largest: the largest finite one.
-      nonzero: how many elements are finite and not zero.
-      flushed: how many of these float16 rounds to zero.
-      flushed_scaled: how many it rounds to zero once they are multiplied by a scale.
-      histogram: how many there are of each exponent in `EXPONENTS`.
+      largest: the largest one.
+      counts: how many there are of each exponent in `EXPONENTS`, without zeros.
     """
 
     largest: Any
-    nonzero: Any
-    flushed: Any
-    flushed_scaled: Any
-    histogram: Any
+    counts: Any
 
 
-def compiler_options() -> dict[str, Any]:
-    """Returns the options of XLA for programs that run only once.
-
-    A CPU computes halves in float32, where XLA would leave out the roundings in between
-    that other devices do.
-    """
-    if jax.default_backend() != "cpu":
-        return {}
-    return {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
-
-
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    names = "times" if function is _difference else None
-    return jax.jit(function, static_argnames=names, compiler_options=compiler_options())
-
-
-def difference(x: Array, reference: Array, scale: float, times: int) -> Difference:
-    """Compares an array, divided by a scale, with its counterpart.
+@functools.partial(jax.jit, static_argnames="times")
+def difference(x: Array, reference: Array, times: int) -> Difference:
+    """Compares an array with its counterpart.
 
     Args:
       x: the array.
       reference: its counterpart.
-      scale: the factor of the array.
       times: how many iterations it has, along its leading axes.
     """
-    return _compiled(_difference)(x, reference, scale, times=times)
-
-
-def _difference(x: Array, reference: Array, scale: Array, *, times: int) -> Difference:
     wide = jnp.promote_types(reference.dtype, jnp.float32)
     reference = reference.reshape(times, -1).astype(wide)
-    x = x.reshape(times, -1).astype(wide) / scale
+    x = x.reshape(times, -1).astype(wide)
     known = jnp.isfinite(reference)
-    lost = known & ~jnp.isfinite(x)
+    lost = (known & ~jnp.isfinite(x)).any(1)
+    distance = _norm(jnp.where(known, x - reference, 0))
     return Difference(
-        _norm(jnp.where(known, reference, 0)),
-        _norm(jnp.where(known & ~lost, x - reference, 0)),
-        lost.sum(1),
-        known.sum(1),
+        jnp.where(lost, math.inf, distance), _norm(jnp.where(known, reference, 0))
     )
 
 
@@ -105,47 +73,29 @@ def _norm(x: Array) -> Array:
     return unit[:, 0] * jnp.sqrt(jnp.square(x / unit).sum(1))
 
 
-def magnitudes(x: Array, scale: float) -> Range:
-    """Counts the magnitudes in an array.
-
-    Args:
-      x: the array.
-      scale: the factor that `flushed_scaled` is about.
-    """
-    return _compiled(_magnitudes)(x, scale)
-
-
-def _magnitudes(x: Array, scale: Array) -> Range:
+@jax.jit
+def magnitudes(x: Array) -> Magnitudes:
+    """Counts the magnitudes in an array."""
     size = jnp.abs(x.astype(jnp.float32)).ravel()
     counted = jnp.isfinite(size) & (size > 0)
-    exponent = (jax.lax.bitcast_convert_type(size, jnp.int32) >> 23) - 127
+    # A power of two has no digits; one less in its bits is of the exponent below.
+    exponent = ((jax.lax.bitcast_convert_type(size, jnp.int32) - 1) >> 23) - 126
     exponent = jnp.clip(exponent, EXPONENTS[0], EXPONENTS[-1])
     # XLA fuses this into one loop, which compiles faster than a scatter.
     in_bin = counted[None] & (exponent[None] == jnp.array(EXPONENTS)[:, None])
-    return Range(
-        jnp.where(counted, size, 0).max(initial=0),
-        counted.sum(),
-        (counted & (size <= _FLUSHED)).sum(),
-        (counted & (size * scale <= _FLUSHED)).sum(),
-        in_bin.sum(1),
-    )
+    return Magnitudes(jnp.where(counted, size, 0).max(initial=0), in_bin.sum(1))
 
 
 # --- on the host: sums over arrays ---------------------------------------------------
 
 
 def relative(found: Sequence[Difference]) -> float | None:
-    """Returns the relative L2 error of several arrays together.
-
-    It is infinite if an element is not finite that should be; `None` without arrays.
-    """
+    """Returns the relative L2 error of several arrays; `None` without arrays."""
     if not found:
         return None
-    if any(np.any(d.lost) for d in found):
-        return math.inf
     distance, reference = (
-        math.sqrt(sum(float(np.sum(np.square(x, dtype=float))) for x in norms))
-        for norms in zip(*((d.distance, d.reference) for d in found), strict=True)
+        float(np.linalg.norm(np.concatenate(norms, dtype=float)))
+        for norms in zip(*found, strict=True)
     )
     if not distance:
         return 0.0
@@ -153,17 +103,26 @@ def relative(found: Sequence[Difference]) -> float | None:
 
 
 def iterations(found: Sequence[Difference]) -> tuple[float, ...]:
-    """Returns the relative error in each iteration of the innermost loops."""
-    times = {len(d.reference) for d in found}
+    """Returns the relative error in each iteration; nothing without one loop of all."""
+    times = {len(d.distance) for d in found}
     if times == {1} or len(times) != 1:
         return ()
-    rows = [
-        [Difference(*(x[[i]] for x in d)) for d in found] for i in range(times.pop())
-    ]
+    rows = ([Difference(*(x[[i]] for x in d)) for d in found] for i in range(*times))
     return tuple(relative(row) or 0.0 for row in rows)
 
 
-def share(counts: Iterable[Any], sizes: Iterable[Any]) -> float:
-    """Returns the sum of counts over the sum of sizes; 0 if there is nothing."""
-    total = sum(float(np.sum(size)) for size in sizes)
-    return sum(float(np.sum(count)) for count in counts) / total if total else 0.0
+def largest(found: Sequence[Magnitudes]) -> float:
+    """Returns the largest magnitude in several arrays."""
+    return max((float(m.largest) for m in found), default=0.0)
+
+
+def histogram(found: Sequence[Magnitudes]) -> dict[int, int]:
+    """Returns how many numbers have each exponent, for those that there are."""
+    counts = np.sum([m.counts for m in found], axis=0) if found else []
+    return {e: int(n) for e, n in zip(EXPONENTS, counts, strict=False) if n}
+
+
+def flushed(counts: dict[int, int]) -> float:
+    """Returns the share of nonzero numbers that float16 rounds to zero."""
+    lost = sum(n for exponent, n in counts.items() if exponent <= FLUSHED)
+    return lost / sum(counts.values()) if lost else 0.0
