@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_amp.debug._compare_model import Comparison, Errors, ModuleErrors
+from flax_amp.debug._compare_model import Comparison, ModuleErrors
 from flax_amp.debug._compare_report import error, shortened
 from flax_amp.debug._compare_stats import EXPONENTS, FLUSHED
 
@@ -52,9 +52,16 @@ def _draw_errors(axes: Any, found: Comparison, modules: Sequence[ModuleErrors]) 
         color = _RED if module.harm > found.threshold else "#b9c4d0"
         length = _place(module.harm) - _LOWEST
         axes.barh(row, length, left=_LOWEST, height=0.72, color=color, alpha=0.35)
+    for side, (label, marker, color) in enumerate(_SIDES):
         # The hollow marks first: an error that is all a module's own hides that it is.
-        _draw_row(axes, row, module.total, filled=False)
-        _draw_row(axes, row, module.own, filled=True)
+        total, own = ([m.total[side] for m in modules], [m.own[side] for m in modules])
+        for errors, face, name in ((total, "none", None), (own, color, label)):
+            marks = [(_place(x), i) for i, x in enumerate(errors) if x is not None]
+            x, y = np.reshape(marks, (-1, 2)).T
+            style = {"color": color, "markerfacecolor": face, "markersize": 5}
+            # An error of 0 stands on the left border.
+            y = y + 0.2 * (side - 1)
+            axes.plot(x, y, marker, label=name, clip_on=False, **style)
     axes.axvline(found.threshold, color=_RED, linewidth=1, linestyle=":")
     axes.set_xscale("log")
     axes.set_xlim(_LOWEST, _HIGHEST)
@@ -66,21 +73,9 @@ def _draw_errors(axes: Any, found: Comparison, modules: Sequence[ModuleErrors]) 
         "and what leaves it with what arrived (hollow)\n",
         fontsize=10,
     )
-    for name, marker, color in _SIDES:
-        axes.plot([], [], marker, label=name, color=color, markersize=5)
     axes.figure.legend(loc="outside lower left", ncol=3, fontsize=9, frameon=False)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-def _draw_row(axes: Any, row: int, errors: Errors, filled: bool) -> None:
-    for offset, (value, side) in enumerate(zip(errors, _SIDES, strict=True)):
-        if value is not None:
-            _, marker, color = side
-            style = {"color": color, "markerfacecolor": color if filled else "none"}
-            place = _place(value), row + 0.2 * (offset - 1)
-            # An error of 0 stands on the left border.
-            axes.plot(*place, marker, **style, markersize=5, clip_on=False)
 
 
 def _place(value: float) -> float:
@@ -90,18 +85,8 @@ def _place(value: float) -> float:
 def _draw_exponents(
     axes: Any, rows: Sequence[dict[int, int]], what: str, scale: float
 ) -> None:
-    """Draws how many numbers have each exponent, and where float16 has no room."""
-    shift = math.log2(scale)  # the scale moves the range
-    flushed, subnormal, overflow = (border - shift for border in _BORDERS)
-    low, high = flushed - 12, overflow + 5
-    for left, right, color, text in (
-        (low, flushed, _RED, "becomes 0"),
-        (flushed, subnormal, _ORANGE, "loses digits"),
-        (overflow, high, _RED, "inf"),
-    ):
-        axes.axvspan(left, right, color=color, alpha=0.16, linewidth=0)
-        style = {"transform": axes.get_xaxis_transform(), **_LABEL}
-        axes.text((left + right) / 2, 1.005, text, **style)
+    """Draws how many numbers have each exponent."""
+    _draw_range(axes, math.log2(scale))
     edges = np.arange(EXPONENTS[0] - 1, EXPONENTS[-1] + 1)
     for row, counts in enumerate(rows):
         most = max(counts.values(), default=1)
@@ -110,7 +95,6 @@ def _draw_exponents(
         base = row + 0.45
         axes.stairs(base - heights, edges, baseline=base, fill=True, color=_BLUE)
         axes.axhline(base, color="#dddddd", linewidth=0.6, zorder=0)
-    axes.set_xlim(low, high)
     scaled = f", times the scale {scale:g}" if scale != 1 else ""
     axes.set_title(
         f"exponents of {what} in float32,\nand the range of float16{scaled}\n",
@@ -118,3 +102,18 @@ def _draw_exponents(
     )
     axes.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
     axes.tick_params(axis="y", length=0)
+
+
+def _draw_range(axes: Any, shift: float) -> None:
+    """Draws the range of float16, for numbers that a scale moves by `shift`."""
+    flushed, subnormal, overflow = (border - shift for border in _BORDERS)
+    low, high = flushed - 12, overflow + 5
+    axes.set_xlim(low, high)
+    for left, right, color, text in (
+        (low, flushed, _RED, "becomes 0"),
+        (flushed, subnormal, _ORANGE, "loses digits"),
+        (overflow, high, _RED, "inf"),
+    ):
+        axes.axvspan(left, right, color=color, alpha=0.16, linewidth=0)
+        style = {"transform": axes.get_xaxis_transform(), **_LABEL}
+        axes.text((left + right) / 2, 1.005, text, **style)

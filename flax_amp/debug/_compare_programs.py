@@ -88,8 +88,8 @@ class Programs:
         self, jaxpr: Jaxpr, scale: float = 1.0, instead: Mapping[str, Any] | None = None
     ) -> Passed:
         """Returns what passes in a program, without the scale."""
-        run = functools.partial(gradient, jaxpr, self.trained)
-        run = jax.jit(run, compiler_options=_compiler_options())
+        function = functools.partial(gradient, jaxpr, self.trained)
+        run = jax.jit(function, compiler_options=_compiler_options())
         passed = run(self.arrays, jnp.float32(scale), instead or {})
         gradients, cotangents = _divided((passed.gradients, passed.cotangents), scale)
         return passed._replace(gradients=gradients, cotangents=cotangents)
