@@ -169,14 +169,13 @@ class _Call:
         programs, is_named = self._trace()
         passed = programs.run(self.options, self.scale)
         total = programs.differences(passed)
-        rows = [self._row(programs, passed, "as it is", self.options)]
+        rows = [self._judge(programs, passed, "as it is", self.options)]
         losses = float(programs.reference.loss), float(passed.loss)
         del passed  # the device has room for two runs
         own = programs.differences(programs.run(self.options, self.scale, forced=True))
         modules = programs.modules(own, total, self.scale)
         for name, options in settings.items():
-            passed = programs.run(options, self.scale)
-            rows.append(self._row(programs, passed, name, options))
+            rows.append(self._run(programs, name, options))
         dtype = self.options["compute_dtype"]
         threshold = _STANDS_OUT * float(jnp.finfo(dtype).eps)
         worst = _outermost(m.path for m in modules if m.path and m.harm > threshold)
@@ -213,7 +212,13 @@ class _Call:
         needs_scopes = Policy(self.options["amp_policy"]).names_scopes
         return with_scopes(trace, *where, needs_scopes=needs_scopes)
 
-    def _row(
+    def _run(
+        self, programs: Programs, name: str, options: dict[str, Any], policy: str = ""
+    ) -> Setting:
+        passed = programs.run(options, self.scale)
+        return self._judge(programs, passed, name, options, policy)
+
+    def _judge(
         self,
         programs: Programs,
         passed: Passed,
@@ -243,8 +248,7 @@ class _Call:
             with warnings.catch_warnings():
                 # The policy is not the user's.
                 warnings.simplefilter("ignore", PolicyWarning)
-                passed = programs.run(options, self.scale)
-                yield self._row(programs, passed, name, options, line)
+                yield self._run(programs, name, options, line)
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
