@@ -37,7 +37,7 @@ class Finding:
     Attributes:
       path: the module, or the scope, that it stands in.
       source: the line of the user's code, `file:line`.
-      backward: whether only the gradients need it.
+      backward: whether it makes only gradients not finite.
       inside: the loops, branches and devices around it, outermost first.
       primitive: the name of its primitive.
       kind: what it made: `inf`, `-inf` or `NaN`.
@@ -136,9 +136,8 @@ class NonfiniteReport:
         and with a scale of 1 they are. `precision`: all is finite in float32.
         `mathematics`: it is not.
       advice: what to do.
-      finding: the equation, unless an argument alone is the cause.
-      led_to: the equation that made a NaN from the inf of `finding`, if one did.
-      in_float32: the equation that is not finite in a run in float32, if it is another.
+      finding: the equation, unless an argument alone is the cause. If it is
+        mathematics, it is that of a run in float32.
       inputs: the arguments that hold an inf or a NaN and have led to it.
       reached: what is not finite: `loss`, `gradient of params/Dense_0/kernel`.
       policy: the keys to add to the policy, `{"Block_3/attn": "float32"}`, with which a
@@ -152,8 +151,6 @@ class NonfiniteReport:
     verdict: Verdict
     advice: str
     finding: Finding | None = None
-    led_to: Finding | None = None
-    in_float32: Finding | None = None
     inputs: tuple[BadInput, ...] = ()
     reached: tuple[str, ...] = ()
     policy: tuple[tuple[str, str], ...] = ()
@@ -176,8 +173,5 @@ class NonfiniteReport:
         yield from (f"argument: {item}" for item in self.inputs)
         if self.finding:
             yield from self.finding.lines()
-        for label, other in (("led to", self.led_to), ("float32", self.in_float32)):
-            if other:
-                yield f"{label}: {next(other.lines())}"
         yield self.advice
         yield from (f"Note: {note}" for note in self.notes)

@@ -126,9 +126,7 @@ def test_attention_logits_of_one_layer():
     assert found.policy == (("GPT/Block_1/attn", "float32"),)
     assert "amp_policy=flax_amp.default_amp_policy | {" in found.advice
     assert set(found.finding.examples) <= {0, 1, 2, 3} and found.finding.examples
-    assert found.reached[0] == "loss" and "gradient of params/head/kernel" in (
-        found.reached
-    )
+    assert found.reached == ("loss",)
     assert all(40 < x.largest < 65504 for x in found.finding.operands)
 
 
@@ -144,7 +142,6 @@ def test_log_of_zero():
     assert place(found.finding) == ("log", "nll", "forward", line("log"))
     assert found.finding.text == "log(0) = -inf" and found.finding.kind == "-inf"
     assert found.verdict == "mathematics" and "away from 0" in found.advice
-    assert found.in_float32 is None
 
 
 class Norm(nn.Module):
@@ -165,7 +162,7 @@ def test_division_by_zero_in_the_backward_pass_only():
     assert place(found.finding) == ("div", "Norm", "backward", line("sqrt"))
     assert found.finding.text == "div(0.5, 0) = inf" and found.finding.examples == (2,)
     assert found.verdict == "mathematics" and "jnp.where(ok, f(" in found.advice
-    assert found.led_to.kind == "NaN" and "loss" not in found.reached
+    assert "loss" not in found.reached and "gradient of" in found.reached[0]
 
 
 class Layer(nn.Module):
@@ -299,11 +296,14 @@ def test_precisions(precision):
 
 
 def test_an_overflow_in_bfloat16():
-    policy = {jax.lax.exp_p: flax_amp.use_compute_precision}
+    """It rounds 1.998 to 2."""
+    policy = {jax.lax.mul_p: flax_amp.use_compute_precision}
     options = dict(compute_dtype=jnp.bfloat16, amp_policy=policy)
-    found = find_nonfinite(lambda w, x: jnp.exp(x * w).sum(), **options)(X, X * 90)
-    assert found.finding.dtypes == (("bfloat16",), ("bfloat16",))
-    assert found.finding.text == "exp(90) = inf"
+    found = find_nonfinite(lambda w, x: (x * w).max(), **options)(
+        X * 1.998, X * 2.0**127
+    )
+    assert found.finding.dtypes == (("bfloat16",) * 2, ("bfloat16",))
+    assert found.finding.text == "mul(1.70141e+38, 2) = inf"
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
@@ -324,21 +324,17 @@ def test_no_scope_to_name():
     found = find_nonfinite(loss)(jnp.full((8, 3), 0.25), X * 5e4)
     assert found.verdict == "precision" and not found.policy
     assert "amp_stop" in found.advice and "bf16-mixed" in found.advice
-    found = find_nonfinite(loss, try_policies=False)(jnp.full((8, 3), 0.25), X * 5e4)
-    assert "bf16-mixed" not in found.advice
 
 
 def test_two_faults():
-    """What float32 does not mend is shown beside what it does."""
+    """The report is about the one that float32 does not mend."""
 
     def loss(w, x):
-        y = x @ w  # first
+        y = x @ w
         return jnp.log(jnp.abs(y * 0)).mean()  # second
 
     found = find_nonfinite(loss)(jnp.full((8, 3), 0.25), X * 5e4)
-    assert found.verdict == "mathematics" and found.finding.source == line("first")
-    assert found.in_float32.source == line("second")
-    assert "\nfloat32: log made -inf in" in str(found)
+    assert found.verdict == "mathematics" and found.finding.source == line("second")
 
 
 def test_modules_as_arguments():

@@ -18,9 +18,7 @@ BIG = jnp.ones((4, 8)).at[2, 5].set(200.0)
 ZERO = jnp.ones((4, 8)).at[2, 5].set(0.0)
 HUGE = jnp.ones((4, 8)).at[2, 5].set(6e4)
 
-search = functools.partial(
-    find_nonfinite, compute_dtype=jnp.float32, try_policies=False
-)
+search = functools.partial(find_nonfinite, compute_dtype=jnp.float32)
 
 
 def line(mark):
@@ -328,15 +326,14 @@ def test_a_derivative_that_a_where_drops():
 
 
 def test_the_first_of_several():
-    """A NaN made of an overflow points at the overflow."""
+    """A NaN made of an overflow inherits its cause."""
 
     def loss(w, x):
         y = jnp.exp(x @ w)  # overflow
-        return (y - y).sum()  # NaN
+        return (y - y).sum()
 
     found = search(loss)(W, BIG)
     assert found.finding.source == line("overflow") and found.finding.kind == "inf"
-    assert found.led_to.source == line("NaN") and found.led_to.kind == "NaN"
 
 
 def test_which_axis_is_that_of_the_batch():
@@ -346,8 +343,8 @@ def test_which_axis_is_that_of_the_batch():
     x = jnp.ones((4, 8)).at[2].set(0.0)
     stats = {"mean": jnp.ones(8), "count": jnp.ones(3)}  # of no common size
     assert search(loss)(W, stats, x).finding.examples == (2,)
-    stats["count"] = jnp.ones(8)  # one argument against another
-    assert search(loss)(W, stats, x).finding.examples == ()
+    stats["count"] = jnp.ones(8)  # of another argument
+    assert search(loss)(W, stats, x).finding.examples == (2,)
     found = search(lambda w, x: jnp.log(w * x.sum()).sum())(W, jnp.ones((8, 8)))
     assert found.finding.examples == ()  # the shape is that of the parameter
 

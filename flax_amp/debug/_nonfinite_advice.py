@@ -1,0 +1,71 @@
+"""What `find_nonfinite` tells a person to do."""
+
+from collections.abc import Mapping
+
+from flax_amp.debug._nonfinite_model import BadInput, Finding, examples_text
+
+NOTHING = "The loss, its gradients and the updated variables are finite."
+_SCALE = "Only the scale is too large: with {scale:g} the gradients are finite."
+_SEARCH = " Nothing is to be done: the scaler skips {skips} to get there."
+_LOWEST = (
+    " The scaler stops at {min_scaler:g}: lower its min_scaler, as in "
+    "flax_amp.init_scaler(min_scaler=...)."
+)
+POLICY = (
+    "In float32 it is finite. This policy was tried and mends it:\n"
+    '  amp_policy={base} | {{"{key}": jnp.float32}}'
+)
+NO_POLICY = (
+    "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, train "
+    "with precision='bf16-mixed', which has the range of float32, or lower its inputs "
+    "(a norm before it, a clip, a smaller learning rate)."
+)
+
+
+def for_scale(scale: float, skips: int, scaler: Mapping[str, float]) -> str:
+    """Returns what to do if gradients are finite only with a lower scale."""
+    text = _SCALE.format(scale=scale)
+    if not scaler:
+        return text
+    if scale < scaler["min_scaler"]:
+        return text + _LOWEST.format(**scaler)
+    return text + _SEARCH.format(skips=f"{skips} step{'s' * (skips > 1)}")
+
+
+def for_input(item: BadInput) -> str:
+    """Returns what to do about an argument that is not finite."""
+    if item.examples:
+        return f"Correct or drop {examples_text(item.examples)}: no precision helps."
+    if item.path.startswith("batch"):
+        return "Correct the batch: no precision helps."
+    return (
+        f"{item.path} was not finite before this step: restore an earlier checkpoint, "
+        "and look for what wrote it."
+    )
+
+
+_REMEDIES = {
+    "log": "keep its operand away from 0, as in jnp.log(jnp.maximum(x, 1e-6))",
+    "div": "keep the divisor away from 0, as in x / jnp.maximum(y, 1e-6)",
+    "rsqrt": "add an epsilon to its operand",
+    "sqrt": "keep its operand above 0",
+    "exp": "subtract the maximum first, or clip its operand",
+    "gather": "look for an index out of range: such a gather fills in NaN",
+    "constant": "look at where the program puts it in",
+}
+_DERIVATIVE = (
+    "the derivative of this line has a pole there, as that of a sqrt or a norm at 0. "
+    "Add an epsilon inside. A derivative that a jnp.where drops is computed all the "
+    "same: choose its operand, too, as in jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)."
+)
+
+
+def for_mathematics(finding: Finding | None) -> str:
+    """Returns what to do about an equation that is not finite in any precision."""
+    text = "It is not finite in float32 either, so no policy helps"
+    if finding is None:
+        return f"{text}: look at the arguments."
+    if finding.backward:
+        return f"{text}: {_DERIVATIVE}"
+    remedy = _REMEDIES.get(finding.primitive, "look at its operands")
+    return f"{text}: {remedy}."
