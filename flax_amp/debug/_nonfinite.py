@@ -48,6 +48,31 @@ class _Options:
     scale: float
     scaler: dict[str, float]  # of the state, if there is one
 
+    @classmethod
+    def of(
+        cls,
+        fun: Any,
+        compute_dtype: DTypeLike | None,
+        amp_policy: PolicyEntries | None,
+        reduce_dtype: DTypeLike | None,
+        scale: float | None,
+    ) -> "_Options":
+        """Checks the arguments, and fills in those of the state, if `fun` is one."""
+        word: Precision = "16-mixed"
+        scaler: dict[str, float] = {}
+        if isinstance(fun, AmpTrainState):
+            word = fun.precision
+            scaler = {key: float(np.max(x)) for key, x in fun.scaler.items()}
+        scale = float(scaler.get("scaler", 1.0) if scale is None else scale)
+        if not 0 < scale < float("inf"):
+            raise ValueError(
+                f"find_nonfinite: scale is {scale}; expected a positive, finite "
+                "number: the loss is multiplied by it. Leave it out for that of the "
+                "state, or 1."
+            )
+        dtype = check_compute_dtype(compute_dtype_of(word, compute_dtype))
+        return cls(dtype, amp_policy, reduce_dtype, scale, scaler)
+
 
 def find_nonfinite(
     fun: Any,
@@ -99,25 +124,7 @@ def find_nonfinite(
       >>> found.verdict, found.finding.path, found.finding.text
       ('mathematics', 'head', 'log(0) = -inf')
     """
-    is_state = isinstance(fun, AmpTrainState)
-    word: Precision = fun.precision if is_state else "16-mixed"
-    scaler = (
-        {key: float(np.max(x)) for key, x in fun.scaler.items()} if is_state else {}
-    )
-    if scale is None:
-        scale = scaler.get("scaler", 1.0)
-    if not 0 < scale < float("inf"):
-        raise ValueError(
-            f"find_nonfinite: scale is {scale}; expected a positive, finite number: "
-            "the loss is multiplied by it. Leave it out for that of the state, or 1."
-        )
-    options = _Options(
-        check_compute_dtype(compute_dtype_of(word, compute_dtype)),
-        amp_policy,
-        reduce_dtype,
-        float(scale),
-        scaler,
-    )
+    options = _Options.of(fun, compute_dtype, amp_policy, reduce_dtype, scale)
     names_scopes = Policy(amp_policy).names_scopes
     target = read_target("find_nonfinite", fun, step)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from flax_amp.debug._model import Dtypes, short
+from flax_amp.debug._model import short
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
@@ -13,7 +13,7 @@ MAX_EXAMPLES = 64  # the most that are listed
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An operand of an equation.
+    """An operand of an equation, or its result.
 
     Attributes:
       dtype: its dtype.
@@ -25,9 +25,14 @@ class Operand:
     shape: tuple[int, ...]
     largest: float | None = None
 
+    @property
+    def type(self) -> str:
+        """Its type as JAX writes it: `f16[4,8]`."""
+        return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+
     def __str__(self) -> str:
-        text = f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
-        return text if self.largest is None else f"{text} up to {self.largest:.4g}"
+        largest = "" if self.largest is None else f" up to {self.largest:.4g}"
+        return f"{self.type}{largest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +46,8 @@ class Finding:
       inside: the loops, branches and devices around it, outermost first.
       primitive: the name of its primitive.
       kind: what it made: `inf`, `-inf` or `NaN`.
-      dtypes: the dtypes of its operands and of its result.
       operands: its operands.
-      shape: the shape of its result.
+      result: its result.
       bad: how many elements of the result it made so.
       size: the number of elements of the result.
       text: what an elementwise equation did, such as `log(0) = -inf`.
@@ -59,9 +63,8 @@ class Finding:
     inside: tuple[str, ...] = ()
     primitive: str = ""
     kind: str = ""
-    dtypes: Dtypes = Dtypes((), ())
     operands: tuple[Operand, ...] = ()
-    shape: tuple[int, ...] = ()
+    result: Operand | None = None
     bad: int = 0
     size: int = 0
     text: str = ""
@@ -72,12 +75,11 @@ class Finding:
         """Yields what is known, for people."""
         pass_ = f"the {'backward' if self.backward else 'forward'} pass"
         where = ", ".join(filter(None, (pass_, self.path, *self.inside, self.source)))
-        if self.primitive == "constant":
+        if self.result is None:
             yield f"a constant {self.kind} of the program in {where}"
             return
         yield f"{self.primitive} made {self.kind} in {where}"
-        share = f"{self.bad} of {self.size} elements of {short(self.dtypes.results[0])}"
-        yield f"  {share}[{','.join(map(str, self.shape))}]" + (
+        yield f"  {self.bad} of {self.size} elements of {self.result.type}" + (
             f", such as {self.text}" if self.text else ""
         )
         if self.operands:

@@ -31,7 +31,6 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.plan import variables
 from flax_amp._tree import split_list
-from flax_amp.debug._model import Dtypes
 from flax_amp.debug._nonfinite_devices import Devices, compiled
 from flax_amp.debug._nonfinite_model import Finding, Operand
 from flax_amp.debug._walk import module_path, source_line
@@ -357,9 +356,8 @@ class Runner:
             place,
             primitive=eqn.primitive.name,
             kind=kinds(np.asarray(x)[fresh]),
-            dtypes=Dtypes(tuple(str(a.dtype) for a in arrays), (str(x.dtype),)),
             operands=tuple(_operand(a, place.lead) for a in arrays),
-            shape=tuple(x.shape[place.lead :]),
+            result=_operand(x, place.lead),
             bad=int(fresh.sum()),
             size=int(fresh.size),
             finite_in_float32=self._finite_in_float32(eqn, arrays, place),

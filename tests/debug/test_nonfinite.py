@@ -103,7 +103,7 @@ def test_exp_in_one_module_of_a_gpt():
     state = gpt(gate=9.0)
     found = find_nonfinite(state, cross_entropy, TOKENS, amp_policy=policy)
     assert place(found.finding) == ("exp", "GPT/Block_1/gate", "forward", line("exp"))
-    assert found.finding.dtypes == (("float16",), ("float16",))
+    assert found.finding.result.dtype == "float16"
     assert found.finding.kind == "inf" and found.finding.finite_in_float32
     assert found.verdict == "precision"
     assert found.policy == (("GPT/Block_1/gate", "float32"),)
@@ -192,7 +192,7 @@ def test_the_seventh_iteration_of_a_scan_over_layers():
     path = "Scanned/layers/Dense_0"
     assert place(found.finding) == ("dot_general", path, "forward", line("layer"))
     assert found.finding.inside == ("scan iteration 7 of 9",)
-    assert found.verdict == "precision" and found.finding.shape == (4, 8)
+    assert found.verdict == "precision" and found.finding.result.shape == (4, 8)
     assert found.policy == ((path, "float32"),)
 
 
@@ -302,7 +302,7 @@ def test_an_overflow_in_bfloat16():
     found = find_nonfinite(lambda w, x: (x * w).max(), **options)(
         X * 1.998, X * 2.0**127
     )
-    assert found.finding.dtypes == (("bfloat16",) * 2, ("bfloat16",))
+    assert {x.dtype for x in found.finding.operands} == {"bfloat16"}
     assert found.finding.text == "mul(1.70141e+38, 2) = inf"
 
 

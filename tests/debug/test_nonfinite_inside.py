@@ -336,6 +336,42 @@ def test_the_first_of_several():
     assert found.finding.source == line("overflow") and found.finding.kind == "inf"
 
 
+def beside_a_mask(x):
+    return jnp.exp(jnp.where(x == 0, -jnp.inf, x)) * 3
+
+
+def dropped_before(x):
+    """The -inf of the log does not pass the exp."""
+    return jnp.exp(jnp.log(x) * 40)
+
+
+def of_the_other_branch(x):
+    return jnp.where(x == 1, jnp.log(x), jnp.exp(x))
+
+
+def in_a_product(x):
+    z = jnp.where(jnp.arange(4)[:, None] == 0, jnp.inf, x)
+    return jnp.where(jnp.arange(4)[:, None] == 0, 0, (z * 1e36) @ (W + 1))
+
+
+@pytest.mark.parametrize(
+    "f, primitive",
+    [
+        (beside_a_mask, "exp"),
+        (dropped_before, "exp"),
+        (of_the_other_branch, "exp"),
+        (in_a_product, "dot_general"),
+    ],
+)
+def test_what_is_new_beside_other_infs(f, primitive):
+    """A mask, or an inf that goes nowhere, does not hide an overflow."""
+    x = BIG.at[2, 1].set(0.0)
+    found = search(lambda w, x: f(x * w[0, 0]).max())(W, x)
+    finding = found.finding
+    assert (finding.primitive, finding.kind, finding.bad) == (primitive, "inf", 1)
+    assert finding.examples == (2,)
+
+
 def test_which_axis_is_that_of_the_batch():
     def loss(w, stats, x):
         return jnp.log(x @ w + 0 * stats["mean"][None]).sum()
