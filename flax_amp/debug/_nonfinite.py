@@ -21,13 +21,14 @@ from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug import _nonfinite_advice as advice
 from flax_amp.debug._call import FlatLoss, read_target, with_scopes
+from flax_amp.debug._nonfinite_arrays import kinds
 from flax_amp.debug._nonfinite_model import (
     MAX_EXAMPLES,
     BadInput,
     NonfiniteReport,
     Verdict,
 )
-from flax_amp.debug._nonfinite_run import Cause, Runner, first_of, kinds
+from flax_amp.debug._nonfinite_run import Cause, Runner, first_of
 from flax_amp.policy import (
     Policy,
     PolicyEntries,

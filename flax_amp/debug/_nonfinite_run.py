@@ -19,6 +19,7 @@ a whole first, and once more equation by equation only if a result is not finite
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,20 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from flax_amp import _compat, _tree
+from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.plan import variables
 from flax_amp._tree import split_list
+from flax_amp.debug._nonfinite_arrays import as_text, is_finite, is_half, kinds, operand
 from flax_amp.debug._nonfinite_devices import Devices, compiled
-from flax_amp.debug._nonfinite_model import Finding, Operand
+from flax_amp.debug._nonfinite_model import Finding
 from flax_amp.debug._walk import module_path, source_line
-from flax_amp.policy import FOLLOW_OPS, RANGE_OPS, with_result_dtype
+from flax_amp.policy import with_result_dtype
 
-# Operations whose operands and result, at one position, tell what happened.
-_ELEMENTWISE = {*FOLLOW_OPS, *RANGE_OPS, "convert_element_type"} - {
-    "select_and_scatter_add",
-    "select_and_gather_add",
-}
 _CALLS = frozenset(
     """jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call
     custom_vmap_call""".split()
@@ -157,7 +154,7 @@ class Runner:
         self._functions = functions
         self._backward = backward
         self._examples = examples
-        self._count = 0
+        self._numbers = itertools.count()
 
     def start(self, closed: Jaxpr, arrays: Sequence[Array]) -> list[Value]:
         """Runs a program, and returns its results."""
@@ -196,11 +193,7 @@ class Runner:
         if is_finite(x):
             return Value(value)
         finding = self._finding(place, primitive="constant", kind=kinds(x))
-        return Value(value, Cause((1, self._next()), finding))
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
+        return Value(value, Cause((1, next(self._numbers)), finding))
 
     def _equation(self, eqn: Eqn, values: Sequence[Value], place: Place) -> list[Value]:
         body = _called(eqn)
@@ -333,7 +326,7 @@ class Runner:
                 return first
             arguments = {i for cause in carried if cause for i in cause.arguments}
         finding = self._describe(eqn, values, x, fresh, place)
-        return Cause((0, self._next()), finding, frozenset(arguments))
+        return Cause((0, next(self._numbers)), finding, frozenset(arguments))
 
     def _finding(self, place: Place, **known: Any) -> Finding:
         known.setdefault("inside", place.inside)
@@ -347,8 +340,7 @@ class Runner:
         known: dict[str, Any] = {}
         if place.devices is None:
             known["examples"] = self._examples(fresh)
-            if eqn.primitive.name in _ELEMENTWISE:
-                known["text"] = _as_text(eqn.primitive.name, arrays, x, fresh)
+            known["text"] = as_text(eqn.primitive.name, arrays, x, fresh)
         else:
             found = np.flatnonzero(fresh.reshape(len(fresh), -1).any(axis=1))
             known["inside"] = (*place.inside, place.devices.names(found.tolist(), x))
@@ -356,8 +348,8 @@ class Runner:
             place,
             primitive=eqn.primitive.name,
             kind=kinds(np.asarray(x)[fresh]),
-            operands=tuple(_operand(a, place.lead) for a in arrays),
-            result=_operand(x, place.lead),
+            operands=tuple(operand(a, place.lead) for a in arrays),
+            result=operand(x, place.lead),
             bad=int(fresh.sum()),
             size=int(fresh.size),
             finite_in_float32=self._finite_in_float32(eqn, arrays, place),
@@ -368,7 +360,7 @@ class Runner:
         self, eqn: Eqn, arrays: Sequence[Array], place: Place
     ) -> bool | None:
         """Whether it is finite in float32 for the same operands, if that is known."""
-        wide = [a.astype(jnp.float32) if _is_half(a) else a for a in arrays]
+        wide = [a.astype(jnp.float32) if is_half(a) else a for a in arrays]
         params = with_result_dtype(eqn.params, jnp.float32)
         if "new_dtype" in params:
             params["new_dtype"] = jnp.dtype(jnp.float32)
@@ -390,36 +382,6 @@ def _called(eqn: Eqn) -> Jaxpr | None:
     return next(filter(_compat.is_jaxpr, found), None)
 
 
-# --- looking at arrays ---------------------------------------------------------------
-
-
-@jax.jit
-def _is_finite(x: Array) -> Array:
-    return jnp.isfinite(x).all()
-
-
-def is_finite(x: Array) -> bool:
-    """Whether an array holds neither inf nor NaN."""
-    if not _tree.is_inexact_array(x):
-        return True
-    if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
-        return bool(_is_finite(x))
-    return bool(np.isfinite(np.asarray(x)).all())
-
-
-def kinds(x: Array) -> str:
-    """Returns which of inf, -inf and NaN an array holds."""
-    x = np.asarray(x)
-    parts = [x.real, x.imag] if np.iscomplexobj(x) else [x]
-    tests: dict[str, Callable[[Any], Any]] = {
-        "inf": lambda x: x == np.inf,
-        "-inf": lambda x: x == -np.inf,
-        "NaN": np.isnan,
-    }
-    found = [name for name, test in tests.items() if any(test(p).any() for p in parts)]
-    return " and ".join(found)
-
-
 def _numbers_only(value: Value) -> Array:
     """Returns an array with a number at which most functions are finite."""
     x = value.array
@@ -433,25 +395,3 @@ def _holds_nan(value: Value) -> bool:
 def _row(x: Array, i: int, axis: int) -> Array:
     # A static index would be compiled for each iteration.
     return jax.lax.dynamic_index_in_dim(x, np.int32(i), axis, keepdims=False)
-
-
-def _is_half(x: Array) -> bool:
-    return _tree.is_inexact_array(x) and x.dtype.itemsize < 4
-
-
-def _operand(x: Array, lead: int) -> Operand:
-    largest = None
-    if _tree.is_inexact_array(x):
-        host = np.abs(np.asarray(x))
-        finite = host[np.isfinite(host)]
-        largest = float(finite.max()) if finite.size else None
-    return Operand(str(x.dtype), tuple(x.shape[lead:]), largest)
-
-
-def _as_text(name: str, arrays: Sequence[Array], x: Array, fresh: Any) -> str:
-    """Returns what an elementwise operation did first, such as `log(0) = -inf`."""
-    # As Python numbers, because a bfloat16 has no format.
-    *numbers, made = (
-        np.broadcast_to(a, x.shape)[fresh][0].item() for a in (*arrays, x)
-    )
-    return f"{name}({', '.join(f'{n:.6g}' for n in numbers)}) = {made:.6g}"
