@@ -62,7 +62,7 @@ def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
                 if any(ratios.values()):
                     _draw(folder / f"{name}.png", title, ratios)
                     names.append(f"{name}.png")
-                if command == "tpu":
+                if command == "tpu" and _gains(results, "est. ms"):
                     _draw_gain(folder / "gain.png", results)
                     names.append("gain.png")
     return list(dict.fromkeys(names))
@@ -133,19 +133,24 @@ def _draw_gain(path: pathlib.Path, results: Results) -> None:
     axes = figure.subplots(1, 2, sharey=True)
     panels = {"est. ms": "estimated time of a step", "temp MB": "temporary memory"}
     for axis, (column, title) in zip(axes, panels.items(), strict=True):
-        _gain_bars(axis, _ratios(results, column))
+        _gain_bars(axis, _gains(results, column))
         axis.set_title(f"{title}, % of float32", fontsize=11, loc="left")
     figure.suptitle("One training step, compiled for a TPU v5e", fontsize=12)
     figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
     plt.close(figure)
 
 
+def _gains(results: Results, column: str) -> Ratios:
+    """Returns the ratios of the models of the figure that were run in float32, too."""
+    ratios = _ratios(results, column)
+    return {m: ratios[m] for m in _GAIN_MODELS if "float32" in ratios.get(m, {})}
+
+
 def _gain_bars(axis: Any, ratios: Ratios) -> None:
     text: Any = dict(va="center", fontsize=9, color="#333333", zorder=3)
     text["bbox"] = dict(facecolor="white", edgecolor="none", pad=0.8)
-    models = [m for m in _GAIN_MODELS if "float32" in ratios.get(m, {})]
-    for index, model in enumerate(models):
-        row = ratios[model] | {"hand_bf16": 1.0}
+    for index, row in enumerate(ratios.values()):
+        row = row | {"hand_bf16": 1.0}
         for place, (variant, (name, colour)) in enumerate(_GAIN_VARIANTS.items()):
             y, share = index + 0.28 * (place - 1), 100 * row[variant] / row["float32"]
             axis.barh(y, share, 0.25, color=colour)
@@ -155,9 +160,9 @@ def _gain_bars(axis: Any, ratios: Ratios) -> None:
                 axis.text(share + 1.5, y, label, **text)
             else:
                 axis.text(98, y, name, va="center", ha="right", fontsize=9)
-    axis.set(xlim=(0, 138), yticks=range(len(models)))
-    axis.set_yticklabels([_GAIN_MODELS[m] for m in models], fontsize=10)
-    axis.set_ylim(len(models) - 0.5, -0.5)
+    axis.set(xlim=(0, 138), yticks=range(len(ratios)))
+    axis.set_yticklabels([_GAIN_MODELS[m] for m in ratios], fontsize=10)
+    axis.set_ylim(len(ratios) - 0.5, -0.5)
     axis.axvline(100, color="#888888", linewidth=0.8, zorder=0)
     axis.set_xticks([0, 50, 100])
     axis.tick_params(axis="y", length=0)

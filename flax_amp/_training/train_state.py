@@ -25,6 +25,7 @@ from flax_amp._training.wrap import (
     has_integers,
     resume_opt_state,
     shared_update_fn,
+    unwrapped,
     wrap_optimizer,
 )
 from flax_amp.optim._optimizer import Optimizer
@@ -172,6 +173,7 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
         else:
             collections = _as_collections(params, variables)
         check_params(params, "AmpTrainState.create")
+        tx = unwrapped(tx)
         state = super().create(
             apply_fn=apply_fn,
             params=jax.tree.map(_tree.strong_copy, params),

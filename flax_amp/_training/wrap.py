@@ -19,11 +19,6 @@ def has_integers(params: PyTree) -> bool:
 def wrap_optimizer(tx: Any, params: PyTree) -> Any:
     """Puts `tx` inside `apply_if_finite`, and keeps integer parameters away from it."""
     if isinstance(tx, Optimizer):
-        if tx._factory is optax.apply_if_finite:
-            raise ValueError(
-                "AmpTrainState.create: tx is optim.apply_if_finite; expected the "
-                "optimizer inside of it. create wraps it, and skips as often as needed."
-            )
         tx = tx.to_optax(in_state=True)
     if hasattr(tx, "wrapped_factory"):
         raise TypeError(
@@ -44,6 +39,12 @@ def wrap_optimizer(tx: Any, params: PyTree) -> Any:
     if isinstance(state, optax.ApplyIfFiniteState):
         return tx
     return wrapped
+
+
+def unwrapped(tx: Any) -> Any:
+    """Returns the optimizer inside of a new `optim.apply_if_finite`, or `tx`."""
+    is_new = isinstance(tx, Optimizer) and tx.opt_state is None
+    return tx.inner if is_new and tx._factory is optax.apply_if_finite else tx
 
 
 def shared_update_fn(masked: bool) -> Any:

@@ -66,6 +66,8 @@ def test_apply_if_finite_of_the_module():
     state, metrics = make_train_step(loss_fn)(state_of(tx), batch_of(jnp.inf))
     assert metrics["skipped_total"] == 1
     assert "hyperparams/learning_rate" in metrics
+    # It is put around the optimizer once.
+    assert jax.tree.structure(state) == jax.tree.structure(state_of(optim.adam(0.1)))
 
 
 def test_state_with_several_optimizers():

@@ -233,9 +233,6 @@ CREATE = {
         "selects no variable of the model": dict(
             params=None, model=linear_objects()[0], wrt=nnx.Cache
         ),
-        "tx is optim.apply_if_finite; expected the optimizer inside": dict(
-            tx=optim.apply_if_finite(optim.sgd(0.1), 5)
-        ),
         "tx is MultiSteps around apply_if_finite": dict(tx=NESTED),
         "is MultiSteps around apply_if_finite": dict(
             tx=optax.chain(optax.identity(), NESTED.gradient_transformation())
