@@ -27,9 +27,9 @@ exclude_patterns = ["_build"]
 ROOT = Path(__file__).parents[1]
 COPIES = Path(__file__).parent / "_repository"
 shutil.rmtree(COPIES, ignore_errors=True)
-for pattern in (
-    "ARCHITECTURE.md CHANGELOG.md docs/*.svg flax_amp/*/README.md benchmarks/README.md benchmarks/results/*.*"
-).split():
+PATTERNS = """ARCHITECTURE.md CHANGELOG.md docs/*.svg flax_amp/*/README.md
+    benchmarks/README.md benchmarks/results/*.*"""
+for pattern in PATTERNS.split():
     for page in ROOT.glob(pattern):
         copy = COPIES / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -65,5 +65,12 @@ def _as_restructured_text(app, what, name, obj, options, lines):
     ]
 
 
+def _link_to_copies(app, docname, source):
+    """Lets links to pages outside of this folder lead to their copies."""
+    if not docname.startswith("_repository"):
+        source[0] = re.sub(r"\]\(\.\./(?=flax_amp|benchmarks)", "](_repository/", source[0])
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", _as_restructured_text)
+    app.connect("source-read", _link_to_copies)
