@@ -27,19 +27,27 @@ def refuse_if_asked() -> None:
         raise TypeError(_message(caller, "calls a function that amp has rewritten"))
 
 
-@contextlib.contextmanager
-def only_before_amp(caller: str, fun: Any) -> Iterator[None]:
-    """Refuses a function that `amp` has rewritten, or that calls such a one.
+def refuse_rewritten(caller: str, fun: Any) -> None:
+    """Raises a TypeError if `fun` is marked.
 
     Args:
       caller: the tool and the function, for messages.
-      fun: the function that is called inside of this context.
-
-    Raises:
-      TypeError: if `fun` is marked, or when a rewritten function is called.
+      fun: what the user has handed over.
     """
     if getattr(fun, _MARK, False):
         raise TypeError(_message(caller, "is already rewritten by amp"))
+
+
+@contextlib.contextmanager
+def only_before_amp(caller: str) -> Iterator[None]:
+    """Refuses every call of a function that `amp` has rewritten.
+
+    Args:
+      caller: the tool and the function, for messages.
+
+    Raises:
+      TypeError: when a rewritten function is called.
+    """
     token = _refused_by.set(caller)
     try:
         yield

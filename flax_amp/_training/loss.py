@@ -169,8 +169,8 @@ def check_batch_unchanged(changes: list[str], name: str) -> None:
         )
 
 
-def check_loss(loss: PyTree, name: str) -> None:
-    """Raises a TypeError unless `loss` is a scalar float."""
+def check_loss(loss: PyTree, name: str, hint: str = "") -> None:
+    """Raises a TypeError, with `hint` at its end, unless `loss` is a scalar float."""
     if isinstance(loss, float):
         return
     if not _tree.is_array(loss):
@@ -181,7 +181,7 @@ def check_loss(loss: PyTree, name: str) -> None:
         seen = f"{loss.dtype}{list(loss.shape)}"
     raise TypeError(
         f"{name} returned {seen} as its loss; expected a scalar float. Reduce it, "
-        "e.g. with .mean(); if it returns a (loss, aux) pair, pass has_aux=True."
+        f"e.g. with .mean(){hint}."
     )
 
 
@@ -192,9 +192,12 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
             f"{name} returned a {type(out).__name__}; expected a (loss, aux) pair "
             "because of has_aux=True. Return the pair or drop has_aux=True."
         )
-    loss, aux = out if has_aux else (out, None)
-    check_loss(loss, name)
-    return loss, aux
+    if has_aux:
+        loss, aux = out
+        check_loss(loss, name)
+        return loss, aux
+    check_loss(out, name, "; if it returns a (loss, aux) pair, pass has_aux=True")
+    return out, None
 
 
 def _split_output(

@@ -18,6 +18,7 @@ from flax_amp import _tree
 from flax_amp._compat import Array
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
+from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function, check_loss
 from flax_amp._training.train_state import AmpTrainState, variables_of
@@ -42,7 +43,8 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
       step: the loss function and the batch, if `fun` is a state.
 
     Raises:
-      TypeError: if it is neither of the two ways.
+      TypeError: if it is neither of the two ways, or a function that `amp` has
+        rewritten.
     """
     if isinstance(fun, AmpTrainState):
         if len(step) != 2:
@@ -51,8 +53,9 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
                 f"{caller}(state, loss_fn, batch)."
             )
         loss_fn, batch = step
-        check_function(loss_fn, f"{caller}: loss_fn")
         name = getattr(loss_fn, "__name__", "loss_fn")
+        refuse_rewritten(f"{caller}: {name}", loss_fn)
+        check_function(loss_fn, f"{caller}: loss_fn")
         return Target(name, _of_step(loss_fn), (fun.params, fun, batch))
     if step or not callable(fun):
         raise TypeError(
@@ -60,11 +63,13 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
             f"expected {caller}(fun)(*args), or {caller}(state, loss_fn, batch) with "
             "an AmpTrainState."
         )
-    return Target(getattr(fun, "__name__", type(fun).__name__), fun)
+    name = getattr(fun, "__name__", type(fun).__name__)
+    refuse_rewritten(f"{caller}: {name}", fun)
+    return Target(name, fun)
 
 
 def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(loss_fn)  # with the mark of what `amp` has rewritten
+    @functools.wraps(loss_fn)
     def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
         variables = state.variables
@@ -95,6 +100,14 @@ def _split(out: Any) -> tuple[Any, Any]:
     return out if isinstance(out, tuple) and len(out) == 2 else (out, None)
 
 
+class _UsersCall(FunctionalCall):
+    """A call of a function in which nothing is rewritten by `amp`."""
+
+    def function(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        with only_before_amp(self._caller):
+            return super().function(inputs)
+
+
 def with_scopes(
     use: Callable[[FunctionalCall], T],
     target: Target,
@@ -114,9 +127,7 @@ def with_scopes(
 
     def call(open_scopes: bool) -> T:
         fun = target.fun
-        return use(
-            FunctionalCall(fun, args, kwargs, open_scopes=open_scopes, caller=where)
-        )
+        return use(_UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
 
     try:
         return call(True), True

@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
-from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
@@ -163,8 +162,7 @@ def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Expla
     def trace(arrays: list[Any]) -> None:
         outer.function(_tree.fill(arrays, is_traced, outer.inputs))
 
-    with only_before_amp(f"explain: {target.name}", target.fun):
-        jax.eval_shape(trace, _tree.pick(outer.inputs, is_traced))
+    jax.eval_shape(trace, _tree.pick(outer.inputs, is_traced))
     return found[0]
 
 

@@ -9,7 +9,13 @@ import pytest
 from flax import nnx
 
 import flax_amp
-from flax_amp import AmpTrainState, amp, explain
+from flax_amp import (
+    AmpTrainState,
+    amp,
+    compare_precision,
+    explain,
+    find_nonfinite,
+)
 
 X = jnp.ones((4, 8))
 
@@ -96,6 +102,36 @@ def test_of_a_state(jit, was_called):
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     nnx_step = flax_amp.make_nnx_train_step(loss, jit=jit)
     refuses(lambda: explain(nnx_step)(model, optimizer, None, X))
+
+
+@pytest.mark.parametrize("tool", [explain, compare_precision, find_nonfinite])
+@pytest.mark.parametrize(
+    "how", ["amp", "inside", "lambda", "jit", "nnx.jit", "state", "step", "eval step"]
+)
+def test_every_tool_names_itself(tool, how):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+    steps = {
+        "state": amp(loss),
+        "step": flax_amp.make_train_step(loss),
+        "eval step": flax_amp.make_eval_step(loss),
+    }
+    name = tool.__name__
+    with pytest.raises(TypeError, match=f"^{name}: .* expected .*: {name}.loss., not"):
+        if how in steps:
+            tool(state, steps[how], X)
+        elif how == "jit":
+            tool(jax.jit(amp(arrays)))(jnp.ones((8, 8)), X)
+        else:
+            tool(REWRITTEN[how]())(model, X)
+
+
+@pytest.mark.parametrize("tool", [compare_precision, find_nonfinite])
+@pytest.mark.parametrize("out", [lambda y: y, lambda y: (y.sum(), y, y)])
+def test_a_loss_that_is_no_scalar(tool, out):
+    with pytest.raises(TypeError, match="expected a scalar float. Reduce") as caught:
+        tool(lambda w, x: out(x @ w))(jnp.ones((8, 8)), X)
+    assert "has_aux" not in str(caught.value)  # which these tools do not have
 
 
 def test_the_function_before_amp_is_not_refused():
