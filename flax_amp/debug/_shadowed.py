@@ -28,19 +28,20 @@ def shadowed_keys(
     has it, too.
     """
     deciding: set[Decision] = set()
-    lost: dict[Decision, list[tuple[Decision, Equation]]] = {}
+    lost: dict[Decision, list[tuple[Decision, Visit]]] = {}
     for visit in visits:
         first, *others = _matching(visit, policy)
         deciding.add(first)
         for other in others:
-            lost.setdefault(other, []).append((first, visit.row))
+            lost.setdefault(other, []).append((first, visit))
     found = {}
     for loser, pairs in lost.items():
         winners = list(dict.fromkeys(winner for winner, _ in pairs))
         meanings = [_meaning(decision, compute_dtype) for decision in (loser, *winners)]
         if loser not in deciding and any(x != meanings[0] for x in meanings):
-            rows = [row for _, row in pairs]
-            found["shadowed policy key", _message(loser, winners)] = rows
+            lost_to = [visit for _, visit in pairs]
+            message = _message(loser, winners, lost_to)
+            found["shadowed policy key", message] = [visit.row for visit in lost_to]
     return found
 
 
@@ -70,7 +71,22 @@ def _meaning(decision: Decision, compute_dtype: Any) -> Any:
     return decision.function
 
 
-def _message(loser: Decision, winners: Sequence[Decision]) -> str:
+def _may_win(
+    loser: Decision, winners: Sequence[Decision], visits: Iterable[Visit]
+) -> bool:
+    """Whether a key of a scope wins somewhere if it comes before those that win now."""
+    if any(winner.origin is not Origin.SCOPE for winner in winners):
+        return False
+    policy = Policy({d.key: d.function for d in (loser, *winners)})
+    return any(
+        policy.decide(visit.eqn.primitive, visit.scopes).key == loser.key
+        for visit in visits
+    )
+
+
+def _message(
+    loser: Decision, winners: Sequence[Decision], visits: Iterable[Visit]
+) -> str:
     keys = ", ".join(dict.fromkeys(repr(winner.key) for winner in winners))
     action = f"Narrow {keys}, or leave {loser.key!r} out."
     if winners[0].origin is Origin.PRIMITIVE:
@@ -80,5 +96,6 @@ def _message(loser: Decision, winners: Sequence[Decision]) -> str:
         rule = "A scope wins over a primitive"
     else:
         rule = "The outermost scope wins, then a method, then what the policy has first"
-        action = f"Narrow {keys}, put {loser.key!r} before it, or leave it out."
+        if _may_win(loser, winners, visits):
+            action = f"Narrow {keys}, put {loser.key!r} before it, or leave it out."
     return f"{loser.key!r} loses to {keys} wherever it matches. {rule}. {action}"

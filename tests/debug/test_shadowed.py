@@ -60,6 +60,11 @@ CASES = {
         {"Model": FULL, "Block_0": LOW},
         {"Block_0": "Model"},
     ),
+    "an outer scope before a path": (
+        nested,
+        {"Model": FULL, "Model/Block_0": LOW},
+        {"Model/Block_0": "Model"},
+    ),
     "in any order": (nested, {"Block_0": LOW, "Model": FULL}, {"Block_0": "Model"}),
     "a path": (
         nested,
@@ -120,6 +125,10 @@ CASES = {
 }
 
 
+# The cases with two keys for the same scope: the order decides.
+IN_ORDER = ("a glob before a name", "a glob before all it names")
+
+
 def shadowed(found):
     return [p for p in found.problems if p.kind == "shadowed policy key"]
 
@@ -134,6 +143,10 @@ def test_keys(name):
     for key, winner in expected.items():
         assert f"{key!r} loses to '{winner}' wherever it matches. " in texts[key]
         assert f"'{winner}'" in texts[key].partition(". ")[2]
+    # `amp_stop` is the inner scope, and the order of keys does not help.
+    for key, text in texts.items():
+        order_decides = name in IN_ORDER and key != "amp_stop"
+        assert ("before it" in text) == order_decides
     for problem in problems:
         assert problem.count and problem.source and problem.paths
     if additions:
@@ -148,6 +161,6 @@ def test_of_a_module():
     assert problem.paths == ("NNX/layers/1",)
     assert problem.message == (
         "'layers/1' loses to 'NNX' wherever it matches. The outermost scope wins, "
-        "then a method, then what the policy has first. Narrow 'NNX', put 'layers/1' "
-        "before it, or leave it out."
+        "then a method, then what the policy has first. Narrow 'NNX', or leave "
+        "'layers/1' out."
     )
