@@ -227,7 +227,8 @@ def _unmatched(
         f"amp_policy: scope keys that match nothing in this program:\n{lines}\n"
         "expected the name of a jax.named_scope, or the path of a Flax module "
         "('LM/embed'), also as a glob ('*/embed'); an nnx.Module has one if it is an "
-        "argument of the function. Correct these keys, or leave them out."
+        "argument of the function, a shared one that of its first path by the "
+        "alphabet. Correct these keys, or leave them out."
     )
 
 

@@ -108,6 +108,29 @@ def test_a_function_of_modules_and_other_arguments():
     assert again.totals.to_dict() == found.totals.to_dict()
 
 
+class Shared(nnx.Module):
+    def __init__(self, rngs):
+        self.block = nnx.Linear(8, 8, rngs=rngs)
+        self.again = self.block
+        self.by = nnx.List([self.block])
+
+    def __call__(self, x):
+        return self.block(x)
+
+
+def test_a_shared_module_has_the_first_path_by_the_alphabet():
+    def explained(key):
+        policy = flax_amp.default_amp_policy | {key: jnp.float32}
+        return explain(lambda m, x: m(x), amp_policy=policy)(Shared(nnx.Rngs(0)), X)
+
+    found = explained("Shared/again")
+    assert paths(found) - {""} == {"Shared/again"}
+    assert found.totals.low_share == 0
+    (problem,) = explained("Shared/block").problems
+    assert "'Shared/block'" in problem.message
+    assert "a shared one that of its first path by the alphabet" in problem.message
+
+
 def test_modules_that_must_be_equal_have_no_names():
     def stacked(model, x):
         one, two = (nnx.split(m) for m in model.blocks[:2])
