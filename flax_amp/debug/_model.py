@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+
+from flax_amp.policy import LOW_OPS
 
 
 class Dtypes(NamedTuple):
@@ -37,6 +39,21 @@ def is_half(dtype: str) -> bool:
     except TypeError:  # a key
         return False
     return jnp.issubdtype(known, jnp.floating) and known.itemsize < 4
+
+
+def float_factors(dtypes: Sequence[str]) -> list[str]:
+    """Returns the dtypes of the factors of a product of floats.
+
+    Args:
+      dtypes: those of all operands of a product or a convolution.
+
+    Returns:
+      The floats among the two factors; none if a factor is complex.
+    """
+    factors = dtypes[:2]
+    if any("complex" in dtype for dtype in factors):
+        return []
+    return [dtype for dtype in factors if "float" in dtype]
 
 
 @dataclasses.dataclass
@@ -78,7 +95,10 @@ class Equation:
 
     @property
     def is_low(self) -> bool:
-        """Whether an operand arrives in half precision."""
+        """Whether an operand arrives in half precision; of a product, all factors."""
+        if self.primitive in LOW_OPS:
+            factors = float_factors(self.after.operands)
+            return bool(factors) and all(map(is_half, factors))
         return any(map(is_half, self.after.operands))
 
     @property

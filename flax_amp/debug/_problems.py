@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
+from flax_amp._compat import Eqn
 from flax_amp._rewriter.plan import Mode, Paint, has_paint
-from flax_amp.debug._model import Equation, Problem, is_half, short
+from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._shadowed import shadowed_keys
 from flax_amp.debug._walk import Visit, decision_of
 from flax_amp.policy import (
@@ -151,7 +152,11 @@ def _of_constant(reason: str, compute_dtype: str) -> str:
 def _choice(visit: Visit) -> str:
     """Returns who chose to keep a product in float32; empty if nobody did."""
     row = visit.row
-    if row.primitive not in LOW_OPS or row.is_low or not _float_factors(row):
+    if (
+        row.primitive not in LOW_OPS
+        or row.is_low
+        or not float_factors(row.before.operands)
+    ):
         return ""
     decision = decision_of(row)
     kind, _, key = decision.partition(" ")
@@ -164,23 +169,23 @@ def _choice(visit: Visit) -> str:
     return f"by your policy key {key!r}" if chosen else ""
 
 
-def _float_factors(row: Equation) -> list[str]:
-    """Returns the dtypes of the factors of a product that are floats without amp."""
-    return [dtype for dtype in row.before.operands[:2] if "float" in dtype]
-
-
 def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
-    floats = _float_factors(row)
-    if not floats:  # of integers
+    floats = dict.fromkeys(float_factors(row.before.operands))
+    if not floats:  # of integers or of complex numbers
         return
     if any(map(is_half, floats)):
+        names = " and ".join(map(short, floats))
+        what = f"has factors in {names}" if len(floats) > 1 else f"runs in {names}"
         yield (
             "own dtype",
-            f"runs in {short(floats[0])} without amp: its author set a dtype. Leave "
-            "out dtype= to let the policy decide.",
+            f"{what} without amp: its author set a dtype. Leave out dtype= or the cast "
+            "to let the policy decide.",
         )
     elif not row.is_low:
-        yield "float32 product", f"stays in {floats[0]}: {_why(row, compute_dtype)}"
+        yield (
+            "float32 product",
+            f"stays in {next(iter(floats))}: {_why(row, compute_dtype)}",
+        )
 
 
 def _why(row: Equation, compute_dtype: str) -> str:
@@ -198,15 +203,7 @@ def _why(row: Equation, compute_dtype: str) -> str:
 
 
 def _of_reduction(visit: Visit) -> Iterator[Finding]:
-    row, eqn = visit.row, visit.eqn
-    if row.primitive not in ACCUMULATION_OPS:
-        return
-    shape = eqn.invars[0].aval.shape
-    if "axis" in eqn.params:
-        length = shape[eqn.params["axis"]]
-    else:
-        axes = eqn.params.get("axes", range(len(shape)))
-        length = math.prod(shape[axis] for axis in axes if isinstance(axis, int))
+    row, length = visit.row, _terms(visit.eqn)
     dtype = row.after.operands[0]
     # From this number of equal terms on, one more does not change their sum.
     limit = round(1 / float(jnp.finfo(dtype).eps)) if is_half(dtype) else 0
@@ -216,6 +213,29 @@ def _of_reduction(visit: Visit) -> Iterator[Finding]:
             f"{row.primitive} adds {length} numbers in {dtype} ({row.reason}). From "
             f"{limit} on, small terms get lost; run it in float32.",
         )
+
+
+def _terms(eqn: Eqn) -> Any:
+    """Returns how many numbers go into a result of a sum; 1 if that is not known."""
+    name, params = eqn.primitive.name, eqn.params
+    shape = eqn.invars[0].aval.shape
+    if name not in ACCUMULATION_OPS and not (
+        name in ("reduce", "reduce_window") and _adds_up(params)
+    ):
+        return 1
+    if "window_dimensions" in params:
+        return math.prod(params["window_dimensions"])
+    if name.startswith("scatter"):  # some result gets as many as there are on average
+        size, updates = (math.prod(eqn.invars[i].aval.shape) for i in (0, 2))
+        return updates // size if isinstance(size, int) and size else 1
+    axes = params.get("axes", params.get("dimensions", (params.get("axis"),)))
+    return math.prod(shape[axis] for axis in axes if isinstance(axis, int))
+
+
+def _adds_up(params: dict[str, Any]) -> bool:
+    """Whether the body of a reduction is an addition."""
+    bodies = [_compat.open_jaxpr(body)[0] for body in jaxprs_in_params(params)]
+    return [e.primitive.name for body in bodies for e in body.eqns] == ["add"]
 
 
 def _of_range(row: Equation) -> Iterator[Finding]:

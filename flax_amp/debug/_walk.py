@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax
-import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxprs_in_params
 
@@ -36,7 +35,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.rules import RULES
 from flax_amp._scope_paths import split_method
-from flax_amp.debug._model import Dtypes, Equation
+from flax_amp.debug._model import Dtypes, Equation, float_factors
 from flax_amp.policy import CASTABLE_OPS, LOW_OPS
 
 # Their own dtypes say nothing that those of the equations inside do not say.
@@ -204,9 +203,9 @@ def flops(eqn: Eqn) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name not in LOW_OPS:
         return 0
-    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in (left, right)):
+    if not float_factors(dtypes_of(eqn).operands):
         return 0
+    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if name == "conv_general_dilated":
         features = right.shape[params["dimension_numbers"].rhs_spec[0]]
         return _int(2 * math.prod(out.shape) * (math.prod(right.shape) // features))

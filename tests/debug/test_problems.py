@@ -5,6 +5,7 @@ import warnings
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import flax_amp
@@ -92,6 +93,13 @@ PLANTED = {
     "reduction": (reduced, LOW, "risk", "adds 4000 numbers in float16", ["low"]),
     "tiny factor": (lambda w, x: (x @ w) * 1e-4, {}, "risk", "become 0", [""]),
     "large factor": (lambda w, x: (x @ w) / 1e-4, {}, "risk", "overflow", [""]),
+    "own factor": (
+        lambda w, x: x @ w.astype(jnp.bfloat16),
+        {},
+        "own dtype",
+        "has factors in f32 and bf16 without amp",
+        [""],
+    ),
     "range": (
         lambda w, x: jnp.exp(x @ w),
         {jax.lax.exp_p: flax_amp.use_compute_precision},
@@ -180,7 +188,7 @@ def test_the_users_precision_beside_linear_algebra_is_a_problem():
     assert (problem.kind, problem.count) == ("float32 product", 2)
 
 
-def test_products_of_integers_do_not_count():
+def test_products_of_other_numbers_do_not_count():
     n = jnp.ones((8, 8), jnp.int8)
 
     def fun(w, x):
@@ -192,9 +200,76 @@ def test_products_of_integers_do_not_count():
     assert found.totals.flops == 2 * 4 * 8 * 8
     only = explain(lambda w, x: (n @ n).sum() * w.sum())(W, X)
     assert only.totals.low_share is None
+    # JAX multiplies a float matrix by a complex one without a cast.
+    for fun in (lambda w, x: w @ (w * 1j), lambda w, x: (w * 1j) @ (w * 1j)):
+        found = explain(lambda w, x, fun=fun: jnp.abs(fun(w, x)).sum())(W, X)
+        assert found.totals.low_share is None and not found.problems
     # A float times an integer is a float product; amp leaves it as it is.
     mixed = explain(lambda w, x: jax.lax.dot(x, n, preferred_element_type="float32"))
     assert mixed(W, X).totals.low_share == 0
+
+
+@pytest.mark.parametrize("dtype, share", [("float16", 0), ("bfloat16", 1)])
+def test_a_product_is_half_if_all_its_factors_are(dtype, share):
+    """Amp casts the other factor to bfloat16 only if that is the compute dtype."""
+
+    def fun(w, x):
+        return (x @ w.astype(jnp.bfloat16)).sum()
+
+    found = explain(fun, compute_dtype=dtype)(W, X)
+    assert found.totals.low_share == share
+    stopped = explain(flax_amp.amp_stop(fun), compute_dtype=dtype)(W, X)
+    assert stopped.totals.low_share == 0
+
+
+ONES, ZERO = jnp.ones(3000), np.float16(0)
+ROWS = jnp.zeros(3000, jnp.int32)
+
+
+def into(rows):
+    return lambda x: jnp.zeros(rows, x.dtype).at[ROWS].add(x)
+
+
+@pytest.mark.parametrize(
+    "fun, length",
+    [
+        (lambda x: jax.ops.segment_sum(x, ROWS, num_segments=2), 1500),
+        (into(2), 1500),
+        (into(3), None),  # on average 1000
+        (into(3000), None),
+        (lambda x: jax.lax.reduce(x, ZERO, jax.lax.add, (0,)), 3000),
+        (lambda x: jax.lax.reduce(x, x[0], jax.lax.add, (0,)), 3000),
+        (lambda x: jax.lax.reduce(x, x[0], jax.lax.mul, (0,)), None),
+        (lambda x: jax.lax.reduce(x[:, None], x[0], jax.lax.add, (1,)), None),
+        (
+            lambda x: jax.lax.reduce_window(
+                x, x[0], jax.lax.add, (2000,), (1,), "SAME"
+            ),
+            2000,
+        ),
+        (lambda x: jax.lax.reduce(x[:1000], ZERO, jax.lax.add, (0,)), None),
+        (lambda x: jax.lax.reduce(x, ZERO, jax.lax.max, (0,)), None),
+        (lambda x: jax.lax.reduce(x, ZERO, lambda a, b: a + b * 2, (0,)), None),
+        (
+            lambda x: jax.lax.reduce_window(
+                x, ZERO, jax.lax.add, (2000,), (1,), "SAME"
+            ),
+            2000,
+        ),
+        (
+            lambda x: jax.lax.reduce_window(x, ZERO, jax.lax.add, (9,), (1,), "SAME"),
+            None,
+        ),
+        (jnp.cumsum, 3000),
+        # Its sums are a tree, which loses little.
+        (lambda x: jax.lax.associative_scan(jnp.add, x), None),
+    ],
+)
+def test_long_sums_in_half(fun, length):
+    found = explain(lambda x: fun(x.astype(jnp.float16)))(ONES)
+    risks = [p.message for p in found.problems if p.kind == "risk"]
+    assert len(risks) == bool(length)
+    assert length is None or f"adds {length} numbers in float16" in risks[0]
 
 
 def summed(w, x, length):
