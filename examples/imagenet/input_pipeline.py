@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 Batch = dict[str, np.ndarray]
 SYNTHETIC = "synthetic"
-CROP_PADDING = 32  # pixels around the centre that evaluation cuts off
+CROP_PADDING = 32  # pixels around the center that evaluation cuts off
 
 
 def load(config: ConfigDict) -> "Tfds | Synthetic":
@@ -87,7 +87,7 @@ class Tfds:
 
     def test(self) -> Iterator[Batch]:
         images = self._read("validation", shuffle_files=False, seed=0)
-        for batch in self._batches(images, self._centre_crop, drop_remainder=False):
+        for batch in self._batches(images, self._center_crop, drop_remainder=False):
             missing = self.config.batch_size - len(batch["label"])
             image = np.pad(batch["image"], [(0, missing), (0, 0), (0, 0), (0, 0)])
             label = np.pad(batch["label"], (0, missing), constant_values=-1)
@@ -132,7 +132,7 @@ class Tfds:
         )
         return tf.concat([begin[:2], size[:2]], axis=0)
 
-    def _centre_crop(self, jpeg: Any) -> Any:
+    def _center_crop(self, jpeg: Any) -> Any:
         tf, pixels = self.tf, self.config.image_size
         shape = tf.io.extract_jpeg_shape(jpeg)[:2]
         share = pixels / (pixels + CROP_PADDING)

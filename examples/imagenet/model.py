@@ -19,7 +19,7 @@ MODELS = {
     "ResNet152": (3, 8, 36, 3),
     "ResNetTiny": (1, 1),
 }
-# Of the pixels of ImageNet, by colour.
+# Of the pixels of ImageNet, by color.
 MEAN = np.array([[[[123.68, 116.28, 103.53]]]], np.float32)
 STDDEV = np.array([[[[58.40, 57.12, 57.38]]]], np.float32)
 

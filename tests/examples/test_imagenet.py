@@ -159,7 +159,7 @@ def test_imagenet_reads_tensorflow_datasets(tmp_path, monkeypatch):
             return {name: self._generate_examples() for name in ("train", "validation")}
 
         def _generate_examples(self):
-            for i in range(20):  # a white square of 64 pixels in a wide grey image
+            for i in range(20):  # a white square of 64 pixels in a wide gray image
                 image = np.full((64, 96, 3), 100, np.uint8)
                 image[:, 16:80] = 255
                 yield (
@@ -180,6 +180,6 @@ def test_imagenet_reads_tensorflow_datasets(tmp_path, monkeypatch):
     assert batch["image"].shape == again["image"].shape == (16, 32, 32, 3)
     assert batch["image"].dtype == np.uint8 and batch["label"].dtype == np.int32
     first, last = images.test()
-    assert (first["image"] > 250).all()  # the centre
+    assert (first["image"] > 250).all()  # the center
     assert (last["label"] >= 0).tolist() == [True] * 4 + [False] * 12
     assert last["image"].shape == first["image"].shape
