@@ -1,8 +1,8 @@
 """Batches of images in uint8, which the model normalizes on the device.
 
-`load` returns a `Tfds` or a `Synthetic`. Both have the number of examples and classes,
-`train(first_step)`, which never ends, and `test()`, whose last batch is filled up with
-examples of the label -1.
+`load` returns a `Tfds` or a `Synthetic`. Both have the number of classes and of training
+examples, `train(first_step)`, which never ends, and `test()`, whose last batch is filled
+up with examples of the label -1.
 """
 
 import functools
@@ -29,13 +29,13 @@ class Synthetic:
     """
 
     def __init__(self, config: ConfigDict) -> None:
-        self.size, self.seed = config.batch_size, config.seed
+        self.batch_size, self.seed = config.batch_size, config.seed
         self.num_classes = config.synthetic_classes
-        self.train_examples, self.test_examples = 8 * self.size, self.size
+        self.train_examples = 8 * self.batch_size
+        self.pixels = config.image_size
+        self.cell = -(-self.pixels // 4)  # pixels, rounded up
         rng = np.random.default_rng(self.seed)
-        coarse = rng.integers(0, 128, (self.num_classes, 4, 4, 3), np.uint8)
-        cell = -(-config.image_size // 4)
-        self.patterns = coarse, (cell, cell), config.image_size
+        self.patterns = rng.integers(0, 128, (self.num_classes, 4, 4, 3), np.uint8)
         self._batch = functools.lru_cache(maxsize=9)(self._make_batch)
 
     def train(self, first_step: int) -> Iterator[Batch]:
@@ -47,12 +47,13 @@ class Synthetic:
         yield self._batch(8)
 
     def _make_batch(self, index: int) -> Batch:
-        coarse, cell, pixels = self.patterns
         rng = np.random.default_rng((self.seed, index))
-        label = rng.integers(0, self.num_classes, self.size, np.int32)
-        noise = rng.integers(0, 128, (self.size, pixels, pixels, 3), np.uint8)
-        fine = np.kron(coarse[label], np.ones((*cell, 1), np.uint8))
-        return {"image": noise + fine[:, :pixels, :pixels], "label": label}
+        label = rng.integers(0, self.num_classes, self.batch_size, np.int32)
+        shape = (self.batch_size, self.pixels, self.pixels, 3)
+        noise = rng.integers(0, 128, shape, np.uint8)
+        cell = np.ones((self.cell, self.cell, 1), np.uint8)
+        fine = np.kron(self.patterns[label], cell)[:, : self.pixels, : self.pixels]
+        return {"image": noise + fine, "label": label}
 
 
 class Tfds:
@@ -76,18 +77,17 @@ class Tfds:
         info = self.builder.info
         self.num_classes = info.features["label"].num_classes
         self.train_examples = info.splits["train"].num_examples
-        self.test_examples = info.splits["validation"].num_examples
 
     def train(self, first_step: int) -> Iterator[Batch]:
         """Yields batches in an order that is another one after each restart."""
         config, seed = self.config, self.config.seed + first_step
         images = self._read("train", shuffle_files=True, seed=seed)
         images = images.repeat().shuffle(config.shuffle_buffer_size, seed)
-        return self._batches(images, self._random_crop, drop_remainder=True)
+        return self._batches(images, augment=True)
 
     def test(self) -> Iterator[Batch]:
         images = self._read("validation", shuffle_files=False, seed=0)
-        for batch in self._batches(images, self._center_crop, drop_remainder=False):
+        for batch in self._batches(images, augment=False):
             missing = self.config.batch_size - len(batch["label"])
             image = np.pad(batch["image"], [(0, missing), (0, 0), (0, 0), (0, 0)])
             label = np.pad(batch["label"], (0, missing), constant_values=-1)
@@ -102,21 +102,23 @@ class Tfds:
         )
         return images.cache() if self.config.cache else images
 
-    def _batches(self, images: Any, crop: Any, *, drop_remainder: bool) -> Any:
+    def _batches(self, images: Any, *, augment: bool) -> Any:
+        """Returns batches; augmented, they are all full, of random crops and flips."""
         tf, pixels = self.tf, self.config.image_size
+        crop = self._random_crop if augment else self._center_crop
 
         def prepare(example: Any) -> Any:
             image = tf.io.decode_and_crop_jpeg(
                 example["image"], crop(example["image"]), channels=3
             )
             image = tf.image.resize(image, (pixels, pixels), method="bicubic")
-            if crop == self._random_crop:
+            if augment:
                 image = tf.image.random_flip_left_right(image)
             image = tf.cast(tf.clip_by_value(tf.round(image), 0, 255), tf.uint8)
             return {"image": image, "label": tf.cast(example["label"], tf.int32)}
 
         images = images.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-        images = images.batch(self.config.batch_size, drop_remainder=drop_remainder)
+        images = images.batch(self.config.batch_size, drop_remainder=augment)
         return images.prefetch(self.config.prefetch).as_numpy_iterator()
 
     def _random_crop(self, jpeg: Any) -> Any:
