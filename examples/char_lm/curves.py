@@ -25,12 +25,15 @@ def draw(workdir: pathlib.Path) -> pathlib.Path:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for precision, color in COLORS.items():
-        summary = json.loads((workdir / precision / "summary.json").read_text())
+    summaries = [
+        json.loads((workdir / precision / "summary.json").read_text())
+        for precision in COLORS
+    ]
+    for (precision, color), summary in zip(COLORS.items(), summaries, strict=True):
         steps, bits = zip(*metrics.read(workdir / precision)["test/bits"], strict=True)
         label = f"{precision}: {bits[-1]:.3f}, {summary['skipped']} steps skipped"
         axes.plot(steps, bits, DASHES[precision], color=color, label=label, lw=2.5)
-    for name, bits in summary["bits_of_tables"].items():
+    for name, bits in summaries[-1]["bits_of_tables"].items():
         axes.axhline(bits, color="#444", lw=0.8)
         note = f"a table of {name}: {bits:.3f}"
         axes.annotate(
@@ -43,7 +46,9 @@ def draw(workdir: pathlib.Path) -> pathlib.Path:
             textcoords="offset points",
         )
     axes.set(xlabel="step", ylabel="bits per character, test text")
-    axes.set_title(f"A GPT ({summary['api']}) on the sources of Python", loc="left")
+    axes.set_title(
+        f"A GPT ({summaries[-1]['api']}) on the sources of Python", loc="left"
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.53))
     figure.savefig(workdir / "curves.png", dpi=100)

@@ -119,10 +119,10 @@ def train_and_evaluate(
 
 def write_on(config: ConfigDict, state: flax_amp.AmpTrainState, text: Any) -> str:
     """Returns the first window of a text, and what the model writes after it."""
-    step, window = flax_amp.make_eval_step(next_char), text[: config.length]
+    draw, window = flax_amp.make_eval_step(next_char), text[: config.length]
     written = []
     for key in jax.random.split(jax.random.key(config.seed), config.sample_chars):
         batch = {"window": window, "key": key, "temperature": config.temperature}
-        written.append(int(step(state, batch)))
+        written.append(int(draw(state, batch)))
         window = np.append(window[1:], np.int32(written[-1]))
     return bytes([*text[: config.length], *written]).decode("ascii")
