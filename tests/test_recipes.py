@@ -35,19 +35,19 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 2e-5}
 def programs(page):
     """Returns the old and the new program of a page, each line where it is on it."""
     old, new = [], []
-    fence, side = "", "both"
+    inside, language, side = False, "", "both"
     for line in page.splitlines():
         before = after = ""
         if line.startswith("```"):
-            if fence == "diff":
+            if inside and language == "diff":
                 side = "new"
-            fence = "" if fence else line[3:].strip()
-        elif not fence and line.startswith("## "):
+            inside, language = not inside, line[3:].strip()
+        elif not inside and line.startswith("## "):
             side = {"## Before": "old", "## After": "new"}.get(line, side)
-        elif fence == "diff":
+        elif inside and language == "diff":
             before = line[1:] if not line.startswith("+") else ""
             after = line[1:] if not line.startswith("-") else ""
-        elif fence == "python":
+        elif inside and language == "python":
             before = line if side != "new" else ""
             after = line if side != "old" else ""
         old.append(before)
@@ -158,8 +158,10 @@ print(last)
         ("np.float16(1) / np.float16(step)", "1 / step", "nothing ran in"),
         ("np.float16(step)", "np.float16(3)", "does not fall"),
         ("print(last)", "print(first)", "'first'"),
+        # The heading is not one, so this line is in both programs.
+        ("```diff", "```\n## Before\n```\n```python\ndel np\n```\n```diff", "'np'"),
     ],
-    ids=["other losses", "float32", "no training", "broken"],
+    ids=["other losses", "float32", "no training", "broken", "plain block"],
 )
 def test_a_wrong_page_fails(right, wrong, message):
     assert check(SMALL_PAGE, "a page") == []
