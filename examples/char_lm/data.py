@@ -30,10 +30,12 @@ def load(config: ConfigDict) -> tuple[np.ndarray, np.ndarray]:
         tokens = encode(path.read_bytes())[: config.max_chars - size]
         parts[index % 10 == 9].append(tokens)
         size += len(tokens)
-    if not sum(map(len, parts[1])) > config.length:
+    train_size, test_size = (sum(map(len, part)) for part in parts)
+    if min(train_size, test_size) <= config.length:
         raise FileNotFoundError(
-            f"{folder} has {size} characters of Python sources within max_chars="
-            f"{config.max_chars} and too few to test on; expected ten files at least. "
+            f"{folder} has {train_size} characters of Python sources to train on and "
+            f"{test_size} to test on, within max_chars={config.max_chars}; expected "
+            f"more than length={config.length} of each, in ten files at least. "
             "Choose a folder with --config.text_dir, or raise --config.max_chars."
         )
     train, test = map(np.concatenate, parts)

@@ -57,9 +57,29 @@ def test_char_lm_splits_its_text_by_file(sources):
     assert set(test_text) == {ord("b")} and len(test_text) == 200
     sources.max_chars = 1050
     assert list(map(len, data.load(sources))) == [950, 100]
-    sources.max_chars = 900
-    with pytest.raises(FileNotFoundError, match="max_chars=900 .* ten files"):
-        data.load(sources)
+
+
+def test_char_lm_refuses_too_little_text(tmp_path):
+    for train_size, test_size, max_chars in (
+        (0, 0, 1000),
+        (0, 1000, 1000),  # of nine empty files, and one to test on
+        (16, 1000, 1016),
+        (900, 16, 1000),
+        (900, 17, 916),
+    ):
+        for index in range(9):
+            (tmp_path / f"{index}.py").write_text(
+                "a" * (train_size if not index else 0)
+            )
+        (tmp_path / "9.py").write_text("b" * test_size)
+        config = small(text_dir=str(tmp_path), max_chars=max_chars)
+        found = (
+            f"{train_size} characters .* {min(test_size, max_chars - train_size)} to"
+        )
+        with pytest.raises(FileNotFoundError, match=f"{found} .*than length=16 .*ten"):
+            data.load(config)
+    config.max_chars = 917  # one character more, and there is a window of each
+    assert list(map(len, data.load(config))) == [900, 17]
 
 
 def test_char_lm_reads_the_standard_library():
