@@ -106,8 +106,8 @@ def main():
             batch["image"] = batch["image"] + jnp.inf  # one bad batch is skipped
         state, metrics = train_step(state, batch)
         if step % 100 == 0:
-            flax_amp.check_progress(state, metrics)
             print(f"step {step} loss {float(metrics['loss']):.4f}")
+            flax_amp.check_progress(state, metrics)
 
     evaluate = flax_amp.make_eval_step(accuracy)
     averaged = state.replace(params=state.ema)

@@ -66,8 +66,8 @@ def train(args):
             if last or step % args.save_every == 0:
                 flax_amp.checkpoint.save(manager, state)
             if last or step % args.log_every == 0:
-                flax_amp.check_progress(state, metrics)
                 say(f"step {step} loss {float(metrics['loss']):.6f}")
+                flax_amp.check_progress(state, metrics)
             if told_to_stop:
                 break
     say(

@@ -94,8 +94,8 @@ def train_and_evaluate(
             window = window.add(reported)
             last = step == config.num_steps or should_stop(step)
             if last or step % config.log_every == 0:
-                flax_amp.check_progress(state, reported)
                 log("train", window.compute())
+                flax_amp.check_progress(state, reported)
                 window = metrics.StepMetrics.empty()
             if last or step % config.checkpoint_every == 0:
                 flax_amp.checkpoint.save(manager, state)

@@ -113,16 +113,20 @@ def train_and_evaluate(
             state, reported = train_step(state, jax.device_put(batch, split))
             window = window.add(reported)
             last = step == num_steps or should_stop(step)
-            if last or step % config.log_every_steps == 0:
+            save = last or step % (config.checkpoint_epochs * epoch) == 0
+            # A window ends with the epoch, too: what is saved and tested then takes
+            # time in which no image is trained on.
+            if save or step % epoch == 0 or step % config.log_every_steps == 0:
+                images = int(window.steps.sum()) * config.batch_size  # waits for them
+                scalars = window.compute()
+                scalars["images_per_s"] = images / (time.monotonic() - began)
+                log("train", scalars)
                 flax_amp.check_progress(state, reported)
-                seconds, began = time.monotonic() - began, time.monotonic()
-                images = int(window.steps.sum()) * config.batch_size
-                log("train", {**window.compute(), "images_per_s": images / seconds})
-                window = metrics.StepMetrics.empty()
-            if last or step % (config.checkpoint_epochs * epoch) == 0:
-                flax_amp.checkpoint.save(manager, state)
-            if not last and step % epoch == 0:
-                log("test", evaluate())
+                if save:
+                    flax_amp.checkpoint.save(manager, state)
+                if not last and step % epoch == 0:
+                    log("test", evaluate())
+                window, began = metrics.StepMetrics.empty(), time.monotonic()
             if last:
                 break
         test = evaluate()
