@@ -1,8 +1,8 @@
 """Batches of images in uint8, which the model normalizes on the device.
 
-`load` returns a `Tfds` or a `Synthetic`. Both have the number of classes and of training
-examples, `train(first_step)`, which never ends, and `test()`, whose last batch is filled
-up with examples of the label -1.
+`load` returns a `Tfds` or a `Synthetic`. Both have the number of classes and that of
+examples to train on, `train(first_step)`, which never ends, and `test()`, whose last
+batch is filled up with examples of the label -1.
 """
 
 import functools
