@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     workdir = pathlib.Path(WORKDIR.value).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
 
-    # On SIGTERM (a preempted machine), finish the step, save and end.
+    # On SIGTERM (a preempted machine), finish the step, save and end: no evaluation.
     told_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
 
@@ -39,6 +39,9 @@ def main(argv: list[str]) -> None:
     )
     found = {"precision": config.precision, "api": config.api, **found}
     (workdir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
+    if "bits" not in found:
+        print(f"stopped at step {found['step']}; the same command goes on from there")
+        return
     told = f"After {found['step']} steps, and {config.length} characters of test text:"
     print(told, found["sample"], sep="\n")
     print(f"{config.precision}: {found['bits']:.3f} bits per character")

@@ -52,9 +52,10 @@ def train_and_evaluate(
     *,
     should_stop: Callable[[int], bool] = lambda step: False,
 ) -> tuple[flax_amp.AmpTrainState, dict[str, Any]]:
-    """Trains up to `config.num_steps`, or until `should_stop(step)`; then samples.
+    """Trains up to `config.num_steps`, or until `should_stop(step)`.
 
-    Returns the state and a summary in Python numbers.
+    At the end it evaluates and samples; where it is told to stop, it only saves, since
+    the machine may be taken away. Returns the state and a summary in Python numbers.
     """
     text, test_text = data.load(config)
     test = data.test_batch(config, test_text)
@@ -86,13 +87,14 @@ def train_and_evaluate(
         writer.write_scalars(int(state.step), scalars)
 
     with manager, writer:
-        window = metrics.StepMetrics.empty()
+        window, told_to_stop = metrics.StepMetrics.empty(), False
         for step in range(start + 1, config.num_steps + 1):
             # The calls return before the step has run on the device. The loop waits
             # for values only every `log_every` steps.
             state, reported = train_step(state, data.train_batch(config, text, step))
             window = window.add(reported)
-            last = step == config.num_steps or should_stop(step)
+            told_to_stop = should_stop(step)
+            last = told_to_stop or step == config.num_steps
             if last or step % config.log_every == 0:
                 log("train", window.compute())
                 flax_amp.check_progress(state, reported)
@@ -103,18 +105,19 @@ def train_and_evaluate(
                 log("test", eval_step(state, test)[1])
             if last:
                 break
-        found = eval_step(state, test)[1]
-        if start < config.num_steps:  # or this was logged by the run before
-            log("test", found)
-    return state, {
-        "step": int(state.step),
-        "resumed_from": start,
-        "bits": float(found["bits"]),
-        "bits_of_tables": tables,
-        "skipped": int(state.opt_state.total_notfinite),
-        "scale": float(state.scaler["scaler"]),
-        "sample": write_on(config, state, test_text),
-    }
+        summary = {
+            "step": int(state.step),
+            "resumed_from": start,
+            "bits_of_tables": tables,
+            "skipped": int(state.opt_state.total_notfinite),
+            "scale": float(state.scaler["scaler"]),
+        }
+        if not told_to_stop:
+            found = eval_step(state, test)[1]
+            log("test", found)  # also if the run before has saved its last step
+            summary["bits"] = float(found["bits"])
+            summary["sample"] = write_on(config, state, test_text)
+    return state, summary
 
 
 def write_on(config: ConfigDict, state: flax_amp.AmpTrainState, text: Any) -> str:

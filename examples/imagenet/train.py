@@ -56,10 +56,11 @@ def train_and_evaluate(
     *,
     should_stop: Callable[[int], bool] = lambda step: False,
 ) -> tuple[flax_amp.AmpTrainState, dict[str, float]]:
-    """Trains for `config.num_epochs`, or until `should_stop(step)`; then evaluates.
+    """Trains for `config.num_epochs`, or until `should_stop(step)`.
 
-    Every device has the whole state and a part of each batch. Returns the state and a
-    summary in Python numbers.
+    At the end it evaluates; where it is told to stop, it only saves, since the machine
+    may be taken away. Every device has the whole state and a part of each batch.
+    Returns the state and a summary in Python numbers.
     """
     if config.batch_size % jax.device_count():
         raise ValueError(
@@ -106,13 +107,15 @@ def train_and_evaluate(
 
     with manager, writer:
         window, began = metrics.StepMetrics.empty(), time.monotonic()
+        told_to_stop = False
         batches = dataset.train(start) if start < num_steps else iter(())
         for step, batch in zip(range(start + 1, num_steps + 1), batches, strict=False):
             # The call returns before the step has run, and the next batch is sent
             # meanwhile. The loop waits for values only every `log_every_steps`.
             state, reported = train_step(state, jax.device_put(batch, split))
             window = window.add(reported)
-            last = step == num_steps or should_stop(step)
+            told_to_stop = should_stop(step)
+            last = told_to_stop or step == num_steps
             save = last or step % (config.checkpoint_epochs * epoch) == 0
             # A window ends with the epoch, too: what is saved and tested then takes
             # time in which no image is trained on.
@@ -129,14 +132,14 @@ def train_and_evaluate(
                 window, began = metrics.StepMetrics.empty(), time.monotonic()
             if last:
                 break
-        test = evaluate()
-        if start < num_steps:  # or this was logged by the run before
-            log("test", test)
-    return state, {
-        "step": int(state.step),
-        "resumed_from": start,
-        "test_accuracy": float(test["accuracy"]),
-        "test_loss": float(test["loss"]),
-        "skipped": int(state.opt_state.total_notfinite),
-        "scale": float(state.scaler["scaler"]),
-    }
+        summary = {
+            "step": int(state.step),
+            "resumed_from": start,
+            "skipped": int(state.opt_state.total_notfinite),
+            "scale": float(state.scaler["scaler"]),
+        }
+        if not told_to_stop:
+            test = evaluate()
+            log("test", test)  # also if the run before has saved its last step
+            summary |= {f"test_{name}": float(test[name]) for name in test}
+    return state, summary

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import flax_amp
 from configs.char_lm import get_config
 from examples.char_lm import curves, data, train
 from examples.char_lm.model import forward, loss_fn
@@ -157,15 +158,39 @@ def test_char_lm_resumes_to_the_bit(api, tmp_path):
     assert summary["step"] == 4 and 5 < summary["bits"] < 12
     assert len(summary["sample"]) == 16 + 5
     broken = tmp_path / "broken"
-    stopped, _ = train.train_and_evaluate(config, broken, should_stop=lambda s: s == 3)
-    assert int(stopped.step) == 3
+    stopped, saved = train.train_and_evaluate(
+        config, broken, should_stop=lambda step: step == 3
+    )
+    assert int(stopped.step) == saved["step"] == 3
+    assert "bits" not in saved and "sample" not in saved  # it only saves
     resumed, again = train.train_and_evaluate(config, broken)
     assert again == summary | {"resumed_from": 3}
     for leaf, expected in zip(*map(jax.tree.leaves, (resumed, straight)), strict=True):
         np.testing.assert_array_equal(leaf, expected)
     logged = metrics.read(broken)["test/bits"]
-    assert [step for step, _ in logged] == [2, 3, 4]
+    assert [step for step, _ in logged] == [2, 4]
     assert logged[-1][1] == pytest.approx(summary["bits"])
+
+
+@pytest.mark.slow
+def test_char_lm_logs_what_is_stuck_and_a_stop_at_the_end(tmp_path, monkeypatch):
+    config = small(layers=1, sample_chars=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(flax_amp, "check_progress", raise_stuck)
+        with pytest.raises(flax_amp.StuckError):
+            train.train_and_evaluate(config, tmp_path / "stuck")
+    assert [s for s, _ in metrics.read(tmp_path / "stuck")["train/loss"]] == [2]
+
+    late = tmp_path / "late"
+    train.train_and_evaluate(config, late, should_stop=lambda step: step == 4)
+    assert [step for step, _ in metrics.read(late)["test/bits"]] == [2]
+    _, summary = train.train_and_evaluate(config, late)
+    assert summary["step"] == summary["resumed_from"] == 4 and "sample" in summary
+    assert [step for step, _ in metrics.read(late)["test/bits"]] == [2, 4]
+
+
+def raise_stuck(*_):
+    raise flax_amp.StuckError("stuck")
 
 
 def flags(workdir, **settings):
@@ -187,7 +212,7 @@ def test_char_lm_saves_and_ends_on_sigterm(tmp_path):
         process.stdout.read()
     assert process.returncode == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert 2 <= summary["step"] < 100000
+    assert 2 <= summary["step"] < 100000 and "sample" not in summary
     assert (tmp_path / "checkpoints" / str(summary["step"])).is_dir()
 
 

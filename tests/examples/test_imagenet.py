@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import flax_amp
 from configs.imagenet import default
 from examples.imagenet import input_pipeline, model, train
 from flax_amp import metrics
@@ -121,14 +122,58 @@ def test_imagenet_trains_on_eight_devices_and_resumes(tmp_path):
     for leaf in jax.tree.leaves(straight):
         assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == 8
     broken = tmp_path / "broken"
-    train.train_and_evaluate(small(), broken, should_stop=lambda step: step == 2)
+    _, saved = train.train_and_evaluate(
+        small(), broken, should_stop=lambda step: step == 2
+    )
+    assert saved["step"] == 2 and "test_loss" not in saved  # it only saves
     resumed, again = train.train_and_evaluate(small(), broken)
     assert again == summary | {"resumed_from": 2}
     for leaf, expected in zip(*map(jax.tree.leaves, (resumed, straight)), strict=True):
         np.testing.assert_array_equal(leaf, expected)
     logged = metrics.read(broken)
     assert [step for step, _ in logged["train/loss"]] == [2, 3]
-    assert logged["train/images_per_s"][0][1] > 0
+    assert [step for step, _ in logged["test/loss"]] == [3]
+
+
+@pytest.mark.slow
+def test_imagenet_times_its_images_alone(tmp_path, monkeypatch):
+    seconds, saved = [], flax_amp.checkpoint.save
+
+    class Slow(input_pipeline.Synthetic):
+        def train(self, first_step):
+            for batch in super().train(first_step):
+                seconds.append(1)
+                yield batch
+
+        def test(self):
+            seconds.append(100)
+            return super().test()
+
+    def slow_save(*args):
+        seconds.append(100)
+        return saved(*args)
+
+    clock = SimpleNamespace(monotonic=lambda: sum(seconds))
+    monkeypatch.setattr(train, "time", clock)
+    monkeypatch.setattr(input_pipeline, "Synthetic", Slow)
+    monkeypatch.setattr(flax_amp.checkpoint, "save", slow_save)
+    config = small(num_train_steps=25, log_every_steps=5, checkpoint_epochs=2)
+    train.train_and_evaluate(config, tmp_path)
+    assert sum(seconds) == 25 + 100 * (2 + 4)  # two are saved, each epoch is tested
+    found = metrics.read(tmp_path)["train/images_per_s"]
+    steps = [5, 8, 10, 15, 16, 20, 24, 25]  # those of 8 end an epoch
+    assert found == [(step, config.batch_size) for step in steps]
+
+
+@pytest.mark.slow
+def test_imagenet_logs_what_is_stuck(tmp_path, monkeypatch):
+    def raise_stuck(*_):
+        raise flax_amp.StuckError("stuck")
+
+    monkeypatch.setattr(flax_amp, "check_progress", raise_stuck)
+    with pytest.raises(flax_amp.StuckError):
+        train.train_and_evaluate(small(), tmp_path)
+    assert [step for step, _ in metrics.read(tmp_path)["train/loss"]] == [2]
 
 
 @pytest.mark.slow
