@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     workdir = pathlib.Path(WORKDIR.value).resolve()
     workdir.mkdir(parents=True, exist_ok=True)
 
-    # On SIGTERM (a preempted machine), finish the step, save and end.
+    # On SIGTERM (a preempted machine), finish the step, save, evaluate and end.
     told_to_stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
 
