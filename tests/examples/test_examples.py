@@ -1,5 +1,6 @@
 """The examples: each trains a few steps, resumes to the bit, refuses bad settings."""
 
+import ast
 import json
 import re
 import signal
@@ -183,6 +184,23 @@ def test_every_setting_is_explained():
 def test_example_files_are_short():
     for path in (ROOT / "examples").rglob("*.py"):
         assert len(path.read_text().splitlines()) <= 150, path
+
+
+def test_examples_log_before_they_may_raise():
+    """`check_progress` may raise, and what was logged before shows why."""
+    found = 0
+    for path in (ROOT / "examples").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            body = getattr(node, "body", [])
+            body = list(map(ast.unparse, body)) if isinstance(body, list) else []
+            for index, line in enumerate(body):
+                if line.startswith("flax_amp.check_progress("):
+                    found += 1
+                    late = [
+                        x for x in body[index:] if re.match(r"(log|say|print)\(", x)
+                    ]
+                    assert not late, f"{path.name}: after check_progress: {late}"
+    assert found == 7
 
 
 def command(workdir, *flags):
