@@ -44,10 +44,11 @@ class StepMetrics(clu_metrics.Collection):
 
     Attributes:
       steps: the numbers of finite and of skipped steps.
-      totals, last: the sums over finite steps and the last values, as one array each,
+        After them `skipped_total`, if it is reported: a float32 counts to 2**24.
+      means, last: the means over finite steps and the last values, as one array each,
         because every array costs time in each step.
       own: the metrics of clu in `aux`, by name.
-      names: those of `totals` and of `last`.
+      names: those of `means`, of `last`, and of what follows in `steps`.
 
     Example:
       >>> metrics = {"loss": jnp.float32(2), "grads_finite": jnp.bool_(True)}
@@ -58,17 +59,15 @@ class StepMetrics(clu_metrics.Collection):
     """
 
     steps: Any
-    totals: Any
+    means: Any
     last: Any
     own: dict[str, Any]
-    names: tuple[tuple[str, ...], tuple[str, ...]] = flax.struct.field(
-        pytree_node=False
-    )
+    names: tuple[tuple[str, ...], ...] = flax.struct.field(pytree_node=False)
 
     @classmethod
     def empty(cls) -> "StepMetrics":
         """Returns a collection without any step."""
-        return cls(None, None, None, None, own={}, names=((), ()))
+        return cls(None, None, None, None, own={}, names=((), (), ()))
 
     @classmethod
     def _from_model_output(cls, **metrics: Any) -> "StepMetrics":
@@ -79,10 +78,18 @@ class StepMetrics(clu_metrics.Collection):
                 "returns."
             )
         finite = jnp.bool_(metrics.pop("grads_finite"))
-        totals, last, own = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        if finite.ndim:
+            raise ValueError(
+                f"StepMetrics: 'grads_finite' has the shape {finite.shape}; expected "
+                "the scalar of one step. For steps that are stacked, call jax.vmap("
+                "lambda m: StepMetrics.single_from_model_output(**m))(stacked).reduce()"
+                "."
+            )
+        means, last, own = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        counts = dict[str, Any]()
         for name, value in metrics.items():
             ours = _LAST.get(name, name)
-            if ours in {"skip_rate", *totals, *last, *own}:
+            if ours in {"skip_rate", *means, *last, *own, *counts}:
                 raise ValueError(
                     f"StepMetrics: two metrics are named {ours!r} here, one of them "
                     f"{name!r} in aux; expected one. Rename it."
@@ -91,13 +98,15 @@ class StepMetrics(clu_metrics.Collection):
                 own[ours] = value
             elif _is_real_scalar(value):
                 is_last = name in _LAST or name.startswith("hyperparams/")
-                (last if is_last else totals)[ours] = jnp.float32(value)
-        names = (tuple(sorted(totals)), tuple(sorted(last)))  # in whatever order given
-        sums = jnp.float32([totals[name] for name in names[0]])
+                kind = last if is_last else means
+                (counts if ours == "skipped_total" else kind)[ours] = value
+        # Sorted, in whatever order they are given.
+        names = tuple(tuple(sorted(kind)) for kind in (means, last, counts))
+        values = jnp.float32([means[name] for name in names[0]])
         return cls(
             _reduction_counter=None,  # `steps` tells what clu uses it for
-            steps=jnp.int32([finite, ~finite]),
-            totals=jnp.where(finite, sums, 0),
+            steps=jnp.int32([finite, ~finite, *counts.values()]),
+            means=jnp.where(finite, values, 0),
             last=jnp.float32([last[name] for name in names[1]]),
             own=own,
             names=names,
@@ -110,10 +119,15 @@ class StepMetrics(clu_metrics.Collection):
           metrics: what the step returned, and scalars of your own.
 
         Raises:
-          ValueError: if `grads_finite` is not in it, or if the names are not those of
-            the steps before.
+          TypeError: if a value is no number, array or metric, such as a string.
+          ValueError: if `grads_finite` is not in it or is no scalar, or if the names
+            are not those of the steps before.
         """
-        return _add(self, dict(metrics))
+        try:
+            return _add(self, dict(metrics))
+        except TypeError:  # only then, as looking at each value takes time
+            _check_values(metrics)
+            raise
 
     def merge(self, other: "StepMetrics") -> "StepMetrics":
         """Returns a collection of the steps of both; `other` is the later one."""
@@ -125,10 +139,13 @@ class StepMetrics(clu_metrics.Collection):
             either = jnp.where(other.steps[0] > 0, others, mine)
             return jnp.where((self.steps[0] > 0) & (other.steps[0] > 0), merged, either)
 
+        steps = self.steps[:2] + other.steps[:2]
+        share = other.steps[0] / jnp.maximum(steps[0], 1)
         merged = {name: own.merge(other.own[name]) for name, own in self.own.items()}
         return other.replace(  # type: ignore[attr-defined]
-            steps=self.steps + other.steps,
-            totals=self.totals + other.totals,
+            steps=jnp.concatenate([steps, other.steps[2:]]),
+            # Not a sum, which overflows, and loses digits over many steps.
+            means=self.means + (other.means - self.means) * share,
             own=jax.tree.map(choose, self.own, other.own, merged),
         )
 
@@ -170,6 +187,16 @@ def _is_real_scalar(value: Any) -> bool:
     return isinstance(value, bool | int | float)
 
 
+def _check_values(metrics: Mapping[str, Any]) -> None:
+    known = (np.generic, np.ndarray, jax.Array, bool, int, float, complex)
+    for name, value in metrics.items():
+        if not all(isinstance(leaf, known) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"StepMetrics: {name!r} is {value!r}; expected a number, an array or a "
+                "metric of clu. Leave it out."
+            )
+
+
 def _check_same_names(one: StepMetrics, other: StepMetrics) -> None:
     kinds = zip((*one.names, one.own), (*other.names, other.own), strict=True)
     if different := sorted(set().union(*({*a} ^ {*b} for a, b in kinds))):
@@ -186,8 +213,9 @@ def _add(window: StepMetrics, metrics: Mapping[str, Any]) -> StepMetrics:
 
 @jax.jit
 def _compute(window: StepMetrics) -> dict[str, jax.Array]:
-    finite, skipped = window.steps
-    values = [*(window.totals / finite), *window.last]
+    finite, skipped, *counts = window.steps
+    means = jnp.where(finite > 0, window.means, jnp.nan)
+    values = [*means, *window.last, *counts]
     found = dict(zip(sum(window.names, ()), values, strict=True))
     found["skip_rate"] = skipped / (finite + skipped)
     for name, metric in window.own.items():

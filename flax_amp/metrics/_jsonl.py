@@ -1,5 +1,6 @@
 """Metrics as JSON lines: written so that a kill does no harm, and read back."""
 
+import bisect
 import json
 import math
 import os
@@ -8,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers
+from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers, to_step
 
 _NAME = "metrics.jsonl"
 
@@ -18,11 +19,12 @@ class JsonlWriter(MetricWriter):
 
     A line is `{"step": 50, "wall_time": 1767225600.5, "loss": 0.25, ...}`, or
     `{"hparams": {...}}`. NaN and infinities are `null`, since JSON has no other word.
+    The file is opened for each line: other writers may add to it, or replace it.
 
     Args:
       logdir: the folder.
       first_step: lines of this step and later ones are dropped first, in one atomic
-        replacement of the file, together with a line that a kill has cut.
+        replacement of the file. A line that a kill has cut is always dropped.
 
     Example:
       >>> import tempfile
@@ -36,33 +38,33 @@ class JsonlWriter(MetricWriter):
     def __init__(
         self, logdir: str | os.PathLike[str], *, first_step: int | None = None
     ) -> None:
-        path = Path(logdir) / _NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _drop_lines(path, math.inf if first_step is None else first_step)
-        self._file = path.open("a", encoding="utf-8")
+        first_step = None if first_step is None else to_step(first_step, "first_step")
+        self._path = Path(logdir) / _NAME
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(self._path)
+        if first_step is not None:
+            _drop_lines(self._path, first_step)
 
     def write_scalars(self, step: int, scalars: Scalars) -> None:
-        now = {"step": int(step), "wall_time": round(time.time(), 3)}
-        self._write({**now, **to_numbers(scalars), **now})
+        now = {"step": to_step(step), "wall_time": round(time.time(), 3)}
+        self._write({**now, **to_numbers(scalars)})
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
         self._write({"hparams": dict(hparams)})
 
     def _write(self, line: Mapping[str, Any]) -> None:
+        self._check_open()
         text = json.dumps(_without_nan(line), allow_nan=False, default=str)
-        self._file.write(text + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
     """Returns the scalars that a run has logged: `{name: [(step, value), ...]}`.
 
-    Steps rise. Of a step that was written twice, because a run was resumed without a
-    `first_step`, the later value counts, and what followed the earlier one is dropped.
+    Steps rise, in whatever order they were written. Of a step that was written twice,
+    because a run was resumed without a `first_step`, the later value counts, and what
+    the earlier run wrote for later steps is dropped.
     A line that a kill has cut is skipped. `null` becomes NaN.
 
     Args:
@@ -81,12 +83,13 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     for _, line in _lines(path):
         for name, value in line.items():
-            if name in ("step", "wall_time", "hparams") or "step" not in line:
+            if name in ("step", "wall_time") or "step" not in line:
                 continue
-            series = found.setdefault(name, [])
-            while series and series[-1][0] >= line["step"]:
-                series.pop()
-            series.append((line["step"], math.nan if value is None else value))
+            series, step = found.setdefault(name, []), line["step"]
+            at = bisect.bisect_left(series, step, key=lambda entry: entry[0])
+            if at < len(series) and series[at][0] == step:
+                del series[at:]
+            series.insert(at, (step, math.nan if value is None else value))
     return found
 
 
@@ -102,12 +105,24 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield text, line
 
 
-def _drop_lines(path: Path, first_step: float) -> None:
+def _drop_cut_line(path: Path) -> None:
+    """Drops it in place: another writer may add lines at the same time."""
+    with path.open("a+b") as file:
+        file.seek(0)
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+
+
+def _drop_lines(path: Path, first_step: int) -> None:
+    lines = list(_lines(path))
+    kept = [text for text, line in lines if line.get("step", -math.inf) < first_step]
+    if len(kept) == len(lines):
+        return
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        for text, line in _lines(path):
-            if line.get("step", -math.inf) < first_step:
-                file.write(text)
+        file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

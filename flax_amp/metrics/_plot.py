@@ -46,17 +46,18 @@ def plot(
 
     Args:
       runs: the folders of the runs, as `create_writer` gets them.
-      out: the file, whose ending is the format, such as `.png` or `.svg`. By default
-        `plot.png`, in the folder of the run; here, if there are several.
+      out: the file, whose ending is the format, such as `.png` or `.svg`; or a
+        folder, for `plot.png` in it. By default that of the run; this one, if there
+        are several.
 
     Returns:
       The path of the file.
 
     Raises:
-      FileNotFoundError: if a run has no `metrics.jsonl`.
+      FileNotFoundError: if a run has no `metrics.jsonl`, or `out` no folder.
       ImportError: if matplotlib is not installed.
-      ValueError: if the runs have logged none of these metrics, or if the format is
-        unknown.
+      ValueError: if no run is given, if the runs have logged none of these metrics, or
+        if the format is unknown.
     """
     try:
         from matplotlib.figure import Figure
@@ -65,20 +66,43 @@ def plot(
             "plot: matplotlib is not installed; expected it, to draw with. Run "
             "`pip install 'flax_amp[plot]'`."
         ) from error
+    if not runs:
+        raise ValueError("plot: got no run; expected the folder of one, or of several.")
+    path = _target(runs, out)
     panels = _find_lines(runs)
     if not panels:
         raise ValueError(
-            f"plot: {', '.join(map(str, runs)) or 'no run'} has logged none of "
+            f"plot: {', '.join(map(str, runs))} has logged none of "
             f"{', '.join(_PANELS)}; expected one of them at least. Log what "
             "flax_amp.metrics.StepMetrics computes."
         )
-    figure = _picture(Figure, runs, panels)
+    _picture(Figure, runs, panels).savefig(path, dpi=150)
+    return path
+
+
+def _target(
+    runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None
+) -> Path:
+    """Returns the path of the picture, whose folder and format are known to exist."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
     if out is None:
         first = Path(runs[0])
         folder = first if first.is_dir() else first.parent
-        out = (folder if len(runs) == 1 else Path()) / "plot.png"
+        out = folder if len(runs) == 1 else Path()
     path = Path(out)
-    figure.savefig(path, dpi=150)
+    path = path / "plot.png" if path.is_dir() else path
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"plot: the folder {path.parent} of out does not exist; expected one that "
+            "does. Make it first."
+        )
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(
+            f"plot: out is {str(path)!r}, whose ending {path.suffix!r} is no format; "
+            f"expected one of {', '.join(sorted(formats))}, such as plot.png."
+        )
     return path
 
 

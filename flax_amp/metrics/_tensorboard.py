@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers
+from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers, to_step
 
 try:
     from tensorboardX import summary
@@ -78,16 +78,19 @@ class TensorBoardWriter(MetricWriter):
         num_buckets: Mapping[str, int] | None = None,
     ) -> None:
         for name, array in arrays.items():
-            bins = (num_buckets or {}).get(name, 30)
-            made = summary.histogram(name, np.asarray(array, np.float32), bins)
-            self._write(step, summary=made)
+            values = np.asarray(array, np.float64)
+            values = values[np.isfinite(values)]
+            if values.size:  # what cannot be shown is ignored
+                bins = (num_buckets or {}).get(name, 30)
+                self._write(step, summary=summary.histogram(name, values, bins))
 
     def _write(self, step: int, **what: Any) -> None:
-        self._events.write_event(Event(wall_time=time.time(), step=int(step), **what))
-        self._events.flush()
-
-    def flush(self) -> None:
+        self._check_open()
+        event = Event(wall_time=time.time(), step=to_step(step), **what)
+        self._events.write_event(event)
         self._events.flush()
 
     def close(self) -> None:
-        self._events.close()
+        if not self._is_closed:
+            super().close()
+            self._events.close()

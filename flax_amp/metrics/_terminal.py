@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers
+from flax_amp.metrics._writers import MetricWriter, Scalars, to_numbers, to_step
 
 
 class TerminalWriter(MetricWriter):
@@ -49,9 +49,10 @@ class TerminalWriter(MetricWriter):
         self._live: Live | None = None
 
     def write_scalars(self, step: int, scalars: Scalars) -> None:
+        self._check_open()
+        step, groups = to_step(step), _grouped(to_numbers(scalars))
         if not self._times or step > self._times[-1][0]:
             self._times.append((step, time.monotonic()))
-        groups = _grouped(to_numbers(scalars))
         if not self._console.is_terminal:
             line = [
                 *self._progress(step),
@@ -69,6 +70,7 @@ class TerminalWriter(MetricWriter):
         self._live.refresh()
 
     def close(self) -> None:
+        super().close()
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -5,7 +5,6 @@ signatures, and everything that takes a writer of clu takes these, and the rever
 """
 
 import contextlib
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +18,11 @@ Scalars = Mapping[str, Any]
 class MetricWriter:
     """The methods of clu's `MetricWriter`; what a writer cannot show, it ignores.
 
-    It is a context manager, too, which closes it.
+    It is a context manager, too, which closes it. A writer of this package raises
+    ValueError when it is used after `close`; to close it again does nothing.
     """
+
+    _is_closed = False
 
     def write_scalars(self, step: int, scalars: Scalars) -> None:
         """Writes one number for each name."""
@@ -40,7 +42,7 @@ class MetricWriter:
         arrays: Mapping[str, Any],
         num_buckets: Mapping[str, int] | None = None,
     ) -> None:
-        """Writes histograms of arrays."""
+        """Writes histograms of the finite values of arrays."""
 
     def write_audios(
         self, step: int, audios: Mapping[str, Any], *, sample_rate: int
@@ -63,6 +65,14 @@ class MetricWriter:
 
     def close(self) -> None:
         """Flushes and ends; nothing may be written afterwards."""
+        self._is_closed = True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(
+                f"{type(self).__name__}: the writer is closed; expected an open one. "
+                "Write before close(), or create another."
+            )
 
     def __enter__(self) -> Any:
         return self
@@ -73,6 +83,7 @@ class MetricWriter:
 
 def _for_all(name: str) -> Any:
     def method(self: "MultiWriter", *args: Any, **kwargs: Any) -> None:
+        self._check_open()
         for writer in self.writers:
             getattr(writer, name)(*args, **kwargs)
 
@@ -104,9 +115,10 @@ class MultiWriter(MetricWriter):
         self.writers = tuple(map(_as_writer, writers))
 
     def write_scalars(self, step: int, scalars: Scalars) -> None:
-        numbers = to_numbers(scalars)
+        self._check_open()
+        step, numbers = to_step(step), to_numbers(scalars)
         for writer in self.writers:
-            writer.write_scalars(int(step), numbers)
+            writer.write_scalars(step, numbers)
 
     write_hparams = _for_all("write_hparams")
     write_texts = _for_all("write_texts")
@@ -118,6 +130,9 @@ class MultiWriter(MetricWriter):
     flush = _for_all("flush")
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        super().close()
         with contextlib.ExitStack() as stack:  # one that fails does not stop the others
             for writer in self.writers:
                 stack.callback(writer.close)
@@ -153,23 +168,50 @@ def _as_writer(given: Any) -> Any:
     )
 
 
+def to_step(step: Any, what: str = "step") -> int:
+    """Returns an integer, such as an array of one, as one of Python."""
+    return _number(what, step, "an integer", np.integer)
+
+
 def to_numbers(scalars: Scalars) -> dict[str, Any]:
     """Fetches all scalars at once, as numbers of Python."""
-    numbers = {}
+    for name in scalars:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"write_scalars: {name!r} is the name of a scalar; expected a string."
+            )
+        if name in ("step", "wall_time"):
+            raise ValueError(
+                f"write_scalars: a scalar is named {name!r}, which is what "
+                "metrics.jsonl adds to each line; expected another name. Rename it."
+            )
     # As a list, since a dict would come back with its keys sorted.
     fetched = jax.device_get(list(scalars.values()))
-    for name, value in zip(scalars, fetched, strict=True):
-        if np.size(value) != 1:
-            raise ValueError(
-                f"write_scalars: {name!r} has the shape {np.shape(value)}; expected a "
-                "scalar. Reduce it, or use write_histograms."
-            )
-        number = np.asarray(value).reshape(())[()]
-        # The shortest text of a float32: 0.9, not 0.8999999761581421.
-        numbers[name] = (
-            float(str(number)) if number.dtype.kind == "f" else number.item()
+    return {
+        name: _number(repr(name), value, "a real number", *_REAL)
+        for name, value in zip(scalars, fetched, strict=True)
+    }
+
+
+_REAL = (np.floating, np.integer, np.bool_)
+
+
+def _number(what: str, value: Any, expected: str, *kinds: Any) -> Any:
+    array = np.asarray(value)
+    if array.size != 1:
+        raise ValueError(
+            f"metrics: {what} has the shape {array.shape}; expected a scalar. "
+            "Reduce it, or use write_histograms."
         )
-    return numbers
+    if not any(jax.dtypes.issubdtype(array.dtype, kind) for kind in kinds):
+        raise TypeError(
+            f"metrics: {what} is {value!r}; expected {expected}. Convert it, or leave "
+            "it out."
+        )
+    number = array.reshape(())[()]
+    # The shortest text of a float32: 0.9, not 0.8999999761581421.
+    is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
+    return float(str(number)) if is_float else int(number)
 
 
 def create_writer(
@@ -214,10 +256,10 @@ def create_writer(
     """
     from flax_amp import metrics  # its files import this one
 
+    first_step = None if first_step is None else to_step(first_step, "first_step")
     if jax.process_index() != 0:
         return MultiWriter([])
     given = MultiWriter(writers).writers
-    first_step = None if first_step is None else operator.index(first_step)
     kinds: list[Any] = [metrics.JsonlWriter]
     if tensorboard:
         kinds.append(metrics.TensorBoardWriter)  # may fail, before a file is open

@@ -123,14 +123,27 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     for arguments, message in (
         ([str(nothing)], "has logged none of loss, scale.*; expected one of them"),
         (["missing"], "missing does not exist; expected a folder with metrics.jsonl"),
-        ([str(run), "--out", "x.doc"], "doc.*png"),
-        ([str(run), "--out", "no/x.png"], "No such file"),
+        ([str(run), "--out", "x.doc"], r"ending '.doc' is no format; expected.*png"),
+        ([str(run), "--out", "noext"], r"out is 'noext', whose ending '' is no form"),
+        ([str(run), "--out", "no/x.png"], "folder no of out does not exist; expected"),
     ):
         assert __main__.main(["plot", *arguments]) == 2
         assert re.search(message, capsys.readouterr().err)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert __main__.main(["plot", str(run)]) == 2
     assert re.search(r"not installed.*flax_amp\[plot\]", capsys.readouterr().err)
+
+
+def test_out_may_be_a_folder_and_a_run_must_be_given(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "v1.0"
+    write(run, [step(1)])
+    other.mkdir()
+    assert metrics.plot(run, out=other) == other / "plot.png"
+    assert metrics.plot(run, out=other / "x.PNG").is_file()
+    found = sorted(path.name for path in tmp_path.rglob("*"))
+    assert found == ["metrics.jsonl", "plot.png", "run", "v1.0", "x.PNG"]
+    with pytest.raises(ValueError, match="plot: got no run; expected the folder of"):
+        metrics.plot()
 
 
 @pytest.mark.slow

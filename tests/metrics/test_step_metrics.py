@@ -233,6 +233,36 @@ def test_replicated_metrics_of_a_mesh(mesh):
     assert computed(gather(steps))["loss"] == 2.0
 
 
+@pytest.mark.parametrize(("value", "steps"), [(0.1, 200_001), (2e38, 5)])
+def test_a_long_window_neither_drifts_nor_overflows(value, steps):
+    step = report(value / 2)
+    window, _ = jax.lax.scan(
+        lambda w, _: (w.add(step), None), gather([step]), length=steps - 1
+    )
+    assert computed(window)["grad_norm"] == pytest.approx(value, rel=1e-6)
+    assert computed(window.merge(window))["grad_norm"] == pytest.approx(value, rel=1e-6)
+
+
+def test_a_mean_of_unequal_windows():
+    values = np.random.default_rng(0).normal(size=300).astype(np.float32)
+    whole = gather([report(x, i % 3 > 0) for i, x in enumerate(values)])
+    both = gather([report(x, i % 3 > 0) for i, x in enumerate(values[:10])])
+    both = both.merge(
+        gather([report(x, i % 3 != 2) for i, x in enumerate(values[10:])])
+    )
+    expected = np.delete(values, np.s_[::3]).mean(dtype=np.float64)
+    for window in (whole, both):
+        assert computed(window)["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_skipped_steps_are_counted_exactly():
+    count = 2**24 + 1
+    window = gather([report(1.0, skipped_total=jnp.int32(n)) for n in (3, count)])
+    assert int(window.compute()["skipped_total"]) == count
+    with pytest.raises(ValueError, match=r"\['skipped_total'\] are not in all steps"):
+        window.add(report(1.0))
+
+
 def test_messages():
     with pytest.raises(ValueError, match=r"\['loss'\], without 'grads_finite'; exp"):
         StepMetrics.empty().add({"loss": 1.0})
@@ -240,6 +270,12 @@ def test_messages():
         StepMetrics.empty().add(report(1.0, scale=1.0) | {"scale": 3.0})
     with pytest.raises(ValueError, match=r"\['own'\] are not in all steps; expected"):
         gather([report(1.0), report(1.0, own=1.0)])
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x, x]), report(1.0))
+    with pytest.raises(ValueError, match=r"has the shape \(3,\); expected the scalar"):
+        StepMetrics.empty().add(stacked)
+    for window in (StepMetrics.empty(), gather([report(1.0)])):
+        with pytest.raises(TypeError, match=r"'note' is 'x'; expected a number.*Leave"):
+            window.add(report(1.0, note="x"))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         flax_amp.metrics.nothing  # noqa: B018
     assert "StepMetrics" in dir(flax_amp.metrics)
