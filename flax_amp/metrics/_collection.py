@@ -144,7 +144,7 @@ class StepMetrics(clu_metrics.Collection):
         merged = {name: own.merge(other.own[name]) for name, own in self.own.items()}
         return other.replace(  # type: ignore[attr-defined]
             steps=jnp.concatenate([steps, other.steps[2:]]),
-            # Not a sum, which overflows, and loses digits over many steps.
+            # Not a sum, which overflows, and loses more digits over many steps.
             means=self.means + (other.means - self.means) * share,
             own=jax.tree.map(choose, self.own, other.own, merged),
         )

@@ -234,7 +234,7 @@ def test_replicated_metrics_of_a_mesh(mesh):
 
 
 @pytest.mark.parametrize(("value", "steps"), [(0.1, 200_001), (2e38, 5)])
-def test_a_long_window_neither_drifts_nor_overflows(value, steps):
+def test_equal_values_neither_drift_nor_overflow(value, steps):
     step = report(value / 2)
     window, _ = jax.lax.scan(
         lambda w, _: (w.add(step), None), gather([step]), length=steps - 1

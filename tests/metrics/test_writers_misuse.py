@@ -1,6 +1,7 @@
 """Writers that share a folder, and what is given to them wrongly."""
 
 import io
+import os
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +50,16 @@ def test_writers_share_a_folder(tmp_path, first_step):
     assert metrics.read(tmp_path)["eval"] == [(1, 2.0)]
 
 
-def test_a_file_is_replaced_only_if_lines_are_dropped(tmp_path):
+def test_a_file_is_replaced_only_if_lines_are_dropped(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", None)
     with metrics.JsonlWriter(tmp_path) as writer:
         writer.write_scalars(1, {"x": 1.0})
     path = tmp_path / "metrics.jsonl"
-    before = path.stat().st_ino
     with path.open("a") as file:
         file.write('{"step": 2, "x"')  # cut by a kill
     for first_step in (None, 2):
         metrics.JsonlWriter(tmp_path, first_step=first_step).close()
-    assert path.stat().st_ino == before and path.read_text().count("\n") == 1
-    assert path.read_text().endswith("}\n")
+    assert path.read_text().count("\n") == 1 and path.read_text().endswith("}\n")
 
 
 @pytest.mark.parametrize(
