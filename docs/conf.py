@@ -68,7 +68,9 @@ def _as_restructured_text(app, what, name, obj, options, lines):
 def _link_to_copies(app, docname, source):
     """Lets links to pages outside of this folder lead to their copies."""
     if not docname.startswith("_repository"):
-        source[0] = re.sub(r"\]\(\.\./(?=flax_amp|benchmarks)", "](_repository/", source[0])
+        source[0] = re.sub(
+            r"\]\(\.\./(?=flax_amp|benchmarks)", "](_repository/", source[0]
+        )
 
 
 def setup(app):

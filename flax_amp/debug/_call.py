@@ -27,11 +27,19 @@ T = TypeVar("T")
 
 
 class Target(NamedTuple):
-    """A function and, if they are known already, its arguments."""
+    """What the user asks a tool about.
+
+    Attributes:
+      name: the name of the user's function.
+      fun: the function to call.
+      args: its arguments, if they are known already.
+      without_scopes: `fun` without scopes of its own, if it opens any.
+    """
 
     name: str
     fun: Callable[..., Any]
     args: tuple[Any, ...] | None = None
+    without_scopes: Callable[..., Any] | None = None
 
 
 def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
@@ -56,7 +64,9 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
         name = getattr(loss_fn, "__name__", "loss_fn")
         refuse_rewritten(f"{caller}: {name}", loss_fn)
         check_function(loss_fn, f"{caller}: loss_fn")
-        return Target(name, _of_step(loss_fn), (fun.params, fun, batch))
+        args = fun.params, fun, batch
+        nameless = _of_step(loss_fn, open_scopes=False)
+        return Target(name, _of_step(loss_fn, open_scopes=True), args, nameless)
     if step or not callable(fun):
         raise TypeError(
             f"{caller}: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
@@ -68,20 +78,22 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     return Target(name, fun)
 
 
-def _of_step(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _of_step(loss_fn: Callable[..., Any], *, open_scopes: bool) -> Callable[..., Any]:
     @functools.wraps(loss_fn)
     def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
         variables = state.variables
         target, out = call_user_fn(
-            loss_fn, state, params, variables, batch, rngs, open_scopes=True
+            loss_fn, state, params, variables, batch, rngs, open_scopes=open_scopes
         )
         loss, aux = _split(out)
         # Updated variables are a part of the result of a step.
         if state.graphdef is not None:
             return loss, _StepAux(aux, variables_of(target, params))
-        aux = dict(aux) if isinstance(aux, Mapping) else aux
-        updates = aux.pop("variables", {}) if isinstance(aux, dict) else {}
+        updates: Any = {}
+        if isinstance(aux, Mapping):
+            aux = dict(aux)
+            updates = aux.pop("variables", {})
         return loss, _StepAux(aux, updates)
 
     del pure.__wrapped__  # type: ignore[attr-defined]  # its arguments are its own
@@ -127,6 +139,8 @@ def with_scopes(
 
     def call(open_scopes: bool) -> T:
         fun = target.fun
+        if not open_scopes and target.without_scopes is not None:
+            fun = target.without_scopes
         return use(_UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
 
     try:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,13 @@ def _explain(args: argparse.Namespace) -> int:
 def _function(target: str) -> Callable[[], Any]:
     """Returns the function that a target names."""
     module, _, name = target.partition(":")
-    module = module.rstrip("/").removesuffix(".py").replace("/", ".")
+    if os.sep in module:
+        module = os.path.relpath(module)
+        if module.startswith(".."):
+            raise ValueError(
+                f"it is outside of {os.getcwd()}; expected a module, or a path below."
+            )
+    module = module.removesuffix(".py").replace(os.sep, ".")
     function = getattr(importlib.import_module(module), name or "to_explain")
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}; expected a function.")

@@ -119,10 +119,11 @@ def explain(
     """
     word = fun.precision if isinstance(fun, AmpTrainState) else "16-mixed"
     compute_dtype = check_compute_dtype(compute_dtype_of(word, compute_dtype))
+    recompute = check_recompute(recompute)
     options = _Options(
         compute_dtype,
         Policy(amp_policy),
-        check_recompute(recompute) if compute_dtype != jnp.float32 else "never",
+        "never" if compute_dtype == jnp.float32 else recompute,
         is_wide(reduce_dtype, compute_dtype),
         merge_layers,
         backward,

@@ -27,4 +27,4 @@ class Matching:
         rows = self._rows.get(id(eqn.source_info.traceback), [])
         found = [row for row in rows if row.path == path]
         # What JAX takes out of a loop has lost the scopes around the loop.
-        return found or [row for row in rows if f"/{row.path}".endswith(path)]
+        return found or [row for row in rows if f"/{row.path}".endswith(f"/{path}")]

@@ -81,7 +81,7 @@ def _header(found: Explanation) -> RenderableType:
         without = size(found.stored_without_recompute.total()) or "nothing"
         grid.add_row(
             "stored",
-            f"{_by_dtype(totals.stored)}, for the gradient of argument 1; "
+            f"{_by_dtype(totals.stored)}, for the gradient of the first argument; "
             f"{without} if nothing were recomputed",
         )
     return grid

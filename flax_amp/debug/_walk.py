@@ -2,7 +2,7 @@
 
 Nothing is traced here. The walk knows in which dtype each operand arrives, and which
 rule decided; tests/debug/test_walk.py compares the dtypes of products with those of the
-program that `amp` emits. The casts are counted in that program (`_casts.py`).
+program that `amp` emits. The casts are counted in that program (`_emitted.py`).
 """
 
 import dataclasses
@@ -207,8 +207,9 @@ def flops(eqn: Eqn) -> int:
         return 0
     left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
     if name == "conv_general_dilated":
-        features = right.shape[params["dimension_numbers"].rhs_spec[0]]
-        return _int(2 * math.prod(out.shape) * (math.prod(right.shape) // features))
+        features = params["dimension_numbers"].rhs_spec[0]
+        terms = [n for i, n in enumerate(right.shape) if i != features]
+        return _int(2 * math.prod(out.shape) * math.prod(terms))
     if name == "dot_general":
         (_, contracting), (_, batch) = params["dimension_numbers"]
         shared = {*contracting, *batch}

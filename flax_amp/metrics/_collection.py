@@ -70,7 +70,7 @@ class StepMetrics(clu_metrics.Collection):
         return cls(None, None, None, None, own={}, names=((), (), ()))
 
     @classmethod
-    def _from_model_output(cls, **metrics: Any) -> "StepMetrics":
+    def _from_model_output(cls, /, **metrics: Any) -> "StepMetrics":
         if "grads_finite" not in metrics:
             raise ValueError(
                 f"StepMetrics: got metrics named {sorted(metrics)}, without "
@@ -208,7 +208,8 @@ def _check_same_names(one: StepMetrics, other: StepMetrics) -> None:
 
 @jax.jit
 def _add(window: StepMetrics, metrics: Mapping[str, Any]) -> StepMetrics:
-    return window.merge(type(window).single_from_model_output(**metrics))
+    # Not `single_from_model_output`, whose first argument has the name of a metric.
+    return window.merge(type(window)._from_model_output(**metrics))
 
 
 @jax.jit
@@ -223,5 +224,10 @@ def _compute(window: StepMetrics) -> dict[str, jax.Array]:
         inner = computed if isinstance(computed, Mapping) else {"": computed}
         for last, value in inner.items():
             key = f"{name}/{last}".rstrip("/")
+            if key in found:
+                raise ValueError(
+                    f"StepMetrics: two metrics are named {key!r}; expected one. Rename "
+                    "it."
+                )
             found[key] = jnp.where(finite > 0, value, jnp.nan)
     return found

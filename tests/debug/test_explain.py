@@ -139,6 +139,13 @@ def test_modules_that_must_be_equal_have_no_names():
 
     found = explain(stacked)(NNX(nnx.Rngs(0)), X)
     assert found.notes == ("modules have no names: the code needs equal modules",)
+
+    def loss(model, x):
+        return jnp.mean(stacked(model, x) ** 2)
+
+    state = flax_amp.AmpTrainState.create(model=NNX(nnx.Rngs(0)), tx=optax.sgd(0.1))
+    for tool in (explain, flax_amp.find_nonfinite, flax_amp.compare_precision):
+        assert tool(state, loss, X).notes == found.notes, tool
     policy = flax_amp.default_amp_policy | {"norm": jnp.float32}  # needs the names
     with pytest.raises(AssertionError):
         explain(stacked, amp_policy=policy)(NNX(nnx.Rngs(0)), X)
@@ -190,6 +197,10 @@ def test_rows():
         (lambda: explain(nnx_state(), 3, X), "explain: loss_fn is a int"),
         (lambda: explain(nnx_loss, compute_dtype=jnp.int8), "compute_dtype: got"),
         (lambda: explain(nnx_loss, recompute="no"), "recompute: got 'no'"),
+        (
+            lambda: explain(nnx_loss, recompute="no", compute_dtype=jnp.float32),
+            "recompute: got 'no'",
+        ),
         (lambda: explain(nnx_loss, reduce_dtype=jnp.int8), "reduce_dtype: got int8"),
         (lambda: FOUND.report(only="modules"), "got only='modules'"),
         (lambda: FOUND.report(depth=-1), "got depth=-1"),

@@ -132,7 +132,7 @@ def test_command(capsys, tmp_path):
 
 
 def test_command_for_a_state(capsys):
-    code, printed = run(capsys, "examples/digits", "--depth", "1")
+    code, printed = run(capsys, "./examples/digits", "--depth", "1")
     assert code == 0 and "ConvNet" in printed.out and "Conv_0" not in printed.out
 
 
@@ -163,6 +163,7 @@ def raising():
         (("debug/test_page:sound", "--html", "/no/such/page.html"), "No such file"),
         (("debug/test_page:sound", "--depth", "-1"), "got depth=-1"),
         ((":sound",), "Empty module name"),
+        (("../elsewhere.py:sound",), "it is outside of "),
     ],
 )
 def test_command_errors_are_one_line(capsys, arguments, message):

@@ -221,7 +221,7 @@ def test_what_is_not_known_is_not_nothing(fun, args, kwargs, reason):
     assert "not known" in note and reason in note
     assert "nothing" not in str(found) and "gradient of argument" not in str(found)
     known = " ".join(str(explain(scoped)(W, X)).split())  # lines may be wrapped
-    assert "for the gradient of argument 1;" in known
+    assert "for the gradient of the first argument;" in known
 
 
 def test_what_is_read_twice_again_and_again_is_followed_once():

@@ -263,6 +263,12 @@ def test_skipped_steps_are_counted_exactly():
         window.add(report(1.0))
 
 
+def test_a_metric_may_have_any_name():
+    window = gather([report(1.0, cls=2.0, self=3.0, metrics=4.0)])
+    found = window.compute()
+    assert [found[name] for name in ("cls", "self", "metrics")] == [2, 3, 4]
+
+
 def test_messages():
     with pytest.raises(ValueError, match=r"\['loss'\], without 'grads_finite'; exp"):
         StepMetrics.empty().add({"loss": 1.0})
