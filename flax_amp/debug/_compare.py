@@ -19,7 +19,12 @@ from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import FlatLoss, Target, read_target, with_scopes
-from flax_amp.debug._compare_model import Comparison, Setting, check_count
+from flax_amp.debug._compare_model import (
+    Comparison,
+    ModuleErrors,
+    Setting,
+    check_count,
+)
 from flax_amp.debug._compare_programs import Programs
 from flax_amp.debug._compare_taps import Passed
 from flax_amp.debug._explain import explain
@@ -32,6 +37,10 @@ from flax_amp.policy import (
 
 # A module whose own error is this many times the spacing of numbers at 1 stands out.
 _STANDS_OUT = 8
+_LARGEST = 65504.0  # in float16
+_MARGIN = 4  # gradients inside of modules may be this many times as large
+_LARGEST_SCALE = 2.0**24  # the default of `init_scaler`
+_ANY = jax.lax.add_p  # a primitive; scopes win over all
 
 
 def compare_precision(
@@ -50,8 +59,9 @@ def compare_precision(
     It runs both programs on the same arguments, and compares what passes between
     modules, forward and backward. It then runs the one in half precision again with
     the values of the other one at the borders of each module, which tells the error
-    that a module adds from the error that arrives at it. For the worst modules it
-    tries the entry of the policy that runs them in float32.
+    that a module adds from the error that arrives at it. As a remedy it tries a scale
+    at which gradients fit into float16, if they do not, and then the entries of the
+    policy that run the worst modules in float32.
 
     There are two ways to call it: `compare_precision(fun)(*args)`, where `fun` is the
     loss before `amp`, and `compare_precision(state, loss_fn, batch)` for the state and
@@ -71,7 +81,7 @@ def compare_precision(
       settings: other options of `amp` to compare, by a name for each, such as
         `{"sums in float32": dict(reduce_dtype=jnp.float32)}`. What one leaves out is as
         above.
-      remedies: for how many modules a remedy is tried.
+      remedies: for how many modules a remedy is tried; 0 for none at all.
 
     Returns:
       A `Comparison`, or a function that returns one. Print it, or see its methods
@@ -167,29 +177,38 @@ class _Call:
 
     def compare(self, settings: dict[str, Any], remedies: int) -> Comparison:
         programs, is_named = self._trace()
-        passed = programs.run(self.options, self.scale)
-        total = programs.differences(passed)
-        rows = [self._judge(programs, passed, "as it is", self.options)]
-        losses = float(programs.reference.loss), float(passed.loss)
-        del passed  # the device has room for two runs
-        own = programs.differences(programs.run(self.options, self.scale, forced=True))
-        modules = programs.modules(own, total, self.scale)
+        first, modules, loss = self._measure(programs, "as it is")
+        rows = [first]
         for name, options in settings.items():
             rows.append(self._run(programs, name, options))
-        dtype = self.options["compute_dtype"]
-        threshold = _STANDS_OUT * float(jnp.finfo(dtype).eps)
-        worst = _outermost(m.path for m in modules if m.path and m.harm > threshold)
+        tried = self._remedies(programs, first, modules, remedies) if remedies else ()
         return Comparison(
             name=self.target.name,
-            compute_dtype=dtype.name,
+            compute_dtype=self.options["compute_dtype"].name,
             scale=self.scale,
-            loss=losses,
+            loss=(float(programs.reference.loss), loss),
             modules=tuple(modules),
-            threshold=threshold,
+            threshold=self._threshold,
             settings=tuple(rows),
-            remedies=tuple(self._remedies(programs, worst[:remedies])),
+            remedies=tuple(tried),
             notes=tuple(_notes(programs, is_named)),
         )
+
+    @property
+    def _threshold(self) -> float:
+        return _STANDS_OUT * float(jnp.finfo(self.options["compute_dtype"]).eps)
+
+    def _measure(
+        self, programs: Programs, name: str
+    ) -> tuple[Setting, list[ModuleErrors], float]:
+        """Returns how wrong the program is, its modules, and the loss."""
+        passed = programs.run(self.options, self.scale)
+        total = programs.differences(passed)
+        row = self._judge(programs, passed, name, self.options)
+        loss = float(passed.loss)
+        del passed  # the device has room for two runs
+        own = programs.differences(programs.run(self.options, self.scale, forced=True))
+        return row, programs.modules(own, total, self.scale), loss
 
     def _trace(self) -> tuple[Programs, bool]:
         """Returns the user's loss, and whether its modules have names."""
@@ -232,9 +251,44 @@ class _Call:
         totals = explained.totals
         stored = totals.stored.total() if is_known else None
         errors = programs.errors(passed)
-        return Setting(name, policy, *errors, stored, totals.low_share)
+        return Setting(name, self.scale, policy, *errors, stored, totals.low_share)
 
-    def _remedies(self, programs: Programs, worst: list[str]) -> Iterator[Setting]:
+    def _remedies(
+        self, programs: Programs, row: Setting, modules: list[ModuleErrors], count: int
+    ) -> Iterator[Setting]:
+        """Tries another scale, unless gradients fit, and then float32 for modules."""
+        call, scale = self, self._fitting_scale(modules)
+        if scale != self.scale:
+            other = dataclasses.replace(self, scale=scale)
+            found, others, _ = other._measure(programs, f"loss scale {scale:.8g}")
+            yield found
+            if found.gradient_error <= self._threshold:
+                return
+            if found.gradient_error < row.gradient_error:
+                modules, call = others, other
+        bad = (m.path for m in modules if m.path and m.harm > self._threshold)
+        yield from call._entries(programs, _outermost(bad)[:count])
+
+    def _fitting_scale(self, modules: list[ModuleErrors]) -> float:
+        """Returns the scale, or the largest power of two at which all gradients fit.
+
+        It is another one if a gradient is too large for float16, or if the backward
+        pass of a module stands out, and some of its gradients lose digits.
+        """
+        largest = max(m.largest_gradient for m in modules) / self.scale
+        if self.options["compute_dtype"] != jnp.float16 or not largest:
+            return self.scale
+        fitting = 2.0 ** math.floor(math.log2(_LARGEST / _MARGIN / largest))
+        fitting = min(fitting, _LARGEST_SCALE)
+        is_small = any(
+            min(m.gradients, default=0) <= -14 - math.log2(self.scale)  # subnormal
+            for m in modules
+            if m.own._replace(forward=None).largest > self._threshold
+        )
+        is_large = largest * self.scale > _LARGEST
+        return fitting if is_large or is_small and fitting > self.scale else self.scale
+
+    def _entries(self, programs: Programs, worst: list[str]) -> Iterator[Setting]:
         """Tries float32 for each of the worst modules, and for all of them."""
         policy = self.options["amp_policy"]
         policy = default_amp_policy if policy is None else policy
@@ -244,7 +298,18 @@ class _Call:
         for name, paths in groups.items():
             entries = {glob.escape(path): jnp.float32 for path in paths}
             line = ", ".join(f'"{key}": jnp.float32' for key in entries)
-            options = {**self.options, "amp_policy": {**policy, **entries}}
+            # What comes first loses only to outer scopes, to methods, and to itself.
+            lost = {key for key in policy if key in entries}
+            both = Policy({**entries, **policy})
+            for scopes in set().union(*(programs.marked.scopes[p] for p in paths)):
+                keys = [decision.key for decision in both.matching(_ANY, scopes)]
+                lost |= {
+                    *keys[: min(map(keys.index, entries.keys() & keys), default=0)]
+                }
+            if lost:
+                line += f", without {', '.join(map(repr, sorted(lost)))}"
+            kept = {key: value for key, value in policy.items() if key not in lost}
+            options = {**self.options, "amp_policy": {**entries, **kept}}
             with warnings.catch_warnings():
                 # The policy is not the user's.
                 warnings.simplefilter("ignore", PolicyWarning)
@@ -265,13 +330,17 @@ def _notes(programs: Programs, is_named: bool) -> Iterator[str]:
     if not is_named:
         yield "modules have no names: the code needs equal modules"
     values = programs.reference.values
-    half = {
-        edge.maker or "(outside of modules)"
-        for name, edge in programs.marked.edges.items()
-        if values[name].dtype.itemsize < 4
-    }
-    if half:
+    makers: dict[int, set[str]] = {}
+    for name, edge in programs.marked.edges.items():
+        size = values[name].dtype.itemsize
+        makers.setdefault(size, set()).add(edge.maker or "(outside of modules)")
+    if 2 in makers:
         yield (
             "the author of this code set a half dtype, so that it runs in half "
-            f"precision in the reference, too: {', '.join(sorted(half))}"
+            f"precision in the reference, too: {', '.join(sorted(makers[2]))}"
+        )
+    if 8 in makers:
+        yield (
+            "float64 stays float64 unless the policy names the code, so that nothing "
+            f"is rounded to half precision there: {', '.join(sorted(makers[8]))}"
         )

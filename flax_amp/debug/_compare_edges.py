@@ -56,11 +56,13 @@ class Marked:
       jaxpr: the program.
       edges: the edges, by name.
       owners: the module that reads an input first, by the input's index.
+      scopes: the scopes of the code of each module, by its path.
     """
 
     jaxpr: Any = None
     edges: dict[str, Edge] = dataclasses.field(default_factory=dict)
     owners: dict[int, str] = dataclasses.field(default_factory=dict)
+    scopes: dict[str, set[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
 
 def edge_name(eqn: Eqn) -> str:
@@ -120,6 +122,7 @@ class _Body:
         for eqn in self.jaxpr.eqns:
             scopes = self.scopes + _compat.scope_names(eqn)
             path = module_path(scopes)
+            self.marked.scopes.setdefault(path, set()).add(scopes)
             sources = [self._leaf(v) for v in eqn.invars]
             known = [source for source in sources if source is not None]
             moves = eqn.primitive.name in _MOVES

@@ -64,7 +64,8 @@ class Setting:
 
     Attributes:
       name: what it is called.
-      policy: the entry of the policy that it adds, if it is a remedy.
+      scale: the scale of the loss.
+      policy: the entries that it puts first in the policy, if it is a remedy of one.
       loss_error: the relative error of the loss.
       gradient_error: the relative L2 error of all gradients together.
       stored: the bytes that the backward pass stores; `None` if that is not known.
@@ -72,6 +73,7 @@ class Setting:
     """
 
     name: str
+    scale: float
     policy: str
     loss_error: float
     gradient_error: float
@@ -93,8 +95,9 @@ class Comparison:
       modules: the modules, the most harmful first.
       threshold: the harm from which on a remedy is tried.
       settings: the program as it is, and then with the other settings asked for.
-      remedies: the program with entries of the policy that run the worst modules in
-        float32, one by one and then all together.
+      remedies: the program with a scale at which gradients fit into float16, if they
+        do not; unless that is enough, then with entries of the policy that run the
+        worst modules in float32, one by one and then all together.
       notes: what limits these figures.
     """
 

@@ -86,13 +86,23 @@ def _run(run: Setting) -> list[str]:
 
 
 def _advice(found: Comparison) -> Iterator[str]:
-    limit = _HELPS * found.settings[0].gradient_error
-    helpful = [run.policy for run in found.remedies if run.gradient_error < limit]
-    if helpful:
-        yield "\nAdd to amp_policy, as flax_amp.default_amp_policy | {...}:"
-        yield from (f"  {line}" for line in helpful)
-    elif found.remedies:
+    before = found.settings[0].gradient_error
+    helpful = []
+    for run in found.remedies:
+        if run.gradient_error < _HELPS * before:
+            helpful.append(run)
+        if not run.policy:  # the entries that follow build on a scale that helps
+            before = min(before, run.gradient_error)
+    enough = [run for run in helpful if run.gradient_error <= found.threshold]
+    helpful = enough or helpful
+    if found.remedies and not helpful:
         yield "\nNone of them helps: the gradients stay as wrong as they are."
+    for scale in {run.scale for run in helpful} - {found.scale}:
+        yield f"\nScale the loss: flax_amp.init_scaler(scaler={scale:.8g})."
+    entries = [run.policy for run in helpful if run.policy]
+    if entries:
+        yield "\nAdd to amp_policy, as {...} | flax_amp.default_amp_policy:"
+        yield from (f"  {line}" for line in entries)
 
 
 def _table(rows: Sequence[list[str]], width: int) -> Iterator[str]:

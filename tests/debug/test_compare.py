@@ -27,6 +27,7 @@ FAULTS = {
 }
 HALF_RANGE = ("tiny", "huge")  # bfloat16 has the exponents of float32
 WIDTH, BATCH = 8, 6
+SQUARE = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
 
 
 class LinenLayer(nn.Module):
@@ -139,6 +140,82 @@ def test_a_remedy_that_does_not_help_is_not_recommended():
     assert "None of them helps" in str(found) and "Add to" not in str(found)
 
 
+def chained(w, x, size):
+    with jax.named_scope("net"):
+        with jax.named_scope("a"):
+            y = jnp.tanh(x @ w)
+        with jax.named_scope("bad"):
+            y = jnp.tanh(((y @ w) * size) / size)
+        with jax.named_scope("c"):
+            y = y @ w
+        return jnp.mean(y**2)
+
+
+LOW = flax_amp.use_compute_precision
+SHADOWS = {
+    "outer": ({"net": LOW}, ", without 'net'"),
+    "outer glob": ({"n?t": LOW}, ", without 'n?t'"),
+    "earlier": ({"*/bad": LOW}, ""),
+    "equal": ({"net/bad": LOW}, ", without 'net/bad'"),
+    "inner": ({"bad": LOW, "c": LOW}, ""),
+}
+
+
+@pytest.mark.parametrize("keys, without", SHADOWS.values(), ids=SHADOWS)
+def test_a_remedy_is_in_force_whatever_the_policy_has(keys, without):
+    policy = flax_amp.default_amp_policy | keys
+    args = SQUARE / 3, batch(), jnp.array(1e6)
+    found = compare_precision(chained, amp_policy=policy, remedies=1)(*args)
+    (remedy,) = found.remedies
+    assert remedy.policy == '"net/bad": jnp.float32' + without
+    assert remedy.gradient_error < 3e-3 < 3e-2 < found.settings[0].gradient_error
+    assert remedy.low_share < found.settings[0].low_share
+    assert "None of them helps" not in str(found) and remedy.policy in str(found)
+
+
+SCALES = {
+    "flushed": (1e-6, 1, jnp.float16, 2.0**24, []),
+    "too large": (1.0, 2.0**24, jnp.float16, None, []),
+    "too large, and a bad module": (1.0, 2.0**24, jnp.float16, None, ["b"]),
+    "fits": (1.0, 2.0**8, jnp.float16, 2.0**8, []),
+    "bfloat16": (1e-6, 1, jnp.bfloat16, 1, []),
+}
+
+
+@pytest.mark.parametrize("factor, scale, dtype, best, bad", SCALES.values(), ids=SCALES)
+def test_a_scale_is_the_first_remedy(factor, scale, dtype, best, bad):
+    def fun(w, x, size):
+        with jax.named_scope("a"):
+            y = x @ w
+        with jax.named_scope("b"):
+            return jnp.mean(jnp.tanh((y @ w + size) - size) ** 2) * factor
+
+    args = SQUARE / 3, batch(), jnp.array(300.0 if bad else 0.0)
+    found = compare_precision(fun, scale=scale, compute_dtype=dtype)(*args)
+    if best == scale:
+        assert not found.remedies
+        return
+    first, *others = found.remedies
+    assert [run.name for run in others][:1] == bad and first.name in str(found)
+    assert all(run.scale == first.scale for run in others)
+    largest = max(m.largest_gradient for m in found.modules) / scale * first.scale
+    assert first.scale == best or 65504 / 8 < largest <= 65504 / 4
+    assert found.remedies[-1].gradient_error < 3e-3
+    assert f"init_scaler(scaler={first.scale:.8g})" in str(found)
+    assert ("Add to" in str(found)) == bool(bad)
+
+
+def test_what_is_not_enough_is_not_recommended():
+    fun, args = linen("offset", 1)
+    found = compare_precision(fun)(*args)
+    (enough,) = found.remedies
+    error = found.settings[0].gradient_error / 2
+    less = dataclasses.replace(enough, policy="less", gradient_error=error)
+    for remedies, is_named in (((less, enough), False), ((less,), True)):
+        report = str(dataclasses.replace(found, remedies=remedies))
+        assert error > found.threshold and ("  less" in report) == is_named
+
+
 @pytest.mark.parametrize("fault", HALF_RANGE)
 def test_bfloat16_has_the_range(fault):
     fun, args = linen(fault, 1)
@@ -246,6 +323,7 @@ def test_x64():
 
         found = compare_precision(wide, remedies=0)(jnp.ones((WIDTH, 2)), batch())
         assert found.settings[0].gradient_error == 0
+        assert "rounded to half precision there: wide" in " ".join(str(found).split())
 
 
 def test_an_author_who_set_a_half_dtype_is_named():
