@@ -25,21 +25,16 @@ from flax_amp._training.train_state import AmpTrainState, variables_of
 
 T = TypeVar("T")
 
+# The attribute of a step's function that is the same one without scopes of its own.
+_WITHOUT_SCOPES = "_flax_amp_without_scopes"
+
 
 class Target(NamedTuple):
-    """What the user asks a tool about.
-
-    Attributes:
-      name: the name of the user's function.
-      fun: the function to call.
-      args: its arguments, if they are known already.
-      without_scopes: `fun` without scopes of its own, if it opens any.
-    """
+    """A function and, if they are known already, its arguments."""
 
     name: str
     fun: Callable[..., Any]
     args: tuple[Any, ...] | None = None
-    without_scopes: Callable[..., Any] | None = None
 
 
 def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
@@ -64,9 +59,7 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
         name = getattr(loss_fn, "__name__", "loss_fn")
         refuse_rewritten(f"{caller}: {name}", loss_fn)
         check_function(loss_fn, f"{caller}: loss_fn")
-        args = fun.params, fun, batch
-        nameless = _of_step(loss_fn, open_scopes=False)
-        return Target(name, _of_step(loss_fn, open_scopes=True), args, nameless)
+        return Target(name, _of_step(loss_fn), (fun.params, fun, batch))
     if step or not callable(fun):
         raise TypeError(
             f"{caller}: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
@@ -78,7 +71,9 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     return Target(name, fun)
 
 
-def _of_step(loss_fn: Callable[..., Any], *, open_scopes: bool) -> Callable[..., Any]:
+def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
+    """Returns the loss of a step as a function of its parameters, state and batch."""
+
     @functools.wraps(loss_fn)
     def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
@@ -96,8 +91,11 @@ def _of_step(loss_fn: Callable[..., Any], *, open_scopes: bool) -> Callable[...,
             updates = aux.pop("variables", {})
         return loss, _StepAux(aux, updates)
 
-    del pure.__wrapped__  # type: ignore[attr-defined]  # its arguments are its own
-    return pure
+    made: Any = pure
+    del made.__wrapped__  # its arguments are its own
+    if open_scopes:
+        setattr(made, _WITHOUT_SCOPES, _of_step(loss_fn, open_scopes=False))
+    return made
 
 
 class _StepAux(NamedTuple):
@@ -139,8 +137,8 @@ def with_scopes(
 
     def call(open_scopes: bool) -> T:
         fun = target.fun
-        if not open_scopes and target.without_scopes is not None:
-            fun = target.without_scopes
+        if not open_scopes:
+            fun = getattr(fun, _WITHOUT_SCOPES, fun)
         return use(_UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
 
     try:
