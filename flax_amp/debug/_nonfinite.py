@@ -21,7 +21,7 @@ from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug import _nonfinite_advice as advice
 from flax_amp.debug._call import FlatLoss, read_target, with_scopes
-from flax_amp.debug._nonfinite_arrays import kinds
+from flax_amp.debug._nonfinite_arrays import is_finite, kinds
 from flax_amp.debug._nonfinite_model import (
     MAX_EXAMPLES,
     BadInput,
@@ -194,6 +194,15 @@ class _Search:
         )
         self._batch_size = sizes.most_common(1)[0][0] if sizes else None
         self._trained_shapes = {x.shape for x in _tree.pick(loss.arrays, loss.trained)}
+        # The number of an argument of the program: the scale is the first.
+        self._faults = {
+            i
+            for i, (x, is_batch) in enumerate(
+                zip(loss.arrays, self._is_batch, strict=True), 1
+            )
+            # Additive masks of the batch hold -inf.
+            if not is_finite(x) and not (is_batch and kinds(x) == "-inf")
+        }
 
     def _examples(self, bad: Any) -> tuple[int, ...]:
         """Returns the examples that carry something bad, if the first axis has them."""
@@ -244,7 +253,7 @@ class _Search:
         for program in programs:
             runner = Runner(program.functions, program.backward, self._examples)
             arrays = [jnp.float32(scale), *self._loss.arrays]
-            values = runner.start(program.closed, arrays)
+            values = runner.start(program.closed, arrays, self._faults)
             cause = first_of(value.cause for value in values)
             if cause:
                 found = zip(program.names, values, strict=True)
@@ -261,12 +270,10 @@ class _Search:
         fault = self._run(programs, options.scale)
         if fault is None:
             return self._make("nothing", advice.NOTHING)
-        inputs = self._inputs(fault.cause)
-        if any(map(self._is_fault, inputs)):
-            return self._make("inputs", advice.for_input(inputs[0]), fault)
-        finding = fault.cause.finding
-        is_backward = finding is not None and finding.backward
-        if is_backward and options.scale > 1 and not self._run(programs, 1.0):
+        if fault.cause.arguments & self._faults:
+            text = advice.for_input(self._inputs(fault.cause)[0])
+            return self._make("inputs", text, fault)
+        if self._is_of_scale(programs, fault):
             return self._make("scale", self._advice_for_scale(programs), fault)
         if options.compute_dtype != jnp.float32:
             in_float32 = self._run(self._trace(jnp.float32, None), options.scale)
@@ -275,6 +282,13 @@ class _Search:
             fault = in_float32  # what no precision mends
         text = advice.for_mathematics(fault.cause.finding)
         return self._make("mathematics", text, fault)
+
+    def _is_of_scale(self, programs: list[_Program], fault: _Fault) -> bool:
+        """Whether a lower scale mends a fault."""
+        finding = fault.cause.finding
+        is_backward = finding is not None and finding.backward
+        is_large = is_backward and self._options.scale > 1
+        return is_large and self._run(programs, 1.0) is None
 
     def _make(
         self, verdict: Verdict, text: str, fault: _Fault | None = None, **known: Any
@@ -305,11 +319,6 @@ class _Search:
             found.append(BadInput(path, kinds(x), len(where), first, examples))
         return found
 
-    def _is_fault(self, item: BadInput) -> bool:
-        """Whether an argument should not hold what it does; masks hold `-inf`."""
-        is_batch = self._is_batch[self._loss.paths.index(item.path)]
-        return not is_batch or item.kind != "-inf"
-
     def _advice_for_scale(self, programs: list[_Program]) -> str:
         """Tells at which lower scale the gradients are finite."""
         scaler, scale = self._options.scaler, self._options.scale
@@ -335,10 +344,13 @@ class _Search:
                 programs = self._trace(
                     self._options.compute_dtype, {**base, key: jnp.float32}
                 )
-            if self._run(programs, self._options.scale) is None:
+            left = self._run(programs, self._options.scale)
+            if left is None or self._is_of_scale(programs, left):
                 text = advice.POLICY.format(base=name, key=key)
-                policy = ((key, "float32"),)
-                return self._make("precision", text, fault, policy=policy)
+                known: dict[str, Any] = {"policy": ((key, "float32"),)}
+                if left is not None:
+                    known["notes"] = (advice.SCALE_LEFT,)
+                return self._make("precision", text, fault, **known)
         return self._make("precision", advice.NO_POLICY, fault)
 
 

@@ -15,6 +15,7 @@ POLICY = (
     "In float32 it is finite. This policy was tried and mends it:\n"
     '  amp_policy={base} | {{"{key}": jnp.float32}}'
 )
+SCALE_LEFT = "with this policy only the scale is too large, which the scaler lowers"
 NO_POLICY = (
     "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, train "
     "with precision='bf16-mixed', which has the range of float32, or lower its inputs "

@@ -20,7 +20,7 @@ a whole first, and once more equation by equation only if a result is not finite
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,8 +53,8 @@ class Cause:
     """Where an inf or a NaN comes from.
 
     Attributes:
-      order: causes come in this order. Equations are before constants of the program,
-        and these before its arguments.
+      order: causes come in this order. Arguments at fault are before equations, these
+        before constants of the program, and these before other arguments.
       finding: what is known of the equation or the constant, if it is one.
       arguments: the numbers of the arguments that hold it, or have led to it.
     """
@@ -64,9 +64,9 @@ class Cause:
     arguments: frozenset[int] = frozenset()
 
     @property
-    def is_made(self) -> bool:
-        """Whether an equation made it."""
-        return self.order[0] == 0
+    def is_fault(self) -> bool:
+        """Whether an equation made it, or an argument that is at fault."""
+        return self.order[0] <= 0
 
 
 def first_of(causes: Iterable[Cause | None]) -> Cause | None:
@@ -156,10 +156,18 @@ class Runner:
         self._examples = examples
         self._numbers = itertools.count()
 
-    def start(self, closed: Jaxpr, arrays: Sequence[Array]) -> list[Value]:
-        """Runs a program, and returns its results."""
+    def start(
+        self, closed: Jaxpr, arrays: Sequence[Array], faults: Container[int]
+    ) -> list[Value]:
+        """Runs a program, and returns its results.
+
+        Args:
+          closed: the program.
+          arrays: its arguments.
+          faults: the numbers of those that should have been finite.
+        """
         values = [
-            _value(x, Cause((2, i), arguments=frozenset({i})))
+            _value(x, Cause((-1 if i in faults else 2, i), arguments=frozenset({i})))
             for i, x in enumerate(arrays)
         ]
         return self._run(closed, values, Place())
@@ -307,8 +315,10 @@ class Runner:
         def bad_from(kept: Value | None) -> Any:
             """Returns what is still bad with numbers in all operands but one."""
             arrays = [v.array if v is kept else _numbers_only(v) for v in values]
-            again = self._bind(eqn, arrays, place)[result]
-            return bad & ~np.isfinite(np.asarray(again))
+            again = np.asarray(self._bind(eqn, arrays, place)[result])
+            # An inf that would be made anyway does not explain a NaN.
+            is_other = kept is None and np.isnan(x) & ~np.isnan(again)
+            return bad & ~np.isfinite(again) & ~np.asarray(is_other)
 
         suspects = [value for value in values if value.cause]
         fresh = bad_from(None) if suspects else bad
@@ -316,7 +326,7 @@ class Runner:
         if not carried and not fresh.any():
             carried = [v.cause for v in suspects]  # as max(-inf, -inf)
         first = first_of(carried)
-        if first and first.is_made:
+        if first and first.is_fault:
             return first
         arguments: set[int] = set()
         if first and not fresh.any():
