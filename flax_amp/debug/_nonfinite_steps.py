@@ -1,9 +1,13 @@
 """`report_nonfinite`: a training step that runs `find_nonfinite` on skipped batches."""
 
+import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_amp._training.loss import check_function
 from flax_amp._training.train_state import AmpTrainState
@@ -14,6 +18,12 @@ StateT = TypeVar("StateT", bound=AmpTrainState)
 
 # The scaler looks for its scale: so many skips in a row need no report.
 _MAX_SEARCH = 8
+
+_NOT_AGAIN = (
+    "the step was skipped, which this run does not show: fused code rounds otherwise, "
+    "accum_steps draws other random numbers, or other options were given"
+)
+_NO_REPORT = "report_nonfinite: a step was skipped, and find_nonfinite failed: {error}"
 
 
 class _Pending(NamedTuple):
@@ -41,15 +51,24 @@ class ReportingStep:
         self._step, self._loss_fn, self._report = train_step, loss_fn, report
         self._left, self._options = limit, options
         self._pending: _Pending | None = None
-        self._searching = 0  # skips in a row that a lower scale may end
+        self._skips = 0  # in a row, which a lower scale may end
+        self._fine: Any = 0.0  # the scale of the last finite step
 
-    def __call__(self, state: StateT, batch: Any) -> tuple[StateT, Any]:
-        """Looks at the step before; returns what the training step returns."""
+    def __call__(self, state: StateT, *rest: Any) -> tuple[StateT, Any]:
+        """Looks at the step before; returns what the training step returns.
+
+        Raises:
+          TypeError: if it is not given an `AmpTrainState` and a batch, with values.
+        """
+        (batch,) = _check_step(state, rest)
+        if self._left > 0:
+            self.check(state)
         if self._left <= 0:
             return self._step(state, batch)
-        self.check(state)
         # A copy: the step deletes the state that it is given.
         scale = jnp.copy(state.scaler["scaler"])
+        # A loader may use its memory again.
+        batch = jax.tree.map(lambda x: x.copy() if type(x) is np.ndarray else x, batch)
         new_state, metrics = self._step(state, batch)
         self._pending = _Pending(batch, scale, metrics)
         return new_state, metrics
@@ -57,24 +76,57 @@ class ReportingStep:
     def check(self, state: AmpTrainState) -> None:
         """Reports the last step if it was skipped; `state` is what it returned."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        if pending is not None:
+            with jax.transfer_guard("allow"):
+                self._check(state, pending)
+
+    def _check(self, state: AmpTrainState, pending: _Pending) -> None:
         if pending.metrics["grads_finite"]:
-            self._searching = 0
+            self._skips, self._fine = 0, pending.scale
             return
         # The scale falls only if the loss and the variables are finite.
         falls = bool(state.scaler["scaler"] < pending.scale)
-        self._searching = self._searching + 1 if falls else 0
-        if falls and self._searching < _MAX_SEARCH:
+        self._skips = self._skips + 1 if falls else 0
+        may_search = falls and self._skips < _MAX_SEARCH
+        # No scaler looks for a scale at which a step was finite before.
+        if may_search and pending.scale > self._fine:
             return
-        self._left -= 1
         # A skipped step has changed nothing else that the loss depends on.
         before = state.replace(
             step=state.step - 1, scaler={**state.scaler, "scaler": pending.scale}
         )
-        self._report(
-            find_nonfinite(before, self._loss_fn, pending.batch, **self._options)
+        try:
+            found = find_nonfinite(
+                before, self._loss_fn, pending.batch, **self._options
+            )
+        except Exception as error:  # which is no reason to end the training
+            self._left -= 1
+            text = f"{type(error).__name__}: {error}"
+            warnings.warn(_NO_REPORT.format(error=text), stacklevel=4)
+            return
+        if may_search and found.verdict == "scale":
+            return
+        self._left -= 1
+        if found.verdict == "nothing":
+            found = dataclasses.replace(found, notes=(*found.notes, _NOT_AGAIN))
+        self._report(found)
+
+
+def _check_step(state: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
+    given = state, *rest
+    if not isinstance(state, AmpTrainState) or len(rest) != 1:
+        names = ", ".join(type(x).__name__ for x in given)
+        raise TypeError(
+            f"report_nonfinite: the step got {names}; expected an AmpTrainState and a "
+            "batch. For the step of make_nnx_train_step, call find_nonfinite(loss_fn)"
+            "(model, batch) on the batch of a skipped step."
         )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        raise TypeError(
+            "report_nonfinite: the step got a tracer; expected arrays with values: "
+            "call it in a Python loop, outside of jax.jit and jax.lax.scan."
+        )
+    return rest
 
 
 def report_nonfinite(
@@ -110,8 +162,8 @@ def report_nonfinite(
       step.
 
     Raises:
-      TypeError: if `train_step` or `loss_fn` is no function.
-      ValueError: if `limit` is not a positive integer.
+      TypeError: if `train_step` or `loss_fn` is no function, or an option is unknown.
+      ValueError: if `limit` is not a positive integer, or an option has a wrong value.
 
     Example:
       >>> import jax.numpy as jnp, optax, flax_amp
@@ -139,4 +191,5 @@ def report_nonfinite(
             f"report_nonfinite: {limit=}; expected a positive integer, the number of "
             "reports."
         )
+    find_nonfinite(loss_fn, **options)  # checks them
     return ReportingStep(train_step, loss_fn, report, limit, options)

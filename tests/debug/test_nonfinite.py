@@ -6,6 +6,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -278,6 +279,34 @@ def test_gradients_overflow_by_the_scale_alone():
     assert find_nonfinite(fine, squares, X).verdict == "nothing"
 
 
+def overflow(params, batch):
+    with jax.named_scope("net"):
+        with jax.named_scope("bad"):
+            y = batch @ (params["w"] * 5e4) * 2e-5
+        with jax.named_scope("head"):
+            return ((y @ params["w"].T) ** 2).sum()
+
+
+def test_a_policy_that_leaves_only_the_scale_too_large():
+    state = square_state(scaler={"scaler": 2.0**22})
+    found = find_nonfinite(state, overflow, X)
+    assert found.verdict == "precision" and found.finding.path == "net/bad"
+    assert found.policy == (("net/bad", "float32"),) and "only the scale" in str(found)
+    found = find_nonfinite(square_state(), overflow, X, scale=1.0)
+    assert found.policy == (("net/bad", "float32"),) and not found.notes
+
+
+@pytest.mark.parametrize("loss_fn", [overflow, lambda p, x: jnp.log(x @ p["w"]).sum()])
+def test_a_bad_example_beside_another_fault(loss_fn):
+    batch = X.at[1].set(0.0).at[2, 0].set(jnp.nan)
+    found = find_nonfinite(square_state(), loss_fn, batch)
+    assert found.verdict == "inputs" and found.inputs[0].examples == (2,)
+    masked = jnp.where(jnp.arange(4)[:, None] == 2, -jnp.inf, X)
+    state = square_state()
+    found = find_nonfinite(state, lambda p, x: overflow(p, X) + x.max(), masked)
+    assert found.verdict == "precision"
+
+
 X = jnp.ones((4, 8))
 
 
@@ -361,6 +390,13 @@ def test_modules_as_arguments():
         (lambda: report_nonfinite(3, squares), "train_step is a int; expected a step"),
         (lambda: report_nonfinite(squares, 3), "loss_fn"),
         (lambda: report_nonfinite(squares, squares, limit=0), "limit=0; expected"),
+        (lambda: report_nonfinite(squares, squares, scale=-1), "scale is -1"),
+        (lambda: report_nonfinite(squares, squares, dtype=1), "argument 'dtype'"),
+        (lambda: report_nonfinite(squares, squares)(3, X, X), "got int, .*; expected"),
+        (
+            lambda: jax.jit(report_nonfinite(squares, squares))(square_state(), X),
+            "got a tracer; expected arrays with values: call it in a Python loop",
+        ),
     ],
 )
 def test_bad_input(call, message):
@@ -405,3 +441,53 @@ def test_the_search_for_a_scale_is_no_fault():
     step.check(state)  # so many in a row are worth a look
     assert [x.verdict for x in reports] == ["scale"]
     assert reports[0].scale == 2.0**17
+
+
+def root(params, batch):
+    return jnp.sqrt((batch @ params["w"]) ** 2).sum()
+
+
+@pytest.mark.parametrize("loss_fn, bad", [(root, 0.0), (squares, 60.0)])
+def test_a_skip_after_a_finite_step_of_the_same_scale(loss_fn, bad):
+    """The scale falls for a NaN of the gradients, too."""
+    reports: list[NonfiniteReport] = []
+    state = square_state(scaler={"scaler": 2.0**3})
+    step = flax_amp.make_train_step(loss_fn)
+    step = report_nonfinite(step, loss_fn, report=reports.append)
+    for i in range(5):
+        state = state.replace(params=square_state().params)
+        state, _ = step(state, X.at[0].set(bad) if i % 2 else X)
+    assert float(state.scaler["scaler"]) < 8.0
+    assert [x.verdict for x in reports] == ["mathematics"] * 2 * (loss_fn is root)
+
+
+def test_batches_in_memory_that_is_used_again():
+    """And the limit holds for the step that was pending."""
+    reports: list[NonfiniteReport] = []
+    step = flax_amp.make_train_step(root)
+    step = report_nonfinite(step, root, report=reports.append, limit=1)
+    state, buffer = square_state(scaler={"scaler": 8.0}), np.ones((4, 8), np.float32)
+    for scale in (1, 0, 0, 1):
+        buffer[:] = scale
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
+            step.check(state)
+        state, _ = step(state, buffer)
+    step.check(state)
+    assert [x.verdict for x in reports] == ["mathematics"]
+
+
+def test_a_failure_of_the_search_does_not_end_the_training():
+    def fails(params, batch):
+        raise RuntimeError("no such file")
+
+    reports: list[NonfiniteReport] = []
+    for loss_fn in (fails, squares):  # not the loss of the step
+        step = flax_amp.make_train_step(root)
+        step = report_nonfinite(step, loss_fn, report=reports.append)
+        state, _ = step(square_state(scaler=flax_amp.static_scaler(8.0)), X * 0)
+        if loss_fn is squares:
+            step.check(state)
+            continue
+        with pytest.warns(UserWarning, match="find_nonfinite failed: .* no such file"):
+            step.check(state)
+    assert "the step was skipped, which this run does not show" in str(*reports)
