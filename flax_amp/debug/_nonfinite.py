@@ -1,6 +1,7 @@
 """`find_nonfinite`: which equation made an inf or a NaN, why, and what to do."""
 
 import bisect
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
+from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
@@ -133,10 +136,14 @@ def find_nonfinite(
         _check_concrete((args, kwargs), target.name)
 
         def use(call: FunctionalCall) -> NonfiniteReport:
-            loss = FlatLoss.of(call, f"find_nonfinite: {target.name}")
+            where = f"find_nonfinite: {target.name}"
+            loss = FlatLoss.of(call, where)
+            with only_before_amp(where, target.fun):
+                jax.eval_shape(lambda arrays: loss.with_updates(arrays), loss.arrays)
             return _Search(target.name, options, loss).report()
 
-        with jax.debug_nans(False), jax.debug_infs(False):
+        mesh = _mesh_of((args, kwargs))
+        with jax.debug_nans(False), jax.debug_infs(False), mesh:
             report, is_named = with_scopes(
                 use, target, args, kwargs, "find_nonfinite", needs_scopes=names_scopes
             )
@@ -146,6 +153,15 @@ def find_nonfinite(
         return dataclasses.replace(report, notes=(*report.notes, note))
 
     return found if target.args is None else found(*target.args)
+
+
+def _mesh_of(args: Any) -> Any:
+    """Returns the context in which a mesh with explicit axes can be used."""
+    for leaf in jax.tree.leaves(args):
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if mesh is not None and AxisType.Explicit in mesh.axis_types:
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def _check_concrete(args: Any, name: str) -> None:
@@ -355,4 +371,5 @@ class _Search:
 
 
 def _widen(x: Array) -> Array:
+    x = jnp.asarray(x)  # a loss may be a Python number
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

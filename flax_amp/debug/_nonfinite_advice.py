@@ -52,6 +52,7 @@ _REMEDIES = {
     "sqrt": "keep its operand above 0",
     "exp": "subtract the maximum first, or clip its operand",
     "gather": "look for an index out of range: such a gather fills in NaN",
+    "flax_amp_lookup": "look for an index out of range: it is filled in with NaN",
     "constant": "look at where the program puts it in",
 }
 _DERIVATIVE = (
@@ -66,6 +67,9 @@ def for_mathematics(finding: Finding | None) -> str:
     text = "It is not finite in float32 either, so no policy helps"
     if finding is None:
         return f"{text}: look at the arguments."
+    if finding.finite_in_float32:
+        dtype = finding.result.dtype if finding.result else ""
+        return f"The code itself computes in {dtype} there: leave out that cast."
     if finding.backward:
         return f"{text}: {_DERIVATIVE}"
     remedy = _REMEDIES.get(finding.primitive, "look at its operands")

@@ -283,10 +283,12 @@ class Runner:
         consts, carry, xs = split_list(values, *counts)
         length = eqn.params["length"]
         causes: list[Cause | None] = [None] * (len(eqn.outvars) - counts[1])
-        order = range(length)
-        for i in reversed(order) if eqn.params["reverse"] else order:
+        order, note = range(length), ""
+        if eqn.params["reverse"]:
+            order, note = order[::-1], " (reverse)"
+        for count, i in enumerate(order, 1):  # as it runs
             rows = [_value(_row(x.array, i, place.lead), x.cause) for x in xs]
-            at = place.within(f"scan iteration {i + 1} of {length}")
+            at = place.within(f"scan iteration {count} of {length}{note}")
             outs = self._body(eqn.params["jaxpr"], [*consts, *carry, *rows], at)
             carry, ys = split_list(outs, counts[1])
             causes = [first_of((c, y.cause)) for c, y in zip(causes, ys, strict=True)]
