@@ -39,7 +39,7 @@ from flax_amp.policy import (
     default_amp_policy,
 )
 
-_MAX_POLICIES = 3  # the most that are tried
+_MAX_POLICIES = 4  # the most that are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,10 @@ class _Options:
         if isinstance(fun, AmpTrainState):
             word = fun.precision
             scaler = {key: float(np.max(x)) for key, x in fun.scaler.items()}
-        scale = float(scaler.get("scaler", 1.0) if scale is None else scale)
+        scale = scaler.get("scaler", 1.0) if scale is None else scale
+        if isinstance(scale, bool | str):
+            raise TypeError(f"find_nonfinite: {scale=}; expected a positive number.")
+        scale = float(scale)
         if not 0 < scale < float("inf"):
             raise ValueError(
                 f"find_nonfinite: scale is {scale}; expected a positive, finite "
@@ -348,25 +351,38 @@ class _Search:
         return advice.for_scale(max(scale / factor**skips, 1.0), skips, scaler)
 
     def _precision(self, fault: _Fault) -> NonfiniteReport:
-        """Looks for a policy that keeps the module, or one around it, in float32."""
-        finding, given = fault.cause.finding, self._options.amp_policy
-        parts = finding.path.split("/") if finding and finding.path else []
+        """Looks for a policy that keeps the modules at fault in float32.
+
+        Each trial adds the module of what is left, or one around it.
+        """
+        given = self._options.amp_policy
         name = "flax_amp.default_amp_policy" if given is None else "your_policy"
         base = default_amp_policy if given is None else given
-        for count in range(len(parts), max(0, len(parts) - _MAX_POLICIES), -1):
-            key = "/".join(parts[:count])
+        keys: list[str] = []
+        left: _Fault | None = fault
+        for _ in range(_MAX_POLICIES):
+            finding = left.cause.finding if left else None
+            key = finding.path if finding else ""
+            while key in keys:
+                key = key.rpartition("/")[0]
+            if not key:
+                break
+            keys = [*(k for k in keys if not k.startswith(key + "/")), key]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 programs = self._trace(
-                    self._options.compute_dtype, {**base, key: jnp.float32}
+                    self._options.compute_dtype,
+                    {**base, **dict.fromkeys(keys, jnp.float32)},
                 )
             left = self._run(programs, self._options.scale)
             if left is None or self._is_of_scale(programs, left):
-                text = advice.POLICY.format(base=name, key=key)
-                known: dict[str, Any] = {"policy": ((key, "float32"),)}
-                if left is not None:
-                    known["notes"] = (advice.SCALE_LEFT,)
-                return self._make("precision", text, fault, **known)
+                return self._make(
+                    "precision",
+                    advice.for_policy(name, keys),
+                    fault,
+                    policy=tuple((key, "float32") for key in keys),
+                    notes=() if left is None else (advice.SCALE_LEFT,),
+                )
         return self._make("precision", advice.NO_POLICY, fault)
 
 

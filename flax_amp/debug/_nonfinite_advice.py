@@ -1,6 +1,6 @@
 """What `find_nonfinite` tells a person to do."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from flax_amp.debug._nonfinite_model import BadInput, Finding, examples_text
 
@@ -11,9 +11,9 @@ _LOWEST = (
     " The scaler stops at {min_scaler:g}: lower its min_scaler, as in "
     "flax_amp.init_scaler(min_scaler=...)."
 )
-POLICY = (
+_POLICY = (
     "In float32 it is finite. This policy was tried and mends it:\n"
-    '  amp_policy={base} | {{"{key}": jnp.float32}}'
+    "  amp_policy={base} | {{{entries}}}"
 )
 SCALE_LEFT = "with this policy only the scale is too large, which the scaler lowers"
 NO_POLICY = (
@@ -33,6 +33,12 @@ def for_scale(scale: float, skips: int, scaler: Mapping[str, float]) -> str:
     return text + _SEARCH.format(skips=f"{skips} step{'s' * (skips > 1)}")
 
 
+def for_policy(base: str, keys: Iterable[str]) -> str:
+    """Returns the line of a policy that keeps modules in float32."""
+    entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
+    return _POLICY.format(base=base, entries=entries)
+
+
 def for_input(item: BadInput) -> str:
     """Returns what to do about an argument that is not finite."""
     if item.examples:
@@ -46,7 +52,7 @@ def for_input(item: BadInput) -> str:
 
 
 _REMEDIES = {
-    "log": "keep its operand away from 0, as in jnp.log(jnp.maximum(x, 1e-6))",
+    "log": "keep its operand above 0, as in jnp.log(jnp.maximum(x, 1e-6))",
     "div": "keep the divisor away from 0, as in x / jnp.maximum(y, 1e-6)",
     "rsqrt": "add an epsilon to its operand",
     "sqrt": "keep its operand above 0",

@@ -54,13 +54,13 @@ class ReportingStep:
         self._skips = 0  # in a row, which a lower scale may end
         self._fine: Any = 0.0  # the scale of the last finite step
 
-    def __call__(self, state: StateT, *rest: Any) -> tuple[StateT, Any]:
+    def __call__(self, state: StateT, batch: Any, *rest: Any) -> tuple[StateT, Any]:
         """Looks at the step before; returns what the training step returns.
 
         Raises:
           TypeError: if it is not given an `AmpTrainState` and a batch, with values.
         """
-        (batch,) = _check_step(state, rest)
+        _check_step(state, batch, *rest)
         if self._left > 0:
             self.check(state)
         if self._left <= 0:
@@ -112,9 +112,8 @@ class ReportingStep:
         self._report(found)
 
 
-def _check_step(state: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    given = state, *rest
-    if not isinstance(state, AmpTrainState) or len(rest) != 1:
+def _check_step(*given: Any) -> None:
+    if not isinstance(given[0], AmpTrainState) or len(given) != 2:
         names = ", ".join(type(x).__name__ for x in given)
         raise TypeError(
             f"report_nonfinite: the step got {names}; expected an AmpTrainState and a "
@@ -126,7 +125,6 @@ def _check_step(state: Any, rest: tuple[Any, ...]) -> tuple[Any, ...]:
             "report_nonfinite: the step got a tracer; expected arrays with values: "
             "call it in a Python loop, outside of jax.jit and jax.lax.scan."
         )
-    return rest
 
 
 def report_nonfinite(

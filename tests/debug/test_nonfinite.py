@@ -142,7 +142,7 @@ def test_log_of_zero():
     found = find_nonfinite(gpt(), log_of_zero, TOKENS)
     assert place(found.finding) == ("log", "nll", "forward", line("log"))
     assert found.finding.text == "log(0) = -inf" and found.finding.kind == "-inf"
-    assert found.verdict == "mathematics" and "away from 0" in found.advice
+    assert found.verdict == "mathematics" and "above 0" in found.advice
 
 
 class Norm(nn.Module):
@@ -379,6 +379,7 @@ def test_modules_as_arguments():
     "call, message",
     [
         (lambda: find_nonfinite(3), "expected find_nonfinite"),
+        (lambda: find_nonfinite(squares, scale=True), "scale=True; expected a pos"),
         (lambda: find_nonfinite(squares, scale=0.0), "scale is 0.0; expected a posi"),
         (
             lambda: find_nonfinite(squares)(jax.ShapeDtypeStruct((3,), "float32"), X),

@@ -454,3 +454,18 @@ def test_a_mesh_with_explicit_axes():
     w = jax.device_put(W, jax.NamedSharding(mesh, P()))
     found = find_nonfinite(lambda w, x: jnp.log(x @ w).sum() * 2)(w, x)
     assert found.verdict == "mathematics" and found.finding.text == "log(0) = -inf"
+
+
+def test_a_policy_for_two_modules():
+    """What the first hands on is too large for the second."""
+
+    def loss(w, x):
+        with jax.named_scope("a"):
+            h = x @ (w * 3e4) @ w
+        with jax.named_scope("b"):
+            h = h @ w
+        return jnp.log(jnp.abs(h)).mean()
+
+    found = find_nonfinite(loss)(W + 1, jnp.ones((4, 8)))
+    assert found.policy == (("a", "float32"), ("b", "float32"))
+    assert '{"a": jnp.float32, "b": jnp.float32}' in found.advice
