@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
@@ -139,10 +138,7 @@ def find_nonfinite(
         _check_concrete((args, kwargs), target.name)
 
         def use(call: FunctionalCall) -> NonfiniteReport:
-            where = f"find_nonfinite: {target.name}"
-            loss = FlatLoss.of(call, where)
-            with only_before_amp(where, target.fun):
-                jax.eval_shape(lambda arrays: loss.with_updates(arrays), loss.arrays)
+            loss = FlatLoss.of(call, f"find_nonfinite: {target.name}")
             return _Search(target.name, options, loss).report()
 
         mesh = _mesh_of((args, kwargs))
