@@ -3,6 +3,7 @@
 import bisect
 import contextlib
 import dataclasses
+import glob
 import math
 import warnings
 from collections import Counter
@@ -352,8 +353,6 @@ class _Search:
         Each trial adds the module of what is left, or one around it.
         """
         given = self._options.amp_policy
-        name = "flax_amp.default_amp_policy" if given is None else "your_policy"
-        base = default_amp_policy if given is None else given
         keys: list[str] = []
         left: _Fault | None = fault
         for _ in range(_MAX_POLICIES):
@@ -364,19 +363,23 @@ class _Search:
             if not key:
                 break
             keys = [*(k for k in keys if not k.startswith(key + "/")), key]
+            entries = {glob.escape(key): jnp.float32 for key in keys}
+            # For one scope, a policy takes what it has first.
+            is_first = given is not None and not given.keys() & entries.keys()
+            base = default_amp_policy if given is None else given
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 programs = self._trace(
                     self._options.compute_dtype,
-                    {**base, **dict.fromkeys(keys, jnp.float32)},
+                    {**entries, **base} if is_first else {**base, **entries},
                 )
             left = self._run(programs, self._options.scale)
             if left is None or self._is_of_scale(programs, left):
                 return self._make(
                     "precision",
-                    advice.for_policy(name, keys),
+                    advice.for_policy(entries, own=given is not None, first=is_first),
                     fault,
-                    policy=tuple((key, "float32") for key in keys),
+                    policy=tuple((key, "float32") for key in entries),
                     notes=() if left is None else (advice.SCALE_LEFT,),
                 )
         return self._make("precision", advice.NO_POLICY, fault)

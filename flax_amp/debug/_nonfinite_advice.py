@@ -13,7 +13,7 @@ _LOWEST = (
 )
 _POLICY = (
     "In float32 it is finite. This policy was tried and mends it:\n"
-    "  amp_policy={base} | {{{entries}}}"
+    "  amp_policy={policy}"
 )
 SCALE_LEFT = "with this policy only the scale is too large, which the scaler lowers"
 NO_POLICY = (
@@ -33,10 +33,17 @@ def for_scale(scale: float, skips: int, scaler: Mapping[str, float]) -> str:
     return text + _SEARCH.format(skips=f"{skips} step{'s' * (skips > 1)}")
 
 
-def for_policy(base: str, keys: Iterable[str]) -> str:
-    """Returns the line of a policy that keeps modules in float32."""
+def for_policy(keys: Iterable[str], *, own: bool, first: bool) -> str:
+    """Returns the line of a policy that keeps modules in float32.
+
+    Args:
+      keys: the keys that were tried.
+      own: whether they are for the user's own policy.
+      first: whether they come before its keys.
+    """
     entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
-    return _POLICY.format(base=base, entries=entries)
+    parts = ["your_policy" if own else "flax_amp.default_amp_policy", f"{{{entries}}}"]
+    return _POLICY.format(policy=" | ".join(parts[::-1] if first else parts))
 
 
 def for_input(item: BadInput) -> str:

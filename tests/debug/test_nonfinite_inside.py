@@ -469,3 +469,31 @@ def test_a_policy_for_two_modules():
     found = find_nonfinite(loss)(W + 1, jnp.ones((4, 8)))
     assert found.policy == (("a", "float32"), ("b", "float32"))
     assert '{"a": jnp.float32, "b": jnp.float32}' in found.advice
+
+
+@pytest.mark.parametrize(
+    "scope, given, policy",
+    [
+        ("bad", None, 'flax_amp.default_amp_policy | {"net/bad": jnp.float32}'),
+        ("bad[1]", None, 'flax_amp.default_amp_policy | {"net/bad[[]1]": jnp.float32}'),
+        ("bad", "*/bad", '{"net/bad": jnp.float32} | your_policy'),
+        ("bad", "net/bad", 'your_policy | {"net/bad": jnp.float32}'),
+        ("bad", "net", 'your_policy | {"net": jnp.float32}'),  # outer scopes win
+    ],
+)
+def test_a_policy_that_is_tried_is_in_force(scope, given, policy):
+    def loss(w, x):
+        with jax.named_scope("net"):
+            with jax.named_scope(scope):
+                y = jnp.tanh(x @ w) * 60000.0 @ w
+            return jnp.mean(jnp.log(jnp.abs(y)))
+
+    args = jnp.ones((8, 8)), jnp.ones((4, 8))
+    names = {"flax_amp": flax_amp, "jnp": jnp}
+    if given:
+        own = {given: flax_amp.use_compute_precision}
+        names["your_policy"] = flax_amp.default_amp_policy | own
+    found = find_nonfinite(loss, amp_policy=names.get("your_policy"))(*args)
+    assert found.advice.endswith(f"amp_policy={policy}"), found.advice
+    mended = find_nonfinite(loss, amp_policy=eval(policy, names))(*args)
+    assert mended.verdict == "nothing"
