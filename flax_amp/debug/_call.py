@@ -118,6 +118,20 @@ class _UsersCall(FunctionalCall):
             return super().function(inputs)
 
 
+def check_concrete(caller: str, tree: Any) -> None:
+    """Raises a TypeError if a tool that runs a program is given arrays without values.
+
+    `caller` is the tool, with the function that it is asked about.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+            raise TypeError(
+                f"{caller} got a {type(leaf).__name__} among its arguments; expected "
+                "arrays with values, outside of jax.jit: the program is run. "
+                "flax_amp.explain takes shapes, and runs nothing."
+            )
+
+
 def with_scopes(
     use: Callable[[FunctionalCall], T],
     target: Target,
@@ -126,12 +140,13 @@ def with_scopes(
     caller: str,
     *,
     needs_scopes: bool = False,
-) -> tuple[T, bool]:
+) -> tuple[T, tuple[str, ...]]:
     """Calls `use` with the user's call, in which each NNX module opens a scope.
 
     Returns:
-      Its result, and whether modules have names. Some code needs modules that equal
-      each other, which the names prevent. It runs without them, unless `needs_scopes`.
+      Its result, and a note if modules have no names. Some code needs modules that
+      equal each other, which the names prevent. It runs without them, unless
+      `needs_scopes`.
     """
     where = f"{caller}: {target.name}"
 
@@ -142,11 +157,11 @@ def with_scopes(
         return use(_UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
 
     try:
-        return call(True), True
+        return call(True), ()
     except Exception as error:
         if needs_scopes or SCOPES_NOTE not in getattr(error, "__notes__", ()):
             raise
-        return call(False), False
+        return call(False), ("modules have no names: the code needs equal modules",)
 
 
 def trained_inputs(call: FunctionalCall) -> list[bool]:

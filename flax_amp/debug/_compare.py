@@ -18,7 +18,13 @@ from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.debug._call import FlatLoss, Target, read_target, with_scopes
+from flax_amp.debug._call import (
+    FlatLoss,
+    Target,
+    check_concrete,
+    read_target,
+    with_scopes,
+)
 from flax_amp.debug._compare_model import (
     Comparison,
     ModuleErrors,
@@ -129,7 +135,7 @@ def compare_precision(
 def _read_scale(state: AmpTrainState | None, scale: Any) -> float:
     if scale is None:
         scale = 1.0 if state is None else state.scaler["scaler"]
-    _check_concrete("compare_precision", scale)
+    check_concrete("compare_precision", scale)
     try:
         value = float(scale)
     except (TypeError, ValueError):
@@ -155,16 +161,6 @@ def _read_settings(options: dict[str, Any], settings: Any) -> dict[str, Any]:
     return found
 
 
-def _check_concrete(name: str, *found: Any) -> None:
-    for x in found:
-        if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{name}: got {x} among the arguments; expected arrays: the program is "
-                "run. Call it outside of jax.jit and jax.eval_shape, or ask "
-                "flax_amp.explain, which runs nothing."
-            )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """A user's loss, its arguments, and the options of `amp`."""
@@ -176,7 +172,7 @@ class _Call:
     scale: float
 
     def compare(self, settings: dict[str, Any], remedies: int) -> Comparison:
-        programs, is_named = self._trace()
+        programs, notes = self._trace()
         first, modules, loss = self._measure(programs, "as it is")
         rows = [first]
         for name, options in settings.items():
@@ -191,7 +187,7 @@ class _Call:
             threshold=self._threshold,
             settings=tuple(rows),
             remedies=tuple(tried),
-            notes=tuple(_notes(programs, is_named)),
+            notes=(*notes, *_notes(programs)),
         )
 
     @property
@@ -210,12 +206,12 @@ class _Call:
         own = programs.differences(programs.run(self.options, self.scale, forced=True))
         return row, programs.modules(own, total, self.scale), loss
 
-    def _trace(self) -> tuple[Programs, bool]:
-        """Returns the user's loss, and whether its modules have names."""
+    def _trace(self) -> tuple[Programs, tuple[str, ...]]:
+        """Returns the user's loss, and a note if its modules have no names."""
         name = f"compare_precision: {self.target.name}"
 
         def trace(call: FunctionalCall) -> Programs:
-            _check_concrete(name, *call.inputs)
+            check_concrete(name, call.inputs)
             flat = FlatLoss.of(call, name)
             closed = jax.make_jaxpr(lambda *arrays: flat(arrays))(*flat.arrays)
             if with_captured_outputs(closed)[1]:
@@ -326,9 +322,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return found
 
 
-def _notes(programs: Programs, is_named: bool) -> Iterator[str]:
-    if not is_named:
-        yield "modules have no names: the code needs equal modules"
+def _notes(programs: Programs) -> Iterator[str]:
     values = programs.reference.values
     makers: dict[int, set[str]] = {}
     for name, edge in programs.marked.edges.items():

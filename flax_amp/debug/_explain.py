@@ -144,15 +144,11 @@ def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Expla
 
     def record(*args: Any, **kwargs: Any) -> None:
         needs_scopes = options.policy.names_scopes
-        explanation, is_named = with_scopes(
+        explanation, notes = with_scopes(
             explain_call, target, args, kwargs, "explain", needs_scopes=needs_scopes
         )
-        note = (
-            () if is_named else ("modules have no names: the code needs equal modules",)
-        )
-        found.append(
-            dataclasses.replace(explanation, notes=(*note, *explanation.notes))
-        )
+        notes = (*notes, *explanation.notes)
+        found.append(dataclasses.replace(explanation, notes=notes))
 
     # Inside of a trace, abstract arguments are arrays like all others.
     outer = FunctionalCall(record, args, kwargs, caller=f"explain: {target.name}")

@@ -23,7 +23,7 @@ from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug import _nonfinite_advice as advice
-from flax_amp.debug._call import FlatLoss, read_target, with_scopes
+from flax_amp.debug._call import FlatLoss, check_concrete, read_target, with_scopes
 from flax_amp.debug._nonfinite_arrays import is_finite, kinds
 from flax_amp.debug._nonfinite_model import (
     MAX_EXAMPLES,
@@ -136,7 +136,7 @@ def find_nonfinite(
     target = read_target("find_nonfinite", fun, step)
 
     def found(*args: Any, **kwargs: Any) -> NonfiniteReport:
-        _check_concrete((args, kwargs), target.name)
+        check_concrete(f"find_nonfinite: {target.name}", (args, kwargs))
 
         def use(call: FunctionalCall) -> NonfiniteReport:
             loss = FlatLoss.of(call, f"find_nonfinite: {target.name}")
@@ -144,13 +144,10 @@ def find_nonfinite(
 
         mesh = _mesh_of((args, kwargs))
         with jax.debug_nans(False), jax.debug_infs(False), mesh:
-            report, is_named = with_scopes(
+            report, notes = with_scopes(
                 use, target, args, kwargs, "find_nonfinite", needs_scopes=names_scopes
             )
-        note = "modules have no names: the code needs equal modules"
-        if is_named:
-            return report
-        return dataclasses.replace(report, notes=(*report.notes, note))
+        return dataclasses.replace(report, notes=(*report.notes, *notes))
 
     return found if target.args is None else found(*target.args)
 
@@ -162,16 +159,6 @@ def _mesh_of(args: Any) -> Any:
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             return jax.set_mesh(mesh)
     return contextlib.nullcontext()
-
-
-def _check_concrete(args: Any, name: str) -> None:
-    for leaf in jax.tree.leaves(args):
-        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
-            raise TypeError(
-                f"find_nonfinite: {name} got a {type(leaf).__name__} among its "
-                "arguments; expected arrays with values, outside of jax.jit: each "
-                "equation is run to see what it makes."
-            )
 
 
 class _Program(NamedTuple):
@@ -353,6 +340,7 @@ class _Search:
         Each trial adds the module of what is left, or one around it.
         """
         given = self._options.amp_policy
+        base = default_amp_policy if given is None else given
         keys: list[str] = []
         left: _Fault | None = fault
         for _ in range(_MAX_POLICIES):
@@ -364,9 +352,8 @@ class _Search:
                 break
             keys = [*(k for k in keys if not k.startswith(key + "/")), key]
             entries = {glob.escape(key): jnp.float32 for key in keys}
-            # For one scope, a policy takes what it has first.
-            is_first = given is not None and not given.keys() & entries.keys()
-            base = default_amp_policy if given is None else given
+            # Of several keys that match one scope, the first in the policy decides.
+            is_first = Policy(base).names_scopes and not base.keys() & entries.keys()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 programs = self._trace(
