@@ -10,6 +10,11 @@ batch)` for a training state; the arguments may be abstract. Without a name, it 
 `to_explain`; the module may be a path: `examples/digits`. The exit code is 0 if there
 is no problem, 1 if there is one, and 2 if it cannot be explained.
 
+`python -m flax_amp measure MODULE:FUNCTION` compiles and runs a step in float32,
+bfloat16 and float16 on the device that is here, and prints what each takes. The
+function is as for `explain`; if its arguments are abstract, nothing is run. `--beside`
+names one with dtypes that are set by hand. The exit code is 0, or 2 if something fails.
+
 `python -m flax_amp plot RUN` draws what a run has logged with
 `flax_amp.metrics.create_writer`: loss, scale, skipped steps, gradient norm and learning
 rate. Several runs are compared. The exit code is 0, or 2 if they cannot be drawn.
@@ -22,11 +27,11 @@ from collections.abc import Sequence
 import jax
 
 from flax_amp.checkpoint._command import add_checkpoint
-from flax_amp.debug._command import add_explain
+from flax_amp.debug._command import add_explain, add_measure
 from flax_amp.metrics._command import add_plot
 
 # Each adds its parser, whose `run` takes the arguments and returns the exit code.
-COMMANDS = (add_checkpoint, add_explain, add_plot)
+COMMANDS = (add_checkpoint, add_explain, add_measure, add_plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,12 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # A run may hold the accelerator at the same time.
+    parser.set_defaults(platforms="cpu")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)
     args = parser.parse_args(arguments)
-    # A run may hold the accelerator at the same time.
-    jax.config.update("jax_platforms", "cpu")
+    if args.platforms:
+        jax.config.update("jax_platforms", args.platforms)
     return args.run(args)
 
 

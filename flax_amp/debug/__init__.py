@@ -13,6 +13,9 @@ from flax_amp.debug._compare_model import Errors as Errors
 from flax_amp.debug._compare_model import ModuleErrors as ModuleErrors
 from flax_amp.debug._compare_model import Setting as Setting
 from flax_amp.debug._explain import explain as explain
+from flax_amp.debug._measure import measure as measure
+from flax_amp.debug._measure_model import Figures as Figures
+from flax_amp.debug._measure_model import Measurement as Measurement
 from flax_amp.debug._model import Dtypes as Dtypes
 from flax_amp.debug._model import Equation as Equation
 from flax_amp.debug._model import Explanation as Explanation

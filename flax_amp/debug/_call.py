@@ -71,6 +71,26 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     return Target(name, fun)
 
 
+def split_given(caller: str, given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns what a tool is called with, and what its result is called with.
+
+    Args:
+      caller: the tool, for messages.
+      given: `(loss_fn, args)`, or `(state, loss_fn, batch)`, which leaves no arguments.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
+        return given, ()
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
+        return given[:1], given[1]
+    raise TypeError(
+        f"{caller}: got a {type(given).__name__}; expected (loss_fn, args) with a "
+        "tuple of arguments, or (state, loss_fn, batch)."
+    )
+
+
 def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
     """Returns the loss of a step as a function of its parameters, state and batch."""
 
@@ -110,12 +130,31 @@ def _split(out: Any) -> tuple[Any, Any]:
     return out if isinstance(out, tuple) and len(out) == 2 else (out, None)
 
 
-class _UsersCall(FunctionalCall):
+class UsersCall(FunctionalCall):
     """A call of a function in which nothing is rewritten by `amp`."""
 
     def function(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         with only_before_amp(self._caller):
             return super().function(inputs)
+
+
+def on_arrays(
+    fun: Callable[..., Any], args: Any, kwargs: Any, caller: str
+) -> tuple[Callable[[list[Any]], Any], list[Any]]:
+    """Returns a call as a function of a list of its arrays, and the list.
+
+    They may be abstract: inside of a trace of that function, `fun` gets tracers, which
+    are arrays like all others.
+    """
+    call = FunctionalCall(fun, args, kwargs, caller=caller)
+    is_traced = [
+        _tree.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in call.inputs
+    ]
+
+    def run(arrays: list[Any]) -> Any:
+        return call.function(_tree.fill(arrays, is_traced, call.inputs))
+
+    return run, _tree.pick(call.inputs, is_traced)
 
 
 def check_concrete(caller: str, tree: Any) -> None:
@@ -154,7 +193,7 @@ def with_scopes(
         fun = target.fun
         if not open_scopes:
             fun = getattr(fun, _WITHOUT_SCOPES, fun)
-        return use(_UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
+        return use(UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
 
     try:
         return call(True), ()

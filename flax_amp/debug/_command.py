@@ -1,7 +1,9 @@
-"""`python -m flax_amp explain`: what mixed precision does to a loss, and why."""
+"""Commands that call a function of the user: `explain` and `measure`."""
 
 import argparse
+import functools
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,9 +13,9 @@ from typing import Any
 import jax.numpy as jnp
 from rich.console import Console
 
-from flax_amp._training.train_state import AmpTrainState
+from flax_amp.debug._call import split_given
 from flax_amp.debug._explain import explain
-from flax_amp.debug._model import Explanation
+from flax_amp.debug._measure import measure
 from flax_amp.debug._terminal import render
 
 
@@ -32,21 +34,65 @@ def add_explain(commands: Any) -> None:
     command.set_defaults(run=_explain)
 
 
+def add_measure(commands: Any) -> None:
+    """Adds the command to the parsers of all commands."""
+    command = commands.add_parser(
+        "measure", help="time steps in float32, bfloat16 and float16 on this device"
+    )
+    add = command.add_argument
+    add("target", metavar="MODULE[:FUNCTION]")
+    beside = "a model with dtypes set by hand, to run as it is"
+    add("--beside", metavar="MODULE:FUNCTION", help=beside)
+    add("--turns", type=int, default=20, help="steps of each program (default: 20)")
+    add("--json", type=Path, metavar="FILE", help="write the figures, too")
+    command.set_defaults(run=_measure, platforms=None)
+
+
+def _or_error(run: Callable[[argparse.Namespace], int]) -> Any:
+    """Makes a command print one line for an error, and return 2."""
+
+    @functools.wraps(run)
+    def command(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except Exception as error:  # of the user's code, too
+            cause = str(error).partition("\n")[0]
+            message = f"error: {args.target}: {type(error).__name__}: {cause}"
+            print(message, file=sys.stderr)
+            return 2
+
+    return command
+
+
+@_or_error
 def _explain(args: argparse.Namespace) -> int:
-    try:
-        found = _found(args, _function(args.target))
-        report = render(found, depth=args.depth, only=args.only)
-        if args.html:
-            args.html.write_text(found.to_html(), encoding="utf-8")
-    except Exception as error:  # of the user's code, too
-        cause = str(error).partition("\n")[0]
-        message = f"error: {args.target}: {type(error).__name__}: {cause}"
-        print(message, file=sys.stderr)
-        return 2
+    dtype = args.dtype and jnp.dtype(args.dtype)
+    found = _call(explain, args.target, compute_dtype=dtype)
+    report = render(found, depth=args.depth, only=args.only)
+    if args.html:
+        args.html.write_text(found.to_html(), encoding="utf-8")
     Console(highlight=False).print(report)
     if args.html:
         print(f"\nwrote {args.html}")
     return int(bool(found.problems))
+
+
+@_or_error
+def _measure(args: argparse.Namespace) -> int:
+    beside = args.beside and _function(args.beside)()
+    found = _call(measure, args.target, beside=beside, turns=args.turns)
+    Console(highlight=False).print(found.render())
+    if args.json:
+        args.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
+        print(f"\nwrote {args.json}")
+    return 0
+
+
+def _call(tool: Any, target: str, **options: Any) -> Any:
+    """Calls a tool with what the function of a target returns."""
+    asked, args = split_given(target, _function(target)())
+    found = tool(*asked, **options)
+    return found if len(asked) > 1 else found(*args)
 
 
 def _function(target: str) -> Callable[[], Any]:
@@ -63,17 +109,3 @@ def _function(target: str) -> Callable[[], Any]:
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}; expected a function.")
     return function
-
-
-def _found(args: argparse.Namespace, function: Any) -> Explanation:
-    """Explains what the user's function returns."""
-    dtype = args.dtype and jnp.dtype(args.dtype)
-    given: Any = function()
-    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
-        return explain(*given, compute_dtype=dtype)
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
-        return explain(given[0], compute_dtype=dtype)(*given[1])
-    raise TypeError(
-        f"it returned a {type(given).__name__}; expected (loss_fn, args) with a tuple "
-        "of arguments, or (state, loss_fn, batch)."
-    )

@@ -16,7 +16,13 @@ from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.debug._call import Target, read_target, trained_inputs, with_scopes
+from flax_amp.debug._call import (
+    Target,
+    on_arrays,
+    read_target,
+    trained_inputs,
+    with_scopes,
+)
 from flax_amp.debug._emitted import attach_emitted
 from flax_amp.debug._model import Equation, Explanation, Module
 from flax_amp.debug._problems import find_problems
@@ -150,16 +156,8 @@ def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Expla
         notes = (*notes, *explanation.notes)
         found.append(dataclasses.replace(explanation, notes=notes))
 
-    # Inside of a trace, abstract arguments are arrays like all others.
-    outer = FunctionalCall(record, args, kwargs, caller=f"explain: {target.name}")
-    is_traced = [
-        _tree.is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in outer.inputs
-    ]
-
-    def trace(arrays: list[Any]) -> None:
-        outer.function(_tree.fill(arrays, is_traced, outer.inputs))
-
-    jax.eval_shape(trace, _tree.pick(outer.inputs, is_traced))
+    where = f"explain: {target.name}"
+    jax.eval_shape(*on_arrays(record, args, kwargs, where))
     return found[0]
 
 

@@ -39,10 +39,15 @@ _NOT_LIFTED = ("float32 leaves only", "keeps its operand's dtype", "no float32 o
 
 def as_text(found: Explanation, *, depth: int | None, only: str | None) -> str:
     """Returns the report without colors."""
+    return text_of(render(found, depth=depth, only=only))
+
+
+def text_of(report: RenderableType) -> str:
+    """Returns what a console of rich prints, without colors."""
     low, high = _WIDTHS
     width = min(max(shutil.get_terminal_size((100, 40)).columns, low), high)
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render(found, depth=depth, only=only))
+    console.print(report)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)
 
