@@ -71,11 +71,11 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     return Target(name, fun)
 
 
-def split_given(caller: str, given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def split_given(what: str, given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns what a tool is called with, and what its result is called with.
 
     Args:
-      caller: the tool, for messages.
+      what: the beginning of a message, such as "it returned".
       given: `(loss_fn, args)`, or `(state, loss_fn, batch)`, which leaves no arguments.
 
     Raises:
@@ -86,8 +86,8 @@ def split_given(caller: str, given: Any) -> tuple[tuple[Any, ...], tuple[Any, ..
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
         return given[:1], given[1]
     raise TypeError(
-        f"{caller}: got a {type(given).__name__}; expected (loss_fn, args) with a "
-        "tuple of arguments, or (state, loss_fn, batch)."
+        f"{what} a {type(given).__name__}; expected (loss_fn, args) with a tuple of "
+        "arguments, or (state, loss_fn, batch)."
     )
 
 

@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 def _call(tool: Any, target: str, **options: Any) -> Any:
     """Calls a tool with what the function of a target returns."""
-    asked, args = split_given(target, _function(target)())
+    asked, args = split_given("it returned", _function(target)())
     found = tool(*asked, **options)
     return found if len(asked) > 1 else found(*args)
 

@@ -15,6 +15,7 @@ from flax_amp import _tree
 from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.precision import Precision, compute_dtype_of, first_scaler
+from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import (
     FlatLoss,
@@ -91,7 +92,7 @@ def measure(
             for name, word in _WORDS.items()
         ]
         if hand:
-            programs.append(_Program(hand.target.name, *build(hand, options, None)))
+            programs.append(_Program("beside", *build(hand, options, None)))
         what = "training step" if step else "loss and gradient"
         return _measured(target.name, what, programs, turns)
 
@@ -115,7 +116,7 @@ class _Asked(NamedTuple):
 
 def _read_beside(beside: Any, step: Sequence[Any]) -> _Asked:
     caller = "measure: beside"
-    (fun, *own_step), args = split_given(caller, beside)
+    (fun, *own_step), args = split_given(f"{caller} is", beside)
     if len(own_step) != len(step):
         kinds = ["state" if x else "function" for x in (own_step, step)]
         raise TypeError(
@@ -137,6 +138,11 @@ def _train_step(asked: _Asked, options: dict[str, Any], word: Precision | None) 
         options["amp_policy"] = None
     elif word != state.precision:
         state = state.replace(scaler=first_scaler(word))
+    state = state.replace(precision=word or "32-true")
+    if isinstance(shardings := options.get("state_shardings"), AmpTrainState):
+        # They have the precision of another state in them.
+        leaves = jax.tree.leaves(shardings)
+        options["state_shardings"] = jax.tree.structure(state).unflatten(leaves)
 
     def make() -> Any:
         loss_fn = asked.step[0]
@@ -149,7 +155,7 @@ def _train_step(asked: _Asked, options: dict[str, Any], word: Precision | None) 
 
         return make_train_step(with_aux, **options)
 
-    return make, (state.replace(precision=word or "32-true"), batch)
+    return make, (state, batch)
 
 
 def _gradient(asked: _Asked, options: dict[str, Any], word: Precision | None) -> Any:

@@ -12,9 +12,9 @@ from flax_amp.debug._terminal import size, text_of
 
 _NAME = 12  # characters of the name of a program that the table has room for
 _ON_A_CPU = (
-    "This is a CPU, on which XLA emulates half precision: times of steps, memory and "
-    "bytes tell nothing about mixed precision on a GPU or a TPU. Only trace + lower "
-    "and compile tell something: what it takes before the first step."
+    "This is a CPU, on which XLA emulates half precision: step times, compile times, "
+    "memory and bytes tell nothing about mixed precision on a GPU or a TPU. Only what "
+    "tracing and lowering take is nearly the same everywhere."
 )
 
 
@@ -23,8 +23,9 @@ class Figures:
     """What one program takes. `None` where that is not known.
 
     Attributes:
-      name: its dtype, or the name of the function beside it.
-      trace_s: processor seconds of tracing and lowering, the least of two times.
+      name: its dtype, or "beside".
+      trace_s: processor seconds of tracing and lowering, the least of two times. In a
+        training step, also that in float32, they are with those of `amp`.
       compile_s: seconds of compiling.
       step_ms: milliseconds from the call to the end of a step, the least of all turns.
       temp_bytes: temporary memory on each device, beside arguments and results.
