@@ -142,7 +142,8 @@ def _train_step(asked: _Asked, options: dict[str, Any], word: Precision | None) 
     if isinstance(shardings := options.get("state_shardings"), AmpTrainState):
         # They have the precision of another state in them.
         leaves = jax.tree.leaves(shardings)
-        options["state_shardings"] = jax.tree.structure(state).unflatten(leaves)
+        treedef = jax.tree.structure(state)
+        options["state_shardings"] = jax.tree.unflatten(treedef, leaves)
 
     def make() -> Any:
         loss_fn = asked.step[0]
