@@ -2,9 +2,9 @@
 
 `explain` tells which equation of which module runs in which dtype, what decided so, and
 what a person has to act on. `find_nonfinite` names the equation that made an inf or a
-NaN, and `report_nonfinite` does so for the steps that a run skips. Nothing here is
-needed for training, and nothing else in the package imports it. README.md in this
-folder says more.
+NaN, and `report_nonfinite` does so for the steps that a run skips. `measure` tells what
+a step takes beside float32. Nothing here is needed for training, and nothing else in
+the package imports it. README.md in this folder says more.
 """
 
 from flax_amp.debug._compare import compare_precision as compare_precision
