@@ -11,7 +11,7 @@ copyright = "2026, the flax_amp authors"
 release = importlib.metadata.version("flax_amp")
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -19,7 +19,8 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
+nb_execution_mode = "off"
 exclude_patterns = ["_build"]
 
 # Pages that stand beside the code are a part of the site: copies, in the folders that
