@@ -38,6 +38,7 @@ for pattern in PATTERNS.split():
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+highlight_language = "none"  # what a block without a language shows is output
 autodoc_typehints = "none"  # the docstrings say what the types do not
 autodoc_member_order = "bysource"
 autosummary_generate = False
@@ -49,7 +50,7 @@ default_role = "code"
 html_theme = "sphinx_book_theme"
 html_title = "flax_amp"
 html_static_path = ["_static"]
-html_css_files = ["wide_tables.css"]
+html_css_files = ["wide.css"]
 html_theme_options = {
     "navbar_persistent": [],  # the search field is in the sidebar
     "show_navbar_depth": 1,

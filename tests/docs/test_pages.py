@@ -19,6 +19,7 @@ PAGES = {path.stem: path for path in [*sorted(DOCS.glob("*.md")), TOUR]}
 # A block, and what is shown right below it; what varies between versions is marked as
 # `text` there, and is not compared.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", re.DOTALL | re.M)
+WIDTH = "100"  # of reports, which are as wide as the terminal
 SOURCE = re.compile(r"\S+\.(?:py|md|ipynb):\d+")
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
@@ -63,7 +64,7 @@ def numbers(text):
 @pytest.mark.parametrize("page", PAGES)
 def test_code_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")  # reports are as wide as the terminal
+    monkeypatch.setenv("COLUMNS", WIDTH)
     for printed, shown in run(PAGES[page]):
         is_all = words(shown) == words(printed)
         # Below a block of a page may stand only a part.
@@ -74,7 +75,7 @@ def test_code_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
 
 
 def store_tour():
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = WIDTH
     notebook = json.loads(TOUR.read_text())
     outputs = [printed for printed, _ in run(TOUR)]
     for index, cell in enumerate(code_cells(notebook)):
