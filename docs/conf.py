@@ -50,7 +50,7 @@ default_role = "code"
 html_theme = "sphinx_book_theme"
 html_title = "flax_amp"
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_css_files = ["pages.css"]
 html_theme_options = {
     "navbar_persistent": [],  # the search field is in the sidebar
     "show_navbar_depth": 1,
