@@ -46,7 +46,10 @@ def text_of(report: RenderableType) -> str:
     """Returns what a console of rich prints, without colors."""
     low, high = _WIDTHS
     width = min(max(shutil.get_terminal_size((100, 40)).columns, low), high)
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    # In a notebook, rich would show the report itself and leave the file empty.
+    console = Console(
+        file=io.StringIO(), width=width, color_system=None, force_jupyter=False
+    )
     console.print(report)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)

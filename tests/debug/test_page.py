@@ -1,5 +1,6 @@
 """The page: it stands alone, survives any text, and works in a browser."""
 
+import builtins
 import html
 import json
 import re
@@ -8,6 +9,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from flax_amp import __main__, explain
 
@@ -56,6 +58,15 @@ def test_a_notebook_gets_the_page_in_a_frame():
         r'<iframe srcdoc="(.*?)" .*</iframe>', found._repr_html_(), 16
     )
     assert html.unescape(source[1]) == found.to_html()
+
+
+def test_a_notebook_prints_the_report_too(monkeypatch):
+    """rich takes this class of the name `get_ipython` for a notebook."""
+    report = str(explain(deep)(W, X))
+    shell = type("ZMQInteractiveShell", (), {})
+    monkeypatch.setattr(builtins, "get_ipython", shell, raising=False)
+    assert Console().is_jupyter
+    assert str(explain(deep)(W, X)) == report != ""
 
 
 def chromium():
