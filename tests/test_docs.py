@@ -10,7 +10,11 @@ import types
 import typing
 from pathlib import Path
 
+import pytest
+
 import flax_amp
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "flax_amp").rglob("*.py"))

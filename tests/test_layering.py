@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import flax_amp
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "flax_amp").rglob("*.py"))

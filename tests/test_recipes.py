@@ -23,6 +23,8 @@ from benchmarks import peers
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 INDEX = RECIPES / "README.md"
 PAGES = sorted(path for path in RECIPES.glob("*.md") if path != INDEX)
+# One recipe for each kind of Flax runs on every JAX, the others on one.
+ON_EVERY_JAX = ("linen", "nnx")
 
 FLOAT32 = {
     r"\b(bf)?16-mixed\b": "32-true",
@@ -113,7 +115,14 @@ def check(page, name):
 
 # PyTorch warns that it computes in float32 then, which is what is wanted.
 @pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype")
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.stem in ON_EVERY_JAX else pytest.mark.once)
+        for path in PAGES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_recipe(path):
     if missing := check(path.read_text(), path.name):
         pytest.skip(f"the program before needs {', '.join(missing)}")

@@ -23,6 +23,8 @@ import flax_amp
 from flax_amp import AmpTrainState, Precision, checkpoint, debug, optim
 from flax_amp.debug import Explanation
 
+pytestmark = pytest.mark.once
+
 
 class EmaState(AmpTrainState):
     ema: Any

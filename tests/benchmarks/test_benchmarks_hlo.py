@@ -8,6 +8,8 @@ from benchmarks import hlo
 from benchmarks.commands.compiled import compile_for
 from benchmarks.hlo_text import parse, parse_shapes
 
+pytestmark = pytest.mark.once
+
 # A loop as a TPU prints it: the trip count only in the condition, layouts with tiles,
 # a dot as a convolution, a residual stacked in place, an asynchronous copy.
 TPU = """

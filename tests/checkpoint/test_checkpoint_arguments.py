@@ -13,6 +13,8 @@ import pytest
 from flax_amp import AmpTrainState, __main__, checkpoint
 from flax_amp.checkpoint import _steps
 
+pytestmark = pytest.mark.once
+
 
 def small():
     return AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))

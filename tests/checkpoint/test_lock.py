@@ -12,6 +12,8 @@ import pytest
 from flax_amp import AmpTrainState, checkpoint
 from flax_amp.checkpoint import _lock
 
+pytestmark = pytest.mark.once
+
 fcntl = pytest.importorskip("fcntl", reason="there are no such locks here")
 
 

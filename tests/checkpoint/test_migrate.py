@@ -82,6 +82,7 @@ def test_the_migrated_state_trains_like_a_new_one(image):
 # Scalers
 
 
+@pytest.mark.once
 def test_the_count_of_dynamic_scale_goes_on(image):
     """From any count, the two scalers grow on the same step."""
     theirs = image.dynamic_scale
@@ -105,6 +106,7 @@ def jaxamp_state(steps=5):
     return scaler
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("library", [by_manager, by_to_bytes])
 def test_the_scaler_of_jaxamp(library, tmp_path):
     saved = jaxamp_state()
@@ -124,6 +126,7 @@ def test_the_scaler_of_jaxamp(library, tmp_path):
     assert int(state.scaler["total_resets"]) > 0  # it tried until it was finite
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "saved, expected",
     [(jnp.inf, 2.0**24), (0.0, 2.0**-14), (jnp.nan, 64.0), (3.0, 3.0)],
@@ -145,6 +148,7 @@ def resumed(state, target, how, directory):
     return restored
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("how", ["restore", "migrate"])
 def test_between_float16_and_bfloat16(how, tmp_path):
     """The number of resets goes on, the scale is what the new run was made with."""
@@ -162,6 +166,7 @@ def test_between_float16_and_bfloat16(how, tmp_path):
     assert int(half.scaler["total_resets"]) == 4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dtypes", [("float16", "bfloat16"), ("bfloat16", "float32")])
 def test_a_run_changes_its_compute_dtype(dtypes, tmp_path):
     state = linen_state()
@@ -174,6 +179,7 @@ def test_a_run_changes_its_compute_dtype(dtypes, tmp_path):
     assert int(state.step) == 2 and bool(metrics["grads_finite"])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "options, on_disk",
     [
@@ -195,6 +201,7 @@ def test_a_scaler_that_is_not_read_stays(options, on_disk):
     assert all(state.scaler[key] is value for key, value in odd.items())
 
 
+@pytest.mark.once
 def test_a_scaler_without_values_begins_as_a_new_one():
     state = linen_state()
     source = {"step": state.step, "params": state.params, "rngs": state.rngs}
@@ -206,6 +213,7 @@ def test_a_scaler_without_values_begins_as_a_new_one():
 # Paths
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("field", ["params", "stats"])
 @pytest.mark.parametrize("number", [2, 3, 4])
 def test_no_array_vanishes_behind_the_common_path_of_another(field, number):
@@ -229,6 +237,7 @@ def every_second(inner):
     return optax.MultiSteps(inner, 2)
 
 
+@pytest.mark.once
 def test_a_wrapped_plain_optimizer(tmp_path):
     saved = image_state(
         tx=optax.apply_if_finite(optimizer(), 5), dynamic_scale=DynamicScale()
@@ -238,6 +247,7 @@ def test_a_wrapped_plain_optimizer(tmp_path):
     assert_identical(tuple(state.opt_state), tuple(saved.opt_state))
 
 
+@pytest.mark.once
 def test_multi_steps_added_later():
     saved = run(linen_state(), 4)
     saved = saved.replace(
@@ -257,6 +267,7 @@ def test_multi_steps_added_later():
     assert changed(before, run(state, 1).params)
 
 
+@pytest.mark.once
 def test_multi_steps_taken_away():
     saved = run(linen_state(tx=every_second(optimizer())), 4)
     with warnings.catch_warnings():
@@ -270,6 +281,7 @@ def test_multi_steps_taken_away():
     assert w[0].filename == __file__
 
 
+@pytest.mark.once
 def test_accumulation_in_the_step_needs_no_migration(tmp_path):
     whole = make_train_step(linen_loss, has_aux=True)
     state, _ = whole(linen_state(), make_batch())
@@ -281,6 +293,7 @@ def test_accumulation_in_the_step_needs_no_migration(tmp_path):
     assert int(state.step) == 2 and bool(metrics["grads_finite"])
 
 
+@pytest.mark.once
 def test_masked_optimizers_and_those_without_state():
     params = {"w": jnp.ones(3), "n": jnp.int32(1)}
     plain = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(1))
@@ -296,6 +309,7 @@ def test_masked_optimizers_and_those_without_state():
     assert_identical(checkpoint.migrate(plain, target).params, plain.params)
 
 
+@pytest.mark.once
 def test_a_damaged_step_is_passed_over(tmp_path, image):
     directory = by_legacy_flax(tmp_path, image)
     good = (directory / "checkpoint_3").read_bytes()

@@ -32,7 +32,7 @@ from _models import (
 from flax_amp import AmpTrainState, checkpoint, init_scaler, make_train_step, no_scaler
 from helpers import assert_identical
 
-# Other models
+pytestmark = pytest.mark.once
 
 
 def test_parameters_only(image):

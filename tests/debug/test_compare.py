@@ -115,6 +115,7 @@ def test_a_planted_bad_layer_comes_first(make, position, dtype):
     assert behind.total.forward > 5 * behind.own.forward
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found_and_mended(fault):
     fun, args = linen(fault, 1)
@@ -131,6 +132,7 @@ def test_each_fault_is_found_and_mended(fault):
     assert not mended.remedies and "No module adds more" in str(mended)
 
 
+@pytest.mark.once
 def test_a_remedy_that_does_not_help_is_not_recommended():
     fun, args = linen("offset", 1)
     found = compare_precision(fun)(*args)
@@ -161,6 +163,7 @@ SHADOWS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("keys, without", SHADOWS.values(), ids=SHADOWS)
 def test_a_remedy_is_in_force_whatever_the_policy_has(keys, without):
     policy = flax_amp.default_amp_policy | keys
@@ -181,6 +184,7 @@ SCALES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("factor, scale, dtype, best", SCALES.values(), ids=SCALES)
 def test_a_scale_is_the_first_remedy(factor, scale, dtype, best):
     def fun(w, x):
@@ -202,6 +206,7 @@ def test_a_scale_is_the_first_remedy(factor, scale, dtype, best):
     assert "Add to" not in str(found)
 
 
+@pytest.mark.once
 def test_after_the_scale_a_bad_module_is_found():
     fun, args = linen("offset", 1)
     found = compare_precision(fun, scale=2.0**24)(*args)
@@ -223,6 +228,7 @@ def test_what_is_not_enough_is_not_recommended():
         assert error > found.threshold and ("  less" in report) == is_named
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("fault", HALF_RANGE)
 def test_bfloat16_has_the_range(fault):
     fun, args = linen(fault, 1)
@@ -299,6 +305,7 @@ def test_a_scale_saves_small_gradients():
         assert module.flushed == 1 and round(module.harm, 2) == error
 
 
+@pytest.mark.once
 def test_settings_stand_side_by_side():
     fun, args = linen("offset", 1)
     policy = flax_amp.default_amp_policy | {"*/layer_*": jnp.float32}
@@ -317,6 +324,7 @@ def test_settings_stand_side_by_side():
     assert "wide sums" in str(found)
 
 
+@pytest.mark.once
 def test_x64():
     with jax.enable_x64(True):
         fun, args = linen("offset", 1)
@@ -343,6 +351,7 @@ def test_an_author_who_set_a_half_dtype_is_named():
     assert "in the reference, too: own" in " ".join(str(found).split())
 
 
+@pytest.mark.once
 def test_results_for_a_person_and_for_a_program(tmp_path, monkeypatch):
     fun, args = linen("offset", 1)
     found = compare_precision(fun)(*args)

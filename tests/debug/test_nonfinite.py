@@ -97,6 +97,7 @@ def place(finding):
     return finding.primitive, finding.path, pass_, finding.source
 
 
+@pytest.mark.once
 def test_exp_in_one_module_of_a_gpt():
     policy = flax_amp.default_amp_policy | {
         jax.lax.exp_p: flax_amp.use_compute_precision

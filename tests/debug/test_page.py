@@ -13,6 +13,8 @@ from rich.console import Console
 
 from flax_amp import __main__, explain
 
+pytestmark = pytest.mark.once
+
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 
 

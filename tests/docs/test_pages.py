@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 DOCS = Path(__file__).parents[2] / "docs"
 TOUR = DOCS / "tour.ipynb"
 PAGES = {path.stem: path for path in [*sorted(DOCS.glob("*.md")), TOUR]}

@@ -18,6 +18,8 @@ from examples.char_lm.model import forward, loss_fn
 from flax_amp import make_train_step, metrics
 from helpers import equations
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 TINY = dict(
     length=16,

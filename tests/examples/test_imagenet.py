@@ -16,6 +16,8 @@ from configs.imagenet import default
 from examples.imagenet import input_pipeline, model, train
 from flax_amp import metrics
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parents[2]
 TINY = dict(
     precision="16-mixed",

@@ -11,6 +11,8 @@ import pytest
 
 from flax_amp import __main__, metrics
 
+pytestmark = pytest.mark.once
+
 NAN = math.nan
 
 

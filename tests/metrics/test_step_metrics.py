@@ -94,6 +94,7 @@ STEPS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("pattern", ["....", "x.x.", ".x.x", "xx..", "xxxx"])
 def test_a_window_is_what_its_steps_reported(name, pattern):

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from flax_amp import metrics
 
+pytestmark = pytest.mark.once
+
 SCALARS = {"train/loss": 0.25, "train/scale": 32768.0, "train/hyperparams/b1": 0.9}
 
 

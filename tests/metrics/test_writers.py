@@ -20,6 +20,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from flax_amp import metrics
 
+pytestmark = pytest.mark.once
+
 NAN, INF = math.nan, math.inf
 SCALARS = {"train/loss": jnp.float32(0.1), "bad": jnp.float32(NAN), "n": 3}
 

@@ -12,6 +12,8 @@ from rich.console import Console
 
 from flax_amp import metrics
 
+pytestmark = pytest.mark.once
+
 MAKERS = {
     "all": lambda path, more: metrics.create_writer(path, writers=[more]),
     "tensorboard": lambda path, more: metrics.TensorBoardWriter(path),

@@ -409,6 +409,7 @@ def test_messages(call, kind, message):
 # Classes, copies and state dicts
 
 
+@pytest.mark.once
 def test_making_one_starts_no_backend():
     """So that `jax.distributed.initialize` can come after it."""
     code = """

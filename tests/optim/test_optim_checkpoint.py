@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", CASES)
 def test_comes_from_plain_optax(tmp_path, name):
     make, other = CASES[name]
@@ -79,6 +80,7 @@ def test_comes_from_plain_optax(tmp_path, name):
     assert_identical(state.params, plain.params)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", CASES)
 def test_goes_to_plain_optax(tmp_path, name):
     make, other = CASES[name]
@@ -90,6 +92,7 @@ def test_goes_to_plain_optax(tmp_path, name):
     assert_identical(checkpoint.migrate(tmp_path, target).opt_state, tx.opt_state)
 
 
+@pytest.mark.once
 def test_comes_from_a_plain_train_state():
     plain = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adamw(0.1))
     plain = plain.apply_gradients(grads=PARAMS)
@@ -99,6 +102,7 @@ def test_comes_from_a_plain_train_state():
     assert inside.gradient_step == 1
 
 
+@pytest.mark.once
 def test_hyperparameters_of_another_kind(tmp_path):
     """By name: what both have is read, the rest stays, and is said."""
     state = trained(optim.sgd(0.1, momentum=jnp.float32(0.9)))
@@ -112,6 +116,7 @@ def test_hyperparameters_of_another_kind(tmp_path):
     assert tx.learning_rate == np.float32(0.1) and tx.momentum == 0.8
 
 
+@pytest.mark.once
 def test_plain_orbax_calls(tmp_path):
     """The state of optax alone, read into the optimizer by plain Orbax."""
     plain = trained(optax.adam(0.1)).opt_state.inner_state
@@ -123,6 +128,7 @@ def test_plain_orbax_calls(tmp_path):
     assert_identical(tx.opt_state, plain)
 
 
+@pytest.mark.once
 def test_mismatches_are_named(tmp_path):
     directory = saved(trained(optim.adam(0.1)), tmp_path)
     with pytest.raises(ValueError, match=r"opt_state/inner_state/b1: not on disk"):
