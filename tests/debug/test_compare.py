@@ -273,6 +273,7 @@ def test_float32_has_no_errors(dtype):
     assert all(m.harm == m.total.largest == 0 for m in found.modules)
 
 
+@pytest.mark.once
 def test_a_state_and_its_scale():
     x = jax.random.normal(jax.random.key(0), (4, FEATURES))
     data = {"x": x, "y": jnp.arange(4) % 3}

@@ -363,6 +363,7 @@ AROUND = {
 }
 
 
+@pytest.mark.once
 @settings(
     max_examples=60,
     deadline=None,
