@@ -19,7 +19,7 @@ pytestmark = [*orbax_leaves_tasks, pytest.mark.once]
 @pytest.mark.slow
 def test_no_fault_loses_anything():
     """The table of `python -m benchmarks faults`, with few kills and a small state."""
-    kills = 1
+    kills = 2
     with faults.quiet():
         rows = list(faults.every_row(Reference(width=64, steps=12 + 4 * kills), kills))
     assert len(rows) == 12
