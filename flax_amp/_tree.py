@@ -17,6 +17,13 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
+def is_numeric(leaf: Any) -> bool:
+    """Whether a leaf is a number, or an array or a shape of what JAX computes with."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUmM"  # objects, strings and times
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+
+
 def is_inexact_array(leaf: Any) -> bool:
     """Whether a leaf is an array of floating or complex numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

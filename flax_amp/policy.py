@@ -50,7 +50,7 @@ def _is_float(x: Any) -> bool:
 def _as_dtype(dtype: Any) -> Any:
     try:
         return jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError):  # a ValueError for strings such as "16-mixed"
         return None
 
 

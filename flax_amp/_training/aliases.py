@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
 
@@ -26,3 +27,18 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
     """Raises a TypeError unless `isinstance(value, types)`."""
     if not isinstance(value, types):
         raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")
+
+
+def check_leaves(tree: PyTree, name: str, caller: str, advice: str) -> None:
+    """Raises a TypeError that lists the leaves that are no arrays and no numbers."""
+    if wrong := [
+        f"{name}{keystr(path)}, a {_type_name(leaf)}"
+        for path, leaf in tree_leaves_with_path(tree)
+        if not _tree.is_numeric(leaf)
+    ]:
+        raise TypeError(f"{caller} {'; '.join(wrong)}; expected {advice}")
+
+
+def _type_name(leaf: object) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    return type(leaf).__name__ if dtype is None else f"NumPy array of {dtype}"

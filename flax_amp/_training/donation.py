@@ -1,4 +1,4 @@
-"""Errors about donated arrays that name the path of the array and say what to do.
+"""Errors about the arguments of a call of a step, with paths and what to do.
 
 A step donates its state: the new state takes over the memory of the old one, which is
 then deleted. JAX reports misuse by the position of a flattened argument only.
@@ -6,13 +6,47 @@ then deleted. JAX reports misuse by the position of a flattened argument only.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from flax_amp._training.aliases import Array, Batch, PyTree
+from flax_amp._training.aliases import Array, PyTree, check_leaves
+
+StepT = TypeVar("StepT", bound=Callable[..., Any])
+
+
+def binder(step: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """Returns a function that puts the arguments of a call of a step in order.
+
+    It raises a TypeError if the step does not take them.
+    """
+    signature = inspect.signature(step)
+    names = ", ".join(signature.parameters)
+
+    def bind(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        try:
+            return signature.bind(*args, **kwargs).args
+        except TypeError as error:
+            raise TypeError(
+                f"{step.__name__}: {error}; expected the arguments ({names}). Put what "
+                "else changes from step to step into the batch: {**batch, 'key': key}."
+            ) from None
+
+    return bind
+
+
+def takes_exactly(step: StepT) -> StepT:
+    """Gives a step that is not jitted the errors of `binder`."""
+    bind = binder(step)
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return step(*bind(*args, **kwargs))
+
+    return call  # type: ignore[return-value]
 
 
 class JittedStep:
@@ -27,11 +61,16 @@ class JittedStep:
     ) -> None:
         functools.update_wrapper(self, jitted)
         self._jitted, self._donates, self._check = jitted, donates, check
+        self._bind = binder(jitted)
 
-    def __call__(self, state: PyTree, batch: Batch) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, batch = self._bind(*args, **kwargs)
         if self._donates:
             check_distinct(self.__name__, {"state": state}, {"batch": batch})
-        with explain_deleted(self.__name__, "state", state):
+        with (
+            explain_deleted(self.__name__, "state", state),
+            explain_leaves(self.__name__, {"state": state, "batch": batch}),
+        ):
             self._check(state)
             return self._jitted(state, batch)
 
@@ -84,6 +123,23 @@ def explain_deleted(caller: str, name: str, argument: PyTree) -> Iterator[None]:
             "that the last step returned. Go on with that, or make the training step "
             "with donate=False."
         ) from error
+
+
+@contextlib.contextmanager
+def explain_leaves(caller: str, arguments: Mapping[str, PyTree]) -> Iterator[None]:
+    """Names what a jitted function cannot take if a call fails because of it."""
+    try:
+        yield
+    except TypeError:
+        for name, argument in arguments.items():
+            check_leaves(
+                argument,
+                name,
+                f"{caller}: got",
+                "arrays and numbers, which a compiled step can take. Leave everything "
+                "else out, or make the step with jit=False.",
+            )
+        raise
 
 
 def _arrays(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, Array]]:

@@ -7,7 +7,7 @@ apply the gradients.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ from flax_amp._training.averaging import (
     device_index,
     mark_varying,
 )
-from flax_amp._training.loss import KEYWORDS, check_function, pure_loss
+from flax_amp._training.loss import KEYWORDS, check_function, differences, pure_loss
 from flax_amp._training.precision import Precision, amp_by_precision
 from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
 from flax_amp._training.scaled_grad import cast_like, run_pass, split_overwrite
@@ -108,21 +108,27 @@ def make_metrics(
     scaler: Scaler,
     finite: Array,
     result: PassResult,
+    fields: Collection[str] = (),
     **more: PyTree,
 ) -> Metrics:
-    """Returns the metrics of a step: its own ones, `more`, and those of `aux`."""
+    """Returns the metrics of a step: its own ones, `more`, and those of `aux`.
+
+    The names of `fields`, those of a state, are reserved too: `aux` changes no field,
+    and one that stays as it was would not be noticed.
+    """
     own = more | dict(
         loss=result.loss,
         grads_finite=finite,
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
-    reserved = own.keys() | {"skipped_total"}
-    if taken := sorted(set(result.aux) & reserved):
+    names = own.keys() | {"skipped_total"}
+    if taken := sorted(set(result.aux) & (names | set(fields))):
         raise ValueError(
             f"{options.caller}: the loss returned aux with the reserved names {taken}; "
-            f"expected names other than {sorted(reserved)}, which the step reports "
-            "itself. Rename them."
+            f"expected names that are neither metrics of the step ({sorted(names)}) "
+            "nor fields of its state. Rename them. A field of a subclass changes in "
+            "its apply_gradients, or by state.replace after the step."
         )
     return own | result.aux
 
@@ -137,14 +143,42 @@ def complete_grads(result: PassResult, params: PyTree) -> PyTree:
     return cast_like(grads, params)
 
 
+def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the state after an update if everything is finite, or the one before.
+
+    Raises:
+      ValueError: if they differ in structure or shapes. The state of an optimizer for
+        other parameters may broadcast against these.
+    """
+    if changed := differences(old, new, jnp.shape):
+        raise ValueError(
+            f"{caller}: the update changed {'; '.join(changed)}; expected the same "
+            f"leaves and shapes as before. {_OWN_STATE}"
+        )
+    return _tree.select(finite, new, old)
+
+
+_OWN_STATE = (
+    "The state of the optimizer must be one of the same optimizer for these "
+    "parameters: make it anew, with AmpTrainState.create or nnx.Optimizer."
+)
+
+
 @contextlib.contextmanager
-def explain_missing_update_args(caller: str) -> Iterator[None]:
-    """Names arguments that an optimizer's update requires and a step does not pass."""
+def explain_update(caller: str) -> Iterator[None]:
+    """Says what an optimizer's update may have failed for.
+
+    It names arguments that the update requires and a step does not pass.
+    """
     try:
         yield
-    except TypeError as error:
+    except Exception as error:
         missing = re.search(r"missing \d+ required keyword-only argument.*", str(error))
         if not missing:
+            error.add_note(
+                f"flax_amp: {caller}: the update of the optimizer failed. {_OWN_STATE} "
+                "The count of optax.apply_if_finite must fit int32."
+            )
             raise
         names = ", ".join(re.findall(r"'(\w+)'", missing[0]))
         raise TypeError(

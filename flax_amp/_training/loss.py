@@ -7,7 +7,7 @@ variables and `aux` out.
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from flax_amp._training.aliases import (
     PyTree,
     Rngs,
     UserFn,
+    check_leaves,
     check_type,
 )
 from flax_amp._training.train_state import AmpTrainState, variables_of
@@ -97,28 +98,46 @@ def call_user_fn(
     }
     keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
     if state.graphdef is None:
-        with _explain_closed_over_modules():
+        with _explain_random_numbers(keywords, rngs):
             return params, fn(params, batch, **keywords)
     model = nnx.merge(state.graphdef, params, variables)
     if evaluate:
         model.eval()
-    with _explain_closed_over_modules(), module_scopes(model, wanted=open_scopes):
+    with (
+        _explain_random_numbers(keywords, rngs),
+        module_scopes(model, wanted=open_scopes),
+    ):
         return model, fn(model, batch, **keywords)
 
 
 @contextlib.contextmanager
-def _explain_closed_over_modules() -> Iterator[None]:
-    """Says what to do with an NNX module that a function changes but was not given."""
+def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[None]:
+    """Says where random numbers come from, if a function fails for want of them.
+
+    Args:
+      keywords: those that the function declares.
+      rngs: the streams of the state.
+    """
     try:
         yield
-    except errors.TraceContextError as error:
-        error.add_note(
-            "flax_amp: the function changes an NNX module that it closes over or has "
-            "from functools.partial, such as an nnx.Rngs. Put it into the batch of "
-            "make_nnx_train_step. For make_train_step pass keys to "
-            "AmpTrainState.create(rngs=...), declare the keyword rngs, and make "
-            "nnx.Rngs(**rngs) from it."
-        )
+    except Exception as error:
+        none_to_find = "rngs" in keywords and (not rngs or isinstance(error, KeyError))
+        if isinstance(error, errors.TraceContextError):
+            error.add_note(
+                "flax_amp: the function changes an NNX module that it closes over or "
+                "has from functools.partial, such as an nnx.Rngs. Put it into the "
+                "batch of make_nnx_train_step. For make_train_step pass keys to "
+                "AmpTrainState.create(rngs=...), declare the keyword rngs, and make "
+                "nnx.Rngs(**rngs) from it."
+            )
+        elif none_to_find or isinstance(error, errors.InvalidRngError):
+            error.add_note(
+                "flax_amp: if it is a stream of random numbers that is missing: the "
+                f"state has {sorted(rngs) or 'none'}. Pass it to "
+                "AmpTrainState.create(rngs={'dropout': jax.random.key(0)}), declare "
+                "the keyword rngs, and use rngs['dropout'], apply(..., rngs=rngs) or "
+                "nnx.Rngs(**rngs)."
+            )
         raise
 
 
@@ -225,22 +244,20 @@ def _split_output(
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
-    _check_metrics(aux, name)
+    metrics = {key: value for key, value in aux.items() if key != "variables"}
+    check_returned(metrics, "aux", name)
     return loss, aux
 
 
-def _check_metrics(aux: Metrics, name: str) -> None:
+def check_returned(out: PyTree, name: str, caller: str) -> None:
     """Raises a TypeError that lists what a compiled step could not return."""
-    metrics = {key: value for key, value in aux.items() if key != "variables"}
-    if wrong := [
-        f"aux{jax.tree_util.keystr(path)}, a {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)
-        if not _tree.is_array(leaf) and not isinstance(leaf, bool | int | float)
-    ]:
-        raise TypeError(
-            f"{name} returned {'; '.join(wrong)}; expected arrays and numbers, which a "
-            "compiled step can return. Keep everything else outside of the loss."
-        )
+    check_leaves(
+        out,
+        name,
+        f"{caller} returned",
+        "arrays and numbers, which a compiled step can return. Keep everything else "
+        "outside of the function.",
+    )
 
 
 def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
@@ -261,16 +278,9 @@ def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
 
 def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> PyTree:
     """Returns `new` strongly typed, or raises an error that lists what differs."""
-    before, after = _describe_leaves(old), _describe_leaves(new)
-    if before != after:
-        lines = [
-            f"{prefix}{path}: {before.get(path, 'absent')} before, "
-            f"{after.get(path, 'absent')} now"
-            for path in sorted(before | after)
-            if before.get(path) != after.get(path)
-        ]
+    if changed := differences(old, new, _describe, prefix):
         raise ValueError(
-            f"{name} changed the structure of the variables: {'; '.join(lines)}; "
+            f"{name} changed the structure of the variables: {'; '.join(changed)}; "
             "expected the same leaves, shapes and dtypes after each step. Create the "
             "state with the variables that the model has after a call."
         )
@@ -279,8 +289,23 @@ def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> P
     )
 
 
-def _describe_leaves(tree: PyTree) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+def differences(
+    old: PyTree, new: PyTree, describe: Callable[[Any], Any], prefix: str = ""
+) -> list[str]:
+    """Names the leaves that two trees do not share, or that are described otherwise."""
+    before, after = (
+        {
+            f"{prefix}{jax.tree_util.keystr(path)}": describe(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (old, new)
+    )
+    return [
+        f"{path}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
+        for path in sorted(before | after)
+        if before.get(path) != after.get(path)
+    ]
+
+
+def _describe(leaf: Any) -> str:
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

@@ -21,15 +21,20 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.donation import explain_deleted
+from flax_amp._training.donation import (
+    explain_deleted,
+    explain_leaves,
+    takes_exactly,
+)
 from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
     Options,
     complete_grads,
     compute_gradients,
-    explain_missing_update_args,
+    explain_update,
     make_metrics,
     make_options,
+    select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
 from flax_amp._training.precision import (
@@ -158,10 +163,13 @@ def make_nnx_train_step(
             # wait for the step before.
             scaler = validate_scaler(scaler, "train_step: scaler", wait=first)
             first = False
-            warn_if_unscaled(precision, scaler, stacklevel=2)
-            return step(model, optimizer, scaler, batch)
+            warn_if_unscaled(precision, scaler, stacklevel=3)
+            if not jit:
+                return step(model, optimizer, scaler, batch)
+            with explain_leaves("train_step", {"batch": batch}):
+                return step(model, optimizer, scaler, batch)
 
-    return train_step
+    return takes_exactly(train_step)
 
 
 def _step(
@@ -212,11 +220,12 @@ def _step(
     grads = nnx.state(model, optimizer.wrt)
     nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
     counters = _skip_counters(optimizer, finite)
-    with explain_missing_update_args(options.caller):
+    with explain_update(options.caller):
         optimizer.update(model, grads)
     _set_variables(whole, _tree.combine(result.variables, variables))
 
-    selected = _tree.select(finite, _copy_state((whole, optimizer)), before)
+    after = _copy_state((whole, optimizer))
+    selected = select_update(options.caller, finite, after, before)
     nnx.update((whole, optimizer), selected)
     for name, count in counters.items():
         getattr(optimizer.opt_state, name).set_value(count)

@@ -12,9 +12,12 @@ from flax_amp import _tree
 from flax_amp._training.aliases import Array, check_type
 from flax_amp._training.scaler import check_keys, values_out_of_range
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.optim._optimizer import pure
 
-# A train state, or an optimizer and its scaler.
-_State: TypeAlias = AmpTrainState | tuple[nnx.Optimizer, Mapping[str, Any]]
+# A train state, or an optimizer, or the state of one of optax, and its scaler.
+_State: TypeAlias = (
+    AmpTrainState | tuple[nnx.Optimizer | optax.OptState, Mapping[str, Any]]
+)
 
 
 class StuckError(RuntimeError):
@@ -43,7 +46,8 @@ def check_progress(
     Args:
       state: the state that the last step returned. For `make_nnx_train_step`, the pair
         `(optimizer, scaler)`, where the `tx` of the optimizer is an
-        `optax.apply_if_finite(tx, 2**31 - 1)`, which counts skipped steps.
+        `optax.apply_if_finite(tx, 2**31 - 1)`, which counts skipped steps. For a loop
+        of your own with such a `tx`, the pair `(opt_state, scaler)`.
       metrics: the metrics of the last step. They tell whether the loss, the updated
         variables or the gradients are not finite.
       max_skips: how many steps in a row may be skipped, whatever the scale. The default
@@ -81,6 +85,11 @@ def check_progress(
             "it out for the default."
         )
     check_keys(scaler, "check_progress: state.scaler")
+    if isinstance(counters.notfinite_count, jax.core.Tracer):
+        raise TypeError(
+            "check_progress: the state is traced; expected one with values. Call it "
+            "outside of jit, where the loop logs metrics."
+        )
     fetched = jax.device_get(
         {
             **scaler,
@@ -120,10 +129,11 @@ def _check_run(
         return
     scale, lowest = numbers["scaler"], numbers["min_scaler"]
     place = "the lowest allowed" if scale <= lowest else f"above the lowest, {lowest:g}"
-    loss = "" if numbers["loss"] is None else f", loss {numbers['loss']:g}"
+    step = "" if numbers["step"] is None else f"step {numbers['step']}, "
+    loss = "" if numbers["loss"] is None else f"loss {numbers['loss']:g}, "
     raise StuckError(
         f"check_progress: the last {numbers['in_a_row']} steps{of_run} were skipped, "
-        f"and the loss scale {scale:g} is {place} (step {numbers['step']}{loss}, "
+        f"and the loss scale {scale:g} is {place} ({step}{loss}"
         f"{numbers['total']} steps skipped in all). {cause} {_describe_params(state)}"
     )
 
@@ -184,23 +194,29 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _read_state(
     state: Any,
-) -> tuple[int | Array, Mapping[str, Any], optax.ApplyIfFiniteState]:
-    """Returns the step, the scaler and the counters of skipped steps."""
+) -> tuple[int | Array | tuple[()], Mapping[str, Any], optax.ApplyIfFiniteState]:
+    """Returns the step if there is one, the scaler and the counters of skipped steps."""
+    expected = (
+        "an AmpTrainState, or a pair (optimizer, scaler) of an nnx.Optimizer, or "
+        "(opt_state, scaler) for a loop of your own"
+    )
+    step: int | Array | tuple[()] = ()
     if isinstance(state, AmpTrainState):
-        return state.step, state.scaler, state.opt_state
-    expected = "an AmpTrainState, or a pair (nnx.Optimizer, scaler)."
-    check_type(state, tuple, "check_progress: state", expected)
-    if len(state) != 2:
-        raise TypeError(
-            f"check_progress: state is a tuple of {len(state)}; expected {expected}"
-        )
-    optimizer: Any
-    optimizer, scaler = state
-    check_type(optimizer, nnx.Optimizer, "check_progress: state[0]", expected)
-    if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
-        raise TypeError(
-            "check_progress: the optimizer does not count skipped steps; expected one "
-            "made with tx=optax.apply_if_finite(tx, 2**31 - 1)."
-        )
-    plain = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"]
-    return optimizer.step[...], scaler, optax.ApplyIfFiniteState(**plain)
+        step, opt_state, scaler = state.step, state.opt_state, state.scaler
+    else:
+        check_type(state, tuple, "check_progress: state", f"{expected}.")
+        if len(state) != 2 or isinstance(state[0], AmpTrainState):
+            kinds = ", ".join(type(part).__name__ for part in state)
+            raise TypeError(
+                f"check_progress: state is a tuple of {kinds}; expected {expected}."
+            )
+        opt_state, scaler = state
+        if isinstance(opt_state, nnx.Optimizer):
+            step, opt_state = opt_state.step[...], pure(opt_state.opt_state)
+    check_type(
+        opt_state,
+        optax.ApplyIfFiniteState,
+        "check_progress: the optimizer does not count skipped steps: its state",
+        "an ApplyIfFiniteState, made with tx=optax.apply_if_finite(tx, 2**31 - 1).",
+    )
+    return step, scaler, opt_state

@@ -16,7 +16,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._training.aliases import Array, AxisName, PyTree, UserFn
+from flax_amp._training.aliases import Array, AxisName, PyTree, UserFn, check_type
 from flax_amp._training.averaging import (
     PassResult,
     average_over_devices,
@@ -41,7 +41,13 @@ def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
       >>> scale_loss(jnp.float16(8), init_scaler())
       Array(262144., dtype=float32)
     """
-    return _widen(jnp.asarray(loss)) * validate_scaler(state)["scaler"]
+    scale = validate_scaler(state)["scaler"]
+    if not _tree.is_numeric(loss):
+        raise TypeError(
+            f"scale_loss: loss is a {type(loss).__name__}; expected a number. Scale "
+            "the loss alone, without aux."
+        )
+    return _widen(jnp.asarray(loss)) * scale
 
 
 def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
@@ -238,6 +244,7 @@ def _make_grad_fn(
     kwargs: dict[str, Any],
 ) -> UserFn:
     """Returns the function of `dynamic_scale_value_and_grad`; `caller` is its name."""
+    check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     retries = check_retries(redo_on_nan, caller)
     check_axis_name(axis_name, caller)
     argnums = kwargs.pop("argnums", 0)

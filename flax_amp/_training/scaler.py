@@ -220,7 +220,7 @@ def update_scaler(
       A new scaler with the same keys, shapes and dtypes.
 
     Raises:
-      TypeError: if `state` is not a mapping.
+      TypeError: if `state` is not a mapping, or a flag is not bool[].
       ValueError: if a key is unknown, or if a Python number is out of its range.
 
     Example:
@@ -232,8 +232,8 @@ def update_scaler(
       (16384.0, 2)
     """
     state = validate_scaler(state)
-    loss_finite = jnp.asarray(loss_finite, bool)
-    finite = loss_finite & jnp.asarray(grads_finite, bool)
+    loss_finite = _as_flag(loss_finite, "loss_finite")
+    finite = loss_finite & _as_flag(grads_finite, "grads_finite")
     falls = loss_finite & ~finite
     scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
     grows = finite & (count >= state["patience"])
@@ -248,6 +248,19 @@ def update_scaler(
         "count": jnp.where(falls | grows, 0, new_count),
         "total_resets": jnp.where(finite, resets, optax.safe_increment(resets)),
     }
+
+
+def _as_flag(value: Any, name: str) -> Array:
+    """Returns bool[]. Gradients, or a loss, would count as finite if they are not 0."""
+    seen = f"a {type(value).__name__}"
+    if _tree.is_numeric(value):
+        seen = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+    if seen != "bool[]":
+        raise TypeError(
+            f"update_scaler: {name} is {seen}; expected True, False or bool[]. Pass "
+            f"flax_amp.all_finite({name.partition('_')[0]})."
+        )
+    return jnp.asarray(value)
 
 
 def _check_scalar(key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array, PyTree, Rngs, check_type
+from flax_amp._training.aliases import Array, PyTree, Rngs, check_leaves, check_type
 from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
 from flax_amp._training.precision import Precision, check_precision, first_scaler
 from flax_amp._training.scaler import Scaler, validate_scaler
@@ -171,6 +171,12 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
             graphdef, params, collections = split_model(model, wrt)
             check_selection(params, wrt, "AmpTrainState.create")
         else:
+            if wrt is not nnx.Param:
+                raise TypeError(
+                    f"AmpTrainState.create: got {wrt=} without model; expected it for "
+                    "an nnx.Module. To train a part of params, pass "
+                    "tx=optax.multi_transform(...)."
+                )
             collections = _as_collections(params, variables)
         check_params(params, "AmpTrainState.create")
         tx = unwrapped(tx)
@@ -316,6 +322,7 @@ def check_selection(params: PyTree, wrt: Filter, caller: str) -> None:
 
 def check_params(params: PyTree, caller: str) -> None:
     """Raises one ValueError that lists every parameter of a wrong dtype."""
+    check_leaves(params, "params", f"{caller}: got", "arrays and numbers.")
     wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = getattr(leaf, "dtype", None)
@@ -358,6 +365,9 @@ def _as_collections(params: PyTree, variables: Any) -> PyTree:
             "AmpTrainState.create: variables holds the collection 'params'; expected "
             "the other collections only. Take it out and pass it as params."
         )
+    check_leaves(
+        variables, "variables", "AmpTrainState.create: got", "arrays and numbers."
+    )
     return core.unfreeze(dict(variables))
 
 

@@ -14,7 +14,8 @@ Sharp edges:
   skips, `schedule(state.step)` is ahead of the learning rate that the optimizer uses.
 """
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -36,26 +37,32 @@ from flax_amp._training.aliases import (
     check_type,
 )
 from flax_amp._training.averaging import PassResult
-from flax_amp._training.donation import JittedStep
+from flax_amp._training.donation import JittedStep, takes_exactly
 from flax_amp._training.finite import count_skip, without_finite_check
 from flax_amp._training.gradients import (
     Options,
     complete_grads,
     compute_gradients,
-    explain_missing_update_args,
+    explain_update,
     fold_in,
     make_metrics,
     make_options,
+    select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
-from flax_amp._training.loss import call_user_fn, check_batch_unchanged, check_function
+from flax_amp._training.loss import (
+    call_user_fn,
+    check_batch_unchanged,
+    check_function,
+    check_returned,
+)
 from flax_amp._training.precision import (
     UnscaledWarning,
     amp_by_precision,
     check_precision,
 )
 from flax_amp._training.scaler import Scaler, check_keys
-from flax_amp._training.train_state import AmpTrainState, StateT
+from flax_amp._training.train_state import AmpTrainState, StateT, check_params
 from flax_amp.policy import Policy, PolicyEntries
 
 ResultT = TypeVar("ResultT")
@@ -176,11 +183,17 @@ def make_train_step(
     @rewritten
     def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
         check(state)
+        check_params(state.params, "train_step")
         scaler, finite, result = compute_gradients(options, state, batch)
         new_state = _update_or_skip(options, state, scaler, finite, result)
         more = hyperparam_metrics(new_state.opt_state)
         more["skipped_total"] = new_state.opt_state.total_notfinite
-        return new_state, make_metrics(options, scaler, finite, result, **more)
+        if state_shardings is not None:
+            _check_shardings(state_shardings, new_state)
+        fields = [field.name for field in dataclasses.fields(state)]
+        return new_state, make_metrics(
+            options, scaler, finite, result, fields, **more
+        )
 
     if not jit:
         if state_shardings is not None:
@@ -189,7 +202,7 @@ def make_train_step(
                 "one of them. Pass out_shardings=(state_shardings, None) to jax.jit "
                 "yourself."
             )
-        return train_step
+        return takes_exactly(train_step)
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
@@ -258,13 +271,16 @@ def make_eval_step(
             )
             if jit:
                 check_batch_unchanged(batch_changes(), f"eval_step: {name}")
+                check_returned(out, "", f"eval_step: {name}")
             return out
 
         rngs = fold_in(state.rngs, state.step)
         rewrite = rewrites[state.precision]
         return rewrite(pure)(state.params, state.variables, batch, rngs)
 
-    return JittedStep(jax.jit(eval_step), donates=False) if jit else eval_step
+    if not jit:
+        return takes_exactly(eval_step)
+    return JittedStep(jax.jit(eval_step), donates=False)
 
 
 def _update_or_skip(
@@ -277,11 +293,12 @@ def _update_or_skip(
     """Applies the gradients if everything is finite; otherwise keeps the old state."""
     grads = complete_grads(result, state.params)
     variables = _tree.combine(result.variables, state.variables)
-    with explain_missing_update_args(options.caller):
+    with explain_update(options.caller):
         new = state.replace(tx=without_finite_check(state.tx)).apply_gradients(
             grads=grads, scaler=scaler, variables=variables
         )
-    selected = _tree.select(finite, new.replace(tx=state.tx), state)
+    new = new.replace(tx=state.tx)
+    selected = select_update(options.caller, finite, new, state)
     counters = count_skip(state.opt_state, finite)
     return selected.replace(
         step=new.step,
@@ -290,9 +307,32 @@ def _update_or_skip(
     )
 
 
+def _check_shardings(shardings: PyTree, state: AmpTrainState) -> None:
+    """Raises a ValueError unless shardings are a prefix of a state."""
+    try:
+        _tree.map_or_none(lambda *_: None, shardings, state)
+    except ValueError as error:
+        raise ValueError(
+            f"make_train_step: state_shardings do not fit the state: {error} Expected "
+            "one sharding for all leaves, or a state of the same structure: the same "
+            "parameters, the same tx, and the same hyper-parameters where they are "
+            "static numbers. Make the step anew, with "
+            "state_shardings=jax.tree.map(lambda x: x.sharding, state)."
+        ) from error
+
+
 def _check_state(state: Any, caller: str) -> None:
-    expected = "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...)."
-    check_type(state, AmpTrainState, f"{caller}: state", expected)
+    check_type(
+        state,
+        AmpTrainState,
+        f"{caller}: state",
+        "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...). Or train "
+        "an nnx.Module of your own with make_nnx_train_step, and evaluate it with "
+        "nnx.jit(flax_amp.amp(fn)).",
+    )
+    for name in ("variables", "rngs"):
+        field = getattr(state, name)
+        check_type(field, Mapping, f"{caller}: state.{name}", "a dict. Pass {} for none.")
     check_type(
         state.opt_state,
         optax.ApplyIfFiniteState,

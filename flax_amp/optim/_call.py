@@ -155,9 +155,17 @@ class FactoryCall:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Says which arguments are arrays where a Python number is needed."""
+        """Says which arguments are no optimizers, or arrays and no Python numbers."""
         try:
             yield
+        except AttributeError as error:
+            if error.name not in ("init", "update"):
+                raise
+            raise TypeError(
+                f"{self._name}: an argument is a {type(error.obj).__name__}; expected "
+                "an optimizer with init and update, or several of them one by one. "
+                "Call the function that makes it: optim.adam(1e-3), not optim.adam."
+            ) from error
         except (
             jax.errors.ConcretizationTypeError,
             jax.errors.TracerArrayConversionError,
