@@ -13,15 +13,19 @@ Kind = type | tuple[type, ...]
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is a JAX or NumPy array, typed PRNG keys and tracers included."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    """Whether a leaf is a JAX or NumPy array, typed PRNG keys and tracers included.
+
+    Arrays of objects, strings and times, which JAX does not take, are none.
+    """
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSUmM"
+    return isinstance(leaf, jax.Array)
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is a number, or an array or a shape of what JAX computes with."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind not in "OSUmM"  # objects, strings and times
-    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+    """Whether a leaf is an array, the shape of one, or a number."""
+    numbers = bool | int | float | complex
+    return is_array(leaf) or isinstance(leaf, numbers | jax.ShapeDtypeStruct)
 
 
 def is_inexact_array(leaf: Any) -> bool:

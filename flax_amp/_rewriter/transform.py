@@ -135,10 +135,12 @@ def amp(
             merge_layers=merge_layers,
         )
 
-    if not callable(fun):
+    is_dtype = any(fun is dtype for dtype in (jnp.float16, jnp.bfloat16, jnp.float32))
+    if not callable(fun) or is_dtype:
         raise TypeError(
-            f"amp: got {type(fun).__name__}; expected a function of float32 arrays, or "
-            "no positional argument to use amp as a decorator with arguments."
+            f"amp: got {fun if is_dtype else type(fun).__name__}; expected a function "
+            "of float32 arrays, or no positional argument to use amp as a decorator "
+            "with arguments, such as @amp(compute_dtype=jnp.bfloat16)."
         )
 
     @rewritten

@@ -109,6 +109,7 @@ def make_metrics(
     finite: Array,
     result: PassResult,
     fields: Collection[str] = (),
+    /,
     **more: PyTree,
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `more`, and those of `aux`.

@@ -195,7 +195,7 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, bool]:
 def _read_state(
     state: Any,
 ) -> tuple[int | Array | tuple[()], Mapping[str, Any], optax.ApplyIfFiniteState]:
-    """Returns the step if there is one, the scaler and the counters of skipped steps."""
+    """Returns the step, if there is one, the scaler and the counters of skips."""
     expected = (
         "an AmpTrainState, or a pair (optimizer, scaler) of an nnx.Optimizer, or "
         "(opt_state, scaler) for a loop of your own"

@@ -191,9 +191,7 @@ def make_train_step(
         if state_shardings is not None:
             _check_shardings(state_shardings, new_state)
         fields = [field.name for field in dataclasses.fields(state)]
-        return new_state, make_metrics(
-            options, scaler, finite, result, fields, **more
-        )
+        return new_state, make_metrics(options, scaler, finite, result, fields, **more)
 
     if not jit:
         if state_shardings is not None:
@@ -332,7 +330,9 @@ def _check_state(state: Any, caller: str) -> None:
     )
     for name in ("variables", "rngs"):
         field = getattr(state, name)
-        check_type(field, Mapping, f"{caller}: state.{name}", "a dict. Pass {} for none.")
+        check_type(
+            field, Mapping, f"{caller}: state.{name}", "a dict. Pass {} for none."
+        )
     check_type(
         state.opt_state,
         optax.ApplyIfFiniteState,

@@ -1,0 +1,390 @@
+"""What people write in the wrong place: every error says what to write instead."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, struct
+from jax.sharding import NamedSharding, PartitionSpec
+
+from _steps import (
+    EmaState,
+    linear_batch,
+    linear_loss,
+    linear_objects,
+    linear_state,
+    raised,
+    sum_loss,
+)
+from flax_amp import (
+    AmpTrainState,
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    init_scaler,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+    optim,
+    scale_loss,
+    update_scaler,
+)
+
+X = jnp.ones((2, 3))
+MAKERS = (make_train_step, make_eval_step)
+
+
+# Arguments of a call
+
+
+def nnx_call(step, *more, **named):
+    model, optimizer = linear_objects()
+    return lambda: step(model, optimizer, None, X, *more, **named)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_arguments_that_a_step_does_not_take(jit):
+    key, batch = jax.random.key(0), linear_batch()
+    into_batch = r"Put what else changes .* into the batch: \{\*\*batch, 'key': key\}"
+    for make in MAKERS:
+        step, state, name = (
+            make(linear_loss, jit=jit),
+            linear_state(),
+            make.__name__[5:],
+        )
+        for call, seen in [
+            (lambda s=step, x=state: s(x, batch, key), "too many positional arg"),
+            (lambda s=step, x=state: s(x, batch, rngs=key), "unexpected .* 'rngs'"),
+            (lambda s=step, x=state: s(x), "missing a required argument: 'batch'"),
+        ]:
+            expected = rf"^{name}: .*{seen}.*; expected the arguments \(state, batch\)"
+            raised(call, TypeError, f"{expected}.*{into_batch}")
+        step(state=linear_state(), batch=batch)
+    step = make_nnx_train_step(sum_loss, jit=jit)
+    for call in (nnx_call(step, key), nnx_call(step, rngs=key), lambda: step(X)):
+        expected = r"the arguments \(model, optimizer, scaler, batch\)"
+        raised(call, TypeError, f"^train_step: .*{expected}.*{into_batch}")
+
+
+NOT_NUMERIC = {
+    "a str": "name",
+    "a object": object(),
+    "a function": linear_loss,
+    "a NumPy array of <U1": np.array(["a"]),
+    "a NumPy array of object": np.array([None]),
+    "a NumPy array of datetime64.*": np.array(["2020"], "datetime64"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_NUMERIC)
+def test_leaves_that_are_no_arrays(kind):
+    leaf = NOT_NUMERIC[kind]
+    batch = linear_batch() | {"name": leaf}
+    expected = rf"step: got batch\['name'\], {kind}; expected arrays and numbers"
+    steps = {make: make(linear_loss) for make in MAKERS}
+    for step in steps.values():
+        raised(lambda s=step: s(linear_state(), batch), TypeError, expected)
+    step = make_nnx_train_step(lambda model, batch: model(batch["x"]).sum())
+    raised(lambda: step(*linear_objects(), None, batch), TypeError, expected)
+    for fields, path in [
+        ({"w": {"w": leaf}}, r"params\['w'\]"),
+        ({"variables": {"a": leaf}}, r"variables\['a'\]"),
+    ]:
+        message = rf"AmpTrainState.create: got {path}.*, {kind}; expected arrays and"
+        raised(lambda f=fields: linear_state(**f), TypeError, message)
+    # What a compiled step returns.
+    returned = rf"returned \['name'\], {kind}; expected .*can return"
+    step = make_eval_step(lambda params, batch: {"name": leaf})
+    raised(lambda: step(linear_state(), X), TypeError, f"eval_step: .*{returned}")
+    open_step = make_eval_step(lambda params, batch: {"name": leaf}, jit=False)
+    assert open_step(linear_state(), X)["name"] is leaf
+
+
+def test_a_model_where_a_state_is_expected():
+    model, _ = linear_objects()
+    for make in MAKERS:
+        message = r"state is a Linear; .*make_nnx_train_step, .*nnx.jit\(flax_amp.amp"
+        raised(lambda make=make: make(sum_loss)(model, X), TypeError, message)
+
+
+# Random numbers
+
+
+class Dropped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(2)(x))
+
+
+class NnxDropped(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, rngs):
+        dropout = nnx.Dropout(0.5, deterministic=False, rngs=rngs)
+        return nnx.view(dropout, deterministic=False)(self.linear(x)).mean()
+
+
+def linen_dropped(**options):
+    params = Dropped().init(
+        {"params": jax.random.key(0), "dropout": jax.random.key(1)}, X
+    )["params"]
+    return AmpTrainState.create(params=params, tx=optax.sgd(0.1), **options)
+
+
+def nnx_dropped(**options):
+    return AmpTrainState.create(model=NnxDropped(), tx=optax.sgd(0.1), **options)
+
+
+def noise(key):
+    return jax.random.normal(key, (3,)).sum()
+
+
+READERS = {
+    "key": (linear_state, lambda p, b, rngs: p["w"].sum() * noise(rngs["dropout"])),
+    "get": (linear_state, lambda p, b, rngs: noise(rngs.get("dropout"))),
+    "linen": (
+        linen_dropped,
+        lambda p, b, rngs: Dropped().apply({"params": p}, X, rngs=rngs).mean(),
+    ),
+    "linen without the keyword": (
+        linen_dropped,
+        lambda p, b: Dropped().apply({"params": p}, X).mean(),
+    ),
+    "nnx": (nnx_dropped, lambda m, b, rngs: m(X, nnx.Rngs(**rngs))),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("make", MAKERS)
+def test_streams_that_the_state_lacks(make, reader):
+    make_state, loss = READERS[reader]
+    advice = r".*create\(rngs=\{'dropout': jax.random.key\(0\)\}\), declare the keyword"
+    raised(lambda: make(loss)(make_state(), 0.0), Exception, "state has none" + advice)
+    if reader != "get":  # which asks for no stream in particular
+        state = make_state(rngs={"noise": jax.random.key(0)})
+        found = r"state has \['noise'\]"
+        raised(lambda: make(loss)(state, 0.0), Exception, found + advice)
+    if "without" not in reader:
+        make(loss)(make_state(rngs={"dropout": jax.random.key(0)}), 0.0)
+
+
+def test_errors_that_are_not_for_want_of_a_stream():
+    """A loss may declare `rngs` and use none; other errors have no note."""
+    make_train_step(lambda p, b, rngs: p["w"].sum() * len(rngs))(linear_state(), 0.0)
+    for loss in (lambda p, b: p["v"], lambda p, b, rngs: 1 / 0):
+        state = linear_state(rngs={"dropout": jax.random.key(0)})
+        with pytest.raises((KeyError, ZeroDivisionError)) as caught:
+            make_train_step(loss)(state, 0.0)
+        assert "flax_amp" not in str(getattr(caught.value, "__notes__", ""))
+
+
+# What a loss returns beside the loss
+
+
+@struct.dataclass
+class Measured:
+    accuracy: jax.Array
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [None, (X,), [X], X, Measured(X), "a", nnx.Param(X)],
+    ids=lambda aux: str(type(aux)),
+)
+def test_aux_that_is_no_dict(aux):
+    message = r"the returned aux is a \w+; expected a dict.* Return e.g. \(loss, \{"
+    for step, args in [
+        (
+            make_train_step(lambda p, b: (p["w"].sum(), aux), has_aux=True),
+            [linear_state()],
+        ),
+        (
+            make_nnx_train_step(lambda m, b: (m(b).sum(), aux), has_aux=True),
+            [*linear_objects(), None],
+        ),
+    ]:
+        raised(lambda s=step, a=args: s(*a, X), TypeError, message)
+
+
+def ema_state():
+    return EmaState.create(
+        params={"w": X[0]}, tx=optax.sgd(0.1), ema={"p": {"w": X[0]}, "n": 0}
+    )
+
+
+@pytest.mark.parametrize("make_state", [linear_state, ema_state])
+def test_names_of_fields_are_no_names_of_metrics(make_state):
+    """A user may mean to update the field, which would stay as it was."""
+    state = make_state()
+    for field in [field.name for field in dataclasses.fields(state)]:
+        if field == "variables":  # updates the collections
+            continue
+        loss = lambda p, b, name=field: (p["w"].sum(), {name: 1.0})  # noqa: E731
+        step = make_train_step(loss, has_aux=True, jit=False)
+        message = rf"reserved names \['{field}'\]; .*fields of its state.*apply_gradien"
+        raised(lambda s=step: jax.eval_shape(s, state, X), ValueError, message)
+    # The other step has no state of the user's.
+    step = make_nnx_train_step(
+        lambda m, b: (m(b).sum(), {"step": 1.0, "params": 2.0}), has_aux=True
+    )
+    assert step(*linear_objects(), None, X)[1]["params"] == 2.0
+
+
+# Optimizers and states that do not belong together
+
+
+class Deep(nnx.Module):
+    def __init__(self):
+        self.linear = linear_objects()[0]
+
+
+def of_state(make, **changes):
+    """A train state with the parameters or the optimizer of another one."""
+
+    def call():
+        state = make().replace(**changes)
+        loss = lambda p, b: sum(map(jnp.sum, jax.tree.leaves(p)))  # noqa: E731
+        make_train_step(loss)(state, X)
+
+    return call
+
+
+def of_objects(other, tx=None):
+    """A model with the optimizer of another one."""
+
+    def call():
+        optimizer = nnx.Optimizer(other(), tx or optax.adam(0.1), wrt=nnx.Param)
+        make_nnx_train_step(sum_loss)(linear_objects()[0], optimizer, None, X)
+
+    return call
+
+
+def too_many():
+    return optax.apply_if_finite(optax.sgd(0.1), 2**31)
+
+
+ADAM = functools.partial(linear_state, optax.adam(0.1))
+NOT_ITS_OWN = {
+    "parameters of other names": of_state(ADAM, params={"v": X[0]}),
+    "another optimizer": of_state(linear_state, tx=optax.adam(0.1)),
+    "apply_if_finite(2**31)": of_state(lambda: linear_state(too_many())),
+    "a model of other names": of_objects(Deep),
+    "nnx, apply_if_finite(2**31)": of_objects(lambda: linear_objects()[0], too_many()),
+}
+
+
+@pytest.mark.parametrize("call", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
+def test_an_update_that_fails(call):
+    note = r"flax_amp: make_\w*train_step: the update .* failed. .* make it anew.*int32"
+    raised(call, Exception, note)
+
+
+BROADCASTS = {
+    "state": (
+        of_state(ADAM, params={"w": X[0, :1]}),
+        r"make_train_step: .*params\['w'\]: \(1,\) before, \(3,\) now",
+    ),
+    "nnx": (
+        of_objects(lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))),
+        r"make_nnx_train_step: .*\['kernel'\].*: \(3, 1\) before, \(3, 2\) now",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", BROADCASTS.values(), ids=BROADCASTS)
+def test_an_update_that_broadcasts(call, message):
+    raised(call, ValueError, f"{message}.*expected the same leaves and shapes.*anew")
+
+
+REPLACED = [
+    (dict(rngs=None), TypeError, "state.rngs is a NoneType; expected a dict"),
+    (dict(rngs=jax.random.key(0)), TypeError, "state.rngs is a PRNGKeyArray; expected"),
+    (dict(variables=None), TypeError, "state.variables is a NoneType; expected a dict"),
+    (dict(params={"w": X[0].astype(jnp.float16)}), ValueError, r"\['w'\]: float16; ex"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", REPLACED)
+@pytest.mark.parametrize("jit", [True, False])
+def test_fields_that_were_replaced(changes, error, message, jit):
+    step = make_train_step(linear_loss, jit=jit)
+    state = linear_state().replace(**changes)
+    raised(lambda: step(state, linear_batch()), error, f"train_step: .*{message}")
+
+
+def test_wrt_is_for_modules():
+    message = "got wrt=.*LoRAParam.* without model; .*nnx.Module"
+    raised(lambda: linear_state(wrt=nnx.LoRAParam), TypeError, message)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda state: state.replace_hyperparams(b1=0.8),
+        lambda state: linear_state(optim.sgd(0.1)),
+        lambda state: AmpTrainState.create(params={"v": X[0]}, tx=optim.adamw(0.1)),
+    ],
+    ids=["static number", "another tx", "other parameters"],
+)
+def test_shardings_of_another_state(other):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    place = functools.partial(
+        jax.device_put, device=NamedSharding(mesh, PartitionSpec())
+    )
+    state = place(linear_state(optim.adamw(0.1)))
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    loss = lambda p, b: sum(map(jnp.sum, jax.tree.leaves(p)))  # noqa: E731
+    step = make_train_step(loss, state_shardings=shardings)
+    message = (
+        "state_shardings do not fit the state: .*static numbers. Make the step anew"
+    )
+    raised(lambda: step(place(other(state)), X), ValueError, f"(?s){message}")
+    state, _ = step(state.replace_hyperparams(learning_rate=0.2), X)
+    for some in (jax.tree.leaves(shardings)[0], None, shardings.replace(params=None)):
+        state, _ = make_train_step(loss, state_shardings=some)(state, X)
+
+
+# The scaler in loops of the user's own
+
+
+@pytest.mark.parametrize(
+    "flag", [{"w": X}, X > 0, X[0, 0], 1, 0.0, None, "yes"], ids=str
+)
+def test_flags_that_are_no_flags(flag):
+    for name, call in [
+        ("grads_finite", lambda: update_scaler(init_scaler(), flag)),
+        ("loss_finite", lambda: update_scaler({}, True, loss_finite=flag)),
+    ]:
+        advice = rf"Pass flax_amp.all_finite\({name[:5].rstrip('_')}\)"
+        message = f"update_scaler: {name} is .*; expected True, False or bool.*{advice}"
+        raised(call, TypeError, message)
+
+
+def test_flags():
+    ours = functools.partial(update_scaler, init_scaler())
+    for yes in (True, np.True_, np.array(True), jnp.array(True)):
+        for no in (False, np.False_, jnp.array(False)):
+            assert ours(yes)["count"] == 1
+            assert ours(no)["total_resets"] == ours(yes, loss_finite=no)["total_resets"]
+
+
+@pytest.mark.parametrize("loss", [None, "a", (X, {}), {"loss": X}])
+def test_losses_that_are_no_numbers(loss):
+    kind = type(loss).__name__
+    message = f"scale_loss: loss is a {kind}; expected a number.* without aux"
+    raised(lambda: scale_loss(loss, init_scaler()), TypeError, message)
+
+
+def test_arguments_of_the_scaler_that_are_swapped():
+    raised(
+        lambda: scale_loss(init_scaler(), X[0, 0]), TypeError, "scaler is a Arr.*exp"
+    )
+    for transform in (dynamic_scale_grad, dynamic_scale_value_and_grad):
+        for fun in (None, 3, linear_state(), {"w": X}):
+            message = f"{transform.__name__}: fun is a .*; expected a function"
+            raised(lambda t=transform, f=fun: t(f), TypeError, message)
