@@ -176,13 +176,13 @@ def make_train_step(
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
 
-    def check(state: StateT) -> None:
+    def check(state: StateT, stacklevel: int = 3) -> None:
         _check_state(state, "train_step")
-        warn_if_unscaled(state.precision, state.scaler, stacklevel=3)
+        warn_if_unscaled(state.precision, state.scaler, stacklevel=stacklevel)
 
     @rewritten
     def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
-        check(state)
+        check(state, stacklevel=4)  # `takes_exactly` stands between
         check_params(state.params, "train_step")
         scaler, finite, result = compute_gradients(options, state, batch)
         new_state = _update_or_skip(options, state, scaler, finite, result)

@@ -394,6 +394,25 @@ NEEDS = "optax needs a Python number.*Arrays are: "
             ValueError,
             "adam: the state has rate; expected learning_rate, opt_state",
         ),
+        *(
+            (make, TypeError, rf"{name}: an argument is a {kind}; .*optim.adam\(1e-3\)")
+            for name, kind, make in [
+                ("chain", "function", lambda: optim.chain(optim.adam, optim.sgd(0.1))),
+                ("chain", "function", lambda: optim.chain(optim.sgd(0.1), optax.adam)),
+                ("chain", "list", lambda: optim.chain([optim.sgd(0.1)])),
+                (
+                    "apply_if_.*",
+                    "function",
+                    lambda: optim.apply_if_finite(optim.sgd, 5),
+                ),
+                ("MultiSteps", "float", lambda: optim.MultiSteps(0.1, 5)),
+                (
+                    "partition",
+                    "function",
+                    lambda: optim.partition({"a": optim.sgd}, "a").init(PARAMS),
+                ),
+            ]
+        ),
         (
             lambda: AmpTrainState.create(params=PARAMS, tx=optim.adamw),
             TypeError,

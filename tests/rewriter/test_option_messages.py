@@ -38,7 +38,7 @@ WRONG = [  # options, error, message, what makes something of them
     (dict(compute_dtype=None), TypeError, "compute_dtype: got None", AMP),
     *(
         (dict(compute_dtype=x), TypeError, "got .*; expected jnp.float16", AMP)
-        for x in ("int8", jnp.int8, jnp.float64, "half-float", object())
+        for x in ("int8", jnp.int8, jnp.float64, "half-float", "16-mixed", object())
     ),
     (dict(amp_policy=[1]), TypeError, "amp_policy: got list; expected a dict", AMP),
     (
@@ -84,6 +84,9 @@ def test_wrong_options(options, error, message, makers):
 def test_what_is_no_function():
     with pytest.raises(TypeError, match="amp: got int; expected a function"):
         amp(3)
+    for dtype in (F16, BF16, F32):  # which can be called
+        with pytest.raises(TypeError, match=r"amp: got .*float.*@amp\(compute_dtype="):
+            amp(dtype)
     with pytest.raises(TypeError, match="amp_stop: got str; expected a function"):
         amp_stop("scope")
 

@@ -98,13 +98,13 @@ MAKERS = {
 def test_a_word_says_dtype_and_scaler(word, maker):
     precision = {} if word is None else {"precision": word}
     name, scaler = WORDS[word or "16-mixed"]
-    other = "float32" if name == "bfloat16" else "bfloat16"
+    others = {"float16", "bfloat16", "float32"} - {name}
     mine = static_scaler(8.0)
     for given, options, wanted, dtype in [
         (None, {}, scaler, name),
         (mine, {}, mine, name),
-        (None, {"compute_dtype": other}, scaler, other),
-        (mine, {"compute_dtype": jnp.dtype(other)}, mine, other),
+        *((mine, {"compute_dtype": jnp.dtype(x)}, mine, x) for x in others),
+        *((None, {"compute_dtype": x}, scaler, x) for x in others - {"float16"}),
     ]:
         row = given is mine, options
         dtypes, found = MAKERS[maker](given and dict(given), precision, **options)
@@ -231,6 +231,7 @@ def nnx_step(options, **precision):
     "options, precision, warns",
     [
         ({}, {"scaler": no_scaler()}, True),
+        ({"jit": False}, {"scaler": no_scaler()}, True),
         ({"compute_dtype": jnp.float16}, {"precision": "bf16-mixed"}, True),
         ({"compute_dtype": "float16"}, {"precision": "32-true"}, True),
         ({}, {"scaler": static_scaler(2.0**-3)}, True),
@@ -257,6 +258,21 @@ def test_float16_without_a_scale_warns_once(make, options, precision, warns):
         assert message.startswith("train_step: the step computes in float16 with a sc")
         for part in ("6e-8", "init_scaler()", "precision='bf16-mixed'"):
             assert part in message
+
+
+@pytest.mark.parametrize("make", [state_step, nnx_step])
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_beside_a_dtype(make, word):
+    """The scaler is that of the word: only float16 without a scale is a mistake."""
+    for dtype in ("float16", "bfloat16", "float32"):
+        step, args = make({"compute_dtype": dtype}, precision=word)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            out = step(*args)
+        assert len(told) == (dtype == "float16" and word != "16-mixed")
+        scaler = out[0] if make is nnx_step else out[0].scaler
+        wanted = WORDS[word][1]
+        assert float(scaler["max_scaler"]) == float(wanted["max_scaler"])
 
 
 def test_a_deleted_scaler_is_named_before_it_is_looked_at():

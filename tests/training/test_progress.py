@@ -1,6 +1,7 @@
 """A run that is stuck is told, one that looks for its scale is not."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from flax_amp import (
     StuckError,
     check_progress,
     checkpoint,
+    dynamic_scale_value_and_grad,
     init_scaler,
     make_nnx_train_step,
     make_train_step,
     no_scaler,
+    optim,
 )
 from helpers import assert_identical
 
@@ -189,6 +192,33 @@ def test_loops_that_keep_their_optimizer():
     assert_identical(after, moments)
     with pytest.raises(StuckError, match="last 20 steps .*step 1, loss nan, 20 steps"):
         check_progress((optimizer, scaler), metrics)
+
+
+@pytest.mark.parametrize("batch", [GOOD, BAD], ids=["good", "bad"])
+@pytest.mark.parametrize("optimizer", [optax, optim], ids=["optax", "optim"])
+def test_loops_without_a_state(optimizer, batch):
+    """The state of an `apply_if_finite` of optax counts, and has no step."""
+    grad_fn = dynamic_scale_value_and_grad(loss_fn)
+    tx = optimizer.apply_if_finite(optimizer.sgd(0.1), 2**31 - 1)
+    tx = tx.to_optax() if optimizer is optim else tx
+    params, scaler = {"w": jnp.ones(2)}, no_scaler()
+    opt_state = tx.init(params)
+    for _ in range(20):
+        check_progress((opt_state, scaler))
+        scaler, (loss, grads) = grad_fn(params, batch, dynamic_scaler_state=scaler)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    stuck = [] if batch is GOOD else [{"loss": loss}, {}]
+    for metrics, told in zip(stuck, ["(loss nan, 20 steps", "(20 steps"], strict=False):
+        with pytest.raises(StuckError, match=re.escape(told)):
+            check_progress((opt_state, scaler), metrics)
+    check_progress((opt_state, scaler), max_skips=21)
+
+
+def test_is_called_outside_of_jit():
+    for state in (make_state(no_scaler()), (make_state(None).opt_state, no_scaler())):
+        with pytest.raises(TypeError, match="the state is traced; .* outside of jit"):
+            jax.jit(check_progress)(state)
 
 
 @pytest.mark.parametrize("key, value", [("adjust_factor", 0.5), ("scaler", jnp.nan)])

@@ -282,9 +282,13 @@ COUNTLESS = linear_objects(tx=optax.adam(0.1))[1]
 PROGRESS = {
     TypeError: {
         "state is a dict": ({},),
-        r"state\[0\] is a dict": (({}, {}),),
-        "state is a tuple of 1; expected an AmpTrainState, or a p": ((3,),),
-        "does not count skipped steps.*apply_if_fin": ((COUNTLESS, no_scaler()),),
+        "state is a tuple of int; expected an AmpTrainState, or a p": ((3,),),
+        "state is a tuple of AmpTrainState, dict; exp": ((linear_state(), {}),),
+        "does not count skipped steps.*is a tuple;.*apply_if_fin": (
+            (COUNTLESS, no_scaler()),
+        ),
+        "does not count skipped steps.*is a dict;.*apply_if_fin": (({}, {}),),
+        "does not count .* is a list": (bare(opt_state=[])(),),
         **{
             f"metrics is a {kind}; expected the dict of": (linear_state(), metrics)
             for kind, metrics in [
