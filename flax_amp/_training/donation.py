@@ -27,6 +27,8 @@ def binder(step: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     names = ", ".join(signature.parameters)
 
     def bind(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if len(args) == len(signature.parameters) and not kwargs:
+            return args  # as nearly always; binding takes some microseconds
         try:
             return signature.bind(*args, **kwargs).args
         except TypeError as error:

@@ -99,8 +99,9 @@ def make_train_step(
         variables of this pass, and `rngs` is `state.rngs`, folded with `state.step`.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict. Its reserved key
         `"variables"` holds updated collections of a Linen model, as `apply` with
-        `mutable=` returns them; all other entries become metrics. The state of an NNX
-        model is collected from the model itself.
+        `mutable=` returns them; all other entries become metrics, under names that no
+        field of the state has. The state of an NNX model is collected from the model
+        itself.
       compute_dtype: what to compute in, instead of the `precision` of the state.
       amp_policy, recompute, merge_layers: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
