@@ -244,9 +244,9 @@ def _make_grad_fn(
     kwargs: dict[str, Any],
 ) -> UserFn:
     """Returns the function of `dynamic_scale_value_and_grad`; `caller` is its name."""
-    check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     retries = check_retries(redo_on_nan, caller)
     check_axis_name(axis_name, caller)
+    check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     argnums = kwargs.pop("argnums", 0)
     name = getattr(fun, "__name__", type(fun).__name__)
 
