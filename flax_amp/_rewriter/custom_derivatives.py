@@ -39,6 +39,7 @@ from flax_amp._rewriter.plan import (
     Mode,
     Paint,
     Plan,
+    Reason,
     Step,
     Use,
     Uses,
@@ -63,8 +64,8 @@ class SingleBodyRule:
     ) -> Step:
         context = context.inside(self.body_kind or context.body_kind)
         plan = painter.plan(eqn.params[self.param], ins, uses, context)
-        name = eqn.primitive.name
-        return Step(Mode.RULE, plan.outs, f"inside {name}", uses=plan.uses, detail=plan)
+        reason = Reason("inside {}", eqn.primitive.name)
+        return Step(Mode.RULE, plan.outs, reason, uses=plan.uses, detail=plan)
 
 
 def _tangent_like(value: Value | None) -> Value | None:

@@ -60,15 +60,21 @@ from flax_amp._rewriter.heuristics import (
     with_maximum_flags,
 )
 from flax_amp._rewriter.plan import (
+    CONSTANT,
     FULL,
+    KEEPS_DTYPE,
     LEAF,
+    LEAVES_ONLY,
     LOOP_STATE,
     LOW,
+    NO_OPERAND,
+    PRECISION,
     STATISTIC_APPLIED,
     Context,
     Mode,
     Paint,
     Plan,
+    Reason,
     Rule,
     Step,
     Use,
@@ -274,7 +280,7 @@ class Painter:
         if rule is not None and not (stops and decision.origin is not Origin.DEFAULT):
             _check_structured(eqn, decision)
             if decision.origin is Origin.SCOPE and _takes_no_data(ins):
-                return _full(eqn, FULL, "makes its numbers itself")
+                return _full(eqn, FULL, Reason("makes its numbers itself"))
             body = Context(
                 scopes if self._policy.spans_scopes else (),
                 decision if decision.origin is Origin.SCOPE else None,
@@ -284,19 +290,19 @@ class Painter:
         is_half = self.compute_dtype != jnp.float32
         if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
-            return Step(Mode.EXP, outs, "numerator of a softmax")
+            return Step(Mode.EXP, outs, Reason("numerator of a softmax"))
         return with_maximum_flags(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
 
     def _paint_plain(
         self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
     ) -> Step:
-        because = f"{decision.origin.value} {decision.key}"
+        because = Reason("{0.origin.value} {0.key}", decision)
         function = self._built_in(eqn, decision.function)
         is_user_defined = not (function or isinstance(decision.function, use_precision))
         if not is_user_defined and not any(ins):
-            return _full(eqn, FULL, "no float32 operand")
+            return _full(eqn, FULL, NO_OPERAND)
         if eqn.params.get("update_jaxpr") is not None:  # of a scatter
-            return _full(eqn, FULL, "its update function is a float32 one")
+            return _full(eqn, FULL, Reason("its update function is a float32 one"))
         if function in (use_original_precision, use_widest_precision):
             return _full(eqn, FULL, because)
         if function is use_compute_precision:
@@ -321,49 +327,49 @@ class Painter:
         is_float32 = function.dtype == jnp.float32
         return use_original_precision if is_float32 or not is_castable else None
 
-    def _paint_low(self, eqn: Eqn, because: str) -> Step:
+    def _paint_low(self, eqn: Eqn, because: Reason) -> Step:
         obstacle = self._obstacle_to_low(eqn)
         if obstacle:
             return _full(eqn, FULL, obstacle)
         return Step(Mode.LOW, like(out_avals(eqn), LOW), because, use=Use.LOW)
 
-    def _obstacle_to_low(self, eqn: Eqn) -> str | None:
+    def _obstacle_to_low(self, eqn: Eqn) -> Reason | None:
         """Says why an equation cannot run in the compute dtype, if it cannot."""
         if eqn.primitive.name not in CASTABLE_OPS:
-            return f"{eqn.primitive.name} runs in its original dtypes only"
+            return Reason("{} runs in its original dtypes only", eqn.primitive.name)
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:
             # float64, complex and the other half are what the user asked for.
             is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
             if is_inexact and dtype not in (jnp.float32, self.compute_dtype):
-                return f"{dtype} operand"
+                return Reason("{} operand", dtype)
         if eqn.primitive.name in LOW_OPS:
             # A quantized weight has a range of its own, which a half may not have.
             for dtype in dtypes[:2]:
                 if not jnp.issubdtype(dtype, jnp.floating):
-                    return f"{dtype} operand"
+                    return Reason("{} operand", dtype)
         if not _is_default_precision(eqn.params.get("precision")):
-            return f"precision={eqn.params['precision']}"
+            return Reason(PRECISION, eqn.params["precision"])
         preferred = eqn.params.get("preferred_element_type")
         if preferred not in (None, jnp.float32, self.compute_dtype):
-            return f"preferred_element_type={preferred}"
+            return Reason("preferred_element_type={}", preferred)
         return None
 
     def _paint_follow(self, eqn: Eqn, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
         has_data = any(v.statistic_applied or v.paint is Paint.LOW for v in operands)
         if any(v.loop_state for v in operands):
-            return _full(eqn, LOOP_STATE, "float32 state of a loop")
+            return _full(eqn, LOOP_STATE, Reason("float32 state of a loop"))
         if has_data and eqn.outvars[0] in self._states:
-            return _full(eqn, LOOP_STATE, "state of a recurrence")
+            return _full(eqn, LOOP_STATE, Reason("state of a recurrence"))
         if any(v.is_statistic for v in operands):
             if not has_data:
-                return _full(eqn, FULL, "follows a full-precision operand")
-            reason = "applies a full-precision value"
+                return _full(eqn, FULL, Reason("follows a full-precision operand"))
+            reason = Reason("applies a full-precision value")
             return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
         if not has_data:
             # Such as `w * mask`: still a weight, which is cast where it is used.
-            return _full(eqn, LEAF, "float32 leaves only")
+            return _full(eqn, LEAF, LEAVES_ONLY)
         return self._paint_data(eqn, operands, uses)
 
     def _paint_data(self, eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Step:
@@ -377,22 +383,24 @@ class Painter:
         """
         if any(v.statistic_applied for v in operands) and _has_leaf(operands):
             # Cast down, the scale and bias of a BatchNorm break its fusion on a TPU.
-            reason = "float32 leaf joins a normalized value"
+            reason = Reason("float32 leaf joins a normalized value")
             return _full(eqn, STATISTIC_APPLIED, reason)
         for v in operands:
             if v.constant is not None and not constant_survives_cast(
                 eqn, v.constant, self.compute_dtype
             ):
-                return _full(eqn, FULL, f"constant {v.constant:g} would not survive")
+                return _full(eqn, FULL, Reason(CONSTANT, v.constant))
         outs = like(out_avals(eqn), LOW)
         if only_selects(eqn, operands, self.compute_dtype):
             # Also where all readers want float32: `where(mask, logits, -inf)` would
             # otherwise make the largest array of a transformer a float32 one.
-            return Step(Mode.LOW, outs, "chooses among low-precision values", use=None)
+            reason = Reason("chooses among low-precision values")
+            return Step(Mode.LOW, outs, reason, use=None)
         if _union(uses).wants_full(_has_leaf(operands)):
-            reason = "every consumer runs in full precision"
+            reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
-        return Step(Mode.LOW, outs, "follows a low-precision operand", use=None)
+        reason = Reason("follows a low-precision operand")
+        return Step(Mode.LOW, outs, reason, use=None)
 
     def _paint_keep(self, eqn: Eqn, ins: Values, uses: Uses) -> Step:
         operands = [v for v in ins if v is not None]
@@ -402,8 +410,8 @@ class Painter:
         if has_paint(ins[0], Paint.LOW) and may_read_twice(eqn):
             # Gathered in float32 and rounded again, the result is the same, but the
             # cotangents of an element that is read twice are added in float32.
-            outs = like(avals, LOW)
-            return Step(Mode.FULL, outs, "its gradient is a long sum", use=None)
+            reason = Reason("its gradient is a long sum")
+            return Step(Mode.FULL, like(avals, LOW), reason, use=None)
         if len(operands) == 1:
             (value,) = operands
             if eqn.primitive.name not in _MOVES_ALL:
@@ -415,7 +423,7 @@ class Painter:
             return self._paint_follow(eqn, ins, uses)
         is_lookup = eqn.primitive.name == "gather" and operands[0].read_once
         mode = Mode.LOOKUP if is_lookup else Mode.KEEP
-        return Step(mode, outs, "keeps its operand's dtype", use=None)
+        return Step(mode, outs, KEEPS_DTYPE, use=None)
 
     def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.
@@ -427,10 +435,10 @@ class Painter:
         outs = like(out_avals(eqn), FULL)
         mode = Mode.LOW if exact else Mode.FULL
         # `Use.NONE`: the other readers alone decide on the precision of the operands.
-        return Step(mode, outs, "compares at the widest dtype", use=Use.NONE)
+        return Step(mode, outs, Reason("compares at the widest dtype"), use=Use.NONE)
 
     def _paint_call(
-        self, eqn: Eqn, ins: Values, decision: Decision, because: str
+        self, eqn: Eqn, ins: Values, decision: Decision, because: Reason
     ) -> Step:
         def call(*operands: Array) -> list[Array]:
             return call_precision_function(eqn, decision, self.compute_dtype, operands)
@@ -461,7 +469,7 @@ def _takes_no_data(ins: Values) -> bool:
     return all(v is None or v.constant is not None for v in ins)
 
 
-def _full(eqn: Eqn, value: Value, reason: str, use: Use | None = Use.FULL) -> Step:
+def _full(eqn: Eqn, value: Value, reason: Reason, use: Use | None = Use.FULL) -> Step:
     if use is Use.FULL and eqn.primitive.name in _STATISTICS:
         use = Use.MEASURE
     return Step(Mode.FULL, like(out_avals(eqn), value), reason, use=use)

@@ -143,6 +143,36 @@ class Mode(enum.Enum):
     REPEAT = "repeat"  # a call that stands for a repeated layer (`outline/`)
 
 
+class Reason(NamedTuple):
+    """Why an equation runs in its precision. Its `str` is for people.
+
+    Attributes:
+      text: the rule that decided, with `{}` for the value.
+      value: what the rule found: a decision of the policy, a constant, a dtype.
+      inside: the structured primitive around it that is left as it is, if that is why.
+    """
+
+    text: str
+    value: Any = None
+    inside: str = ""
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the policy, if it is what decided."""
+        return self.value if isinstance(self.value, Decision) else None
+
+    def __str__(self) -> str:
+        text = self.text.format(self.value)
+        return f"inside {self.inside}: {text}" if self.inside else text
+
+
+PRECISION = "precision={}"
+CONSTANT = "constant {:g} would not survive"
+NO_OPERAND = Reason("no float32 operand")
+LEAVES_ONLY = Reason("float32 leaves only")
+KEEPS_DTYPE = Reason("keeps its operand's dtype")
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """The plan of one equation.
@@ -150,7 +180,7 @@ class Step:
     Attributes:
       mode: how it is emitted.
       outs: the values of its results.
-      reason: the deciding rule, for people.
+      reason: the deciding rule.
       use: how it reads its operands; `None` means as the results are read.
       uses: of a structured primitive: how it reads each operand.
       detail: what the mode needs: the user's decision, or the plans of sub-jaxprs.
@@ -158,7 +188,7 @@ class Step:
 
     mode: Mode
     outs: Values
-    reason: str
+    reason: Reason
     use: Use | None = Use.FULL
     uses: Uses = ()
     detail: Any = None

@@ -19,7 +19,7 @@ from jax.extend.core import jaxprs_in_params
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
 from flax_amp._rewriter.outline.equality import plans_in
-from flax_amp._rewriter.plan import Plan
+from flax_amp._rewriter.plan import PRECISION, Plan
 from flax_amp._scope_paths import paths, split_method
 from flax_amp._tree import fill, is_inexact_array, pick
 from flax_amp.policy import (
@@ -119,7 +119,7 @@ def _count_precise(plan: Plan, seen: set[int]) -> int:
         return 0
     seen.add(id(plan))
     inner = [p for step in plan.steps for p in plans_in(step.detail)]
-    own = sum(step.reason.startswith("precision=") for step in plan.steps)
+    own = sum(step.reason.text == PRECISION for step in plan.steps)
     return own + sum(_count_precise(p, seen) for p in inner)
 
 

@@ -36,6 +36,7 @@ from flax_amp._rewriter.plan import (
     Mode,
     Paint,
     Plan,
+    Reason,
     Rule,
     Step,
     Use,
@@ -235,7 +236,7 @@ class _Scan:
         return Step(
             Mode.RULE,
             (*map(_value_after_loop, carry, init), *ys),
-            "inside scan",
+            Reason("inside scan"),
             # No demand leaves a loop: stacked inputs in float32 cost more than one
             # rounding.
             uses=(Use.LOW,) * len(ins),
@@ -275,7 +276,7 @@ class _While:
         return Step(
             Mode.RULE,
             tuple(map(_value_after_loop, carry, init)),
-            "inside while",
+            Reason("inside while"),
             uses=(Use.LOW,) * len(ins),  # as of a scan
             detail=_LoopPlan(body, init, carry, condition),
         )
@@ -320,7 +321,11 @@ class _Cond:
         reads = zip(*(plan.uses for plan in plans), strict=True)
         together = [functools.reduce(operator.or_, read) for read in reads]
         return Step(
-            Mode.RULE, outs, "inside cond", uses=(Use.NONE, *together), detail=plans
+            Mode.RULE,
+            outs,
+            Reason("inside cond"),
+            uses=(Use.NONE, *together),
+            detail=plans,
         )
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
@@ -370,7 +375,7 @@ class _LinearSolve:
         return Step(
             Mode.RULE,
             outs,
-            "inside custom_linear_solve",
+            Reason("inside custom_linear_solve"),
             uses=(*(Use.LOW,) * sum(lengths), *(Use.FULL,) * len(vectors)),
             detail=plans,
         )
@@ -432,11 +437,11 @@ class _ConvertElementType:
     ) -> Step:
         operand = eqn.invars[0].aval
         if is_painted(operand) and is_painted(eqn.outvars[0].aval):
-            return Step(Mode.RULE, ins, "weak type only", uses=uses)
+            return Step(Mode.RULE, ins, Reason("weak type only"), uses=uses)
         # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
         if operand.dtype == jnp.bool_:
-            return Step(Mode.FULL, like(out_avals(eqn), LEAF), "mask")
-        return Step(Mode.FULL, like(out_avals(eqn), FULL), "explicit cast")
+            return Step(Mode.FULL, like(out_avals(eqn), LEAF), Reason("mask"))
+        return Step(Mode.FULL, like(out_avals(eqn), FULL), Reason("explicit cast"))
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         (x,) = operands

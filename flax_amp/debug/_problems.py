@@ -14,16 +14,18 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.plan import Mode, Paint, has_paint
+from flax_amp._rewriter.plan import (
+    CONSTANT,
+    PRECISION,
+    Mode,
+    Paint,
+    Reason,
+    has_paint,
+)
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._shadowed import shadowed_keys
-from flax_amp.debug._walk import Visit, decision_of
-from flax_amp.policy import (
-    ACCUMULATION_OPS,
-    LOW_OPS,
-    RANGE_OPS,
-    Policy,
-)
+from flax_amp.debug._walk import Visit
+from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS, Origin, Policy
 
 # The most important first.
 KINDS = (
@@ -111,20 +113,21 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
 
 
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
-    row = visit.row
+    row, reason = visit.row, visit.step.reason
     if row.primitive in LOW_OPS:
-        yield from _of_product(row, compute_dtype)
-    elif row.reason == "default amp_default" and "float32" in row.before.results:
+        yield from _of_product(visit, compute_dtype)
+    elif _is_by_default(reason) and "float32" in row.before.results:
         yield (
             "unknown primitive",
             f"the policy says nothing about {row.primitive}, so it stays as written. "
             "If it is safe in half precision, add it to amp_policy.",
         )
-    elif row.reason.startswith("constant "):
+    elif reason.text == CONSTANT and not reason.inside:
         yield (
             "constant",
-            f"{_of_constant(row.reason, compute_dtype)}, so this {row.primitive} stays "
-            "in float32. If its digits do not matter, use a number that the dtype has.",
+            f"{_of_constant(reason.value, compute_dtype)}, so this {row.primitive} "
+            "stays in float32. If its digits do not matter, use a number that the "
+            "dtype has.",
         )
     elif row.is_low:
         yield from _of_reduction(visit)
@@ -135,18 +138,21 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         yield from _of_sum_in_carry(visit)
 
 
-def _of_constant(reason: str, compute_dtype: str) -> str:
-    """Says what a cast would do to the constant that a reason names."""
-    number = reason.split()[1]
-    size = abs(float(number))
-    info = jnp.finfo(compute_dtype)
-    if size > float(info.max):
-        return (
-            f"{number} is above {compute_dtype}'s largest number, {float(info.max):g}"
-        )
-    if 0 < size < float(info.smallest_subnormal):
-        return f"{number} rounds to 0 in {compute_dtype}"
-    return f"{number} loses digits in {compute_dtype}"
+def _is_by_default(reason: Reason) -> bool:
+    """Whether no key of the policy names the primitive of an equation."""
+    decision = reason.decision
+    is_default = decision is not None and decision.origin is Origin.DEFAULT
+    return is_default and not reason.inside
+
+
+def _of_constant(number: float, dtype: str) -> str:
+    """Says what a cast would do to a constant."""
+    info = jnp.finfo(dtype)
+    if abs(number) > float(info.max):
+        return f"{number:g} is above {dtype}'s largest number, {float(info.max):g}"
+    if 0 < abs(number) < float(info.smallest_subnormal):
+        return f"{number:g} rounds to 0 in {dtype}"
+    return f"{number:g} loses digits in {dtype}"
 
 
 def _choice(visit: Visit) -> str:
@@ -158,18 +164,20 @@ def _choice(visit: Visit) -> str:
         or not float_factors(row.before.operands)
     ):
         return ""
-    decision = decision_of(row)
-    kind, _, key = decision.partition(" ")
-    if decision == "scope amp_stop":
-        return "by flax_amp.amp_stop"
-    if decision.startswith("precision=") and _compat.is_numerics_of_jax(visit.eqn):
+    reason = visit.step.reason
+    if reason.text == PRECISION and _compat.is_numerics_of_jax(visit.eqn):
         return "by JAX's own numerics"
+    decision = reason.decision
+    if decision is None or decision.origin is Origin.DEFAULT:
+        return ""
+    if decision.key == "amp_stop":
+        return "by flax_amp.amp_stop"
     # The policy that is the default lets all products run in half.
-    chosen = kind in ("scope", "primitive")
-    return f"by your policy key {key!r}" if chosen else ""
+    return f"by your policy key {decision.key!r}"
 
 
-def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
+def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
+    row = visit.row
     floats = dict.fromkeys(float_factors(row.before.operands))
     if not floats:  # of integers or of complex numbers
         return
@@ -182,24 +190,24 @@ def _of_product(row: Equation, compute_dtype: str) -> Iterator[Finding]:
             "to let the policy decide.",
         )
     elif not row.is_low:
-        yield (
-            "float32 product",
-            f"stays in {next(iter(floats))}: {_why(row, compute_dtype)}",
-        )
+        why = _why(visit, compute_dtype)
+        yield "float32 product", f"stays in {next(iter(floats))}: {why}"
 
 
-def _why(row: Equation, compute_dtype: str) -> str:
-    if row.reason.startswith("precision="):
-        asked = "/".join(dict.fromkeys(re.findall(r"[A-Z][A-Z0-9_]+", row.reason)))
+def _why(visit: Visit, compute_dtype: str) -> str:
+    reason = visit.step.reason
+    if reason.inside:
+        return f"it stands {reason}, and amp does not rewrite what is there."
+    if reason.text == PRECISION:
+        parts = reason.value if type(reason.value) is tuple else (reason.value,)
+        asked = "/".join(dict.fromkeys(getattr(p, "name", str(p)) for p in parts))
         return (
             f"it asks for precision={asked}. Leave that out to run it in "
             f"{compute_dtype}."
         )
-    if row.reason.startswith("inside "):
-        return f"it stands {row.reason}, and amp does not rewrite what is there."
-    if row.reason == "default amp_default":
-        return f"no key of the policy names {row.primitive}."
-    return f"{row.reason}."
+    if _is_by_default(reason):
+        return f"no key of the policy names {visit.row.primitive}."
+    return f"{reason}."
 
 
 def _of_reduction(visit: Visit) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from flax_amp.debug._model import Equation
-from flax_amp.debug._walk import Visit, decision_of
+from flax_amp.debug._walk import Visit
 from flax_amp.policy import (
     Decision,
     Origin,
@@ -49,10 +49,10 @@ def _matching(visit: Visit, policy: Policy) -> list[Decision]:
     """Returns the decision for an equation, and those that a user's keys lost."""
     primitive = visit.eqn.primitive
     first, *others = policy.matching(primitive, visit.scopes)
-    kind, _, key = decision_of(visit.row).partition(" ")
-    if kind == "primitive" and key != primitive.name:  # it stands inside of that one
-        others.insert(0, first)
-        first = Decision(use_original_precision, Origin.PRIMITIVE, key)
+    decided = visit.step.reason.decision
+    if decided and decided.origin is Origin.PRIMITIVE and decided is not first:
+        others.insert(0, first)  # it stands inside of that primitive
+        first = decided
     usual = _DEFAULT.decide(primitive, ()).function
     return [first] + [
         other

@@ -132,8 +132,7 @@ class Walk:
     def _untouched(self, around: Eqn, step: Step, place: Place) -> None:
         """Walks the bodies of an equation that runs in its original dtypes."""
         place = place.within(around)
-        inside = f"inside {place.inside[-1]}: " if place.inside else ""
-        reason = inside + step.reason.removeprefix(inside)
+        reason = step.reason._replace(inside="".join(place.inside[-1:]))
         for body in jaxprs_in_params(around.params):
             for eqn in _compat.open_jaxpr(body)[0].eqns:
                 full = like([v.aval for v in eqn.invars], FULL)
@@ -163,7 +162,7 @@ class Walk:
             primitive=eqn.primitive.name,
             before=dtypes_of(eqn),
             after=after,
-            reason=step.reason,
+            reason=str(step.reason),
             shape="x".join(map(str, shapes[0])),
             times=place.times,
             flops=flops(eqn) * place.times,
@@ -224,11 +223,6 @@ def flops(eqn: Eqn) -> int:
 def _int(number: Any, unknown: int = 0) -> int:
     """Returns a number, unless it is a symbol of `jax.export`."""
     return number if isinstance(number, int) else unknown
-
-
-def decision_of(row: Equation) -> str:
-    """Returns a reason without `inside pallas_call: `."""
-    return row.reason.rpartition(": ")[2]
 
 
 @functools.cache

@@ -360,3 +360,39 @@ def test_warnings_of_the_users_code_stay_warnings():
     with jax.default_matmul_precision("highest"):
         kinds = [p.kind for p in explain(inner.__wrapped__)(W, X).problems]
     assert kinds == ["policy", "float32 product"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["net: head", "precision=HIGHEST", "constant 3", "inside scan: default", "a {} b"],
+)
+def test_a_key_may_be_any_text(key):
+    def fun(w, x):
+        def step(x):
+            return x @ w
+
+        with jax.named_scope(key):
+            return jax.lax.while_loop(lambda x: x.sum() < 0, step, x @ w)
+
+    found = explain(fun, amp_policy={key: flax_amp.use_original_precision})(W, X)
+    (note,) = (note for note in found.notes if "kept" in note)
+    assert note.startswith("2 products are kept in float32 by your policy key")
+    assert repr(key) in note and not found.problems
+    reasons = {e.reason for e in found.equations if e.primitive == "dot_general"}
+    assert reasons == {f"scope {key}", f"inside while: scope {key}"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [
+        (("highest", "default"), "precision=HIGHEST/DEFAULT."),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, "precision=F32_F32_F32."),
+        (
+            jax.lax.DotAlgorithm(*[np.dtype("f4")] * 3, 1, 1, 1, False),
+            "precision=DotAlgorithm(",
+        ),
+    ],
+)
+def test_the_precision_that_a_product_asks_for(precision, words):
+    found = explain(lambda w, x: jax.lax.dot(x, w, precision=precision))(W, X)
+    assert words in found.problems[0].message

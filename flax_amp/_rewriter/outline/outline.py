@@ -28,7 +28,15 @@ from flax_amp._rewriter.outline.repeats import (
     find,
     substitution,
 )
-from flax_amp._rewriter.plan import BodyKind, EditedJaxpr, Mode, Plan, Step, variables
+from flax_amp._rewriter.plan import (
+    BodyKind,
+    EditedJaxpr,
+    Mode,
+    Plan,
+    Reason,
+    Step,
+    variables,
+)
 
 # The primitive of the calls in an outlined plan. It is never bound.
 repeat_p = Primitive("flax_amp_repeat")
@@ -100,7 +108,8 @@ class _Layers:
             )
             scopes = common_prefix(program.scopes(start, run))
             calls.append(_compat.with_scopes(call, scopes))
-        return calls, Step(Mode.REPEAT, layer.outs, "one of equal layers", detail=layer)
+        reason = Reason("one of equal layers")
+        return calls, Step(Mode.REPEAT, layer.outs, reason, detail=layer)
 
     def _layer(self) -> tuple[Plan, list[Key]]:
         """Returns the plan of the first layer, and the keys of its inputs."""
