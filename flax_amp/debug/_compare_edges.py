@@ -24,7 +24,7 @@ from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import EditedJaxpr
 from flax_amp._tree import split_list
-from flax_amp.debug._walk import module_path
+from flax_amp.debug._scopes import module_path, scopes_of
 from flax_amp.policy import MOVE_OPS
 
 _PREFIX = "flax_amp edge "
@@ -120,7 +120,7 @@ class _Body:
     def mark(self) -> None:
         """Marks each equation."""
         for eqn in self.jaxpr.eqns:
-            scopes = self.scopes + _compat.scope_names(eqn)
+            scopes = self.scopes + scopes_of(eqn)
             path = module_path(scopes)
             self.marked.scopes.setdefault(path, set()).add(scopes)
             sources = [self._leaf(v) for v in eqn.invars]

@@ -35,7 +35,8 @@ from flax_amp._tree import split_list
 from flax_amp.debug._nonfinite_arrays import as_text, is_finite, is_half, kinds, operand
 from flax_amp.debug._nonfinite_devices import Devices, compiled
 from flax_amp.debug._nonfinite_model import Finding
-from flax_amp.debug._walk import module_path, source_line
+from flax_amp.debug._scopes import mark_methods, module_path
+from flax_amp.debug._walk import source_line
 from flax_amp.policy import with_result_dtype
 
 _CALLS = frozenset(
@@ -133,7 +134,7 @@ def _scopes(eqn: Eqn) -> tuple[str, ...]:
     half = len(scopes) // 2
     if eqn.primitive.name in _REMATS and scopes[:half] == scopes[half:]:
         scopes = scopes[:half]
-    return tuple(scopes)
+    return mark_methods(tuple(scopes), eqn)
 
 
 class Runner:

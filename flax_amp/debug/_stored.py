@@ -27,7 +27,8 @@ from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp._tree import fill, pick
 from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
-from flax_amp.debug._walk import Visit, module_path, source_line
+from flax_amp.debug._scopes import module_path, scopes_of
+from flax_amp.debug._walk import Visit, source_line
 from flax_amp.policy import MOVE_OPS
 
 
@@ -74,7 +75,7 @@ class _Frame:
             first = len(eqn.invars) - len(jaxpr.invars)  # behind a predicate
             self.inner[id(eqn)] = _Frame(
                 jaxpr,
-                self.scopes + _compat.scope_names(eqn),
+                self.scopes + scopes_of(eqn),
                 self,
                 eqn.invars[first:],
                 carry,
@@ -156,7 +157,7 @@ def stored_arrays(
         origin = _origin(atom, frame)
         if origin is not None:
             eqn, variable, at, carried = origin
-            path = module_path(at.scopes + _compat.scope_names(eqn))
+            path = module_path(at.scopes + scopes_of(eqn))
             size = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
             stored = Stored(eqn, path, str(atom.aval.dtype), size)
             found[variable, id(at), carried, atom.aval.shape] = stored

@@ -6,7 +6,6 @@ program that `amp` emits. The casts are counted in that program (`_emitted.py`).
 """
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ from flax_amp._rewriter.plan import (
     value_of,
 )
 from flax_amp._rewriter.rules import RULES
-from flax_amp._scope_paths import split_method
 from flax_amp.debug._model import Dtypes, Equation, float_factors
+from flax_amp.debug._scopes import module_path, scopes_of
 from flax_amp.policy import CASTABLE_OPS, LOW_OPS
 
 # Their own dtypes say nothing that those of the equations inside do not say.
@@ -82,7 +81,7 @@ class Place:
             inside = (*inside, f"scan x{eqn.params['length']}")
         elif name not in ("jit", "flax_amp_repeat"):
             inside = (*inside, name)
-        scopes = self.scopes + _compat.scope_names(eqn)
+        scopes = self.scopes + scopes_of(eqn)
         return dataclasses.replace(self, scopes=scopes, inside=inside, times=times)
 
 
@@ -156,7 +155,7 @@ class Walk:
         self, eqn: Eqn, step: Step, values: Values, place: Place, after: Dtypes
     ) -> None:
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
-        scopes = place.scopes + _compat.scope_names(eqn)
+        scopes = place.scopes + scopes_of(eqn)
         row = Equation(
             path=module_path(scopes),
             primitive=eqn.primitive.name,
@@ -223,22 +222,6 @@ def flops(eqn: Eqn) -> int:
 def _int(number: Any, unknown: int = 0) -> int:
     """Returns a number, unless it is a symbol of `jax.export`."""
     return number if isinstance(number, int) else unknown
-
-
-@functools.cache
-def module_path(scopes: tuple[str, ...]) -> str:
-    """Returns the path of modules that scopes mean, without the names of methods."""
-    names: list[str] = []
-    was_method = False
-    for segment in "/".join(scopes).split("/"):
-        name, method = split_method(segment)
-        if "->" in segment:  # `jnp.einsum` opens a scope with its formula
-            continue
-        # A method that calls another one of its own module, as Flax's RNN does.
-        if not ((method or was_method) and names and names[-1] == name):
-            names.append(name)
-        was_method = bool(method)
-    return "/".join(names)
 
 
 def source_line(eqn: Eqn) -> str:

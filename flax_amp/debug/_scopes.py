@@ -1,0 +1,56 @@
+"""Which module the code of an equation belongs to, by the scopes around it.
+
+Flax opens the scope `embed.attend` for the method `attend` of the module `embed`. Other
+names have dots, too: `eqx.nn.Linear`. A dot separates a method only if Flax runs a
+method of that name at the equation, as the traceback tells. All else is one name.
+"""
+
+from flax.linen import module as linen_module
+
+from flax_amp import _compat
+from flax_amp._compat import Eqn
+from flax_amp._rewriter import nnx_scopes
+
+# Where Flax's modules, and those of NNX here, call the methods that users have written.
+_CALLERS = (linen_module.__file__, nnx_scopes.__file__)
+
+
+class _Method(str):
+    """The scope of a method of a module."""
+
+
+def scopes_of(eqn: Eqn) -> tuple[str, ...]:
+    """Returns the scopes around an equation in its jaxpr, for `module_path`."""
+    return mark_methods(_compat.scope_names(eqn), eqn)
+
+
+def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
+    """Marks those scopes of an equation that are methods of modules."""
+    if not any("." in scope for scope in scopes):
+        return scopes
+    running, is_called = set(), False
+    for file, function in _compat.outer_functions(eqn):
+        owner, _, name = function.rpartition(".")  # `Embed.attend`
+        if is_called and owner and not owner.endswith("<locals>"):
+            running.add(name)
+        is_called |= file in _CALLERS
+    return tuple(
+        _Method(scope) if scope.rpartition(".")[2] in running else scope
+        for scope in scopes
+    )
+
+
+def module_path(scopes: tuple[str, ...]) -> str:
+    """Returns the path of modules that scopes mean, without the names of methods."""
+    names: list[str] = []
+    was_method = False
+    for scope in scopes:
+        is_method = isinstance(scope, _Method)
+        for name in (scope.rpartition(".")[0] if is_method else scope).split("/"):
+            if "->" in name:  # `jnp.einsum` opens a scope with its formula
+                continue
+            # A method that calls another one of its own module, as Flax's RNN does.
+            if not ((is_method or was_method) and names and names[-1] == name):
+                names.append(name)
+            was_method = is_method
+    return "/".join(names)
