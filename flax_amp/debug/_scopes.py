@@ -28,12 +28,15 @@ def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
     """Marks those scopes of an equation that are methods of modules."""
     if not any("." in scope for scope in scopes):
         return scopes
-    running, is_called = set(), False
+    running, is_inside, is_caller = set(), False, False
     for file, function in _compat.outer_functions(eqn):
         owner, _, name = function.rpartition(".")  # `Embed.attend`
-        if is_called and owner and not owner.endswith("<locals>"):
+        # What Flax calls may be any function, and a decorator may call the method.
+        is_method = owner != "" and not owner.endswith("<locals>")
+        if is_caller or (is_inside and is_method):
             running.add(name)
-        is_called |= file in _CALLERS
+        is_caller = file in _CALLERS
+        is_inside |= is_caller
     return tuple(
         _Method(scope) if scope.rpartition(".")[2] in running else scope
         for scope in scopes
