@@ -294,15 +294,8 @@ class _Call:
         for name, paths in groups.items():
             entries = {glob.escape(path): jnp.float32 for path in paths}
             line = ", ".join(f'"{key}": jnp.float32' for key in entries)
-            # What comes first loses only to outer scopes, to methods, and to itself.
-            lost = {key for key in policy if key in entries}
-            both = Policy({**entries, **policy})
-            for scopes in set().union(*(programs.marked.scopes[p] for p in paths)):
-                keys = [decision.key for decision in both.matching(_ANY, scopes)]
-                lost |= {
-                    *keys[: min(map(keys.index, entries.keys() & keys), default=0)]
-                }
-            if lost:
+            scopes = set().union(*(programs.marked.scopes[p] for p in paths))
+            if lost := _stronger(policy, entries, scopes):
                 line += f", without {', '.join(map(repr, sorted(lost)))}"
             kept = {key: value for key, value in policy.items() if key not in lost}
             options = {**self.options, "amp_policy": {**entries, **kept}}
@@ -310,6 +303,17 @@ class _Call:
                 # The policy is not the user's.
                 warnings.simplefilter("ignore", PolicyWarning)
                 yield self._run(programs, name, options, line)
+
+
+def _stronger(policy: PolicyEntries, entries: Any, every: Any) -> set[Any]:
+    """Returns the keys of a policy that win over entries before it in some scopes."""
+    # What comes first loses only to outer scopes, to methods, and to itself.
+    both = Policy({**entries, **policy})
+    found = policy.keys() & entries.keys()
+    for scopes in every:
+        keys = [decision.key for decision in both.matching(_ANY, scopes)]
+        found |= {*keys[: min(map(keys.index, entries.keys() & keys), default=0)]}
+    return found
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

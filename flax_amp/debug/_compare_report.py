@@ -85,7 +85,8 @@ def _run(run: Setting) -> list[str]:
     ]
 
 
-def _advice(found: Comparison) -> Iterator[str]:
+def _helpful(found: Comparison) -> list[Setting]:
+    """Returns the remedies that help; if some are enough, only those."""
     before = found.settings[0].gradient_error
     helpful = []
     for run in found.remedies:
@@ -93,8 +94,11 @@ def _advice(found: Comparison) -> Iterator[str]:
             helpful.append(run)
         if not run.policy:  # the entries that follow build on a scale that helps
             before = min(before, run.gradient_error)
-    enough = [run for run in helpful if run.gradient_error <= found.threshold]
-    helpful = enough or helpful
+    return [r for r in helpful if r.gradient_error <= found.threshold] or helpful
+
+
+def _advice(found: Comparison) -> Iterator[str]:
+    helpful = _helpful(found)
     if found.remedies and not helpful:
         yield "\nNone of them helps: the gradients stay as wrong as they are."
     for scale in {run.scale for run in helpful} - {found.scale}:

@@ -28,6 +28,7 @@ from flax_amp.debug._nonfinite_arrays import is_finite, kinds
 from flax_amp.debug._nonfinite_model import (
     MAX_EXAMPLES,
     BadInput,
+    Finding,
     NonfiniteReport,
     Verdict,
 )
@@ -342,15 +343,11 @@ class _Search:
         given = self._options.amp_policy
         base = default_amp_policy if given is None else given
         keys: list[str] = []
-        left: _Fault | None = fault
+        left = fault
         for _ in range(_MAX_POLICIES):
-            finding = left.cause.finding if left else None
-            key = finding.path if finding else ""
-            while key in keys:
-                key = key.rpartition("/")[0]
-            if not key:
+            keys = _with_module(keys, left.cause.finding)
+            if not keys:
                 break
-            keys = [*(k for k in keys if not k.startswith(key + "/")), key]
             entries = {glob.escape(key): jnp.float32 for key in keys}
             # Of several keys that match one scope, the first in the policy decides.
             is_first = Policy(base).names_scopes and not base.keys() & entries.keys()
@@ -360,16 +357,25 @@ class _Search:
                     self._options.compute_dtype,
                     {**entries, **base} if is_first else {**base, **entries},
                 )
-            left = self._run(programs, self._options.scale)
-            if left is None or self._is_of_scale(programs, left):
+            found = self._run(programs, self._options.scale)
+            if found is None or self._is_of_scale(programs, found):
                 return self._make(
                     "precision",
                     advice.for_policy(entries, own=given is not None, first=is_first),
                     fault,
                     policy=tuple((key, "float32") for key in entries),
-                    notes=() if left is None else (advice.SCALE_LEFT,),
+                    notes=() if found is None else (advice.SCALE_LEFT,),
                 )
+            left = found
         return self._make("precision", advice.NO_POLICY, fault)
+
+
+def _with_module(keys: list[str], finding: Finding | None) -> list[str]:
+    """Adds the module of a finding, or one around it; returns none if there is none."""
+    key = finding.path if finding else ""
+    while key in keys:
+        key = key.rpartition("/")[0]
+    return [*(k for k in keys if not k.startswith(f"{key}/")), key] if key else []
 
 
 def _widen(x: Array) -> Array:

@@ -313,6 +313,24 @@ class Runner:
     def _cause(
         self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, place: Place
     ) -> Cause:
+        carried, fresh = self._origins(eqn, values, x, result, place)
+        first = first_of(carried)
+        if first and first.is_fault:
+            return first
+        arguments: frozenset[int] = frozenset()
+        if first and not fresh.any():
+            # A NaN that comes from a mask of -inf is new; another -inf is not.
+            fresh = np.isnan(np.asarray(x))
+            if not fresh.any() or any(v.cause and _holds_nan(v) for v in values):
+                return first
+            arguments = arguments.union(*(cause.arguments for cause in carried))
+        finding = self._describe(eqn, values, x, fresh, place)
+        return Cause((0, next(self._numbers)), finding, arguments)
+
+    def _origins(
+        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, place: Place
+    ) -> tuple[list[Cause], Any]:
+        """Returns the causes that a result inherits, and which elements are new."""
         bad = ~np.isfinite(np.asarray(x))
 
         def bad_from(kept: Value | None) -> Any:
@@ -328,18 +346,7 @@ class Runner:
         carried = [v.cause for v in suspects if (bad_from(v) & ~fresh).any()]
         if not carried and not fresh.any():
             carried = [v.cause for v in suspects]  # as max(-inf, -inf)
-        first = first_of(carried)
-        if first and first.is_fault:
-            return first
-        arguments: set[int] = set()
-        if first and not fresh.any():
-            # A NaN that comes from a mask of -inf is new; another -inf is not.
-            fresh = np.isnan(np.asarray(x))
-            if not fresh.any() or any(map(_holds_nan, suspects)):
-                return first
-            arguments = {i for cause in carried if cause for i in cause.arguments}
-        finding = self._describe(eqn, values, x, fresh, place)
-        return Cause((0, next(self._numbers)), finding, frozenset(arguments))
+        return list(filter(None, carried)), fresh
 
     def _finding(self, place: Place, **known: Any) -> Finding:
         known.setdefault("inside", place.inside)

@@ -17,6 +17,7 @@ from clu import values as clu_values
 # What the step reports -> its name here. The last value counts, of skipped steps too.
 _LAST = {"scaler": "scale", "hyperparams/learning_rate": "learning_rate"}
 _LAST |= {name: name for name in ("skipped_total", "learning_rate")}
+_KINDS = ("means", "last", "counts", "own")
 # After the loss and the user's own.
 _ORDER = ("scale", "grad_norm", "learning_rate", "skip_rate", "skipped_total")
 
@@ -85,21 +86,17 @@ class StepMetrics(clu_metrics.Collection):
                 "lambda m: StepMetrics.single_from_model_output(**m))(stacked).reduce()"
                 "."
             )
-        means, last, own = dict[str, Any](), dict[str, Any](), dict[str, Any]()
-        counts = dict[str, Any]()
+        kinds: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
         for name, value in metrics.items():
             ours = _LAST.get(name, name)
-            if ours in {"skip_rate", *means, *last, *own, *counts}:
+            if ours == "skip_rate" or any(ours in kind for kind in kinds.values()):
                 raise ValueError(
                     f"StepMetrics: two metrics are named {ours!r} here, one of them "
                     f"{name!r} in aux; expected one. Rename it."
                 )
-            if isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
-                own[ours] = value
-            elif _is_real_scalar(value):
-                is_last = name in _LAST or name.startswith("hyperparams/")
-                kind = last if is_last else means
-                (counts if ours == "skipped_total" else kind)[ours] = value
+            if kind := _kind_of(name, value):
+                kinds[kind][ours] = value
+        means, last, counts, own = kinds.values()
         # Sorted, in whatever order they are given.
         names = tuple(tuple(sorted(kind)) for kind in (means, last, counts))
         values = jnp.float32([means[name] for name in names[0]])
@@ -177,6 +174,17 @@ def _rank(name: str) -> int:
     if name.startswith("hyperparams/"):
         return len(_ORDER) + 1
     return _ORDER.index(name) + 1 if name in _ORDER else int(name != "loss") - 1
+
+
+def _kind_of(name: str, value: Any) -> str | None:
+    """Returns how a metric is gathered; `None` if it is left out."""
+    if isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
+        return "own"
+    if not _is_real_scalar(value):
+        return None
+    if name == "skipped_total":
+        return "counts"
+    return "last" if name in _LAST or name.startswith("hyperparams/") else "means"
 
 
 def _is_real_scalar(value: Any) -> bool:
