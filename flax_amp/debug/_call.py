@@ -7,21 +7,26 @@ state and the loss of `make_train_step`. The second way becomes the first one he
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._compat import Array
+from flax_amp._compat import Array, DType
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function, check_loss
+from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
+from flax_amp.policy import check_compute_dtype
 
 T = TypeVar("T")
 
@@ -89,6 +94,34 @@ def split_given(what: str, given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]
         f"{what} a {type(given).__name__}; expected (loss_fn, args) with a tuple of "
         "arguments, or (state, loss_fn, batch)."
     )
+
+
+def read_compute_dtype(fun: Any, compute_dtype: DTypeLike | None) -> DType:
+    """Returns the compute dtype: as given, or that of a state, or float16."""
+    word = fun.precision if isinstance(fun, AmpTrainState) else "16-mixed"
+    return check_compute_dtype(compute_dtype_of(word, compute_dtype))
+
+
+def read_scale(caller: str, fun: Any, scale: Any) -> float:
+    """Returns the factor of the loss: as given, or that of a state, or 1.
+
+    Raises:
+      TypeError: if it is no number.
+      ValueError: if it is not a positive, finite one.
+    """
+    if scale is None:
+        scale = fun.scaler["scaler"] if isinstance(fun, AmpTrainState) else 1.0
+        check_concrete(caller, scale)
+        scale = np.max(scale)
+    if isinstance(scale, bool | str):
+        raise TypeError(f"{caller}: {scale=}; expected a positive number.")
+    scale = float(scale)
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"{caller}: scale is {scale}; expected a positive number, such as 2.0**15: "
+            "the loss is multiplied by it. Leave it out for that of the state, or 1."
+        )
+    return scale
 
 
 def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
@@ -253,36 +286,25 @@ class FlatLoss:
         arrays = [x for x in call.inputs if _tree.is_array(x)]
         return cls(name, arrays, _argument_paths(call), trained, call)
 
-    def __call__(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
-        """Returns the loss, and the arrays of all else that the user's code returns.
+    def __call__(
+        self, arrays: Sequence[Array]
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """Returns the loss, the updated variables, and the arrays of all else.
 
         Raises:
           TypeError: if the loss is not a scalar float.
         """
-        loss, aux, updated = self._run(arrays)
-        return loss, _arrays_in((aux, updated))
-
-    def with_updates(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
-        """Returns the loss, and the arrays of updated variables.
-
-        Raises:
-          TypeError: if the loss is not a scalar float.
-        """
-        loss, aux, updated = self._run(arrays)
-        updates = aux.updates if isinstance(aux, _StepAux) else ()
-        return loss, _arrays_in((updates, updated))
-
-    def _run(self, arrays: Sequence[Array]) -> tuple[Array, Any, list[Any]]:
         inputs = self._call.inputs
         is_array = [_tree.is_array(x) for x in inputs]
         out, updated = self._call.function(_tree.fill(list(arrays), is_array, inputs))
         loss, aux = _split(out)
         check_loss(loss, self.name)
-        return jnp.asarray(loss), aux, updated
-
-
-def _arrays_in(tree: Any) -> list[Array]:
-    return [x for x in jax.tree.leaves(tree) if _tree.is_array(x)]
+        aux = aux if isinstance(aux, _StepAux) else _StepAux(aux, ())
+        updates, others = (
+            list(filter(_tree.is_array, jax.tree.leaves(tree)))
+            for tree in ((aux.updates, updated), aux.aux)
+        )
+        return jnp.asarray(loss), updates, others
 
 
 def _argument_paths(call: FunctionalCall) -> list[str]:

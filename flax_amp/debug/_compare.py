@@ -16,12 +16,12 @@ from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.policy_warnings import PolicyWarning
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.precision import compute_dtype_of
-from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import (
     FlatLoss,
     Target,
     check_concrete,
+    read_compute_dtype,
+    read_scale,
     read_target,
     with_scopes,
 )
@@ -34,12 +34,7 @@ from flax_amp.debug._compare_model import (
 from flax_amp.debug._compare_programs import Programs
 from flax_amp.debug._compare_taps import Passed
 from flax_amp.debug._explain import explain
-from flax_amp.policy import (
-    Policy,
-    PolicyEntries,
-    check_compute_dtype,
-    default_amp_policy,
-)
+from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
 
 # A module whose own error is this many times the spacing of numbers at 1 stands out.
 _STANDS_OUT = 8
@@ -111,10 +106,8 @@ def compare_precision(
       >>> found.modules[0].path, found.remedies[0].policy
       ('rounded', '"rounded": jnp.float32')
     """
-    state = fun if isinstance(fun, AmpTrainState) else None
-    word = state.precision if state else "16-mixed"
     options = {
-        "compute_dtype": check_compute_dtype(compute_dtype_of(word, compute_dtype)),
+        "compute_dtype": read_compute_dtype(fun, compute_dtype),
         "amp_policy": amp_policy,
         "recompute": recompute,
         "reduce_dtype": reduce_dtype,
@@ -122,7 +115,7 @@ def compare_precision(
     amp(**options)  # checks them
     check_count("compare_precision", "remedies", remedies, 0)
     target = read_target("compare_precision", fun, step)
-    scale = _read_scale(state, scale)
+    scale = read_scale("compare_precision", fun, scale)
     others = _read_settings(options, settings)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
@@ -130,22 +123,6 @@ def compare_precision(
         return call.compare(others, remedies)
 
     return compared if target.args is None else compared(*target.args)
-
-
-def _read_scale(state: AmpTrainState | None, scale: Any) -> float:
-    if scale is None:
-        scale = 1.0 if state is None else state.scaler["scaler"]
-    check_concrete("compare_precision", scale)
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"compare_precision: got scale={scale!r}; expected a positive number, such "
-            "as 2.0**15, or None for that of the state's scaler."
-        )
-    return value
 
 
 def _read_settings(options: dict[str, Any], settings: Any) -> dict[str, Any]:

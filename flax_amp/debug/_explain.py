@@ -14,11 +14,11 @@ from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
-from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import (
     Target,
     on_arrays,
+    read_compute_dtype,
     read_target,
     trained_inputs,
     with_scopes,
@@ -28,7 +28,7 @@ from flax_amp.debug._model import Equation, Explanation, Module
 from flax_amp.debug._problems import find_problems
 from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
 from flax_amp.debug._walk import Place, Visit, Walk
-from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
+from flax_amp.policy import Policy, PolicyEntries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +123,13 @@ def explain(
       >>> product.reason, product.casts_down, found.totals.low_share
       ('primitive dot_general', 2, 1.0)
     """
-    word = fun.precision if isinstance(fun, AmpTrainState) else "16-mixed"
-    compute_dtype = check_compute_dtype(compute_dtype_of(word, compute_dtype))
+    dtype = read_compute_dtype(fun, compute_dtype)
     recompute = check_recompute(recompute)
     options = _Options(
-        compute_dtype,
+        dtype,
         Policy(amp_policy),
-        "never" if compute_dtype == jnp.float32 else recompute,
-        is_wide(reduce_dtype, compute_dtype),
+        "never" if dtype == jnp.float32 else recompute,
+        is_wide(reduce_dtype, dtype),
         merge_layers,
         backward,
     )

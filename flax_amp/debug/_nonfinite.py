@@ -20,10 +20,16 @@ from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.precision import Precision, compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug import _nonfinite_advice as advice
-from flax_amp.debug._call import FlatLoss, check_concrete, read_target, with_scopes
+from flax_amp.debug._call import (
+    FlatLoss,
+    check_concrete,
+    read_compute_dtype,
+    read_scale,
+    read_target,
+    with_scopes,
+)
 from flax_amp.debug._nonfinite_arrays import is_finite, kinds
 from flax_amp.debug._nonfinite_model import (
     MAX_EXAMPLES,
@@ -33,12 +39,7 @@ from flax_amp.debug._nonfinite_model import (
     Verdict,
 )
 from flax_amp.debug._nonfinite_run import Cause, Runner, first_of
-from flax_amp.policy import (
-    Policy,
-    PolicyEntries,
-    check_compute_dtype,
-    default_amp_policy,
-)
+from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
 
 _MAX_POLICIES = 4  # the most that are tried
 
@@ -63,22 +64,10 @@ class _Options:
         scale: float | None,
     ) -> "_Options":
         """Checks the arguments, and fills in those of the state, if `fun` is one."""
-        word: Precision = "16-mixed"
-        scaler: dict[str, float] = {}
-        if isinstance(fun, AmpTrainState):
-            word = fun.precision
-            scaler = {key: float(np.max(x)) for key, x in fun.scaler.items()}
-        scale = scaler.get("scaler", 1.0) if scale is None else scale
-        if isinstance(scale, bool | str):
-            raise TypeError(f"find_nonfinite: {scale=}; expected a positive number.")
-        scale = float(scale)
-        if not 0 < scale < float("inf"):
-            raise ValueError(
-                f"find_nonfinite: scale is {scale}; expected a positive, finite "
-                "number: the loss is multiplied by it. Leave it out for that of the "
-                "state, or 1."
-            )
-        dtype = check_compute_dtype(compute_dtype_of(word, compute_dtype))
+        scale = read_scale("find_nonfinite", fun, scale)
+        state = fun.scaler if isinstance(fun, AmpTrainState) else {}
+        scaler = {key: float(np.max(x)) for key, x in state.items()}
+        dtype = read_compute_dtype(fun, compute_dtype)
         return cls(dtype, amp_policy, reduce_dtype, scale, scaler)
 
 
@@ -225,7 +214,7 @@ class _Search:
         is_own = compute_dtype == self._options.compute_dtype
         # Recomputation and shared layers change no number.
         rewritten = amp(
-            flat.with_updates,
+            flat,
             compute_dtype=compute_dtype,
             amp_policy=policy,
             recompute="never",
@@ -234,11 +223,11 @@ class _Search:
         )
 
         def forward(scale: Array, *arrays: Array) -> Any:
-            return rewritten(list(arrays))
+            return rewritten(list(arrays))[:2]
 
         def backward(scale: Array, *arrays: Array) -> Any:
             def scaled(trained: list[Array]) -> Any:
-                loss, updates = rewritten(_tree.fill(trained, mask, arrays))
+                loss, updates, _ = rewritten(_tree.fill(trained, mask, arrays))
                 return _widen(loss) * scale, (loss, updates)
 
             grads, out = jax.grad(scaled, has_aux=True)(_tree.pick(arrays, mask))
