@@ -111,11 +111,10 @@ def read_scale(caller: str, fun: Any, scale: Any) -> float:
     """
     if scale is None:
         scale = fun.scaler["scaler"] if isinstance(fun, AmpTrainState) else 1.0
-        check_concrete(caller, scale)
-        scale = np.max(scale)
+    check_concrete(caller, scale)
     if isinstance(scale, bool | str):
         raise TypeError(f"{caller}: {scale=}; expected a positive number.")
-    scale = float(scale)
+    scale = float(np.max(scale))  # a stack of states has one for each
     if not 0 < scale < math.inf:
         raise ValueError(
             f"{caller}: scale is {scale}; expected a positive number, such as 2.0**15: "

@@ -24,7 +24,7 @@ from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import EditedJaxpr
 from flax_amp._tree import split_list
-from flax_amp.debug._scopes import module_path, scopes_of
+from flax_amp.debug._scopes import Place, module_path, scopes_of
 from flax_amp.policy import MOVE_OPS
 
 _PREFIX = "flax_amp edge "
@@ -82,7 +82,7 @@ def mark(closed: Jaxpr) -> Marked:
     marked = Marked()
     jaxpr, consts = _compat.open_jaxpr(closed)
     inputs: dict[Var, tuple[int, ...]] = {v: (i,) for i, v in enumerate(jaxpr.invars)}
-    body = _Body(marked, jaxpr, inputs, (), 1)
+    body = _Body(marked, jaxpr, inputs, Place())
     body.mark()
     loss = body.read(jaxpr.outvars[0], None)
     outvars = [loss, *jaxpr.outvars[1:]]
@@ -99,19 +99,17 @@ class _Body:
     Attributes:
       leaves: its variables that are inputs of the program, or only move their data,
         with the indices of these inputs. They are not computed, and pass unmarked.
-      scopes: the scopes around it.
-      times: how often it runs.
+      place: where it stands.
     """
 
     marked: Marked
     jaxpr: Jaxpr
     leaves: dict[Var, tuple[int, ...]]
-    scopes: tuple[str, ...]
-    times: int
+    place: Place
 
     def __post_init__(self) -> None:
         # The module around makes the inputs of a body, and reads its results.
-        self.path = module_path(self.scopes)
+        self.path = module_path(self.place.scopes)
         self.leaves |= dict.fromkeys(self.jaxpr.constvars, ())
         self.paths = dict.fromkeys(self.jaxpr.invars, self.path)
         self.eqns: list[Eqn] = []
@@ -120,7 +118,7 @@ class _Body:
     def mark(self) -> None:
         """Marks each equation."""
         for eqn in self.jaxpr.eqns:
-            scopes = self.scopes + scopes_of(eqn)
+            scopes = self.place.scopes + scopes_of(eqn)
             path = module_path(scopes)
             self.marked.scopes.setdefault(path, set()).add(scopes)
             sources = [self._leaf(v) for v in eqn.invars]
@@ -129,7 +127,7 @@ class _Body:
             if moves and known and len(known) == len(sources):
                 self.leaves |= dict.fromkeys(eqn.outvars, sum(known, ()))
             if eqn.primitive.name in _BODIES:
-                eqn = self._with_bodies(eqn, sources, scopes)
+                eqn = self._with_bodies(eqn, sources)
             elif not moves:
                 for index in sum(known, ()):
                     self.marked.owners.setdefault(index, path)
@@ -145,7 +143,7 @@ class _Body:
             return atom
         if (atom, reader) not in self._names:
             name = f"{_PREFIX}{len(self.marked.edges)}"
-            self.marked.edges[name] = Edge(self.paths[atom], reader, self.times)
+            self.marked.edges[name] = Edge(self.paths[atom], reader, self.place.times)
             struct = _compat.struct_of(atom.aval, atom.aval.dtype)
             traced = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(struct)
             (eqn,) = _compat.open_jaxpr(traced)[0].eqns
@@ -157,25 +155,19 @@ class _Body:
     def _leaf(self, atom: Atom) -> tuple[int, ...] | None:
         return () if isinstance(atom, Literal) else self.leaves.get(atom)
 
-    def _with_bodies(
-        self,
-        eqn: Eqn,
-        sources: Sequence[tuple[int, ...] | None],
-        scopes: tuple[str, ...],
-    ) -> Eqn:
+    def _with_bodies(self, eqn: Eqn, sources: Sequence[tuple[int, ...] | None]) -> Eqn:
         """Returns a structured equation with marked bodies."""
-        name, times = eqn.primitive.name, self.times
+        name = eqn.primitive.name
         if name == "scan":
             consts, carry, xs = split_list(sources, *_compat.scan_counts(eqn))
             sources = (*consts, *[None] * len(carry), *xs)
-            times *= eqn.params["length"]
         sources = sources[1:] if name == "cond" else sources
 
         def with_marks(closed: Jaxpr) -> Jaxpr:
             jaxpr, _ = _compat.open_jaxpr(closed)
             pairs = zip(jaxpr.invars, sources, strict=True)
             leaves = {v: source for v, source in pairs if source is not None}
-            body = _Body(self.marked, jaxpr, leaves, scopes, times)
+            body = _Body(self.marked, jaxpr, leaves, self.place.within(eqn))
             body.mark()
             outvars = [body.read(v, body.path) for v in jaxpr.outvars]
             jaxpr = jaxpr.replace(eqns=body.eqns, outvars=outvars)

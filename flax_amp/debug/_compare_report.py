@@ -1,21 +1,18 @@
 """The report of `compare_precision` as text."""
 
 import math
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
-from flax_amp.debug._terminal import size
+from flax_amp.debug._terminal import report_width, size
 
-_WIDTHS = (80, 120)
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
 
 
 def as_text(found: Comparison, top: int) -> str:
     """Returns the report; `top` is how many modules to show."""
-    low, high = _WIDTHS
-    width = min(max(shutil.get_terminal_size((100, 40)).columns, low), high)
+    width = report_width()
     lines = [
         _header(found),
         *_modules(found, top, width),

@@ -11,8 +11,8 @@ from flax_amp._rewriter.casts import saturate_p
 from flax_amp._rewriter.plan import Mode
 from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
-from flax_amp.debug._scopes import module_path, scopes_of
-from flax_amp.debug._walk import Place, Visit, dtypes_of
+from flax_amp.debug._scopes import Place
+from flax_amp.debug._walk import Visit, dtypes_of
 
 _CASTS = ("convert_element_type", saturate_p.name)
 
@@ -70,7 +70,7 @@ def _equations(
     With them comes how often it runs.
     """
     for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        path = module_path(place.scopes + scopes_of(eqn))
+        path = place.path(eqn)
         nested = ((eqn, path), *around)
         yield nested, place.times
         for body in jaxprs_in_params(eqn.params):

@@ -26,8 +26,9 @@ from flax_amp.debug._call import (
 from flax_amp.debug._emitted import attach_emitted
 from flax_amp.debug._model import Equation, Explanation, Module
 from flax_amp.debug._problems import find_problems
+from flax_amp.debug._scopes import Place
 from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
-from flax_amp.debug._walk import Place, Visit, Walk
+from flax_amp.debug._walk import Visit, Walk
 from flax_amp.policy import Policy, PolicyEntries
 
 

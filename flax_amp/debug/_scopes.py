@@ -5,6 +5,9 @@ names have dots, too: `eqx.nn.Linear`. A dot separates a method only if Flax run
 method of that name at the equation, as the traceback tells. All else is one name.
 """
 
+import dataclasses
+from typing import Any
+
 from flax.linen import module as linen_module
 
 from flax_amp import _compat
@@ -57,3 +60,38 @@ def module_path(scopes: tuple[str, ...]) -> str:
                 names.append(name)
             was_method = is_method
     return "/".join(names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a jaxpr stands.
+
+    Attributes:
+      scopes: the scopes around it.
+      inside: the structured primitives around it.
+      times: how often it runs.
+    """
+
+    scopes: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    times: int = 1
+
+    def path(self, eqn: Eqn) -> str:
+        """Returns the path of the module that an equation stands in."""
+        return module_path(self.scopes + scopes_of(eqn))
+
+    def within(self, eqn: Eqn) -> "Place":
+        """Returns the place of the bodies of an equation."""
+        name, times = eqn.primitive.name, self.times
+        inside = self.inside
+        if name == "scan":
+            times *= known_size(eqn.params["length"], 1)
+            inside = (*inside, f"scan x{eqn.params['length']}")
+        elif name not in ("jit", "flax_amp_repeat"):
+            inside = (*inside, name)
+        return Place(self.scopes + scopes_of(eqn), inside, times)
+
+
+def known_size(number: Any, unknown: int = 0) -> int:
+    """Returns a number, unless it is a symbol of `jax.export`."""
+    return number if isinstance(number, int) else unknown

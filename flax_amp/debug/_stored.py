@@ -27,7 +27,7 @@ from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp._tree import fill, pick
 from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
-from flax_amp.debug._scopes import module_path, scopes_of
+from flax_amp.debug._scopes import Place
 from flax_amp.debug._walk import Visit, source_line
 from flax_amp.policy import MOVE_OPS
 
@@ -44,10 +44,10 @@ class Stored:
 
 @dataclasses.dataclass(eq=False)
 class _Frame:
-    """A jaxpr, with the operands that its inputs stand for, and its scopes."""
+    """A jaxpr, with the operands that its inputs stand for, and its place."""
 
     jaxpr: Jaxpr
-    scopes: tuple[str, ...] = ()
+    place: Place = Place()
     outer: "_Frame | None" = None
     operands: Sequence[Atom] = ()
     carry: tuple[int, int] = (0, 0)  # the inputs that are the carry of a loop
@@ -75,7 +75,7 @@ class _Frame:
             first = len(eqn.invars) - len(jaxpr.invars)  # behind a predicate
             self.inner[id(eqn)] = _Frame(
                 jaxpr,
-                self.scopes + scopes_of(eqn),
+                self.place.within(eqn),
                 self,
                 eqn.invars[first:],
                 carry,
@@ -157,9 +157,8 @@ def stored_arrays(
         origin = _origin(atom, frame)
         if origin is not None:
             eqn, variable, at, carried = origin
-            path = module_path(at.scopes + scopes_of(eqn))
             size = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-            stored = Stored(eqn, path, str(atom.aval.dtype), size)
+            stored = Stored(eqn, at.place.path(eqn), str(atom.aval.dtype), size)
             found[variable, id(at), carried, atom.aval.shape] = stored
     return list(found.values())
 

@@ -31,7 +31,6 @@ from flax_amp.debug._model import (
 from flax_amp.debug._problems import fold, where
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
-_WIDTHS = (80, 120)
 _NAME = 0.32  # the share of the width that a name may take with steps of its path
 _WIDE = 100  # columns from which on there is room for what is lifted
 # Equations with these reasons are in float32, but nothing was lifted for them.
@@ -45,15 +44,21 @@ def as_text(found: Explanation, *, depth: int | None, only: str | None) -> str:
 
 def text_of(report: RenderableType) -> str:
     """Returns what a console of rich prints, without colors."""
-    low, high = _WIDTHS
-    width = min(max(shutil.get_terminal_size((100, 40)).columns, low), high)
     # In a notebook, rich would show the report itself and leave the file empty.
     console = Console(
-        file=io.StringIO(), width=width, color_system=None, force_jupyter=False
+        file=io.StringIO(),
+        width=report_width(),
+        color_system=None,
+        force_jupyter=False,
     )
     console.print(report)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def report_width() -> int:
+    """Returns how many columns a report as text takes."""
+    return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 
 def render(

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax
 import optax
@@ -34,7 +34,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.rules import RULES
 from flax_amp.debug._model import Dtypes, Equation, float_factors
-from flax_amp.debug._scopes import module_path, scopes_of
+from flax_amp.debug._scopes import Place, known_size, module_path, scopes_of
 from flax_amp.policy import CASTABLE_OPS, LOW_OPS
 
 # Their own dtypes say nothing that those of the equations inside do not say.
@@ -56,33 +56,6 @@ class Visit(NamedTuple):
     step: Step
     values: Values
     scopes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a jaxpr stands.
-
-    Attributes:
-      scopes: the scopes around it.
-      inside: the structured primitives around it.
-      times: how often it runs.
-    """
-
-    scopes: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    times: int = 1
-
-    def within(self, eqn: Eqn) -> "Place":
-        """Returns the place of the bodies of an equation."""
-        name, times = eqn.primitive.name, self.times
-        inside = self.inside
-        if name == "scan":
-            times *= _int(eqn.params["length"], 1)
-            inside = (*inside, f"scan x{eqn.params['length']}")
-        elif name not in ("jit", "flax_amp_repeat"):
-            inside = (*inside, name)
-        scopes = self.scopes + scopes_of(eqn)
-        return dataclasses.replace(self, scopes=scopes, inside=inside, times=times)
 
 
 @dataclasses.dataclass
@@ -207,7 +180,7 @@ def flops(eqn: Eqn) -> int:
     if name == "conv_general_dilated":
         features = params["dimension_numbers"].rhs_spec[0]
         terms = [n for i, n in enumerate(right.shape) if i != features]
-        return _int(2 * math.prod(out.shape) * math.prod(terms))
+        return known_size(2 * math.prod(out.shape) * math.prod(terms))
     if name == "dot_general":
         (_, contracting), (_, batch) = params["dimension_numbers"]
         shared = {*contracting, *batch}
@@ -216,12 +189,7 @@ def flops(eqn: Eqn) -> int:
         (_, contracting), (_, batch) = numbers.dot_dimension_numbers
         shared = {*contracting, *batch, *numbers.rhs_group_dimensions}
     free = [n for i, n in enumerate(right.shape) if i not in shared]
-    return _int(2 * math.prod(left.shape) * math.prod(free))
-
-
-def _int(number: Any, unknown: int = 0) -> int:
-    """Returns a number, unless it is a symbol of `jax.export`."""
-    return number if isinstance(number, int) else unknown
+    return known_size(2 * math.prod(left.shape) * math.prod(free))
 
 
 def source_line(eqn: Eqn) -> str:
