@@ -153,7 +153,7 @@ class _Call:
         first, modules, loss = self._measure(programs, "as it is")
         rows = [first]
         for name, options in settings.items():
-            rows.append(self._run(programs, name, options))
+            rows.append(self._run(programs, name, options)[0])
         tried = self._remedies(programs, first, modules, remedies) if remedies else ()
         return Comparison(
             name=self.target.name,
@@ -175,10 +175,8 @@ class _Call:
         self, programs: Programs, name: str
     ) -> tuple[Setting, list[ModuleErrors], float]:
         """Returns how wrong the program is, its modules, and the loss."""
-        passed = programs.run(self.options, self.scale)
-        total = programs.differences(passed)
-        row = self._judge(programs, passed, name, self.options)
-        loss = float(passed.loss)
+        row, passed = self._run(programs, name, self.options)
+        total, loss = programs.differences(passed), float(passed.loss)
         del passed  # the device has room for two runs
         own = programs.differences(programs.run(self.options, self.scale, forced=True))
         return row, programs.modules(own, total, self.scale), loss
@@ -206,25 +204,15 @@ class _Call:
 
     def _run(
         self, programs: Programs, name: str, options: dict[str, Any], policy: str = ""
-    ) -> Setting:
+    ) -> tuple[Setting, Passed]:
+        """Runs and judges the program; `policy` is the entry that a remedy adds."""
         passed = programs.run(options, self.scale)
-        return self._judge(programs, passed, name, options, policy)
-
-    def _judge(
-        self,
-        programs: Programs,
-        passed: Passed,
-        name: str,
-        options: dict[str, Any],
-        policy: str = "",
-    ) -> Setting:
-        """Judges a run; `policy` is the entry that a remedy adds."""
         explained = explain(self.target.fun, **options)(*self.args, **self.kwargs)
         is_known = explained.stored_without_recompute is not None
         totals = explained.totals
         stored = totals.stored.total() if is_known else None
-        errors = programs.errors(passed)
-        return Setting(name, self.scale, policy, *errors, stored, totals.low_share)
+        figures = *programs.errors(passed), stored, totals.low_share
+        return Setting(name, self.scale, policy, *figures), passed
 
     def _remedies(
         self, programs: Programs, row: Setting, modules: list[ModuleErrors], count: int
@@ -279,7 +267,7 @@ class _Call:
             with warnings.catch_warnings():
                 # The policy is not the user's.
                 warnings.simplefilter("ignore", PolicyWarning)
-                yield self._run(programs, name, options, line)
+                yield self._run(programs, name, options, line)[0]
 
 
 def _stronger(policy: PolicyEntries, entries: Any, every: Any) -> set[Any]:

@@ -43,7 +43,8 @@ def attach_emitted(
         for row in called.rows(path, eqn):
             if row.primitive == eqn.primitive.name:
                 row.after = dtypes_of(eqn)
-        if direction := _direction(eqn):
+        direction = eqn.primitive.name in _CASTS and _direction(dtypes_of(eqn))
+        if direction:
             # A cast in a function of this package belongs to the call.
             found = (matching.rows(path, around) for around, path in nested)
             _add_cast(next(filter(None, found), [results]), direction, times)
@@ -52,7 +53,7 @@ def attach_emitted(
 
 def _add_cast(rows: Sequence[Equation], direction: int, times: int) -> None:
     first = rows[0]
-    if first.primitive in _CASTS and _of_dtypes(first.before) == direction:
+    if first.primitive in _CASTS and _direction(first.before) == direction:
         return  # the user's own
     # A function that is called twice in one place has the same lines both times.
     row = min(rows, key=lambda row: row.casts_down + row.casts_up)
@@ -77,12 +78,8 @@ def _equations(
             yield from _equations(body, place.within(eqn), nested)
 
 
-def _direction(eqn: Eqn) -> int:
+def _direction(dtypes: Dtypes) -> int:
     """Returns -1 for a cast to a narrower float, 1 for one to a wider, or 0."""
-    return _of_dtypes(dtypes_of(eqn)) if eqn.primitive.name in _CASTS else 0
-
-
-def _of_dtypes(dtypes: Dtypes) -> int:
     (before, *_), (after, *_) = dtypes.operands or ("",), dtypes.results or ("",)
     if before == after or "float" not in before or "float" not in after:
         return 0

@@ -1,6 +1,7 @@
 """`explain`: what mixed precision does to each equation of a function, and why."""
 
 import dataclasses
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -145,8 +146,7 @@ def explain(
 def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Explanation:
     found: list[Explanation] = []
 
-    def explain_call(call: FunctionalCall) -> Explanation:
-        return _explain_call(options, call, target.name)
+    explain_call = functools.partial(_explain_call, options, name=target.name)
 
     def record(*args: Any, **kwargs: Any) -> None:
         needs_scopes = options.policy.names_scopes

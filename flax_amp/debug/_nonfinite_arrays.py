@@ -46,11 +46,6 @@ def kinds(x: Array) -> str:
     return " and ".join(found)
 
 
-def is_half(x: Array) -> bool:
-    """Whether an array is of floats with less than 32 bits."""
-    return _tree.is_inexact_array(x) and x.dtype.itemsize < 4
-
-
 def operand(x: Array, lead: int) -> Operand:
     """Returns what is known of an array, without its leading axes."""
     largest = None

@@ -32,7 +32,8 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.plan import variables
 from flax_amp._tree import split_list
-from flax_amp.debug._nonfinite_arrays import as_text, is_finite, is_half, kinds, operand
+from flax_amp.debug._model import is_half
+from flax_amp.debug._nonfinite_arrays import as_text, is_finite, kinds, operand
 from flax_amp.debug._nonfinite_devices import Devices, compiled
 from flax_amp.debug._nonfinite_model import Finding
 from flax_amp.debug._scopes import mark_methods, module_path
@@ -321,7 +322,8 @@ class Runner:
         if first and not fresh.any():
             # A NaN that comes from a mask of -inf is new; another -inf is not.
             fresh = np.isnan(np.asarray(x))
-            if not fresh.any() or any(v.cause and _holds_nan(v) for v in values):
+            given = (np.asarray(v.array) for v in values if v.cause)
+            if not fresh.any() or any(np.isnan(a).any() for a in given):
                 return first
             arguments = arguments.union(*(cause.arguments for cause in carried))
         finding = self._describe(eqn, values, x, fresh, place)
@@ -380,7 +382,7 @@ class Runner:
         self, eqn: Eqn, arrays: Sequence[Array], place: Place
     ) -> bool | None:
         """Whether it is finite in float32 for the same operands, if that is known."""
-        wide = [a.astype(jnp.float32) if is_half(a) else a for a in arrays]
+        wide = [a.astype(jnp.float32) if is_half(str(a.dtype)) else a for a in arrays]
         params = with_result_dtype(eqn.params, jnp.float32)
         if "new_dtype" in params:
             params["new_dtype"] = jnp.dtype(jnp.float32)
@@ -406,10 +408,6 @@ def _numbers_only(value: Value) -> Array:
     """Returns an array with a number at which most functions are finite."""
     x = value.array
     return x if value.cause is None else jnp.where(jnp.isfinite(x), x, 0.5)
-
-
-def _holds_nan(value: Value) -> bool:
-    return bool(np.isnan(np.asarray(value.array)).any())
 
 
 def _row(x: Array, i: int, axis: int) -> Array:

@@ -275,18 +275,15 @@ def _of_factor(visit: Visit) -> Iterator[Finding]:
 
 def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
     """Finds a carry that `amp` keeps in half and to which each step adds."""
-    row, eqn, plan = visit.row, visit.eqn, visit.step.detail.body
-    steps = "an unknown number of"
+    row, eqn, jaxpr = visit.row, visit.eqn, visit.step.detail.body.jaxpr
+    length = eqn.params.get("length")
+    is_known = isinstance(length, int)
+    if is_known and length <= _STEPS:
+        return
+    steps = str(length) if is_known else "an unknown number of"
+    first = len(jaxpr.invars) - len(eqn.outvars)
     if row.primitive == "scan":
         first = _compat.scan_counts(eqn)[0]
-        length = eqn.params["length"]
-        if isinstance(length, int):
-            steps = str(length)
-            if length <= _STEPS:
-                return
-    else:
-        first = eqn.params["body_nconsts"]
-    jaxpr = plan.jaxpr
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
     for i, value in enumerate(visit.step.detail.carry):
         old, new = jaxpr.invars[first + i], jaxpr.outvars[i]
