@@ -176,4 +176,9 @@ def _scoped(method_name: str, method: Any) -> Callable[..., Any]:
         finally:
             object.__setattr__(self, _NAME, name)
 
-    return scoped
+    # In a traceback, too, it has the name of the method. This tells which scopes are
+    # those of methods, where a decorator such as `nnx.jit` calls the method later.
+    named: Any = scoped
+    names = {"co_name": method_name, "co_qualname": f"Module.{method_name}"}
+    named.__code__ = named.__code__.replace(**names)
+    return named

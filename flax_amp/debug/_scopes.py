@@ -31,15 +31,16 @@ def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
     """Marks those scopes of an equation that are methods of modules."""
     if not any("." in scope for scope in scopes):
         return scopes
-    running, is_inside, is_caller = set(), False, False
+    running, is_inside, is_called = set(), False, False
     for file, function in _compat.outer_functions(eqn):
         owner, _, name = function.rpartition(".")  # `Embed.attend`
-        # What Flax calls may be any function, and a decorator may call the method.
-        is_method = owner != "" and not owner.endswith("<locals>")
-        if is_caller or (is_inside and is_method):
-            running.add(name)
         is_caller = file in _CALLERS
         is_inside |= is_caller
+        # What Flax calls may be any function, and a decorator may call the method.
+        is_method = owner != "" and not owner.endswith("<locals>")
+        if is_called or (is_inside and is_method):
+            running.add(name)
+        is_called = is_caller
     return tuple(
         _Method(scope) if scope.rpartition(".")[2] in running else scope
         for scope in scopes

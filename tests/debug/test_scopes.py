@@ -80,6 +80,14 @@ class NNXEnc(nnx.Module):
     def attend(self, x):
         return self.inner.attend(x)
 
+    @nnx.jit
+    def jitted(self, x):
+        return self.inner.attend(x)
+
+    @nnx.remat
+    def rematted(self, x):
+        return self.inner.attend(x)
+
     def scoped(self, x):
         with jax.named_scope("enc.attn"):
             return self.inner.attend(x)
@@ -133,7 +141,10 @@ CASES = {
         )
         for method in ("scoped", "helped")
     },
-    "nnx_attend": (functools.partial(of_nnx, "attend"), {"NNXModel/enc/inner"}),
+    **{
+        f"nnx_{method}": (functools.partial(of_nnx, method), {"NNXModel/enc/inner"})
+        for method in ("attend", "rematted", "jitted")
+    },
     "nnx_scoped": (
         functools.partial(of_nnx, "scoped"),
         {"NNXModel/enc/enc.attn/inner"},
