@@ -38,8 +38,8 @@ def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
         is_inside |= is_caller
         # What Flax calls may be any function, and a decorator may call the method.
         is_method = owner != "" and not owner.endswith("<locals>")
-        if is_called or (is_inside and is_method):
-            running.add(name)
+        if name.isidentifier() and (is_called or (is_inside and is_method)):
+            running.add(name)  # a key for the module would not match a `<lambda>`
         is_called = is_caller
     return tuple(
         _Method(scope) if scope.rpartition(".")[2] in running else scope

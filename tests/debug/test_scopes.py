@@ -179,3 +179,4 @@ def test_module_of_find_nonfinite(name):
     found = find_nonfinite(fun)(first, X)
     assert found.finding.primitive == "dot_general"
     assert found.finding.path in expected, found
+    assert found.policy  # which was tried, with the paths as keys
