@@ -9,10 +9,9 @@ from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
 from flax_amp._rewriter.casts import saturate_p
 from flax_amp._rewriter.plan import Mode
-from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._scopes import Place
-from flax_amp.debug._walk import Visit, dtypes_of
+from flax_amp.debug._walk import Matching, Visit, dtypes_of
 
 _CASTS = ("convert_element_type", saturate_p.name)
 

@@ -25,10 +25,9 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp._tree import fill, pick
-from flax_amp.debug._matching import Matching
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._scopes import Place
-from flax_amp.debug._walk import Visit, source_line
+from flax_amp.debug._walk import Matching, Visit, source_line
 from flax_amp.policy import MOVE_OPS
 
 
