@@ -54,22 +54,6 @@ class _Options:
     scale: float
     scaler: dict[str, float]  # of the state, if there is one
 
-    @classmethod
-    def of(
-        cls,
-        fun: Any,
-        compute_dtype: DTypeLike | None,
-        amp_policy: PolicyEntries | None,
-        reduce_dtype: DTypeLike | None,
-        scale: float | None,
-    ) -> "_Options":
-        """Checks the arguments, and fills in those of the state, if `fun` is one."""
-        scale = read_scale("find_nonfinite", fun, scale)
-        state = fun.scaler if isinstance(fun, AmpTrainState) else {}
-        scaler = {key: float(np.max(x)) for key, x in state.items()}
-        dtype = read_compute_dtype(fun, compute_dtype)
-        return cls(dtype, amp_policy, reduce_dtype, scale, scaler)
-
 
 def find_nonfinite(
     fun: Any,
@@ -121,7 +105,14 @@ def find_nonfinite(
       >>> found.verdict, found.finding.path, found.finding.text
       ('mathematics', 'head', 'log(0) = -inf')
     """
-    options = _Options.of(fun, compute_dtype, amp_policy, reduce_dtype, scale)
+    scaler = fun.scaler if isinstance(fun, AmpTrainState) else {}
+    options = _Options(
+        read_compute_dtype(fun, compute_dtype),
+        amp_policy,
+        reduce_dtype,
+        read_scale("find_nonfinite", fun, scale),
+        {key: float(np.max(x)) for key, x in scaler.items()},
+    )
     names_scopes = Policy(amp_policy).names_scopes
     target = read_target("find_nonfinite", fun, step)
 

@@ -138,6 +138,7 @@ def _scopes(eqn: Eqn) -> tuple[str, ...]:
     return mark_methods(tuple(scopes), eqn)
 
 
+@dataclasses.dataclass(eq=False)
 class Runner:
     """Runs a program on arrays.
 
@@ -147,15 +148,11 @@ class Runner:
       examples: returns the examples that are marked in an array of bools.
     """
 
-    def __init__(
-        self,
-        functions: dict[Any, Any],
-        backward: bool,
-        examples: Callable[[Any], tuple[int, ...]],
-    ):
-        self._functions = functions
-        self._backward = backward
-        self._examples = examples
+    functions: dict[Any, Any]
+    backward: bool
+    examples: Callable[[Any], tuple[int, ...]]
+
+    def __post_init__(self) -> None:
         self._numbers = itertools.count()
 
     def start(
@@ -254,10 +251,10 @@ class Runner:
     ) -> list[Array]:
         """Runs a function, compiled once for a key, which is compared by identity."""
         ids = place.devices, id(key)
-        if ids not in self._functions:
+        if ids not in self.functions:
             # With the key, so that no other object gets its id.
-            self._functions[ids] = key, compiled(run, key, place.devices)
-        return list(self._functions[ids][1](*arrays))
+            self.functions[ids] = key, compiled(run, key, place.devices)
+        return list(self.functions[ids][1](*arrays))
 
     # --- loops and devices: the causes of their results ------------------------------
 
@@ -353,7 +350,7 @@ class Runner:
     def _finding(self, place: Place, **known: Any) -> Finding:
         known.setdefault("inside", place.inside)
         path = module_path(place.scopes)
-        return Finding(path, place.source, self._backward, **known)
+        return Finding(path, place.source, self.backward, **known)
 
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Array, fresh: Any, place: Place
@@ -361,7 +358,7 @@ class Runner:
         arrays = [value.array for value in values]
         known: dict[str, Any] = {}
         if place.devices is None:
-            known["examples"] = self._examples(fresh)
+            known["examples"] = self.examples(fresh)
             known["text"] = as_text(eqn.primitive.name, arrays, x, fresh)
         else:
             found = np.flatnonzero(fresh.reshape(len(fresh), -1).any(axis=1))
