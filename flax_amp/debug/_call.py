@@ -26,6 +26,7 @@ from flax_amp._training.gradients import fold_in
 from flax_amp._training.loss import call_user_fn, check_function, check_loss
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
+from flax_amp.debug._scopes import known_methods
 from flax_amp.policy import check_compute_dtype
 
 T = TypeVar("T")
@@ -225,7 +226,9 @@ def with_scopes(
         fun = target.fun
         if not open_scopes:
             fun = getattr(fun, _WITHOUT_SCOPES, fun)
-        return use(UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
+        users = UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where)
+        with known_methods():
+            return use(users)
 
     try:
         return call(True), ()

@@ -122,7 +122,7 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
             f"the policy says nothing about {row.primitive}, so it stays as written. "
             "If it is safe in half precision, add it to amp_policy.",
         )
-    elif reason.text == CONSTANT and not reason.inside:
+    elif reason.text == CONSTANT:
         yield (
             "constant",
             f"{_of_constant(reason.value, compute_dtype)}, so this {row.primitive} "

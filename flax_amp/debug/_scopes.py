@@ -5,7 +5,10 @@ names have dots, too: `eqx.nn.Linear`. A dot separates a method only if Flax run
 method of that name at the equation, as the traceback tells. All else is one name.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from flax.linen import module as linen_module
@@ -16,6 +19,20 @@ from flax_amp._rewriter import nnx_scopes
 
 # Where Flax's modules, and those of NNX here, call the methods that users have written.
 _CALLERS = (linen_module.__file__, nnx_scopes.__file__)
+
+
+# The scopes of methods that were found, in one call of a tool.
+_known: ContextVar[set[str]] = ContextVar("known")
+
+
+@contextlib.contextmanager
+def known_methods() -> Iterator[None]:
+    """Keeps what is found of methods, for the equations of derivatives."""
+    token = _known.set(set())
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 class _Method(str):
@@ -41,10 +58,12 @@ def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
         if name.isidentifier() and (is_called or (is_inside and is_method)):
             running.add(name)  # a key for the module would not match a `<lambda>`
         is_called = is_caller
-    return tuple(
-        _Method(scope) if scope.rpartition(".")[2] in running else scope
-        for scope in scopes
-    )
+    found = {scope for scope in scopes if scope.rpartition(".")[2] in running}
+    known = _known.get(set())
+    known |= found
+    # The rule of a derivative runs after Flax has returned, in the scopes of its call.
+    methods = found if is_inside else known
+    return tuple(_Method(scope) if scope in methods else scope for scope in scopes)
 
 
 def module_path(scopes: tuple[str, ...]) -> str:

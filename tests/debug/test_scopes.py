@@ -29,6 +29,14 @@ def scoped(w, x):
     return x
 
 
+@jax.custom_vjp
+def divided(x):
+    return x
+
+
+divided.defvjp(lambda x: (x, jnp.sin(x)), lambda kept, g: (g * kept / 0,))
+
+
 class Enc(nn.Module):
     def setup(self):
         self.inner = nn.Embed(4, 4)
@@ -50,6 +58,9 @@ class Enc(nn.Module):
     @decorated
     def decorated(self, x):
         return self.inner.attend(x)
+
+    def ruled(self, x):
+        return divided(self.inner.attend(x))
 
     def scoped(self, x):
         with jax.named_scope("enc.attn"):
@@ -180,3 +191,11 @@ def test_module_of_find_nonfinite(name):
     assert found.finding.primitive == "dot_general"
     assert found.finding.path in expected, found
     assert found.policy  # which was tried, with the paths as keys
+
+
+def test_the_rule_of_a_derivative_stands_in_the_module_that_calls_it():
+    fun, first = linen("ruled")
+    found = find_nonfinite(fun)(first, X)
+    assert (found.finding.path, found.finding.backward) == ("Model/enc", True)
+    (kept,) = [e for e in explain(fun)(first, X).equations if e.primitive == "sin"]
+    assert kept.path == "Model/enc" and kept.stored
