@@ -48,6 +48,17 @@ def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
     """Marks those scopes of an equation that are methods of modules."""
     if not any("." in scope for scope in scopes):
         return scopes
+    # The rule of a derivative runs after Flax has returned, in the scopes of its call.
+    methods = known = _known.get(set())
+    running = _running_methods(eqn)
+    if running is not None:
+        methods = {scope for scope in scopes if scope.rpartition(".")[2] in running}
+        known |= methods
+    return tuple(_Method(scope) if scope in methods else scope for scope in scopes)
+
+
+def _running_methods(eqn: Eqn) -> set[str] | None:
+    """Returns the methods that Flax runs at an equation; `None` if it runs none."""
     running, is_inside, is_called = set(), False, False
     for file, function in _compat.outer_functions(eqn):
         owner, _, name = function.rpartition(".")  # `Embed.attend`
@@ -58,12 +69,7 @@ def mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
         if name.isidentifier() and (is_called or (is_inside and is_method)):
             running.add(name)  # a key for the module would not match a `<lambda>`
         is_called = is_caller
-    found = {scope for scope in scopes if scope.rpartition(".")[2] in running}
-    known = _known.get(set())
-    known |= found
-    # The rule of a derivative runs after Flax has returned, in the scopes of its call.
-    methods = found if is_inside else known
-    return tuple(_Method(scope) if scope in methods else scope for scope in scopes)
+    return running if is_inside else None
 
 
 def module_path(scopes: tuple[str, ...]) -> str:
