@@ -43,6 +43,7 @@ _PRIVATE_PRIMITIVE_MODULES = (
     "jax._src.lax.linalg",
     "jax._src.lax.slicing",
     "jax._src.pjit",
+    "jax._src.xla_metadata",
 )
 
 _JAX_FOLDER = os.path.dirname(jax.__file__)

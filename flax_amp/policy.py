@@ -227,6 +227,7 @@ RANGE_OPS = """
 ACCUMULATION_OPS = """
     reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum scatter-add
     scatter-sub scatter-mul psum psum_invariant unreduced_psum reduce_scatter
+    unreduced_reduce_scatter
 """.split()
 
 # No half-precision kernels exist, and conditioning needs the digits.
@@ -245,18 +246,20 @@ FOLLOW_OPS = """
 # Data movement without choice by indices.
 MOVE_OPS = frozenset(
     """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile copy
-    copy_p concatenate pad stack""".split()
+    concatenate pad stack""".split()
 )
 
 # Data movement, selection and comparison: exact in any dtype.
 KEEP_OPS = """
     reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice gather split
-    unstack tile copy copy_p reduce_max reduce_min reduce_window_max reduce_window_min
+    unstack tile copy reduce_max reduce_min reduce_window_max reduce_window_min
     cummax cummin argmax argmin sort top_k approx_top_k stop_gradient
-    optimization_barrier sharding_constraint layout_constraint reshard device_put name
-    all_gather all_gather_invariant all_to_all ragged_all_to_all ppermute pmax pmin
-    pvary pbroadcast concatenate pad stack select_n dynamic_update_slice scatter
-    scatter-max scatter-min eq ne lt le gt ge is_finite
+    optimization_barrier sharding_constraint layout_constraint relayout reshard
+    device_put name xla_metadata_value all_gather all_gather_invariant
+    all_gather_reduced all_to_all ragged_all_to_all ppermute pmax pmin unreduced_pmax
+    unreduced_pmin pvary preduced reduced_vary_cast reduced_vary_cast_p pbroadcast
+    pbroadcast_dynamic concatenate pad stack select_n dynamic_update_slice scatter
+    scatter-max scatter-min eq ne lt le gt ge eq_to lt_to le_to is_finite
 """.split()
 
 # What a scope with `use_compute_precision` may cast to the compute dtype. The rest

@@ -34,14 +34,6 @@ def test_families_do_not_overlap():
     assert len(names) == len(set(names))
 
 
-def test_nearly_every_name_exists_in_this_jax():
-    # A misspelled name would silently fall to amp_default. The rest belongs to other
-    # supported versions.
-    others = {"log2", "polynomial", "one_minus_square", "copy_p"}
-    names = {name for family in FAMILIES.values() for name in family}
-    assert names - set(_compat.primitives()) <= others
-
-
 def test_default_policy_is_a_plain_dict_of_functions():
     for entries in (flax_amp.default_amp_policy, flax_amp.jaxamp_policy):
         assert type(entries) is dict

@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
-from flax_amp._compat import DType, Eqn, Jaxpr, Var
+from flax_amp._compat import Atom, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import cast_constant, finfo
 from flax_amp._rewriter.plan import (
     Paint,
@@ -32,6 +32,7 @@ from flax_amp._rewriter.plan import (
     Value,
     Values,
     has_paint,
+    is_painted,
     variables,
 )
 from flax_amp.policy import (
@@ -166,6 +167,31 @@ def _is_read(jaxpr: Jaxpr, position: int, names: Collection[str], count: int) ->
         if name in MOVE_OPS:
             moved.update(eqn.outvars)
     return False
+
+
+def numbers_cast_inside(
+    jaxpr: Jaxpr, operands: Sequence[Atom]
+) -> tuple[tuple[Var, int], ...]:
+    """Returns the integers among a call's operands that its body casts to float32.
+
+    They are constants like the other numbers of a program, but they are no float32
+    values until then: `jnp.where(mask, x, 0)` is such a call.
+    """
+    body = _compat.open_jaxpr(jaxpr)[0]
+    cast = {
+        v
+        for eqn in body.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and is_painted(eqn.outvars[0].aval)
+        for v in variables(eqn.invars)
+    }
+    return tuple(
+        (v, int(x.val))
+        for v, x in zip(body.invars, operands, strict=True)
+        if v in cast
+        and isinstance(x, Literal)
+        and np.issubdtype(x.aval.dtype, np.integer)
+    )
 
 
 def with_maximum_flags(eqn: Eqn, ins: Values, step: Step) -> Step:

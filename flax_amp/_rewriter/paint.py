@@ -39,6 +39,7 @@ Structured primitives (scan, jit, custom derivatives, ...) have rules of their o
 `rules.py`, which are handed to the `Painter`.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -285,6 +286,7 @@ class Painter:
                 scopes if self._policy.spans_scopes else (),
                 decision if decision.origin is Origin.SCOPE else None,
                 context.body_kind,
+                context.numbers,
             )
             return rule.paint(self, eqn, ins, uses, body)
         is_half = self.compute_dtype != jnp.float32
@@ -302,7 +304,11 @@ class Painter:
         if not is_user_defined and not any(ins):
             return _full(eqn, FULL, NO_OPERAND)
         if eqn.params.get("update_jaxpr") is not None:  # of a scatter
-            return _full(eqn, FULL, Reason("its update function is a float32 one"))
+            because = Reason("its update function is a float32 one")
+            if function is keep_precision and eqn.primitive.name != "scatter":
+                chosen = self._paint_keep(eqn, ins, uses)  # a maximum or minimum
+                return dataclasses.replace(chosen, mode=Mode.FULL, reason=because)
+            return _full(eqn, FULL, because)
         if function in (use_original_precision, use_widest_precision):
             return _full(eqn, FULL, because)
         if function is use_compute_precision:

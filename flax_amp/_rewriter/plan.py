@@ -259,11 +259,14 @@ class Context:
       scopes: the scopes around it; empty if no policy key can span several.
       forced: the decision of a scope around it, which holds for all inside.
       body_kind: what it is the body of.
+      numbers: its integer inputs that are known numbers and are cast to float32, with
+        these numbers.
     """
 
     scopes: tuple[str, ...] = ()
     forced: Decision | None = None
     body_kind: BodyKind = BodyKind.STRAIGHT
+    numbers: tuple[tuple[Var, int], ...] = ()
 
     def inside(self, kind: BodyKind) -> "Context":
         """Returns the context of a body of another kind."""

@@ -41,7 +41,7 @@ from flax_amp.policy import FOLLOW_OPS, LOW_OPS
 
 # Calls of a function whose inputs are the operands of the call.
 _INLINED = frozenset(
-    """jit remat2 shard_map closed_call core_call custom_jvp_call
+    """jit remat2 shard_map closed_call eval_jaxpr custom_jvp_call
     custom_vjp_call""".split()
 )
 # Equations with all calls inlined. A few calls within calls may make millions.

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
@@ -25,7 +26,7 @@ from flax_amp._rewriter.custom_derivatives import (
     SingleBodyRule,
 )
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.heuristics import is_indexed
+from flax_amp._rewriter.heuristics import is_indexed, numbers_cast_inside
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
@@ -61,6 +62,13 @@ def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
 
 class _Jit(SingleBodyRule):
     """A jit stays a jit: same name, shardings, layouts, donation."""
+
+    def paint(
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        numbers = numbers_cast_inside(eqn.params[self.param], eqn.invars)
+        context = dataclasses.replace(context, numbers=numbers)
+        return super().paint(painter, eqn, ins, uses, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         body = _rewrite_body(emitter, step.detail, operands)
@@ -441,6 +449,10 @@ class _ConvertElementType:
         # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
         if operand.dtype == jnp.bool_:
             return Step(Mode.FULL, like(out_avals(eqn), LEAF), Reason("mask"))
+        for variable, number in context.numbers:
+            if variable is eqn.invars[0]:
+                value = LEAF._replace(bits=np.float32(number).tobytes())
+                return Step(Mode.FULL, like(out_avals(eqn), value), Reason("number"))
         return Step(Mode.FULL, like(out_avals(eqn), FULL), Reason("explicit cast"))
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
@@ -455,7 +467,7 @@ RULES: dict[str, Rule] = {
     "remat2": _Checkpoint("jaxpr"),
     "shard_map": _ShardMap("jaxpr"),
     "closed_call": _Call("call_jaxpr"),
-    "core_call": _Call("call_jaxpr"),
+    "eval_jaxpr": _Call("call_jaxpr"),
     "scan": _Scan(),
     "while": _While(),
     "cond": _Cond(),

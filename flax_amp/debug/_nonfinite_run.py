@@ -41,7 +41,7 @@ from flax_amp.debug._walk import source_line
 from flax_amp.policy import with_result_dtype
 
 _CALLS = frozenset(
-    """jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call
+    """jit closed_call eval_jaxpr remat2 checkpoint custom_jvp_call custom_vjp_call
     custom_vmap_call""".split()
 )
 # JAX lists the scopes around one of these twice in a backward pass.

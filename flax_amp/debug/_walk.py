@@ -40,7 +40,7 @@ from flax_amp.policy import CASTABLE_OPS, LOW_OPS
 
 # Their own dtypes say nothing that those of the equations inside do not say.
 _CALLS = frozenset(
-    """jit closed_call core_call remat2 shard_map custom_jvp_call custom_vjp_call
+    """jit closed_call eval_jaxpr remat2 shard_map custom_jvp_call custom_vjp_call
     custom_vmap_call flax_amp_repeat""".split()
 )
 _CONVERT = "convert_element_type"

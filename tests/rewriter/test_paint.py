@@ -82,6 +82,9 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
     "movement of several operands": (
         lambda w, x: jnp.concatenate([low(w, x), x]) @ w, dict(concatenate=Paint.LOW)
     ),
+    "a maximum by indices": (
+        lambda w, x: low(w, x).at[0].max(x[1]) @ w, {"scatter-max": Paint.LOW}
+    ),
     # Where full precision ends.
     "a norm returns to the stream": (with_norm_and_scale, dict(mul=FULL, tanh=LOW)),
     "running averages": (batch_norm, dict(sub=FULL, tanh=LOW)),
@@ -197,6 +200,25 @@ def test_a_recurrent_state_is_full_inside_its_loop_only():
 def test_constants_that_half_precision_cannot_hold(fn, mode, dtype):
     plan = plan_of(lambda w, x: jnp.tanh(fn(low(w, x))) @ w, W, X, dtype=dtype)
     assert plan.steps[1].mode is mode
+
+
+@pytest.mark.parametrize(
+    ("fn", "paint"),
+    [
+        (lambda h: jnp.where(h > 0, h, 0), Paint.LOW),
+        (lambda h: jnp.where(h > 0, h, -(10**9)), Paint.LOW),
+        (lambda h: jnp.pad(h, 1), Paint.LOW),
+        (lambda h: jnp.clip(h, 0, 1), Paint.LOW),
+        (lambda h: jax.jit(lambda h, n: h / n)(h, 3), Paint.LOW),
+        (lambda h: jax.jit(lambda h, n: h / n)(h, 100_000), Paint.FULL),  # not 65504
+        (lambda h: jax.jit(lambda h, n: h / n)(h, jnp.arange(4)[None]), Paint.FULL),
+        (lambda h: h * jnp.arange(4).astype(jnp.float32)[None], Paint.FULL),
+    ],
+)
+def test_integers_that_a_jit_casts_are_constants(fn, paint):
+    """`jnp.where(mask, x, 0)` is a jit that gets the 0 as an integer."""
+    plan = plan_of(lambda w, x: fn(low(w, x)), W, X)
+    assert plan.outs[0].paint is paint
 
 
 def as_bfloat16(w, x, **options):

@@ -60,7 +60,7 @@ _CHEAP = (
     )
 )
 # Calls that are cheap if all that they call is cheap.
-_CALLS = frozenset("jit closed_call core_call custom_jvp_call".split())
+_CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
 _STRUCTURED = frozenset(
     "scan while cond remat2 shard_map custom_vjp_call flax_amp_repeat".split()

@@ -1,0 +1,226 @@
+"""One row per primitive: which dtype it runs in, its value, gradient and batching."""
+
+import contextlib
+import importlib
+import re
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from _primitive_rows import (
+    DTYPES,
+    FLOAT32,
+    FOLLOW,
+    FULL,
+    KEEP,
+    LOW,
+    OPAQUE,
+    ROWS,
+    STRUCTURED,
+)
+from _structured_rows import NOT_ON_CPU, OTHER_VERSIONS, UNREACHABLE
+from jax import lax
+from jax.extend.core import Primitive
+
+from flax_amp import amp, policy
+from flax_amp._rewriter.rules import RULES
+from helpers import (
+    MATMULS,
+    both_halves,
+    equations,
+    scoped_equations,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is deprecated")
+
+# Calls that are evaluated in place.
+INLINED = ("closed_call", "eval_jaxpr")
+# Their primitives stand in kernels only, or need other packages.
+_KERNELS = ("pallas", "mosaic", "jax2tf", "test_util")
+
+
+for _name in (
+    "checkify fused key_reuse._core multihost_utils overlap pallas rnn "
+    "scheduling_groups sparse.linalg xla_metadata"
+).split():
+    with contextlib.suppress(ModuleNotFoundError):  # not in this version
+        importlib.import_module(f"jax.experimental.{_name}")
+
+
+def roll_call():
+    """The names of JAX's primitives; what else is registered is other packages'."""
+    modules = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("jax.") and not any(part in name for part in _KERNELS)
+    ]
+    values = [v for module in modules for v in list(vars(module).values())]
+    return {v.name for v in values if isinstance(v, Primitive)} | {"pallas_call"}
+
+
+IN_THIS_JAX = roll_call()
+HERE = [
+    name
+    for name, row in ROWS.items()
+    if name in IN_THIS_JAX
+    and (not row.versions or jax.__version__.startswith(row.versions))
+]
+
+
+def is_float32(x):
+    return getattr(x, "dtype", None) == jnp.float32
+
+
+TAKES_FLOAT32 = [name for name in HERE if any(map(is_float32, ROWS[name].args))]
+each_row = pytest.mark.parametrize("name", HERE)
+each_float_row = pytest.mark.parametrize("name", TAKES_FLOAT32)
+each_run = pytest.mark.parametrize(
+    "name", [name for name in TAKES_FLOAT32 if name not in NOT_ON_CPU]
+)
+
+
+def test_each_primitive_has_a_row():
+    names = ROWS.keys() | UNREACHABLE.keys()
+    assert len(names) == len(ROWS) + len(UNREACHABLE)
+    missing, gone = roll_call() - names, names - roll_call()
+    assert not missing
+    assert gone <= OTHER_VERSIONS, "misspelled, or of no version"
+
+
+# --- dtypes --------------------------------------------------------------------------
+
+
+def low(x):
+    """The same array as the result of a product."""
+    return lax.dot_general(x, x.dtype.type(1), (((), ()), ((), ())))
+
+
+def program(row, is_low=False):
+    def run(*args):
+        if is_low:
+            args = [low(x) if is_float32(x) else x for x in args]
+        with jax.named_scope("row"):
+            return row.call(*args)
+
+    return run
+
+
+def equations_of_row(fn, name, args):
+    found = list(scoped_equations(jax.make_jaxpr(fn)(*args)))
+    inside = [eqn for scopes, eqn in found if "row" in scopes]
+    own = [eqn for eqn in inside if eqn.primitive.name == name]
+    assert own or name in INLINED, "the call does not give it"
+    # `amp` casts operands with the same primitive.
+    return own[-1:] if name == "convert_element_type" else own, inside
+
+
+def float_dtypes(variables):
+    """Which of the dtypes that `amp` decides on there are among the variables."""
+    names = {str(v.aval.dtype) for v in variables if hasattr(v.aval, "dtype")}
+    return names & {"float32", "float16", "bfloat16"}
+
+
+@both_halves
+@pytest.mark.parametrize("is_low", [False, True], ids=["leaves", "low"])
+@each_float_row
+def test_dtypes(name, is_low, dtype):
+    row = ROWS[name]
+    lowered = amp(program(row, is_low), compute_dtype=dtype)
+    eqns, inside = equations_of_row(lowered, name, row.args)
+    wanted = (row.dtypes or DTYPES[row.family])[is_low]
+    wanted = wanted if wanted == FLOAT32 else dtype.__name__
+    is_structured = row.family == STRUCTURED
+    for eqn in eqns:
+        operands = () if is_structured else eqn.invars
+        assert float_dtypes((*operands, *eqn.outvars)) <= {wanted}
+    for eqn in inside if is_structured else ():
+        if eqn.primitive.name in MATMULS:
+            assert float_dtypes(eqn.invars) == {dtype.__name__}
+
+
+CLASSES = {
+    LOW: policy.LOW_OPS,
+    FULL: (*policy.RANGE_OPS, *policy.ACCUMULATION_OPS, *policy.LINALG_OPS),
+    FOLLOW: policy.FOLLOW_OPS,
+    KEEP: policy.KEEP_OPS,
+    STRUCTURED: RULES.keys() - {"convert_element_type"},
+}
+
+
+@each_row
+def test_class(name):
+    found = [family for family, names in CLASSES.items() if name in names]
+    assert (found or [OPAQUE]) == [ROWS[name].family]
+
+
+def test_each_name_of_the_policy_has_a_row():
+    # A misspelled name would silently fall to amp_default.
+    assert {name for names in CLASSES.values() for name in names} <= (
+        ROWS.keys() | UNREACHABLE.keys()
+    )
+
+
+# --- what is left alone --------------------------------------------------------------
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+OTHERS = ("float64", "complex64", "int32", "bool", "bfloat16", FP8.name)
+
+
+def text_of(fn, args):
+    return re.sub(r" at 0x\w+|0x\w+", "", str(jax.make_jaxpr(fn)(*args)))
+
+
+def signatures(fn, args):
+    """The equations, as primitives with the types of operands and results."""
+    return {
+        (eqn.primitive.name, *(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
+        for _, eqn in equations(jax.make_jaxpr(fn)(*args))
+        # The index of a `cond` is clamped once more.
+        if eqn.primitive.name not in (*INLINED, "clamp")
+    }
+
+
+def is_taken(fn, args):
+    """Whether plain JAX takes the arguments."""
+    try:
+        jax.eval_shape(fn, *args)
+    except (TypeError, ValueError, NotImplementedError, KeyError, AttributeError):
+        return False
+    return True
+
+
+def assert_unchanged(name, args):
+    """Asserts that `amp` leaves a call as it is: the same equations, the same bits."""
+    call = ROWS[name].call
+    same = amp(call, recompute="never")
+    if text_of(same, args) != text_of(call, args):  # names of functions, say
+        assert signatures(same, args) == signatures(call, args)
+
+
+@each_float_row
+def test_other_dtypes_are_left_alone(name):
+    row = ROWS[name]
+    for dtype in OTHERS:
+        with jax.enable_x64(dtype == "float64"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a cast from complex to real
+            args = [
+                np.asarray(x).astype(jnp.dtype(dtype)) if is_float32(x) else x
+                for x in row.args
+            ]
+            if is_taken(row.call, args):
+                assert_unchanged(name, args)
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if name not in TAKES_FLOAT32])
+def test_what_takes_no_float32_is_left_alone(name):
+    equations_of_row(program(ROWS[name]), name, ROWS[name].args)
+    assert_unchanged(name, ROWS[name].args)
+
+
+@each_float_row
+def test_float32_arguments_are_left_alone(name):
+    if ROWS[name].family not in (LOW, STRUCTURED):
+        assert_unchanged(name, ROWS[name].args)
