@@ -157,7 +157,8 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     outs = call_or_locate_nan(
         lambda: primitive.bind(*subfuns, *operands, **bind_params), one_by_one
     )
-    return list(outs) if primitive.multiple_results else [outs]
+    # The batching rule of `dce_sink` gives a result that the primitive does not have.
+    return list(outs)[: len(eqn.outvars)] if primitive.multiple_results else [outs]
 
 
 def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:

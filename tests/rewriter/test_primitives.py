@@ -1,6 +1,7 @@
 """One row per primitive: which dtype it runs in, its value, gradient and batching."""
 
 import contextlib
+import functools
 import importlib
 import re
 import sys
@@ -21,7 +22,7 @@ from _primitive_rows import (
     ROWS,
     STRUCTURED,
 )
-from _structured_rows import NOT_ON_CPU, OTHER_VERSIONS, UNREACHABLE
+from _structured_rows import NOT_BATCHED, NOT_RUN, OTHER_VERSIONS, UNREACHABLE
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -29,8 +30,11 @@ from flax_amp import amp, policy
 from flax_amp._rewriter.rules import RULES
 from helpers import (
     MATMULS,
+    assert_close,
+    assert_identical,
     both_halves,
     equations,
+    jit,
     scoped_equations,
 )
 
@@ -78,7 +82,7 @@ TAKES_FLOAT32 = [name for name in HERE if any(map(is_float32, ROWS[name].args))]
 each_row = pytest.mark.parametrize("name", HERE)
 each_float_row = pytest.mark.parametrize("name", TAKES_FLOAT32)
 each_run = pytest.mark.parametrize(
-    "name", [name for name in TAKES_FLOAT32 if name not in NOT_ON_CPU]
+    "name", [name for name in TAKES_FLOAT32 if name not in NOT_RUN]
 )
 
 
@@ -224,3 +228,84 @@ def test_what_takes_no_float32_is_left_alone(name):
 def test_float32_arguments_are_left_alone(name):
     if ROWS[name].family not in (LOW, STRUCTURED):
         assert_unchanged(name, ROWS[name].args)
+
+
+# --- values, gradients, batching -----------------------------------------------------
+
+
+def numbers(tree):
+    """The real and imaginary parts of all results that are numbers."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number)]
+    return [part for x in leaves for part in (jnp.real(x), jnp.imag(x))]
+
+
+def gradient_of(fn, row):
+    """The gradient of a sum of all results, each element with its own weight."""
+
+    def total(*args):
+        parts = [x for x in numbers(fn(*args)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        weights = [1 + np.arange(x.size).reshape(x.shape) / 8 for x in parts]
+        return sum((w * x).sum() for w, x in zip(weights, parts, strict=True))
+
+    return jax.grad(total, [i for i, x in enumerate(row.args) if is_float32(x)])
+
+
+def is_defined(fn, args):
+    """Whether plain JAX can differentiate, or batch."""
+    try:
+        jax.eval_shape(fn, *args)
+    except Exception:
+        return False
+    return True
+
+
+@functools.cache
+def exact(name):
+    """The results in float64, and their gradient if there is one."""
+    row = ROWS[name]
+    with jax.enable_x64(True):
+        args = [x.astype(np.float64) if is_float32(x) else x for x in row.args]
+        grads = gradient_of(row.call, row)
+        grads = jit(grads)(*args) if is_defined(grads, args) else None
+        return jax.tree.map(np.asarray, (results(row.call, args), grads))
+
+
+def results(fn, args):
+    return jit(lambda *args: numbers(fn(*args)))(*args)
+
+
+def precision(row, dtype):
+    """The precision of the results for operands of a dtype."""
+    is_exact = (row.dtypes or DTYPES[row.family])[1] == FLOAT32
+    return jnp.float32 if is_exact and row.family != STRUCTURED else dtype
+
+
+@pytest.mark.slow
+@both_halves
+@each_run
+def test_values_and_gradients(name, dtype):
+    row = ROWS[name]
+    lowered = amp(program(row, is_low=True), compute_dtype=dtype)
+    actual = results(lowered, row.args)
+    if row.family == OPAQUE:
+        assert_identical(actual, results(row.call, row.args))
+        return
+    expected, grads = exact(name)
+    assert_close(actual, expected, precision(row, dtype))
+    if grads is not None:
+        actual = jit(gradient_of(lowered, row))(*row.args)
+        assert_close(actual, grads, dtype, gradient=True)
+
+
+@pytest.mark.slow
+@each_run
+def test_vmap_of_amp_is_amp_of_vmap(name):
+    row, dtype = ROWS[name], jnp.bfloat16
+    axes = [0 if is_float32(x) else None for x in row.args]
+    args = [np.stack([x, np.flip(x)]) if is_float32(x) else x for x in row.args]
+    fn = program(row, is_low=True)
+    if name not in NOT_BATCHED and is_defined(jax.vmap(fn, axes), args):
+        lowered = functools.partial(amp, compute_dtype=dtype)
+        inside = results(jax.vmap(lowered(fn), axes), args)
+        outside = results(lowered(jax.vmap(fn, axes)), args)
+        assert_close(inside, outside, precision(row, dtype))
