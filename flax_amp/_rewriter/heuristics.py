@@ -190,7 +190,7 @@ def numbers_cast_inside(
         for v, x in zip(body.invars, operands, strict=True)
         if v in cast
         and isinstance(x, Literal)
-        and np.issubdtype(x.aval.dtype, np.integer)
+        and np.issubdtype(np.asarray(x.val).dtype, np.integer)
     )
 
 
