@@ -133,14 +133,21 @@ class Painter:
       policy: the checked policy.
       compute_dtype: the dtype of `LOW` values.
       rules: the rules of structured primitives, by primitive name.
+      emits_all: whether their rules emit even those that a policy leaves in their
+        original precision, because what is inside closes over values (`captures.py`).
     """
 
     def __init__(
-        self, policy: Policy, compute_dtype: DType, rules: Mapping[str, Rule]
+        self,
+        policy: Policy,
+        compute_dtype: DType,
+        rules: Mapping[str, Rule],
+        emits_all: bool = False,
     ) -> None:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self._policy = policy
         self.rules = rules
+        self._emits_all = emits_all
         self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
         # The variables that hold states of unrolled recurrences, and the jaxprs that
         # were searched for them, by id.
@@ -274,17 +281,19 @@ class Painter:
     def _paint(self, eqn: Eqn, ins: Values, uses: Uses, context: Context) -> Step:
         scopes = context.scopes + _compat.scope_names(eqn)
         decision = context.forced or self._policy.decide(eqn.primitive, scopes)
-        stops = decision.function is use_original_precision
+        is_chosen = decision.origin is not Origin.DEFAULT
+        stops = is_chosen and decision.function is use_original_precision
         rule = self.rules.get(eqn.primitive.name)
         # A scope or a key that stops `amp` leaves a structured primitive untouched.
         # With any other decision, what is inside of it is painted.
-        if rule is not None and not (stops and decision.origin is not Origin.DEFAULT):
-            _check_structured(eqn, decision)
+        if rule is not None and (self._emits_all or not stops):
+            if not stops:
+                _check_structured(eqn, decision)
             if decision.origin is Origin.SCOPE and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             body = Context(
                 scopes if self._policy.spans_scopes else (),
-                decision if decision.origin is Origin.SCOPE else None,
+                decision if is_chosen else None,
                 context.body_kind,
                 context.numbers,
             )

@@ -192,11 +192,11 @@ def plan_call(
     closed, rebuild = _trace(call.function, call.inputs)
     jaxpr, _ = _compat.open_jaxpr(closed)
     warn_of_policy(policy, closed, compute_dtype, call.array_paths)
-    painter = Painter(policy, compute_dtype, RULES)
+    traced, exports = with_captured_outputs(closed)
+    painter = Painter(policy, compute_dtype, RULES, emits_all=bool(exports))
     # The painter takes the flag away from what is read otherwise.
     leaf = LEAF._replace(read_once=compute_dtype != jnp.float32)
     ins = like([v.aval for v in jaxpr.invars], leaf)
-    traced, exports = with_captured_outputs(closed)
     # Results ask for no precision: a linear layer under `amp` equals the layer that
     # was written by hand in half precision.
     uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
