@@ -6,6 +6,8 @@ VENV ?= .venv
 # One worker per core, at most four. The tests of a file stay together (worksteal), so
 # that they share what is compiled.
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
+# Programs that `make fuzz` generates.
+FUZZ ?= 10000
 # For every command of the benchmarks: --resume, --models mlp,vit_s16, ...
 BENCH_ARGS ?=
 # Without it the newest Python wins, which gets the newest JAX.
@@ -22,7 +24,7 @@ export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check lint format types pyright doctest layering docs
+.PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
 .PHONY: clean bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
@@ -36,6 +38,9 @@ test: $(RUN_READY) ## The test suite, doctests included, without its slow part.
 
 test-slow: $(RUN_READY) ## The slow part: long tables, and examples in processes.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
+	FLAX_AMP_FUZZ=$(FUZZ) $(BIN)/python -m pytest $(PYTEST_ARGS) -rP tests/fuzz
 
 check: lint types test ## Lint, types, and the test suite.
 

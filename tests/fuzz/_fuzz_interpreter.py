@@ -1,0 +1,153 @@
+"""Evaluates jaxprs equation by equation, so that equal equations give equal bits.
+
+XLA fuses, and fused code rounds otherwise. Here each equation runs by itself, without
+a compiler around it: two programs with the same equations have the same results, bit
+for bit. The same interpreter gives the reference in float64, and the error that a
+program has in which each single equation rounds its results to half precision.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+
+_CALLS = ("jaxpr", "call_jaxpr", "call")  # parameters that hold the body of a call
+# Primitives with dtypes of their own.
+_FIXED = "callback random bitcast threefry scatter".split()
+_WIDE = {"float32": np.float64, "complex64": np.complex128}
+_KEYS = jax.dtypes.prng_key
+
+
+def _is_float32(x):
+    return getattr(x, "dtype", None) == jnp.float32
+
+
+@dataclasses.dataclass
+class Interpreter:
+    """Evaluates jaxprs.
+
+    Attributes:
+      wide: whether float32 becomes float64.
+      half: the dtype to which each float32 result is rounded, if there is one.
+      seed: of the further noise of each rounding.
+      bits: the random bits that were drawn, in order.
+    """
+
+    wide: bool = False
+    half: Any = None
+    seed: int = 0
+    bits: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self._rng = np.random.default_rng(self.seed)
+
+    def __call__(self, closed, args):
+        if not self.wide:
+            return self._closed(closed, args)
+        with jax.enable_x64(True):
+            return self._closed(closed, list(map(self._as_wide, args)))
+
+    def _as_wide(self, x):
+        dtype = _WIDE.get(str(getattr(x, "dtype", ""))) if self.wide else None
+        return x if dtype is None else np.asarray(x, dtype)
+
+    def _closed(self, closed, args):
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        env = dict(zip(jaxpr.constvars, map(self._as_wide, consts), strict=True))
+        env |= zip(jaxpr.invars, args, strict=True)
+
+        def read(atom):
+            if not isinstance(atom, Literal):
+                return env[atom]
+            return self._as_wide(np.asarray(atom.val, atom.aval.dtype))
+
+        for eqn in jaxpr.eqns:
+            outs = self._equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn, args):
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            return self._scan(eqn, args)
+        if name == "while":
+            return self._while(params, args)
+        if name == "cond":
+            branches = params["branches"]
+            index = np.clip(int(args[0]), 0, len(branches) - 1)
+            return self._closed(branches[index], args[1:])
+        for body in (params[key] for key in _CALLS if key in params):
+            return self._closed(body, args)
+        return self._bind(eqn, args)
+
+    def _bind(self, eqn, args):
+        name, params = eqn.primitive.name, eqn.params
+        if self.wide and any(word in name for word in _FIXED):
+            pairs = zip(args, eqn.invars, strict=True)
+            args = [
+                np.asarray(x, np.float32) if _is_float32(v.aval) else x
+                for x, v in pairs
+            ]
+        elif self.wide:
+            params = {
+                key: np.dtype(np.float64) if _is_dtype32(value) else value
+                for key, value in params.items()
+            }
+        outs = _compat.bind(eqn, args, params)
+        if name == "random_bits":
+            self.bits.append(np.asarray(outs[0]))
+        if self.half is not None:
+            return [self._rounded(x) for x in outs]
+        return list(map(self._as_wide, outs)) if self.wide else outs
+
+    def _rounded(self, x):
+        if not _is_float32(x):
+            return x
+        x = np.asarray(x)
+        noise = 1 + jnp.finfo(self.half).eps / 2 * self._rng.uniform(-1, 1, x.shape)
+        with np.errstate(over="ignore"):  # an error that is infinite explains all
+            return (x * noise).astype(self.half).astype(np.float32)
+
+    def _scan(self, eqn, args):
+        params = eqn.params
+        num_consts, num_carry = _compat.scan_counts(eqn)
+        split = num_consts + num_carry
+        consts, carry, xs = args[:num_consts], args[num_consts:split], args[split:]
+        length = params["length"]
+        xs = [x if _is_key(x) else np.asarray(x) for x in xs]
+        order = range(length)
+        rows = []
+        for i in reversed(order) if params["reverse"] else order:
+            outs = self._closed(params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
+            carry = outs[:num_carry]
+            rows.append(outs[num_carry:])
+        if params["reverse"]:
+            rows.reverse()
+        return [*carry, *map(_stack, zip(*rows, strict=True))]
+
+    def _while(self, params, args):
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        of_cond, of_body = args[:first], args[first : first + second]
+        carry = args[first + second :]
+        while bool(self._closed(params["cond_jaxpr"], [*of_cond, *carry])[0]):
+            carry = self._closed(params["body_jaxpr"], [*of_body, *carry])
+        return carry
+
+
+def _is_dtype32(value):
+    return isinstance(value, np.dtype | type) and value in (np.float32, jnp.float32)
+
+
+def _is_key(x):
+    return jnp.issubdtype(getattr(x, "dtype", None), _KEYS)
+
+
+def _stack(rows):
+    return (
+        jnp.stack(rows) if _is_key(rows[0]) else np.stack(list(map(np.asarray, rows)))
+    )
