@@ -1,4 +1,4 @@
-"""A small language of programs: plain data that hypothesis makes and shrinks, and `run`.
+"""A small language of programs: plain data that hypothesis can shrink, and `run`.
 
 A program is a tuple of nodes. Each node maps a float32 array of shape (4, 4) to another
 one, with the weights in `params`. What a node prints is the code that makes it.
@@ -194,7 +194,9 @@ OPS = {
     "dot_left": lambda s, w, b, x, c: w.T @ x,
     "dot_self": lambda s, w, b, x, c: x @ x.T / SIZE,
     "dot_highest": lambda s, w, b, x, c: jnp.dot(x, w, precision="highest"),
-    "dot_batched": lambda s, w, b, x, c: jnp.einsum("bi,bij->bj", x, x[:, None] * w[None]),
+    "dot_batched": lambda s, w, b, x, c: jnp.einsum(
+        "bi,bij->bj", x, x[:, None] * w[None]
+    ),
     "dense": lambda s, w, b, x, c: jnp.tanh(x @ w + b),
     "gated": lambda s, w, b, x, c: x + jax.nn.silu(x @ w) * (x @ w.T),
     "conv": lambda s, w, b, x, c: conv(w, x),
