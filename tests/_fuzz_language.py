@@ -302,9 +302,9 @@ def _scan_layers(body, s, x, n):
     return x + means.sum()
 
 
-def _scan_state(body, s, x, n):
+def _scan_state(body, s, x, n, **options):
     step = lambda h, v: (body(s.params, h / 2 + v[None]), h)  # noqa: E731
-    h, hs = jax.lax.scan(step, jnp.zeros_like(x), x[:n])
+    h, hs = jax.lax.scan(step, jnp.zeros_like(x), x[: n + 1], **options)
     return h + hs[-1]
 
 
@@ -511,7 +511,7 @@ AROUND = {
     "jit_closed": lambda body, s, x, n: jax.jit(lambda x: body(s.params, x))(x),
     "jit_twice": _jit_twice,
     "scan": _scan,
-    "scan_reverse": functools.partial(_scan, reverse=True),
+    "scan_reverse": functools.partial(_scan_state, reverse=True),
     "scan_unroll": functools.partial(_scan, unroll=2),
     "scan_outputs": _scan_outputs,
     "scan_layers": _scan_layers,
