@@ -15,8 +15,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import jaxpr_as_fun
 
-from flax_amp import amp
-from helpers import HALVES, MATMULS, equations
+from flax_amp import amp, default_amp_policy, use_original_precision
+from helpers import HALVES, MATMULS, dtypes_of, equations, equations_of
 
 SETTINGS = {
     "rule": ("vjp", "vjp_zeros", "jvp", "jvp_zeros"),
@@ -271,6 +271,27 @@ def test_a_rule_may_close_over_what_its_function_does_not():
         np.testing.assert_allclose(jax.grad(exact)(X, X), expected, 2e-6, 1e-6)
         half = jax.grad(amp(program, compute_dtype="bfloat16"))(X, X)
         np.testing.assert_allclose(half, expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_a_rule_that_closes_over_a_value_where_amp_stops():
+    """Its value is known only while emitting, so it is rebuilt there as well."""
+
+    def program(x):
+        h = lax.stop_gradient(jnp.sin(x) @ x)
+        same = jax.custom_vjp(lambda x: x @ x)
+        same.defvjp(lambda x: (x @ x, x), lambda x, ct: (ct * h + x,))
+        with jax.named_scope("kept"):
+            return same(x).sum()
+
+    (call,) = equations_of(program, X, primitive="custom_vjp_call")
+    expected = jax.grad(program)(X)
+    for key in ("kept", call.primitive):
+        policy = default_amp_policy | {key: use_original_precision}
+        stopped = amp(program, compute_dtype="bfloat16", amp_policy=policy)
+        found = dtypes_of(stopped, X)
+        assert found == [("bfloat16",) * 2, ("float32",) * 2], key
+        actual = jax.grad(stopped)(X)
+        np.testing.assert_allclose(actual, expected, atol=0.02 * abs(expected).max())
 
 
 @pytest.mark.parametrize("rule", ["vjp", "jvp"])
