@@ -12,8 +12,8 @@ is no problem, 1 if there is one, and 2 if it cannot be explained.
 
 `python -m flax_amp measure MODULE:FUNCTION` compiles and runs a step in float32,
 bfloat16 and float16 on the device that is here, and prints what each takes. The
-function is as for `explain`; if its arguments are abstract, nothing is run. `--beside`
-names one with dtypes that are set by hand. The exit code is 0, or 2 if something fails.
+function is as for `explain`; if its arguments are abstract, nothing is run. The exit
+code is 0, or 2 if something fails.
 
 `python -m flax_amp plot RUN` draws what a run has logged with
 `flax_amp.metrics.create_writer`: loss, scale, skipped steps, gradient norm and learning

@@ -3,7 +3,7 @@
 `explain` tells which equation of which module runs in which dtype, what decided so, and
 what a person has to act on. `find_nonfinite` names the equation that made an inf or a
 NaN, and `report_nonfinite` does so for the steps that a run skips. `measure` tells what
-a step takes beside float32. Nothing here is needed for training, and nothing else in
+a step takes in each precision. Nothing here is needed for training, and nothing else in
 the package imports it. README.md in this folder says more.
 """
 
@@ -13,9 +13,9 @@ from flax_amp.debug._compare_model import Errors as Errors
 from flax_amp.debug._compare_model import ModuleErrors as ModuleErrors
 from flax_amp.debug._compare_model import Setting as Setting
 from flax_amp.debug._explain import explain as explain
+from flax_amp.debug._measure import Figures as Figures
+from flax_amp.debug._measure import Measurement as Measurement
 from flax_amp.debug._measure import measure as measure
-from flax_amp.debug._measure_model import Figures as Figures
-from flax_amp.debug._measure_model import Measurement as Measurement
 from flax_amp.debug._model import Dtypes as Dtypes
 from flax_amp.debug._model import Equation as Equation
 from flax_amp.debug._model import Explanation as Explanation

@@ -77,26 +77,6 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     return Target(name, fun)
 
 
-def split_given(what: str, given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns what a tool is called with, and what its result is called with.
-
-    Args:
-      what: the beginning of a message, such as "it returned".
-      given: `(loss_fn, args)`, or `(state, loss_fn, batch)`, which leaves no arguments.
-
-    Raises:
-      TypeError: if it is neither.
-    """
-    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
-        return given, ()
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
-        return given[:1], given[1]
-    raise TypeError(
-        f"{what} a {type(given).__name__}; expected (loss_fn, args) with a tuple of "
-        "arguments, or (state, loss_fn, batch)."
-    )
-
-
 def read_compute_dtype(fun: Any, compute_dtype: DTypeLike | None) -> DType:
     """Returns the compute dtype: as given, or that of a state, or float16."""
     word = fun.precision if isinstance(fun, AmpTrainState) else "16-mixed"

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from rich.console import Console
 
-from flax_amp.debug._call import split_given
+from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._explain import explain
 from flax_amp.debug._measure import measure
 from flax_amp.debug._terminal import render
@@ -41,10 +40,7 @@ def add_measure(commands: Any) -> None:
     )
     add = command.add_argument
     add("target", metavar="MODULE[:FUNCTION]")
-    beside = "a model with dtypes set by hand, to run as it is"
-    add("--beside", metavar="MODULE:FUNCTION", help=beside)
-    add("--turns", type=int, default=20, help="steps of each program (default: 20)")
-    add("--json", type=Path, metavar="FILE", help="write the figures, too")
+    add("--turns", type=int, default=20, help="steps in each dtype (default: 20)")
     command.set_defaults(run=_measure, platforms=None)
 
 
@@ -79,20 +75,21 @@ def _explain(args: argparse.Namespace) -> int:
 
 @_or_error
 def _measure(args: argparse.Namespace) -> int:
-    beside = args.beside and _function(args.beside)()
-    found = _call(measure, args.target, beside=beside, turns=args.turns)
-    Console(highlight=False).print(found.render())
-    if args.json:
-        args.json.write_text(json.dumps(found.to_dict(), indent=2) + "\n")
-        print(f"\nwrote {args.json}")
+    print(_call(measure, args.target, turns=args.turns))
     return 0
 
 
 def _call(tool: Any, target: str, **options: Any) -> Any:
     """Calls a tool with what the function of a target returns."""
-    asked, args = split_given("it returned", _function(target)())
-    found = tool(*asked, **options)
-    return found if len(asked) > 1 else found(*args)
+    given = _function(target)()
+    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
+        return tool(*given, **options)
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
+        return tool(given[0], **options)(*given[1])
+    raise TypeError(
+        f"it returned a {type(given).__name__}; expected (loss_fn, args) with a tuple "
+        "of arguments, or (state, loss_fn, batch)."
+    )
 
 
 def _function(target: str) -> Callable[[], Any]:

@@ -1,8 +1,6 @@
 """`measure`: what it runs, what it leaves alone, and how it prints. No time counts."""
 
 import dataclasses
-import io
-import json
 
 import flax.linen as nn
 import jax
@@ -11,46 +9,38 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from rich.console import Console
 
 import flax_amp
 from flax_amp import AmpTrainState, __main__
 from flax_amp.debug import Figures, Measurement, measure
 
 X = np.ones((4, 8), np.float32)  # of NumPy, as input pipelines give it
-ROWS = ["float32", "bfloat16", "float16"]
+DTYPES = ["float32", "bfloat16", "float16"]
 
 
 class Linen(nn.Module):
-    dtype: jnp.dtype | None = None
-
     @nn.compact
     def __call__(self, x):
         x = nn.BatchNorm(use_running_average=False)(x)
-        return nn.Dense(8, use_bias=False, dtype=self.dtype)(x)
+        return nn.Dense(8, use_bias=False)(x)
 
 
-def linen(dtype=None, **options):
-    model = Linen(dtype)
+def linen():
+    model = Linen()
     variables = model.init(jax.random.key(0), X)
     state = AmpTrainState.create(
         params=variables["params"],
         variables={"batch_stats": variables["batch_stats"]},
         tx=optax.sgd(0.1),
         rngs={"noise": jax.random.key(1)},
-        **options,
     )
 
     def loss_fn(params, batch, *, state, rngs):
         variables = {"params": params, **state.variables}
         out, new = model.apply(variables, batch, mutable=["batch_stats"])
-        return jnp.mean(out.astype(jnp.float32) ** 2), {"variables": new}
+        return jnp.mean(out**2), {"variables": new}
 
     return state, loss_fn, X
-
-
-def by_hand():
-    return linen(jnp.bfloat16, precision="32-true")
 
 
 def nnx_loss(model, batch):
@@ -72,10 +62,6 @@ SHAPES = jax.eval_shape(lambda: (W, X))
 
 def to_explain():
     return plain, SHAPES
-
-
-def function():
-    return plain, (W, X)
 
 
 def bits(tree):
@@ -108,14 +94,12 @@ def products(text):
 def test_a_state_stays_as_it_is(programs):
     state, loss_fn, batch = linen()
     before = [np.array(x) for x in bits(state)]
-    found = measure(state, loss_fn, batch, beside=by_hand(), turns=2)
-    assert [row.name for row in found.rows] == [*ROWS, "beside"]
+    found = measure(state, loss_fn, batch, turns=2)
+    assert list(found.figures) == DTYPES and found.turns == 2
     assert all(np.array_equal(x, y) for x, y in zip(before, bits(state), strict=True))
-    # Each is traced twice; the last is the one that its author has cast.
-    wanted = [{"f32"}, {"bf16"}, {"f16"}, {"bf16"}] * 2
-    assert [*map(products, programs)] == wanted
-    assert all(row.step_ms > 0 and row.temp_bytes for row in found.rows)
-    assert (found.turns, found.program) == (2, "training step")
+    # Each is traced twice.
+    assert [*map(products, programs)] == [{"f32"}, {"bf16"}, {"f16"}] * 2
+    assert all(row.step_ms > 0 and row.temp_mb for row in found.figures.values())
 
 
 def test_nnx_state_and_options(programs):
@@ -127,7 +111,7 @@ def test_nnx_state_and_options(programs):
         "state_shardings": jax.tree.map(lambda x: x.sharding, asked[0]),
     }
     found = measure(*asked, turns=1, **options)
-    assert [row.name for row in found.rows] == ROWS and found.name == "nnx_loss"
+    assert list(found.figures) == DTYPES and found.name == "nnx_loss"
     assert {"f32"} == set().union(*map(products, programs))
 
 
@@ -137,9 +121,9 @@ def test_nnx_state_and_options(programs):
 def test_a_function(programs, make):
     first = make()
     loss = nnx_loss if isinstance(first, nnx.Module) else plain
-    found = measure(loss, turns=1, beside=function())(first, X)
-    assert [*map(products, programs)] == [{"f32"}, {"bf16"}, {"f16"}, {"f32"}] * 2
-    assert all(row.step_ms > 0 for row in found.rows)
+    found = measure(loss, turns=1)(first, X)
+    assert [*map(products, programs)] == [{"f32"}, {"bf16"}, {"f16"}] * 2
+    assert all(row.step_ms > 0 for row in found.figures.values())
     assert not isinstance(jax.tree.leaves(first)[0], jax.core.Tracer)
 
 
@@ -157,62 +141,40 @@ def test_a_function(programs, make):
 def test_shapes_are_compiled_only(call):
     found = call()
     assert found.turns == 0 and "not run" in str(found)
-    for row in found.rows:
-        assert row.step_ms is None and row.temp_bytes is not None and row.compile_s > 0
+    for row in found.figures.values():
+        assert row.step_ms is None and row.temp_mb is not None and row.compile_s > 0
 
 
 # --- what it prints ------------------------------------------------------------------
 
 FOUND = Measurement(
     name="loss_fn",
-    program="training step",
     platform="gpu",
     devices="1 x NVIDIA H100",
     turns=20,
-    rows=(
-        Figures("float32", 1.5, 20.0, 2345.6, 4_000_000_000, 80_000_000_000),
-        Figures("bfloat16", 1.8, 30.0, 1172.8, 2_400_000_000, 44_000_000_000),
-        Figures("float16", 1.8, 30.0, None, 2_400_000_000, None),
-        Figures("beside", 1.5, 25.0, 1200.0, 0, 44_000_000_000),
-    ),
-    notes=("something",),
+    figures={
+        "float32": Figures(1.5, 20.0, 2345.6, 4000.0),
+        "bfloat16": Figures(1.8, 30.0, 1172.8, 2400.0),
+        "float16": Figures(1.8, 30.0, None, 0.0),
+    },
 )
 
 
-def test_figures_and_ratios(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    lines = str(FOUND).splitlines()
-    assert lines[:2] == [
-        "loss_fn: training step on 1 x NVIDIA H100, the least of 20 turns",
-        "Beside float32, bfloat16 takes 0.50 of the time and 0.60 of the temporary "
-        "memory; float16 takes 0.60",
+def test_table():
+    title, _, *lines = str(FOUND).splitlines()
+    assert title == "loss_fn on 1 x NVIDIA H100, the least of 20 turns"
+    assert [line.split() for line in lines] == [
+        "trace + lower, s compile, s step, ms temporary, MB".split(),
+        "float32 1.5 x1.00 20 x1.00 2,346 x1.00 4,000 x1.00".split(),
+        "bfloat16 1.8 x1.20 30 x1.50 1,173 x0.50 2,400 x0.60".split(),
+        "float16 1.8 x1.20 30 x1.50 - 0 x0.00".split(),
     ]
-    rows = [line.split() for line in lines if line.startswith(("float", "bf", "bes"))]
-    assert rows == [
-        "float32 1.5 20 2,346 4 GB 80 GB".split(),
-        "bfloat16 1.8 x1.20 30 x1.50 1,173 x0.50 2.4 GB x0.60 44 GB x0.55".split(),
-        "float16 1.8 x1.20 30 x1.50 - 2.4 GB x0.60 -".split(),
-        "beside 1.5 x1.00 25 x1.25 1,200 x0.51 0 44 GB x0.55".split(),
-    ]
-    assert lines[-1] == "Note: something."
-    saved = json.loads(json.dumps(FOUND.to_dict()))
-    assert saved["rows"][1]["step_ms"] == 1172.8
-    assert saved["rows"][1]["to_float32"]["step_ms"] == 0.5
-    assert saved["rows"][2]["to_float32"]["step_ms"] is None
-
-
-def test_it_fits_a_terminal():
-    for width in (80, 120):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(FOUND.render())
-        text = console.file.getvalue()
-        assert "…" not in text and "x0.55" in text
-    assert "Measurement of loss_fn on 1 x NVIDIA H100" in repr(FOUND)
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_cpu_tells_little():
     text = str(dataclasses.replace(FOUND, platform="cpu"))
-    assert "XLA emulates half precision" in text and "Beside float32" not in text
+    assert "XLA emulates half precision" in text
 
 
 # --- errors --------------------------------------------------------------------------
@@ -224,11 +186,10 @@ def test_a_cpu_tells_little():
         (lambda: measure(plain, turns=0), "got turns=0; expected a number of steps"),
         (lambda: measure(W), "got dict; expected measure"),
         (lambda: measure(flax_amp.amp(plain)), "already rewritten by amp"),
-        (lambda: measure(plain, beside=plain), "beside is a function; expected"),
-        (lambda: measure(plain, beside=nnx_state()), "beside is a state, but what is"),
         (lambda: measure(lambda w, x: flax_amp.amp(plain)(w, x))(W, X), "calls a func"),
         (lambda: measure(lambda w: plain(w, X), compute=2)(W), "argument 'compute'"),
         (lambda: measure(lambda n: n + 1)(3), "has no float arrays"),
+        (lambda: measure(*nnx_state(), compute_dtype=X.dtype), "'compute_dtype'"),
     ],
 )
 def test_errors(call, message):
@@ -259,18 +220,18 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def test_command(capsys, tmp_path, monkeypatch):
-    path, updates = tmp_path / "found.json", []
+def test_command(capsys, monkeypatch):
+    updates = []
     monkeypatch.setattr(jax.config, "update", lambda *args: updates.append(args))
-    beside = "--beside", "debug/test_measure:function"
-    where = "debug/test_measure:function"
-    code, printed = run(capsys, where, *beside, "--turns", "1", "--json", str(path))
-    assert code == 0 and f"wrote {path}" in printed.out
+    code, printed = run(capsys, "debug/test_measure:function", "--turns", "1")
+    assert code == 0 and "the least of 1 turns" in printed.out
     assert updates == []  # the device stays the user's
-    saved = json.loads(path.read_text())
-    assert [row["name"] for row in saved["rows"]] == [*ROWS, "beside"]
     code, printed = run(capsys, "debug/test_measure.py")
     assert code == 0 and "not run" in printed.out
+
+
+def function():
+    return plain, (W, X)
 
 
 def wrong():
