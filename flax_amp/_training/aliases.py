@@ -1,9 +1,10 @@
-"""Names for the types that pass between the modules of this room, and their check."""
+"""Names of types, and checks of arguments, that the modules of this room share."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
@@ -29,16 +30,19 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")
 
 
-def check_leaves(tree: PyTree, name: str, caller: str, advice: str) -> None:
-    """Raises a TypeError that lists the leaves that are no arrays and no numbers."""
+def describe(value: object) -> str:
+    """Returns dtype and shape of a number or an array; the type of all else."""
+    if _tree.is_numeric(value):
+        return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+    dtype = getattr(value, "dtype", None)
+    return f"a {type(value).__name__}" if dtype is None else f"a NumPy array of {dtype}"
+
+
+def check_leaves(tree: PyTree, name: str, caller: str, expected: str) -> None:
+    """Raises a TypeError that lists the leaves that are neither arrays nor numbers."""
     if wrong := [
-        f"{name}{keystr(path)}, a {_type_name(leaf)}"
+        f"{name}{keystr(path)}, {describe(leaf)}"
         for path, leaf in tree_leaves_with_path(tree)
         if not _tree.is_numeric(leaf)
     ]:
-        raise TypeError(f"{caller} {'; '.join(wrong)}; expected {advice}")
-
-
-def _type_name(leaf: object) -> str:
-    dtype = getattr(leaf, "dtype", None)
-    return type(leaf).__name__ if dtype is None else f"NumPy array of {dtype}"
+        raise TypeError(f"{caller} {'; '.join(wrong)}; expected {expected}")

@@ -42,6 +42,11 @@ from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import Policy, PolicyEntries
 
+_OWN_STATE = (
+    "Make the state of the optimizer anew for these parameters, with "
+    "AmpTrainState.create or nnx.Optimizer."
+)
+
 
 class Options(NamedTuple):
     """The checked arguments of `make_train_step` or `make_nnx_train_step`."""
@@ -114,8 +119,8 @@ def make_metrics(
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `more`, and those of `aux`.
 
-    The names of `fields`, those of a state, are reserved too: `aux` changes no field,
-    and one that stays as it was would not be noticed.
+    The names of `fields`, those of the state, are reserved too. A user who means to
+    change a field by `aux` would not notice that it stays as it was.
     """
     own = more | dict(
         loss=result.loss,
@@ -148,8 +153,8 @@ def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTre
     """Returns the state after an update if everything is finite, or the one before.
 
     Raises:
-      ValueError: if they differ in structure or shapes. The state of an optimizer for
-        other parameters may broadcast against these.
+      ValueError: if they differ in structure or shapes. The update does not fail if the
+        state of an optimizer for other parameters broadcasts against these.
     """
     if changed := differences(old, new, jnp.shape):
         raise ValueError(
@@ -159,17 +164,11 @@ def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTre
     return _tree.select(finite, new, old)
 
 
-_OWN_STATE = (
-    "The state of the optimizer must be one of the same optimizer for these "
-    "parameters: make it anew, with AmpTrainState.create or nnx.Optimizer."
-)
-
-
 @contextlib.contextmanager
 def explain_update(caller: str) -> Iterator[None]:
-    """Says what an optimizer's update may have failed for.
+    """Says why the update of an optimizer may have failed.
 
-    It names arguments that the update requires and a step does not pass.
+    The step may not pass it all arguments, or its state may be of other parameters.
     """
     try:
         yield
@@ -178,7 +177,7 @@ def explain_update(caller: str) -> Iterator[None]:
         if not missing:
             error.add_note(
                 f"flax_amp: {caller}: the update of the optimizer failed. {_OWN_STATE} "
-                "The count of optax.apply_if_finite must fit int32."
+                "The limit of optax.apply_if_finite must fit into int32."
             )
             raise
         names = ", ".join(re.findall(r"'(\w+)'", missing[0]))

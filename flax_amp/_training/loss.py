@@ -26,6 +26,7 @@ from flax_amp._training.aliases import (
     UserFn,
     check_leaves,
     check_type,
+    describe,
 )
 from flax_amp._training.train_state import AmpTrainState, variables_of
 
@@ -112,7 +113,7 @@ def call_user_fn(
 
 @contextlib.contextmanager
 def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[None]:
-    """Says where random numbers come from, if a function fails for want of them.
+    """Adds a note on random numbers if a function may have failed for lack of them.
 
     Args:
       keywords: those that the function declares.
@@ -121,22 +122,18 @@ def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[N
     try:
         yield
     except Exception as error:
-        none_to_find = "rngs" in keywords and (not rngs or isinstance(error, KeyError))
-        if isinstance(error, errors.TraceContextError):
+        lacks_stream = "rngs" in keywords and (not rngs or isinstance(error, KeyError))
+        if lacks_stream or isinstance(
+            error, errors.InvalidRngError | errors.TraceContextError
+        ):
             error.add_note(
-                "flax_amp: the function changes an NNX module that it closes over or "
-                "has from functools.partial, such as an nnx.Rngs. Put it into the "
-                "batch of make_nnx_train_step. For make_train_step pass keys to "
-                "AmpTrainState.create(rngs=...), declare the keyword rngs, and make "
-                "nnx.Rngs(**rngs) from it."
-            )
-        elif none_to_find or isinstance(error, errors.InvalidRngError):
-            error.add_note(
-                "flax_amp: if it is a stream of random numbers that is missing: the "
-                f"state has {sorted(rngs) or 'none'}. Pass it to "
+                "flax_amp: if this is about random numbers: the state has "
+                f"{sorted(rngs) or 'none'}. Pass keys to "
                 "AmpTrainState.create(rngs={'dropout': jax.random.key(0)}), declare "
                 "the keyword rngs, and use rngs['dropout'], apply(..., rngs=rngs) or "
-                "nnx.Rngs(**rngs)."
+                "nnx.Rngs(**rngs). A function cannot change an nnx.Rngs, or another "
+                "NNX module, that it closes over or has from functools.partial: put "
+                "it into the batch of make_nnx_train_step."
             )
         raise
 
@@ -190,17 +187,12 @@ def check_batch_unchanged(changes: list[str], name: str) -> None:
 
 def check_loss(loss: PyTree, name: str, hint: str = "") -> None:
     """Raises a TypeError, with `hint` at its end, unless `loss` is a scalar float."""
-    if isinstance(loss, float):
+    is_scalar = isinstance(loss, float) or (_tree.is_array(loss) and loss.shape == ())
+    if is_scalar and jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         return
-    if not _tree.is_array(loss):
-        seen = f"a {type(loss).__name__}"
-    elif loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating):
-        return
-    else:
-        seen = f"{loss.dtype}{list(loss.shape)}"
     raise TypeError(
-        f"{name} returned {seen} as its loss; expected a scalar float. Reduce it, "
-        f"e.g. with .mean(){hint}."
+        f"{name} returned {describe(loss)} as its loss; expected a scalar float. "
+        f"Reduce it, e.g. with .mean(){hint}."
     )
 
 
@@ -255,8 +247,7 @@ def check_returned(out: PyTree, name: str, caller: str) -> None:
         out,
         name,
         f"{caller} returned",
-        "arrays and numbers, which a compiled step can return. Keep everything else "
-        "outside of the function.",
+        "arrays and numbers, all that a compiled step can return. Drop the others.",
     )
 
 
@@ -278,7 +269,7 @@ def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
 
 def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> PyTree:
     """Returns `new` strongly typed, or raises an error that lists what differs."""
-    if changed := differences(old, new, _describe, prefix):
+    if changed := differences(old, new, describe, prefix):
         raise ValueError(
             f"{name} changed the structure of the variables: {'; '.join(changed)}; "
             "expected the same leaves, shapes and dtypes after each step. Create the "
@@ -292,7 +283,7 @@ def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> P
 def differences(
     old: PyTree, new: PyTree, describe: Callable[[Any], Any], prefix: str = ""
 ) -> list[str]:
-    """Names the leaves that two trees do not share, or that are described otherwise."""
+    """Lists the leaves that only one tree has, or whose descriptions differ."""
     before, after = (
         {
             f"{prefix}{jax.tree_util.keystr(path)}": describe(leaf)
@@ -305,7 +296,3 @@ def differences(
         for path in sorted(before | after)
         if before.get(path) != after.get(path)
     ]
-
-
-def _describe(leaf: Any) -> str:
-    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

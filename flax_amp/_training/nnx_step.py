@@ -21,11 +21,6 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.donation import (
-    explain_deleted,
-    explain_leaves,
-    takes_exactly,
-)
 from flax_amp._training.finite import count_skip
 from flax_amp._training.gradients import (
     Options,
@@ -44,6 +39,11 @@ from flax_amp._training.precision import (
     first_scaler,
 )
 from flax_amp._training.scaler import Scaler, validate_scaler
+from flax_amp._training.step_call import (
+    explain_deleted,
+    explain_leaves,
+    takes_exactly,
+)
 from flax_amp._training.train_state import (
     AmpTrainState,
     check_params,

@@ -9,12 +9,12 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array, check_type
+from flax_amp._training.aliases import check_type
 from flax_amp._training.scaler import check_keys, values_out_of_range
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.optim._optimizer import pure
 
-# A train state, or an optimizer, or the state of one of optax, and its scaler.
+# A train state; or a pair of an optimizer, or its state, and the scaler.
 _State: TypeAlias = (
     AmpTrainState | tuple[nnx.Optimizer | optax.OptState, Mapping[str, Any]]
 )
@@ -194,13 +194,13 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, bool]:
 
 def _read_state(
     state: Any,
-) -> tuple[int | Array | tuple[()], Mapping[str, Any], optax.ApplyIfFiniteState]:
-    """Returns the step, if there is one, the scaler and the counters of skips."""
+) -> tuple[Any, Mapping[str, Any], optax.ApplyIfFiniteState]:
+    """Returns the step, or () if there is none, the scaler, and the counters."""
     expected = (
-        "an AmpTrainState, or a pair (optimizer, scaler) of an nnx.Optimizer, or "
-        "(opt_state, scaler) for a loop of your own"
+        "an AmpTrainState, a pair (nnx.Optimizer, scaler), or (opt_state, scaler) for "
+        "a loop of your own"
     )
-    step: int | Array | tuple[()] = ()
+    step: Any = ()
     if isinstance(state, AmpTrainState):
         step, opt_state, scaler = state.step, state.opt_state, state.scaler
     else:

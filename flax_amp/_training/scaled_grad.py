@@ -16,7 +16,14 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._training.aliases import Array, AxisName, PyTree, UserFn, check_type
+from flax_amp._training.aliases import (
+    Array,
+    AxisName,
+    PyTree,
+    UserFn,
+    check_type,
+    describe,
+)
 from flax_amp._training.averaging import (
     PassResult,
     average_over_devices,
@@ -44,7 +51,7 @@ def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
     scale = validate_scaler(state)["scaler"]
     if not _tree.is_numeric(loss):
         raise TypeError(
-            f"scale_loss: loss is a {type(loss).__name__}; expected a number. Scale "
+            f"scale_loss: loss is {describe(loss)}; expected a number. Scale "
             "the loss alone, without aux."
         )
     return _widen(jnp.asarray(loss)) * scale
@@ -333,9 +340,7 @@ def _as_sequence(argnums: Any) -> Sequence[Any]:
 def _check_variables(new: list[Any], old: list[tuple[str, Any]], caller: str) -> None:
     """Raises a ValueError if a variable has changed its shape or dtype."""
     for x, (name, y) in zip(new, old, strict=True):
-        after, before = (
-            f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in (x, y)
-        )
+        after, before = describe(x), describe(y)
         if after != before:
             raise ValueError(
                 f"{caller}: the variable {name} changed from {before} to {after}; "

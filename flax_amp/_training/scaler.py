@@ -25,7 +25,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array, check_type
+from flax_amp._training.aliases import Array, check_type, describe
 
 Scaler = dict[str, Array]
 
@@ -251,14 +251,11 @@ def update_scaler(
 
 
 def _as_flag(value: Any, name: str) -> Array:
-    """Returns bool[]. Gradients, or a loss, would count as finite if they are not 0."""
-    seen = f"a {type(value).__name__}"
-    if _tree.is_numeric(value):
-        seen = f"{jnp.result_type(value)}{list(jnp.shape(value))}"
-    if seen != "bool[]":
+    """Returns bool[]. As a bool, a loss or a gradient would be True unless it is 0."""
+    if describe(value) != "bool[]":
         raise TypeError(
-            f"update_scaler: {name} is {seen}; expected True, False or bool[]. Pass "
-            f"flax_amp.all_finite({name.partition('_')[0]})."
+            f"update_scaler: {name} is {describe(value)}; expected True, False or "
+            f"bool[]. Pass flax_amp.all_finite({name.partition('_')[0]})."
         )
     return jnp.asarray(value)
 

@@ -37,7 +37,6 @@ from flax_amp._training.aliases import (
     check_type,
 )
 from flax_amp._training.averaging import PassResult
-from flax_amp._training.donation import JittedStep, takes_exactly
 from flax_amp._training.finite import count_skip, without_finite_check
 from flax_amp._training.gradients import (
     Options,
@@ -62,6 +61,7 @@ from flax_amp._training.precision import (
     check_precision,
 )
 from flax_amp._training.scaler import Scaler, check_keys
+from flax_amp._training.step_call import JittedStep, takes_exactly
 from flax_amp._training.train_state import AmpTrainState, StateT, check_params
 from flax_amp.policy import Policy, PolicyEntries
 

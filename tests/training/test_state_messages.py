@@ -282,7 +282,7 @@ COUNTLESS = linear_objects(tx=optax.adam(0.1))[1]
 PROGRESS = {
     TypeError: {
         "state is a dict": ({},),
-        "state is a tuple of int; expected an AmpTrainState, or a p": ((3,),),
+        "state is a tuple of int; expected an AmpTrainState, a pair": ((3,),),
         "state is a tuple of AmpTrainState, dict; exp": ((linear_state(), {}),),
         "does not count skipped steps.*is a tuple;.*apply_if_fin": (
             (COUNTLESS, no_scaler()),

@@ -1,4 +1,4 @@
-"""Errors about the arguments of a call of a step, with paths and what to do.
+"""Checks of the arguments of a step, whose messages have paths and say what to do.
 
 A step donates its state: the new state takes over the memory of the old one, which is
 then deleted. JAX reports misuse by the position of a flattened argument only.
@@ -19,7 +19,7 @@ StepT = TypeVar("StepT", bound=Callable[..., Any])
 
 
 def binder(step: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that puts the arguments of a call of a step in order.
+    """Returns a function that returns the arguments of a call of a step as a tuple.
 
     It raises a TypeError if the step does not take them.
     """
@@ -28,7 +28,7 @@ def binder(step: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
     def bind(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if len(args) == len(signature.parameters) and not kwargs:
-            return args  # as nearly always; binding takes some microseconds
+            return args  # most calls; binding takes some microseconds
         try:
             return signature.bind(*args, **kwargs).args
         except TypeError as error:
@@ -41,7 +41,7 @@ def binder(step: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
 
 def takes_exactly(step: StepT) -> StepT:
-    """Gives a step that is not jitted the errors of `binder`."""
+    """Returns a step that reports wrong arguments with the errors of `binder`."""
     bind = binder(step)
 
     @functools.wraps(step)
@@ -52,7 +52,7 @@ def takes_exactly(step: StepT) -> StepT:
 
 
 class JittedStep:
-    """A jitted step whose errors name arrays that were deleted or donated twice."""
+    """A jitted step whose errors name the leaf that is wrong."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ def explain_deleted(caller: str, name: str, argument: PyTree) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explain_leaves(caller: str, arguments: Mapping[str, PyTree]) -> Iterator[None]:
-    """Names what a jitted function cannot take if a call fails because of it."""
+    """Names the leaves that a jitted function cannot take if a call fails."""
     try:
         yield
     except TypeError:
@@ -138,8 +138,8 @@ def explain_leaves(caller: str, arguments: Mapping[str, PyTree]) -> Iterator[Non
                 argument,
                 name,
                 f"{caller}: got",
-                "arrays and numbers, which a compiled step can take. Leave everything "
-                "else out, or make the step with jit=False.",
+                "arrays and numbers, all that a compiled step can take. Drop the "
+                "others, or make the step with jit=False.",
             )
         raise
 
