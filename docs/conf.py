@@ -38,7 +38,7 @@ for pattern in PATTERNS.split():
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-highlight_language = "none"  # what a block without a language shows is output
+highlight_language = "none"  # a block without a language is output
 autodoc_typehints = "none"  # the docstrings say what the types do not
 autodoc_member_order = "bysource"
 autosummary_generate = False

@@ -15,7 +15,7 @@ Kind = type | tuple[type, ...]
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is a JAX or NumPy array, typed PRNG keys and tracers included.
 
-    Arrays of objects, strings and times, which JAX does not take, are none.
+    NumPy arrays of objects, strings and times do not count: JAX does not take them.
     """
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.dtype.kind not in "OSUmM"
@@ -23,7 +23,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether a leaf is an array, the shape of one, or a number."""
+    """Whether a leaf is an array, a `ShapeDtypeStruct` or a Python number."""
     numbers = bool | int | float | complex
     return is_array(leaf) or isinstance(leaf, numbers | jax.ShapeDtypeStruct)
 

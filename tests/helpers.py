@@ -14,7 +14,7 @@ import pytest
 from flax_amp import _compat, amp
 
 HALVES = (jnp.float16, jnp.bfloat16)
-# On the other versions of JAX one is enough: what differs there, differs in both.
+# On the other versions of JAX one dtype is enough: they treat both in the same way.
 both_halves = pytest.mark.parametrize(
     "dtype",
     [pytest.param(jnp.float16, marks=pytest.mark.once), jnp.bfloat16],

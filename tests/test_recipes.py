@@ -23,7 +23,7 @@ from benchmarks import peers
 RECIPES = Path(__file__).parents[1] / "docs" / "recipes"
 INDEX = RECIPES / "README.md"
 PAGES = sorted(path for path in RECIPES.glob("*.md") if path != INDEX)
-# One recipe for each kind of Flax runs on every JAX, the others on one.
+# A recipe for Linen and one for NNX run on every JAX, the others on one.
 ON_EVERY_JAX = ("linen", "nnx")
 
 FLOAT32 = {
@@ -137,7 +137,7 @@ def test_recipe(path):
 
 
 def printed_losses(name):
-    """Returns what the index prints of steps 1, 3 and 5, in halves and in float32."""
+    """Returns steps 1, 3 and 5 in the index, in half precision and in float32."""
     row = rf"\]\({name}\.md\) \| b?float16 \|(.*)\|(.*)\|(.*)\|$"
     _, *cells = re.search(row, INDEX.read_text(), re.MULTILINE).groups()
     return [np.array(cell.split(" → "), float) for cell in cells]

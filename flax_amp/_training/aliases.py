@@ -30,7 +30,7 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")
 
 
-def describe(value: object) -> str:
+def describe(value: Any) -> str:
     """Returns dtype and shape of a number or an array; the type of all else."""
     if _tree.is_numeric(value):
         return f"{jnp.result_type(value)}{list(jnp.shape(value))}"

@@ -239,7 +239,8 @@ def _gradient(
 
         def loss(trained: list[Any], others: list[Any]) -> Any:
             arrays = _tree.fill(others, held, flat.arrays)
-            return flat(_tree.fill(trained, flat.trained, arrays))
+            value, *others = flat(_tree.fill(trained, flat.trained, arrays))
+            return value, others
 
         function = jax.value_and_grad(rewrite(loss), has_aux=True)
         return function(*(_tree.pick(flat.arrays, x) for x in (flat.trained, held)))

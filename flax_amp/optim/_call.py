@@ -155,7 +155,7 @@ class FactoryCall:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Says which arguments are no optimizers, or arrays and no Python numbers."""
+        """Names what should be an optimizer, and arrays that should be numbers."""
         try:
             yield
         except AttributeError as error:
@@ -163,8 +163,8 @@ class FactoryCall:
                 raise
             raise TypeError(
                 f"{self._name}: an argument is a {type(error.obj).__name__}; expected "
-                "an optimizer with init and update, or several of them one by one. "
-                "Call the function that makes it: optim.adam(1e-3), not optim.adam."
+                "an optimizer with init and update. Call the function that makes it: "
+                "optim.adam(1e-3), not optim.adam. Pass several as separate arguments."
             ) from error
         except (
             jax.errors.ConcretizationTypeError,

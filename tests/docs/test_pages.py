@@ -18,8 +18,8 @@ pytestmark = pytest.mark.once
 DOCS = Path(__file__).parents[2] / "docs"
 TOUR = DOCS / "tour.ipynb"
 PAGES = {path.stem: path for path in [*sorted(DOCS.glob("*.md")), TOUR]}
-# A block, and what is shown right below it; what varies between versions is marked as
-# `text` there, and is not compared.
+# A code block, and the output right below it. Output that varies between versions is
+# marked `text`, and is not compared.
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```\n)?", re.DOTALL | re.M)
 WIDTH = "100"  # of reports, which are as wide as the terminal
 SOURCE = re.compile(r"\S+\.(?:py|md|ipynb):\d+")
@@ -68,10 +68,10 @@ def test_code_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", WIDTH)
     for printed, shown in run(PAGES[page]):
-        is_all = words(shown) == words(printed)
-        # Below a block of a page may stand only a part.
-        assert is_all or (page != "tour" and words(shown) in words(printed))
-        if is_all:
+        is_complete = words(shown) == words(printed)
+        # A page may show only a part of the output.
+        assert is_complete or (page != "tour" and words(shown) in words(printed))
+        if is_complete:
             # Last digits depend on versions and machines, and add up in training.
             assert numbers(shown) == pytest.approx(numbers(printed), rel=0.3, abs=0.02)
 
