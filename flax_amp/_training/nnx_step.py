@@ -40,9 +40,9 @@ from flax_amp._training.precision import (
 )
 from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.step_call import (
+    Step,
     explain_deleted,
     explain_leaves,
-    takes_exactly,
 )
 from flax_amp._training.train_state import (
     AmpTrainState,
@@ -169,7 +169,7 @@ def make_nnx_train_step(
             with explain_leaves("train_step", {"batch": batch}):
                 return step(model, optimizer, scaler, batch)
 
-    return takes_exactly(train_step)
+    return Step(train_step)
 
 
 def _step(

@@ -8,50 +8,38 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp._training.aliases import Array, PyTree, check_leaves
 
-StepT = TypeVar("StepT", bound=Callable[..., Any])
+
+class Step:
+    """A step whose errors name the arguments that it takes."""
+
+    __name__: str
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, step)
+        self._step, self._signature = step, inspect.signature(step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = self._signature.parameters
+        if kwargs or len(args) != len(names):  # binding takes some microseconds
+            try:
+                args = self._signature.bind(*args, **kwargs).args
+            except TypeError as error:
+                raise TypeError(
+                    f"{self.__name__}: {error}; expected the arguments "
+                    f"({', '.join(names)}). Put what else changes from step to step "
+                    "into the batch: {**batch, 'key': key}."
+                ) from None
+        return self._step(*args)
 
 
-def binder(step: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function that returns the arguments of a call of a step as a tuple.
-
-    It raises a TypeError if the step does not take them.
-    """
-    signature = inspect.signature(step)
-    names = ", ".join(signature.parameters)
-
-    def bind(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        if len(args) == len(signature.parameters) and not kwargs:
-            return args  # most calls; binding takes some microseconds
-        try:
-            return signature.bind(*args, **kwargs).args
-        except TypeError as error:
-            raise TypeError(
-                f"{step.__name__}: {error}; expected the arguments ({names}). Put what "
-                "else changes from step to step into the batch: {**batch, 'key': key}."
-            ) from None
-
-    return bind
-
-
-def takes_exactly(step: StepT) -> StepT:
-    """Returns a step that reports wrong arguments with the errors of `binder`."""
-    bind = binder(step)
-
-    @functools.wraps(step)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return step(*bind(*args, **kwargs))
-
-    return call  # type: ignore[return-value]
-
-
-class JittedStep:
+class JittedStep(Step):
     """A jitted step whose errors name the leaf that is wrong."""
 
     def __init__(
@@ -61,12 +49,13 @@ class JittedStep:
         donates: bool,
         check: Callable[[Any], None] = lambda state: None,
     ) -> None:
-        functools.update_wrapper(self, jitted)
+        super().__init__(jitted)
         self._jitted, self._donates, self._check = jitted, donates, check
-        self._bind = binder(jitted)
+        # No method stands between, because warnings of `check` count the calls up to
+        # the user's line, jitted or not.
+        self._step = self._run
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state, batch = self._bind(*args, **kwargs)
+    def _run(self, state: PyTree, batch: PyTree) -> Any:
         if self._donates:
             check_distinct(self.__name__, {"state": state}, {"batch": batch})
         with (

@@ -61,7 +61,7 @@ from flax_amp._training.precision import (
     check_precision,
 )
 from flax_amp._training.scaler import Scaler, check_keys
-from flax_amp._training.step_call import JittedStep, takes_exactly
+from flax_amp._training.step_call import JittedStep, Step
 from flax_amp._training.train_state import AmpTrainState, StateT, check_params
 from flax_amp.policy import Policy, PolicyEntries
 
@@ -177,13 +177,13 @@ def make_train_step(
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
 
-    def check(state: StateT, stacklevel: int = 3) -> None:
+    def check(state: StateT) -> None:
         _check_state(state, "train_step")
-        warn_if_unscaled(state.precision, state.scaler, stacklevel=stacklevel)
+        warn_if_unscaled(state.precision, state.scaler, stacklevel=4)
 
     @rewritten
     def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
-        check(state, stacklevel=4)  # `takes_exactly` stands between
+        check(state)
         check_params(state.params, "train_step")
         scaler, finite, result = compute_gradients(options, state, batch)
         new_state = _update_or_skip(options, state, scaler, finite, result)
@@ -201,7 +201,7 @@ def make_train_step(
                 "one of them. Pass out_shardings=(state_shardings, None) to jax.jit "
                 "yourself."
             )
-        return takes_exactly(train_step)
+        return Step(train_step)
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
@@ -278,7 +278,7 @@ def make_eval_step(
         return rewrite(pure)(state.params, state.variables, batch, rngs)
 
     if not jit:
-        return takes_exactly(eval_step)
+        return Step(eval_step)
     return JittedStep(jax.jit(eval_step), donates=False)
 
 
