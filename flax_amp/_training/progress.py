@@ -60,8 +60,8 @@ def check_progress(
       StuckError: with the step, the scale, the loss, the number of skipped steps, the
         cause, and what to try. The state is that of the last finite step; the message
         says if an optimizer put a NaN into it.
-      TypeError: if `state` is neither of the two, or its optimizer does not count, or
-        if `metrics` is not a mapping.
+      TypeError: if `state` is none of these or is traced, if its optimizer does not
+        count skipped steps, or if `metrics` is not a mapping.
       ValueError: if the scaler lacks a key, or if `max_skips` is not an integer of at
         least 1.
 

@@ -152,7 +152,8 @@ class AmpTrainState(_CheckedReplace, train_state.TrainState):
 
         Raises:
           TypeError: if both `params` and `model` are missing, if `params`, `rngs`,
-            `variables` or `scaler` is not a dict, or if a field is unknown.
+            `variables` or `scaler` is not a dict, if a leaf is neither an array nor a
+            number, if `wrt` comes without `model`, or if a field is unknown.
           ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
             selects nothing, if `tx` accumulates around `apply_if_finite`, if
             `precision` is another word, or if a value of `scaler` is out of its range.

@@ -144,8 +144,9 @@ def make_train_step(
         `AmpTrainState`, or if the loss or `aux` is not what is expected.
       ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
         of range, or if `state_shardings` comes with `jit=False`; when called, if the
-        batch does not split, if updated variables do not fit the state, or if two
-        leaves of the state are the same array.
+        batch does not split, if a parameter is not float32, if updated variables, the
+        update of the optimizer or `state_shardings` do not fit the state, if `aux` has
+        a reserved name, or if two leaves of the state are the same array.
       RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:

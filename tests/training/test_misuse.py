@@ -41,33 +41,32 @@ MAKERS = (make_train_step, make_eval_step)
 # Arguments of a call
 
 
-def nnx_call(step, *more, **named):
-    model, optimizer = linear_objects()
-    return lambda: step(model, optimizer, None, X, *more, **named)
+INTO_BATCH = r"Put what else changes .* into the batch: \{\*\*batch, 'key': key\}"
 
 
 @pytest.mark.parametrize("jit", [True, False])
-def test_arguments_that_a_step_does_not_take(jit):
-    key, batch = jax.random.key(0), linear_batch()
-    into_batch = r"Put what else changes .* into the batch: \{\*\*batch, 'key': key\}"
-    for make in MAKERS:
-        step, state, name = (
-            make(linear_loss, jit=jit),
-            linear_state(),
-            make.__name__[5:],
-        )
-        for call, seen in [
-            (lambda s=step, x=state: s(x, batch, key), "too many positional arg"),
-            (lambda s=step, x=state: s(x, batch, rngs=key), "unexpected .* 'rngs'"),
-            (lambda s=step, x=state: s(x), "missing a required argument: 'batch'"),
-        ]:
-            expected = rf"^{name}: .*{seen}.*; expected the arguments \(state, batch\)"
-            raised(call, TypeError, f"{expected}.*{into_batch}")
-        step(state=linear_state(), batch=batch)
-    step = make_nnx_train_step(sum_loss, jit=jit)
-    for call in (nnx_call(step, key), nnx_call(step, rngs=key), lambda: step(X)):
-        expected = r"the arguments \(model, optimizer, scaler, batch\)"
-        raised(call, TypeError, f"^train_step: .*{expected}.*{into_batch}")
+@pytest.mark.parametrize("make", MAKERS)
+def test_arguments_that_a_step_does_not_take(make, jit):
+    step, key = make(linear_loss, jit=jit), jax.random.key(0)
+    state, batch = linear_state(), linear_batch()
+    for call, seen in [
+        (lambda: step(state, batch, key), "too many positional arg"),
+        (lambda: step(state, batch, rngs=key), "unexpected .* 'rngs'"),
+        (lambda: step(state), "missing a required argument: 'batch'"),
+    ]:
+        expected = rf".*{seen}.*; expected the arguments \(state, batch\).*{INTO_BATCH}"
+        raised(call, TypeError, f"^{make.__name__[5:]}: {expected}")
+    step(state=state, batch=batch)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_arguments_that_an_nnx_step_does_not_take(jit):
+    step, key = make_nnx_train_step(sum_loss, jit=jit), jax.random.key(0)
+    args = (*linear_objects(), None, X)
+    expected = r"the arguments \(model, optimizer, scaler, batch\)"
+    for call in (lambda: step(*args, key), lambda: step(*args, rngs=key), step):
+        raised(call, TypeError, f"^train_step: .*{expected}.*{INTO_BATCH}")
+    step(*args[:2], batch=X, scaler=None)
 
 
 NOT_NUMERIC = {
@@ -366,11 +365,12 @@ def test_flags_that_are_no_flags(flag):
 
 
 def test_flags():
-    ours = functools.partial(update_scaler, init_scaler())
+    update = functools.partial(update_scaler, init_scaler())
     for yes in (True, np.True_, np.array(True), jnp.array(True)):
         for no in (False, np.False_, jnp.array(False)):
-            assert ours(yes)["count"] == 1
-            assert ours(no)["total_resets"] == ours(yes, loss_finite=no)["total_resets"]
+            assert update(yes)["count"] == 1
+            for skipped in (update(no), update(yes, loss_finite=no)):
+                assert (skipped["count"], skipped["total_resets"]) == (0, 1)
 
 
 @pytest.mark.parametrize("loss", [None, "a", (X, {}), {"loss": X}])
