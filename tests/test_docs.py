@@ -59,6 +59,18 @@ def test_public_names_are_documented():
             assert has_comment(name), f"nothing says what flax_amp.{name} is"
 
 
+def test_the_api_reference_has_every_public_name():
+    """All but the factories of `optim`, which are those of optax."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    rooms = (flax_amp.checkpoint, flax_amp.debug, flax_amp.metrics)
+    names = {name for room in rooms for name in dir(room) if name[0] != "_"}
+    listed = set(
+        re.findall(r"^\.\. auto\w+:: .*?(\w+)$|^\.\. data:: (\w+)$", page, re.M)
+    )
+    listed = {name for pair in listed for name in pair}
+    assert {*PUBLIC, *names} - listed <= {"checkpoint", "debug", "metrics", "optim"}
+
+
 def test_every_module_says_what_it_is_for():
     silent = [p for p in SOURCES if not ast.get_docstring(ast.parse(p.read_text()))]
     assert not silent
