@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.interpreters import ad
 
@@ -350,8 +351,14 @@ class _VjpRule:
         self._has_cotangent: Mask = ()
 
         def forward(*xs: Array) -> tuple[Arrays, Arrays]:
-            original = call.original(xs, mask)
-            outs, vjp = jax.vjp(self._recording(original), *pick(xs, mask))
+            original = self._recording(call.original(xs, mask))
+            # JAX calls the rule although all its cotangents are zero, unless those of
+            # the whole function are. One more result has a cotangent that never is.
+            (*outs, _), vjp = jax.vjp(
+                lambda one, *chosen: (*original(*chosen), one),
+                np.float32(1),
+                *pick(xs, mask),
+            )
             # The backward function that JAX returns is a pytree: its leaves are what
             # the backward pass reads, and travel from one plan to the other.
             residuals, self._treedef = jax.tree.flatten(vjp)
@@ -412,9 +419,8 @@ class _VjpRule:
 
         def backward(residuals: Arrays, cotangents: Arrays) -> Arrays:
             vjp = jax.tree.unflatten(self._treedef, residuals)
-            # JAX does not call the rule if all cotangents are zero.
-            self._has_cotangent = (False,) * sum(self._mask)
-            grads = vjp(tuple(fill(cotangents, nonzero, zeros)))
+            self._has_cotangent = (False,) * sum(self._mask)  # if nothing reads them
+            _, *grads = vjp((*fill(cotangents, nonzero, zeros), np.float32(1)))
             return pick(grads, self._has_cotangent)
 
         structs = (self._residuals, pick(self._outs, nonzero))

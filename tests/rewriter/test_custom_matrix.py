@@ -294,6 +294,66 @@ def test_a_rule_that_closes_over_a_value_where_amp_stops():
         np.testing.assert_allclose(actual, expected, atol=0.02 * abs(expected).max())
 
 
+def recording(symbolic_zeros):
+    """Returns `2 x`; the "gradient" of the statistic is its new value, as in fp8."""
+    record = jax.custom_vjp(lambda x, stat: 2 * x)
+
+    def forward(x, stat):
+        x = x.value if symbolic_zeros else x
+        return 2 * x, jnp.abs(x).max()
+
+    record.defvjp(forward, lambda res, _: (None, res), symbolic_zeros=symbolic_zeros)
+    return record
+
+
+ignoring = jax.custom_vjp(lambda x, q: x * 1.0)
+ignoring.defvjp(lambda x, q: (x * 1.0, None), lambda _, ct: (ct, None))
+READERS = {  # what becomes of the value, of which no gradient comes back
+    "rule": ignoring,
+    "rule_in_jit": jax.jit(ignoring),
+    "stopped": lambda x, q: x + lax.stop_gradient(q),
+    "zeros": lambda x, q: x + 0 * q,
+    "unread": lambda x, q: x,
+    "integer": lambda x, q: x + q.astype(jnp.int32),
+}
+AROUND = {
+    "call": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda p: lax.scan(lambda c, _: (c, f(p)), 0.0, None, 2)[1].sum(),
+    "vmap": lambda f: (
+        lambda p: jax.vmap(lambda s: f(p | {"w": s * p["w"]}))(X[0]).sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+def test_a_rule_runs_although_its_cotangents_are_zero(symbolic_zeros):
+    """As in plain JAX: a statistic that the rule returns as a gradient arrives."""
+    record = recording(symbolic_zeros)
+    p = {"w": jnp.float32(1.5), "stat": jnp.float32(0)}
+    arrived = 0
+    for (read, reader), (name, around) in itertools.product(
+        READERS.items(), AROUND.items()
+    ):
+
+        def loss(p, reader=reader):
+            h = X * p["w"]
+            return jnp.sum(reader(h, record(h, p["stat"])))
+
+        loss = around(loss)
+        expected = jax.grad(loss)(p)
+        for dtype in (jnp.float32, jnp.float16)[: 1 + (around is AROUND["call"])]:
+            found = jax.grad(amp(loss, compute_dtype=dtype))(p)
+            tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
+            for key in p:
+                np.testing.assert_allclose(
+                    found[key], expected[key], rtol=tolerance, err_msg=f"{read} {name}"
+                )
+        arrived += bool(expected["stat"] != 0)
+    assert arrived >= len(AROUND)
+
+
 @pytest.mark.parametrize("rule", ["vjp", "jvp"])
 def test_rules_leak_no_tracers(rule):
     """The rebuilt rule keeps nothing of the loop that it was made in."""
