@@ -227,7 +227,14 @@ class _Call:
                 return
             if found.gradient_error < row.gradient_error:
                 modules, call = others, other
-        bad = (m.path for m in modules if m.path and m.harm > self._threshold)
+        paths = [m.path for m in modules if m.path]
+        # A key for the whole model is no remedy: nothing would be left in half.
+        whole = [p for p in paths if len(_outermost([p, *paths])) == 1 < len(paths)]
+        bad = (
+            m.path
+            for m in modules
+            if m.path and m.path not in whole and m.harm > self._threshold
+        )
         yield from call._entries(programs, _outermost(bad)[:count])
 
     def _fitting_scale(self, modules: list[ModuleErrors]) -> float:
@@ -286,7 +293,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     found: list[str] = []
     for path in paths:
         # An entry for a module is one for the modules inside.
-        if not any(path.startswith(f"{outer}/") for outer in found):
+        if not any(f"{path}/".startswith(f"{outer}/") for outer in found):
             found.append(path)
     return found
 

@@ -170,9 +170,9 @@ class _Search:
 
     def __init__(self, name: str, options: _Options, loss: FlatLoss):
         self._name, self._options, self._loss = name, options, loss
-        # The last argument is the batch, unless it is the first one, too.
+        # Training writes the first argument, or the state; the rest is data.
         arguments = [path.split("/")[0] for path in loss.paths]
-        self._is_batch = [a == arguments[-1] != arguments[0] for a in arguments]
+        self._is_batch = [a not in (arguments[0], "state") for a in arguments]
         sizes = Counter(
             x.shape[0] for x in _tree.pick(loss.arrays, self._is_batch) if x.ndim
         )
@@ -294,13 +294,16 @@ class _Search:
         found = []
         for number in sorted(cause.arguments):
             i = number - 1  # the scale is the first
+            is_batch = self._is_batch[i]
             x = np.asarray(self._loss.arrays[i])
             bad = ~np.isfinite(x)
-            examples = self._examples(bad) if self._is_batch[i] else ()
+            examples = self._examples(bad) if is_batch else ()
             where = np.argwhere(bad)
             first = tuple(map(int, where[0]))
             path = self._loss.paths[i]
-            found.append(BadInput(path, kinds(x), len(where), first, examples))
+            found.append(
+                BadInput(path, kinds(x), len(where), first, is_batch, examples)
+            )
         return found
 
     def _advice_for_scale(self, programs: list[_Program]) -> str:

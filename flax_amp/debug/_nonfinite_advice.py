@@ -50,8 +50,8 @@ def for_input(item: BadInput) -> str:
     """Returns what to do about an argument that is not finite."""
     if item.examples:
         return f"Correct or drop {examples_text(item.examples)}: no precision helps."
-    if item.path.startswith("batch"):
-        return "Correct the batch: no precision helps."
+    if item.is_batch:
+        return f"Correct {item.path}: no precision helps."
     return (
         f"{item.path} was not finite before this step: restore an earlier checkpoint, "
         "and look for what wrote it."

@@ -106,6 +106,8 @@ class BadInput:
       kind: what it holds.
       bad: how many elements.
       first: the index of the first one.
+      is_batch: whether it is data, and not written by training: no part of the first
+        argument or of a state.
       examples: the leading indices of them, if it is a part of the batch; at most 64.
     """
 
@@ -113,6 +115,7 @@ class BadInput:
     kind: str
     bad: int
     first: tuple[int, ...]
+    is_batch: bool
     examples: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -161,6 +164,9 @@ class NonfiniteReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns plain dicts, lists, numbers and strings, as for `json.dump`."""
         return dataclasses.asdict(self) | {"policy": dict(self.policy)}
+
+    def __repr__(self) -> str:
+        return f"<NonfiniteReport of {self.name}: {self.verdict}; print it to read it>"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -133,6 +133,22 @@ def test_each_fault_is_found_and_mended(fault):
 
 
 @pytest.mark.once
+def test_the_whole_model_in_float32_is_no_remedy():
+    """The net itself has the fault: a key for it would leave nothing in half."""
+
+    def model(w, x, size):
+        with jax.named_scope("net"):
+            with jax.named_scope("a"):
+                y = jnp.tanh(x @ w)
+            return jnp.mean(jnp.tanh((y * size - (y * size - y)) @ w) ** 2)
+
+    found = compare_precision(model, scale=1)(
+        SQUARE, batch(), jnp.full((1, WIDTH), 500.0)
+    )
+    assert found.modules[0].path == "net" and found.modules[0].harm > found.threshold
+    assert [run.policy for run in found.remedies] == ['"net/a": jnp.float32']
+
+
 def test_a_remedy_that_does_not_help_is_not_recommended():
     fun, args = linen("offset", 1)
     found = compare_precision(fun)(*args)

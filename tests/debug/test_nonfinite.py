@@ -234,6 +234,31 @@ def batch_norm_loss(params, batch, state):
     return (out**2).mean(), {"variables": updates}
 
 
+@pytest.mark.parametrize(
+    ("which", "advice"),
+    [
+        ("params", "restore an earlier checkpoint"),
+        ("x", "Correct or drop example 1 of the batch"),
+        ("y", "Correct or drop example 1 of the batch"),
+        ("weight", "Correct weight: no precision helps"),
+    ],
+)
+def test_what_to_do_about_an_argument(which, advice):
+    """All arguments but the first are data, wherever they stand."""
+
+    def loss(params, x, key, y, weight):
+        return jnp.mean((x @ params["w"] - y) * weight)
+
+    ones = {"x": jnp.ones((3, 2)), "y": jnp.ones((3, 1)), "weight": jnp.float32(1)}
+    given = {"params": {"w": jnp.ones((2, 1))}, "key": jax.random.key(0)} | ones
+    bad = jax.tree.map(
+        lambda x: x.at[1:2].set(jnp.nan) if x.ndim else x / 0, given[which]
+    )
+    found = find_nonfinite(loss)(**given | {which: bad})
+    assert found.verdict == "inputs" and advice in found.advice
+    assert repr(found) == "<NonfiniteReport of loss: inputs; print it to read it>"
+
+
 def test_an_inf_in_a_running_mean():
     """The loss and the gradients are finite: the update of the mean is not."""
     state = make_state(Normed(), jnp.ones((4, 3)))
