@@ -6,6 +6,7 @@ variables and `aux` out.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -139,12 +140,21 @@ def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[N
 
 
 def _declared_keywords(fn: UserFn, keywords: Sequence[str]) -> list[str]:
-    """Returns those of the keywords that `fn` declares."""
+    """Returns those of the keywords that `fn` declares and the user has not bound."""
     try:
-        parameters = inspect.signature(fn).parameters
+        declared = set(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # some builtins have no signature
         return []
-    return [name for name in keywords if name in parameters]
+    # The signature is that of the innermost function, and it also lists the keywords
+    # that functools.partial has bound on the way there.
+    inside: Any = fn
+    while inside is not None:
+        if isinstance(inside, functools.partial):
+            declared -= inside.keywords.keys()
+            inside = inside.func
+        else:
+            inside = getattr(inside, "__wrapped__", None)
+    return [name for name in keywords if name in declared]
 
 
 def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> UserFn:
