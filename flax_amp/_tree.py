@@ -33,6 +33,11 @@ def is_inexact_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is an array or a Python number that is floating or complex."""
+    return isinstance(leaf, float | complex) or is_inexact_array(leaf)
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys, or the shape of one."""
     dtype = getattr(leaf, "dtype", None)
@@ -67,7 +72,7 @@ def all_finite(tree: PyTree) -> jax.Array:
       >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf]), "n": 3}))
       False
     """
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact_array(leaf)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
     flags = [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
     return jnp.all(jnp.stack(flags)) if flags else jnp.array(True)
 

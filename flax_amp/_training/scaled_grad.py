@@ -87,7 +87,7 @@ def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     # XLA fuses one multiplication for each leaf with the cast around it.
     factor = 1.0 / validate_scaler(state)["scaler"]
     return jax.tree.map(
-        lambda g: _widen(g) * factor if _tree.is_inexact_array(g) else g, grads
+        lambda g: _widen(jnp.asarray(g)) * factor if _tree.is_inexact(g) else g, grads
     )
 
 
@@ -178,8 +178,9 @@ def dynamic_scale_value_and_grad(
       `aux` is finite makes no difference to the scale.
 
     Raises:
-      TypeError: if `axis_name` is not a name; when called, if the loss is not a scalar
-        float or if `dynamic_scaler_state` is missing.
+      TypeError: if `axis_name` is not a name, or if `holomorphic` is given; when
+        called, if the loss is not a scalar float or if `dynamic_scaler_state` is
+        missing.
       ValueError: if `redo_on_nan` is negative; when called, if a value of the scaler is
         out of its range, or `fun` changes the structure of a module.
       NameError: when called, if `axis_name` is not bound.
@@ -254,6 +255,11 @@ def _make_grad_fn(
     retries = check_retries(redo_on_nan, caller)
     check_axis_name(axis_name, caller)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
+    if "holomorphic" in kwargs:
+        raise TypeError(
+            f"{caller}: got holomorphic={kwargs['holomorphic']}; expected a real loss: "
+            "only that can be scaled. Drop holomorphic."
+        )
     argnums = kwargs.pop("argnums", 0)
     name = getattr(fun, "__name__", type(fun).__name__)
 
