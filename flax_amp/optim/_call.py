@@ -465,5 +465,7 @@ def _as_array_like(old: Any, new: Any) -> Any:
     array = space.array(new, old.dtype if fits else None)
     if array.ndim < old.ndim:  # one number for all runs of a sweep
         array = space.broadcast_to(array, old.shape)
-    placed = getattr(old, "committed", False) and not isinstance(new, jax.core.Tracer)
+    if any(isinstance(x, jax.core.Tracer) for x in (old, array)):
+        return array  # which no device has yet
+    placed = getattr(old, "committed", False)
     return jax.device_put(array, old.sharding) if placed else array

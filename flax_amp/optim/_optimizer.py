@@ -119,7 +119,8 @@ class Optimizer(FactoryCall):
         if self.opt_state is None:
             raise RuntimeError(
                 f"{self._name}.update: it has no state; expected an optimizer "
-                "after init. Call tx = tx.init(params) first."
+                "after init. Call tx = tx.init(params) first. Inside of optax.chain "
+                "and the like, pass tx.to_optax()."
             )
         trees = params, self.opt_state, grads
         of_params, of_state, of_grads = map(_structure, trees)
@@ -171,7 +172,11 @@ class Optimizer(FactoryCall):
             problem = "optax.inject_hyperparams keeps its own copy in the state"
             expected = "a new state"
         elif what(old) == what(new):
-            return
+            if name == "opt_state" or not is_number(old) or _fits(old, new):
+                return
+            problem = f"an array of shape {jnp.shape(new)} in the place of one of "
+            problem += f"{jnp.shape(old)} may change the state or the parameters"
+            expected = "a number, an array of the same shape, or a new state"
         advice = " Take the state of the same optimizer." if name == "opt_state" else ""
         raise ValueError(
             f"{self._name}.replace: {name}: {problem}; expected {expected}: "
@@ -274,6 +279,12 @@ def _kind(value: Any) -> str:
     if is_number(value):
         return "a number"
     return "a function" if callable(value) else f"a {type(value).__name__}"
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Whether the shape of a number is that of another one, or of a part of a stack."""
+    runs = max(0, jnp.ndim(old) - jnp.ndim(new))
+    return jnp.shape(new) == jnp.shape(old)[runs:]
 
 
 def _strong(leaf: Any) -> Any:
