@@ -1,5 +1,7 @@
 """Names of types, and checks of arguments, that the modules of this room share."""
 
+import contextlib
+import operator
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -30,6 +32,20 @@ def check_type(value: object, types: Any, name: str, expected: str) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; expected {expected}")
 
 
+def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
+    """Returns an integer, of Python or NumPy, or raises a ValueError if it is none.
+
+    `seen` is the argument with its value for the message, `what` is what it counts.
+    """
+    with contextlib.suppress(TypeError):
+        count = operator.index(value)
+        if count >= least and not isinstance(value, bool):
+            return count
+    raise ValueError(
+        f"{seen}; expected an integer of at least {least}, the number {what}."
+    )
+
+
 def describe(value: Any) -> str:
     """Returns dtype and shape of a number or an array; the type of all else."""
     if _tree.is_numeric(value):
@@ -41,7 +57,7 @@ def describe(value: Any) -> str:
 def check_leaves(tree: PyTree, name: str, caller: str, expected: str) -> None:
     """Raises a TypeError that lists the leaves that are neither arrays nor numbers."""
     if wrong := [
-        f"{name}{keystr(path)}, {describe(leaf)}"
+        ", ".join(filter(None, (f"{name}{keystr(path)}", describe(leaf))))
         for path, leaf in tree_leaves_with_path(tree)
         if not _tree.is_numeric(leaf)
     ]:

@@ -25,6 +25,7 @@ from flax_amp._training.aliases import (
     PyTree,
     Rngs,
     UserFn,
+    check_count,
 )
 from flax_amp._training.averaging import (
     PassResult,
@@ -74,17 +75,13 @@ def make_options(
     **amp_options: Any,
 ) -> Options:
     """Checks the arguments of `caller`. The loss may declare `keywords`."""
-    if type(accum_steps) is not int or accum_steps < 1:
-        raise ValueError(
-            f"{caller}: {accum_steps=}; expected an integer of at least 1, the "
-            "number of micro-batches."
-        )
+    seen = f"{caller}: {accum_steps=}"
     return Options(
         loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
         has_aux=has_aux,
         amp=amp_by_precision(amp_policy=amp_policy, **amp_options),
         redo_on_nan=check_retries(redo_on_nan, caller),
-        accum_steps=accum_steps,
+        accum_steps=check_count(accum_steps, seen, "of micro-batches"),
         axis_name=check_axis_name(axis_name, caller),
         caller=caller,
         open_scopes=Policy(amp_policy).names_scopes,
@@ -176,8 +173,10 @@ def explain_update(caller: str) -> Iterator[None]:
         missing = re.search(r"missing \d+ required keyword-only argument.*", str(error))
         if not missing:
             error.add_note(
-                f"flax_amp: {caller}: the update of the optimizer failed. {_OWN_STATE} "
-                "The limit of optax.apply_if_finite must fit into int32."
+                f"flax_amp: {caller}: the update of the optimizer failed. If its state "
+                "may be one of other parameters or of another optimizer, make it anew, "
+                "with AmpTrainState.create or nnx.Optimizer. The limit of an "
+                "optax.apply_if_finite must fit into int32."
             )
             raise
         names = ", ".join(re.findall(r"'(\w+)'", missing[0]))

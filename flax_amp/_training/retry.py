@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array, PyTree
+from flax_amp._training.aliases import Array, PyTree, check_count
 from flax_amp._training.averaging import PassResult
 from flax_amp._training.scaler import Scaler, update_scaler
 
@@ -102,10 +102,7 @@ def retry_until_finite(
 
 def check_retries(redo_on_nan: object, caller: str) -> int:
     """Returns `redo_on_nan` as an integer, or raises an error that names `caller`."""
-    # A bool is an int, and the signature of jaxamp annotates this argument as one.
-    if not isinstance(redo_on_nan, int) or redo_on_nan < 0:
-        raise ValueError(
-            f"{caller}: {redo_on_nan=}; expected an integer of at least 0, the number "
-            "of times that gradients are computed again with a lower scale."
-        )
-    return int(redo_on_nan)
+    # The signature of jaxamp annotates this argument as a bool.
+    given = int(redo_on_nan) if isinstance(redo_on_nan, bool) else redo_on_nan
+    what = "of times that gradients are computed again with a lower scale"
+    return check_count(given, f"{caller}: {redo_on_nan=}", what, least=0)

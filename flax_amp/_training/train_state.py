@@ -52,6 +52,9 @@ def _replace(state: Any, **updates: Any) -> Any:
         "replace",
         "for hyper-parameters of flax_amp.optim use replace_hyperparams",
     )
+    if "precision" in updates:
+        name = f"{type(state).__name__}.replace: precision"
+        check_precision(updates["precision"], name)
     return dataclasses.replace(state, **updates)
 
 
@@ -356,7 +359,7 @@ def _as_collections(params: PyTree, variables: Any) -> PyTree:
         params,
         Mapping | list | tuple,
         "AmpTrainState.create: params",
-        "a dict of arrays. Put a single array into a dict: {'w': array}.",
+        "a dict of arrays. Put what you have into a dict of its arrays: {'w': array}.",
     )
     expected = "a dict of collections such as {'batch_stats': ...}."
     variables = {} if variables is None else variables

@@ -346,6 +346,18 @@ NEEDS = "optax needs a Python number.*Arrays are: "
             "changes the state; expected a value of the same kind, or a new state",
         ),
         (
+            lambda: STATE(PARAMS).replace(learning_rate=jnp.ones(3)),
+            ValueError,
+            r"of shape \(3,\) in the place of one of \(\).*the same shape, or a new s",
+        ),
+        (
+            lambda: jax.vmap(lambda x: optim.sgd(x).init(PARAMS))(jnp.ones(3)).replace(
+                learning_rate=jnp.ones(1)
+            ),
+            ValueError,
+            r"of shape \(1,\) in the place of one of \(3,\)",
+        ),
+        (
             lambda: STATE(PARAMS).replace(opt_state=3),
             ValueError,
             r"PyTreeDef\(\*\) in the place of.*Take the state of the same optimizer",

@@ -168,3 +168,45 @@ def test_nnx_optimizer():
     scaler = flax_amp.init_scaler()
     scaler, metrics = train(model, optimizer, scaler, batch_of())
     assert metrics["hyperparams/learning_rate"] == 0.5
+
+
+TRACES = {
+    "jit": lambda f, tx, rates: jax.jit(f)(tx, rates[0]),
+    "closed over": lambda f, tx, rates: jax.jit(lambda x: f(tx, x))(rates[0]),
+    "a constant": lambda f, tx, rates: jax.jit(lambda tx: f(tx, 0.5))(tx),
+    "vmap": lambda f, tx, rates: jax.vmap(f)(
+        jax.tree.map(lambda x: jnp.stack([x, x]), tx), rates
+    )[0],
+    "scan": lambda f, tx, rates: jax.lax.scan(lambda c, x: (c, f(c, x)), tx, rates)[1][
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("of_state", [False, True])
+@pytest.mark.parametrize("trace", TRACES)
+def test_replacing_under_a_trace(trace, of_state, placed):
+    tx = optim.adamw(0.1).init(PARAMS)
+    replace = lambda tx, x: tx.replace(learning_rate=x)  # noqa: E731
+    if of_state:
+        tx = AmpTrainState.create(params=PARAMS, tx=tx)
+        replace = lambda tx, x: tx.replace_hyperparams(learning_rate=x)  # noqa: E731
+    if placed:
+        tx = jax.device_put(tx, jax.devices()[0])
+
+    def rate(tx, x):
+        return replace(tx, x).hyperparams["learning_rate"]
+
+    assert TRACES[trace](rate, tx, jnp.array([0.5, 0.25])) == 0.5
+
+
+@pytest.mark.parametrize("name, rate", [("learning_rate", 0.1), ("b1", 0.9)])
+def test_replacing_by_another_shape(name, rate):
+    state = state_of(optim.adam(0.1))
+    for array in (np.ones(3), jnp.ones(1), jnp.ones((1, 1))):
+        with pytest.raises(ValueError, match=rf"replace: {name}: an array of shape"):
+            state.replace_hyperparams(**{name: array})
+    for number in (rate, np.float32(rate), np.array(rate), jnp.array(rate)):
+        new = state.replace_hyperparams(**{name: number})
+        assert new.hyperparams[name] == jnp.float32(rate)

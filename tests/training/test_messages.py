@@ -40,7 +40,10 @@ STEP_ARGUMENTS = [
     (dict(compute_dtype="float17"), TypeError, "compute_dtype.*float17"),
     (dict(accum_steps=0), ValueError, "NAME: accum_steps=0; expected"),
     (dict(accum_steps=1.5), ValueError, "NAME: accum_steps=1.5; expected"),
+    (dict(accum_steps=True), ValueError, "NAME: accum_steps=True; expected"),
+    (dict(accum_steps=np.float32(2)), ValueError, "NAME: accum_steps=.*; expected"),
     (dict(redo_on_nan=-1), ValueError, "NAME: redo_on_nan=-1"),
+    (dict(redo_on_nan=np.bool_(True)), ValueError, "NAME: redo_on_nan=.*True"),
     (dict(loss_fn=3), TypeError, "NAME: loss_fn is a int; expected a function"),
 ]
 
@@ -50,6 +53,13 @@ def test_arguments_of_the_steps(make):
     for options, error, message in STEP_ARGUMENTS:
         call = functools.partial(make, **(dict(loss_fn=linear_loss) | options))
         raised(call, error, message.replace("NAME", make.__name__))
+
+
+@pytest.mark.parametrize("number", [int, np.int32, np.uint8, np.array, jnp.array])
+def test_counts_may_be_integers_of_numpy(number):
+    options = dict(accum_steps=number(2), redo_on_nan=number(1))
+    state, _ = make_train_step(linear_loss, **options)(linear_state(), linear_batch())
+    assert state.step == 1
 
 
 ARGUMENTS = {

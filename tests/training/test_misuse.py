@@ -23,6 +23,7 @@ from _steps import (
 )
 from flax_amp import (
     AmpTrainState,
+    all_finite,
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
     init_scaler,
@@ -31,8 +32,10 @@ from flax_amp import (
     make_train_step,
     optim,
     scale_loss,
+    unscale_grads,
     update_scaler,
 )
+from flax_amp._training.loss import KEYWORDS
 
 X = jnp.ones((2, 3))
 MAKERS = (make_train_step, make_eval_step)
@@ -97,6 +100,8 @@ def test_leaves_that_are_no_arrays(kind):
         raised(lambda f=fields: linear_state(**f), TypeError, message)
     # What a compiled step returns.
     returned = rf"returned \['name'\], {kind}; expected .*can return"
+    bare = make_eval_step(lambda params, batch: leaf)
+    raised(lambda: bare(linear_state(), X), TypeError, f"returned {kind}; expected")
     step = make_eval_step(lambda params, batch: {"name": leaf})
     raised(lambda: step(linear_state(), X), TypeError, f"eval_step: .*{returned}")
     open_step = make_eval_step(lambda params, batch: {"name": leaf}, jit=False)
@@ -108,6 +113,56 @@ def test_a_model_where_a_state_is_expected():
     for make in MAKERS:
         message = r"state is a Linear; .*make_nnx_train_step, .*nnx.jit\(flax_amp.amp"
         raised(lambda make=make: make(sum_loss)(model, X), TypeError, message)
+
+
+# Keywords that the user has bound
+
+
+def names(params, batch, *, state=None, rngs=None):
+    """The parameters that it got, and the names of its streams."""
+    return params["w"].sum() * state.params["w"].sum() * len(rngs)
+
+
+class Owner:
+    names = staticmethod(names)
+
+    def method(self, params, batch, *, state=None, rngs=None):
+        return names(params, batch, state=state, rngs=rngs)
+
+
+def wrapped(fn):
+    return functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
+
+
+partial = functools.partial
+BINDERS = {
+    "partial": lambda **bound: partial(names, **bound),
+    "nested": lambda **bound: partial(partial(names, **bound)),
+    "outside": lambda **bound: partial(partial(names), **bound),
+    "jitted inside": lambda **bound: partial(jax.jit(names), **bound),
+    "jitted": lambda **bound: jax.jit(partial(names, **bound)),
+    "wrapped": lambda **bound: wrapped(partial(names, **bound)),
+    "wrapped inside": lambda **bound: partial(wrapped(names), **bound),
+    "method": lambda **bound: partial(Owner().method, **bound),
+    "tree_util": lambda **bound: jax.tree_util.Partial(names, **bound),
+}
+BOUND = {"neither": (), "state": ("state",), "rngs": ("rngs",), "both": KEYWORDS}
+
+
+@pytest.mark.parametrize("bound", BOUND)
+@pytest.mark.parametrize("binder", BINDERS)
+def test_keywords_that_the_user_has_bound(binder, bound):
+    """A teacher of functools.partial stays what it is; the others are the step's."""
+    teacher = linear_state(w=jnp.full(3, 2.0))
+    streams = {name: jax.random.key(0) for name in "abc"}
+    values = {"state": teacher, "rngs": streams}
+    fn = BINDERS[binder](**{name: values[name] for name in BOUND[bound]})
+    state = linear_state(rngs={"a": jax.random.key(0)}, w=jnp.ones(3))
+    state = state.replace(precision="32-true")
+    expected = 3.0 * (6 if "state" in BOUND[bound] else 3)
+    expected *= 3 if "rngs" in BOUND[bound] else 1
+    assert make_eval_step(fn)(state, 0.0) == expected
+    assert make_train_step(fn, donate=False)(state, 0.0)[1]["loss"] == expected
 
 
 # Random numbers
@@ -279,8 +334,15 @@ NOT_ITS_OWN = {
 
 @pytest.mark.parametrize("call", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
 def test_an_update_that_fails(call):
-    note = r"flax_amp: make_\w*train_step: the update .* failed. .*Make .* anew.*int32"
+    note = r"flax_amp: make_\w*train_step: the update .* failed. If .* make .*int32"
     raised(call, Exception, note)
+
+
+def test_an_optimizer_inside_one_of_optax():
+    state = linear_state(optax.chain(optax.clip(1.0), optim.adam(0.1)))
+    message = r"no state.*Inside of optax.chain .*, pass tx.to_optax\(\)"
+    step = make_train_step(linear_loss)
+    raised(lambda: step(state, linear_batch()), RuntimeError, message)
 
 
 BROADCASTS = {
@@ -306,6 +368,12 @@ REPLACED = [
     (dict(variables=None), TypeError, "state.variables is a NoneType; expected a dict"),
     (dict(params={"w": X[0].astype(jnp.float16)}), ValueError, r"\['w'\]: float16; ex"),
 ]
+
+
+def test_a_precision_that_was_replaced():
+    for state in (linear_state(), ema_state()):
+        message = rf"^{type(state).__name__}.replace: precision is 'fp8'; expected one"
+        raised(lambda s=state: s.replace(precision="fp8"), ValueError, message)
 
 
 @pytest.mark.parametrize("changes, error, message", REPLACED)
@@ -380,6 +448,17 @@ def test_losses_that_are_no_numbers(loss):
     raised(lambda: scale_loss(loss, init_scaler()), TypeError, message)
 
 
+@pytest.mark.parametrize("number", [float, np.float32, np.float64, np.array, jnp.array])
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"a": x}, lambda x: [0, x]])
+def test_numbers_are_leaves(wrap, number):
+    """A float of Python is a gradient or a loss like an array of it."""
+    unscaled = unscale_grads(wrap(number(8.0)), init_scaler(scaler=4))
+    assert jax.tree.leaves(unscaled)[-1] == 2 and all_finite(wrap(number(8.0)))
+    for broken in (jnp.nan, jnp.inf, -jnp.inf):
+        assert not all_finite(wrap(number(broken)))
+    assert not all_finite(complex("nan"))
+
+
 def test_arguments_of_the_scaler_that_are_swapped():
     raised(
         lambda: scale_loss(init_scaler(), X[0, 0]), TypeError, "scaler is a Arr.*exp"
@@ -388,3 +467,5 @@ def test_arguments_of_the_scaler_that_are_swapped():
         for fun in (None, 3, linear_state(), {"w": X}):
             message = f"{transform.__name__}: fun is a .*; expected a function"
             raised(lambda t=transform, f=fun: t(f), TypeError, message)
+        message = f"{transform.__name__}: got holomorphic=True; expected a real loss"
+        raised(lambda t=transform: t(jnp.sin, holomorphic=True), TypeError, message)

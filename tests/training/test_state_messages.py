@@ -250,6 +250,7 @@ CREATE = {
                 ("float", 3.0),
                 ("str", "w"),
                 ("Rngs", nnx.Rngs(0)),
+                ("AmpTrainState", linear_state()),
             ]
         },
         "got neither params nor model": dict(params=None),
