@@ -103,17 +103,23 @@ def explain_deleted(caller: str, name: str, argument: PyTree) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        deleted = [
-            path for path, array in _arrays({name: argument}) if array.is_deleted()
-        ]
-        if not deleted or "deleted" not in str(error):
-            raise
+        if "deleted" in str(error):
+            check_not_deleted(caller, name, argument, error)
+        raise
+
+
+def check_not_deleted(
+    caller: str, name: str, argument: PyTree, cause: Exception | None = None
+) -> None:
+    """Raises a RuntimeError that names the first deleted array of an argument."""
+    arrays = _arrays({name: argument})
+    if deleted := [path for path, array in arrays if array.is_deleted()]:
         raise RuntimeError(
             f"{caller}: {deleted[0]} was deleted ({len(deleted)} arrays of it were): "
             f"an earlier step took its memory for the new {name}. Expected the {name} "
             "that the last step returned. Go on with that, or make the training step "
             "with donate=False."
-        ) from error
+        ) from cause
 
 
 @contextlib.contextmanager

@@ -3,17 +3,21 @@
 import dataclasses
 import functools
 import gc
+import inspect
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
+from flax_amp._training.aliases import check_count
 from flax_amp._training.precision import Precision, compute_dtype_of, first_scaler
+from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import FlatLoss, Target, UsersCall, on_arrays, read_target
@@ -106,7 +110,10 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
     Sharp edges:
       It empties JAX's caches, so that each program is traced anew. What you have
       compiled before compiles again when it is next called. The device must have room
-      for the state twice, and for the temporary memory of a float32 step.
+      for the state twice, and for the temporary memory of a float32 step. Each turn
+      starts from the given state, with the scale of the turn before: with
+      `optax.MultiSteps`, the same step of a cycle is timed. With a persistent
+      compilation cache, `compile_s` may be the time of reading from it.
 
     Args:
       fun: a float32 function that returns a loss, or `(loss, aux)`; or a state. The
@@ -121,9 +128,10 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
       A `Measurement`, or a function that returns one. Print it.
 
     Raises:
-      TypeError: if an argument is of a wrong kind.
+      TypeError: if an argument is of a wrong kind, or if an option is unknown.
       ValueError: if `turns` is not a positive integer.
-      RuntimeError: if a program cannot be compiled or run, such as for lack of memory.
+      RuntimeError: if a program cannot be compiled or run, such as for lack of memory,
+        if it is called inside of `jax.jit`, or if a step has deleted the state.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -133,11 +141,13 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
       >>> list(found.figures), found.figures["bfloat16"].step_ms > 0
       (['float32', 'bfloat16', 'float16'], True)
     """
-    if type(turns) is not int or turns < 1:
-        raise ValueError(f"measure: got {turns=!r}; expected a number of steps.")
+    turns = check_count(turns, f"measure: {turns=}", "of steps to time")
     target = read_target("measure", fun, step)
+    _check_options(make_train_step if step else amp, options)
 
     def measured(*args: Any, **kwargs: Any) -> Measurement:
+        _check_call((fun, step, args, kwargs))
+        check_not_deleted("measure", "state" if step else "args", fun if step else args)
         programs = {}
         for name, precision in _PRECISIONS.items():
             if step:
@@ -148,6 +158,32 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
         return _measured(target.name, programs, turns)
 
     return measured() if step else measured
+
+
+def _check_options(taken_by: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises a TypeError that lists the options that a step or `amp` does not take."""
+    own = ("compute_dtype", "jit")
+    parameters = inspect.signature(taken_by).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    names = [name for name in names if name not in own]
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(
+            f"measure: got the options {unknown}; expected turns, or some of {names}. "
+            f"It sets {' and '.join(own)} itself."
+        )
+
+
+def _check_call(arguments: Any) -> None:
+    """Raises a RuntimeError where a program cannot be compiled and run."""
+    # Inside of a trace a new array is traced, even if no argument is.
+    leaves = [*jax.tree.leaves(arguments), _tree.own(np.zeros(()))]
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "measure: it is called inside of jax.jit or another transformation, or "
+            "under jax.disable_jit; expected a call outside of them: the programs are "
+            "compiled and timed. flax_amp.explain runs nothing."
+        )
 
 
 class _Program:
@@ -179,8 +215,12 @@ class _Program:
         # The step deletes the state that it is given.
         args = jax.block_until_ready(jax.tree.map(_tree.own, self.args))
         start = time.perf_counter()
-        jax.block_until_ready(self.compiled(*args))
+        out = jax.block_until_ready(self.compiled(*args))
         self.step_s = min(self.step_s, time.perf_counter() - start)
+        if isinstance(self.args[0], AmpTrainState):
+            # A run searches for its scale once, and not in every step.
+            scaler = jax.device_get(out[0].scaler)
+            self.args = (self.args[0].replace(scaler=scaler), *self.args[1:])
 
     def figures(self) -> Figures:
         memory = self.compiled.memory_analysis()

@@ -1,6 +1,7 @@
 """`measure`: what it runs, what it leaves alone, and how it prints. No time counts."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -102,6 +103,38 @@ def test_a_state_stays_as_it_is(programs):
     assert all(row.step_ms > 0 and row.temp_mb for row in found.figures.values())
 
 
+def test_a_scale_is_searched_for_once(monkeypatch):
+    """The turns that are timed have the scale that the first one found."""
+    seen, call = [], jax.stages.Compiled.__call__
+
+    def spied(compiled, state, batch):
+        seen.append((state.precision, float(state.scaler["scaler"])))
+        return call(compiled, state, batch)
+
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", spied)
+    state = AmpTrainState.create(params=W, tx=optax.sgd(0.1))
+    loss = lambda params, x: 1e3 * jnp.sum((x @ params["kernel"]) ** 2)  # noqa: E731
+    measure(state, loss, X, redo_on_nan=20, turns=3)
+    scales = [scale for precision, scale in seen if precision == "16-mixed"]
+    assert scales[0] == 2**15 > scales[1] and len(set(scales[1:])) == 1
+    assert state.scaler["scaler"] == 2**15
+
+
+def test_a_bound_state_stays():
+    """As it does in `explain` and `find_nonfinite`, which call the loss alike."""
+    state, seen = AmpTrainState.create(params=W, tx=optax.sgd(0.1)), []
+
+    def loss_fn(params, batch, state):
+        seen.append(state)
+        return plain(params, batch)
+
+    bound = functools.partial(loss_fn, state="teacher")
+    measure(state, bound, X, turns=1)
+    flax_amp.explain(state, bound, X)
+    flax_amp.find_nonfinite(state, bound, X)
+    assert set(seen) == {"teacher"}
+
+
 def test_nnx_state_and_options(programs):
     policy = flax_amp.default_amp_policy | {"Linear": jnp.float32}
     asked = nnx_state()
@@ -179,22 +212,69 @@ def test_a_cpu_tells_little():
 
 # --- errors --------------------------------------------------------------------------
 
+UNKNOWN = [
+    rf"measure: got the options \['\w*'\]; expected turns, or .*'{name}'.*compute_dty"
+    for name in ("reduce_dtype", "accum_steps")
+]
+
 
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: measure(plain, turns=0), "got turns=0; expected a number of steps"),
+        *(
+            (lambda n=n: measure(plain, turns=n), f"measure: turns={n}; expected an in")
+            for n in (0, True, 1.5, None)
+        ),
         (lambda: measure(W), "got dict; expected measure"),
         (lambda: measure(flax_amp.amp(plain)), "already rewritten by amp"),
         (lambda: measure(lambda w, x: flax_amp.amp(plain)(w, x))(W, X), "calls a func"),
-        (lambda: measure(lambda w: plain(w, X), compute=2)(W), "argument 'compute'"),
+        (lambda: measure(lambda w: plain(w, X), compute=2)(W), UNKNOWN[0]),
         (lambda: measure(lambda n: n + 1)(3), "has no float arrays"),
-        (lambda: measure(*nnx_state(), compute_dtype=X.dtype), "'compute_dtype'"),
+        *(
+            (lambda options=options: measure(*nnx_state(), **options), UNKNOWN[1])
+            for options in ({"compute_dtype": X.dtype}, {"jit": False}, {"foo": 1})
+        ),
     ],
 )
 def test_errors(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda call: jax.jit(lambda w: str(call(w)))(W),
+        lambda call: jax.vmap(lambda w: str(call(w)))(W),
+        lambda call: jax.jit(lambda: str(call(W)))(),
+        jax.disable_jit()(lambda call: call(W)),
+    ],
+    ids=["jit", "vmap", "without arguments", "disable_jit"],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda w: measure(plain)(w, X),
+        lambda w: measure(AmpTrainState.create(params=w, tx=optax.sgd(0.1)), plain, X),
+    ],
+    ids=["function", "state"],
+)
+def test_inside_of_a_trace(call, around):
+    with pytest.raises(RuntimeError, match="measure: .* inside of jax.jit or another"):
+        around(call)
+
+
+def test_a_deleted_state(programs):
+    state, loss_fn, batch = nnx_state()
+    flax_amp.make_train_step(loss_fn)(state, batch)
+    traced = len(programs)
+    for call, path in [
+        (lambda: measure(state, loss_fn, batch), r"state\.step"),
+        (lambda: measure(plain)(state.params, batch), r"args\[0\]\['bias'\]"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"^measure: {path} was deleted"):
+            call()
+    assert len(programs) == traced
 
 
 def test_a_step_of_rewritten_code():
