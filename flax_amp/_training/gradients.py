@@ -174,7 +174,7 @@ def explain_update(caller: str) -> Iterator[None]:
         if not missing:
             error.add_note(
                 f"flax_amp: {caller}: the update of the optimizer failed. If its state "
-                "may be one of other parameters or of another optimizer, make it anew, "
+                "is one of other parameters or of another optimizer, make it anew, "
                 "with AmpTrainState.create or nnx.Optimizer. The limit of an "
                 "optax.apply_if_finite must fit into int32."
             )

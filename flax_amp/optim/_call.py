@@ -466,6 +466,6 @@ def _as_array_like(old: Any, new: Any) -> Any:
     if array.ndim < old.ndim:  # one number for all runs of a sweep
         array = space.broadcast_to(array, old.shape)
     if any(isinstance(x, jax.core.Tracer) for x in (old, array)):
-        return array  # which no device has yet
+        return array  # traced values lie on no device
     placed = getattr(old, "committed", False)
     return jax.device_put(array, old.sharding) if placed else array
