@@ -254,7 +254,8 @@ def test_what_to_do_about_an_argument(which, advice):
     bad = jax.tree.map(
         lambda x: x.at[1:2].set(jnp.nan) if x.ndim else x / 0, given[which]
     )
-    found = find_nonfinite(loss)(**given | {which: bad})
+    given |= {which: bad}
+    found = find_nonfinite(loss)(given.pop("params"), **given)
     assert found.verdict == "inputs" and advice in found.advice
     assert repr(found) == "<NonfiniteReport of loss: inputs; print it to read it>"
 
