@@ -34,6 +34,7 @@ from flax_amp._rewriter.captures import captured_by, with_captured
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
+    FULL,
     BodyKind,
     Context,
     EditedJaxpr,
@@ -48,6 +49,8 @@ from flax_amp._rewriter.plan import (
     Values,
     has_paint,
     is_painted,
+    like,
+    out_avals,
 )
 from flax_amp._tree import fill, pick, split_list
 from flax_amp.policy import LOW_OPS
@@ -318,6 +321,15 @@ def _emit_jvp(call: CustomCall, primals: Arrays, tangents: Arrays) -> Any:
 
 class CustomVjp(CustomRule):
     """The user's forward and backward functions are rewritten and attached again."""
+
+    def paint(
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        # A rule that reads or writes a ref cannot be traced through `jax.vjp`.
+        if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.invars):
+            outs = like(out_avals(eqn), FULL)
+            return Step(Mode.FULL, outs, Reason("its rule takes a ref"), use=Use.FULL)
+        return super().paint(painter, eqn, ins, uses, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)

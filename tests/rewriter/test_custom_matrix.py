@@ -354,6 +354,44 @@ def test_a_rule_runs_although_its_cotangents_are_zero(symbolic_zeros):
     assert arrived >= len(AROUND)
 
 
+tapped = jax.custom_vjp(lambda x, ref: x)
+
+
+def write(ref, cotangent):
+    ref[...] = jnp.sum(cotangent**2)
+    return cotangent, None
+
+
+tapped.defvjp(lambda x, ref: (x, ref), write)
+scaled = jax.custom_vjp(lambda x, ref: x * ref[...])
+scaled.defvjp(lambda x, ref: (x * ref[...], ref[...]), lambda s, ct: (ct * s, None))
+
+
+@pytest.mark.parametrize("rule", [tapped, scaled], ids=["writes", "reads"])
+@pytest.mark.parametrize("within", ["call", "scan"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_rule_may_take_a_ref(rule, within, around):
+    """It is left as it is, and what stands around it is rewritten."""
+
+    def loss(w, ref):
+        def body(c, _):
+            return rule(jnp.tanh(c @ w), ref), None
+
+        out = body(w, None)[0] if within == "call" else lax.scan(body, w, None, 2)[0]
+        return jnp.sum(jnp.sin(out))
+
+    def run(function):
+        ref = jax.new_ref(jnp.float32(3))
+        return around(jax.grad(function))(X / 4, ref), ref[...]
+
+    expected = run(loss)
+    for dtype, rtol in ((jnp.float32, 1e-6), (jnp.float16, 2e-2)):
+        found = run(amp(loss, compute_dtype=dtype))
+        jax.tree.map(
+            lambda *xs, r=rtol: np.testing.assert_allclose(*xs, r), found, expected
+        )
+
+
 @pytest.mark.parametrize("rule", ["vjp", "jvp"])
 def test_rules_leak_no_tracers(rule):
     """The rebuilt rule keeps nothing of the loop that it was made in."""
