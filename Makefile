@@ -15,6 +15,7 @@ BENCH_PYTHON ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+EXAMPLES_READY := $(VENV)/.ready-examples
 RUN_READY := $(VENV)/.ready-test
 DEV_READY := $(VENV)/.ready-dev
 DOCS_READY := $(VENV)/.ready-docs
@@ -30,7 +31,7 @@ export JAX_PLATFORMS ?= cpu
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(RUN_READY) ## Trains on real data in float16, is killed, resumes; prints a table.
+demo: $(EXAMPLES_READY) ## Trains on real data in float16, is killed, resumes; prints a table.
 	$(BIN)/python -m examples.digits.demo
 
 test: $(RUN_READY) ## The test suite, doctests included, without its slow part.
@@ -64,8 +65,9 @@ doctest: $(RUN_READY) ## Only the examples in docstrings.
 layering: $(RUN_READY) ## Only the one-way imports.
 	$(BIN)/python -m pytest tests/test_layering.py
 
-docs: $(DOCS_READY) ## The documentation as a site in docs/_build; warnings are errors.
-	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build
+docs: $(DOCS_READY) ## The documentation as a site; warnings are errors.
+	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and plots.
 	$(BENCH)/bin/python -m benchmarks tpu $(BENCH_ARGS)
@@ -105,16 +107,11 @@ $(VENV)/.made:
 	echo "  python3.11). Install one, or name it: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
 	exit 1
 
-$(RUN_READY): pyproject.toml | $(VENV)/.made
-	$(PIP) install --quiet --editable '.[test]'
-	@touch $@
-
-$(DEV_READY): pyproject.toml | $(RUN_READY)
-	$(PIP) install --quiet --editable '.[dev]'
-	@touch $@
-
-$(DOCS_READY): pyproject.toml | $(VENV)/.made
-	$(PIP) install --quiet --editable '.[docs]'
+# Each is named after an extra of pyproject.toml. `make -j` installs one at a time.
+$(DEV_READY): | $(RUN_READY)
+$(EXAMPLES_READY) $(RUN_READY) $(DEV_READY) $(DOCS_READY): pyproject.toml | $(VENV)/.made
+	@echo "installing flax_amp[$(patsubst .ready-%,%,$(@F))] into $(VENV); it may take minutes"
+	@$(PIP) install --quiet --editable '.[$(patsubst .ready-%,%,$(@F))]'
 	@touch $@
 
 $(BENCH)/.made $(BENCH_GPU)/.made:

@@ -21,7 +21,7 @@ extensions = [
 ]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".rst": "restructuredtext"}
 nb_execution_mode = "off"
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
 
 # Pages that stand beside the code are a part of the site: copies, in the folders that
 # they have in the repository, so that the links between them hold.

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import jax
 
+import flax_amp
 from flax_amp.checkpoint._command import add_checkpoint
 from flax_amp.debug._command import add_explain, add_measure
 from flax_amp.metrics._command import add_plot
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    version = f"flax_amp {flax_amp.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     # A run may hold the accelerator at the same time.
     parser.set_defaults(platforms="cpu")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import flax_amp
+from flax_amp import __main__
 
 pytestmark = pytest.mark.once
 
@@ -84,6 +85,13 @@ def test_one_version_number():
     assert flax_amp.__version__ == declared.group(1)
     cited = (ROOT / "CITATION.cff").read_text().splitlines()
     assert f"version: {flax_amp.__version__}" in cited
+
+
+def test_the_command_prints_the_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        __main__.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"flax_amp {flax_amp.__version__}\n"
 
 
 def test_public_names_are_in_the_readme_or_the_changelog():

@@ -123,8 +123,9 @@ def check(page, name):
     ],
     ids=lambda path: path.stem,
 )
-def test_recipe(path):
+def test_recipe(path, tmp_path, monkeypatch):
     """Both programs agree, and so do the losses that the index prints."""
+    monkeypatch.chdir(tmp_path)  # one saves to "run"
     page = path.read_text()
     missing = check(page, path.name)
     _, new = programs(page)

@@ -82,12 +82,18 @@ def differences(
     return lines
 
 
-def check_state(state: Any, name: str) -> None:
-    """Raises a TypeError if a value is no `AmpTrainState`."""
+def check_state(state: Any, name: str, otherwise: str = "") -> None:
+    """Raises a TypeError if a value is no `AmpTrainState`.
+
+    Args:
+      state: the value.
+      name: what the message calls it.
+      otherwise: a sentence to end the message.
+    """
     if not isinstance(state, AmpTrainState):
         raise TypeError(
             f"{name} is a {type(state).__name__}; expected an AmpTrainState. Make it "
-            "with AmpTrainState.create, as for a new run."
+            f"with AmpTrainState.create, as for a new run.{otherwise}"
         )
 
 

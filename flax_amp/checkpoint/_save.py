@@ -68,7 +68,12 @@ def save(
             f"checkpoint.save: the first argument is a {type(manager).__name__}; "
             "expected a manager. Open one with checkpoint.manager(directory)."
         )
-    check_state(state, "checkpoint.save: state")
+    check_state(
+        state,
+        "checkpoint.save: state",
+        " Save parts of a loop of your own with plain Orbax: "
+        "manager.save(step, args=orbax.checkpoint.args.StandardSave(parts)).",
+    )
     leaves = ocp.tree.to_flat_dict(state)
     problems = {path_text(path): _problem(leaf) for path, leaf in leaves.items()}
     if bad := [f"{name}: {problem}" for name, problem in problems.items() if problem]:
