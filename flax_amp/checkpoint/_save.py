@@ -14,7 +14,7 @@ from flax_amp._training.train_state import AmpTrainState
 from flax_amp.checkpoint._arrays import check_state, description_of, path_text
 from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
 from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
-from flax_amp.checkpoint._steps import record_of, whole_number
+from flax_amp.checkpoint._steps import known_steps, record_of, whole_number
 
 
 def save(
@@ -39,9 +39,9 @@ def save(
 
     Returns:
       Whether the state was saved. It is not saved between intervals, nor if its step is
-      not newer than the newest checkpoint; an older step also causes a warning. Newer
-      steps that `restore` found damaged are renamed to `<step>.damaged`, with a
-      warning.
+      not newer than the newest checkpoint; an older step also causes a warning, as does
+      an equal one that this process neither saved nor restored. Newer steps that
+      `restore` found damaged are renamed to `<step>.damaged`, with a warning.
 
     Raises:
       TypeError: if an argument or the step of the state has a wrong type.
@@ -100,11 +100,9 @@ def _save(
         ours.make_room(step, force)
     newest = manager.latest_step()
     if newest is not None and step <= newest:
-        if step < newest:
+        if problem := _why_not(step, newest, manager.directory):
             warnings.warn(
-                f"checkpoint.save: {manager.directory} holds step {newest}, newer than "
-                "the state; nothing is saved until the state has passed it. To branch "
-                "off from an older step, save into another directory.",
+                f"checkpoint.save: {manager.directory} holds step {newest}, {problem}",
                 CheckpointWarning,
                 stacklevel=3,
             )
@@ -114,6 +112,7 @@ def _save(
     if ours:
         ours.wait_until_finished()
         ours.begin()
+    known_steps(manager.directory).add(step)
     try:
         return manager.save(
             step,
@@ -128,6 +127,22 @@ def _save(
     except Exception as error:  # Orbax raises whatever its parts raise.
         failed = ours.failure(error) if ours else save_error(manager, error)
         raise failed from error
+
+
+def _why_not(step: int, newest: int, directory: Any) -> str:
+    """Returns what to tell of a state that is not saved, or the empty string."""
+    if step < newest:
+        return (
+            "newer than the state; nothing is saved until the state has passed it. To "
+            "branch off from an older step, save into another directory."
+        )
+    # A run that saves its last state again, or resumes at its end, does no harm.
+    if step in known_steps(directory):
+        return ""
+    return (
+        "which this process neither saved nor restored; it is kept, and the state is "
+        "not saved. Save a new run into another directory."
+    )
 
 
 def _step_of(state: AmpTrainState) -> int:

@@ -40,6 +40,8 @@ _LISTINGS = 10  # attempts, in case another process removes steps meanwhile
 
 # By directory: the steps that this process found damaged.
 _damaged: dict[str, set[int]] = {}
+# By directory: the steps that this process saved or restored.
+_met: dict[str, set[int]] = {}
 
 
 def finish_saving(manager: Any) -> epath.Path:
@@ -164,6 +166,7 @@ def newest_intact(
                 continue
             known_damaged(directory).update(damaged)
             known_damaged(directory).discard(step)
+            known_steps(directory).add(step)
             if damaged:
                 warnings.warn(
                     f"checkpoint: {directory}: {'; '.join(damaged.values())}. Restored "
@@ -184,6 +187,11 @@ def newest_intact(
 def known_damaged(directory: epath.Path) -> set[int]:
     """Returns the set of steps of a directory that this process found damaged."""
     return _damaged.setdefault(str(directory), set())
+
+
+def known_steps(directory: epath.Path) -> set[int]:
+    """Returns the set of steps of a directory that this process saved or restored."""
+    return _met.setdefault(str(directory), set())
 
 
 def agreed(read: Callable[[], T]) -> T:

@@ -67,6 +67,23 @@ def test_steps_are_integers(tmp_path, read):
             read(tmp_path, small(), step=step)
 
 
+def test_a_step_of_another_run_is_kept_with_a_warning(tmp_path, monkeypatch):
+    with checkpoint.manager(tmp_path) as manager:
+        assert checkpoint.save(manager, small())
+        assert not checkpoint.save(manager, small())  # silent: it was saved here
+    monkeypatch.setattr(_steps, "_met", {})  # as in another process
+    other = small().replace(params=jax.tree.map(jnp.zeros_like, small().params))
+    with checkpoint.manager(tmp_path) as manager:
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match="neither saved nor restored; it is kept"
+        ) as told:
+            assert not checkpoint.save(manager, other)
+        assert told[0].filename == __file__
+        restored = checkpoint.restore(manager, other)
+        assert not checkpoint.save(manager, restored)  # silent: it was restored
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, restored.params, small().params))
+
+
 def test_arguments_in_the_wrong_place_are_named(tmp_path):
     state = small()
     with checkpoint.manager(tmp_path) as manager:
