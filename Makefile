@@ -10,6 +10,8 @@ PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist worksteal
 FUZZ ?= 10000
 # For every command of the benchmarks: --resume, --models mlp,vit_s16, ...
 BENCH_ARGS ?=
+# For the corpus: --only transformers/Bert, ...
+CORPUS_ARGS ?=
 # Without it the newest Python wins, which gets the newest JAX.
 BENCH_PYTHON ?=
 
@@ -21,12 +23,13 @@ DEV_READY := $(VENV)/.ready-dev
 DOCS_READY := $(VENV)/.ready-docs
 BENCH := .venv-bench
 BENCH_GPU := .venv-bench-gpu
+CORPUS := .venv-corpus
 export JAX_PLATFORMS ?= cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
-.PHONY: clean bench bench-gpu-aot bench-gpu
+.PHONY: test-corpus clean bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +45,9 @@ test-slow: $(RUN_READY) ## The slow part: long tables, and examples in processes
 
 fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
 	FLAX_AMP_FUZZ=$(FUZZ) $(BIN)/python -m pytest $(PYTEST_ARGS) -rP tests/fuzz
+
+test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writes a table.
+	$(CORPUS)/bin/python -m benchmarks.corpus $(CORPUS_ARGS)
 
 check: lint types test ## Lint, types, and the test suite.
 
@@ -94,11 +100,11 @@ clean: ## Removes the environments and what the tools left.
 
 # --- the environment: made once, again when pyproject.toml changes -------------------
 
-$(VENV)/.made:
+$(VENV)/.made $(CORPUS)/.made:
 	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-	    echo "making $(VENV) with $$("$$python" --version)"; \
-	    "$$python" -m venv --clear "$(VENV)" && touch $@ && exit 0; \
+	    echo "making $(@D) with $$("$$python" --version)"; \
+	    "$$python" -m venv --clear "$(@D)" && touch $@ && exit 0; \
 	    echo "error: '$$python -m venv' failed; on Debian: apt-get install python3-venv" >&2; \
 	    exit 1; \
 	  fi; \
@@ -131,7 +137,8 @@ $(BENCH)/.made $(BENCH_GPU)/.made:
 # jax[tpu] and jax[cuda12] bring the plugin that fits their JAX.
 $(BENCH)/.ready-bench: pyproject.toml | $(BENCH)/.made
 $(BENCH_GPU)/.ready-bench-gpu: pyproject.toml | $(BENCH_GPU)/.made
-$(BENCH)/.ready-bench $(BENCH_GPU)/.ready-bench-gpu:
+$(CORPUS)/.ready-corpus: pyproject.toml | $(CORPUS)/.made
+$(BENCH)/.ready-bench $(BENCH_GPU)/.ready-bench-gpu $(CORPUS)/.ready-corpus:
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet \
 	  --editable '.[$(patsubst .ready-%,%,$(@F))]'
 	@touch $@

@@ -1,0 +1,118 @@
+"""The page of a run."""
+
+import datetime
+import importlib.metadata
+import platform
+from typing import Any
+
+from benchmarks import environment
+
+PACKAGES = """
+    jax jaxlib flax optax transformers equinox diffrax optimistix lineax jaxopt distrax
+    rlax numpyro jraph penzai e3nn-jax dm-haiku dm-pix equimo jaxkan ott-jax tinygp
+    blackjax flaxmodels
+""".split()
+
+_HEAD = (
+    "| program | twin | products low | bf16 | twin | ratio | fp16 | twin | ratio |\n"
+    "| --- | --- | --: | --: | --: | --: | --: | --: | --: |\n"
+)
+_ALL = 0.995  # a share that rounds to 1.00
+Row = dict[str, Any]
+
+
+def page(rows: dict[str, Row], seconds: float) -> str:
+    """Returns the page: counts, what is not at its best and why, every program."""
+    below = {key: why for key, row in rows.items() if (why := shortfalls(row))}
+    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    ran = [row for row in rows.values() if "share" in row]
+    hand = [row for row in ran if row["twin"] == "hand-set"]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    lines = [
+        "# Programs nobody here wrote",
+        "",
+        f"Written by `make test-corpus` on {today} in {seconds:.0f} s "
+        f"({environment.machine()}, Python {platform.python_version()}). "
+        f"Versions: {versions}.",
+        "",
+        "Each program is a loss that was written for float32. The figures are those of "
+        "its gradient: *products low* is the share of the FLOPs of matrix products in "
+        "half precision, the others are relative L2 distances to the gradient without "
+        "amp. The twin is the same model with the `dtype=` that its authors provide, "
+        "or else amp with a policy that lowers products and nothing else. A ratio "
+        "above 1 says that amp is farther from float32 than the twin.",
+        "",
+        f"{len(rows)} programs, {len(ran)} ran in both dtypes, "
+        f"{sum(bool(row['problems']) for row in rows.values())} with a problem; "
+        f"{len(hand)} have a hand-set twin. "
+        f"{len(rows) - len(below)} are at their best.",
+        "",
+        "## Not at their best",
+        "",
+        "| program | what | why |",
+        "| --- | --- | --- |",
+        *(f"| {key} | {why} | {_why(key, rows[key])} |" for key, why in below.items()),
+        "",
+        "## All programs",
+        "",
+        _HEAD + "\n".join(_line(key, row) for key, row in rows.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def shortfalls(row: Row) -> str:
+    """Returns what is below its best in a program: a problem, a share, a ratio."""
+    found = [problem.replace("|", "/") for problem in row["problems"]]
+    if row.get("share") is not None and row["share"] < _ALL:
+        found.append(f"products low {row['share']:.2f}")
+    for name in ("bf16", "fp16"):
+        ratio = _ratio(row, name)
+        if ratio is not None and ratio > 1.1:
+            found.append(f"{name} error {ratio:.2f} of its twin's")
+    return "; ".join(found)
+
+
+def _ratio(row: Row, name: str) -> float | None:
+    error, twin = row.get(f"{name}_error"), row.get(f"{name}_twin")
+    if error is None or twin is None:
+        return None
+    if error < 1e-6:  # as good as float32
+        return 1.0 if twin < 1e-6 else error / twin
+    return error / twin if twin else float("inf")
+
+
+def _line(key: str, row: Row) -> str:
+    figures = []
+    for name in ("bf16", "fp16"):
+        ratio = _ratio(row, name)
+        figures += [_number(row.get(f"{name}_error"), ".1e")]
+        figures += [_number(row.get(f"{name}_twin"), ".1e"), _number(ratio, ".2f")]
+    share = _number(row.get("share"), ".2f")
+    return f"| {' | '.join([key, row.get('twin', ''), share, *figures])} |"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _why(key: str, row: Row) -> str:
+    """Returns what explains a shortfall: what `explain` says, an experiment, a note."""
+    found = [REASONS[key]] if key in REASONS else []
+    if row.get("share") is not None and row["share"] < _ALL:
+        found += row["wide_products"]
+    for name in ("bf16", "fp16"):
+        wide, twin = row.get(f"{name}_wide"), row.get(f"{name}_twin")
+        if wide is not None and twin:
+            found.append(f"{name} {wide / twin:.2f} with arithmetic in float32")
+    return "; ".join(found).replace("|", "/")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+# Why a program is not at its best, for those that were looked at.
+REASONS: dict[str, str] = {}

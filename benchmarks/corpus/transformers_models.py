@@ -1,0 +1,277 @@
+"""The Flax models of transformers at a tiny size, with the dtype that they take."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.corpus.program import Case, Loss, Program
+
+_TEXT = dict(
+    vocab_size=99,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=64,
+    max_position_embeddings=64,
+)
+_GROUPED = _TEXT | dict(num_key_value_heads=2, head_dim=8)
+_GPT = dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+_SEQ = dict(
+    vocab_size=99,
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    max_position_embeddings=64,
+    pad_token_id=1,
+    decoder_start_token_id=2,
+)
+_T5 = dict(
+    vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+) | dict(decoder_start_token_id=0)
+_IMAGE = {k: v for k, v in _TEXT.items() if "vocab" not in k and "max" not in k} | dict(
+    image_size=32, patch_size=8
+)
+_CONV = dict(
+    embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic"
+)
+_CLIP_SIDES = dict(
+    text_config={k: v for k, v in _TEXT.items()} | dict(eos_token_id=98),
+    vision_config=_IMAGE,
+    projection_dim=32,
+)
+
+_NEW_CLIP = jnp.clip
+
+# The model without `Flax`, what differs from the configuration of its family, its kind.
+_MODELS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("AlbertModel", _TEXT | dict(embedding_size=16), "text"),
+    ("AlbertForMaskedLM", _TEXT | dict(embedding_size=16), "text"),
+    ("BertModel", _TEXT, "text"),
+    ("BertForMaskedLM", _TEXT, "text"),
+    ("BertForSequenceClassification", _TEXT, "text"),
+    ("BertForQuestionAnswering", _TEXT, "text"),
+    ("BertForCausalLM", _TEXT | dict(is_decoder=True), "text"),
+    ("BigBirdModel", _TEXT | dict(attention_type="original_full"), "text"),
+    ("BigBirdForMaskedLM", _TEXT | dict(block_size=4, num_random_blocks=1), "long"),
+    (
+        "BloomForCausalLM",
+        dict(vocab_size=99, hidden_size=32, n_layer=2, n_head=4),
+        "text",
+    ),
+    (
+        "DistilBertModel",
+        dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4),
+        "text",
+    ),
+    (
+        "DistilBertForMaskedLM",
+        dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4),
+        "text",
+    ),
+    ("ElectraModel", _TEXT | dict(embedding_size=16), "text"),
+    ("ElectraForPreTraining", _TEXT | dict(embedding_size=16), "text"),
+    ("GPT2LMHeadModel", _GPT, "text"),
+    ("GPT2Model", _GPT | dict(scale_attn_by_inverse_layer_idx=True), "text"),
+    ("GPTJForCausalLM", _GPT | dict(rotary_dim=4), "text"),
+    (
+        "GPTNeoForCausalLM",
+        dict(
+            vocab_size=99,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=4,
+            max_position_embeddings=64,
+        ),
+        "text",
+    ),
+    ("GemmaForCausalLM", _GROUPED, "text"),
+    ("LlamaForCausalLM", _GROUPED, "text"),
+    ("LlamaModel", _GROUPED, "text"),
+    ("MistralForCausalLM", _GROUPED | dict(sliding_window=4), "text"),
+    (
+        "OPTForCausalLM",
+        dict(
+            vocab_size=99,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            ffn_dim=64,
+            max_position_embeddings=64,
+            word_embed_proj_dim=32,
+        ),
+        "text",
+    ),
+    ("RoFormerForMaskedLM", _TEXT | dict(embedding_size=32), "text"),
+    ("RobertaForMaskedLM", _TEXT, "text"),
+    ("RobertaModel", _TEXT, "text"),
+    ("RobertaPreLayerNormForMaskedLM", _TEXT, "text"),
+    (
+        "XGLMForCausalLM",
+        dict(
+            vocab_size=99,
+            d_model=32,
+            num_layers=2,
+            attention_heads=4,
+            ffn_dim=64,
+            max_position_embeddings=64,
+        ),
+        "text",
+    ),
+    ("XLMRobertaForMaskedLM", _TEXT, "text"),
+    ("T5ForConditionalGeneration", _T5, "seq2seq"),
+    ("T5EncoderModel", _T5, "text"),
+    ("MT5ForConditionalGeneration", _T5, "seq2seq"),
+    ("LongT5ForConditionalGeneration", _T5 | dict(local_radius=3), "seq2seq"),
+    ("BartForConditionalGeneration", _SEQ, "seq2seq"),
+    ("BartForSequenceClassification", _SEQ | dict(eos_token_id=98), "seq2seq"),
+    ("BlenderbotForConditionalGeneration", _SEQ, "seq2seq"),
+    ("BlenderbotSmallForConditionalGeneration", _SEQ, "seq2seq"),
+    ("MBartForConditionalGeneration", _SEQ, "seq2seq"),
+    ("MarianMTModel", _SEQ, "seq2seq"),
+    ("PegasusForConditionalGeneration", _SEQ, "seq2seq"),
+    (
+        "WhisperForConditionalGeneration",
+        _SEQ
+        | dict(
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=16,
+            eos_token_id=98,
+            bos_token_id=98,
+        ),
+        "audio",
+    ),
+    (
+        "WhisperForAudioClassification",
+        _SEQ
+        | dict(
+            num_mel_bins=8,
+            max_source_positions=16,
+            max_target_positions=16,
+            eos_token_id=98,
+            bos_token_id=98,
+        ),
+        "audio",
+    ),
+    (
+        "Wav2Vec2Model",
+        _TEXT
+        | dict(
+            conv_dim=[16, 16],
+            conv_stride=[4, 2],
+            conv_kernel=[8, 3],
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            do_stable_layer_norm=True,
+            feat_extract_norm="layer",
+        ),
+        "wave",
+    ),
+    (
+        "Wav2Vec2ForCTC",
+        _TEXT
+        | dict(
+            conv_dim=[16, 16],
+            conv_stride=[4, 2],
+            conv_kernel=[8, 3],
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            do_stable_layer_norm=True,
+            feat_extract_norm="layer",
+        ),
+        "wave",
+    ),
+    ("ViTModel", _IMAGE, "image"),
+    ("ViTForImageClassification", _IMAGE, "image"),
+    ("BeitModel", _IMAGE | dict(vocab_size=99), "image"),
+    (
+        "BeitForImageClassification",
+        _IMAGE | dict(vocab_size=99, use_relative_position_bias=True),
+        "image",
+    ),
+    ("Dinov2Model", _IMAGE, "image"),
+    ("ResNetModel", _CONV, "image"),
+    ("ResNetForImageClassification", _CONV | dict(layer_type="bottleneck"), "image"),
+    ("RegNetModel", _CONV | dict(layer_type="y", groups_width=8), "image"),
+    ("CLIPModel", _CLIP_SIDES, "both"),
+    ("CLIPTextModel", _TEXT | dict(eos_token_id=98), "text"),
+    ("CLIPVisionModel", _IMAGE, "image"),
+)
+
+
+def programs() -> Iterator[Program]:
+    """Yields the models that this release of transformers has."""
+    for name, config, kind in _MODELS:
+        yield "transformers", name, functools.partial(_case, name, config, kind)
+
+
+def _case(name: str, config: dict[str, Any], kind: str) -> Case:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    jnp.clip = _clip
+    cls = getattr(transformers, f"Flax{name}")
+    settings = cls.config_class(**config)
+    inputs = _inputs(kind)
+    model = cls(settings, seed=0, _do_init=False, **_shape(kind))
+    init = jax.jit(model.init_weights, static_argnums=1)
+    params = init(jax.random.PRNGKey(0), model.input_shape)
+
+    def hand(dtype: Any) -> Loss:
+        return _loss(cls(settings, dtype=dtype, _do_init=False, **_shape(kind)))
+
+    return Case(_loss(model), params, (inputs,), hand)
+
+
+def _clip(x: Any, min: Any = None, max: Any = None, **old: Any) -> Any:
+    """`jnp.clip` with the names that T5 calls its bounds by, which are gone."""
+    return _NEW_CLIP(x, old.get("a_min", min), old.get("a_max", max))
+
+
+def _loss(model: Any) -> Loss:
+    def loss(params: Any, inputs: Any) -> Any:
+        found = model(**inputs, params=params)
+        leaves = [x for x in jax.tree.leaves(found.to_tuple()) if x.size]
+        wide = [x.astype(jnp.float32) for x in leaves]
+        return sum(jnp.mean(jnp.log1p(x**2)) for x in wide)
+
+    return loss
+
+
+def _inputs(kind: str) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, 98, (2, 48 if kind == "long" else 12))
+    image = rng.normal(size=(2, 3, 32, 32)).astype(np.float32)
+    if kind == "image":
+        return {"pixel_values": image}
+    if kind == "both":
+        return {"pixel_values": image, "input_ids": ids}
+    if kind == "seq2seq":
+        ids[:, -1] = 98  # the end
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :8]}
+    if kind == "audio":
+        features = rng.normal(size=(2, 8, 32)).astype(np.float32)
+        return {"input_features": features, "decoder_input_ids": ids[:, :8]}
+    if kind == "wave":
+        return {"input_values": rng.normal(size=(2, 400)).astype(np.float32)}
+    return {"input_ids": ids}
+
+
+def _shape(kind: str) -> dict[str, Any]:
+    """Returns the shape that a model is initialized with, where its default is big."""
+    return {
+        "audio": {"input_shape": (1, 8, 32)},
+        "wave": {"input_shape": (1, 400)},
+    }.get(kind, {})
