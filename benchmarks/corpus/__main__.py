@@ -31,7 +31,7 @@ from benchmarks.corpus.measure import measure  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the corpus.")
     parser.add_argument("--only", default="", help="part of SOURCE/NAME")
-    parser.add_argument("--out", default="benchmarks/results/corpus.md")
+    parser.add_argument("--out", help="the page; by default only if all are run")
     parser.add_argument("--cache", help="a JSON file: what stands in it is not run")
     asked = parser.parse_args()
     cache = pathlib.Path(asked.cache) if asked.cache else None
@@ -48,7 +48,9 @@ def main() -> int:
             cache.write_text(json.dumps(rows, indent=1))
         jax.clear_caches()
         gc.collect()
-    pathlib.Path(asked.out).write_text(table.page(rows, time.monotonic() - start))
+    out = asked.out or (None if asked.only else "benchmarks/results/corpus.md")
+    if out:
+        pathlib.Path(out).write_text(table.page(rows, time.monotonic() - start))
     failed = [key for key, row in rows.items() if row["problems"]]
     print(f"{len(rows)} programs, {len(failed)} with problems: {', '.join(failed)}")
     return bool(failed)

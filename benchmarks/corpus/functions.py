@@ -136,7 +136,6 @@ def _linalg() -> dict[str, Any]:
         ),
         "toeplitz": lambda h: jsp.linalg.toeplitz(h[0], h[0]),
         "block_diag": lambda h: jsp.linalg.block_diag(h, h),
-        "polar": lambda h: jsp.linalg.polar(h[:, :4]),
         "cg": lambda h: jsp.sparse.linalg.cg(_definite(h), h[0])[0],
         "gmres": lambda h: jsp.sparse.linalg.gmres(_definite(h), h[0])[0],
         "bicgstab": lambda h: jsp.sparse.linalg.bicgstab(_definite(h), h[0])[0],
@@ -182,7 +181,7 @@ def _jax_scipy() -> dict[str, Any]:
             "signal.stft": lambda h: jsp.signal.stft(h.ravel(), nperseg=32)[2],
             "signal.welch": lambda h: jsp.signal.welch(h.ravel(), nperseg=32)[1],
             "ndimage.map_coordinates": lambda h: jsp.ndimage.map_coordinates(
-                h, 8 + image(2 * jnp.tanh(h)), order=1
+                h, list(8 + image(2 * jnp.tanh(h))), order=1
             ),
             "interpolate.RegularGridInterpolator": lambda h: (
                 jsp.interpolate.RegularGridInterpolator(
@@ -305,7 +304,7 @@ def _rlax() -> dict[str, Any]:
             h, _labels(), h[:, 0], jnp.ones(16)
         ),
         "entropy_loss": lambda h: rlax.entropy_loss(h, jnp.ones(16)),
-        "qpg_loss": lambda h: rlax.qpg_loss(h, h.T),
+        "qpg_loss": lambda h: 1 + rlax.qpg_loss(h, h.T),
         "clipped_surrogate_pg_loss": lambda h: rlax.clipped_surrogate_pg_loss(
             jnp.exp(h[0] / 4), h[1], 0.2
         ),

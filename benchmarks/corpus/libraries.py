@@ -57,7 +57,7 @@ def _linen() -> dict[str, Any]:
         )
 
     def rnn(cell: Any) -> Any:
-        return lambda **set: nn.RNN(cell(16, **set)), _SEQUENCE
+        return (lambda **set: nn.RNN(cell(16, **set))), _SEQUENCE
 
     P = functools.partial
     return _lazily(
@@ -105,7 +105,7 @@ def _nnx_case(given: Any) -> Case:
         graph, params, rest = nnx.split(model, nnx.Param, ...)
 
         def loss(params: Any, x: Any) -> Any:
-            return _total(nnx.merge(graph, params, rest)(x))
+            return _total(nnx.merge(graph, params, rest, copy=True)(x))
 
         return loss, params
 
@@ -206,7 +206,7 @@ def _equinox() -> dict[str, Any]:
     return _lazily(
         _equinox_case,
         {
-            "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (8, 16)),
+            "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
             "LSTMCell": (lambda k: Scanned(e.LSTMCell(16, 8, key=k)), _SEQUENCE),
             "GRUCell": (lambda k: Scanned(e.GRUCell(16, 8, key=k)), _SEQUENCE),
             "MultiheadAttention": (
@@ -216,15 +216,17 @@ def _equinox() -> dict[str, Any]:
             "Conv2d": (lambda k: e.Conv2d(4, 8, 3, key=k), image),
             "ConvTranspose2d": (lambda k: e.ConvTranspose2d(4, 8, 3, key=k), image),
             "Conv1d": (lambda k: e.Conv1d(12, 8, 3, key=k), _SEQUENCE),
-            "LayerNorm": (norm, (8, 16)),
+            "LayerNorm": (norm, (64, 16)),
             "GroupNorm": (
                 lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.GroupNorm(2, 8)]),
                 image,
             ),
-            "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (8, 16)),
+            "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (64, 16)),
             "PReLU": (
-                lambda k: e.Sequential([e.Linear(16, 8, key=k), e.PReLU()]),
-                (8, 16),
+                lambda k: e.Sequential(
+                    [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.PReLU()(x))]
+                ),
+                (64, 16),
             ),
             "MaxPool2d": (
                 lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.MaxPool2d(2, 2)]),

@@ -133,7 +133,7 @@ _MODELS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("MT5ForConditionalGeneration", _T5, "seq2seq"),
     ("LongT5ForConditionalGeneration", _T5 | dict(local_radius=3), "seq2seq"),
     ("BartForConditionalGeneration", _SEQ, "seq2seq"),
-    ("BartForSequenceClassification", _SEQ | dict(eos_token_id=98), "seq2seq"),
+    ("BartForSequenceClassification", _SEQ | dict(eos_token_id=98), "classify"),
     ("BlenderbotForConditionalGeneration", _SEQ, "seq2seq"),
     ("BlenderbotSmallForConditionalGeneration", _SEQ, "seq2seq"),
     ("MBartForConditionalGeneration", _SEQ, "seq2seq"),
@@ -221,7 +221,7 @@ def _case(name: str, config: dict[str, Any], kind: str) -> Case:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    jnp.clip = _clip
+    jnp.clip = _clip  # type: ignore[assignment]
     cls = getattr(transformers, f"Flax{name}")
     settings = cls.config_class(**config)
     inputs = _inputs(kind)
@@ -261,6 +261,9 @@ def _inputs(kind: str) -> dict[str, Any]:
     if kind == "seq2seq":
         ids[:, -1] = 98  # the end
         return {"input_ids": ids, "decoder_input_ids": ids[:, :8]}
+    if kind == "classify":
+        ids[:, -1] = 98
+        return {"input_ids": ids}
     if kind == "audio":
         features = rng.normal(size=(2, 8, 32)).astype(np.float32)
         return {"input_features": features, "decoder_input_ids": ids[:, :8]}
@@ -271,7 +274,5 @@ def _inputs(kind: str) -> dict[str, Any]:
 
 def _shape(kind: str) -> dict[str, Any]:
     """Returns the shape that a model is initialized with, where its default is big."""
-    return {
-        "audio": {"input_shape": (1, 8, 32)},
-        "wave": {"input_shape": (1, 400)},
-    }.get(kind, {})
+    shapes: dict[str, Any] = {"audio": (1, 8, 32), "wave": (1, 400)}
+    return {"input_shape": shapes[kind]} if kind in shapes else {}
