@@ -102,7 +102,8 @@ def _nnx_case(given: Any) -> Case:
     x = _normal(*shape)
 
     def loss_of(model: Any) -> tuple[Loss, Any]:
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        parts: Any = nnx.split(model, nnx.Param, ...)
+        graph, params, rest = parts
 
         def loss(params: Any, x: Any) -> Any:
             return _total(nnx.merge(graph, params, rest, copy=True)(x))
