@@ -37,7 +37,7 @@ def measure(case: Case) -> dict[str, Any]:
     expected = _run(plain, call, 1.0)
     if not _finite(expected):
         return {"problems": ["not finite without amp"]}
-    shapes = jax.eval_shape(plain, *call, 1.0)
+    shapes = _shapes(plain, call)
     found["twin"] = "hand-set" if case.hand else "products only"
     for name, dtype in HALVES.items():
         try:
@@ -57,7 +57,7 @@ def _half(
     call = (case.params, *case.args)
     lowered = _gradient(flax_amp.amp(case.loss, compute_dtype=dtype))
     error = _error(lowered, call, expected, dtype)
-    if jax.eval_shape(lowered, *call, 1.0) != shapes:
+    if _shapes(lowered, call) != shapes:
         problems.append(f"{name}: other dtypes than without amp")
     if error is None:
         problems.append(f"{name}: gradients are not finite")
@@ -103,6 +103,11 @@ def _gradient(loss: Loss) -> Callable[..., Any]:
         return loss(params, *args).astype(jnp.float32) * scale
 
     return jax.value_and_grad(scaled, allow_int=True)
+
+
+def _shapes(gradient: Callable[..., Any], call: Any) -> Any:
+    leaves, structure = jax.tree.flatten(jax.eval_shape(gradient, *call, 1.0))
+    return structure, [(x.shape, x.dtype) for x in leaves]
 
 
 def _run(gradient: Callable[..., Any], call: Any, scale: float) -> list[np.ndarray]:
