@@ -47,6 +47,10 @@ def page(rows: dict[str, Row], seconds: float) -> str:
         f"{len(hand)} have a hand-set twin. "
         f"{len(rows) - len(below)} are at their best.",
         "",
+        "`n with arithmetic in float32` is the ratio when amp gets a policy that keeps "
+        "additions, subtractions, products, quotients and negations of arrays in "
+        "float32: near 1, their rounding is the reason.",
+        "",
         "## Not at their best",
         "",
         "| program | what | why |",
@@ -114,5 +118,23 @@ def _version(package: str) -> str:
         return "(not installed)"
 
 
+_SOFTMAX = (
+    "a softmax stores its exponentials in half: in float32, the error is the twin's"
+)
+_STREAM = "the authors' dtype= leaves the residual stream in float32, amp does not"
 # Why a program is not at its best, for those that were looked at.
-REASONS: dict[str, str] = {}
+REASONS = {
+    "jax.scipy/ndtri": "rounding a probability near 1, where the function is steep",
+    "jax.scipy/interpolate.RegularGridInterpolator": "coordinates of 8 in half",
+    "dm_pix/rgb_to_grayscale": "the sigmoid before it stays in half",
+    "optax.losses/safe_softmax_cross_entropy": (
+        "a softmax stores its exponentials in half, that of the float32 targets, too"
+    ),
+    "transformers/ViTModel": _STREAM,
+    "transformers/ViTForImageClassification": _STREAM,
+} | {
+    f"optax.losses/{name}": _SOFTMAX
+    for name in "convex_kl_divergence generalized_kl_divergence kl_divergence "
+    "multiclass_generalized_dice_loss poly_loss_cross_entropy "
+    "ranking_softmax_loss".split()
+}
