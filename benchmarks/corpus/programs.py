@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from benchmarks.corpus import functions, libraries, transformers_models
 from benchmarks.corpus.program import Program
 
-_FILES = (functions, transformers_models, libraries)
+_FILES = (functions, libraries, transformers_models)
 
 
 def all_programs() -> Iterator[Program]:

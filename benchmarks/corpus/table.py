@@ -103,7 +103,7 @@ def _why(key: str, row: Row) -> str:
     """Returns what explains a shortfall: what `explain` says, an experiment, a note."""
     found = [REASONS[key]] if key in REASONS else []
     if row.get("share") is not None and row["share"] < _ALL:
-        found += row["wide_products"]
+        found += row.get("wide_products", ())
     for name in ("bf16", "fp16"):
         wide, twin = row.get(f"{name}_wide"), row.get(f"{name}_twin")
         if wide is not None and twin:
@@ -118,9 +118,7 @@ def _version(package: str) -> str:
         return "(not installed)"
 
 
-_SOFTMAX = (
-    "a softmax stores its exponentials in half: in float32, the error is the twin's"
-)
+_SOFTMAX = "a softmax stores its exponentials in half; in float32, the ratio is 1"
 _STREAM = "the authors' dtype= leaves the residual stream in float32, amp does not"
 # Why a program is not at its best, for those that were looked at.
 REASONS = {
