@@ -120,11 +120,17 @@ def _version(package: str) -> str:
 
 _SOFTMAX = "a softmax stores its exponentials in half; in float32, the ratio is 1"
 _STREAM = "the authors' dtype= leaves the residual stream in float32, amp does not"
+_OPTIMIZER = (
+    "amp is around the optimizer here, too: its small step sizes times half gradients "
+    "leave the range of float16. In a train step, amp is around the loss only"
+)
 # Why a program is not at its best, for those that were looked at.
 REASONS = {
     "jax.scipy/ndtri": "rounding a probability near 1, where the function is steep",
     "jax.scipy/interpolate.RegularGridInterpolator": "coordinates of 8 in half",
     "dm_pix/rgb_to_grayscale": "the sigmoid before it stays in half",
+    "optax/dadapt_adamw": _OPTIMIZER,
+    "optax/simplified_ademamix": _OPTIMIZER,
     "optax.losses/safe_softmax_cross_entropy": (
         "a softmax stores its exponentials in half, that of the float32 targets, too"
     ),
