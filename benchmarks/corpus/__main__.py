@@ -36,7 +36,6 @@ def main() -> int:
     asked = parser.parse_args()
     cache = pathlib.Path(asked.cache) if asked.cache else None
     rows = json.loads(cache.read_text()) if cache and cache.exists() else {}
-    start = time.monotonic()
     made = {f"{source}/{name}": make for source, name, make in programs.all_programs()}
     for key, make in made.items():
         if asked.only not in key or key in rows:
@@ -51,7 +50,9 @@ def main() -> int:
     rows = {key: rows[key] for key in made if key in rows}
     out = asked.out or (None if asked.only else "benchmarks/results/corpus.md")
     if out:
-        pathlib.Path(out).write_text(table.page(rows, time.monotonic() - start))
+        pathlib.Path(out).write_text(
+            table.page(rows, [key for key in made if key not in rows])
+        )
     failed = [key for key, row in rows.items() if row["problems"]]
     print(f"{len(rows)} programs, {len(failed)} with problems: {', '.join(failed)}")
     return bool(failed)

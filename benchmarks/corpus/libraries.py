@@ -731,12 +731,6 @@ def _pallas() -> dict[str, Any]:
         apply.defvjp(lambda x: (apply(x), x), backward)
         return lambda w, x: apply(x @ w)
 
-    def softmax(w: Any, x: Any) -> Any:
-        from jax.experimental.pallas.ops.gpu import softmax as ops
-
-        values = jax.lax.stop_gradient(ops.softmax(x @ w, interpret=True))
-        return values * (x @ w)
-
     def case(function: Any) -> Case:
         def loss(w: Any, x: Any) -> Any:
             return _total(function(w, x))
@@ -750,7 +744,6 @@ def _pallas() -> dict[str, Any]:
             "ops.gpu.attention(causal)": functools.partial(attend, causal=True),
             "ops.gpu.layer_norm": layer_norm,
             "ops.gpu.rms_norm": rms_norm,
-            "ops.gpu.softmax": softmax,
             "pallas_call(gelu)": kernel(jax.nn.gelu),
             "pallas_call(softmax)": kernel(lambda x: jax.nn.softmax(x, -1)),
         },

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import environment
@@ -21,8 +22,13 @@ _ALL = 0.995  # a share that rounds to 1.00
 Row = dict[str, Any]
 
 
-def page(rows: dict[str, Row], seconds: float) -> str:
-    """Returns the page: counts, what is not at its best and why, every program."""
+def page(rows: dict[str, Row], left_out: Sequence[str] = ()) -> str:
+    """Returns the page: counts, what is not at its best and why, every program.
+
+    Args:
+      rows: the figures of each program.
+      left_out: the programs that were not run.
+    """
     below = {key: why for key, row in rows.items() if (why := shortfalls(row))}
     versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     ran = [row for row in rows.values() if "share" in row]
@@ -31,7 +37,7 @@ def page(rows: dict[str, Row], seconds: float) -> str:
     lines = [
         "# Programs nobody here wrote",
         "",
-        f"Written by `make test-corpus` on {today} in {seconds:.0f} s "
+        f"Written by `make test-corpus` on {today} "
         f"({environment.machine()}, Python {platform.python_version()}). "
         f"Versions: {versions}.",
         "",
@@ -51,6 +57,7 @@ def page(rows: dict[str, Row], seconds: float) -> str:
         "additions, subtractions, products, quotients and negations of arrays in "
         "float32: near 1, their rounding is the reason.",
         "",
+        *(["Not run this time: " + ", ".join(left_out) + ".", ""] if left_out else []),
         "## Not at their best",
         "",
         "| program | what | why |",

@@ -32,8 +32,9 @@ def test_a_product_that_stays_in_float32_has_a_reason():
     assert found["share"] == 0
     assert any("precision=HIGHEST" in reason for reason in found["wide_products"])
     assert table.shortfalls(found) == "products low 0.00"
-    page = table.page({"of/this": found}, 1.0)
+    page = table.page({"of/this": found}, ["of/that"])
     assert "1 programs, 1 ran in both dtypes, 0 with a problem" in page
+    assert "Not run this time: of/that." in page
     assert "| of/this | products low 0.00 | " in page
 
 
