@@ -10,7 +10,7 @@ from benchmarks import environment
 
 PACKAGES = """
     jax jaxlib flax optax transformers equinox diffrax optimistix lineax jaxopt distrax
-    rlax numpyro jraph penzai e3nn-jax dm-haiku dm-pix equimo jaxkan ott-jax tinygp
+    rlax numpyro jraph penzai e3nn-jax dm-haiku dm-pix jaxkan ott-jax tinygp
     blackjax flaxmodels
 """.split()
 
