@@ -24,7 +24,8 @@ OTHERS = LEAVES | {"float": jnp.zeros(2), "key": jax.random.key(1)}
     [
         ({}, True),
         (None, True),
-        (LEAVES | {"name": "text", "number": float("inf")}, True),
+        (LEAVES | {"name": "text", "number": 1.5}, True),
+        (LEAVES | {"number": float("inf")}, False),
         ([jnp.ones(2), jnp.array([1, jnp.nan])], False),
         ([jnp.ones(2, jnp.bfloat16) * jnp.inf], False),
         ([np.float16("inf")], False),

@@ -173,9 +173,8 @@ class _Search:
         # Training writes the first argument, or the state; the rest is data.
         arguments = [path.split("/")[0] for path in loss.paths]
         self._is_batch = [a not in (arguments[0], "state") for a in arguments]
-        sizes = Counter(
-            x.shape[0] for x in _tree.pick(loss.arrays, self._is_batch) if x.ndim
-        )
+        in_last = [a == arguments[-1] != arguments[0] for a in arguments]
+        sizes = Counter(x.shape[0] for x in _tree.pick(loss.arrays, in_last) if x.ndim)
         self._batch_size = sizes.most_common(1)[0][0] if sizes else None
         self._trained_shapes = {x.shape for x in _tree.pick(loss.arrays, loss.trained)}
         # The number of an argument of the program: the scale is the first.

@@ -1,5 +1,6 @@
 """One word for the precision: what steps compute in, and the scaler of a new run."""
 
+import dataclasses
 import re
 import warnings
 from typing import get_args
@@ -192,8 +193,8 @@ def test_a_restored_run_may_change_its_word(tmp_path):
 
 @pytest.mark.parametrize("word", ["fp16", "bfloat16", 16, None, jnp.float16], ids=str)
 def test_other_words_are_errors(word):
-    def replaced(make, jit):
-        state = linear_state().replace(precision=word)
+    def given_to(make, jit):
+        state = dataclasses.replace(linear_state(), precision=word)
         return lambda: make(linear_loss, jit=jit)(state, linear_batch())
 
     expected = f" is {word!r}; expected one of '16-mixed', 'bf16-mixed', '32-true': "
@@ -201,10 +202,11 @@ def test_other_words_are_errors(word):
         ("AmpTrainState.create: ", lambda: linen_state(precision=word)),
         ("AmpTrainState.create: ", lambda: nnx_state(precision=word)),
         ("make_nnx_train_step: ", lambda: make_nnx_train_step(sum, precision=word)),
-        ("train_step: state.", replaced(make_train_step, True)),
-        ("train_step: state.", replaced(make_train_step, False)),
-        ("eval_step: state.", replaced(make_eval_step, True)),
-        ("eval_step: state.", replaced(make_eval_step, False)),
+        ("AmpTrainState.replace: ", lambda: linear_state().replace(precision=word)),
+        ("train_step: state.", given_to(make_train_step, True)),
+        ("train_step: state.", given_to(make_train_step, False)),
+        ("eval_step: state.", given_to(make_eval_step, True)),
+        ("eval_step: state.", given_to(make_eval_step, False)),
     ]:
         raised(call, ValueError, f"^{re.escape(name + 'precision' + expected)}")
 
