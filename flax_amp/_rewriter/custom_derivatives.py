@@ -220,6 +220,10 @@ class CustomRule(SingleBodyRule):
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
     ) -> Step:
+        # A rule that takes a ref cannot be traced through `jax.jvp` or `jax.vjp`.
+        if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.invars):
+            outs = like(out_avals(eqn), FULL)
+            return Step(Mode.FULL, outs, Reason("its rule takes a ref"), use=Use.FULL)
         step = super().paint(painter, eqn, ins, uses, context)
         context = context.inside(BodyKind.OPAQUE)
         return dataclasses.replace(step, detail=(step.detail, context))
@@ -321,15 +325,6 @@ def _emit_jvp(call: CustomCall, primals: Arrays, tangents: Arrays) -> Any:
 
 class CustomVjp(CustomRule):
     """The user's forward and backward functions are rewritten and attached again."""
-
-    def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
-    ) -> Step:
-        # A rule that reads or writes a ref cannot be traced through `jax.vjp`.
-        if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.invars):
-            outs = like(out_avals(eqn), FULL)
-            return Step(Mode.FULL, outs, Reason("its rule takes a ref"), use=Use.FULL)
-        return super().paint(painter, eqn, ins, uses, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)

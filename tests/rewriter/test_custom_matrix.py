@@ -367,7 +367,11 @@ scaled = jax.custom_vjp(lambda x, ref: x * ref[...])
 scaled.defvjp(lambda x, ref: (x * ref[...], ref[...]), lambda s, ct: (ct * s, None))
 
 
-@pytest.mark.parametrize("rule", [tapped, scaled], ids=["writes", "reads"])
+scaled_jvp = jax.custom_jvp(lambda x, ref: x * ref[...])
+scaled_jvp.defjvp(lambda xs, ts: (xs[0] * xs[1][...], ts[0] * xs[1][...]))
+
+
+@pytest.mark.parametrize("rule", [tapped, scaled, scaled_jvp], ids="w r jvp".split())
 @pytest.mark.parametrize("within", ["call", "scan"])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_rule_may_take_a_ref(rule, within, around):

@@ -216,6 +216,18 @@ def test_integers_that_a_jit_casts_are_constants(fn, paint):
     assert plan.outs[0].paint is paint
 
 
+def test_calls_of_one_jit_have_numbers_of_their_own():
+    """The two calls share one jaxpr, of which 3 is exact and 100000 is out of range."""
+    divide = jax.jit(lambda h, n: h / n)
+
+    def both(w, x):
+        h = low(w, x)
+        return divide(h, 3), divide(h, 100_000), divide(h, 3)
+
+    outs = plan_of(both, W, X).outs
+    assert [value.paint for value in outs] == [Paint.LOW, Paint.FULL, Paint.LOW]
+
+
 def as_bfloat16(w, x, **options):
     return jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), **options)
 
