@@ -39,6 +39,8 @@ class Value(NamedTuple):
         statistic was applied (`x - mean`), and may return to the compute dtype.
       loop_state: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. It stays `FULL` within the loop, whatever it is combined with.
+      of_data: of a `FULL` value: it is a function of low-precision data, element by
+        element, as the square in a Huber loss is: no statistic of it.
       bits: of a `LEAF` value: the bytes of the number that all its elements have, if
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       is_maximum: it is the maximum of something.
@@ -50,6 +52,7 @@ class Value(NamedTuple):
     paint: Paint
     statistic_applied: bool = False
     loop_state: bool = False
+    of_data: bool = False
     bits: bytes | None = None
     is_maximum: bool = False
     maximum_subtracted: bool = False
@@ -67,7 +70,7 @@ class Value(NamedTuple):
 
     def without_constant(self) -> "Value":
         """Returns the value without what is known of that very array."""
-        return self._replace(bits=None, read_once=False)
+        return self._replace(bits=None, read_once=False, of_data=False)
 
     def after_loop(self) -> "Value":
         """Returns the value as it leaves a loop, where it is no loop state any more."""

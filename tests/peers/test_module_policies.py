@@ -189,9 +189,6 @@ def test_flux_statistics_and_embeddings():
     assert painted(embed.apply, table, jnp.arange(2)) == ["flax_amp_lookup:32"]
 
 
-# What the error of huber is added to is its own square, a full-precision value that is
-# applied to it, as in a gelu: the error itself stays half, and targets are cast down.
-HALF_ERROR = ("huber",)
 LOSSES = {
     "cross entropy": lambda y: optax.softmax_cross_entropy_with_integer_labels(
         y, jnp.zeros(y.shape[:-1], int)
@@ -211,7 +208,7 @@ def test_flux_losses(name):
     fn = lambda x, w: LOSSES[name](x @ w).mean()  # noqa: E731
     found = painted(fn, ROWS, WEIGHT, compute_dtype=dtype)
     assert found.count("dot_general:16") == 1
-    in_full = only(found, *IN_FULL, *(() if name in HALF_ERROR else ("sub",)))
+    in_full = only(found, *IN_FULL, "sub")
     assert in_full and all(entry.endswith(":32") for entry in in_full)
 
 
