@@ -130,6 +130,8 @@ ROUNDED = {"softmax": attend(jax.nn.softmax), "softmax by hand": attend(by_hand)
 EXPONENTIALS = ROUNDED | {
     # Nothing says that these lie between 0 and 1, or that they are read rounded.
     "unnormalized": attend(lambda x: normalized(jnp.exp(x))),
+    # Logits that are leaves have all their digits.
+    "of leaves": lambda w, x: jax.nn.softmax(x) @ w,
     "log_softmax": attend(jax.nn.log_softmax),
     "logsumexp": lambda w, x: jax.nn.logsumexp(x @ w, -1),
     "cross entropy": lambda w, x: -jax.nn.log_softmax(x @ w)[..., 0].mean(),
