@@ -228,6 +228,9 @@ def check(program, transform, dtype, options, extra=""):
       dtype: the compute dtype.
       options: those of `amp`.
       extra: a further check, of those that take more time.
+
+    Returns:
+      The names of the primitives in it.
     """
     if transform in _FORWARD_MODE:
         options = options | {"reduce_dtype": None}  # it has no forward mode
@@ -238,6 +241,7 @@ def check(program, transform, dtype, options, extra=""):
         check_half(case, dtype, options, twice=extra == "twice")
     if extra in _EXTRA_CHECKS:
         _EXTRA_CHECKS[extra](case, options | {"compute_dtype": dtype})
+    return {eqn.primitive.name for eqn, _ in _equations(case.plain)}
 
 
 def made(program, transform):
