@@ -393,7 +393,14 @@ def check_merged(case, options):
 
 
 def check_leaks(case, options):
-    """No tracer outlives its trace."""
+    """No tracer outlives its trace that does not outlive it without `amp`, too."""
+    try:
+        with jax.checking_leaks():
+            case.trace(case.function)
+    except Exception as error:
+        # The rules of custom derivatives hold the tracers of a checkpoint around them.
+        assert "Leaked trace" in str(error)
+        return
     with jax.checking_leaks():
         case.trace(amp(case.function, **options))
 

@@ -80,11 +80,16 @@ FOUND = {
         (In("while", (Op("abs"),), 1),),
         "vmap",
     ),
+    "a custom gradient in a checkpoint, which leaks tracers without amp": (
+        (In("checkpoint", (In("custom_gradient", (Op("abs"),), 1),)),),
+        "grad",
+        "leaks",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_failed_once(name):
-    program, transform = FOUND[name]
+    program, transform, *extra = FOUND[name]
     for dtype in DTYPES:
-        check(program, transform, dtype, DEFAULTS)
+        check(program, transform, dtype, DEFAULTS, *extra)
