@@ -105,6 +105,32 @@ def test_a_rule_may_close_over_a_large_object():
     np.testing.assert_array_equal(grad, jax.grad(f)(*args))
 
 
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
+def test_a_rule_may_close_over_a_number(kind, number):
+    """Such a number is a tracer without a variable. It died with its trace."""
+
+    def f(x):
+        factor = number(3)
+        rule = getattr(jax, kind)(lambda x: x @ x)
+        if kind == "custom_vjp":
+            rule.defvjp(lambda x: (x @ x * factor, x), lambda x, ct: (ct @ x * factor,))
+        else:
+            rule.defjvp(lambda p, t: (p[0] @ p[0], t[0] @ p[0] * factor))
+        return rule(x).sum()
+
+    x = jnp.ones((2, 2))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        grad = jax.grad(amp(f, compute_dtype=dtype))
+        assert not any(
+            isinstance(const, jax.core.Tracer)
+            for const in jax.make_jaxpr(grad)(x).consts
+        )
+        again = jax.jit(grad)
+        for _ in range(2):  # the second call takes another way
+            np.testing.assert_array_equal(again(x), jax.grad(f)(x))
+
+
 def test_an_error_of_a_rule_is_its_own():
     def fails(x):
         raise ValueError("mine")
