@@ -209,7 +209,7 @@ class Painter:
         forward = self._forward(jaxpr, known, {}, context)
         uses = self._backward(jaxpr, forward, out_uses, context)
         if any(
-            use.wants_full(has_leaf=True) or use.is_measured_and_read
+            use.wants_full(has_float32=True) or use.is_measured_and_read
             for use in uses.values()
         ):
             forward = self._forward(jaxpr, known, uses, context)
@@ -267,7 +267,7 @@ class Painter:
         ):
             results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
             if step.mode is Mode.RULE:
-                if any(use.wants_full(has_leaf=True) for use in results):
+                if any(use.wants_full(has_float32=True) for use in results):
                     # The first forward pass painted the inside for low readers. For
                     # others it reads its operands otherwise.
                     step = self._paint(eqn, ins, results, context)
@@ -419,7 +419,8 @@ class Painter:
             # otherwise make the largest array of a transformer a float32 one.
             reason = Reason("chooses among low-precision values")
             return Step(Mode.LOW, outs, reason, use=None)
-        if _union(uses).wants_full(_has_leaf(operands)):
+        has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)
+        if _union(uses).wants_full(has_float32):
             reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")

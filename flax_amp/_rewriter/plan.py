@@ -111,11 +111,11 @@ class Use(enum.Flag):
         """
         return Use.MEASURE in self and self is not Use.MEASURE
 
-    def wants_full(self, has_leaf: bool) -> bool:
+    def wants_full(self, has_float32: bool) -> bool:
         """Whether the equation that computes the value should run in full precision.
 
         Args:
-          has_leaf: whether a float32 leaf would otherwise be cast down for it.
+          has_float32: whether a float32 operand would otherwise be cast down for it.
         """
         if self is Use.NONE or Use.LOW in self:
             return False
@@ -125,8 +125,8 @@ class Use(enum.Flag):
         if Use.MEASURE in self and Use.APPLY in self:
             return False
         # A statistic that is only applied comes from elsewhere, such as the running
-        # averages of a BatchNorm. Only a leaf would lose digits by a cast.
-        return has_leaf or self is not Use.APPLY
+        # averages of a BatchNorm. Only a float32 operand would lose digits by a cast.
+        return has_float32 or self is not Use.APPLY
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is

@@ -79,6 +79,11 @@ def moved(w, x):
     return jnp.exp(jnp.transpose(low(w, x))) + jnp.max(x.reshape(4, 3))
 
 
+def between_statistics(w, x, b):
+    h = low(w, x)
+    return jnp.sum((h * jnp.log(b) - h) * jnp.exp(b))
+
+
 def quantized(w, x):
     return jax.lax.dot_general(x, w.astype(jnp.int8), (((1,), (0,)), ((), ())))
 
@@ -121,6 +126,7 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
     "an exponential gate between products": (
         gated_between_products, dict(add=LOW, exp=FULL)
     ),
+    "between two applied statistics": (between_statistics, dict(sub=FULL, mul=FULL)),
     "read low elsewhere": (read_low_elsewhere, dict(add=LOW, exp=FULL)),
     "returning is no use": (lambda w, x, b: low(w, x) + b, dict(add=LOW)),
     "read and returned": (read_and_returned, dict(add=FULL)),
