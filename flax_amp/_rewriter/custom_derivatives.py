@@ -108,7 +108,7 @@ class CustomCall:
     plan: Plan
     context: Context
     # The planned rules, by the operands that JAX differentiates and by their types.
-    rules: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    rules: dict[Any, Any]
 
     @functools.cached_property
     def differentiable(self) -> Mask:
@@ -238,7 +238,9 @@ class CustomRule(SingleBodyRule):
         known = emitter.captured
         own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
         emitter = dataclasses.replace(emitter, captured=own)
-        return CustomCall(emitter, eqn, *step.detail)
+        # A network calls the same activation again and again.
+        rules = {} if own else emitter.shared_rules(eqn, step)
+        return CustomCall(emitter, eqn, *step.detail, rules)
 
 
 # --- forward mode --------------------------------------------------------------------
