@@ -59,8 +59,8 @@ _CHEAP = (
         bessel_i1e regularized_incomplete_beta""".split()
     )
 )
-# Cheap enough to compute again, but XLA does not: it repeats other arithmetic by itself,
-# in each fusion that reads the result.
+# Cheap enough to compute again, but XLA does not do so. Other arithmetic it repeats by
+# itself, in each fusion that reads the result.
 _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
