@@ -88,7 +88,8 @@ def test_memory_in_loops():
     p, x = weights(3, LARGE["size"]), inputs(**LARGE)
     memory_of = {m: memory(bfloat16(scanned, recompute=m), p, x) for m in MODES}
     assert memory_of["auto"] < memory_of["never"] / 2
-    assert memory_of["always"] <= memory_of["auto"]
+    # The mean behind the loop is a region, too, which stores its input.
+    assert memory_of["always"] <= memory_of["auto"] + 2 * x.size
 
     model = nn.scan(
         FlaxBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
