@@ -240,7 +240,8 @@ class CustomRule(SingleBodyRule):
         emitter = dataclasses.replace(emitter, captured=own)
         # A network calls the same activation again and again.
         rules = {} if own else emitter.shared_rules(eqn, step)
-        return CustomCall(emitter, eqn, *step.detail, rules)
+        plan, context = step.detail
+        return CustomCall(emitter, eqn, plan, context, rules)
 
 
 # --- forward mode --------------------------------------------------------------------
