@@ -9,7 +9,7 @@ import pathlib
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.faults.process import Process
@@ -71,9 +71,11 @@ class Run:
         self._steps = folder / "steps"
         (folder / "records").mkdir(parents=True, exist_ok=True)
 
-    def processes(self, longest: int) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
+    def processes(
+        self, plans: Iterable[Plan]
+    ) -> Iterator[tuple[pathlib.Path, dict[str, Any]]]:
         """Yields the record and the note of each process after it ended."""
-        for number, plan in enumerate(plans(self._seed, longest)):
+        for number, plan in enumerate(plans):
             record = self._folder / "records" / f"{number:03}.jsonl"
             note = record.with_suffix(".note")
             if not note.exists():
@@ -87,11 +89,11 @@ class Run:
             yield record, json.loads(note.read_text())
 
     def uninterrupted(self, until: int) -> pathlib.Path:
-        """Runs the first steps once more, in one process; returns its record."""
+        """Runs the first steps once more, without a save; returns the record."""
         record = self._folder / "records" / "uninterrupted.jsonl"
         if not record.exists():
             half = record.with_suffix(".half")
-            plan = Plan(DYNAMIC, 1, 0, "done")
+            plan = Plan(DYNAMIC, devices=1, saves=0, end="done")
             self._start(plan, self._folder / "uninterrupted", half, until).hear_all()
             half.rename(record)
         return record
@@ -129,6 +131,7 @@ class Run:
             "until": until,
             "horizon": self._horizon,
             "save_every": self._save_every,
+            "saves": plan.saves > 0 or plan.end != "done",
         }
         return Process(
             "benchmarks.soak.worker",

@@ -44,11 +44,12 @@ _MODEL = Net()
 
 def loss_fn(params: Any, batch: Any, *, state: Any, rngs: Any) -> Any:
     """The loss as a user writes it, in float32."""
-    loss, (plain, updates) = _losses({"params": params, **state.variables}, batch, rngs)
+    loss, (plain, updates) = losses({"params": params, **state.variables}, batch, rngs)
     return loss, {"variables": updates, "plain_loss": plain}
 
 
-def _losses(variables: Any, batch: Any, rngs: Any) -> Any:
+def losses(variables: Any, batch: Any, rngs: Any) -> Any:
+    """Returns the weighted loss, the plain one, and the updated statistics."""
     logits, updates = _MODEL.apply(
         variables, batch["x"], mutable=["batch_stats"], rngs=rngs
     )
@@ -163,7 +164,7 @@ def plain_gradients(state: AmpTrainState, batch: Any) -> dict[str, Any]:
 
     def loss(params: Any, taps: Any) -> Any:
         variables = {"params": params, "perturbations": taps, **state.variables}
-        return _losses(variables, batch, rngs)
+        return losses(variables, batch, rngs)
 
     result, grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
         state.params, taps

@@ -3,7 +3,8 @@
 Usage: python -m benchmarks.soak.worker DIRECTORY RECORD SETTINGS
 
 It writes a line of JSON for each restore, step and save into RECORD, as soon as there
-is one, and says on its standard output what it saves.
+is one, and says on its standard output what it saves. With `"saves": false` in SETTINGS
+it records what it would save, and saves nothing.
 """
 
 import json
@@ -98,9 +99,10 @@ class Worker:
             arrays=len(jax.live_arrays()),
         )
         say(saving=step)
-        checkpoint.save(manager, state)
+        if self._settings["saves"]:
+            checkpoint.save(manager, state)
 
-    def _hear(self, event: str, _: float, **more: Any) -> None:
+    def _hear(self, event: str, duration_secs: float, **more: Any) -> None:
         if event == _COMPILED:
             self._compiled[str(more.get("fun_name"))] += 1
 
