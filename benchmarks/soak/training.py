@@ -66,8 +66,9 @@ def init(seed: int) -> tuple[Any, Any]:
 
 def optimizer(horizon: int) -> optax.GradientTransformation:
     """Returns adamw with a schedule that falls over so many steps."""
+    warmup = min(200, horizon // 10)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, 2e-3, 200, horizon, end_value=2e-4
+        0.0, 2e-3, warmup, horizon, end_value=2e-4
     )
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 

@@ -103,7 +103,9 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
-    assert {*SECTIONS, *"casts faults optim save report".split()} == {*cli.COMMANDS}
+    assert {*SECTIONS, *"casts faults optim save soak report".split()} == {
+        *cli.COMMANDS
+    }
 
 
 class TestCasts:
