@@ -12,22 +12,24 @@ import numpy as np
 from benchmarks.soak import stream
 from benchmarks.soak.rule import DYNAMIC, FIRST, Rule
 
-# The largest float16, and by which factor the gradients of float32 may lie from those
-# that are rounded: within it, nothing is said of the flag. Where rounding moves an
-# element across the edge of a relu, the largest gradient differs by a sixth.
-_LARGEST, _BAND = 65504.0, 1.3
+# The largest float16, and by which factor the largest of the float32 gradients may lie
+# from that of the step: within it, nothing is said of the flag. Rounding moves it by up
+# to a seventh, where an element crosses the edge of a relu. And the step does not
+# compute the gradient before the first layer, which may be the largest.
+_LARGEST, _BAND = 65504.0, 1.5
 # Of fewer saves no slope is taken: a process still grows at first.
 _MARKS = 60
-# MB for each 1,000 steps without saves, and more for each save: Orbax grows.
-_OF_STEPS, _OF_SAVE = 0.2, 0.25
+# MB for each 1,000 steps without saves, and for each save with the steps before it:
+# plain Orbax grows by 0.05 to 0.1 MB, and more as long as a process is young.
+_OF_STEPS, _OF_SAVE = 0.2, 0.4
 _SHOWN = 5  # problems of each check that are kept in full
 
 CHECKS = {
     "scale": "scale, count and resets are those of the reference model, at every step",
     "bounds": "the scale is within its limits, at every step",
     "bad batches": "every batch with a NaN or an inf is skipped, and its loss is not "
-    "finite; one with 1e30 is skipped in bfloat16 and float32, which skip nothing "
-    "else, and has a finite loss in float16, which saturates it",
+    "finite; one with 1e30, which float16 saturates, is skipped in bfloat16 and "
+    "float32; those skip nothing else, and float16 no other batch for its loss",
     "overflows": "float16 skips a step if the scale times the largest of the float32 "
     f"gradients is above 65504 by a factor of {_BAND}, and does not if it is below by "
     "that factor, at every tenth step",
@@ -41,7 +43,7 @@ CHECKS = {
     "nothing",
     "memory": "each process has the same number of live arrays at every save; resident "
     f"memory grows by less than {_OF_STEPS} MB in 1,000 steps without saves, and by "
-    f"less than {_OF_SAVE} MB more with each save",
+    f"less than {_OF_SAVE} MB with each save",
     "restarts": "each restart goes on from the newest complete step; no step that was "
     "complete is lost; the state has the bits that were saved; a warning if and only "
     "if the kind of the scaler changed",
@@ -58,7 +60,8 @@ class History:
       kinds: precision and devices of each step.
       counts: what happened how often.
       problems: by the name of a check, the first of what disagrees.
-      slopes, slope_without_saves: how many MB each long process grew in 1,000 steps.
+      of_saves: how many MB each long process grew with each save.
+      of_steps: how many MB a process grew in 1,000 steps without a save.
       scales: all scales of float16.
     """
 
@@ -76,8 +79,8 @@ class History:
         self._first = True
         self.counts: Counter[str] = Counter()
         self.problems: defaultdict[str, list[str]] = defaultdict(list)
-        self.slopes: list[float] = []
-        self.slope_without_saves = 0.0
+        self.of_saves: list[float] = []
+        self.of_steps = 0.0
         self.scales: set[float] = set()
 
     @property
@@ -186,8 +189,8 @@ class History:
         dynamic = self._kind[0] == DYNAMIC
         if wrong.bad in ("NaN", "inf"):
             right = not (finite or math.isfinite(loss))
-        elif dynamic:  # the flag of which `overflows` checks
-            right = math.isfinite(loss)
+        elif dynamic:  # its flag is a matter of the scale, see `overflows`
+            right = math.isfinite(loss) or (bool(wrong.bad) and not finite)
         else:
             right = finite == (not wrong.bad)
         self.check("bad batches", right, where)
@@ -246,14 +249,14 @@ class History:
         same = len({*arrays}) == 1
         self.check("memory", same, f"{where}: arrays {sorted({*arrays})}")
         if len(marks) >= _MARKS:
-            slope = _slope(marks)
-            limit = _OF_STEPS
+            growth, limit = _growth(marks), _OF_STEPS
             if saves:
-                limit += _OF_SAVE * 1000 / (marks[1]["saved"] - marks[0]["saved"])
-                self.slopes.append(slope)
+                growth *= (marks[2]["saved"] - marks[1]["saved"]) / 1000
+                limit = _OF_SAVE
+                self.of_saves.append(growth)
             else:
-                self.slope_without_saves = slope
-            self.check("memory", slope < limit, f"{where}: {slope:.2f} MB in 1,000")
+                self.of_steps = growth
+            self.check("memory", growth < limit, f"{where}: {growth:.2f} MB")
 
     def compare(self, record: pathlib.Path) -> int:
         """Compares the first steps with those of a process that nothing interrupted.
@@ -273,7 +276,7 @@ class History:
         return compared
 
 
-def _slope(marks: list[dict[str, Any]]) -> float:
+def _growth(marks: list[dict[str, Any]]) -> float:
     """Returns by how many MB a process grew in 1,000 steps, after its first third."""
     late = marks[len(marks) // 3 :]
     steps = [mark["saved"] / 1000 for mark in late]

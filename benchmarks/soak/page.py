@@ -119,17 +119,14 @@ def _verdict(problems: int) -> str:
 
 
 def _memory(history: History) -> str:
-    text = (
-        "Resident memory in 1,000 steps without saves: "
-        f"{history.slope_without_saves:+.2f} MB."
-    )
-    if history.slopes:
-        low, high = min(history.slopes), max(history.slopes)
+    text = f"Resident memory grew by {history.of_steps:.2f} MB in 1,000 steps without "
+    text += "saves"
+    if grown := history.of_saves:
         text += (
-            f" With a save every 50 steps, in the {len(history.slopes)} longest "
-            f"processes: {low:+.1f} to {high:+.1f} MB. "
+            f", and by {min(grown):.2f} to {max(grown):.2f} MB with each save, in the "
+            f"{len(grown)} processes of the most saves"
         )
-    return text
+    return f"{text}."
 
 
 def _curves(curves: curve.Curves) -> str:

@@ -1,4 +1,4 @@
-"""The soak: its model of the scale, the checks that must be able to fail, a short run."""
+"""The soak: its model of the scale, checks that must be able to fail, a short run."""
 
 import json
 
