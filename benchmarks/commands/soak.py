@@ -48,8 +48,7 @@ def run(asked: Request, steps: int, seed: int, work: str) -> None:
         if history.half >= steps and history.counts["processes"] >= ALIKE:
             break
     compared = history.compare(trained.uninterrupted(_WITHOUT_SAVES * save_every))
-    losses = curve.float32_losses(len(history.rows), steps, folder / "float32.npy")
-    curves = curve.compare(history, seed, losses)
+    curves = curve.curves(history, seed, steps, folder)
     asked.folder.mkdir(parents=True, exist_ok=True)
     figure = page.draw(history, curves, asked.folder / "soak.png")
     path = asked.folder / "soak.md"

@@ -64,12 +64,19 @@ def clean_batch(seed: int, number: int) -> dict[str, np.ndarray]:
     return {"x": x, "y": y, "weight": np.ones(EXAMPLES, np.float32)}
 
 
-def batch(seed: int, number: int) -> dict[str, np.ndarray]:
-    """Returns a batch with its fault. One of its examples has the bad value."""
-    found, wrong = clean_batch(seed, number), fault(seed, number)
+def batch(seed: int, number: int, faults: int | None = None) -> dict[str, np.ndarray]:
+    """Returns a batch with its fault. One of its examples has the bad value.
+
+    Args:
+      seed: of the run.
+      number: that of the batch.
+      faults: the seed of another run, to have its faults.
+    """
+    faults = seed if faults is None else faults
+    found, wrong = clean_batch(seed, number), fault(faults, number)
     found["weight"] *= np.float32(wrong.weight)
     if wrong.bad:
-        chance = np.random.default_rng((seed, _FAULT, number, 1))
+        chance = np.random.default_rng((faults, _FAULT, number, 1))
         at = int(chance.integers(EXAMPLES)), int(chance.integers(FEATURES))
         found["x"][at] = _BAD[wrong.bad]
     return found
