@@ -1,12 +1,15 @@
 """The loss of float32 runs, and whether the run's is among theirs.
 
-They are trained by JAX and optax alone. Five of them have no faults. Five others have
-the faults of the run and skip the batches that it skipped: what a run loses by its
-faults, it loses in every precision.
+They are trained by JAX and optax alone, have the faults of the run and skip the batches
+that it skipped: what a run loses by its faults, it loses in every precision. Five are
+its twins: they have its seed, hence its batches, its dropout and its first parameters,
+but for four of them each parameter is moved by less than a rounding to float16. How far
+these part is what rounding does by itself. Five others have other seeds: first
+parameters alone move the loss by more than rounding does, so the run is not compared
+with them, they only show how much a seed is worth.
 """
 
 import pathlib
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,36 +21,37 @@ from benchmarks.soak import stream
 from benchmarks.soak.history import History
 from benchmarks.soak.training import init, losses, optimizer
 
-SEEDS = (1, 2, 3, 4, 5)
+TWINS = OTHERS = 5
 WINDOW = 500  # updates whose mean loss is one point of a curve
 _AT_ONCE = 500  # steps of one compiled loop
 _NEAR = 4  # windows on each side that share their estimate of the scatter
 _FAR = 3.0  # standard deviations
 _SHARE = 0.02  # of the windows may lie further away
 _LARGEST = 65504.0  # what float16 makes of 1e30
+_ROUNDING = 2.0**-11  # the largest relative error of a rounding to float16
 
 
 class Curves(NamedTuple):
-    """Mean losses by window, and how far the run lies from the others.
+    """Mean losses by window, and how far the run lies from its twins.
 
     Attributes:
       run: the run.
-      others: float32 runs with its faults.
-      clean: float32 runs without faults.
+      twins: float32 runs with its seed and faults.
+      others: float32 runs with other seeds and its faults.
       far: the share of windows in which the run lies further than three standard
-        deviations from the mean of `others`.
-      each_far: the same for each of `others`, from the other ones.
+        deviations from the mean of `twins`.
+      each_far: the same for each of `twins`, from the other ones.
     """
 
     run: np.ndarray
+    twins: np.ndarray
     others: np.ndarray
-    clean: np.ndarray
     far: float
     each_far: list[float]
 
     @property
     def inside(self) -> bool:
-        low, high = final(self.others).min(), final(self.others).max()
+        low, high = final(self.twins).min(), final(self.twins).max()
         room = (high - low) / 2  # of six runs, one of three is the first or the last
         within = low - room <= final(self.run) <= high + room
         return bool(within) and self.far <= max(_SHARE, *self.each_far)
@@ -55,39 +59,28 @@ class Curves(NamedTuple):
 
 def curves(history: History, seed: int, horizon: int, folder: pathlib.Path) -> Curves:
     """Trains the float32 runs, unless a folder has them, and compares."""
-    steps = len(history.rows)
     done = np.array([row["metrics"]["grads_finite"] for row in history.rows])
-    clean = _kept(
-        folder / "float32.npy",
-        steps,
-        lambda: _train(stream.clean_batch, np.ones(steps, bool), horizon),
-    )
-    others = _kept(
-        folder / "float32_faults.npy",
-        steps,
-        lambda: _train(lambda s, n: stream.batch(s, n, faults=seed), done, horizon),
-    )
-    return compare(history, seed, others, clean)
+    path = folder / "float32.npy"
+    if not path.exists() or np.load(path).shape[1] < len(done):
+        np.save(path, _train(seed, done, horizon))
+    return compare(history, seed, np.load(path))
 
 
-def _kept(path: pathlib.Path, steps: int, train: Callable[[], Any]) -> np.ndarray:
-    if not path.exists() or np.load(path).shape[1] < steps:
-        np.save(path, train())
-    return np.load(path)
-
-
-def _train(batch: Any, done: np.ndarray, horizon: int) -> np.ndarray:
-    """Trains all seeds; returns a loss for each of them and each step.
+def _train(seed: int, done: np.ndarray, horizon: int) -> np.ndarray:
+    """Trains the twins, then the others; returns a loss for each and each step.
 
     Args:
-      batch: the batch of a seed and a number.
-      done: for each step, whether it is not skipped.
+      seed: of the run.
+      done: for each step, whether the run did not skip it.
       horizon: of the schedule.
     """
     tx = optimizer(horizon)
+    seeds = np.array([seed] * TWINS + [seed + 1 + i for i in range(OTHERS)])
+    moves = np.array([*range(TWINS)] + [0] * OTHERS)  # 0 is none
 
-    def first(seed: Any) -> Any:
+    def first(seed: Any, move: Any) -> Any:
         params, variables = init(seed)
+        params = _moved(params, move)
         return params, variables, tx.init(params)
 
     def step(carry: Any, found: Any) -> Any:
@@ -104,59 +97,67 @@ def _train(batch: Any, done: np.ndarray, horizon: int) -> np.ndarray:
             lambda new, old: jnp.where(done, new, old), new, carry
         ), plain
 
-    scan = jax.jit(
-        jax.vmap(
-            lambda carry, found: jax.lax.scan(step, carry, found), (0, (0, None, 0))
-        )
-    )
-    carry = jax.vmap(first)(np.array(SEEDS))
+    @jax.jit
+    def scan(carry: Any, batches: Any, done: Any, numbers: Any) -> Any:
+        def one(carry: Any, batches: Any, seed: Any) -> Any:
+            key = jax.random.key(seed + 1)  # as the run's is in training.py
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+            return jax.lax.scan(step, carry, (batches, done, keys))
+
+        return jax.vmap(one)(carry, batches, seeds)
+
+    carry = jax.vmap(first)(seeds, moves)
     each: list[np.ndarray] = []
     for start in range(0, len(done), _AT_ONCE):
-        numbers = range(start, start + _AT_ONCE)
-        keys = jax.random.split(jax.random.key(start), (len(SEEDS), _AT_ONCE))
+        numbers = np.arange(start, start + _AT_ONCE)
         skips = np.resize(done[start : start + _AT_ONCE], _AT_ONCE)
-        carry, some = scan(carry, (_stacked(batch, numbers), skips, keys))
+        carry, some = scan(carry, _batches(seeds, numbers, seed), skips, numbers)
         each.append(np.asarray(some))
     return np.concatenate(each, axis=1)[:, : len(done)]
 
 
-def _stacked(batch: Any, numbers: Sequence[int]) -> dict[str, np.ndarray]:
-    each = [[batch(seed, number) for number in numbers] for seed in SEEDS]
+def _moved(params: Any, move: Any) -> Any:
+    """Moves each parameter by less than a rounding; `move` is a seed, 0 is no move."""
+    chance = optax.tree_utils.tree_random_like(
+        jax.random.key(move), params, jax.random.uniform
+    )
+    size = _ROUNDING * (move > 0)
+    return jax.tree.map(lambda x, u: x * (1 + size * (2 * u - 1)), params, chance)
+
+
+def _batches(seeds: np.ndarray, numbers: np.ndarray, faults: int) -> dict[str, Any]:
+    """Returns batches with the faults of one seed, as float16 sees them."""
+    unique, which = np.unique(seeds, return_inverse=True)
+    each = [[stream.batch(int(s), int(n), faults) for n in numbers] for s in unique]
     found = {
-        name: np.array([[batch[name] for batch in batches] for batches in each])
+        name: np.array([[batch[name] for batch in batches] for batches in each])[which]
         for name in each[0][0]
     }
     return found | {"x": np.clip(found["x"], -_LARGEST, _LARGEST)}
 
 
-def compare(
-    history: History, seed: int, others: np.ndarray, clean: np.ndarray
-) -> Curves:
+def compare(history: History, seed: int, float32: np.ndarray) -> Curves:
     """Compares the losses of batches without faults, by the number of updates.
 
     Args:
       history: the run.
-      seed: of its faults.
-      others: a loss for each seed and batch, of runs with its faults.
-      clean: a loss for each seed and update, of runs without faults.
+      seed: of the run.
+      float32: a loss for each float32 run, twins first, and each batch.
     """
     number = len(history.rows)
     plain = [stream.fault(seed, n) == stream.Fault() for n in range(number)]
     window = np.array([row["updates"][0] for row in history.rows])[plain] // WINDOW
     loss = np.array([row["metrics"]["plain_loss"] for row in history.rows])[plain]
-    losses = np.concatenate([loss[None], others[:, :number][:, plain]])
     full = max(window.max(), 1)  # the last window may be too short
-    sums = np.array([np.bincount(window, each)[:full] for each in losses])
     counts = np.bincount(window)[:full]
     # In a window of few batches without faults, the mean is noise.
     kept = counts >= min(WINDOW // 4, counts.max())
+    losses = [loss, *float32[:, :number][:, plain]]
+    sums = np.array([np.bincount(window, each)[:full] for each in losses])
     run, *each = sums[:, kept] / counts[kept]
-    means = np.array(
-        [clean[:, i * WINDOW :][:, :WINDOW].mean(1) for i in range(full)]
-    ).T
-    alone = [_far(each[i], np.delete(each, i, 0)) for i in range(len(SEEDS))]
-    several = np.array(each)
-    return Curves(run, several, means[:, kept], _far(run, several), alone)
+    twins, others = np.array(each[:TWINS]), np.array(each[TWINS:])
+    alone = [_far(twins[i], np.delete(twins, i, 0)) for i in range(TWINS)]
+    return Curves(run, twins, others, _far(run, twins), alone)
 
 
 def _far(run: np.ndarray, others: np.ndarray) -> float:

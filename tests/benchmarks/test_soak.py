@@ -218,29 +218,36 @@ def test_memory_that_grows(tmp_path):
     assert {*history.problems} == {"memory"}
 
 
-def made_up_curves(history, others):
-    clean = np.ones((len(curve.SEEDS), len(history.rows)))
-    return curve.compare(history, SEED, others, clean)
+RUNS = curve.TWINS + curve.OTHERS
 
 
 def test_the_spread_of_the_curves():
+    """The run is compared with its twins: what runs of other seeds do is no matter."""
     steps = 20 * curve.WINDOW
-    others = np.random.default_rng(0).normal(1.0, 0.1, (len(curve.SEEDS), steps))
+    float32 = np.random.default_rng(0).normal(1.0, 0.1, (RUNS, steps))
+    float32[curve.TWINS :] = 0.9
     history = History(SEED)
     for number in range(steps):
         row = {"updates": [number + 1], "metrics": {"plain_loss": 1.0}}
         history.rows.append(row)
-    assert made_up_curves(history, others).inside
+    assert curve.compare(history, SEED, float32).inside
     for row in history.rows[5 * curve.WINDOW :]:
         row["metrics"]["plain_loss"] = 1.05
-    curves = made_up_curves(history, others)
+    curves = curve.compare(history, SEED, float32)
     assert not curves.inside and 0.7 < curves.far < 0.8
+
+
+def test_a_twin_moves_by_less_than_a_rounding():
+    params = {"kernel": np.ones((8, 64), np.float32)}
+    same, moved = [curve._moved(params, n)["kernel"] for n in (0, 1)]
+    np.testing.assert_array_equal(same, params["kernel"])
+    assert 2.0**-12 < np.max(np.abs(moved - 1)) <= 2.0**-11
 
 
 def test_the_page(tmp_path):
     history = two_processes(tmp_path, put(5, False, "leaves_finite"))
-    losses = np.random.default_rng(0).normal(size=(len(curve.SEEDS), 50))
-    curves = made_up_curves(history, losses)
+    losses = np.random.default_rng(0).normal(size=(RUNS, 50))
+    curves = curve.compare(history, SEED, losses)
     figure = page.draw(history, curves, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").exists() == ("soak.png" in figure)
     text = page.page(history, curves, 30, figure)
@@ -271,6 +278,13 @@ def test_a_short_soak(tmp_path):
     compared = history.compare(run.uninterrupted(30))
     assert compared >= 30
     assert not history.problems
+    # The first twin has the batches, the dropout and the parameters of the run.
+    metrics = [row["metrics"] for row in history.rows[:40]]
+    done = np.array([found["grads_finite"] for found in metrics])
+    twin, *_, other = curve._train(SEED, done, horizon=200)
+    loss = np.array([found["plain_loss"] for found in metrics])
+    np.testing.assert_allclose(twin, loss, rtol=5e-3)
+    assert np.abs(other - loss).max() > 0.1
     # What was recorded is followed again, without a process.
     again = History(SEED)
     for record, note in run.processes(plans):
