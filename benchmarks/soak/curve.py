@@ -1,12 +1,13 @@
 """The loss of float32 runs, and whether the run's is among theirs.
 
 They are trained by JAX and optax alone, have the faults of the run and skip the batches
-that it skipped: what a run loses by its faults, it loses in every precision. Five are
+that it skipped: what a run loses by its faults, it loses in every precision. Ten are
 its twins: they have its seed, hence its batches, its dropout and its first parameters,
-but for four of them each parameter is moved by less than a rounding to float16. How far
-these part is what rounding does by itself. Five others have other seeds: first
-parameters alone move the loss by more than rounding does, so the run is not compared
-with them, they only show how much a seed is worth.
+but for nine of them each parameter is moved by less than a rounding to float16. How far
+these part is what rounding does by itself; of five, the scatter would be too uncertain
+for a bound. Five others have other seeds: first parameters alone move the loss by more
+than rounding does, so the run is not compared with them, they only show how much a seed
+is worth.
 """
 
 import pathlib
@@ -21,7 +22,7 @@ from benchmarks.soak import stream
 from benchmarks.soak.history import History
 from benchmarks.soak.training import init, losses, optimizer
 
-TWINS = OTHERS = 5
+TWINS, OTHERS = 10, 5
 WINDOW = 500  # updates whose mean loss is one point of a curve
 _AT_ONCE = 500  # steps of one compiled loop
 _NEAR = 4  # windows on each side that share their estimate of the scatter
@@ -41,6 +42,8 @@ class Curves(NamedTuple):
       far: the share of windows in which the run lies further than three standard
         deviations from the mean of `twins`.
       each_far: the same for each of `twins`, from the other ones.
+      end: how many standard deviations the mean of the last fifth of the run lies above
+        that of `twins`.
     """
 
     run: np.ndarray
@@ -48,35 +51,41 @@ class Curves(NamedTuple):
     others: np.ndarray
     far: float
     each_far: list[float]
+    end: float
 
     @property
     def inside(self) -> bool:
-        low, high = final(self.twins).min(), final(self.twins).max()
-        room = (high - low) / 2  # of six runs, one of three is the first or the last
-        within = low - room <= final(self.run) <= high + room
-        return bool(within) and self.far <= max(_SHARE, *self.each_far)
+        return abs(self.end) <= _FAR and self.far <= max(_SHARE, *self.each_far)
 
 
 def curves(history: History, seed: int, horizon: int, folder: pathlib.Path) -> Curves:
     """Trains the float32 runs, unless a folder has them, and compares."""
     done = np.array([row["metrics"]["grads_finite"] for row in history.rows])
-    path = folder / "float32.npy"
-    if not path.exists() or np.load(path).shape[1] < len(done):
-        np.save(path, _train(seed, done, horizon))
-    return compare(history, seed, np.load(path))
+
+    def kept(name: str, seeds: np.ndarray, moves: np.ndarray) -> np.ndarray:
+        path = folder / f"{name}.npy"
+        if not path.exists() or np.load(path).shape[1] < len(done):
+            np.save(path, _train(seeds, moves, seed, done, horizon))
+        return np.load(path)
+
+    twins = kept("twins", np.full(TWINS, seed), np.arange(TWINS))
+    others = kept("others", seed + 1 + np.arange(OTHERS), np.zeros(OTHERS, int))
+    return compare(history, seed, twins, others)
 
 
-def _train(seed: int, done: np.ndarray, horizon: int) -> np.ndarray:
-    """Trains the twins, then the others; returns a loss for each and each step.
+def _train(
+    seeds: np.ndarray, moves: np.ndarray, faults: int, done: np.ndarray, horizon: int
+) -> np.ndarray:
+    """Trains runs of some seeds; returns a loss for each of them and each step.
 
     Args:
-      seed: of the run.
-      done: for each step, whether the run did not skip it.
+      seeds: of the runs.
+      moves: how the first parameters of each are moved, see `_moved`.
+      faults: the seed of the faults.
+      done: for each step, whether it is not skipped.
       horizon: of the schedule.
     """
     tx = optimizer(horizon)
-    seeds = np.array([seed] * TWINS + [seed + 1 + i for i in range(OTHERS)])
-    moves = np.array([*range(TWINS)] + [0] * OTHERS)  # 0 is none
 
     def first(seed: Any, move: Any) -> Any:
         params, variables = init(seed)
@@ -111,7 +120,7 @@ def _train(seed: int, done: np.ndarray, horizon: int) -> np.ndarray:
     for start in range(0, len(done), _AT_ONCE):
         numbers = np.arange(start, start + _AT_ONCE)
         skips = np.resize(done[start : start + _AT_ONCE], _AT_ONCE)
-        carry, some = scan(carry, _batches(seeds, numbers, seed), skips, numbers)
+        carry, some = scan(carry, _batches(seeds, numbers, faults), skips, numbers)
         each.append(np.asarray(some))
     return np.concatenate(each, axis=1)[:, : len(done)]
 
@@ -136,13 +145,15 @@ def _batches(seeds: np.ndarray, numbers: np.ndarray, faults: int) -> dict[str, A
     return found | {"x": np.clip(found["x"], -_LARGEST, _LARGEST)}
 
 
-def compare(history: History, seed: int, float32: np.ndarray) -> Curves:
+def compare(
+    history: History, seed: int, twins: np.ndarray, others: np.ndarray
+) -> Curves:
     """Compares the losses of batches without faults, by the number of updates.
 
     Args:
       history: the run.
       seed: of the run.
-      float32: a loss for each float32 run, twins first, and each batch.
+      twins, others: a loss for each float32 run and each batch.
     """
     number = len(history.rows)
     plain = [stream.fault(seed, n) == stream.Fault() for n in range(number)]
@@ -152,12 +163,15 @@ def compare(history: History, seed: int, float32: np.ndarray) -> Curves:
     counts = np.bincount(window)[:full]
     # In a window of few batches without faults, the mean is noise.
     kept = counts >= min(WINDOW // 4, counts.max())
-    losses = [loss, *float32[:, :number][:, plain]]
+    both = np.concatenate([twins, others])
+    losses = [loss, *both[:, :number][:, plain]]
     sums = np.array([np.bincount(window, each)[:full] for each in losses])
     run, *each = sums[:, kept] / counts[kept]
-    twins, others = np.array(each[:TWINS]), np.array(each[TWINS:])
-    alone = [_far(twins[i], np.delete(twins, i, 0)) for i in range(TWINS)]
-    return Curves(run, twins, others, _far(run, twins), alone)
+    means, rest = np.array(each[: len(twins)]), np.array(each[len(twins) :])
+    alone = [_far(means[i], np.delete(means, i, 0)) for i in range(len(means))]
+    ends = final(means)
+    end = (final(run) - ends.mean()) / _error(ends.std(ddof=1), len(ends))
+    return Curves(run, means, rest, _far(run, means), alone, float(end))
 
 
 def _far(run: np.ndarray, others: np.ndarray) -> float:
@@ -165,8 +179,13 @@ def _far(run: np.ndarray, others: np.ndarray) -> float:
     around = 2 * _NEAR + 1
     variance = np.pad(others.var(0, ddof=1), _NEAR, mode="edge")
     scatter = np.sqrt(np.convolve(variance, np.ones(around) / around, "valid"))
-    error = scatter * np.sqrt(1 + 1 / len(others))  # that of a mean comes on top
+    error = _error(scatter, len(others))
     return float(np.mean(np.abs(run - others.mean(0)) > _FAR * error))
+
+
+def _error(scatter: Any, count: int) -> Any:
+    """Returns the standard error of a run's distance from the mean of others."""
+    return scatter * np.sqrt(1 + 1 / count)
 
 
 def final(curve: np.ndarray) -> Any:

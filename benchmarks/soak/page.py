@@ -110,7 +110,7 @@ def _verdicts(history: History, curves: curve.Curves, compared: int) -> list[lis
         f"deviations of {curve.TWINS} float32 twins (the same seed, faults and skips, "
         "first parameters that differ by less than a rounding to float16), in 98 % of "
         "the windows or in as many as the worst of these does from the other ones; "
-        "that of the last fifth lies within their range, widened by a half on each side"
+        "that of the last fifth of the run lies within three standard deviations too"
     )
     verdict = "holds" if curves.inside else "FAILS"
     return [*rows, ["curve", text, verdict, str(len(curves.run))]]
@@ -137,7 +137,8 @@ def _curves(curves: curve.Curves) -> str:
 
     text = (
         f"Mean loss of the last fifth: {curve.final(curves.run):.4f}; of its float32 "
-        f"twins {listed(curves.twins)}. Windows further than three standard deviations "
+        f"twins {listed(curves.twins)}: the run lies {curves.end:+.1f} standard "
+        f"deviations from their mean. Windows further than three standard deviations "
         f"from the mean of the twins: {curves.far:.1%}; of each twin, from the mean of "
         f"the other ones, {min(curves.each_far):.1%} to {max(curves.each_far):.1%}."
     )
@@ -158,18 +159,22 @@ def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 5), layout="constrained")
+    figure = plt.figure(figsize=(8, 7), layout="constrained")
+    above, middle, below = figure.subplots(3, 1)
     at = (np.arange(len(curves.run)) + 0.5) * curve.WINDOW
-    bands = {"twins": (curves.twins, "#E69F00")}
-    bands["runs of other seeds"] = (curves.others, "#777777")
-    for text, (runs, colour) in bands.items():
-        label = f"{len(runs)} float32 {text}"
-        style = {"color": colour, "alpha": 0.5, "lw": 0, "label": label}
-        above.fill_between(at, runs.min(0), runs.max(0), **style)
-    above.plot(at, curves.run, color="#0072B2", lw=1, label="the run")
-    above.set(ylabel="loss", xlabel="updates")
+    bands = [("runs of other seeds", curves.others, "#BBBBBB")]
+    bands += [("twins", curves.twins, "#E69F00")]
+    mean = curves.twins.mean(0)
+    for axes, less in ((above, 0 * mean), (middle, mean)):
+        for text, runs, colour in bands:
+            label = f"{len(runs)} float32 {text}"
+            low, high = runs.min(0) - less, runs.max(0) - less
+            axes.fill_between(at, low, high, color=colour, lw=0, label=label)
+        axes.plot(at, curves.run - less, color="#0072B2", lw=0.8, label="the run")
+    above.set(ylabel="loss")
     above.set_ylim(curves.others.min() * 0.98, np.quantile(curves.run, 0.97) * 1.05)
     above.legend(frameon=False)
+    middle.set(ylabel="less the twins' mean", xlabel="updates")
     scales = np.array([row["scale"] for row in history.rows])
     words = np.array([word for word, _ in history.kinds])
     for word, name in _PRECISIONS.items():

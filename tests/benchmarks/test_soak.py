@@ -218,23 +218,20 @@ def test_memory_that_grows(tmp_path):
     assert {*history.problems} == {"memory"}
 
 
-RUNS = curve.TWINS + curve.OTHERS
-
-
 def test_the_spread_of_the_curves():
     """The run is compared with its twins: what runs of other seeds do is no matter."""
     steps = 20 * curve.WINDOW
-    float32 = np.random.default_rng(0).normal(1.0, 0.1, (RUNS, steps))
-    float32[curve.TWINS :] = 0.9
+    twins = np.random.default_rng(0).normal(1.0, 0.1, (curve.TWINS, steps))
+    others = np.full((curve.OTHERS, steps), 0.9)
     history = History(SEED)
     for number in range(steps):
         row = {"updates": [number + 1], "metrics": {"plain_loss": 1.0}}
         history.rows.append(row)
-    assert curve.compare(history, SEED, float32).inside
+    assert curve.compare(history, SEED, twins, others).inside
     for row in history.rows[5 * curve.WINDOW :]:
         row["metrics"]["plain_loss"] = 1.05
-    curves = curve.compare(history, SEED, float32)
-    assert not curves.inside and 0.7 < curves.far < 0.8
+    curves = curve.compare(history, SEED, twins, others)
+    assert not curves.inside and 0.7 < curves.far < 0.8 and curves.end > 3
 
 
 def test_a_twin_moves_by_less_than_a_rounding():
@@ -246,8 +243,8 @@ def test_a_twin_moves_by_less_than_a_rounding():
 
 def test_the_page(tmp_path):
     history = two_processes(tmp_path, put(5, False, "leaves_finite"))
-    losses = np.random.default_rng(0).normal(size=(RUNS, 50))
-    curves = curve.compare(history, SEED, losses)
+    losses = np.random.default_rng(0).normal(size=(5, 50))
+    curves = curve.compare(history, SEED, losses[:3], losses[3:])
     figure = page.draw(history, curves, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").exists() == ("soak.png" in figure)
     text = page.page(history, curves, 30, figure)
@@ -281,7 +278,8 @@ def test_a_short_soak(tmp_path):
     # The first twin has the batches, the dropout and the parameters of the run.
     metrics = [row["metrics"] for row in history.rows[:40]]
     done = np.array([found["grads_finite"] for found in metrics])
-    twin, *_, other = curve._train(SEED, done, horizon=200)
+    seeds, moves = np.array([SEED, SEED + 1]), np.zeros(2, int)
+    twin, other = curve._train(seeds, moves, SEED, done, horizon=200)
     loss = np.array([found["plain_loss"] for found in metrics])
     np.testing.assert_allclose(twin, loss, rtol=5e-3)
     assert np.abs(other - loss).max() > 0.1
