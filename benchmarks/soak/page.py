@@ -165,8 +165,8 @@ def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
     bands = [("runs of other seeds", curves.others, "#BBBBBB")]
     bands += [("twins", curves.twins, "#E69F00")]
     mean = curves.twins.mean(0)
-    for axes, less in ((above, 0 * mean), (middle, mean)):
-        for text, runs, colour in bands:
+    for axes, less, shown in ((above, 0 * mean, bands), (middle, mean, bands[1:])):
+        for text, runs, colour in shown:
             label = f"{len(runs)} float32 {text}"
             low, high = runs.min(0) - less, runs.max(0) - less
             axes.fill_between(at, low, high, color=colour, lw=0, label=label)
@@ -178,12 +178,12 @@ def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
     scales = np.array([row["scale"] for row in history.rows])
     words = np.array([word for word, _ in history.kinds])
     for word, name in _PRECISIONS.items():
-        shown = np.where(words == word, scales, np.nan)
+        seen = np.where(words == word, scales, np.nan)
         style = {"color": _COLOURS[word], "lw": 0.4 if word == DYNAMIC else 3}
-        below.plot(shown, **style, label=name)
+        below.plot(seen, **style, label=name)
     below.set(ylabel="scale", xlabel="batches")
     below.set_yscale("log", base=2)
-    below.set_ylim(2.0**-2)
+    below.set_ylim(2.0**-7)
     below.legend(frameon=False, ncols=3, loc="lower right")
     figure.savefig(path, dpi=100)
     plt.close(figure)
