@@ -1,0 +1,139 @@
+"""The page of the runs: the rule, the tasks, every run."""
+
+import statistics
+from collections.abc import Iterator
+
+from benchmarks.convergence import rule
+from benchmarks.convergence.results import Results
+from benchmarks.convergence.run import Run
+from benchmarks.convergence.task import WAYS
+from benchmarks.convergence.tasks import TASKS
+
+_INTRODUCTION = (
+    "# Where training ends",
+    "",
+    "Whole runs of eight small tasks, in float32 and in each half precision. A seed "
+    "determines the first parameters and the batches, whatever the precision. "
+    "`float32` and `hand_bf16` (the same model with `dtype=bfloat16` in every layer) "
+    "are plain Flax and optax, with nothing of flax_amp in the step but the class of "
+    "the state. `bfloat16` and `float16` are `AmpTrainState` with `make_train_step`. "
+    "In float16 the scale doubles after 50 finite steps, so that it grows too far and "
+    "steps are skipped even in a short run. The metric is always measured in float32, "
+    "on what is held out; the end of a run is the mean of its last five evaluations "
+    "of twenty.",
+    "",
+    "**The rule**: a run is *in* if its end is not worse than the mean of the float32 "
+    "ends by more than three of their standard deviations, or by more than the "
+    "resolution of the metric (one test image) if that is more. An end that is better "
+    "is in. By chance alone, one run in about forty would be out (Student's t, five "
+    "float32 seeds).",
+    "",
+    "The models are tiny and the runs short, because CPUs emulate half precision. "
+    "They say where training ends, not how long it takes.",
+    "",
+)
+
+
+def page(results: Results) -> str:
+    """Returns the page in Markdown."""
+    out = outside(results)
+    count = sum(1 for _ in _halves(results))
+    lines = [*_INTRODUCTION, *_made(results), ""]
+    verdict = f"{count} runs in half precision or set by hand; {count - len(out)} in"
+    lines += [f"**{verdict}, {len(out)} out{': ' if out else ''}{', '.join(out)}.**"]
+    lines += ["", "![The metric of each task over the steps](convergence.png)", ""]
+    lines += ["## Tasks", "", *_tasks(results), "", "## Runs", ""]
+    lines += ["Metrics of the seeds 0, 1, ... in order; **bold** is out. "]
+    lines[-1] += "With two states, both are listed: generator, discriminator."
+    lines += ["", *_runs(results)]
+    return "\n".join(lines) + "\n"
+
+
+def outside(results: Results) -> list[str]:
+    """Returns the names of the runs that are out."""
+    return [
+        f"{task} {way} {seed}"
+        for task, way, seed, run in _halves(results)
+        if not _spread(results, task).holds(rule.final(run["curve"]))
+    ]
+
+
+def told(run: Run) -> str:
+    """Returns a run in a few words."""
+    end = f"{rule.final(run['curve']):.4g}, skipped {run['skipped']}"
+    return f"{end}, scale {run['scale']}, {run['seconds']} s"
+
+
+def _halves(results: Results) -> Iterator[tuple[str, str, str, Run]]:
+    for task in _in_order(results):
+        for way, runs in results.runs[task].items():
+            if way != "float32":
+                for seed, run in runs.items():
+                    yield task, way, seed, run
+
+
+def _in_order(results: Results) -> list[str]:
+    """Returns the tasks that have enough float32 runs for a spread."""
+    found = results.runs
+    return [t for t in TASKS if len(found.get(t, {}).get("float32", ())) > 1]
+
+
+def _spread(results: Results, task: str) -> rule.Spread:
+    runs = results.runs[task]["float32"].values()
+    return rule.spread(TASKS[task], [rule.final(run["curve"]) for run in runs])
+
+
+def _made(results: Results) -> Iterator[str]:
+    for made in results.made:
+        versions = ", ".join(f"{k} {v}" for k, v in made["versions"].items())
+        yield f"- `{made['command']}`, {made['date']}, {made['machine']}; {versions}"
+
+
+def _tasks(results: Results) -> Iterator[str]:
+    yield "| task | model and data | steps | metric | float32 | sd | is in |"
+    yield "| --- | --- | --: | --- | --: | --: | --: |"
+    for name in _in_order(results):
+        task, spread = TASKS[name], _spread(results, name)
+        sign = -1 if spread.higher else 1
+        limit = (
+            f"{'≥' if spread.higher else '≤'} {spread.mean + sign * spread.margin:.4g}"
+        )
+        figures = f"{spread.mean:.4g} | {spread.deviation:.2g} | {limit}"
+        yield f"| {name} | {task.title} | {task.steps} | {task.metric} | {figures} |"
+
+
+def _runs(results: Results) -> Iterator[str]:
+    yield (
+        "| task | precision | ends of the seeds | mean | in | skipped steps "
+        "| final scale | products low |"
+    )
+    yield "| --- | --- | --- | --: | --: | --- | --- | --: |"
+    for task in _in_order(results):
+        spread = _spread(results, task)
+        for way in (way for way in WAYS if way in results.runs[task]):
+            runs = list(results.runs[task][way].values())
+            ends = [rule.final(run["curve"]) for run in runs]
+            inside = [spread.holds(end) for end in ends]
+            texts = [
+                f"{x:.4g}" if held or way == "float32" else f"**{x:.4g}**"
+                for x, held in zip(ends, inside, strict=True)
+            ]
+            count = "–" if way == "float32" else f"{sum(inside)} of {len(ends)}"
+            share = results.shares.get(task, {}).get(way, ())
+            row = [task, way, ", ".join(texts), f"{statistics.fmean(ends):.4g}", count]
+            if way == "float16":
+                row += [_each(runs, "skipped"), _each(runs, "scale")]
+            else:
+                row += ["–" if not any(map(_skips, runs)) else _each(runs, "skipped")]
+                row += ["–"]
+            row += [" and ".join(f"{x:.2f}" for x in share) or "–"]
+            yield f"| {' | '.join(row)} |"
+
+
+def _skips(run: Run) -> bool:
+    return any(run["skipped"])
+
+
+def _each(runs: list[Run], key: str) -> str:
+    """Returns a figure of every seed, and of each state of a seed."""
+    return ", ".join(" and ".join(f"{x:g}" for x in run[key]) for run in runs)
