@@ -29,7 +29,7 @@ export JAX_PLATFORMS ?= cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
-.PHONY: test-corpus test-peers clean bench bench-gpu-aot bench-gpu soak
+.PHONY: test-corpus test-peers clean bench bench-gpu-aot bench-gpu soak convergence
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -51,6 +51,9 @@ test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writ
 
 test-peers: $(RUN_READY) ## The tests of jaxamp, jmp and jamp, on flax_amp; prints a table.
 	$(BIN)/python tests/peers/suites.py
+
+convergence: $(RUN_READY) ## Trains eight tasks to the end; tells which end elsewhere.
+	$(BIN)/python -m benchmarks.convergence
 
 check: lint types test ## Lint, types, and the test suite.
 

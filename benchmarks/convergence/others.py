@@ -62,7 +62,7 @@ class Field(nn.Module):
         return nn.Dense(2, dtype=self.dtype)(x)
 
 
-def trajectory(field: Any, y: jax.Array, steps: int = 40, dt: float = 0.1) -> jax.Array:
+def trajectory(field: Any, y: jax.Array, steps: int = 20, dt: float = 0.1) -> jax.Array:
     """Integrates with the classic method of Runge and Kutta, of fourth order."""
 
     def body(y, _):
@@ -258,6 +258,6 @@ def _task(title: str, metric: str, make: Any, steps: int, **options: Any) -> Tas
 
 TASKS = {
     "char_lm": _task("GPT, characters", "bits per character", char_lm, 500),
-    "neural_ode": _task("neural ODE", "test RMS error", neural_ode, 400),
+    "neural_ode": _task("neural ODE", "test RMS error", neural_ode, 1000),
     "ppo": _task("PPO, cart-pole", "steps upright", ppo, 40, better="higher"),
 }
