@@ -39,9 +39,9 @@ def main() -> int:
     results = Results.open(asked.out / "convergence.json")
     for task in asked.tasks.split(","):
         for way in asked.ways.split(","):
-            seeds = range(max(5, asked.seeds) if way == "float32" else asked.seeds)
-            if asked.resume:
-                seeds = [seed for seed in seeds if not results.has(task, way, seed)]
+            count = max(5, asked.seeds) if way == "float32" else asked.seeds
+            kept = asked.resume and results.has
+            seeds = [x for x in range(count) if not (kept and kept(task, way, x))]
             _run(results, task, way, seeds)
             jax.clear_caches()
     (asked.out / "convergence.md").write_text(page.page(results))

@@ -28,7 +28,10 @@ def char_lm(way: Way, steps: int) -> Program:
         starts = jax.random.randint(
             key, (config.batch,), 0, len(data["train"]) - config.length
         )
-        return text.windows(jnp.asarray(data["train"]), starts, config.length)
+        rows = jnp.asarray(data["train"])[
+            starts[:, None] + jnp.arange(config.length + 1)
+        ]
+        return {"input": rows[:, :-1], "target": rows[:, 1:]}
 
     def bits(module, params, batch):
         logits = module.apply({"params": params}, batch["input"])
@@ -231,19 +234,18 @@ def ppo(way: Way, steps: int) -> Program:
     def evaluate(carry, data):
         """Returns how long a pole stays up, 500 steps at most."""
 
-        def body(turn, x, up, key):
+        def body(carried, turn):
+            x, up = carried
             keys = jax.random.split(jax.random.fold_in(key, turn))
-            logits, _ = reference.apply({"params": carry["model"].params}, x)
+            logits, _ = reference.apply({"params": params}, x)
             action = jax.random.categorical(keys[0], logits)
             x = _cart_pole(x, action, jax.random.normal(keys[1], action.shape))
-            return x, up & ~_fallen(x)
-
-        def turn(state, index):
-            x, up = body(index, *state, jax.random.key(0))
+            up &= ~_fallen(x)
             return (x, up), up.mean()
 
-        begin = _first(jax.random.key(0), 256), jnp.ones(256, bool)
-        return lax.scan(turn, begin, jnp.arange(_LIMIT))[1].sum()
+        params, key = carry["model"].params, jax.random.key(0)
+        begin = _first(key, 256), jnp.ones(256, bool)
+        return lax.scan(body, begin, jnp.arange(_LIMIT))[1].sum()
 
     def batches(carry, data, key):
         told = minibatches(collect(carry, key)[1], key)
