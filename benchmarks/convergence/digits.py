@@ -155,7 +155,7 @@ class UNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
-        angles = time[:, None] * jnp.exp2(jnp.arange(8.0)) * jnp.pi / 2
+        angles = time[:, None] * jnp.exp2(jnp.arange(8.0))[None] * jnp.pi / 2
         waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
         time = nn.silu(nn.Dense(64, dtype=self.dtype)(waves))
 
@@ -243,8 +243,8 @@ def energy_distance(x: Any, y: Any) -> jax.Array:
     """Returns how far two samples are from each other; 0 for equal distributions."""
 
     def mean(a, b):
-        squares = jnp.sum(a**2, axis=1)[:, None] + jnp.sum(b**2, axis=1) - 2 * a @ b.T
-        return jnp.mean(jnp.sqrt(jnp.maximum(squares, 0.0)))
+        squares = jnp.sum(a**2, axis=1)[:, None] + jnp.sum(b**2, axis=1)[None]
+        return jnp.mean(jnp.sqrt(jnp.maximum(squares - 2 * a @ b.T, 0.0)))
 
     x, y = (jnp.reshape(a, (len(a), -1)) for a in (x, y))
     return 2 * mean(x, y) - mean(x, x) - mean(y, y)

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.convergence import page, rule, run
@@ -11,6 +12,13 @@ from benchmarks.convergence.task import WAYS, Task
 from benchmarks.convergence.tasks import TASKS
 
 pytestmark = pytest.mark.once
+
+
+@pytest.fixture(autouse=True)
+def _as_users_write():
+    """Lets models broadcast as in the benchmarks, which are no part of the package."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def task(**options):
@@ -57,13 +65,28 @@ def test_the_page_tells_what_is_out(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("way", ["bfloat16", "float16"])
-def test_two_steps_of_each_task(name, way):
-    ((seed, told),) = run.train(TASKS[name], WAYS[way], [7], steps=2)
-    assert seed == 7
-    assert len(told["curve"]) == 2
-    assert all(map(math.isfinite, told["curve"]))
-    program = TASKS[name].build(WAYS[way])
+def test_a_step_of_each_task_keeps_the_carry(name, way):
+    program, key = TASKS[name].build(WAYS[way]), jax.random.key(0)
+    carry = jax.eval_shape(program.start, key)
+    after = jax.eval_shape(program.step, carry, program.data, key)
+    assert jax.tree.map(type_of, after) == jax.tree.map(type_of, carry)
+    metric = jax.eval_shape(program.evaluate, after, program.data)
+    assert type_of(metric) == ((), jnp.float32)
     shares = run.low_share(program)
-    assert len(shares) == len(told["scale"])
+    assert len(shares) == len(program.losses)
     assert all(share > 0.9 for share in shares)
-    jax.clear_caches()
+
+
+def type_of(x):
+    return x.shape, x.dtype
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_steps(way):
+    ((seed, told),) = run.train(TASKS["neural_ode"], WAYS[way], [7], steps=2)
+    assert seed == 7
+    assert len(told["curve"]) == 2 and told["every"] == 1
+    assert all(map(math.isfinite, told["curve"]))
+    assert told["skipped"] == [0]
+    assert told["scale"] == [2.0**15 if way == "float16" else 1.0]
