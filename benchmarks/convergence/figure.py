@@ -62,8 +62,13 @@ def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
     panel.set_title(f"{task.title}", fontsize=10, loc="left")
     panel.set_ylabel(task.metric, fontsize=9)
     panel.tick_params(labelsize=8)
+    panel.set_xlabel("step", fontsize=9)
     if task.better == "lower":
         panel.set_yscale("log")
+        panel.yaxis.set_major_formatter("{x:.2g}")
+        panel.yaxis.set_minor_formatter("{x:.2g}")
+    elif task.resolution:  # an accuracy
+        panel.set_ylim(0.85, 1.0)
     panel.grid(color="#e0e0e0", linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)
 

@@ -1,7 +1,7 @@
 """The page of the runs: the rule, the tasks, every run."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from benchmarks.convergence import rule
 from benchmarks.convergence.results import Results
@@ -79,8 +79,8 @@ def _in_order(results: Results) -> list[str]:
 
 
 def _spread(results: Results, task: str) -> rule.Spread:
-    runs = results.runs[task]["float32"].values()
-    return rule.spread(TASKS[task], [rule.final(run["curve"]) for run in runs])
+    ends = _ends(results.runs[task]["float32"])
+    return rule.spread(TASKS[task], list(ends.values()))
 
 
 def _made(results: Results) -> Iterator[str]:
@@ -104,36 +104,43 @@ def _tasks(results: Results) -> Iterator[str]:
 
 def _runs(results: Results) -> Iterator[str]:
     yield (
-        "| task | precision | ends of the seeds | mean | in | skipped steps "
-        "| final scale | products low |"
+        "| task | precision | ends of the seeds | mean | float32, same seeds | in "
+        "| skipped steps | final scale | products low |"
     )
-    yield "| --- | --- | --- | --: | --: | --- | --- | --: |"
+    yield "| --- | --- | --- | --: | --: | --: | --- | --- | --: |"
     for task in _in_order(results):
         spread = _spread(results, task)
+        float32 = _ends(results.runs[task]["float32"])
         for way in (way for way in WAYS if way in results.runs[task]):
-            runs = list(results.runs[task][way].values())
-            ends = [rule.final(run["curve"]) for run in runs]
-            inside = [spread.holds(end) for end in ends]
+            found = results.runs[task][way]
+            ends, runs = _ends(found), list(found.values())
             texts = [
-                f"{x:.4g}" if held or way == "float32" else f"**{x:.4g}**"
-                for x, held in zip(ends, inside, strict=True)
+                f"{end:.4g}" if spread.holds(end) else f"**{end:.4g}**"
+                for end in ends.values()
             ]
-            count = "–" if way == "float32" else f"{sum(inside)} of {len(ends)}"
-            share = results.shares.get(task, {}).get(way, ())
-            row = [task, way, ", ".join(texts), f"{statistics.fmean(ends):.4g}", count]
-            if way == "float16":
-                row += [_each(runs, "skipped"), _each(runs, "scale")]
+            row = [task, way, ", ".join(texts), _mean(ends.values())]
+            if way == "float32":
+                row += ["", "", "", "", ""]
             else:
-                row += ["–" if not any(map(_skips, runs)) else _each(runs, "skipped")]
-                row += ["–"]
-            row += [" and ".join(f"{x:.2f}" for x in share) or "–"]
+                same = _mean([float32[seed] for seed in ends if seed in float32])
+                inside = sum(map(spread.holds, ends.values()))
+                row += [same, f"{inside} of {len(ends)}"]
+                skips = any(any(run["skipped"]) for run in runs)
+                row += [_each(runs, "skipped") if skips else "0"]
+                row += [_each(runs, "scale") if way == "float16" else ""]
+                share = results.shares.get(task, {}).get(way, ())
+                row += [" and ".join(f"{x:.2f}" for x in share)]
             yield f"| {' | '.join(row)} |"
 
 
-def _skips(run: Run) -> bool:
-    return any(run["skipped"])
+def _ends(runs: dict[str, Run]) -> dict[str, float]:
+    return {seed: rule.final(run["curve"]) for seed, run in runs.items()}
+
+
+def _mean(values: Iterable[float]) -> str:
+    return f"{statistics.fmean(values):.4g}"
 
 
 def _each(runs: list[Run], key: str) -> str:
     """Returns a figure of every seed, and of each state of a seed."""
-    return ", ".join(" and ".join(f"{x:g}" for x in run[key]) for run in runs)
+    return ", ".join(" and ".join(f"{x:.0f}" for x in run[key]) for run in runs)
