@@ -306,7 +306,7 @@ def gan(way: Way, steps: int) -> Program:
         fake = Generator().apply({"params": carry["generator"].params}, z)
         return energy_distance(fake, data["test"]["image"])
 
-    losses = {"generator": make_loss, "discriminator": judge_loss}
+    losses = {"discriminator": judge_loss, "generator": make_loss}
     return Program(_load(), start, step, evaluate, losses, batches)
 
 

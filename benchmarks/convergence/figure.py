@@ -34,13 +34,15 @@ def draw(results: Results, path: pathlib.Path) -> None:
         _panel(panel, name, results.runs[name])
     handles = {line.get_label(): line for line in _labelled(figure)}
     order = [way for way in _COLOURS if way in handles]
-    figure.legend(
+    legend = figure.legend(
         [handles[way] for way in order],
         order,
         loc="outside lower center",
         ncols=len(order),
         frameon=False,
     )
+    for line in legend.get_lines():
+        line.set_linewidth(3.0)
     figure.savefig(path, dpi=80, facecolor="white", metadata={"Software": None})
 
 
@@ -63,14 +65,20 @@ def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
     panel.set_ylabel(task.metric, fontsize=9)
     panel.tick_params(labelsize=8)
     panel.set_xlabel("step", fontsize=9)
-    if task.better == "lower":
-        panel.set_yscale("log")
+    if task.better == "lower" and _is_wide(ways):
+        panel.set_yscale("log", subs=(2, 3, 5, 7))
         panel.yaxis.set_major_formatter("{x:.2g}")
         panel.yaxis.set_minor_formatter("{x:.2g}")
     elif task.resolution:  # an accuracy
         panel.set_ylim(0.85, 1.0)
     panel.grid(color="#e0e0e0", linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def _is_wide(ways: dict[str, dict[str, Any]]) -> bool:
+    """Returns whether the curves need a logarithmic axis."""
+    ends = [x for runs in ways.values() for run in runs.values() for x in run["curve"]]
+    return bool(max(ends) > 4 * min(ends))
 
 
 def _labelled(figure: Any) -> list[Any]:

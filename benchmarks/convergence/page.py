@@ -25,8 +25,8 @@ _INTRODUCTION = (
     "**The rule**: a run is *in* if its end is not worse than the mean of the float32 "
     "ends by more than three of their standard deviations, or by more than the "
     "resolution of the metric (one test image) if that is more. An end that is better "
-    "is in. By chance alone, one run in about forty would be out (Student's t, five "
-    "float32 seeds).",
+    "is in. By chance alone, one run in about forty would be out with five float32 "
+    "seeds, one in about 230 with twenty (Student's t).",
     "",
     "The models are tiny and the runs short, because CPUs emulate half precision. "
     "They say where training ends, not how long it takes.",
@@ -44,7 +44,7 @@ def page(results: Results) -> str:
     lines += ["", "![The metric of each task over the steps](convergence.png)", ""]
     lines += ["## Tasks", "", *_tasks(results), "", "## Runs", ""]
     lines += ["Metrics of the seeds 0, 1, ... in order; **bold** is out. "]
-    lines[-1] += "With two states, both are listed: generator, discriminator."
+    lines[-1] += "With two states, both are listed: discriminator, generator."
     lines += ["", *_runs(results)]
     return "\n".join(lines) + "\n"
 

@@ -38,11 +38,11 @@ def train(
             if (index + 1) % every == 0:
                 curve.append(float(f"{float(evaluate(carry, data)):.5g}"))
         took = time.process_time() - began
-        yield seed, {"curve": curve, "every": every, **_told(carry, took)}
+        yield seed, {"curve": curve, "every": every, **_told(program, carry, took)}
 
 
-def _told(carry: Carry, took: float) -> Run:
-    states = [x for x in carry.values() if isinstance(x, flax_amp.AmpTrainState)]
+def _told(program: Program, carry: Carry, took: float) -> Run:
+    states = [carry[name] for name in program.losses]
     return {
         "skipped": [int(s.opt_state.total_notfinite) for s in states],
         "scale": [float(s.scaler["scaler"]) for s in states],
