@@ -320,5 +320,5 @@ TASKS = {
     "nnx_vit": _task("ViT in NNX, digits", "test accuracy", nnx_vit, 300, **_ACCURACY),
     "lstm": _task("LSTM, pixels of digits", "bits per pixel", lstm, 250),
     "diffusion": _task("diffusion U-Net, digits", "test error", diffusion, 400),
-    "gan": _task("GAN, digits", "energy distance to the test images", gan, 400),
+    "gan": _task("GAN, digits", "energy distance to test images", gan, 400, seeds=20),
 }

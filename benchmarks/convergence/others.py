@@ -261,5 +261,5 @@ def _task(title: str, metric: str, make: Any, steps: int, **options: Any) -> Tas
 TASKS = {
     "char_lm": _task("GPT, characters", "bits per character", char_lm, 500),
     "neural_ode": _task("neural ODE", "test RMS error", neural_ode, 1000),
-    "ppo": _task("PPO, cart-pole", "steps upright", ppo, 40, better="higher"),
+    "ppo": _task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),
 }

@@ -107,6 +107,7 @@ class Task:
       better: "higher" or "lower".
       resolution: the least difference of the metric that means something, such as one
         test image.
+      seeds: the least number of float32 runs: more where their ends vary widely.
     """
 
     title: str
@@ -115,6 +116,7 @@ class Task:
     steps: int
     better: str = "lower"
     resolution: float = 0.0
+    seeds: int = 5
 
 
 def supervised(
