@@ -79,9 +79,13 @@ class Results:
 
 
 def read_all(folder: pathlib.Path) -> list[Results]:
-    """Reads the files of results in a folder, in the order of their names."""
-    paths = sorted(folder.glob("*-jax*.json"))
-    return [Results(path, **json.loads(path.read_text())) for path in paths]
+    """Reads the files that hold cells in a folder, in the order of their names."""
+    found = {path: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return [
+        Results(path, **content)
+        for path, content in sorted(found.items())
+        if "cells" in content  # the runs that train to the end have a form of their own
+    ]
 
 
 def _ordered(labels: Iterable[str], known: Sequence[str]) -> list[str]:

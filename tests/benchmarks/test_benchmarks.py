@@ -208,6 +208,7 @@ def figures(tmp_path):
         content = {"command": command, "target": target, "size": "full"}
         content |= {"runs": [RUN] * 2, "cells": {model: of_model}}
         (tmp_path / f"{command}.json").write_text(json.dumps(content))
+    (tmp_path / "convergence.json").write_text('{"made": [], "runs": {}}')  # not read
     return tmp_path
 
 
