@@ -8,7 +8,9 @@ import json
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
+from benchmarks import environment
 from benchmarks.request import Request
 from benchmarks.soak import curve, page
 from benchmarks.soak.history import History
@@ -29,10 +31,11 @@ def run(asked: Request, steps: int, seed: int, work: str) -> None:
       work: where a run that was interrupted goes on.
 
     Raises:
-      SystemExit: if a check fails.
+      SystemExit: if a check fails, or if the run cannot go on.
     """
     name = f"flax_amp_soak_{seed}_{steps}_{asked.size}"
     folder = pathlib.Path(work or pathlib.Path(tempfile.gettempdir(), name))
+    made = begun(folder, {"size": asked.size, "steps": steps, "seed": seed})
     save_every = _SAVE_EVERY[asked.size]
     trained = Run(folder, seed, steps, save_every)
     history = History(seed)
@@ -52,7 +55,28 @@ def run(asked: Request, steps: int, seed: int, work: str) -> None:
     asked.folder.mkdir(parents=True, exist_ok=True)
     figure = page.draw(history, curves, asked.folder / "soak.png")
     path = asked.folder / "soak.md"
-    path.write_text(page.page(history, curves, compared, figure))
+    path.write_text(page.page(made, history, curves, compared, figure))
     print(f"wrote {path}")
     if history.problems or not curves.inside:
         sys.exit(f"failed: {dict(history.problems)}, curve inside: {curves.inside}")
+
+
+def begun(folder: pathlib.Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the run in a folder was begun with, which may be now.
+
+    Raises:
+      SystemExit: if it was begun with other versions, sources or settings. What it
+        recorded would stand on the page as what was found with these.
+    """
+    path, here = folder / "made.json", {**environment.this_run(), **settings}
+    if not (folder / "records").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(here))
+    made: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for key in ("versions", *settings):
+        if made.get(key) != here[key]:
+            sys.exit(
+                f"soak: the run in {folder} was begun with {key} {made.get(key)}, not "
+                f"{here[key]}. Remove the folder, or name another one with --work."
+            )
+    return made

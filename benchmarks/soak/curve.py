@@ -1,13 +1,12 @@
 """The loss of float32 runs, and whether the run's is among theirs.
 
 They are trained by JAX and optax alone, have the faults of the run and skip the batches
-that it skipped: what a run loses by its faults, it loses in every precision. Ten are
-its twins: they have its seed, hence its batches, its dropout and its first parameters,
-but for nine of them each parameter is moved by less than a rounding to float16. How far
-these part is what rounding does by itself; of five, the scatter would be too uncertain
-for a bound. Five others have other seeds: first parameters alone move the loss by more
-than rounding does, so the run is not compared with them, they only show how much a seed
-is worth.
+that it skipped: what a run loses by its faults, it loses in every precision. Ten have
+its seed, hence its batches, its dropout and its first parameters, but in nine of them
+each parameter is moved by less than a rounding to float16. How far these part is what
+rounding does by itself; of five, the scatter would be too uncertain for a bound. Five
+have other seeds. The run is not compared with them, because another seed moves the loss
+by more than rounding does: they only show by how much.
 """
 
 import pathlib
@@ -22,7 +21,7 @@ from benchmarks.soak import stream
 from benchmarks.soak.history import History
 from benchmarks.soak.training import init, losses, optimizer
 
-TWINS, OTHERS = 10, 5
+SAME, OTHERS = 10, 5  # float32 runs of the seed of the run, and of others
 WINDOW = 500  # updates whose mean loss is one point of a curve
 _AT_ONCE = 500  # steps of one compiled loop
 _NEAR = 4  # windows on each side that share their estimate of the scatter
@@ -33,21 +32,21 @@ _ROUNDING = 2.0**-11  # the largest relative error of a rounding to float16
 
 
 class Curves(NamedTuple):
-    """Mean losses by window, and how far the run lies from its twins.
+    """Mean losses by window, and how far the run lies from float32 runs of its seed.
 
     Attributes:
       run: the run.
-      twins: float32 runs with its seed and faults.
+      same: float32 runs with its seed and faults.
       others: float32 runs with other seeds and its faults.
       far: the share of windows in which the run lies further than three standard
-        deviations from the mean of `twins`.
-      each_far: the same for each of `twins`, from the other ones.
+        deviations from the mean of `same`.
+      each_far: the same for each of `same`, from the other nine.
       end: how many standard deviations the mean of the last fifth of the run lies above
-        that of `twins`.
+        that of `same`.
     """
 
     run: np.ndarray
-    twins: np.ndarray
+    same: np.ndarray
     others: np.ndarray
     far: float
     each_far: list[float]
@@ -68,9 +67,9 @@ def curves(history: History, seed: int, horizon: int, folder: pathlib.Path) -> C
             np.save(path, _train(seeds, moves, seed, done, horizon))
         return np.load(path)
 
-    twins = kept("twins", np.full(TWINS, seed), np.arange(TWINS))
+    same = kept("same", np.full(SAME, seed), np.arange(SAME))
     others = kept("others", seed + 1 + np.arange(OTHERS), np.zeros(OTHERS, int))
-    return compare(history, seed, twins, others)
+    return compare(history, seed, same, others)
 
 
 def _train(
@@ -146,14 +145,14 @@ def _batches(seeds: np.ndarray, numbers: np.ndarray, faults: int) -> dict[str, A
 
 
 def compare(
-    history: History, seed: int, twins: np.ndarray, others: np.ndarray
+    history: History, seed: int, same: np.ndarray, others: np.ndarray
 ) -> Curves:
     """Compares the losses of batches without faults, by the number of updates.
 
     Args:
       history: the run.
       seed: of the run.
-      twins, others: a loss for each float32 run and each batch.
+      same, others: a loss for each float32 run and each batch.
     """
     number = len(history.rows)
     plain = [stream.fault(seed, n) == stream.Fault() for n in range(number)]
@@ -163,11 +162,11 @@ def compare(
     counts = np.bincount(window)[:full]
     # In a window of few batches without faults, the mean is noise.
     kept = counts >= min(WINDOW // 4, counts.max())
-    both = np.concatenate([twins, others])
+    both = np.concatenate([same, others])
     losses = [loss, *both[:, :number][:, plain]]
     sums = np.array([np.bincount(window, each)[:full] for each in losses])
     run, *each = sums[:, kept] / counts[kept]
-    means, rest = np.array(each[: len(twins)]), np.array(each[len(twins) :])
+    means, rest = np.array(each[: len(same)]), np.array(each[len(same) :])
     alone = [_far(means[i], np.delete(means, i, 0)) for i in range(len(means))]
     ends = final(means)
     end = (final(run) - ends.mean()) / _error(ends.std(ddof=1), len(ends))

@@ -1,12 +1,11 @@
 """The page of a run: what happened, and what each check found."""
 
-import datetime
 import pathlib
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
-from benchmarks import environment
 from benchmarks.show import markdown_table
 from benchmarks.soak import curve
 from benchmarks.soak.history import CHECKS, History
@@ -28,9 +27,9 @@ _COUNTED = {
     "changes of devices": "restarts with another number of devices",
     "saves": "saves",
     "bad batches": "batches with a bad value",
-    "bad: NaN": "a NaN",
-    "bad: inf": "an inf",
-    "bad: 1e30": "1e30",
+    "bad: NaN": "of these, with a NaN",
+    "bad: inf": "of these, with an inf",
+    "bad: 1e30": "of these, with 1e30",
     "batches with large losses": "batches whose loss is multiplied by 512 to 32768",
     "batches with small losses": "batches whose loss is divided by 256",
     "skipped": "skipped steps",
@@ -44,8 +43,14 @@ _COUNTED = {
 }
 
 
-def page(history: History, curves: curve.Curves, compared: int, figure: str) -> str:
-    """Returns the page, in Markdown."""
+def page(
+    made: dict[str, Any],
+    history: History,
+    curves: curve.Curves,
+    compared: int,
+    figure: str,
+) -> str:
+    """Returns the page, in Markdown. `made` is what the run was begun with."""
     counted = [[text, f"{history.counts[key]:,}"] for key, text in _COUNTED.items()]
     steps = Counter(history.kinds)
     devices = sorted({count for _, count in steps})
@@ -54,20 +59,24 @@ def page(history: History, curves: curve.Curves, compared: int, figure: str) -> 
         for word, name in _PRECISIONS.items()
     ]
     header = ["steps in", *(f"{n} device{'s' * (n > 1)}" for n in devices)]
-    versions = environment.versions()
-    packages = ("jax", "flax", "optax", "numpy", "flax_amp")
+    versions = ", ".join(
+        f"{name} {made['versions'][name]}"
+        for name in ("jax", "flax", "optax", "numpy", "flax_amp")
+    )
     first = FIRST[DYNAMIC]
     return f"""# Soak
 
-Made by `{environment.command_line()}`, {datetime.date.today()},
-{environment.machine()}, {", ".join(f"{name} {versions[name]}" for name in packages)}.
+`make soak` makes this page. The run: `{made["command"]}`, {made["date"][:10]},
+{made["machine"]}, {versions}.
 
 A small network (dense layers, BatchNorm, LayerNorm, dropout; adamw with a schedule and
 clipping) trains {len(history.rows):,} steps, {history.half:,} of them in float16, in
 processes that are killed and restarted at random, each with its own precision and
 number of devices (simulated on the CPU). `state.step` is the number of the next batch,
-skipped ones included. The scale starts at {first.scale:g}, grows after {first.patience}
-finite steps and one more, and has the limits {first.lowest:g} and {first.highest:g}.
+skipped ones included. The scale starts at {first.scale:,.0f}, grows after
+{first.patience + 1} finite steps in a row, and has the limits {first.lowest:,.0f} and
+{first.highest:,.0f}; in float16 it was between {min(history.scales):,.0f} and
+{max(history.scales):,.0f}.
 Compiled programs are kept on disk between processes; one that is read from there counts
 as compiled.
 
@@ -84,8 +93,6 @@ as compiled.
 {markdown_table(["what", "times"], counted, words=1)}
 
 {markdown_table(header, split, words=1)}
-
-The scale of float16 was between {min(history.scales):g} and {max(history.scales):g}.
 """
 
 
@@ -107,10 +114,11 @@ def _verdicts(history: History, curves: curve.Curves, compared: int) -> list[lis
             )
     text = (
         f"the mean loss of {curve.WINDOW} updates lies within three standard "
-        f"deviations of {curve.TWINS} float32 twins (the same seed, faults and skips, "
-        "first parameters that differ by less than a rounding to float16), in 98 % of "
-        "the windows or in as many as the worst of these does from the other ones; "
-        "that of the last fifth of the run lies within three standard deviations too"
+        f"deviations of the mean of {curve.SAME} float32 runs with the same seed, "
+        "faults and skips, whose first parameters differ by less than a rounding to "
+        "float16; in at least 98 % of the windows, or in as large a share as the one "
+        "of these that is least often near the other nine. The mean loss of the last "
+        "fifth of the run lies within three standard deviations, too"
     )
     verdict = "holds" if curves.inside else "FAILS"
     return [*rows, ["curve", text, verdict, str(len(curves.run))]]
@@ -126,7 +134,7 @@ def _memory(history: History) -> str:
     if grown := history.of_saves:
         text += (
             f", and by {min(grown):.2f} to {max(grown):.2f} MB with each save, in the "
-            f"{len(grown)} processes of the most saves"
+            f"{len(grown)} processes with the most saves"
         )
     return f"{text}."
 
@@ -136,18 +144,18 @@ def _curves(curves: curve.Curves) -> str:
         return ", ".join(f"{value:.4f}" for value in sorted(curve.final(runs)))
 
     text = (
-        f"Mean loss of the last fifth: {curve.final(curves.run):.4f}; of its float32 "
-        f"twins {listed(curves.twins)}: the run lies {curves.end:+.1f} standard "
-        f"deviations from their mean. Windows further than three standard deviations "
-        f"from the mean of the twins: {curves.far:.1%}; of each twin, from the mean of "
-        f"the other ones, {min(curves.each_far):.1%} to {max(curves.each_far):.1%}."
+        f"Mean loss of the last fifth: {curve.final(curves.run):.4f}; of the float32 "
+        f"runs of the same seed {listed(curves.same)}: the run lies {curves.end:+.1f} "
+        f"standard deviations from their mean. Windows further than three standard "
+        f"deviations from that mean: {curves.far:.1%}; of each float32 run, from the "
+        f"mean of the other nine, {min(curves.each_far):.1%} to "
+        f"{max(curves.each_far):.1%}."
     )
-    # What a seed is worth is no check: of two seeds, none is right.
     return f"""{text}
 
 Float32 runs of other seeds, with the same faults and skips, end at
 {listed(curves.others)}: first parameters, dropout and batches of another seed
-move the end of a run by more than rounding does."""
+move the end of a run by more than rounding does. This is no check."""
 
 
 def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
@@ -163,18 +171,18 @@ def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
     above, middle, below = figure.subplots(3, 1)
     at = (np.arange(len(curves.run)) + 0.5) * curve.WINDOW
     bands = [("runs of other seeds", curves.others, "#BBBBBB")]
-    bands += [("twins", curves.twins, "#E69F00")]
-    mean = curves.twins.mean(0)
+    bands += [("runs of the same seed", curves.same, "#E69F00")]
+    mean = curves.same.mean(0)
     for axes, less, shown in ((above, 0 * mean, bands), (middle, mean, bands[1:])):
         for text, runs, colour in shown:
             label = f"{len(runs)} float32 {text}"
             low, high = runs.min(0) - less, runs.max(0) - less
             axes.fill_between(at, low, high, color=colour, lw=0, label=label)
         axes.plot(at, curves.run - less, color="#0072B2", lw=0.8, label="the run")
-    above.set(ylabel="loss")
+    above.set(ylabel="loss", xlabel="updates")
     above.set_ylim(curves.others.min() * 0.98, np.quantile(curves.run, 0.97) * 1.05)
     above.legend(frameon=False)
-    middle.set(ylabel="less the twins' mean", xlabel="updates")
+    middle.set(ylabel="loss - mean of the same seed", xlabel="updates")
     scales = np.array([row["scale"] for row in history.rows])
     words = np.array([word for word, _ in history.kinds])
     for word, name in _PRECISIONS.items():

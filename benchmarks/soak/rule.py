@@ -14,7 +14,7 @@ class Rule:
       count: finite steps since the scale moved.
       resets: steps that were not finite.
       lowest, highest: the limits of the scale; of a static one they are the scale.
-      patience: so many finite steps in a row, and one more, and the scale grows.
+      patience: the scale grows after one finite step more than these, in a row.
     """
 
     scale: float

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import environment
+from benchmarks.commands import soak
 from benchmarks.soak import curve, page, stream
 from benchmarks.soak.history import CHECKS, History
 from benchmarks.soak.processes import Plan, Run
@@ -219,22 +221,22 @@ def test_memory_that_grows(tmp_path):
 
 
 def test_the_spread_of_the_curves():
-    """The run is compared with its twins: what runs of other seeds do is no matter."""
+    """Only float32 runs of the same seed are compared with the run."""
     steps = 20 * curve.WINDOW
-    twins = np.random.default_rng(0).normal(1.0, 0.1, (curve.TWINS, steps))
+    same = np.random.default_rng(0).normal(1.0, 0.1, (curve.SAME, steps))
     others = np.full((curve.OTHERS, steps), 0.9)
     history = History(SEED)
     for number in range(steps):
         row = {"updates": [number + 1], "metrics": {"plain_loss": 1.0}}
         history.rows.append(row)
-    assert curve.compare(history, SEED, twins, others).inside
+    assert curve.compare(history, SEED, same, others).inside
     for row in history.rows[5 * curve.WINDOW :]:
         row["metrics"]["plain_loss"] = 1.05
-    curves = curve.compare(history, SEED, twins, others)
+    curves = curve.compare(history, SEED, same, others)
     assert not curves.inside and 0.7 < curves.far < 0.8 and curves.end > 3
 
 
-def test_a_twin_moves_by_less_than_a_rounding():
+def test_parameters_move_by_less_than_a_rounding():
     params = {"kernel": np.ones((8, 64), np.float32)}
     same, moved = [curve._moved(params, n)["kernel"] for n in (0, 1)]
     np.testing.assert_array_equal(same, params["kernel"])
@@ -247,7 +249,8 @@ def test_the_page(tmp_path):
     curves = curve.compare(history, SEED, losses[:3], losses[3:])
     figure = page.draw(history, curves, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").exists() == ("soak.png" in figure)
-    text = page.page(history, curves, 30, figure)
+    made = soak.begun(tmp_path / "work", {"steps": 50})
+    text = page.page(made, history, curves, 30, figure)
     verdicts = {
         line.split(" | ")[0][2:]: line.split(" | ")[2]
         for line in text.splitlines()
@@ -257,6 +260,18 @@ def test_the_page(tmp_path):
     assert verdicts["finite"] == "FAILS 1 times"
     assert verdicts["scale"] == "holds"
     assert "the first 30 steps" in text
+
+
+def test_a_run_goes_on_with_what_it_was_begun_with(tmp_path, monkeypatch):
+    folder, settings = tmp_path / "work", {"size": "full", "steps": 50, "seed": 0}
+    made = soak.begun(folder, settings)
+    (folder / "records").mkdir()
+    assert soak.begun(folder, settings) == made
+    with pytest.raises(SystemExit, match="begun with steps 50, not 60. Remove"):
+        soak.begun(folder, settings | {"steps": 60})
+    monkeypatch.setattr(environment, "versions", lambda: {"jax": "another"})
+    with pytest.raises(SystemExit, match="begun with versions .* another one with"):
+        soak.begun(folder, settings)
 
 
 @pytest.mark.slow
@@ -275,13 +290,13 @@ def test_a_short_soak(tmp_path):
     compared = history.compare(run.uninterrupted(30))
     assert compared >= 30
     assert not history.problems
-    # The first twin has the batches, the dropout and the parameters of the run.
+    # With the seed of the run come its batches, its dropout and its parameters.
     metrics = [row["metrics"] for row in history.rows[:40]]
     done = np.array([found["grads_finite"] for found in metrics])
     seeds, moves = np.array([SEED, SEED + 1]), np.zeros(2, int)
-    twin, other = curve._train(seeds, moves, SEED, done, horizon=200)
+    same, other = curve._train(seeds, moves, SEED, done, horizon=200)
     loss = np.array([found["plain_loss"] for found in metrics])
-    np.testing.assert_allclose(twin, loss, rtol=5e-3)
+    np.testing.assert_allclose(same, loss, rtol=5e-3)
     assert np.abs(other - loss).max() > 0.1
     # What was recorded is followed again, without a process.
     again = History(SEED)
