@@ -55,7 +55,7 @@ def machine() -> str:
 
 def command_line() -> str:
     """Returns the command as it was typed, without the path of the interpreter."""
-    return shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def _own_version() -> str:

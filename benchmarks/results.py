@@ -72,10 +72,7 @@ class Results:
 
     def _write(self) -> None:
         kept = ("command", "target", "size", "runs", "cells")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(as_json({key: getattr(self, key) for key in kept}))
-        os.replace(partial, self.path)
+        write_json(self.path, {key: getattr(self, key) for key in kept})
 
 
 def read_all(folder: pathlib.Path) -> list[Results]:
@@ -94,7 +91,11 @@ def _ordered(labels: Iterable[str], known: Sequence[str]) -> list[str]:
     return sorted(labels, key=lambda x: (places.get(x.split("[")[0], len(known)), x))
 
 
-def as_json(content: Any) -> str:
-    """Returns JSON with each list of numbers in one line."""
+def write_json(path: pathlib.Path, content: Any) -> None:
+    """Replaces a file at once, or not at all. A list of numbers stands in one line."""
     text = json.dumps(content, indent=1)
-    return re.sub(r"\[[\d\s,.e+-]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
+    text = re.sub(r"\[[\d\s,.e+-]*\]", lambda m: " ".join(m[0].split()), text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n")
+    os.replace(partial, path)

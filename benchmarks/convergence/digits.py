@@ -310,15 +310,11 @@ def gan(way: Way, steps: int) -> Program:
     return Program(_load(), start, step, evaluate, losses, batches)
 
 
-def _task(title: str, metric: str, make: Any, steps: int, **options: Any) -> Task:
-    return Task(title, metric, functools.partial(make, steps=steps), steps, **options)
-
-
 _ACCURACY: Any = dict(better="higher", resolution=ONE_IMAGE)
 TASKS = {
-    "resnet": _task("ResNet, digits", "test accuracy", resnet, 300, **_ACCURACY),
-    "nnx_vit": _task("ViT in NNX, digits", "test accuracy", nnx_vit, 300, **_ACCURACY),
-    "lstm": _task("LSTM, pixels of digits", "bits per pixel", lstm, 250),
-    "diffusion": _task("diffusion U-Net, digits", "test error", diffusion, 400),
-    "gan": _task("GAN, digits", "energy distance to test images", gan, 400, seeds=20),
+    "resnet": Task("ResNet, digits", "test accuracy", resnet, 300, **_ACCURACY),
+    "nnx_vit": Task("ViT in NNX, digits", "test accuracy", nnx_vit, 300, **_ACCURACY),
+    "lstm": Task("LSTM, pixels of digits", "bits per pixel", lstm, 250),
+    "diffusion": Task("diffusion U-Net, digits", "test error", diffusion, 400),
+    "gan": Task("GAN, digits", "energy distance to test images", gan, 400, seeds=20),
 }

@@ -61,7 +61,7 @@ def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
                 lw=2.4 if wide else 0.9,
                 alpha=0.45 if wide else 1.0,
             )
-    panel.set_title(f"{task.title}", fontsize=10, loc="left")
+    panel.set_title(task.title, fontsize=10, loc="left")
     panel.set_ylabel(task.metric, fontsize=9)
     panel.tick_params(labelsize=8)
     panel.set_xlabel("step", fontsize=9)

@@ -254,12 +254,8 @@ def ppo(way: Way, steps: int) -> Program:
     return Program((), start, step, evaluate, {"model": loss_fn}, batches)
 
 
-def _task(title: str, metric: str, make: Any, steps: int, **options: Any) -> Task:
-    return Task(title, metric, functools.partial(make, steps=steps), steps, **options)
-
-
 TASKS = {
-    "char_lm": _task("GPT, characters", "bits per character", char_lm, 500),
-    "neural_ode": _task("neural ODE", "test RMS error", neural_ode, 1000),
-    "ppo": _task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),
+    "char_lm": Task("GPT, characters", "bits per character", char_lm, 500),
+    "neural_ode": Task("neural ODE", "test RMS error", neural_ode, 1000),
+    "ppo": Task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),
 }

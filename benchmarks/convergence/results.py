@@ -7,15 +7,12 @@
 
 import dataclasses
 import json
-import os
 import pathlib
-import shlex
-import sys
 from typing import Any
 
 from benchmarks import environment
 from benchmarks.convergence.run import Run
-from benchmarks.results import as_json
+from benchmarks.results import write_json
 
 
 @dataclasses.dataclass
@@ -50,9 +47,6 @@ class Results:
     def _here(self) -> int:
         """Returns the index of an entry of `made` for this process."""
         here = environment.this_run()
-        here["command"] = shlex.join(
-            ["python", "-m", "benchmarks.convergence", *sys.argv[1:]]
-        )
         same = [here | {"date": made["date"]} == made for made in self.made]
         if True not in same:
             self.made.append(here)
@@ -60,7 +54,5 @@ class Results:
         return same.index(True)
 
     def _write(self) -> None:
-        kept = {key: getattr(self, key) for key in ("made", "shares", "runs")}
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(as_json(kept))
-        os.replace(partial, self.path)
+        kept = ("made", "shares", "runs")
+        write_json(self.path, {key: getattr(self, key) for key in kept})

@@ -13,7 +13,7 @@ import flax_amp
 
 PyTree = Any
 Carry = dict[str, Any]  # the states that train, by name, and whatever else a step needs
-_PATIENCE = 50  # finite steps before the scale doubles: so that these short runs skip
+PATIENCE = 50  # so small that the scale grows too far, and steps are skipped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Way:
     def state(self, **options: Any) -> flax_amp.AmpTrainState:
         """Makes a state as users do, but with a scale that grows faster."""
         half = self.precision == "16-mixed"
-        scaler = flax_amp.init_scaler(patience=_PATIENCE) if half else None
+        scaler = flax_amp.init_scaler(patience=PATIENCE) if half else None
         return flax_amp.AmpTrainState.create(
             precision=self.precision, scaler=scaler, **options
         )
@@ -102,7 +102,7 @@ class Task:
     Attributes:
       title: the model and its data, in words.
       metric: what is held out and measured, in words.
-      build: makes the program of a way.
+      make: makes the program of a way, for so many steps.
       steps: the length of a run.
       better: "higher" or "lower".
       resolution: the least difference of the metric that means something, such as one
@@ -112,11 +112,15 @@ class Task:
 
     title: str
     metric: str
-    build: Callable[[Way], Program]
+    make: Callable[[Way, int], Program]
     steps: int
     better: str = "lower"
     resolution: float = 0.0
     seeds: int = 5
+
+    def build(self, way: Way) -> Program:
+        """Makes the program of a way."""
+        return self.make(way, self.steps)
 
 
 def supervised(

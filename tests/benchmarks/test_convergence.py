@@ -22,7 +22,7 @@ def _as_users_write():
 
 
 def task(**options):
-    return Task("a model", "a metric", lambda way: None, 20, **options)
+    return Task("a model", "a metric", lambda way, steps: None, 20, **options)
 
 
 def test_a_run_is_in_if_it_is_not_worse_by_three_deviations():
