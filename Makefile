@@ -52,7 +52,7 @@ test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writ
 test-peers: $(RUN_READY) ## The tests of jaxamp, jmp and jamp, on flax_amp; prints a table.
 	$(BIN)/python tests/peers/suites.py
 
-convergence: $(RUN_READY) ## Trains eight tasks to the end; tells which end elsewhere.
+convergence: $(RUN_READY) ## Trains eight tasks in each precision to the end; compares.
 	$(BIN)/python -m benchmarks.convergence
 
 check: lint types test ## Lint, types, and the test suite.
@@ -96,8 +96,8 @@ bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200, without one.
 	$(BENCH_GPU)/bin/python -m benchmarks gpu-aot $(BENCH_ARGS)
 	$(BENCH_GPU)/bin/python -m benchmarks report
 
-soak: $(BENCH)/.ready-bench ## 50,000 steps in float16 with faults, kills and restarts.
-	$(BENCH)/bin/python -m benchmarks soak
+soak: $(RUN_READY) ## 50,000 steps in float16 with faults, kills and restarts.
+	$(BIN)/python -m benchmarks soak
 
 bench-gpu: ## Times on the GPU that is here, with the JAX that is here.
 	PYTHONPATH=. $(PYTHON) -m benchmarks gpu $(BENCH_ARGS)

@@ -3,8 +3,7 @@
     python -m benchmarks.convergence [--tasks A,B] [--ways A,B] [--seeds N]
         [--resume] [--out DIR]
 
-Every run is written when it ends. The exit code is 1 if a run ends outside of the
-spread of the float32 runs.
+Every run is written when it ends. The exit code is 1 if one is out, see `rule.py`.
 """
 
 import argparse
@@ -48,7 +47,7 @@ def main() -> int:
     (asked.out / "convergence.md").write_text(page.page(results))
     figure.draw(results, asked.out / "convergence.png")
     outside = page.outside(results)
-    print(f"{len(outside)} runs outside: {', '.join(outside)}")
+    print(f"{len(outside)} runs out: {', '.join(outside)}")
     return bool(outside)
 
 
