@@ -165,8 +165,8 @@ class CustomCall:
           function: the function.
           structs: the shapes of its arguments.
           ins: the values of these.
-          outs: the values that the caller expects of its first results. It is called
-            once the function is traced, which may tell what has a derivative.
+          outs: returns the values that the caller expects of its first results. It is
+            called after the function is traced: that may tell what has a derivative.
 
         Returns:
           The plan, and the shapes of the results.

@@ -386,8 +386,8 @@ class Painter:
                 reason = Reason("follows a full-precision operand")
                 return _full(eqn, FULL._replace(of_data=of_data), reason)
             reason = Reason("applies a full-precision value")
-            # What meets a function of itself is no less data for it: it is read as the
-            # result is, in float32 by a loss, and low by a product.
+            # In `x * exp(x)`, `x` meets no statistic. It is read as the result is: in
+            # float32 by a loss, and low by a product.
             use = None if of_data else Use.APPLY
             return _full(eqn, STATISTIC_APPLIED, reason, use)
         if not has_data:

@@ -40,7 +40,7 @@ class Value(NamedTuple):
       loop_state: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. It stays `FULL` within the loop, whatever it is combined with.
       of_data: of a `FULL` value: it is a function of low-precision data, element by
-        element, as the square in a Huber loss is: no statistic of it.
+        element, as the square in a Huber loss is, and no statistic of these data.
       bits: of a `LEAF` value: the bytes of the number that all its elements have, if
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       is_maximum: it is the maximum of something.

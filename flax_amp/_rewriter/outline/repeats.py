@@ -105,14 +105,15 @@ class Program:
             self.readers[v].append(len(self.eqns))
 
     def _ids(self, pairs: Sequence[tuple[Eqn, Step]]) -> list[int]:
+        """Returns a number for each equation, the same for equal ones."""
         equation_ids = EquationIds()
-        # Most equations of a program without layers are told apart by this alone.
+        # Kinds alone tell most equations of a program without layers apart.
         kinds = [_kind(eqn) for eqn, _ in pairs]
         number_of = Counter(kinds)
         return [
             equation_ids.id_of(eqn, step, self.values)
             if number_of[kind] >= _MIN_COPIES
-            else -i  # equals too few others
+            else -i  # too few are of its kind: it may have a number of its own
             for i, (kind, (eqn, step)) in enumerate(zip(kinds, pairs, strict=True), 1)
         ]
 

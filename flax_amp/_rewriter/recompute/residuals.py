@@ -59,8 +59,8 @@ _CHEAP = (
         bessel_i1e regularized_incomplete_beta""".split()
     )
 )
-# Cheap enough to compute again, but XLA does not do so. Other arithmetic it repeats by
-# itself, in each fusion that reads the result.
+# Functions that XLA does not compute again by itself. Other cheap arithmetic it repeats
+# in each fusion that reads the result.
 _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
@@ -172,8 +172,7 @@ class Residuals:
       stored: the variables to store, and the `LowCopy` of variables.
       stored_bytes: their size.
       recomputed_bytes: the size of what derivatives read that is computed again.
-      function_bytes: the size of the exponentials and other functions that are computed
-        again. XLA does not compute these again by itself, as it does the rest.
+      function_bytes: the size of the results of `_FUNCTIONS` that are computed again.
       called_bytes: the size of the results of cheap calls. What is inside of them is
         computed again, too, but it is not known what they would store.
     """
