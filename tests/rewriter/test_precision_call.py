@@ -163,8 +163,7 @@ def test_what_it_does_to_the_values_is_done():
 def test_it_may_read_an_array_in_a_checkpoint():
     ten = jnp.full((1, 4), 10.0)
     tenfold = returning(lambda xs, p: ([xs[0] * ten.astype(xs[0].dtype), xs[1]], p))
-    lowered = amp(
-        jax.checkpoint(scoped), amp_policy=default_amp_policy | {"head": tenfold}
-    )
+    policy = default_amp_policy | {lax.dot_general_p: tenfold}
+    lowered = amp(jax.checkpoint(lambda w, x: x @ w), amp_policy=policy)
     value, gradient = jax.value_and_grad(lambda x: lowered(W, x).sum())(X)
     assert value == 10 * X.sum() and (gradient == 10).all()
