@@ -29,7 +29,7 @@ export JAX_PLATFORMS ?= cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
-.PHONY: test-corpus clean bench bench-gpu-aot bench-gpu
+.PHONY: test-corpus coverage clean bench bench-gpu-aot bench-gpu
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,9 @@ fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
 
 test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writes a table.
 	$(CORPUS)/bin/python -m benchmarks.corpus $(CORPUS_ARGS)
+
+coverage: $(DEV_READY) ## Lines and branches that `make test` does not reach.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
 
 check: lint types test ## Lint, types, and the test suite.
 
