@@ -29,7 +29,7 @@ export JAX_PLATFORMS ?= cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
-.PHONY: test-corpus coverage clean bench bench-gpu-aot bench-gpu
+.PHONY: test-corpus test-peers coverage clean bench bench-gpu-aot bench-gpu soak convergence
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,12 @@ fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
 
 test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writes a table.
 	$(CORPUS)/bin/python -m benchmarks.corpus $(CORPUS_ARGS)
+
+test-peers: $(RUN_READY) ## The tests of jaxamp, jmp and jamp, on flax_amp; prints a table.
+	$(BIN)/python tests/peers/suites.py
+
+convergence: $(RUN_READY) ## Trains eight tasks to the end; tells which end elsewhere.
+	$(BIN)/python -m benchmarks.convergence
 
 coverage: $(DEV_READY) ## Lines and branches that `make test` does not reach.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
@@ -92,6 +98,9 @@ bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and p
 bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200, without one.
 	$(BENCH_GPU)/bin/python -m benchmarks gpu-aot $(BENCH_ARGS)
 	$(BENCH_GPU)/bin/python -m benchmarks report
+
+soak: $(BENCH)/.ready-bench ## 50,000 steps in float16 with faults, kills and restarts.
+	$(BENCH)/bin/python -m benchmarks soak
 
 bench-gpu: ## Times on the GPU that is here, with the JAX that is here.
 	PYTHONPATH=. $(PYTHON) -m benchmarks gpu $(BENCH_ARGS)

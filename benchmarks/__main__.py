@@ -24,6 +24,7 @@ COMMANDS = {
     "casts": ("commands.casts", "run", "every cast of a forward pass, with its reason"),
     "save": ("commands.save", "run", "what checksums add to saving and restoring 1 GB"),
     "faults": ("commands.faults", "run", "kills, damages, fills disks; what is lost"),
+    "soak": ("commands.soak", "run", "50,000 steps with faults, kills and restarts"),
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
@@ -34,6 +35,11 @@ _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
         ("--rounds", int, 30, "turns of each variant"),
     ],
     "faults": [("--kills", int, 50, "processes to kill")],
+    "soak": [
+        ("--steps", int, 50_000, "steps in float16"),
+        ("--seed", int, 0, "of the batches, the faults and the kills"),
+        ("--work", str, "", "where an interrupted run goes on"),
+    ],
     "optim": [
         ("--only", str, "", "optimizers by name, as A;B"),
         ("--rounds", int, 50, "turns of the timing"),

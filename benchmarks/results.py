@@ -74,14 +74,18 @@ class Results:
         kept = ("command", "target", "size", "runs", "cells")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(_as_json({key: getattr(self, key) for key in kept}))
+        partial.write_text(as_json({key: getattr(self, key) for key in kept}))
         os.replace(partial, self.path)
 
 
 def read_all(folder: pathlib.Path) -> list[Results]:
-    """Reads every file of results in a folder, in the order of their names."""
-    paths = sorted(folder.glob("*.json"))
-    return [Results(path, **json.loads(path.read_text())) for path in paths]
+    """Reads the files that hold cells in a folder, in the order of their names."""
+    found = {path: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return [
+        Results(path, **content)
+        for path, content in sorted(found.items())
+        if "cells" in content  # the runs that train to the end have a form of their own
+    ]
 
 
 def _ordered(labels: Iterable[str], known: Sequence[str]) -> list[str]:
@@ -90,7 +94,7 @@ def _ordered(labels: Iterable[str], known: Sequence[str]) -> list[str]:
     return sorted(labels, key=lambda x: (places.get(x.split("[")[0], len(known)), x))
 
 
-def _as_json(content: Any) -> str:
+def as_json(content: Any) -> str:
     """Returns JSON with each list of numbers in one line."""
     text = json.dumps(content, indent=1)
     return re.sub(r"\[[\d\s,.e+-]*\]", lambda m: " ".join(m[0].split()), text) + "\n"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as _public_primitives
@@ -357,6 +358,17 @@ def variable_of(x: Any) -> Var | None:
     """
     variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
     return variable if isinstance(variable, jax.extend.core.Var) else None
+
+
+def number_of(x: Any) -> Array | None:
+    """Returns the number of a tracer that stands for one, such as `jnp.float32(2)`.
+
+    `None` for everything else.
+    """
+    literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    if not isinstance(literal, jax.extend.core.Literal):
+        return None
+    return np.asarray(literal.val, jax.numpy.result_type(x))
 
 
 def call_vmap_rule(

@@ -134,8 +134,9 @@ class Interpreter:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = args[:first], args[first : first + second]
         carry = args[first + second :]
-        while bool(self._closed(params["cond_jaxpr"], [*of_cond, *carry])[0]):
-            carry = self._closed(params["body_jaxpr"], [*of_body, *carry])
+        while np.any(on := self._closed(params["cond_jaxpr"], [*of_cond, *carry])[0]):
+            outs = self._closed(params["body_jaxpr"], [*of_body, *carry])
+            carry = [_choose(on, *pair) for pair in zip(outs, carry, strict=True)]
         return carry
 
 
@@ -145,6 +146,14 @@ def _is_dtype32(value):
 
 def _is_key(x):
     return jnp.issubdtype(getattr(x, "dtype", None), _KEYS)
+
+
+def _choose(batch, new, old):
+    """Returns the new carry of a loop, of those elements of a batch that go on."""
+    if not np.ndim(batch):
+        return new
+    dims = (*np.shape(batch), *(1,) * (np.ndim(new) - np.ndim(batch)))
+    return np.where(np.reshape(batch, dims), new, old)
 
 
 def _stack(rows):

@@ -79,6 +79,18 @@ def run(program, params, x, ints):
     }
 
 
+def names(nodes):
+    """Yields what a program is made of: the name of each node."""
+    for node in nodes:
+        kind = type(node).__name__.lower()
+        yield f"{kind} {getattr(node, _NAME.get(kind, 'kind'))}"
+        for body in ("body", "left", "right"):
+            yield from names(getattr(node, body, ()))
+
+
+_NAME = {"op": "name", "layers": "change"}
+
+
 def sequence(nodes, s, x):
     for node in nodes:
         x = apply(node, s, x)

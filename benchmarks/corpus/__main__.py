@@ -1,8 +1,10 @@
 """Runs the corpus and writes `benchmarks/results/corpus.md`.
 
-    python -m benchmarks.corpus [--only PART_OF_A_NAME] [--out FILE]
+    python -m benchmarks.corpus [--only PART_OF_A_NAME] [--out FILE] [--resume]
 
-The exit code is 1 if a program fails under amp or returns other dtypes.
+The figures of each program are kept in `benchmarks/results/corpus.partial` as soon as
+they are there: `--resume` goes on where a run was stopped. The exit code is 1 if a
+program fails under amp or returns other dtypes.
 """
 
 import argparse
@@ -13,6 +15,8 @@ import pathlib
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 # Compiling takes most of the time. Excess precision would hide roundings.
 os.environ["XLA_FLAGS"] = (
@@ -24,27 +28,31 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
 
+from benchmarks import environment  # noqa: E402
 from benchmarks.corpus import programs, table  # noqa: E402
-from benchmarks.corpus.measure import measure  # noqa: E402
+from benchmarks.corpus.measure import HALVES, measure  # noqa: E402
+from benchmarks.corpus.program import Case  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the corpus.")
     parser.add_argument("--only", default="", help="part of SOURCE/NAME")
     parser.add_argument("--out", help="the page; by default only if all are run")
-    parser.add_argument("--cache", help="a JSON file: what stands in it is not run")
+    parser.add_argument(
+        "--resume", action="store_true", help="leaves out what a stopped run has done"
+    )
     asked = parser.parse_args()
-    cache = pathlib.Path(asked.cache) if asked.cache else None
-    rows = json.loads(cache.read_text()) if cache and cache.exists() else {}
+    versions = environment.versions()
+    rows = _read(versions) if asked.resume else {}
     made = {f"{source}/{name}": make for source, name, make in programs.all_programs()}
-    for key, make in made.items():
-        if asked.only not in key or key in rows:
+    chosen = [key for key in made if asked.only in key]
+    began = time.monotonic()
+    for number, key in enumerate(chosen, 1):
+        if key in rows:
             continue
-        began = time.monotonic()
-        rows[key] = _measured(make)
-        print(f"{time.monotonic() - began:5.1f} s {key} {rows[key]}", flush=True)
-        if cache:
-            cache.write_text(json.dumps(rows, indent=1))
+        rows[key] = _measured(made[key])
+        _PARTIAL.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
+        _print(f"{number}/{len(chosen)}", time.monotonic() - began, key, rows[key])
         jax.clear_caches()
         gc.collect()
     rows = {key: rows[key] for key in made if key in rows}
@@ -58,7 +66,26 @@ def main() -> int:
     return bool(failed)
 
 
-def _measured(make):
+_PARTIAL = pathlib.Path("benchmarks/results/corpus.partial")
+
+
+def _read(versions: dict[str, str]) -> dict[str, Any]:
+    """Returns the rows that were measured with the same versions and sources."""
+    kept = json.loads(_PARTIAL.read_text()) if _PARTIAL.exists() else {}
+    return kept["rows"] if kept.get("versions") == versions else {}
+
+
+def _print(number: str, since: float, key: str, row: dict[str, Any]) -> None:
+    seconds, peak = row.get("seconds", 0.0), row.get("peak_gib", 0.0)
+    ratios = [f"{n} {row[f'{n}_ratio']:.2f}" for n in HALVES if f"{n}_ratio" in row]
+    print(
+        f"{number} after {since:.0f} s: {key}: {seconds:.1f} s of CPU, "
+        f"{peak:.1f} GiB at most so far; {', '.join(ratios + row['problems'])}",
+        flush=True,
+    )
+
+
+def _measured(make: Callable[[], Case]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""Models, solvers and optimizers of other libraries."""
+"""Modules, models, kernels and optimizers of other libraries."""
 
 import functools
 import inspect
@@ -22,19 +22,19 @@ def programs() -> Iterator[Program]:
             yield source, name, make
 
 
-def _normal(*shape: int, seed: int = 0) -> Any:
+def normal(*shape: int, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.normal(size=shape).astype(np.float32))
 
 
-def _total(found: Any) -> Any:
+def total(found: Any) -> Any:
     leaves = [
         y for y in jax.tree.leaves(found) if jnp.issubdtype(y.dtype, jnp.floating)
     ]
     return sum(jnp.mean(jnp.log1p(y.astype(jnp.float32) ** 2)) for y in leaves)
 
 
-def _lazily(case: Callable[..., Case], table: dict[str, Any]) -> dict[str, Any]:
+def lazily(case: Callable[..., Case], table: dict[str, Any]) -> dict[str, Any]:
     return {name: functools.partial(case, given) for name, given in table.items()}
 
 
@@ -46,11 +46,11 @@ _SEQUENCE, _IMAGE = (4, 12, 16), (2, 16, 16, 4)
 def _linen() -> dict[str, Any]:
     def case(given: Any) -> Case:
         make, shape = given
-        x = _normal(*shape)
+        x = normal(*shape)
         variables = make().init(jax.random.key(0), x)
 
         def loss_of(module: nn.Module) -> Loss:
-            return lambda variables, x: _total(module.apply(variables, x))
+            return lambda variables, x: total(module.apply(variables, x))
 
         return Case(
             loss_of(make()), variables, (x,), lambda dtype: loss_of(make(dtype=dtype))
@@ -60,7 +60,7 @@ def _linen() -> dict[str, Any]:
         return (lambda **set: nn.RNN(cell(16, **set))), _SEQUENCE
 
     P = functools.partial
-    return _lazily(
+    return lazily(
         case,
         {
             "Dense": (P(nn.Dense, 8), _SEQUENCE),
@@ -99,14 +99,14 @@ def _linen() -> dict[str, Any]:
 
 def _nnx_case(given: Any) -> Case:
     make, shape, has_dtype = given
-    x = _normal(*shape)
+    x = normal(*shape)
 
     def loss_of(model: Any) -> tuple[Loss, Any]:
         parts: Any = nnx.split(model, nnx.Param, ...)
         graph, params, rest = parts
 
         def loss(params: Any, x: Any) -> Any:
-            return _total(nnx.merge(graph, params, rest, copy=True)(x))
+            return total(nnx.merge(graph, params, rest, copy=True)(x))
 
         return loss, params
 
@@ -143,7 +143,7 @@ def _nnx() -> dict[str, Any]:
         "RNN(GRUCell)": (rnn(nnx.GRUCell), _SEQUENCE),
         "RNN(SimpleCell)": (rnn(nnx.SimpleCell), _SEQUENCE),
     }
-    return _lazily(_nnx_case, {name: (*given, True) for name, given in table.items()})
+    return lazily(_nnx_case, {name: (*given, True) for name, given in table.items()})
 
 
 def _jaxkan() -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _jaxkan() -> dict[str, Any]:
 
         return model, (16, 4), False
 
-    return _lazily(
+    return lazily(
         _nnx_case,
         {
             "KAN(base)": make("base", k=3, G=4),
@@ -177,9 +177,9 @@ def _equinox_case(given: Any) -> Case:
 
     def loss(params: Any, x: Any) -> Any:
         model = eqx.combine(params, static)
-        return _total(jax.vmap(lambda x: model(x))(x))
+        return total(jax.vmap(lambda x: model(x))(x))
 
-    return Case(loss, params, (_normal(*shape),))
+    return Case(loss, params, (normal(*shape),))
 
 
 def _equinox() -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _equinox() -> dict[str, Any]:
     norm = lambda k: e.Sequential(  # noqa: E731
         [e.Linear(16, 16, key=k), e.LayerNorm(16), e.Linear(16, 4, key=k)]
     )
-    return _lazily(
+    return lazily(
         _equinox_case,
         {
             "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
@@ -249,11 +249,11 @@ def _haiku() -> dict[str, Any]:
 
         function, shape = given
         net = hk.without_apply_rng(hk.transform_with_state(lambda x: function(hk, x)))
-        x = _normal(*shape)
+        x = normal(*shape)
         params, state = net.init(jax.random.key(0), x)
 
         def loss(params: Any, x: Any) -> Any:
-            return _total(net.apply(params, state, x)[0])
+            return total(net.apply(params, state, x)[0])
 
         return Case(loss, params, (x,))
 
@@ -271,7 +271,7 @@ def _haiku() -> dict[str, Any]:
     resnet = lambda hk, x: hk.nets.ResNet(  # noqa: E731
         [1, 1, 1, 1], 5, channels_per_group=[8, 8, 16, 16], bottleneck=False
     )(x, is_training=True)
-    return _lazily(
+    return lazily(
         case,
         {
             "nets.MLP": (lambda hk, x: hk.nets.MLP([32, 8])(x), (8, 16)),
@@ -311,7 +311,7 @@ def _flaxmodels() -> dict[str, Any]:
 
         name, settings = given
         make = functools.partial(getattr(flaxmodels, name), pretrained=None, **settings)
-        x = jax.nn.sigmoid(_normal(2, 64, 64, 3))
+        x = jax.nn.sigmoid(normal(2, 64, 64, 3))
         call = {"train": True} if name == "ResNet18" else {"train": False}
         variables = jax.jit(functools.partial(make().init, **call))(
             jax.random.key(0), x
@@ -322,7 +322,7 @@ def _flaxmodels() -> dict[str, Any]:
                 found, _ = module.apply(
                     {"params": params} | rest, x, mutable=["batch_stats"], **call
                 )
-                return _total(found)
+                return total(found)
 
             return loss
 
@@ -334,7 +334,7 @@ def _flaxmodels() -> dict[str, Any]:
             lambda dtype: loss_of(make(dtype=jnp.dtype(dtype).name)),
         )
 
-    return _lazily(
+    return lazily(
         case,
         {
             "ResNet18": ("ResNet18", dict(num_classes=5, output="logits")),
@@ -380,13 +380,13 @@ def _penzai() -> dict[str, Any]:
                 )
                 named = pz.nx.wrap(tokens).tag("batch", "seq")
                 found = bound(named, token_positions=pz.nx.arange("seq", 12))
-                return _total(found.unwrap("batch", "seq", "vocabulary"))
+                return total(found.unwrap("batch", "seq", "vocabulary"))
 
             return loss
 
         return Case(loss_of(body), params, (tokens,))
 
-    return _lazily(
+    return lazily(
         case,
         {
             "llama": {},
@@ -407,15 +407,15 @@ def _jraph() -> dict[str, Any]:
 
         rng = np.random.default_rng(0)
         graph = jraph.GraphsTuple(
-            nodes=_normal(24, 8),
-            edges=_normal(60, 8, seed=1),
-            globals=_normal(3, 8, seed=2),
+            nodes=normal(24, 8),
+            edges=normal(60, 8, seed=1),
+            globals=normal(3, 8, seed=2),
             senders=jnp.asarray(rng.integers(0, 24, 60)),
             receivers=jnp.asarray(rng.integers(0, 24, 60)),
             n_node=jnp.asarray([8, 8, 8]),
             n_edge=jnp.asarray([20, 20, 20]),
         )
-        params = {name: _normal(40, 8, seed=i) / 5 for i, name in enumerate("engq")}
+        params = {name: normal(40, 8, seed=i) / 5 for i, name in enumerate("engq")}
 
         def loss(params: Any, graph: Any) -> Any:
             def layer(name: str) -> Any:
@@ -426,7 +426,7 @@ def _jraph() -> dict[str, Any]:
                 return apply
 
             found = make(jraph, layer)(graph)
-            return _total((found.nodes, found.edges))
+            return total((found.nodes, found.edges))
 
         return Case(loss, params, (graph,))
 
@@ -465,22 +465,22 @@ def _jraph() -> dict[str, Any]:
             f("n"), lambda s, r, e: f("q")(s, r)[:, :1], lambda n: n
         ),
     }
-    return _lazily(case, linear)
+    return lazily(case, linear)
 
 
 def _e3nn() -> dict[str, Any]:
     def case(function: Any) -> Case:
         import e3nn_jax as e3nn
 
-        w, x = _normal(9, 9) / 3, _normal(16, 9, seed=1)
+        w, x = normal(9, 9) / 3, normal(16, 9, seed=1)
         irreps = "0e + 1o + 2e"
 
         def loss(w: Any, x: Any) -> Any:
-            return _total(function(e3nn, e3nn.IrrepsArray(irreps, x @ w)).array)
+            return total(function(e3nn, e3nn.IrrepsArray(irreps, x @ w)).array)
 
         return Case(loss, w, (x,))
 
-    return _lazily(
+    return lazily(
         case,
         {
             "tensor_product": lambda e, a: e.tensor_product(a, a),
@@ -497,184 +497,6 @@ def _e3nn() -> dict[str, Any]:
             "to_s2grid": lambda e, a: e.from_s2grid(
                 e.to_s2grid(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e"
             ),
-        },
-    )
-
-
-# --- solvers: what they return depends on a product --------------------------------
-
-
-def _solver_case(function: Callable[..., Any]) -> Case:
-    def loss(w: Any, x: Any) -> Any:
-        return _total(function(w, x))
-
-    return Case(loss, _normal(8, 8) / 4, (_normal(8, seed=1),))
-
-
-def _diffrax() -> dict[str, Any]:
-    def solve(solver: str, adjoint: str = "", adaptive: bool = False) -> Any:
-        def run(w: Any, x: Any) -> Any:
-            import diffrax
-
-            kind = getattr(diffrax, solver)()
-            term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(w @ y) - y)
-            chosen = {"adjoint": getattr(diffrax, adjoint)()} if adjoint else {}
-            steps: Any = diffrax.ConstantStepSize()
-            if adaptive:
-                steps = diffrax.PIDController(rtol=1e-3, atol=1e-3)
-            return diffrax.diffeqsolve(
-                term, kind, 0.0, 1.0, 0.125, x, w, stepsize_controller=steps, **chosen
-            ).ys
-
-        return run
-
-    # Each takes half a minute to trace.
-    adjoints = "DirectAdjoint BacksolveAdjoint"
-    table = {name: solve(name) for name in "Euler Heun Tsit5".split()}
-    table["Kvaerno3"] = solve("Kvaerno3", adaptive=True)
-    table |= {f"Tsit5, {a}": solve("Tsit5", a, True) for a in adjoints.split()}
-    return _lazily(_solver_case, table)
-
-
-def _optimistix() -> dict[str, Any]:
-    def run(method: str, solver: str, w: Any, x: Any) -> Any:
-        import optimistix as optx
-
-        kind = getattr(optx, solver)(rtol=1e-4, atol=1e-4)
-        function = {
-            "fixed_point": lambda y, w: jnp.tanh(w @ y) * 0.5 + x,
-            "root_find": lambda y, w: y - jnp.tanh(w @ y) * 0.5 - x,
-            "least_squares": lambda y, w: y - jnp.tanh(w @ y) * 0.5 - x,
-            "minimise": lambda y, w: jnp.sum((y - jnp.tanh(w @ x)) ** 2 * (1 + y**2)),
-        }[method]
-        return getattr(optx, method)(function, kind, x, w, throw=False).value
-
-    table = {
-        "fixed_point": "FixedPointIteration",
-        "root_find": "Newton Chord",
-        "least_squares": "LevenbergMarquardt GaussNewton Dogleg",
-        "minimise": "BFGS NonlinearCG",
-    }
-    return _lazily(
-        _solver_case,
-        {
-            f"{method}({solver})": functools.partial(run, method, solver)
-            for method, solvers in table.items()
-            for solver in solvers.split()
-        },
-    )
-
-
-def _lineax() -> dict[str, Any]:
-    def run(solver: str, w: Any, x: Any) -> Any:
-        import lineax as lx
-
-        matrix = w @ w.T + jnp.eye(8)
-        iterative = solver in ("CG", "GMRES", "BiCGStab", "NormalCG")
-        given = dict(rtol=1e-5, atol=1e-5) if iterative else {}
-        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        kind = getattr(lx, solver)(**given)
-        return lx.linear_solve(operator, x, kind, throw=False).value
-
-    names = "LU QR SVD Cholesky CG GMRES BiCGStab"
-    return _lazily(
-        _solver_case, {name: functools.partial(run, name) for name in names.split()}
-    )
-
-
-def _jaxopt() -> dict[str, Any]:
-    def run(solver: str, settings: dict[str, Any], w: Any, x: Any) -> Any:
-        import jaxopt
-
-        def objective(y: Any, w: Any) -> Any:
-            return jnp.sum((y - jnp.tanh(w @ x)) ** 2 * (1 + y**2))
-
-        def residual(y: Any, w: Any) -> Any:
-            return y - 0.5 * jnp.tanh(w @ y) - x
-
-        def map_(y: Any, w: Any) -> Any:
-            return 0.5 * jnp.tanh(w @ y) + x
-
-        by_kind = {
-            "GaussNewton": residual,
-            "LevenbergMarquardt": residual,
-            "Broyden": residual,
-            "FixedPointIteration": map_,
-            "AndersonAcceleration": map_,
-        }
-        kind = getattr(jaxopt, solver)
-        function = by_kind.get(solver, objective)
-        return kind(function, maxiter=20, **settings).run(x, w).params
-
-    plain = (
-        "GradientDescent LBFGS BFGS NonlinearCG GaussNewton LevenbergMarquardt "
-        "Broyden FixedPointIteration AndersonAcceleration ProximalGradient"
-    )
-    table = {name: functools.partial(run, name, {}) for name in plain.split()}
-    unrolled = functools.partial(
-        run, "GradientDescent", dict(implicit_diff=False, unroll=False, stepsize=0.1)
-    )
-    return _lazily(_solver_case, table | {"GradientDescent(scan)": unrolled})
-
-
-def _ott() -> dict[str, Any]:
-    def run(settings: dict[str, Any], w: Any, x: Any) -> Any:
-        from ott.geometry import pointcloud
-        from ott.problems.linear import linear_problem
-        from ott.solvers.linear import sinkhorn
-
-        geometry = pointcloud.PointCloud(jnp.outer(x, x) @ w, w, epsilon=0.5)
-        problem = linear_problem.LinearProblem(geometry, **settings)
-        return sinkhorn.Sinkhorn(max_iterations=50)(problem).reg_ot_cost
-
-    return _lazily(
-        _solver_case,
-        {
-            "Sinkhorn": functools.partial(run, {}),
-            "Sinkhorn(unbalanced)": functools.partial(run, {"tau_a": 0.9}),
-        },
-    )
-
-
-def _tinygp() -> dict[str, Any]:
-    def run(kernel: str, w: Any, x: Any) -> Any:
-        from tinygp import GaussianProcess, kernels
-
-        scale = jnp.exp(0.1 * jnp.mean(w))
-        kind = getattr(kernels, kernel)(scale)
-        return GaussianProcess(kind, w @ x, diag=0.5).log_probability(x)
-
-    names = "ExpSquared Matern32 Matern52 Exp"
-    return _lazily(
-        _solver_case, {name: functools.partial(run, name) for name in names.split()}
-    )
-
-
-def _blackjax() -> dict[str, Any]:
-    def run(sampler: str, settings: dict[str, Any], w: Any, x: Any) -> Any:
-        import blackjax
-
-        def density(y: Any) -> Any:
-            return -jnp.sum(jnp.log1p((w @ y - x) ** 2))
-
-        kind = getattr(blackjax, sampler)(density, **settings)
-
-        def step(state: Any, key: Any) -> Any:
-            return kind.step(key, state)[0], None
-
-        keys = jax.random.split(jax.random.key(0), 4)
-        return jax.lax.scan(step, kind.init(x), keys)[0].logdensity
-
-    mass = jnp.ones(8)
-    return _lazily(
-        _solver_case,
-        {
-            "hmc": functools.partial(
-                run,
-                "hmc",
-                dict(step_size=0.05, inverse_mass_matrix=mass, num_integration_steps=3),
-            ),
-            "mala": functools.partial(run, "mala", dict(step_size=0.01)),
         },
     )
 
@@ -733,11 +555,11 @@ def _pallas() -> dict[str, Any]:
 
     def case(function: Any) -> Case:
         def loss(w: Any, x: Any) -> Any:
-            return _total(function(w, x))
+            return total(function(w, x))
 
-        return Case(loss, _normal(32, 32) / 6, (_normal(64, 32, seed=1),))
+        return Case(loss, normal(32, 32) / 6, (normal(64, 32, seed=1),))
 
-    return _lazily(
+    return lazily(
         case,
         {
             "ops.gpu.attention": functools.partial(attend, causal=False),
@@ -750,7 +572,7 @@ def _pallas() -> dict[str, Any]:
     )
 
 
-# --- optimizers: the whole training under amp ---------------------------------------
+# --- optimizers: three steps, with the loss under amp, as in a train step -----------
 
 
 def _optimizers() -> dict[str, Any]:
@@ -783,27 +605,30 @@ def _optimizers() -> dict[str, Any]:
     }
 
     def case(make: Any) -> Case:
-        params = {"a": _normal(16, 32) / 4, "b": _normal(32, 4, seed=1) / 5}
+        params = {"a": normal(16, 32) / 4, "b": normal(32, 4, seed=1) / 5}
 
         def objective(params: Any, x: Any) -> Any:
-            return _total(jnp.tanh(x @ params["a"]) @ params["b"] - 1.0)
+            return total(jnp.tanh(x @ params["a"]) @ params["b"] - 1.0)
 
-        def loss(params: Any, x: Any) -> Any:
-            optimizer = make()
-            state = optimizer.init(params)
-            for _ in range(3):
-                value, grads = jax.value_and_grad(objective)(params, x)
-                given = inspect.signature(optimizer.update).parameters
-                extra = {"value": value} if "extra_args" in given else {}
-                updates, state = optimizer.update(grads, state, params, **extra)
-                # The gradient at the end, not through the steps.
-                updates = jax.lax.stop_gradient(updates)
-                params = optax.apply_updates(params, updates)
-            return objective(params, x)
+        def steps(objective: Loss) -> Loss:
+            def loss(params: Any, x: Any) -> Any:
+                optimizer = make()
+                state = optimizer.init(params)
+                for _ in range(3):
+                    value, grads = jax.value_and_grad(objective)(params, x)
+                    given = inspect.signature(optimizer.update).parameters
+                    extra = {"value": value} if "extra_args" in given else {}
+                    updates, state = optimizer.update(grads, state, params, **extra)
+                    # The gradient at the end, not through the steps.
+                    updates = jax.lax.stop_gradient(updates)
+                    params = optax.apply_updates(params, updates)
+                return objective(params, x)
 
-        return Case(loss, params, (_normal(24, 16, seed=2),))
+            return loss
 
-    return _lazily(case, made)
+        return Case(objective, params, (normal(24, 16, seed=2),), around=steps)
+
+    return lazily(case, made)
 
 
 _TABLES = {
@@ -814,15 +639,8 @@ _TABLES = {
     "optax": _optimizers,
     "pallas": _pallas,
     "penzai": _penzai,
-    "lineax": _lineax,
     "jraph": _jraph,
     "e3nn-jax": _e3nn,
-    "jaxopt solvers": _jaxopt,
-    "optimistix": _optimistix,
-    "tinygp": _tinygp,
-    "ott": _ott,
-    "blackjax": _blackjax,
-    "diffrax": _diffrax,
     "jaxkan": _jaxkan,
     "flaxmodels": _flaxmodels,
 }

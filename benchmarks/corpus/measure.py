@@ -1,81 +1,116 @@
 """Runs one program under amp and beside its twins."""
 
-from collections.abc import Callable
+import dataclasses
+import resource
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import flax_amp
+from benchmarks.corpus import draws
+from benchmarks.corpus.draws import Draws
 from benchmarks.corpus.program import Case, Loss
-from flax_amp.policy import LOW_OPS
+from flax_amp.policy import FOLLOW_OPS, LOW_OPS
 
 HALVES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
-# Powers of two, tried in turn until the float16 gradients are finite.
-_SCALES = (2.0**12, 2.0**6, 1.0)
-_PRODUCTS_ONLY = {
-    key: flax_amp.use_compute_precision
-    for key in vars(primitives).values()
-    if isinstance(key, Primitive) and key.name in LOW_OPS
-} | {"amp_default": flax_amp.use_original_precision}
-# What rounds most often: with it in float32, the rest of the error is that of products.
-_WIDE_ARITHMETIC = flax_amp.default_amp_policy | {
-    key: flax_amp.use_original_precision
-    for key in (lax.add_p, lax.sub_p, lax.mul_p, lax.div_p, lax.neg_p)
+
+
+def _policy(names: Iterable[str], function: Any) -> dict[Any, Any]:
+    found = (p for p in vars(primitives).values() if isinstance(p, Primitive))
+    return {p: function for p in found if p.name in set(names)}
+
+
+_PRODUCTS_ONLY = _policy(LOW_OPS, flax_amp.use_compute_precision) | {
+    "amp_default": flax_amp.use_original_precision
 }
+# What rounds most often: with it in float32, the rest of the error is that of products.
+_WIDE_ARITHMETIC = _policy((*FOLLOW_OPS, "exp"), flax_amp.use_original_precision)
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Returns the figures of a program; what fails stands in `problems`."""
+    began = time.process_time()
     problems: list[str] = []
     found: dict[str, Any] = {"problems": problems}
-    plain = _gradient(case.loss)
-    call = (case.params, *case.args)
-    expected = _run(plain, call, 1.0)
-    if not _finite(expected):
+    runs = Draws(case)
+    if not draws.finite(next(iter(runs))[1]):
         return {"problems": ["not finite without amp"]}
-    shapes = _shapes(plain, call)
     found["twin"] = "hand-set" if case.hand else "products only"
     for name, dtype in HALVES.items():
         try:
-            found |= _half(case, name, dtype, expected, shapes, problems)
+            found |= _half(case, runs, name, dtype, problems)
         except Exception as error:
             problems.append(f"{name}: {_short(error)}")
     try:
-        _same_in_float32(case, call, expected, problems)
+        _same_in_float32(case, runs, problems)
     except Exception as error:
         problems.append(f"float32: {_short(error)}")
-    return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return found | {"seconds": time.process_time() - began, "peak_gib": peak}
 
 
 def _half(
-    case: Case, name: str, dtype: Any, expected: Any, shapes: Any, problems: list[str]
+    case: Case, runs: Draws, name: str, dtype: Any, problems: list[str]
 ) -> dict[str, Any]:
-    call = (case.params, *case.args)
-    lowered = _gradient(flax_amp.amp(case.loss, compute_dtype=dtype))
-    error = _error(lowered, call, expected, dtype)
-    if _shapes(lowered, call) != shapes:
+    lowered = flax_amp.amp(case.loss, compute_dtype=dtype)
+    if _shapes(runs, lowered) != _shapes(runs, case.loss):
         problems.append(f"{name}: other dtypes than without amp")
-    if error is None:
-        problems.append(f"{name}: gradients are not finite")
-    explained = flax_amp.explain(case.loss, compute_dtype=dtype, backward=False)
+    found = _products(_explain(case, dtype, None))
+    if found["share"] is not None and found["share"] < 1:
+        only = _explain(case, dtype, _PRODUCTS_ONLY)
+        found["share_of_products_only"] = only.totals.low_share
     twin = case.hand(dtype) if case.hand else _with(case.loss, dtype, _PRODUCTS_ONLY)
+    works = runs.works(twin)
     try:
-        beside = _error(_gradient(twin), call, expected, dtype)
-    except Exception:  # hand-set, and wrong: amp has nothing to be compared with
-        beside = None
-    found = {f"{name}_error": error, f"{name}_twin": beside}
-    if error and beside and error > 1.1 * beside:  # is it the rounding of arithmetic?
-        wide = _gradient(_with(case.loss, dtype, _WIDE_ARITHMETIC))
-        found[f"{name}_wide"] = _error(wide, call, expected, dtype)
-    return found | _products(explained(*call))
+        compared = runs.compare(lowered, twin if works else None, dtype)
+    except draws.NotFiniteError:
+        problems.append(f"{name}: gradients are not finite")
+        return found
+    found |= {f"{name}_{k}": v for k, v in dataclasses.asdict(compared).items()}
+    if compared.is_worse:
+        try:
+            why = _experiments(case, runs, dtype, twin)
+            found[f"{name}_why"] = dict(why)
+        except draws.NotFiniteError:
+            found[f"{name}_why"] = {}
+    return found
+
+
+def _experiments(
+    case: Case, runs: Draws, dtype: Any, twin: Loss
+) -> Iterator[tuple[str, float]]:
+    """Yields the ratio with all arithmetic in float32, and without `amp`, by hand."""
+    policy = flax_amp.default_amp_policy | _WIDE_ARITHMETIC
+    wide = _with(case.loss, dtype, policy)
+    yield "arithmetic in float32", runs.compare(wide, twin, dtype, draws.STEP).ratio
+    by_hand = _cast(case.loss, dtype)
+    if not case.hand and runs.works(by_hand):
+        yield "by hand", runs.compare(by_hand, twin, dtype, draws.STEP).ratio
+
+
+def _cast(loss: Loss, dtype: Any) -> Loss:
+    """Returns a loss with all that it is given in half: mixed precision by hand."""
+
+    def lower(x: Any) -> Any:
+        is_wide = getattr(x, "dtype", None) == jnp.float32
+        return jnp.asarray(x, dtype) if is_wide else x
+
+    return lambda *args: loss(*jax.tree.map(lower, args))
 
 
 def _with(loss: Loss, dtype: Any, policy: Any) -> Loss:
     return flax_amp.amp(loss, compute_dtype=dtype, amp_policy=policy)
+
+
+def _explain(case: Case, dtype: Any, policy: Any) -> flax_amp.debug.Explanation:
+    explained: Any = flax_amp.explain(
+        case.loss, compute_dtype=dtype, amp_policy=policy, backward=False
+    )
+    return explained(case.params, *case.args)
 
 
 def _products(explained: flax_amp.debug.Explanation) -> dict[str, Any]:
@@ -85,61 +120,20 @@ def _products(explained: flax_amp.debug.Explanation) -> dict[str, Any]:
     return {"share": explained.totals.low_share, "wide_products": reasons}
 
 
-def _same_in_float32(case: Case, call: Any, expected: Any, problems: list[str]) -> None:
-    plain = _gradient(case.loss)
-    same = _gradient(flax_amp.amp(case.loss, compute_dtype=jnp.float32))
-    texts = [jax.jit(f).lower(*call, 1.0).as_text() for f in (plain, same)]
+def _same_in_float32(case: Case, runs: Draws, problems: list[str]) -> None:
+    same = flax_amp.amp(case.loss, compute_dtype=jnp.float32)
+    both = [runs.gradient(loss) for loss in (case.loss, same)]
+    texts = [fn.lower(*runs.first, 1.0).as_text() for fn in both]
     if texts[0] != texts[1]:  # equal programs need no run
-        error = _relative(_run(same, call, 1.0), expected)
+        error = draws.relative(*(draws.run(fn, runs.first) for fn in both))
         if not error < 1e-5:
             problems.append(f"float32: differs from no amp by {error:.1e}")
 
 
-def _gradient(loss: Loss) -> Callable[..., Any]:
-    """Returns the function of the loss and its gradient, times a scale."""
-
-    def scaled(params: Any, *rest: Any) -> Any:
-        *args, scale = rest
-        return loss(params, *args).astype(jnp.float32) * scale
-
-    return jax.value_and_grad(scaled, allow_int=True)
-
-
-def _shapes(gradient: Callable[..., Any], call: Any) -> Any:
-    leaves, structure = jax.tree.flatten(jax.eval_shape(gradient, *call, 1.0))
+def _shapes(runs: Draws, loss: Loss) -> Any:
+    found = runs.gradient(loss).eval_shape(*runs.first, 1.0)
+    leaves, structure = jax.tree.flatten(found)
     return structure, [(x.shape, x.dtype) for x in leaves]
-
-
-def _run(gradient: Callable[..., Any], call: Any, scale: float) -> list[np.ndarray]:
-    _, grads = jax.jit(gradient)(*call, scale)
-    leaves = [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
-    return [np.asarray(x, _wide(x)) / scale for x in leaves]
-
-
-def _wide(x: Any) -> Any:
-    return np.complex128 if jnp.iscomplexobj(x) else np.float64
-
-
-def _error(
-    gradient: Callable[..., Any], call: Any, expected: Any, dtype: Any
-) -> float | None:
-    for scale in _SCALES if dtype == jnp.float16 else (1.0,):
-        grads = _run(gradient, call, scale)
-        if _finite(grads):
-            return _relative(grads, expected)
-    return None
-
-
-def _finite(leaves: list[np.ndarray]) -> bool:
-    return all(bool(np.isfinite(x).all()) for x in leaves)
-
-
-def _relative(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Returns the relative L2 distance of two lists of arrays, over all together."""
-    pairs = list(zip(actual, expected, strict=True))
-    difference = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in pairs)
-    size = sum(float(np.sum(np.abs(b) ** 2)) for _, b in pairs)
-    return float(np.sqrt(difference / size)) if size else float(np.sqrt(difference))
 
 
 def _short(error: Exception) -> str:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from benchmarks.corpus import functions, libraries, transformers_models
+from benchmarks.corpus import functions, libraries, solvers, transformers_models
 from benchmarks.corpus.program import Program
 
-_FILES = (functions, libraries, transformers_models)
+# The solvers, which take long to trace, come last.
+_FILES = (functions, libraries, transformers_models, solvers)
 
 
 def all_programs() -> Iterator[Program]:

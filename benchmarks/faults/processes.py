@@ -1,30 +1,25 @@
 """Faults that need processes of their own: kills, full disks, two writers."""
 
 import contextlib
-import json
-import os
 import pathlib
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from benchmarks.faults.process import Process
 from benchmarks.faults.training import AROUND, Reference, Row, words
-
-_ROOT = pathlib.Path(__file__).parents[2]
 
 # Of so many kills one must fall into a save; fewer may all miss by chance.
 _ENOUGH = 10
 
 
-class Worker:
-    """A process of the run, and what it says."""
+class Worker(Process):
+    """A process of the run that `faults.training` describes."""
 
     def __init__(
         self,
@@ -34,72 +29,8 @@ class Worker:
         steps: int,
         prefix: Sequence[str] = (),
     ):
-        command = [sys.executable, "-m", "benchmarks.faults.worker", task]
-        arguments = [str(directory), str(reference.width), str(steps)]
-        self._process = subprocess.Popen(
-            [*prefix, *command, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=_ROOT,
-            env={
-                **os.environ,
-                "JAX_PLATFORMS": "cpu",
-                "JAX_COMPILATION_CACHE_DIR": tempfile.gettempdir() + "/flax_amp_faults",
-            },
-        )
-        self._errors: list[str] = []
-        # Read, or a process that says much would wait for ever.
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self._process.stderr is not None
-        self._errors += self._process.stderr.readlines()
-
-    def hear(self) -> dict[str, Any]:
-        """Returns the next thing that it says.
-
-        Raises:
-          RuntimeError: if it failed or ended instead.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._end()
-            raise RuntimeError(f"the worker ended: {''.join(self._errors)[-2000:]}")
-        heard: dict[str, Any] = json.loads(line)
-        if "failed" in heard:
-            self._end()
-            raise RuntimeError(heard["failed"])
-        return heard
-
-    def hear_all(self) -> dict[str, Any]:
-        """Returns all that it says until it is done, in one."""
-        heard: dict[str, Any] = {}
-        while "done" not in heard:
-            heard |= self.hear()
-        self._end()
-        return heard
-
-    def go_on(self) -> None:
-        """Tells a worker that holds its directory to go on."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-
-    def kill(self) -> None:
-        """Kills it as `kill -9` does."""
-        self._process.kill()
-        self._end()
-
-    def _end(self) -> None:
-        self._process.wait()
-        self._listener.join()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert stream is not None
-            stream.close()
+        arguments = [task, str(directory), str(reference.width), str(steps)]
+        super().__init__("benchmarks.faults.worker", arguments, prefix)
 
 
 class _Kill(NamedTuple):

@@ -65,14 +65,23 @@ def with_captured_outputs(closed: Jaxpr) -> tuple[Jaxpr, frozenset[Var]]:
 
 
 def with_captured(closed: Jaxpr, arrays: Mapping[Var, Array]) -> Jaxpr:
-    """Returns a jaxpr with arrays in place of the dead tracers among its constants."""
+    """Returns a jaxpr with arrays in place of the dead tracers among its constants.
+
+    A number such as `jnp.float32(2)` has a tracer too, which names no variable.
+    """
     jaxpr, consts = _compat.open_jaxpr(closed)
-    variables = [_compat.variable_of(x) for x in consts]
-    if not any(v in arrays for v in variables):
+    known = [_captured(x, arrays) for x in consts]
+    if all(x is const for x, const in zip(known, consts, strict=True)):
         return closed
-    pairs = zip(variables, consts, strict=True)
-    consts = [arrays.get(v, x) for v, x in pairs]
-    return EditedJaxpr(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, jaxpr.constvars, consts)
+    return EditedJaxpr(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, jaxpr.constvars, known)
+
+
+def _captured(const: Any, arrays: Mapping[Var, Array]) -> Any:
+    number = _compat.number_of(const)
+    if number is not None:
+        return number
+    variable = _compat.variable_of(const)
+    return const if variable is None else arrays.get(variable, const)
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Eqn]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -84,21 +85,24 @@ saturate_p = Primitive("flax_amp_saturate")
 
 @functools.partial(jax.jit, static_argnames=("dtype", "headroom"))
 def _saturate(x: Array, *, dtype: DType, headroom: bool) -> Array:
-    largest, limit = _limits(dtype, headroom)
-    is_over = (jnp.abs(x) > largest) & ~jnp.isinf(x)
-    return jnp.where(is_over, jax.lax.sign(x) * limit, x).astype(dtype)
+    # Each function of `jax.numpy` would be one more jit to trace and to lower.
+    largest, limit = map(x.dtype.type, _limits(dtype, headroom))
+    size = lax.abs(x)
+    is_over = lax.bitwise_and(lax.gt(size, largest), lax.ne(size, x.dtype.type(np.inf)))
+    saturated = lax.select(is_over, lax.mul(lax.sign(x), limit), x)
+    return lax.convert_element_type(saturated, dtype)
 
 
 def _saturate_tangent(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Array:
-    return jax.lax.convert_element_type(t, dtype)
+    return lax.convert_element_type(t, dtype)
 
 
 def _saturate_transpose(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Arrays:
-    return [jax.lax.convert_element_type(t, x.aval.dtype)]
+    return [lax.convert_element_type(t, x.aval.dtype)]
 
 
 def _saturate_series(primals: Arrays, series: Arrays, **params: Any) -> Any:
-    terms = [jax.lax.convert_element_type(t, params["dtype"]) for t in series[0]]
+    terms = [lax.convert_element_type(t, params["dtype"]) for t in series[0]]
     return saturate_p.bind(*primals, **params), terms
 
 

@@ -112,7 +112,7 @@ class CustomCall:
     plan: Plan
     context: Context
     # The planned rules, by the operands that JAX differentiates and by their types.
-    rules: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    rules: dict[Any, Any]
 
     @functools.cached_property
     def differentiable(self) -> Mask:
@@ -161,7 +161,7 @@ class CustomCall:
         function: Callable[..., Any],
         structs: Sequence[Any],
         ins: Values,
-        outs: Values = (),
+        outs: Callable[[], Values] = tuple,
     ) -> tuple[Plan, Any]:
         """Plans a function of the rule.
 
@@ -169,7 +169,8 @@ class CustomCall:
           function: the function.
           structs: the shapes of its arguments.
           ins: the values of these.
-          outs: the values that the caller expects of its first results.
+          outs: the values that the caller expects of its first results. It is called
+            once the function is traced, which may tell what has a derivative.
 
         Returns:
           The plan, and the shapes of the results.
@@ -180,9 +181,10 @@ class CustomCall:
         closed = with_captured(made, self.emitter.captured)
         if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
-        # The rule computes its results in the precision in which the function does.
-        uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs]
-        rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(outs)
+        # The rule computes its results, and the derivatives of these, in the precision
+        # in which the function does.
+        uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
+        rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(uses)
         uses += [Use.LOW] * rest
         painter = self.emitter.painter
         return painter.plan(closed, ins, tuple(uses), self.context), shapes
@@ -240,7 +242,10 @@ class CustomRule(SingleBodyRule):
         known = emitter.captured
         own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
         emitter = dataclasses.replace(emitter, captured=own)
-        return CustomCall(emitter, eqn, *step.detail)
+        # A network calls the same activation again and again.
+        rules = {} if own else emitter.shared_rules(eqn, step)
+        plan, context = step.detail
+        return CustomCall(emitter, eqn, plan, context, rules)
 
 
 # --- forward mode --------------------------------------------------------------------
@@ -290,7 +295,10 @@ class _JvpRule:
         tangents = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
         ins = (*call.plan.ins, *tangents)
         structs = [*structs, *pick(structs, mask)]
-        self.plan, _ = call.trace(rule, structs, ins, call.plan.outs)
+        outs = call.plan.outs
+        self.plan, _ = call.trace(
+            rule, structs, ins, lambda: (*outs, *pick(outs, self.perturbed))
+        )
 
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns the function. Its derivative records which results have a tangent."""
@@ -374,7 +382,7 @@ class _VjpRule:
             return outs, residuals
 
         plan, (outs, residuals) = call.trace(
-            forward, structs, call.plan.ins, call.plan.outs
+            forward, structs, call.plan.ins, lambda: call.plan.outs
         )
         self._forward, self._outs, self._residuals = plan, outs, residuals
 

@@ -23,6 +23,7 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
 from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
 from flax_amp._rewriter.lookup import lookup_p
+from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
@@ -84,6 +85,16 @@ class Emitter:
         if key not in self.cache:
             self.cache[key] = make()
         return self.cache[key]
+
+    def shared_rules(self, eqn: Eqn, step: Step) -> dict[Any, Any]:
+        """Returns where the planned rules of a custom derivative are kept.
+
+        It is one dictionary for all equal equations: each rule is traced and planned
+        once.
+        """
+        ids = self.cache.setdefault("ids", EquationIds())
+        key = "rules", ids.id_of_rules(eqn, step), self.recompute
+        return self.cache.setdefault(key, {})
 
     def emit(self, plan: Plan, operands: Arrays) -> list[Array]:
         """Evaluates a plan.

@@ -93,7 +93,8 @@ def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) 
     """Whether an equation is the exponential of `exp(x - max(x)) / sum(...)`.
 
     The policy must run it in float32 by default, not because of a scope: then the user
-    wants the result in float32.
+    wants the result in float32. Logits that are float32 leaves have all their digits,
+    and so has their softmax.
     """
     return (
         eqn.primitive.name == "exp"
@@ -101,6 +102,7 @@ def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) 
         and decision.origin is Origin.PRIMITIVE
         and ins[0] is not None
         and ins[0].maximum_subtracted
+        and ins[0].paint is not Paint.LEAF
         and uses[0].is_measured_and_read
     )
 

@@ -96,6 +96,7 @@ from flax_amp.policy import (
     BUILT_IN,
     CASTABLE_OPS,
     LOW_OPS,
+    RANGE_OPS,
     Decision,
     Origin,
     Policy,
@@ -208,7 +209,7 @@ class Painter:
         forward = self._forward(jaxpr, known, {}, context)
         uses = self._backward(jaxpr, forward, out_uses, context)
         if any(
-            use.wants_full(has_leaf=True) or use.is_measured_and_read
+            use.wants_full(has_float32=True) or use.is_measured_and_read
             for use in uses.values()
         ):
             forward = self._forward(jaxpr, known, uses, context)
@@ -266,7 +267,7 @@ class Painter:
         ):
             results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
             if step.mode is Mode.RULE:
-                if any(use.wants_full(has_leaf=True) for use in results):
+                if any(use.wants_full(has_float32=True) for use in results):
                     # The first forward pass painted the inside for low readers. For
                     # others it reads its operands otherwise.
                     step = self._paint(eqn, ins, results, context)
@@ -319,7 +320,9 @@ class Painter:
                 return dataclasses.replace(chosen, mode=Mode.FULL, reason=because)
             return _full(eqn, FULL, because)
         if function in (use_original_precision, use_widest_precision):
-            return _full(eqn, FULL, because)
+            is_elementwise = eqn.primitive.name in RANGE_OPS
+            of_data = is_elementwise and ins[0] is not None and _is_data(ins[0])
+            return _full(eqn, FULL._replace(of_data=of_data), because)
         if function is use_compute_precision:
             return self._paint_low(eqn, because)
         if function is follow_precision:
@@ -378,10 +381,15 @@ class Painter:
         if has_data and eqn.outvars[0] in self._states:
             return _full(eqn, LOOP_STATE, Reason("state of a recurrence"))
         if any(v.is_statistic for v in operands):
+            of_data = all(v.of_data for v in operands if v.is_statistic)
             if not has_data:
-                return _full(eqn, FULL, Reason("follows a full-precision operand"))
+                reason = Reason("follows a full-precision operand")
+                return _full(eqn, FULL._replace(of_data=of_data), reason)
             reason = Reason("applies a full-precision value")
-            return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
+            # What meets a function of itself is no less data for it: it is read as the
+            # result is, in float32 by a loss, and low by a product.
+            use = None if of_data else Use.APPLY
+            return _full(eqn, STATISTIC_APPLIED, reason, use)
         if not has_data:
             # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, LEAVES_ONLY)
@@ -411,7 +419,8 @@ class Painter:
             # otherwise make the largest array of a transformer a float32 one.
             reason = Reason("chooses among low-precision values")
             return Step(Mode.LOW, outs, reason, use=None)
-        if _union(uses).wants_full(_has_leaf(operands)):
+        has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)
+        if _union(uses).wants_full(has_float32):
             reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")
@@ -488,6 +497,11 @@ def _full(eqn: Eqn, value: Value, reason: Reason, use: Use | None = Use.FULL) ->
     if use is Use.FULL and eqn.primitive.name in _STATISTICS:
         use = Use.MEASURE
     return Step(Mode.FULL, like(out_avals(eqn), value), reason, use=use)
+
+
+def _is_data(value: Value) -> bool:
+    """Whether a value is low-precision data, or computed from it element by element."""
+    return value.paint is Paint.LOW or value.statistic_applied or value.of_data
 
 
 def _has_leaf(operands: Iterable[Value]) -> bool:

@@ -39,6 +39,8 @@ class Value(NamedTuple):
         statistic was applied (`x - mean`), and may return to the compute dtype.
       loop_state: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. It stays `FULL` within the loop, whatever it is combined with.
+      of_data: of a `FULL` value: it is a function of low-precision data, element by
+        element, as the square in a Huber loss is: no statistic of it.
       bits: of a `LEAF` value: the bytes of the number that all its elements have, if
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       is_maximum: it is the maximum of something.
@@ -50,6 +52,7 @@ class Value(NamedTuple):
     paint: Paint
     statistic_applied: bool = False
     loop_state: bool = False
+    of_data: bool = False
     bits: bytes | None = None
     is_maximum: bool = False
     maximum_subtracted: bool = False
@@ -67,7 +70,7 @@ class Value(NamedTuple):
 
     def without_constant(self) -> "Value":
         """Returns the value without what is known of that very array."""
-        return self._replace(bits=None, read_once=False)
+        return self._replace(bits=None, read_once=False, of_data=False)
 
     def after_loop(self) -> "Value":
         """Returns the value as it leaves a loop, where it is no loop state any more."""
@@ -108,11 +111,11 @@ class Use(enum.Flag):
         """
         return Use.MEASURE in self and self is not Use.MEASURE
 
-    def wants_full(self, has_leaf: bool) -> bool:
+    def wants_full(self, has_float32: bool) -> bool:
         """Whether the equation that computes the value should run in full precision.
 
         Args:
-          has_leaf: whether a float32 leaf would otherwise be cast down for it.
+          has_float32: whether a float32 operand would otherwise be cast down for it.
         """
         if self is Use.NONE or Use.LOW in self:
             return False
@@ -122,8 +125,8 @@ class Use(enum.Flag):
         if Use.MEASURE in self and Use.APPLY in self:
             return False
         # A statistic that is only applied comes from elsewhere, such as the running
-        # averages of a BatchNorm. Only a leaf would lose digits by a cast.
-        return has_leaf or self is not Use.APPLY
+        # averages of a BatchNorm. Only a float32 operand would lose digits by a cast.
+        return has_float32 or self is not Use.APPLY
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is

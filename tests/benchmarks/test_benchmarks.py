@@ -103,7 +103,9 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
-    assert {*SECTIONS, *"casts faults optim save report".split()} == {*cli.COMMANDS}
+    assert {*SECTIONS, *"casts faults optim save soak report".split()} == {
+        *cli.COMMANDS
+    }
 
 
 class TestCasts:
@@ -206,6 +208,7 @@ def figures(tmp_path):
         content = {"command": command, "target": target, "size": "full"}
         content |= {"runs": [RUN] * 2, "cells": {model: of_model}}
         (tmp_path / f"{command}.json").write_text(json.dumps(content))
+    (tmp_path / "convergence.json").write_text('{"made": [], "runs": {}}')  # not read
     return tmp_path
 
 

@@ -1,9 +1,11 @@
 """What the corpus measures of a program, and how its page tells a shortfall."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks.corpus import table
+from benchmarks.corpus import draws, table
 from benchmarks.corpus.measure import measure
 from benchmarks.corpus.program import Case
 
@@ -31,11 +33,12 @@ def test_a_product_that_stays_in_float32_has_a_reason():
     found = measured(lambda w, x: jnp.mean(jnp.matmul(x, w, precision="highest") ** 2))
     assert found["share"] == 0
     assert any("precision=HIGHEST" in reason for reason in found["wide_products"])
-    assert table.shortfalls(found) == "products low 0.00"
+    assert table.shortfalls(found) == ""  # the program asks for it
     page = table.page({"of/this": found}, ["of/that"])
     assert "1 programs, 1 ran in both dtypes, 0 with a problem" in page
     assert "Not run this time: of/that." in page
-    assert "| of/this | products low 0.00 | " in page
+    assert "| of/this | 0.00 | " in page
+    assert table.shortfalls(found | {"share_of_products_only": 0.5}) != ""
 
 
 def test_a_program_that_is_not_finite_by_itself():
@@ -50,10 +53,57 @@ def test_a_twin_that_fails_is_no_problem_of_amp():
     found = measured(hand=lambda dtype: wrong)
     assert found["problems"] == []
     assert found["bf16_twin"] is None
+    assert found["bf16_ratio"] == 1
+
+
+def far(w, x):
+    """Loses digits between its products, which its twin keeps."""
+    h = (x @ w + 64) - 64
+    return jnp.mean((h @ w.T) ** 2)
 
 
 def test_a_ratio_above_its_twin():
-    row = {"problems": [], "share": 1.0, "bf16_error": 0.03, "bf16_twin": 0.02}
-    assert table.shortfalls(row) == "bf16 error 1.50 of its twin's"
-    row["bf16_error"] = 0.021
-    assert table.shortfalls(row) == ""
+    found = measured(far)
+    assert found["bf16_ratio"] > 2
+    assert found["bf16_draws"] == draws.STEP
+    assert found["bf16_why"]["arithmetic in float32"] == pytest.approx(1)
+    assert found["bf16_why"]["by hand"] > 2
+    assert "bf16 error" in table.shortfalls(found)
+    page = table.page({"of/far": found})
+    assert "1.00 arithmetic in float32" in page
+    assert "0 are at their best" in page
+
+
+def test_a_ratio_that_one_draw_makes_is_no_shortfall():
+    ours = [0.5, *[1e-3] * 7]
+    found = draws.compared(ours, [1e-3] * 8)
+    assert found.ratio > draws.WORSE
+    assert not found.is_worse
+    assert not found.is_known
+
+
+def test_further_draws_keep_signs_and_integers():
+    call = (np.float32([[1, -2]]), np.arange(3), jnp.float32(3))
+    floats, integers, scalar = draws.drawn(call, 1)
+    assert (np.sign(floats) == [[1, -1]]).all()
+    assert (integers == [0, 1, 2]).all()
+    assert floats.dtype == scalar.dtype == jnp.float32
+    assert 0 < abs(floats[0, 0] - 1) < 1
+
+
+def test_an_optimizer_stands_outside_of_amp():
+    seen = []
+
+    def around(fn):
+        def steps(w, x):
+            gradient = jax.grad(fn)(w, x)
+            seen.append((gradient * 1e-7).dtype)
+            return fn(w - gradient * 1e-7 / 1e-7, x)
+
+        return steps
+
+    case = Case(loss, jnp.ones((4, 2)) / 3, (jnp.ones((3, 4)),), around=around)
+    found = measure(case)
+    assert found["problems"] == []
+    assert found["fp16_ratio"] < 2
+    assert set(seen) == {jnp.dtype(jnp.float32)}

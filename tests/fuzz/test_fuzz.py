@@ -1,29 +1,34 @@
 """Generated programs: under `amp` they do what they do without it.
 
-`FOUND` has the shortest programs that have failed once. `make fuzz` runs more programs,
-with other seeds, and prints how many there were.
+`FOUND` has the shortest programs that have failed once. `make fuzz` runs more programs
+in slices of 250, so that a failure ends its slice only, and the memory of a slice is
+given back. Each slice prints its seed and what it has drawn: with `FLAX_AMP_FUZZ=250`
+and that `FLAX_AMP_FUZZ_SEED`, the same programs run again.
 """
 
 import os
+import time
 from collections import Counter
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
 from _fuzz_checks import check, examples
-from _fuzz_language import In, Op
+from _fuzz_language import In, Op, names
 from flax_amp._rewriter.outline import repeats
 from helpers import HALVES
 
 COUNT = int(os.environ.get("FLAX_AMP_FUZZ", 0))  # 0: those of every run
-SHARDS = 2
+SEED = int(os.environ.get("FLAX_AMP_FUZZ_SEED", 1000 * time.time() if COUNT else 0))
+SLICES = -(-COUNT // 250) or 2
 DTYPES = (jnp.float32, *HALVES)
 DEFAULTS = {"recompute": "auto", "merge_layers": True, "reduce_dtype": None}
 
 _settings = settings(
-    max_examples=(COUNT or 200) // SHARDS,
-    derandomize=not COUNT,
+    max_examples=-(-(COUNT or 200) // SLICES),
+    database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,
@@ -37,20 +42,35 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(repeats, "_MIN_COPIES", 3)
 
 
-@pytest.mark.parametrize(
-    "shard", [0, *(pytest.param(i, marks=pytest.mark.once) for i in range(1, SHARDS))]
-)
-def test_generated_programs(shard):
-    seen = Counter()
+@pytest.fixture
+def clear_caches():
+    yield
+    if COUNT:
+        jax.clear_caches()
 
+
+@pytest.mark.usefixtures("clear_caches")
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(i, marks=pytest.mark.once) for i in range(1, SLICES))]
+)
+def test_generated_programs(part):
+    transforms, nodes, primitives = Counter(), Counter(), Counter()
+
+    @seed(SEED + part)
     @_settings
     @given(examples(DTYPES))
     def run(example):
-        seen[example[1]] += 1
-        check(*example)
+        program, transform, *_ = example
+        primitives.update(check(*example))
+        transforms[transform] += 1
+        nodes.update(names(program))
 
-    (run if COUNT else seed(shard)(run))()
-    print(f"{seen.total()} programs: {dict(seen.most_common())}")
+    try:
+        run()
+    finally:
+        print(f"{transforms.total()} programs of FLAX_AMP_FUZZ_SEED={SEED + part}")
+        for drawn in (transforms, nodes, primitives):
+            print(dict(drawn.most_common()))
 
 
 FOUND = {
@@ -58,11 +78,20 @@ FOUND = {
         (In("stop", (In("custom_vjp_rule_closed", (Op("dot"),)),)),),
         "grad",
     ),
+    "a loop that ends at another step for each element of a batch": (
+        (In("while", (Op("abs"),), 1),),
+        "vmap",
+    ),
+    "a custom gradient in a checkpoint, which leaks tracers without amp": (
+        (In("checkpoint", (In("custom_gradient", (Op("abs"),), 1),)),),
+        "grad",
+        "leaks",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_programs_that_failed_once(name):
-    program, transform = FOUND[name]
+    program, transform, *extra = FOUND[name]
     for dtype in DTYPES:
-        check(program, transform, dtype, DEFAULTS)
+        check(program, transform, dtype, DEFAULTS, *extra)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import jet
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from flax_amp import amp
 from flax_amp._rewriter.casts import cast_constant, finfo, saturating_cast
@@ -121,6 +123,81 @@ def test_casts_saturate(value, headroom, dtype):
     ):
         assert cast.dtype == dtype
         np.testing.assert_allclose(np.asarray(cast, np.float64), expected, rtol=1e-2)
+
+
+def _mesh(kind):
+    return jax.make_mesh((2,), ("d",), (kind,), devices=jax.devices()[:2])
+
+
+def _in_shard_map(cast):
+    mesh = _mesh(AxisType.Auto)
+    return jax.shard_map(cast, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+
+def _with_explicit_sharding(cast):
+    mesh = _mesh(AxisType.Explicit)
+
+    def call(x):
+        with jax.set_mesh(mesh):
+            out = jax.jit(cast)(jax.device_put(x, P("d")))
+        assert jax.typeof(out).sharding.spec[0] == "d"
+        return out
+
+    return call
+
+
+def _assert_same_numbers(found, expected):
+    """The sign of zero included, that of NaN not."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    np.testing.assert_array_equal(found, expected)
+    is_number = ~np.isnan(expected)
+    signs = [np.signbit(x)[is_number] for x in (found, expected)]
+    np.testing.assert_array_equal(*signs)
+
+
+PLACES_OF_CASTS = {
+    "eager": lambda cast: cast,
+    "constant": lambda cast: lambda x: jax.jit(lambda: cast(jnp.asarray(x)))(),
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "shard_map": _in_shard_map,
+    "explicit sharding": _with_explicit_sharding,
+}
+
+
+@both_halves
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("place", PLACES_OF_CASTS)
+def test_casts_saturate_everywhere(place, x64, dtype):
+    """Bit for bit, in every shape, also next to the limit and of float64."""
+    largest = np.float32(finfo(dtype).max)
+    beyond = np.nextafter(largest, np.float32(np.inf))
+    numbers = [0, 1, 0.1, largest, beyond, 3.4e38, np.inf, np.nan]
+    numbers = np.array([*numbers, *np.negative(numbers)], np.float32)
+    is_over = np.isfinite(numbers) & (abs(numbers) > largest)
+    with jax.enable_x64(x64):
+        cast = functools.partial(saturating_cast, dtype=dtype)
+        for source in (np.float32, np.float64)[: 1 + x64]:
+            x = numbers.astype(source)
+            expected = np.where(is_over, np.copysign(largest, x), x).astype(dtype)
+            for shape in ((16,), (4, 4), (0, 3)):
+                given, wanted = (
+                    a[: np.prod(shape)].reshape(shape) for a in (x, expected)
+                )
+                found = PLACES_OF_CASTS[place](cast)(given)
+                assert found.dtype == dtype
+                _assert_same_numbers(found, wanted)
+
+
+@both_halves
+def test_casts_of_scalars_saturate(dtype):
+    """Python's numbers are weakly typed; the result is not."""
+    cast = functools.partial(saturating_cast, dtype=dtype)
+    for x in (1e38, np.float32(-1e38), jnp.float32(3), jnp.asarray(2.0)):
+        for found in (jax.jit(cast)(x), jax.vmap(cast)(jnp.full(2, x))[0]):
+            assert found.dtype == dtype and found.shape == () and not found.weak_type
+            limit = float(finfo(dtype).max)
+            _assert_same_numbers(found, np.clip(float(x), -limit, limit).astype(dtype))
 
 
 @both_halves

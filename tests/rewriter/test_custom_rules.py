@@ -106,6 +106,47 @@ def test_a_rule_may_close_over_a_large_object():
     np.testing.assert_array_equal(grad, jax.grad(f)(*args))
 
 
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+@pytest.mark.parametrize("number", [jnp.float32, jnp.int32])
+def test_a_rule_may_close_over_a_number(kind, number):
+    """Such a number is a tracer without a variable. It died with its trace."""
+
+    def f(x):
+        factor = number(3)
+        rule = getattr(jax, kind)(lambda x: x @ x)
+        if kind == "custom_vjp":
+            rule.defvjp(lambda x: (x @ x * factor, x), lambda x, ct: (ct @ x * factor,))
+        else:
+            rule.defjvp(lambda p, t: (p[0] @ p[0], t[0] @ p[0] * factor))
+        return rule(x).sum()
+
+    x = jnp.ones((2, 2))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        grad = jax.grad(amp(f, compute_dtype=dtype))
+        assert not any(
+            isinstance(const, jax.core.Tracer)
+            for const in jax.make_jaxpr(grad)(x).consts
+        )
+        again = jax.jit(grad)
+        for _ in range(2):  # the second call takes another way
+            np.testing.assert_array_equal(again(x), jax.grad(f)(x))
+
+
+@both_halves
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+def test_a_tangent_has_the_precision_of_its_result(dtype, symbolic_zeros):
+    """What feeds a logarithm is computed in float32, and so is its derivative."""
+    rule = jax.custom_jvp(lambda x: x / (1 + x))
+    rule.defjvp(
+        lambda p, t: (rule(p[0]), t[0] / (1 + p[0])), symbolic_zeros=symbolic_zeros
+    )
+    for outer, wanted in ((jnp.log, jnp.float32), (lambda x: x @ x, dtype)):
+        fn = amp(lambda x, outer=outer: outer(rule(x @ x)).sum(), compute_dtype=dtype)
+        found = dtypes_of(jax.grad(fn), jnp.ones((2, 2)), primitive="div")
+        assert len(found) >= 2
+        assert set(found) == {(str(jnp.dtype(wanted)),) * 2}
+
+
 def test_an_error_of_a_rule_is_its_own():
     def fails(x):
         raise ValueError("mine")
@@ -194,6 +235,41 @@ def test_calls_of_one_rule_share_their_rewritten_body():
     text = grad.lower(jnp.ones((5, 4, 4)), jnp.ones((2, 4))).as_text()
     # One for the function, one with what its derivative reads.
     assert text.count("func.func private @relu") <= 2
+
+
+def _scaled_by(slope, seen, kind):
+    """A function whose rule, of which `kind` says the mode, has a constant in it."""
+
+    def rule(tangent):
+        seen.append(slope)
+        return slope * tangent
+
+    if kind == "jvp":
+        f = jax.custom_jvp(lambda x: x * 1.0)
+        f.defjvp(lambda p, t: (f(p[0]), rule(t[0])))
+        return f
+    f = jax.custom_vjp(lambda x: x * 1.0)
+    f.defvjp(lambda x: (f(x), None), lambda _, ct: (rule(ct),))
+    return f
+
+
+@both_halves
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_rules_of_equal_calls_are_traced_once(kind, dtype):
+    """Those of calls that differ in a constant, or a shape, are not shared."""
+    seen = []
+    double, triple = (_scaled_by(slope, seen, kind) for slope in (2.0, 3.0))
+
+    def loss(w, x):
+        for f in (double, triple, double, double, double, double):
+            x = f(x @ w)
+        return double(x.sum())
+
+    w, x = jnp.eye(4), jnp.ones((2, 4))
+    gradient = jax.grad(amp(loss, compute_dtype=dtype), argnums=1)(w, x)
+    np.testing.assert_array_equal(gradient, jnp.full((2, 4), 2.0**6 * 3.0))
+    # The one behind the last product is read in another precision, or has no shape.
+    assert seen.count(3.0) == 1 and 2 <= seen.count(2.0) <= 3
 
 
 def test_a_rule_whose_tangents_are_all_zero():

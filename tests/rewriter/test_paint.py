@@ -59,8 +59,29 @@ def with_norm_and_scale(w, x, b):
     return jnp.tanh(h + norm(h) * b + b) @ w
 
 
+def huber(w, x, y):
+    error = jnp.abs(low(w, x) - y)
+    small = jnp.minimum(error, 1.0)
+    return jnp.mean(0.5 * small**2 + (error - small))
+
+
+def cubed_between_products(w, x, y):
+    h = low(w, x) - y
+    return jnp.tanh(h + 0.1 * h**3) @ w
+
+
+def gated_between_products(w, x, b):
+    h = low(w, x) + b
+    return (h * jnp.exp(-h)) @ w
+
+
 def moved(w, x):
     return jnp.exp(jnp.transpose(low(w, x))) + jnp.max(x.reshape(4, 3))
+
+
+def between_statistics(w, x, b):
+    h = low(w, x)
+    return jnp.sum((h * jnp.log(b) - h) * jnp.exp(b))
 
 
 def quantized(w, x):
@@ -100,6 +121,12 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
     "the loss behind the prediction": (
         lambda w, x, y: jnp.mean(jnp.square(low(w, x) - y)), dict(sub=FULL)
     ),
+    "the error of a Huber loss": (huber, dict(sub=FULL, abs=FULL)),
+    "a cube between products": (cubed_between_products, dict(sub=LOW, tanh=LOW)),
+    "an exponential gate between products": (
+        gated_between_products, dict(add=LOW, exp=FULL)
+    ),
+    "between two applied statistics": (between_statistics, dict(sub=FULL, mul=FULL)),
     "read low elsewhere": (read_low_elsewhere, dict(add=LOW, exp=FULL)),
     "returning is no use": (lambda w, x, b: low(w, x) + b, dict(add=LOW)),
     "read and returned": (read_and_returned, dict(add=FULL)),

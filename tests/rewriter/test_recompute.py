@@ -140,6 +140,23 @@ def test_never_leaves_no_trace(mode, loss):
     assert bool(found) == (mode != "never")
 
 
+@pytest.mark.parametrize("name", ["relu", "gelu", "silu"])
+def test_regions_of_straight_code_have_functions(name):
+    """XLA computes the arithmetic of a BatchNorm and a relu again without a region."""
+
+    def loss(w, x):
+        for _ in range(3):
+            y = x @ w
+            centered = y - y.mean(0, keepdims=True)
+            scale = lax.rsqrt((centered**2).mean(0, keepdims=True) + 1e-5)
+            x = getattr(jax.nn, name)(centered * scale)
+        return (x @ w).sum()
+
+    x = jnp.ones((64, len(W)))
+    assert bool(keeps(bfloat16(loss, recompute="auto"), W, x)) == (name != "relu")
+    assert keeps(bfloat16(loss, recompute="always"), W, x)
+
+
 def test_jitted_block_is_rewritten_once(count_traces):
     """A jitted block that is called 24 times is traced once and keeps one body."""
     body, traces = count_traces(block)

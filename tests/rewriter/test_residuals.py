@@ -88,7 +88,8 @@ def test_memory_in_loops():
     p, x = weights(3, LARGE["size"]), inputs(**LARGE)
     memory_of = {m: memory(bfloat16(scanned, recompute=m), p, x) for m in MODES}
     assert memory_of["auto"] < memory_of["never"] / 2
-    assert memory_of["always"] <= memory_of["auto"]
+    # The mean behind the loop is a region, too, which stores its input.
+    assert memory_of["always"] <= memory_of["auto"] + 2 * x.size
 
     model = nn.scan(
         FlaxBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
@@ -130,6 +131,8 @@ ROUNDED = {"softmax": attend(jax.nn.softmax), "softmax by hand": attend(by_hand)
 EXPONENTIALS = ROUNDED | {
     # Nothing says that these lie between 0 and 1, or that they are read rounded.
     "unnormalized": attend(lambda x: normalized(jnp.exp(x))),
+    # Logits that are leaves have all their digits.
+    "of leaves": lambda w, x: jax.nn.softmax(x) @ w,
     "log_softmax": attend(jax.nn.log_softmax),
     "logsumexp": lambda w, x: jax.nn.logsumexp(x @ w, -1),
     "cross entropy": lambda w, x: -jax.nn.log_softmax(x @ w)[..., 0].mean(),

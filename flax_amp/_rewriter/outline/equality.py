@@ -109,6 +109,15 @@ class EquationIds:
         """
         return self._number(self._planned_key(eqn, step, values, strict=False))
 
+    def id_of_rules(self, eqn: Eqn, step: Step) -> int:
+        """Returns the number of what the rules of a custom derivative are planned from.
+
+        Equations with one number may share the plans of their rules.
+        """
+        # The scopes in the function are compared, too: the rule may call it.
+        plans = self._part_key(map_plans(step.detail, self._plan_key))
+        return self._number((self._equation_key(eqn), plans))
+
     def _planned_key(
         self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None], strict: bool
     ) -> Any:

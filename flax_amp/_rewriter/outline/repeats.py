@@ -94,9 +94,8 @@ class Program:
         order = [*first, *(i for i in range(len(plan.steps)) if i not in first)]
         self.eqns = [plan.jaxpr.eqns[i] for i in order]
         self.steps = [plan.steps[i] for i in order]
-        equation_ids = EquationIds()
         pairs = list(zip(self.eqns, self.steps, strict=True))
-        self.ids = [equation_ids.id_of(eqn, step, self.values) for eqn, step in pairs]
+        self.ids = self._ids(pairs)
         self.weights = [_weight(eqn, step) for eqn, step in pairs]
         self.readers: dict[Var, list[int]] = defaultdict(list)
         for i, eqn in enumerate(self.eqns):
@@ -104,6 +103,18 @@ class Program:
                 self.readers[v].append(i)
         for v in variables(plan.jaxpr.outvars):
             self.readers[v].append(len(self.eqns))
+
+    def _ids(self, pairs: Sequence[tuple[Eqn, Step]]) -> list[int]:
+        equation_ids = EquationIds()
+        # Most equations of a program without layers are told apart by this alone.
+        kinds = [_kind(eqn) for eqn, _ in pairs]
+        number_of = Counter(kinds)
+        return [
+            equation_ids.id_of(eqn, step, self.values)
+            if number_of[kind] >= _MIN_COPIES
+            else -i  # equals too few others
+            for i, (kind, (eqn, step)) in enumerate(zip(kinds, pairs, strict=True), 1)
+        ]
 
     def scopes(self, start: int, run: Run) -> list[Scopes]:
         """Returns the scopes of a layer's equations, or those inside their bodies."""
@@ -121,6 +132,11 @@ class Program:
     def is_worth_it(self, run: Run) -> bool:
         """Whether calls in place of the layers pay."""
         return run.copies >= _MIN_COPIES and self.saved(run) >= _MIN_SAVED
+
+
+def _kind(eqn: Eqn) -> Any:
+    """Returns what equal equations have in common and is quickly compared."""
+    return eqn.primitive, *(getattr(v.aval, "shape", ()) for v in eqn.outvars)
 
 
 def _weight(eqn: Eqn, step: Step) -> int:
@@ -160,14 +176,15 @@ def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
         if ids[i] in last:
             gaps[i - last[ids[i]]] += program.weights[i]
         last[ids[i]] = i
-    found = []
+    found: list[_Stretch] = []
     for period, _ in gaps.most_common(_MAX_PERIODS):
         begin = start
         for i in range(start, stop - period + 1):
             if i + period < stop and ids[i] == ids[i + period]:
                 continue
             # The period before the first difference still belongs to the stretch.
-            found.append(_Stretch(begin, i + period, period))
+            if i + period - begin >= period * _MIN_COPIES:
+                found.append(_Stretch(begin, i + period, period))
             begin = i + 1
     worth = [stretch for stretch in found if program.is_worth_it(stretch.run())]
     return sorted(worth, key=lambda stretch: -program.saved(stretch.run()))

@@ -227,7 +227,12 @@ class _Grouping:
     def _is_worth_it(self, residuals: Residuals) -> bool:
         if self._stores_operands:
             # Where little is saved, barriers only force XLA to store what it need not.
-            return residuals.recomputed_bytes > 0.5 * residuals.stored_bytes
+            # It computes cheap arithmetic again by itself, such as BatchNorm and relu.
+            has_functions = residuals.function_bytes > residuals.stored_bytes / 16
+            return (
+                has_functions
+                and residuals.recomputed_bytes > 0.5 * residuals.stored_bytes
+            )
         saved = residuals.recomputed_bytes + residuals.called_bytes
         # The steps of an RNN are small and wait for one another: there time counts.
         is_recurrent = self._plan.body_kind is BodyKind.RECURRENT_SCAN

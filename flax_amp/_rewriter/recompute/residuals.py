@@ -59,6 +59,11 @@ _CHEAP = (
         bessel_i1e regularized_incomplete_beta""".split()
     )
 )
+# Cheap enough to compute again, but XLA does not do so. Other arithmetic it repeats by
+# itself, in each fusion that reads the result.
+_FUNCTIONS = frozenset(
+    (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
+) - frozenset(("square", "integer_pow"))
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -121,6 +126,13 @@ def _can_be_stored(aval: Aval) -> bool:
     return not _is_inexact(aval) or aval.dtype in _STORABLE
 
 
+def _has_function(eqn: Eqn) -> bool:
+    """Whether an equation is one of `_FUNCTIONS`, or a call of one."""
+    if eqn.primitive.name in _CALLS:
+        return any(map(_has_function, _body(eqn)))
+    return eqn.primitive.name in _FUNCTIONS
+
+
 def _body(eqn: Eqn) -> Sequence[Eqn]:
     body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     return _compat.open_jaxpr(body)[0].eqns
@@ -158,6 +170,8 @@ class Residuals:
       stored: the variables to store, and the `LowCopy` of variables.
       stored_bytes: their size.
       recomputed_bytes: the size of what derivatives read that is computed again.
+      function_bytes: the size of the exponentials and other functions that are computed
+        again. XLA does not compute these again by itself, as it does the rest.
       called_bytes: the size of the results of cheap calls. What is inside of them is
         computed again, too, but it is not known what they would store.
     """
@@ -165,6 +179,7 @@ class Residuals:
     stored: frozenset[Node]
     stored_bytes: int
     recomputed_bytes: int
+    function_bytes: int
     called_bytes: int
 
 
@@ -206,10 +221,19 @@ def choose(
     sizes = _sizes(eqns, ins, copies, values, compute_dtype)
     costs = {x: 0 if x in free else size for x, size in sizes.items()}
     stored |= _cut(eqns, ins, copies, costs, read) - free
+    functions = [eqn for eqn in eqns if is_cheap(eqn) and _has_function(eqn)]
+    results = {
+        v
+        for eqn in functions
+        for v in eqn.outvars
+        # Inside of a call, such as silu, there is more than its result.
+        if v not in stored or eqn.primitive.name in _CALLS
+    }
     return Residuals(
         frozenset(stored),
         stored_bytes=sum(sizes[v] for v in stored),
         recomputed_bytes=sum(sizes[v] for v in read - stored - free),
+        function_bytes=sum(sizes[v] for v in results),
         called_bytes=sum(map(_called_bytes, eqns)),
     )
 

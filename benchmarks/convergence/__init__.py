@@ -1,0 +1,1 @@
+"""Whole training runs in each precision, whose ends are compared with float32's."""

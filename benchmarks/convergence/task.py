@@ -1,0 +1,155 @@
+"""What a task of these runs is, and the ways in which it is trained."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import flax_amp
+
+PyTree = Any
+Carry = dict[str, Any]  # the states that train, by name, and whatever else a step needs
+_PATIENCE = 50  # finite steps before the scale doubles: so that these short runs skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A precision to train in.
+
+    Attributes:
+      precision: what `AmpTrainState` follows. With "32-true", nothing of a step is
+        from flax_amp: it differentiates the loss as it is.
+      dtype: what the layers get as their `dtype` by hand.
+    """
+
+    precision: flax_amp.Precision = "32-true"
+    dtype: DTypeLike | None = None
+
+    def state(self, **options: Any) -> flax_amp.AmpTrainState:
+        """Makes a state as users do, but with a scale that grows faster."""
+        half = self.precision == "16-mixed"
+        scaler = flax_amp.init_scaler(patience=_PATIENCE) if half else None
+        return flax_amp.AmpTrainState.create(
+            precision=self.precision, scaler=scaler, **options
+        )
+
+    def train_step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes `step(state, batch) -> (state, metrics)`, to be called inside of jit.
+
+        `loss_fn(params or model, batch, *, state)` returns `(loss, aux)`.
+        """
+        if self.precision == "32-true":
+            return functools.partial(_plain_step, loss_fn)
+        return flax_amp.make_train_step(loss_fn, has_aux=True, jit=False)
+
+    def eval_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes `step(state, batch)` of `fn(params, batch)`, in this precision."""
+        if self.precision == "32-true":
+            return lambda state, batch: fn(state.params, batch)
+        return flax_amp.make_eval_step(fn, jit=False)
+
+
+WAYS = {
+    "float32": Way(),
+    "bfloat16": Way("bf16-mixed"),
+    "float16": Way("16-mixed"),
+    "hand_bf16": Way(dtype=jnp.bfloat16),
+}
+
+
+def _plain_step(
+    loss_fn: Callable[..., Any], state: flax_amp.AmpTrainState, batch: PyTree
+) -> tuple[flax_amp.AmpTrainState, dict[str, jax.Array]]:
+    def of_params(params: PyTree) -> Any:
+        model = params
+        if state.graphdef is not None:
+            model = state.replace(params=params).merge_model()
+        return loss_fn(model, batch, state=state)
+
+    (loss, aux), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
+    variables = aux.get("variables", state.variables)
+    return state.apply_gradients(grads=grads, variables=variables), {"loss": loss}
+
+
+class Program(NamedTuple):
+    """A task in one precision; its functions are traced, `data` is their argument.
+
+    Attributes:
+      data: arrays, of training and of what is held out.
+      start: `start(key) -> carry`.
+      step: `step(carry, data, key) -> carry`, one step with a key of its own.
+      evaluate: `evaluate(carry, data) -> metric`, in float32.
+      losses: the loss function of each state.
+      batches: `batches(carry, data, key)`, the batch of each state.
+    """
+
+    data: PyTree
+    start: Callable[[jax.Array], Carry]
+    step: Callable[[Carry, PyTree, jax.Array], Carry]
+    evaluate: Callable[[Carry, PyTree], jax.Array]
+    losses: dict[str, Callable[..., Any]]
+    batches: Callable[[Carry, PyTree, jax.Array], dict[str, PyTree]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Something to train.
+
+    Attributes:
+      title: the model and its data, in words.
+      metric: what is held out and measured, in words.
+      build: makes the program of a way.
+      steps: the length of a run.
+      better: "higher" or "lower".
+      resolution: the least difference of the metric that means something, such as one
+        test image.
+      seeds: the least number of float32 runs: more where their ends vary widely.
+    """
+
+    title: str
+    metric: str
+    build: Callable[[Way], Program]
+    steps: int
+    better: str = "lower"
+    resolution: float = 0.0
+    seeds: int = 5
+
+
+def supervised(
+    way: Way,
+    data: PyTree,
+    create: Callable[[jax.Array], dict[str, Any]],
+    loss_fn: Callable[..., Any],
+    sample: Callable[[PyTree, jax.Array], PyTree],
+    evaluate: Callable[[Any, PyTree], jax.Array],
+) -> Program:
+    """Makes the program of one model that learns from batches.
+
+    Args:
+      way: the precision.
+      data: all arrays.
+      create: `create(key)` returns what `AmpTrainState.create` takes.
+      loss_fn: the loss of `make_train_step`, with `aux`.
+      sample: `sample(data, key)` draws a batch.
+      evaluate: `evaluate(state, data)` measures, in float32.
+    """
+    train_step = way.train_step(loss_fn)
+
+    def start(key: jax.Array) -> Carry:
+        return {"model": way.state(**create(key))}
+
+    def step(carry: Carry, data: PyTree, key: jax.Array) -> Carry:
+        state, _ = train_step(carry["model"], sample(data, key))
+        return {"model": state}
+
+    def measure(carry: Carry, data: PyTree) -> jax.Array:
+        return evaluate(carry["model"], data)
+
+    def batches(carry: Carry, data: PyTree, key: jax.Array) -> dict[str, PyTree]:
+        return {"model": sample(data, key)}
+
+    return Program(data, start, step, measure, {"model": loss_fn}, batches)

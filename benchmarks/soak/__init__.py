@@ -1,0 +1,1 @@
+"""A long run with faults, kills and restarts, and the model that it must agree with."""
