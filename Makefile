@@ -29,7 +29,7 @@ export JAX_PLATFORMS ?= cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
-.PHONY: test-corpus test-peers clean bench bench-gpu-aot bench-gpu soak convergence
+.PHONY: test-corpus test-peers coverage clean bench bench-gpu-aot bench-gpu soak convergence
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -54,6 +54,9 @@ test-peers: $(RUN_READY) ## The tests of jaxamp, jmp and jamp, on flax_amp; prin
 
 convergence: $(RUN_READY) ## Trains eight tasks in each precision to the end; compares.
 	$(BIN)/python -m benchmarks.convergence
+
+coverage: $(DEV_READY) ## Lines and branches that `make test` does not reach.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
 
 check: lint types test ## Lint, types, and the test suite.
 

@@ -7,6 +7,7 @@ operands as counts, equations bound by one call. Supported: JAX 0.10, 0.11, 0.12
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import re
 import types
@@ -146,9 +147,6 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     if "bwd" in params:  # JAX runs it under the line of the call
         params = {**params, "bwd": params["bwd"].wrap(_with_own_lines, (), None)}
     bind_params = primitive.get_bind_params(params)
-    subfuns: Sequence[Any] = ()
-    if isinstance(bind_params, tuple):  # JAX before 0.9.2
-        subfuns, bind_params = bind_params
 
     def one_by_one() -> None:
         body = params.get("jaxpr", params.get("call_jaxpr"))
@@ -156,7 +154,7 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
             evaluate(body, operands, bind_in_context)
 
     outs = call_or_locate_nan(
-        lambda: primitive.bind(*subfuns, *operands, **bind_params), one_by_one
+        lambda: primitive.bind(*operands, **bind_params), one_by_one
     )
     # The batching rule of `dce_sink` gives a result that the primitive does not have.
     return list(outs)[: len(eqn.outvars)] if primitive.multiple_results else [outs]
@@ -248,9 +246,7 @@ def _show_line(kind: Any, error: BaseException | None, traceback: Any) -> None:
     if _REWRITTEN in getattr(error, "__notes__", ()):
         return  # deeper, and so more precise
     source = error.__cause__
-    while source is not None and type(source).__name__ != _STACK_TRACE:
-        source = source.__cause__
-    if source is not None:
+    if source is not None and type(source).__name__ == _STACK_TRACE:
         error.__traceback__ = _behind_package(source.__traceback__)
         error.add_note(_REWRITTEN)
 
@@ -303,12 +299,10 @@ def is_numerics_of_jax(eqn: Eqn) -> bool:
 
     That is linear algebra, and the scaling of images.
     """
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        if not frame.file_name.startswith(_JAX_FOLDER):
-            return False
-        if {"linalg", "image"} & set(re.findall(r"\w+", frame.file_name)):
-            return True
-    return False
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    files = (frame.file_name for frame in frames)
+    of_jax = itertools.takewhile(lambda file: file.startswith(_JAX_FOLDER), files)
+    return any({"linalg", "image"} & set(re.findall(r"\w+", file)) for file in of_jax)
 
 
 def user_file(eqn: Eqn) -> str:
@@ -396,12 +390,16 @@ def call_vmap_rule(
     return leaves, jax.tree.leaves(out_batched)
 
 
-def takes_symbolic_zeros(operands: Sequence[Array]) -> bool:
+def takes_symbolic_zeros() -> bool:
     """Whether a `custom_vjp` may ask for symbolic zeros here.
 
-    An eager `shard_map` refuses it, whether or not there is a derivative.
+    An eager `shard_map` refuses it, whether or not there is a derivative. It runs what
+    is traced in it, such as the body of a scan, in the same way.
     """
-    return not any(type(x).__name__ == "ShardMapTracer" for x in operands)
+    trace = _CORE.trace_ctx.trace
+    while trace is not None and type(trace).__name__ != "ShardMapTrace":
+        trace = getattr(trace, "parent_trace", None)
+    return trace is None
 
 
 def is_of_trace(x: Any) -> bool:

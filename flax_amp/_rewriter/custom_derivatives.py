@@ -92,6 +92,10 @@ def _are_differentiable(variables: Sequence[Var]) -> Mask:
     return tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in variables)
 
 
+def _identity(*xs: Array) -> Arrays:
+    return xs
+
+
 def _is_zero(tangent: Any) -> bool:
     """Whether a tangent or cotangent is a symbolic zero, or that of an integer."""
     dtype = getattr(tangent, "dtype", None)  # a Python number has none
@@ -301,9 +305,7 @@ class _JvpRule:
         # JAX does not call `record` if no result has a tangent.
         self.perturbed = (False,) * len(self.perturbed)
 
-        @jax.custom_jvp
-        def results(*xs: Array) -> Arrays:
-            return xs
+        results = jax.custom_jvp(_identity)
 
         def record(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
             self.perturbed = tuple(not _is_zero(t) for t in tangents)
@@ -337,7 +339,7 @@ class CustomVjp(CustomRule):
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)
         # With symbolic zeros, JAX says which operands are perturbed.
-        symbolic = call.wants_symbolic_zeros or _compat.takes_symbolic_zeros(operands)
+        symbolic = call.wants_symbolic_zeros or emitter.takes_symbolic_zeros
         rebuilt = jax.custom_vjp(call)
         rebuilt.defvjp(
             functools.partial(_emit_forward, call, symbolic),
@@ -386,10 +388,7 @@ class _VjpRule:
 
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns the function. Its derivative records what has a cotangent."""
-
-        @jax.custom_vjp
-        def arguments(*xs: Array) -> Arrays:
-            return xs
+        arguments = jax.custom_vjp(_identity)
 
         def forward(*xs: Any) -> Any:
             return tuple(x.value for x in xs), None

@@ -66,6 +66,10 @@ class Emitter:
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
+    # Of the place of the call. JAX traces nested rules where this cannot be seen.
+    takes_symbolic_zeros: bool = dataclasses.field(
+        default_factory=_compat.takes_symbolic_zeros
+    )
 
     @property
     def compute_dtype(self) -> DType:

@@ -153,11 +153,8 @@ class _InlinedProgram:
         if not (is_plain and all(map(self.is_weight, ins))):
             return outs
         weights = tuple(self._weights[value] for value in ins)
-        try:
-            key = eqn.primitive, tuple(eqn.params.items()), weights
-            equal = self._computed.setdefault(key, outs)
-        except TypeError:  # parameters that cannot be hashed
-            return outs
+        key = eqn.primitive, tuple(eqn.params.items()), weights
+        equal = self._computed.setdefault(key, outs)
         self._weights.update(zip(outs, equal, strict=True))
         return outs
 

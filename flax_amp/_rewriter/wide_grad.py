@@ -76,8 +76,6 @@ def _in_float32(transpose: Callable[[Array], Any], g: Array) -> Array:
 
 
 def _bind_wide(eqn: Eqn, operands: Arrays) -> Arrays:
-    if eqn.primitive.name == "convert_element_type":
-        return operands
     if eqn.primitive.name not in LOW_OPS:
         return _compat.bind(eqn, operands, eqn.params)
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}

@@ -102,7 +102,9 @@ def nnx_(fault, position):
 
 @both_halves
 @pytest.mark.parametrize("make", [linen, nnx_])
-@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize(
+    "position", [pytest.param(i, marks=pytest.mark.once) if i else i for i in range(3)]
+)
 def test_a_planted_bad_layer_comes_first(make, position, dtype):
     fun, args = make("offset", position)
     found = compare_precision(fun, compute_dtype=dtype, remedies=0)(*args)
@@ -149,6 +151,7 @@ def test_the_whole_model_in_float32_is_no_remedy():
     assert [run.policy for run in found.remedies] == ['"net/a": jnp.float32']
 
 
+@pytest.mark.once
 def test_a_remedy_that_does_not_help_is_not_recommended():
     fun, args = linen("offset", 1)
     found = compare_precision(fun)(*args)
@@ -233,6 +236,7 @@ def test_after_the_scale_a_bad_module_is_found():
     assert entry.policy in str(found) and f"{scale.scale:.8g})" in str(found)
 
 
+@pytest.mark.once
 def test_what_is_not_enough_is_not_recommended():
     fun, args = linen("offset", 1)
     found = compare_precision(fun)(*args)
@@ -385,6 +389,7 @@ def test_results_for_a_person_and_for_a_program(tmp_path, monkeypatch):
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.once
 def test_a_picture_takes_matplotlib(tmp_path, monkeypatch):
     found = compare_precision(lambda w: jnp.mean(w @ w), remedies=0)(jnp.ones((2, 2)))
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)

@@ -164,7 +164,15 @@ def test_marks_change_no_equation(name, policy, dtype):
     assert set(taps_of(after)) == set(taps_of(programs.marked.jaxpr))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("straight", "looped") else pytest.mark.once
+        )
+        for name in PROGRAMS
+    ],
+)
 def test_measuring_changes_no_number(name):
     programs = programs_of(PROGRAMS[name][0])
     options = {"compute_dtype": jnp.float16, "amp_policy": None}

@@ -92,6 +92,7 @@ def products(text):
     return {line.split(":")[1].partition("[")[0] for line in lines}
 
 
+@pytest.mark.once
 def test_a_state_stays_as_it_is(programs):
     state, loss_fn, batch = linen()
     before = [np.array(x) for x in bits(state)]
@@ -103,6 +104,7 @@ def test_a_state_stays_as_it_is(programs):
     assert all(row.step_ms > 0 and row.temp_mb for row in found.figures.values())
 
 
+@pytest.mark.once
 def test_a_scale_is_searched_for_once(monkeypatch):
     """The turns that are timed have the scale that the first one found."""
     seen, call = [], jax.stages.Compiled.__call__
@@ -120,6 +122,7 @@ def test_a_scale_is_searched_for_once(monkeypatch):
     assert state.scaler["scaler"] == 2**15
 
 
+@pytest.mark.once
 def test_a_bound_state_stays():
     """As it does in `explain` and `find_nonfinite`, which call the loss alike."""
     state, seen = AmpTrainState.create(params=W, tx=optax.sgd(0.1)), []
@@ -135,6 +138,7 @@ def test_a_bound_state_stays():
     assert set(seen) == {"teacher"}
 
 
+@pytest.mark.once
 def test_nnx_state_and_options(programs):
     policy = flax_amp.default_amp_policy | {"Linear": jnp.float32}
     asked = nnx_state()

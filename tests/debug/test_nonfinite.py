@@ -120,6 +120,7 @@ def test_exp_in_one_module_of_a_gpt():
     assert "subtract the maximum" in found.advice and not found.policy
 
 
+@pytest.mark.once
 def test_attention_logits_of_one_layer():
     found = find_nonfinite(gpt(attention=300.0), cross_entropy, TOKENS)
     where = "dot_general", "GPT/Block_1/attn", "forward", line("logits")

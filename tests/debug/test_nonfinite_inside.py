@@ -175,7 +175,12 @@ STRUCTURES = {
 
 # A while loop has no backward pass, and a product is like an exp.
 CASES = [
-    (structure, fault)
+    # Programs of the backward pass are larger: one version of JAX has them all.
+    pytest.param(
+        structure,
+        fault,
+        marks=pytest.mark.once if fault is sqrt and structure is not plain else (),
+    )
     for structure in STRUCTURES
     for fault in FAULTS
     if (structure, fault) != (while_loop, sqrt)

@@ -148,7 +148,13 @@ class NNXRNN(nnx.Module):
         return self.out(self.rnn(x)).mean()
 
 
-@pytest.mark.parametrize("name", "GRU LSTM OptimizedLSTM Simple".split())
+OTHER_CELLS = "GRU OptimizedLSTM Simple".split()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LSTM", *(pytest.param(x, marks=pytest.mark.once) for x in OTHER_CELLS)],
+)
 @pytest.mark.parametrize("flax", [nn, nnx], ids=["linen", "nnx"])
 def test_rows_of_recurrences_stand_under_their_module(flax, name):
     """JAX takes casts of weights out of the loop, and the scopes off them."""

@@ -249,7 +249,9 @@ def check(fun, args, **options):
         assert actual == expected
 
 
-@pytest.mark.parametrize("recompute", ["auto", "never"])
+@pytest.mark.parametrize(
+    "recompute", ["auto", pytest.param("never", marks=pytest.mark.once)]
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_figures_are_those_of_the_program(name, recompute):
     fun, *args = PROGRAMS[name]
@@ -365,7 +367,7 @@ AROUND = {
 
 @pytest.mark.once
 @settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     database=None,

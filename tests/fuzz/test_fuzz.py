@@ -50,7 +50,9 @@ def clear_caches():
 
 
 @pytest.mark.usefixtures("clear_caches")
-@pytest.mark.parametrize("part", range(SLICES))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(i, marks=pytest.mark.once) for i in range(1, SLICES))]
+)
 def test_generated_programs(part):
     transforms, nodes, primitives = Counter(), Counter(), Counter()
 

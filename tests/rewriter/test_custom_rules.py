@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import zero_from_primal
 
 from flax_amp import amp
 from flax_amp._rewriter import emit, transform
@@ -269,3 +270,52 @@ def test_rules_of_equal_calls_are_traced_once(kind, dtype):
     np.testing.assert_array_equal(gradient, jnp.full((2, 4), 2.0**6 * 3.0))
     # The one behind the last product is read in another precision, or has no shape.
     assert seen.count(3.0) == 1 and 2 <= seen.count(2.0) <= 3
+
+
+def test_a_rule_whose_tangents_are_all_zero():
+    def fn(x):
+        cut = jax.custom_jvp(lambda x: 2 * x)
+        cut.defjvp(
+            lambda xs, ts: (2 * xs[0], zero_from_primal(xs[0], symbolic_zeros=True)),
+            symbolic_zeros=True,
+        )
+        return (cut(x @ x) + 3 * x).sum()
+
+    assert (jax.grad(amp(fn, compute_dtype="bfloat16"))(jnp.ones((3, 3))) == 3).all()
+
+
+def scaled_gradient(x, factor):
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, ct: (ct * factor,))
+    return same(x)
+
+
+def in_rule(x, factor):
+    product = jax.custom_vjp(lambda x, y: scaled_gradient(x, y) @ y)
+    product.defvjp(
+        lambda x, y: (scaled_gradient(x, y) @ y, (x, y)),
+        lambda xy, ct: (ct @ xy[1].T, xy[0].T @ ct),
+    )
+    return product(x, factor)
+
+
+EAGER = {
+    "call": in_rule,
+    "scan": lambda x, y: lax.scan(lambda c, _: (in_rule(c, y), None), x, None, 2)[0],
+    "checkpoint": jax.checkpoint(in_rule),
+}
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_an_eager_shard_map(name, mesh):
+    """It refuses symbolic zeros, also in the bodies and rules that it runs."""
+    x = jnp.arange(9.0).reshape(3, 3) / 9
+    spec = jax.sharding.PartitionSpec()
+
+    def gradient(fn):
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.grad(lambda x, y: mapped(x, y).sum(), argnums=(0, 1))(x, x / 2)
+
+    expected = gradient(EAGER[name])
+    exact = gradient(amp(EAGER[name], compute_dtype="float32"))
+    jax.tree.map(lambda *xs: np.testing.assert_allclose(*xs, 1e-5), exact, expected)

@@ -161,6 +161,33 @@ def solve(number):
     )
 
 
+def no_value(number):
+    """A callback that closes over a variable which has no value."""
+    factor = number
+
+    def callback(x):
+        return times(x, number if number else factor)  # noqa: F821
+
+    del factor
+    return called(callback)
+
+
+def beside(make):
+    """A callback that holds an object, which cannot be compared by its value."""
+
+    def part(number):
+        held = make(number)
+        return called(lambda x: (times(x, number), held)[0])
+
+    return part
+
+
+def deleted(number):
+    array = jnp.full(3, number)
+    array.delete()
+    return array
+
+
 def weak_type(number):
     one = 1.0 if number < 0.7 else np.float32(1)
     return lambda x: x * lax.stop_gradient(x.astype(jnp.bfloat16) * one + 0.01)
@@ -222,6 +249,11 @@ LEFT_ALONE = SECOND_ORDER | {
     "list in jvp": jvp_list,
     "attribute of jvp": jvp_attribute,
     "method as jvp": lambda n: with_jvp(Alike(n).rule),
+    "variable without a value": no_value,
+    "random key": beside(lambda n: jax.random.key(int(9 * n))),
+    "deleted array": beside(deleted),
+    "array of objects": beside(lambda n: np.array([n, None])),
+    "unhashable key": beside(lambda n: jax.tree_util.DictKey([n])),
 }
 KINDS = MERGED | LEFT_ALONE
 

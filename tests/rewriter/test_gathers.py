@@ -143,7 +143,11 @@ def test_what_is_read_once_stays_low(name):
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)), jnp.float32)
 WEIGHT = jnp.eye(3) / 2
 INDICES = jnp.array([[1, 1, 4], [5, 9, -1]])
+# The cotangent of what it takes is a symbolic zero.
+dropped = jax.custom_vjp(lambda x: 2 * x)
+dropped.defvjp(lambda x: (2 * x, None), lambda _, ct: (None,))
 LOOKUPS = ONE_GATHER | {
+    "dropped": lambda t, i: dropped(t[i]) + 1,
     "take_columns": lambda t, i: jnp.take(t, i[0] % 3, axis=1),
 }
 

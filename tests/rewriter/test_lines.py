@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.extend import source_info_util
+from jax.extend.core import jaxpr_as_fun
 
 from _transformer import bfloat16
-from flax_amp import amp
-from helpers import equations
+from flax_amp import _compat, amp
+from helpers import dtypes_of, equations
 
 W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 
@@ -90,6 +91,55 @@ def last_line(error):
 def test_a_nan_names_the_line_that_makes_it(fn, line, jit, compute_dtype):
     lowered = amp(lambda w, x: jnp.sum(fn(w, x)), compute_dtype=compute_dtype)
     assert line in last_line(error_of(jit(jax.value_and_grad(lowered))))
+
+
+def called_linear(w, x):
+    doubled = jax.jit(lambda x: x * jnp.inf * 0)
+    return jax.custom_derivatives.linear_call(
+        lambda _, x: doubled(x), lambda _, t: t, (), x
+    )
+
+
+# No operation makes the NaN, or it stands in a body that is not run again by itself.
+ELSEWHERE = {
+    "literal": lambda w, x: jax.jit(lambda x: (x * 2, jnp.nan))(x)[1] + x @ w,
+    "linear call": called_linear,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_nan_of_no_operation_is_an_error_of_its_function(name):
+    error = error_of(amp(ELSEWHERE[name], compute_dtype=jnp.bfloat16))
+    assert "invalid value (nan) encountered in jit" in str(error)
+
+
+def test_equations_without_a_line():
+    """Transformations of JAX make some. They are rewritten, and fail, as any other."""
+
+    def without_lines(closed):
+        jaxpr = _compat.open_jaxpr(closed)[0]
+        eqns = [
+            eqn.replace(
+                source_info=source_info_util.new_source_info(),
+                params=eqn.params
+                | {k: without_lines(v) for k, v in eqn.params.items() if k == "jaxpr"},
+            )
+            for eqn in jaxpr.eqns
+        ]
+        jaxpr = jaxpr.replace(eqns=eqns)
+        return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
+
+    closed = without_lines(jax.make_jaxpr(jax.jit(lambda w, x: bad(x @ w)))(W, X))
+
+    def fn(w, x):
+        return jaxpr_as_fun(closed)(w, x)[0]
+
+    lowered = amp(fn, compute_dtype=jnp.bfloat16)
+    assert dtypes_of(lowered, W, X) == [("bfloat16", "bfloat16")]
+    assert "nan" in str(error_of(lowered))
+    (eqn,) = _compat.open_jaxpr(closed)[0].eqns
+    with pytest.raises(ArithmeticError, match="^mine"), _compat.source_line(eqn):
+        raise FloatingPointError("mine")
 
 
 def backward(w, x):

@@ -365,6 +365,7 @@ LONG = [pytest.param(m, marks=pytest.mark.slow) for m in ("gpt_unroll", "resnet5
 
 
 @pytest.mark.parametrize("model", ["mlp", "vit_small", "gpt_scan", "lstm", *LONG])
+@pytest.mark.once
 def test_the_models_of_the_benchmarks_are_unchanged(model, monkeypatch):
     """No state and no gather of theirs is treated apart."""
     from benchmarks import variants

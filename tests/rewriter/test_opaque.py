@@ -233,7 +233,8 @@ def test_precision_of_the_process_warns():
 
     def program(w):
         y = lax.scan(lambda c, _: (jnp.tanh(c @ w) @ w, None), w, None, 2)[0]
-        return (y @ w).sum()
+        product = jax.jit(jnp.dot)
+        return (product(y, w) + product(y, w)).sum()
 
     run = jax.jit(amp(program, compute_dtype="bfloat16"))
     with jax.default_matmul_precision("highest"):

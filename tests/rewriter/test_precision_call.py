@@ -126,10 +126,17 @@ class NotHashable:
         return use_compute_precision(*args, **params)
 
 
+def without_signature(*args, **params):
+    return use_compute_precision(*args, **params)
+
+
+without_signature.__signature__ = 0  # `inspect` fails, as it does for some builtins
+
 RIGHT = {
     "lists": returning(lambda xs, p: [[x.astype(jnp.float16) for x in xs], p]),
     "tuples": returning(lambda xs, p: (tuple(x.astype(jnp.float16) for x in xs), p)),
     "an object": NotHashable(),
+    "a builtin": without_signature,
     "a partial": functools.partial(use_compute_precision),
     "named operands": lambda c, o, x, w, **p: use_compute_precision(c, o, x, w, **p),
     "keywords": lambda c, o, *xs, precision, **p: use_compute_precision(
@@ -151,3 +158,12 @@ def test_what_it_does_to_the_values_is_done():
     tenfold = returning(lambda xs, p: ([10 * x for x in xs], p))
     lowered = amp(scoped, amp_policy=default_amp_policy | {"head": tenfold})
     assert (lowered(W, X) == 100 * X).all()
+
+
+def test_it_may_read_an_array_in_a_checkpoint():
+    ten = jnp.full((1, 4), 10.0)
+    tenfold = returning(lambda xs, p: ([xs[0] * ten.astype(xs[0].dtype), xs[1]], p))
+    policy = default_amp_policy | {lax.dot_general_p: tenfold}
+    lowered = amp(jax.checkpoint(lambda w, x: x @ w), amp_policy=policy)
+    value, gradient = jax.value_and_grad(lambda x: lowered(W, x).sum())(X)
+    assert value == 10 * X.sum() and (gradient == 10).all()

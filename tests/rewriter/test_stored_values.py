@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import Recompute
+from jax.experimental import jet
 from jax.test_util import check_grads
 
 from _programs import FIRST_ORDER, HIGHER_ORDER, again, stored
@@ -51,6 +52,16 @@ def test_it_changes_no_number(transform):
     x = jnp.linspace(0.1, 1, 4)
     expected, *found = jit(lambda x: [apply(f)(x) for f in functions])(x)
     assert max(relative_error(actual, expected) for actual in found) < 1e-5
+
+
+def test_jet_of_a_split_function():
+    """Where the value leaves the forward pass, it has no checkpoint around it."""
+    x = jnp.linspace(0.1, 1, 4)
+    actual, expected = (
+        jet.jet(lambda x, f=f: jax.linearize(f, x)[0], (x,), ((x, x),))
+        for f in (marked, unmarked)
+    )
+    jax.tree.map(lambda *xs: np.testing.assert_allclose(*xs, 1e-5), actual, expected)
 
 
 def test_it_splits_again():

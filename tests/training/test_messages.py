@@ -28,6 +28,8 @@ from flax_amp import (
     optim,
 )
 
+pytestmark = pytest.mark.once
+
 X = jnp.ones(3)
 MAKERS = (make_train_step, make_eval_step)
 TRANSFORMS = (dynamic_scale_grad, dynamic_scale_value_and_grad)

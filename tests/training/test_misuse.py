@@ -37,6 +37,8 @@ from flax_amp import (
 )
 from flax_amp._training.loss import KEYWORDS
 
+pytestmark = pytest.mark.once
+
 X = jnp.ones((2, 3))
 MAKERS = (make_train_step, make_eval_step)
 

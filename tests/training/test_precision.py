@@ -26,6 +26,8 @@ from flax_amp import (
 )
 from helpers import dtypes_of
 
+pytestmark = pytest.mark.once
+
 X = jnp.ones((2, 3))
 WORDS = {
     "16-mixed": ("float16", init_scaler()),

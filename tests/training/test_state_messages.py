@@ -35,6 +35,8 @@ from flax_amp import (
     static_scaler,
 )
 
+pytestmark = pytest.mark.once
+
 X = jnp.ones(3)
 
 

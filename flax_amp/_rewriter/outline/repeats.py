@@ -254,9 +254,7 @@ def substitution(program: Program, run: Run, start: int) -> Substitution | None:
         first, other = program.eqns[run.start + i], program.eqns[start + i]
         pairs = zip(first.invars, other.invars, strict=True)
         for k, (a, b) in enumerate(pairs):
-            if isinstance(a, Literal) != isinstance(b, Literal):
-                return None
-            if isinstance(a, Literal):
+            if isinstance(a, Literal):  # so is `b`: the equations are equal
                 found[i, k] = b
             elif (a in made_in_first) != (b in made_here) or found.setdefault(
                 a, b

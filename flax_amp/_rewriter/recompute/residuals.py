@@ -93,9 +93,7 @@ def is_stored(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def is_cheap(eqn: Eqn) -> bool:
-    """Whether an equation may be computed again."""
-    if eqn.effects:
-        return False
+    """Whether an equation without effects may be computed again."""
     if eqn.primitive.name in _CALLS:
         return all(is_cheap(inner) for inner in _body(eqn))
     avals = [v.aval for v in eqn.invars]
