@@ -230,7 +230,7 @@ def check(program, transform, dtype, options, extra=""):
       extra: a further check, of those that take more time.
 
     Returns:
-      The names of the primitives in it.
+      The names of the primitives in the program, transformed.
     """
     if transform in _FORWARD_MODE:
         options = options | {"reduce_dtype": None}  # it has no forward mode
@@ -393,7 +393,7 @@ def check_merged(case, options):
 
 
 def check_leaks(case, options):
-    """No tracer outlives its trace that does not outlive it without `amp`, too."""
+    """`amp` leaks no tracer of a program that leaks none by itself."""
     try:
         with jax.checking_leaks():
             case.trace(case.function)

@@ -148,12 +148,12 @@ def _is_key(x):
     return jnp.issubdtype(getattr(x, "dtype", None), _KEYS)
 
 
-def _choose(batch, new, old):
-    """Returns the new carry of a loop, of those elements of a batch that go on."""
-    if not np.ndim(batch):
+def _choose(on, new, old):
+    """Returns the new carry of those elements of a batch that go on, else the old."""
+    if not np.ndim(on):
         return new
-    dims = (*np.shape(batch), *(1,) * (np.ndim(new) - np.ndim(batch)))
-    return np.where(np.reshape(batch, dims), new, old)
+    dims = (*np.shape(on), *(1,) * (np.ndim(new) - np.ndim(on)))
+    return np.where(np.reshape(on, dims), new, old)
 
 
 def _stack(rows):

@@ -80,7 +80,7 @@ def run(program, params, x, ints):
 
 
 def names(nodes):
-    """Yields what a program is made of: the name of each node."""
+    """Yields the kind and the name of each node of a program."""
     for node in nodes:
         kind = type(node).__name__.lower()
         yield f"{kind} {getattr(node, _NAME.get(kind, 'kind'))}"

@@ -1,9 +1,9 @@
 """Generated programs: under `amp` they do what they do without it.
 
 `FOUND` has the shortest programs that have failed once. `make fuzz` runs more programs
-in slices of 250, so that a failure ends its slice only, and the memory of a slice is
-given back. Each slice prints its seed and what it has drawn: with `FLAX_AMP_FUZZ=250`
-and that `FLAX_AMP_FUZZ_SEED`, the same programs run again.
+in slices of at most 250, so that a failure ends its slice only, and the memory of a
+slice is given back. Each slice prints its seed and what it has drawn: with
+`FLAX_AMP_FUZZ=250` and that `FLAX_AMP_FUZZ_SEED`, the same programs run again.
 """
 
 import os
