@@ -9,6 +9,7 @@ have other seeds. The run is not compared with them, because another seed moves 
 by more than rounding does: they only show by how much.
 """
 
+import functools
 import pathlib
 from typing import Any, NamedTuple
 
@@ -91,25 +92,12 @@ def _train(
         params = _moved(params, move)
         return params, variables, tx.init(params)
 
-    def step(carry: Any, found: Any) -> Any:
-        params, variables, opt_state = carry
-        batch, done, key = found
-
-        def loss(params: Any) -> Any:
-            return losses({"params": params, **variables}, batch, {"dropout": key})
-
-        (_, (plain, updated)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        changes, moments = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, changes), updated, moments
-        return jax.tree.map(
-            lambda new, old: jnp.where(done, new, old), new, carry
-        ), plain
-
     @jax.jit
     def scan(carry: Any, batches: Any, done: Any, numbers: Any) -> Any:
         def one(carry: Any, batches: Any, seed: Any) -> Any:
             key = jax.random.key(seed + 1)  # as the run's is in training.py
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+            step = functools.partial(_step, tx)
             return jax.lax.scan(step, carry, (batches, done, keys))
 
         return jax.vmap(one)(carry, batches, seeds)
@@ -118,10 +106,25 @@ def _train(
     each: list[np.ndarray] = []
     for start in range(0, len(done), _AT_ONCE):
         numbers = np.arange(start, start + _AT_ONCE)
-        skips = np.resize(done[start : start + _AT_ONCE], _AT_ONCE)
-        carry, some = scan(carry, _batches(seeds, numbers, faults), skips, numbers)
+        # The last steps are filled up, so that all are one program.
+        filled = np.resize(done[start : start + _AT_ONCE], _AT_ONCE)
+        carry, some = scan(carry, _batches(seeds, numbers, faults), filled, numbers)
         each.append(np.asarray(some))
     return np.concatenate(each, axis=1)[:, : len(done)]
+
+
+def _step(tx: optax.GradientTransformation, carry: Any, found: Any) -> Any:
+    """Makes a step unless the run skipped it; returns its loss, too."""
+    params, variables, opt_state = carry
+    batch, done, key = found
+
+    def loss(params: Any) -> Any:
+        return losses({"params": params, **variables}, batch, {"dropout": key})
+
+    (_, (plain, updated)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    changes, moments = tx.update(grads, opt_state, params)
+    new = optax.apply_updates(params, changes), updated, moments
+    return jax.tree.map(lambda new, old: jnp.where(done, new, old), new, carry), plain
 
 
 def _moved(params: Any, move: Any) -> Any:

@@ -220,21 +220,25 @@ def choose(
     sizes = _sizes(eqns, ins, copies, values, compute_dtype)
     costs = {x: 0 if x in free else size for x, size in sizes.items()}
     stored |= _cut(eqns, ins, copies, costs, read) - free
-    functions = [eqn for eqn in eqns if is_cheap(eqn) and _has_function(eqn)]
-    results = {
-        v
-        for eqn in functions
-        for v in eqn.outvars
-        # Inside of a call, such as silu, there is more than its result.
-        if v not in stored or eqn.primitive.name in _CALLS
-    }
     return Residuals(
         frozenset(stored),
         stored_bytes=sum(sizes[v] for v in stored),
         recomputed_bytes=sum(sizes[v] for v in read - stored - free),
-        function_bytes=sum(sizes[v] for v in results),
+        function_bytes=sum(sizes[v] for v in _functions(eqns, stored)),
         called_bytes=sum(map(_called_bytes, eqns)),
     )
+
+
+def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
+    """Returns the results of functions, and of calls of them, if computed again."""
+    return {
+        v
+        for eqn in eqns
+        if is_cheap(eqn) and _has_function(eqn)
+        for v in eqn.outvars
+        # Inside of a call, such as silu, there is more than its result.
+        if v not in stored or eqn.primitive.name in _CALLS
+    }
 
 
 def _is_computed(node: Node, values: Mapping[Var, Value | None]) -> bool:
