@@ -1,6 +1,7 @@
 """BERT in Linen, with the head that predicts masked words, as public ones are written.
 
-The norms come after the sums, and an array tells which words are padding.
+The norms come after the sums, and an array tells which words are padding. The layers
+are scanned, which public ones leave unrolled: they take minutes to compile.
 """
 
 import dataclasses
@@ -55,19 +56,19 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP, each with a norm after its sum."""
+    """Attention and an MLP, each with a norm after its sum, for `nn.scan`."""
 
     heads: int
     dtype: base.DType = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
         dtype, width = self.dtype, x.shape[-1]
         x = x + Attention(self.heads, dtype)(x, mask)
         x = nn.LayerNorm(1e-12, dtype=dtype)(x)
         y = nn.Dense(4 * width, dtype=dtype)(x)
         y = nn.Dense(width, dtype=dtype)(nn.gelu(y, approximate=False))
-        return nn.LayerNorm(1e-12, dtype=dtype)(x + y)
+        return nn.LayerNorm(1e-12, dtype=dtype)(x + y), None
 
 
 class BERT(nn.Module):
@@ -87,8 +88,8 @@ class BERT(nn.Module):
         tokens = inputs["tokens"]
         x = words(tokens) + embed(config.length)(jnp.arange(tokens.shape[1]))
         x = nn.LayerNorm(1e-12, dtype=dtype)(x + embed(2)(inputs["segments"]))
-        for _ in range(config.layers):
-            x = Layer(config.heads, dtype)(x, inputs["mask"])
+        layers = base.scan(Layer, config.layers)(config.heads, dtype)
+        x, _ = layers(x, inputs["mask"])
         x = nn.gelu(nn.Dense(config.width, dtype=dtype)(x), approximate=False)
         x = words.attend(nn.LayerNorm(1e-12, dtype=dtype)(x))
         bias = self.param("bias", nn.initializers.zeros, (config.vocab,))

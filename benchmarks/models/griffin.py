@@ -1,7 +1,8 @@
 """A gated linear recurrence in Linen (RG-LRU, the recurrent blocks of Griffin).
 
 As public ones are written: the coefficients and the recurrence are in float32, and an
-associative scan runs over the words. `griffin_loop` runs a loop over them.
+associative scan runs over the words. `griffin_loop` runs a loop over them. The layers
+are scanned, for they are slow to compile.
 """
 
 import dataclasses
@@ -90,14 +91,14 @@ class RGLRU(nn.Module):
 
 
 class Block(nn.Module):
-    """A recurrent block and a gated MLP, with a norm before each."""
+    """A recurrent block and a gated MLP, with a norm before each, for `nn.scan`."""
 
     config: Config
     scanned: bool
     dtype: base.DType = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         width, dtype = self.config.width, self.dtype
 
         def dense(features, name):
@@ -113,7 +114,7 @@ class Block(nn.Module):
         x = x + dense(width, "out")(y * gate)
         y = RMSNorm(dtype)(x)
         y = nn.gelu(dense(3 * width, "mlp_gate")(y)) * dense(3 * width, "mlp_up")(y)
-        return x + dense(width, "mlp_down")(y)
+        return x + dense(width, "mlp_down")(y), None
 
 
 class Griffin(nn.Module):
@@ -128,8 +129,8 @@ class Griffin(nn.Module):
         config, dtype = self.config, self.dtype
         embed = nn.Embed(config.vocab, config.width, dtype=dtype)
         x = embed(tokens)
-        for _ in range(config.layers):
-            x = Block(config, self.scanned, dtype)(x)
+        blocks = base.scan(Block, config.layers)(config, self.scanned, dtype)
+        x, _ = blocks(x, None)
         return embed.attend(RMSNorm(dtype)(x))
 
 

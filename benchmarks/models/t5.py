@@ -1,7 +1,7 @@
 """T5 in Linen, an encoder and a decoder, as public ones are written.
 
 Attention is not divided by the root of a head's size, and adds a bias for how far apart
-two words are, which all layers of a stack share.
+two words are, which all layers of a stack share. The layers are scanned.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from benchmarks.models import base
 from benchmarks.models.llama import RMSNorm
+
+Context = tuple[jax.Array, jax.Array | None]  # the bias, and the encoded text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +78,27 @@ class Attention(nn.Module):
         return nn.Dense(width, use_bias=False, dtype=self.dtype, name="o")(mixed)
 
 
+class Layer(nn.Module):
+    """A layer of an encoder, or of a decoder if there is a text to attend to."""
+
+    config: Config
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, None]:
+        config, dtype = self.config, self.dtype
+        bias, text = context
+        y = RMSNorm(dtype)(x)
+        x = x + Attention(config.heads, dtype)(y, y, bias)
+        if text is not None:
+            x = x + Attention(config.heads, dtype)(RMSNorm(dtype)(x), text, None)
+        y = nn.Dense(config.hidden, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
+        y = nn.Dense(config.width, use_bias=False, dtype=dtype)(nn.relu(y))
+        return x + y, None
+
+
 class Stack(nn.Module):
-    """The layers of an encoder, or of a decoder if there is a text to attend to."""
+    """The layers of an encoder or of a decoder."""
 
     config: Config
     dtype: base.DType = None
@@ -86,14 +107,8 @@ class Stack(nn.Module):
     def __call__(self, x: jax.Array, text: jax.Array | None = None) -> jax.Array:
         config, dtype = self.config, self.dtype
         bias = self._bias(x.shape[1], causal=text is not None)
-        for _ in range(config.layers):
-            y = RMSNorm(dtype)(x)
-            x = x + Attention(config.heads, dtype)(y, y, bias)
-            if text is not None:
-                y = RMSNorm(dtype)(x)
-                x = x + Attention(config.heads, dtype)(y, text, None)
-            y = nn.Dense(config.hidden, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
-            x = x + nn.Dense(config.width, use_bias=False, dtype=dtype)(nn.relu(y))
+        layers = base.scan(Layer, config.layers)(config, dtype)
+        x, _ = layers(x, (bias, text))
         return RMSNorm(dtype)(x)
 
     def _bias(self, length: int, causal: bool) -> jax.Array:
@@ -103,9 +118,8 @@ class Stack(nn.Module):
         bias = table(bucket(distance, causal)).transpose(2, 0, 1)[None]
         if not causal:
             return bias
-        return bias + jnp.where(distance > 0, jnp.finfo(bias.dtype).min, 0).astype(
-            bias.dtype
-        )
+        lowest = jnp.finfo(bias.dtype).min
+        return bias + jnp.where(distance > 0, lowest, 0).astype(bias.dtype)
 
 
 class T5(nn.Module):

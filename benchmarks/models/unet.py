@@ -20,7 +20,7 @@ class Config:
     width: int
     batch: int
     factors: tuple[int, ...] = (1, 2, 2)
-    blocks: int = 2
+    blocks: int = 1
     attended: int = 2  # the levels from this one on have attention
     groups: int = 32
 
