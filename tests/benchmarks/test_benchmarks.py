@@ -49,7 +49,7 @@ def shallow(monkeypatch):
     layers = dict.fromkeys((vit, llama, moe, bert, t5, griffin), {"layers": 1})
     stages = {
         convnext: {"depths": (1, 0, 1, 0)},
-        unet: {"factors": (1,), "blocks": 1, "attended": 0},
+        unet: {"factors": (1,), "attended": 0},
     }
     for module, fewer in (layers | stages).items():
         sizes = vars(module)["CONFIGS" if module is vit else "SIZES"]
