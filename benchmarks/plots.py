@@ -80,7 +80,8 @@ def _ratios(results: Results, column: str) -> Ratios:
 def _draw(path: pathlib.Path, title: str, ratios: dict[str, Ratios]) -> None:
     import matplotlib.pyplot as plt
 
-    size, rows = (10, 0.9 + 2.3 * len(ratios)), len(ratios)
+    rows, names = len(ratios), {m for models in ratios.values() for m in models}
+    size = (max(10, 0.75 * len(names)), 0.9 + 2.3 * rows)
     figure = plt.figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
     for axis, (column, models) in zip(axes, ratios.items(), strict=True):

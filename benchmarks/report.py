@@ -29,6 +29,7 @@ _SUMMARY = {
     "TPU bytes": ("tpu", "amp_bf16", "GB"),
     "TPU memory": ("tpu", "amp_bf16", "temp MB"),
     "TPU peak": ("tpu", "amp_bf16", "peak MB"),
+    "H200 bytes": ("gpu-aot", "amp_bf16", "GB"),
     "H200 memory": ("gpu-aot", "amp_bf16", "temp MB"),
     "H200 time": ("gpu", "amp_bf16", "ms"),
     "H200 time, float16 step": ("gpu", "amp_fp16", "ms"),

@@ -159,8 +159,9 @@ SECTIONS = {
         title="Compiled for a GPU",
         note="Without the GPU, and so without its autotuning: temporary memory, "
         "kernels launched, casts executed, bytes read and written by the kernels. "
+        "`peak MB`, arguments included, is not known of five earlier runs. "
         "In brackets: the ratio to hand_bf16, of float16 to hand_fp16.",
-        columns=(_TEMP, _GB, _KERNELS, _CONVERTS),
+        columns=(_TEMP, _PEAK, _GB, _KERNELS, _CONVERTS),
     ),
     "gpu": Section(
         title="Measured on a GPU",

@@ -1,6 +1,20 @@
 """The models of the benchmarks: plain Flax, as a user writes them, in two sizes."""
 
-from benchmarks.models import gpt, llama, moe, resnet, small, vit
+from benchmarks.models import (
+    bert,
+    convnext,
+    dlrm,
+    efficientnet,
+    gpt,
+    griffin,
+    llama,
+    moe,
+    resnet,
+    small,
+    t5,
+    unet,
+    vit,
+)
 from benchmarks.models.base import DType, Problem
 
 _MODULES = {
@@ -16,7 +30,16 @@ _MODULES = {
     "lstm": small,
     "nnx_vit": vit,
     "llama": llama,
+    "llama_noremat": llama,
     "moe": moe,
+    "bert": bert,
+    "t5": t5,
+    "griffin": griffin,
+    "griffin_loop": griffin,
+    "dlrm": dlrm,
+    "convnext": convnext,
+    "efficientnet": efficientnet,
+    "unet": unet,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 PyTree = Any
 DType = DTypeLike | None
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
 MakeBatch = Callable[[jax.Array], Batch]
 
 
@@ -24,7 +25,8 @@ class Problem:
     Attributes:
       init: `init(key) -> variables`, a dict with `"params"` and other collections.
       loss: `loss(params, others, batch) -> (loss, new_others)`.
-      batch: `batch(key) -> {"inputs": ..., "labels": ...}`, random.
+      batch: `batch(key) -> {"inputs": ..., "labels": ...}`, random; the inputs are an
+        array or a dict of arrays.
     """
 
     init: Callable[[jax.Array], dict[str, PyTree]]
@@ -43,6 +45,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
+def squared_error(predicted: jax.Array, expected: jax.Array) -> jax.Array:
+    """Returns the mean squared error, in float32 whatever the dtype that comes in."""
+    return jnp.mean(jnp.square(predicted.astype(jnp.float32) - expected))
+
+
 def scan(layer: Any, length: int) -> Any:
     """Scans a Linen layer, whose second argument is the same for all turns."""
     return nn.scan(
@@ -54,23 +61,25 @@ def scan(layer: Any, length: int) -> Any:
     )
 
 
-def linen(model: nn.Module, batch: MakeBatch) -> Problem:
-    """Makes the problem of a Linen classifier.
+def linen(model: nn.Module, batch: MakeBatch, loss_of: Loss = cross_entropy) -> Problem:
+    """Makes the problem of a Linen model, which gets the inputs as one argument.
 
-    The model may have other collections, and may sow terms of the loss into "losses".
+    `loss_of(outputs, labels)` is its loss. The model may have other collections, and
+    may sow terms of the loss into "losses".
     """
 
     def init(key):
-        inputs = jax.eval_shape(batch, key)["inputs"]
-        variables = dict(model.init(key, jnp.zeros(inputs.shape, inputs.dtype)))
+        shapes = jax.eval_shape(batch, key)["inputs"]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        variables = dict(model.init(key, zeros))
         variables.pop("losses", None)
         return variables
 
     def loss(params, others, batch):
-        logits, updates = model.apply(
+        outputs, updates = model.apply(
             {"params": params, **others}, batch["inputs"], mutable=[*others, "losses"]
         )
-        value = cross_entropy(logits, batch["labels"])
+        value = loss_of(outputs, batch["labels"])
         if sown := jax.tree.leaves(updates.get("losses")):
             value = value + 0.01 * sum(sown)
         return value, {name: updates[name] for name in others}

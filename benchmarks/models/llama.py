@@ -1,4 +1,7 @@
-"""A Llama in Linen, scanned over its layers with remat, as public ones are written."""
+"""A Llama in Linen, scanned over its layers, as public ones are written.
+
+`llama` computes its layers again in the backward pass, `llama_noremat` stores them.
+"""
 
 import dataclasses
 
@@ -106,12 +109,13 @@ class Llama(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         x = nn.Embed(config.vocab, config.width, dtype=dtype)(tokens)
-        layers = base.scan(nn.remat(Layer, prevent_cse=False), config.layers)
+        layer = nn.remat(Layer, prevent_cse=False) if config.remat else Layer
+        layers = base.scan(layer, config.layers)
         x, _ = layers(config, dtype)(x, jnp.arange(tokens.shape[1]))
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
 
 
 def problem(name, size, dtype, softmax_dtype):
-    config = SIZES[size]
+    config = dataclasses.replace(SIZES[size], remat=name == "llama")
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(Llama(config, dtype), data)

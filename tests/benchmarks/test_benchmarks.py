@@ -12,7 +12,19 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import models, plots, report, request, variants
 from benchmarks.commands import casts, compiled, error, gpu, host, optim, save
-from benchmarks.models import gpt, llama, moe, resnet, vit
+from benchmarks.models import (
+    bert,
+    convnext,
+    efficientnet,
+    gpt,
+    griffin,
+    llama,
+    moe,
+    resnet,
+    t5,
+    unet,
+    vit,
+)
 from benchmarks.optimizers import overhead
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
@@ -33,9 +45,16 @@ def shallow(monkeypatch):
     """Makes the deep models quick to trace: a layer of each kind."""
     monkeypatch.setattr(gpt, "TINY", gpt.TINY | {"layers": 1})
     monkeypatch.setattr(resnet, "STAGES", (1,))
-    for sizes in (vit.CONFIGS, llama.SIZES, moe.SIZES):
+    monkeypatch.setattr(efficientnet, "STAGES", ((1, 3, 2, 1, 16), (2, 5, 2, 6, 24)))
+    layers = dict.fromkeys((vit, llama, moe, bert, t5, griffin), {"layers": 1})
+    stages = {
+        convnext: {"depths": (1, 0, 1, 0)},
+        unet: {"factors": (1,), "attended": 0},
+    }
+    for module, fewer in (layers | stages).items():
+        sizes = vars(module)["CONFIGS" if module is vit else "SIZES"]
         for key, config in sizes.items():
-            monkeypatch.setitem(sizes, key, dataclasses.replace(config, layers=1))
+            monkeypatch.setitem(sizes, key, dataclasses.replace(config, **fewer))
 
 
 def signature(tree):
@@ -57,7 +76,7 @@ def test_steps_keep_their_carries(model, shallow):
 
 
 def test_sizes_differ_in_shapes_only():
-    for model in ("gpt_scan", "lstm", "llama"):
+    for model in ("gpt_scan", "lstm", "llama", "bert", "dlrm", "t5"):
         tiny, full = (
             jax.eval_shape(models.problem(model, size).init, jax.random.key(0))
             for size in models.SIZES
@@ -225,7 +244,7 @@ def test_tables(figures, capsys, monkeypatch):
     assert "`python -m benchmarks tpu`, 2026-01-01T00:00:00+00:00" in text
     for section in SECTIONS.values():
         assert section.title in text and section.note in text
-    summary = "| mlp | 0.50 | 0.75 | 1.10 | 1.10 | 0.50 | 0.75 |  |"
+    summary = "| mlp | 0.50 | 0.75 | 1.10 | 0.75 | 1.10 | 0.50 | 0.75 |  |"
     assert summary in text and summary in capsys.readouterr().out
 
 

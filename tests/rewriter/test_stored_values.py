@@ -21,7 +21,7 @@ from flax_amp._rewriter.recompute.stored import (
     mark_stored,
     stored_p,
 )
-from helpers import equations, jit, relative_error
+from helpers import equations, equations_of, jit, relative_error
 
 
 def marked(x, platforms=EVERYWHERE):
@@ -158,3 +158,26 @@ def test_barriers_of_a_model(mode, loss, expected):
     assert not any(barriers(fn, *args).values())
     found = {p for p, count in barriers(jax.grad(fn), *args).items() if count}
     assert found == set(expected)
+
+
+@pytest.mark.parametrize("also_read, expected", [(False, 5), (True, 9)])
+def test_no_barriers_at_what_only_products_read(also_read, expected):
+    """Nothing is computed again from it, as there is from what others read, too."""
+
+    def layers(x, w):
+        total = 0
+        for _ in range(6):
+            x = jnp.sin(jnp.cos(jnp.sin(x @ w)))
+            total += jnp.sum(jnp.exp2(x)) if also_read else 0
+        return total + jnp.sum(x)
+
+    x = jnp.ones((16, 16))
+    fn = jax.grad(bfloat16(layers, merge_layers=False), 1)
+    marks = [
+        eqn.params["platforms"]
+        for eqn in equations_of(fn, x, x, primitive=stored_p.name)
+        if eqn.params["in_backward"]
+    ]
+    # From the last product but one on comes the head, which has no barriers.
+    assert marks.count(ON_GPU) == expected
+    assert marks.count(NOWHERE) == 11 - expected

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from flax_amp._compat import Array, DType, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
-from flax_amp._rewriter.plan import BodyKind, Plan, variables
+from flax_amp._rewriter.plan import BodyKind, Mode, Paint, Plan, has_paint, variables
 from flax_amp._rewriter.recompute.residuals import (
+    LowCopy,
     Node,
     Residuals,
     choose,
@@ -63,7 +64,10 @@ class Region:
       outs: the variables that others read of them.
       stored: the variables that the backward pass stores, and the `LowCopy` of those of
         which it stores the copy that matrix products read.
-      barriers: the platforms with barriers at what is stored.
+      operands: those that only matrix products read, and that have no barriers: nothing
+        is computed again from them, and a barrier keeps XLA from sharing what it makes
+        of one, such as the padded operand of a convolution, between the passes.
+      barriers: the platforms with barriers at what else is stored.
       barriers_until: from this index in the plan on there are none.
     """
 
@@ -71,6 +75,7 @@ class Region:
     ins: Sequence[Var]
     outs: Sequence[Var]
     stored: frozenset[Node]
+    operands: frozenset[Node]
     barriers: Sequence[str]
     barriers_until: int
 
@@ -83,7 +88,10 @@ class Region:
 
         The equation at `index` of the plan reads or makes it.
         """
-        return mark_stored(x, self.barriers_at(index)) if key in self.stored else x
+        if key not in self.stored:
+            return x
+        has_none = key in self.operands
+        return mark_stored(x, NOWHERE if has_none else self.barriers_at(index))
 
 
 def group_into_regions(
@@ -160,6 +168,16 @@ def _readers(plan: Plan, light: dict[int, list[int]]) -> dict[Var, set[int | Non
     return readers
 
 
+def _read_by_others(plan: Plan) -> set[Var]:
+    """Returns what equations read that are no products in the compute dtype."""
+    return {
+        v
+        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+        if eqn.primitive.name not in LOW_OPS or step.mode is not Mode.LOW
+        for v in variables(eqn.invars)
+    }
+
+
 class _Grouping:
     """The grouping of a plan's equations; arguments as in `group_into_regions`."""
 
@@ -167,6 +185,7 @@ class _Grouping:
         self._plan = plan
         self._compute_dtype = compute_dtype
         self._values = plan.values()
+        self._read_by_others = _read_by_others(plan)
         in_straight_code = plan.body_kind in (
             BodyKind.STRAIGHT,
             BodyKind.REPEATED_LAYER,
@@ -222,7 +241,16 @@ class _Grouping:
             return None
         has_head = is_last and plan.body_kind is BodyKind.STRAIGHT
         end = _start_of_head(plan, indices) if has_head else len(plan.steps)
-        return Region(indices, ins, outs, residuals.stored, self._barriers, end)
+        stored = residuals.stored
+        operands = frozenset(filter(self._is_operand, stored))
+        return Region(indices, ins, outs, stored, operands, self._barriers, end)
+
+    def _is_operand(self, node: Node) -> bool:
+        """Whether only matrix products read what is stored, as it is stored."""
+        if isinstance(node, LowCopy):
+            return True
+        is_low = has_paint(self._values[node], Paint.LOW)
+        return is_low and node not in self._read_by_others
 
     def _is_worth_it(self, residuals: Residuals) -> bool:
         if self._stores_operands:

@@ -1,0 +1,131 @@
+"""The U-Net of a diffusion model in Linen, as public ones are written.
+
+It predicts the noise in an image from the image and the time of the noise. It has two
+levels with a block each, and attention in the lower one: more are slow to compile.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a U-Net and of its batch."""
+
+    image: int
+    width: int
+    batch: int
+    factors: tuple[int, ...] = (1, 2)
+    blocks: int = 1
+    attended: int = 1  # the levels from this one on have attention
+    groups: int = 32
+
+
+SIZES = {"full": Config(64, 128, 32), "tiny": Config(16, 16, 4, groups=4)}
+
+
+def waves(times: jax.Array, width: int) -> jax.Array:
+    """Returns sines and cosines of times, in float32."""
+    rates = jnp.exp(-jnp.log(1e4) * jnp.arange(width // 2) / (width // 2 - 1))
+    angles = times[:, None] * rates
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+class ResBlock(nn.Module):
+    """Two convolutions after norms, between which the time is added."""
+
+    width: int
+    groups: int
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
+        dtype, width = self.dtype, self.width
+        y = nn.swish(nn.GroupNorm(self.groups, dtype=dtype)(x))
+        y = nn.Conv(width, (3, 3), dtype=dtype)(y)
+        y = y + nn.Dense(width, dtype=dtype)(nn.swish(time))[:, None, None]
+        y = nn.swish(nn.GroupNorm(self.groups, dtype=dtype)(y))
+        y = nn.Conv(width, (3, 3), dtype=dtype)(y)
+        if x.shape != y.shape:
+            x = nn.Conv(width, (1, 1), dtype=dtype)(x)
+        return x + y
+
+
+class Attention(nn.Module):
+    """Attention of one head between the places of an image."""
+
+    groups: int
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype, width = self.dtype, x.shape[-1]
+        y = nn.GroupNorm(self.groups, dtype=dtype)(x)
+        y = y.reshape(x.shape[0], -1, width)
+        query, key, value = (nn.Dense(width, dtype=dtype)(y) for _ in range(3))
+        scores = jnp.einsum("bqc,bkc->bqk", query, key) * width**-0.5
+        y = jnp.einsum("bqk,bkc->bqc", nn.softmax(scores), value)
+        return x + nn.Dense(width, dtype=dtype)(y).reshape(x.shape)
+
+
+class UNet(nn.Module):
+    """Levels down, a middle, and levels up, which read what was stored on the way."""
+
+    config: Config
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        width, last = config.width, len(config.factors) - 1
+        time = nn.Dense(4 * width, dtype=dtype)(waves(inputs["times"], width))
+        time = nn.Dense(4 * width, dtype=dtype)(nn.swish(time))
+        x = nn.Conv(width, (3, 3), dtype=dtype)(inputs["images"])
+        stored = [x]
+        for level, factor in enumerate(config.factors):
+            for _ in range(config.blocks):
+                x = self._block(level, factor, x, time)
+                stored.append(x)
+            if level < last:
+                x = nn.Conv(x.shape[-1], (3, 3), (2, 2), dtype=dtype)(x)
+                stored.append(x)
+        x = self._block(last, config.factors[-1], x, time)
+        for level, factor in reversed([*enumerate(config.factors)]):
+            for _ in range(config.blocks + 1):
+                x = jnp.concatenate([x, stored.pop()], axis=-1)
+                x = self._block(level, factor, x, time)
+            if level > 0:
+                x = jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+                x = nn.Conv(x.shape[-1], (3, 3), dtype=dtype)(x)
+        x = nn.swish(nn.GroupNorm(config.groups, dtype=dtype)(x))
+        return nn.Conv(3, (3, 3), dtype=dtype)(x)
+
+    def _block(
+        self, level: int, factor: int, x: jax.Array, time: jax.Array
+    ) -> jax.Array:
+        config = self.config
+        x = ResBlock(config.width * factor, config.groups, self.dtype)(x, time)
+        if level < config.attended:
+            return x
+        return Attention(config.groups, self.dtype)(x)
+
+
+def problem(name, size, dtype, softmax_dtype):
+    config = SIZES[size]
+    shape = (config.batch, config.image, config.image, 3)
+
+    def batch(key):
+        keys = jax.random.split(key, 3)
+        noise = jax.random.normal(keys[1], shape)
+        times = jax.random.uniform(keys[2], shape[:1])
+        share = times[:, None, None, None]
+        images = jnp.sqrt(1 - share) * jax.random.normal(keys[0], shape)
+        images = images + jnp.sqrt(share) * noise
+        return {"inputs": {"images": images, "times": 1000 * times}, "labels": noise}
+
+    return base.linen(UNet(config, dtype), batch, base.squared_error)
