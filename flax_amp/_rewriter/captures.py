@@ -47,6 +47,27 @@ def captured_by(eqn: Eqn) -> tuple[Var, ...]:
     return tuple(dict.fromkeys(_variables_behind(rules))) if rules else ()
 
 
+def has_own_rules(eqn: Eqn) -> bool:
+    """Whether the rules of an equation may be functions that JAX does not define.
+
+    These may read and change anything while they are traced, such as the counter that
+    they fold into a key, so they are traced for each call. The rules of JAX, such as
+    that of relu, give the same result whenever they are traced.
+    """
+    rules = [eqn.params[name] for name in _RULES if name in eqn.params]
+    return any(_may_be_own(item) for item in _behind(rules))
+
+
+def _may_be_own(item: Any) -> bool:
+    if isinstance(item, types.FunctionType):
+        module = str(item.__globals__.get("__name__"))
+    else:
+        module = type(item).__module__
+    # A method and a partial consist of parts that `_behind` yields, too.
+    is_known = module.partition(".")[0] in ("jax", "jaxlib", "functools")
+    return callable(item) and not (is_known or isinstance(item, types.MethodType))
+
+
 def with_captured_outputs(closed: Jaxpr) -> tuple[Jaxpr, frozenset[Var]]:
     """Returns a jaxpr that also outputs the variables that its rules close over.
 
@@ -100,15 +121,21 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
 
 def _variables_behind(objects: Sequence[Any]) -> Iterator[Var]:
     """Yields the variables of the tracers that are reachable from some objects."""
+    variables = map(_compat.variable_of, _behind(objects))
+    yield from (v for v in variables if v is not None)
+
+
+def _behind(objects: Sequence[Any]) -> Iterator[Any]:
+    """Yields some objects, and those that are reachable from them."""
     seen: set[int] = set()
     remaining = list(objects)
     while remaining and len(seen) < _LIMIT:
         item = remaining.pop()
-        variable = _compat.variable_of(item)
-        if variable is not None:
-            yield variable
+        is_variable = _compat.variable_of(item) is not None
+        if not is_variable and (isinstance(item, _OPAQUE) or id(item) in seen):
             continue
-        if isinstance(item, _OPAQUE) or id(item) in seen:
+        yield item
+        if is_variable:
             continue
         seen.add(id(item))
         if isinstance(item, types.FunctionType):

@@ -237,41 +237,6 @@ def test_calls_of_one_rule_share_their_rewritten_body():
     assert text.count("func.func private @relu") <= 2
 
 
-def _scaled_by(slope, seen, kind):
-    """A function whose rule, of which `kind` says the mode, has a constant in it."""
-
-    def rule(tangent):
-        seen.append(slope)
-        return slope * tangent
-
-    if kind == "jvp":
-        f = jax.custom_jvp(lambda x: x * 1.0)
-        f.defjvp(lambda p, t: (f(p[0]), rule(t[0])))
-        return f
-    f = jax.custom_vjp(lambda x: x * 1.0)
-    f.defvjp(lambda x: (f(x), None), lambda _, ct: (rule(ct),))
-    return f
-
-
-@both_halves
-@pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_rules_of_equal_calls_are_traced_once(kind, dtype):
-    """Those of calls that differ in a constant, or a shape, are not shared."""
-    seen = []
-    double, triple = (_scaled_by(slope, seen, kind) for slope in (2.0, 3.0))
-
-    def loss(w, x):
-        for f in (double, triple, double, double, double, double):
-            x = f(x @ w)
-        return double(x.sum())
-
-    w, x = jnp.eye(4), jnp.ones((2, 4))
-    gradient = jax.grad(amp(loss, compute_dtype=dtype), argnums=1)(w, x)
-    np.testing.assert_array_equal(gradient, jnp.full((2, 4), 2.0**6 * 3.0))
-    # The one behind the last product is read in another precision, or has no shape.
-    assert seen.count(3.0) == 1 and 2 <= seen.count(2.0) <= 3
-
-
 def test_a_rule_whose_tangents_are_all_zero():
     def fn(x):
         cut = jax.custom_jvp(lambda x: 2 * x)

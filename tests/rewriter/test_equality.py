@@ -220,6 +220,10 @@ MERGED = {
     "callback": lambda n: called(lambda x: times(x, n)),
     "default of callback": lambda n: called(lambda x, factor=n: times(x, factor)),
     "partial callback": lambda n: called(functools.partial(times, number=n)),
+    "solve": solve,
+}
+# Rules of a user may read and change anything while they are traced.
+RULES = {
     "jvp": lambda n: with_factor(lambda x: n),
     "array in jvp": lambda n: with_factor(lambda x: jnp.array([[n, 1, 1, 1]])),
     "zero in jvp": lambda n: (
@@ -231,14 +235,13 @@ MERGED = {
     "backward of vjp": lambda n: with_vjp(lambda x: (x, None), lambda _, t: (t * n,)),
     "forward of vjp": lambda n: with_vjp(lambda x: (x, x * n), lambda r, t: (t * r,)),
     "vmapped": vmapped,
-    "solve": solve,
 }
 # Objects of kinds that are unknown, if only in some versions of JAX, and new in each
 # layer may be equal or not: it is sound to leave the layers alone.
 SECOND_ORDER = {  # which show in the second derivative
     "jvp in jvp": lambda n: with_factor(with_factor(lambda x: n)),
     "jvp in vjp": lambda n: with_vjp(
-        lambda x: (MERGED["jvp"](n)(x), None), lambda _, t: (t / 2,)
+        lambda x: (RULES["jvp"](n)(x), None), lambda _, t: (t / 2,)
     ),
 }
 LEFT_ALONE = SECOND_ORDER | {
@@ -255,7 +258,7 @@ LEFT_ALONE = SECOND_ORDER | {
     "array of objects": beside(lambda n: np.array([n, None])),
     "unhashable key": beside(lambda n: jax.tree_util.DictKey([n])),
 }
-KINDS = MERGED | LEFT_ALONE
+KINDS = MERGED | RULES | LEFT_ALONE
 
 
 def stack(parts):
@@ -286,8 +289,10 @@ ORDINARY |= {
         0, :, 0
     ],
     "mapped rule": jax.vmap(jax.nn.relu),
-    "rule": clipped,
-    "checkpointed rule": lambda x: jax.checkpoint(lambda x: clipped(x))(x),  # noqa: PLW0108
+}
+OWN_RULES = {name: parts_of(kind) for name, kind in RULES.items()} | {
+    "rule": [clipped] * LAYERS,
+    "checkpointed rule": [lambda x: jax.checkpoint(lambda x: clipped(x))(x)] * LAYERS,
 }
 
 
@@ -298,6 +303,11 @@ EQUAL |= {name: parts_of(kind) for name, kind in MERGED.items()}
 @pytest.mark.parametrize("parts", EQUAL.values(), ids=EQUAL)
 def test_equal_layers_are_merged(parts):
     assert count_calls(float32(stack(parts)), W, X) >= LAYERS - 2
+
+
+@pytest.mark.parametrize("parts", OWN_RULES.values(), ids=OWN_RULES)
+def test_equal_layers_with_rules_of_a_user_are_kept_apart(parts):
+    assert not count_calls(float32(stack(parts)), W, X)
 
 
 def test_what_is_switched_off_stays_apart():

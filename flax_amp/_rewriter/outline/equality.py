@@ -29,6 +29,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
+from flax_amp._rewriter.captures import has_own_rules
 from flax_amp._rewriter.plan import Mode, Plan, Step, Value, value_of
 
 Key = Hashable  # equal for equal parts
@@ -143,8 +144,9 @@ class EquationIds:
           strict: whether literals of integer type have to be equal.
           planned: the ids of jaxprs that are compared by their plans instead.
         """
-        # An effect happens as often as it stands in the program, and in its order.
-        if eqn.effects:
+        # An effect happens as often as it stands in the program, and in its order; so
+        # does what the rules of a user do while they are traced.
+        if eqn.effects or has_own_rules(eqn):
             return _Identity(eqn)
         return (
             _Identity(eqn.primitive),

@@ -32,6 +32,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Aval, DType, Eqn, Var
+from flax_amp._rewriter.captures import has_own_rules
 from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
 from flax_amp._rewriter.recompute.mincut import min_cut
 from flax_amp._rewriter.recompute.stored import stored_p
@@ -103,11 +104,12 @@ def is_cheap(eqn: Eqn) -> bool:
 def is_light(eqn: Eqn) -> bool:
     """Whether an equation may stand in a region (see `regions.py`).
 
-    It may not if it has a costly body of its own, or if `jax.checkpoint` cannot store
-    one of its operands or results.
+    It may not if it has a costly body of its own, if `jax.checkpoint` cannot store one
+    of its operands or results, or if a rule of it may read what is computed in the
+    region: it is traced when the region is over.
     """
     name = eqn.primitive.name
-    if eqn.effects or name in _STRUCTURED:
+    if eqn.effects or name in _STRUCTURED or has_own_rules(eqn):
         return False
     if not all(_can_be_stored(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return False
