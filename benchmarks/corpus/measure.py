@@ -1,6 +1,7 @@
 """Runs one program under amp and beside its twins."""
 
 import dataclasses
+import math
 import resource
 import time
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,7 @@ import flax_amp
 from benchmarks.corpus import draws
 from benchmarks.corpus.draws import Draws
 from benchmarks.corpus.program import Case, Loss
+from benchmarks.corpus.table import ARITHMETIC, BY_HAND
 from flax_amp.policy import FOLLOW_OPS, LOW_OPS
 
 HALVES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -72,11 +74,7 @@ def _half(
         return found
     found |= {f"{name}_{k}": v for k, v in dataclasses.asdict(compared).items()}
     if compared.is_worse:
-        try:
-            why = _experiments(case, runs, dtype, twin)
-            found[f"{name}_why"] = dict(why)
-        except draws.NotFiniteError:
-            found[f"{name}_why"] = {}
+        found[f"{name}_why"] = dict(_experiments(case, runs, dtype, twin))
     return found
 
 
@@ -85,11 +83,17 @@ def _experiments(
 ) -> Iterator[tuple[str, float]]:
     """Yields the ratio with all arithmetic in float32, and without `amp`, by hand."""
     policy = flax_amp.default_amp_policy | _WIDE_ARITHMETIC
-    wide = _with(case.loss, dtype, policy)
-    yield "arithmetic in float32", runs.compare(wide, twin, dtype, draws.STEP).ratio
+
+    def ratio(loss: Loss) -> float:
+        try:
+            return runs.compare(loss, twin, dtype, draws.STEP).ratio
+        except draws.NotFiniteError:
+            return math.inf
+
+    yield ARITHMETIC, ratio(_with(case.loss, dtype, policy))
     by_hand = _cast(case.loss, dtype)
     if not case.hand and runs.works(by_hand):
-        yield "by hand", runs.compare(by_hand, twin, dtype, draws.STEP).ratio
+        yield BY_HAND, ratio(by_hand)
 
 
 def _cast(loss: Loss, dtype: Any) -> Loss:

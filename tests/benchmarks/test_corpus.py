@@ -71,6 +71,8 @@ def test_a_ratio_above_its_twin():
     assert "bf16 error" in table.shortfalls(found)
     page = table.page({"of/far": found})
     assert "1.00 arithmetic in float32" in page
+    assert "1 of 1 are of *rounded arithmetic*" in page
+    assert "Not explained: none." in page
     assert "0 are at their best" in page
 
 
