@@ -118,7 +118,9 @@ def _jaxopt() -> dict[str, Any]:
         }
         kind = getattr(jaxopt, solver)
         function = by_kind.get(solver, objective)
-        return kind(function, maxiter=20, **settings).run(x, w).params
+        # A proximal operator has parameters of its own, before those of the function.
+        given = (None, w) if solver == "ProximalGradient" else (w,)
+        return kind(function, maxiter=20, **settings).run(x, *given).params
 
     plain = (
         "GradientDescent LBFGS BFGS NonlinearCG GaussNewton LevenbergMarquardt "
@@ -126,7 +128,7 @@ def _jaxopt() -> dict[str, Any]:
     )
     table = {name: functools.partial(run, name, {}) for name in plain.split()}
     unrolled = functools.partial(
-        run, "GradientDescent", dict(implicit_diff=False, unroll=False, stepsize=0.1)
+        run, "GradientDescent", dict(implicit_diff=False, unroll=True, stepsize=0.1)
     )
     return lazily(_solver_case, table | {"GradientDescent(scan)": unrolled})
 
