@@ -87,6 +87,11 @@ FOUND = {
         "grad",
         "leaks",
     ),
+    "a custom gradient whose own jaxpr leaks tracers without amp": (
+        (In("custom_gradient", (Op("abs"),), 1),),
+        "grad",
+        "leaks",
+    ),
 }
 
 
