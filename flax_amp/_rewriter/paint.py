@@ -110,7 +110,8 @@ from flax_amp.policy import (
 )
 
 # These take a statistic of their operand: their result can be applied to it.
-_STATISTICS = frozenset((*ACCUMULATION_OPS, "square", "integer_pow"))
+_SQUARES = ("square", "integer_pow")
+_STATISTICS = frozenset((*ACCUMULATION_OPS, *_SQUARES))
 
 # Data movement whose result has no element that its operand does not have. A gather
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
@@ -273,7 +274,7 @@ class Painter:
                     step = self._paint(eqn, ins, results, context)
                 read(eqn.invars, step.uses)
             else:
-                use = _union(results) if step.use is None else step.use
+                use = _use_of(eqn, step, _union(results))
                 read(eqn.invars, (use,) * len(eqn.invars))
         return uses
 
@@ -497,6 +498,15 @@ def _full(eqn: Eqn, value: Value, reason: Reason, use: Use | None = Use.FULL) ->
     if use is Use.FULL and eqn.primitive.name in _STATISTICS:
         use = Use.MEASURE
     return Step(Mode.FULL, like(out_avals(eqn), value), reason, use=use)
+
+
+def _use_of(eqn: Eqn, step: Step, result: Use) -> Use:
+    """Returns how an equation reads its operands."""
+    if step.use is None:
+        return result
+    # The squares of a norm are summed. Others, as in a polynomial, are no statistic.
+    is_measured = Use.MEASURE in result or eqn.primitive.name not in _SQUARES
+    return step.use if is_measured or step.use is not Use.MEASURE else Use.FULL
 
 
 def _is_data(value: Value) -> bool:

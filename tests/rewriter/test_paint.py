@@ -84,6 +84,11 @@ def between_statistics(w, x, b):
     return jnp.sum((h * jnp.log(b) - h) * jnp.exp(b))
 
 
+def polynomial(w, x, b):
+    d = jnp.sin(low(w, x))
+    return jnp.exp(d * (jnp.square(d) + jnp.log(b)))
+
+
 def quantized(w, x):
     return jax.lax.dot_general(x, w.astype(jnp.int8), (((1,), (0,)), ((), ())))
 
@@ -127,6 +132,10 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
         gated_between_products, dict(add=LOW, exp=FULL)
     ),
     "between two applied statistics": (between_statistics, dict(sub=FULL, mul=FULL)),
+    "a square that nothing sums": (polynomial, dict(sin=FULL, square=FULL)),
+    "a square in a hidden layer": (
+        lambda w, x, b: jax.nn.gelu(low(w, x) - b) @ w, dict(sub=LOW)
+    ),
     "read low elsewhere": (read_low_elsewhere, dict(add=LOW, exp=FULL)),
     "returning is no use": (lambda w, x, b: low(w, x) + b, dict(add=LOW)),
     "read and returned": (read_and_returned, dict(add=FULL)),
