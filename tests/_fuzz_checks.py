@@ -256,6 +256,7 @@ def made(program, transform):
 _UNSUPPORTED = (
     "Reverse-mode differentiation does not work for lax.while_loop",
     "can't apply forward-mode autodiff",
+    "Differentiation rule for 'custom_lin'",  # of the same, under a gradient
     "does not support",
     "not supported",
     "IO effect",
