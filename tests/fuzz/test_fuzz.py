@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
 from _fuzz_checks import check, examples
-from _fuzz_language import In, Op, names
+from _fuzz_language import In, Layers, Op, names
 from flax_amp._rewriter.outline import repeats
 from helpers import HALVES
 
@@ -91,6 +91,10 @@ FOUND = {
         (In("custom_gradient", (Op("abs"),), 1),),
         "grad",
         "leaks",
+    ),
+    "a gradient that cancels out": (
+        (Op("log_softmax"), Layers((Op("log_softmax"),), "activation", 7)),
+        "grad of checkpoint of grad",
     ),
 }
 
