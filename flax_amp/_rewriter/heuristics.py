@@ -9,8 +9,9 @@ The hardest case is a softmax. Its exponentials are the largest array of a trans
     p:f32 = div e n          ... and one that does not
 
 `e` has to be computed in float32, because `exp` magnifies the error of `s`. But it lies
-between 0 and 1, where half precision has digits enough: `e` is stored rounded, and `n`
-is the float32 sum of the rounded numbers.
+between 0 and 1, where half precision has digits enough for a product that reads `p`:
+there `e` is stored rounded, and `n` is the float32 sum of the rounded numbers. It has
+not range enough for a logarithm of `p`: then `e` stays in float32.
 """
 
 import dataclasses
@@ -92,6 +93,7 @@ def only_selects(eqn: Eqn, operands: Sequence[Value], compute_dtype: DType) -> b
 def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) -> bool:
     """Whether an equation is the exponential of `exp(x - max(x)) / sum(...)`.
 
+    The quotient must be read in the compute dtype, and by nothing that wants float32.
     The policy must run it in float32 by default, not because of a scope: then the user
     wants the result in float32. Logits that are float32 leaves have all their digits,
     and so has their softmax.
@@ -103,7 +105,7 @@ def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) 
         and ins[0] is not None
         and ins[0].maximum_subtracted
         and ins[0].paint is not Paint.LEAF
-        and uses[0].is_measured_and_read
+        and uses[0].is_measured_and_rounded
     )
 
 

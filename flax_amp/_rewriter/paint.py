@@ -210,7 +210,7 @@ class Painter:
         forward = self._forward(jaxpr, known, {}, context)
         uses = self._backward(jaxpr, forward, out_uses, context)
         if any(
-            use.wants_full(has_float32=True) or use.is_measured_and_read
+            use.wants_full(has_float32=True) or use.is_measured_and_rounded
             for use in uses.values()
         ):
             forward = self._forward(jaxpr, known, uses, context)
@@ -275,7 +275,9 @@ class Painter:
                 read(eqn.invars, step.uses)
             else:
                 use = _use_of(eqn, step, _union(results))
-                read(eqn.invars, (use,) * len(eqn.invars))
+                asked = _use_of_full(step, results, use)
+                is_full = [has_paint(v, Paint.FULL) for v in ins]
+                read(eqn.invars, [asked if is_ else use for is_ in is_full])
         return uses
 
     # --- one equation ----------------------------------------------------------------
@@ -385,7 +387,7 @@ class Painter:
             of_data = all(v.of_data for v in operands if v.is_statistic)
             if not has_data:
                 reason = Reason("follows a full-precision operand")
-                return _full(eqn, FULL._replace(of_data=of_data), reason)
+                return _full(eqn, FULL._replace(of_data=of_data), reason, None)
             reason = Reason("applies a full-precision value")
             # In `x * exp(x)`, `x` meets no statistic. It is read as the result is: in
             # float32 by a loss, and low by a product.
@@ -408,7 +410,7 @@ class Painter:
         if any(v.statistic_applied for v in operands) and _has_leaf(operands):
             # Cast down, the scale and bias of a BatchNorm break its fusion on a TPU.
             reason = Reason("float32 leaf joins a normalized value")
-            return _full(eqn, STATISTIC_APPLIED, reason)
+            return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
         for v in operands:
             if v.constant is not None and not constant_survives_cast(
                 eqn, v.constant, self.compute_dtype
@@ -516,6 +518,18 @@ def _is_data(value: Value) -> bool:
 
 def _has_leaf(operands: Iterable[Value]) -> bool:
     return any(v.paint is Paint.LEAF and v.constant is None for v in operands)
+
+
+def _use_of_full(step: Step, results: Uses, use: Use) -> Use:
+    """Returns how an equation reads those of its operands that are `FULL` anyway.
+
+    Arithmetic reads them as its float32 results are read, so that the numerator of a
+    softmax learns who reads the quotient. The indices of a `top_k` are no such result.
+    """
+    if step.use not in (None, Use.APPLY):
+        return use
+    pairs = zip(results, step.outs, strict=True)
+    return _union(result for result, out in pairs if out is not None)
 
 
 def _union(uses: Iterable[Use]) -> Use:

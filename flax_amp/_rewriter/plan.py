@@ -104,12 +104,14 @@ class Use(enum.Flag):
     APPLY = enum.auto()  # in float32, to apply a statistic to it
 
     @property
-    def is_measured_and_read(self) -> bool:
-        """Whether one reader takes a statistic of the value and another one does not.
+    def is_measured_and_rounded(self) -> bool:
+        """Whether a reader takes a statistic of the value and all others round it.
 
-        So are the exponentials of a softmax read: by their sum, and by the quotient.
+        So are the exponentials of a softmax between two products: by their sum, and by
+        the quotient, which hands on how the product reads it. A logarithm would read it
+        in float32: in float16, a probability below 3e-8 is zero.
         """
-        return Use.MEASURE in self and self is not Use.MEASURE
+        return self is Use.MEASURE | Use.LOW
 
     def wants_full(self, has_float32: bool) -> bool:
         """Whether the equation that computes the value should run in full precision.

@@ -453,7 +453,11 @@ class _ConvertElementType:
             if variable is eqn.invars[0]:
                 value = LEAF._replace(bits=np.float32(number).tobytes())
                 return Step(Mode.FULL, like(out_avals(eqn), value), Reason("number"))
-        return Step(Mode.FULL, like(out_avals(eqn), FULL), Reason("explicit cast"))
+        # What is rounded here may be rounded before, such as a softmax's numerator.
+        is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
+        use = Use.LOW if is_rounded and has_paint(ins[0], Paint.FULL) else Use.FULL
+        outs = like(out_avals(eqn), FULL)
+        return Step(Mode.FULL, outs, Reason("explicit cast"), use=use)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         (x,) = operands

@@ -117,7 +117,10 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
     # Backward demand.
     "softmax": (
         lambda w, x: jax.nn.softmax(low(w, x)) @ w,
-        dict(sub=FULL, reduce_max=Paint.LOW),  # a maximum is exact
+        dict(sub=FULL, reduce_max=Paint.LOW, exp=Mode.EXP),  # a maximum is exact
+    ),
+    "the log of a softmax": (
+        lambda w, x: jnp.log(jax.nn.softmax(low(w, x))), dict(exp=FULL, div=FULL)
     ),
     "log_softmax": (lambda w, x: log_softmax(low(w, x)), dict(sub=FULL)),
     "the bias of logits": (

@@ -136,6 +136,8 @@ EXPONENTIALS = ROUNDED | {
     "log_softmax": attend(jax.nn.log_softmax),
     "logsumexp": lambda w, x: jax.nn.logsumexp(x @ w, -1),
     "cross entropy": lambda w, x: -jax.nn.log_softmax(x @ w)[..., 0].mean(),
+    "log of a softmax": lambda w, x: jnp.log(jax.nn.softmax(x @ w)).mean(),
+    "softmax alone": lambda w, x: jax.nn.softmax(x @ w),
     "no maximum": lambda w, x: jnp.exp(x @ w - (x @ w).mean(-1, keepdims=True)).sum(-1),
 }
 
