@@ -153,8 +153,11 @@ class _InlinedProgram:
         if not (is_plain and all(map(self.is_weight, ins))):
             return outs
         weights = tuple(self._weights[value] for value in ins)
-        key = eqn.primitive, tuple(eqn.params.items()), weights
-        equal = self._computed.setdefault(key, outs)
+        try:
+            key = eqn.primitive, tuple(eqn.params.items()), weights
+            equal = self._computed.setdefault(key, outs)
+        except TypeError:  # parameters that cannot be hashed, such as of `custom_lin`
+            return outs
         self._weights.update(zip(outs, equal, strict=True))
         return outs
 

@@ -92,6 +92,10 @@ FOUND = {
         "grad",
         "leaks",
     ),
+    "a custom_vjp in the rule of a custom_jvp, an equation with a list in it": (
+        (In("custom_jvp", (In("custom_vjp", (Op("abs"),), 1),), 1),),
+        "grad",
+    ),
     "a gradient that cancels out": (
         (Op("log_softmax"), Layers((Op("log_softmax"),), "activation", 7)),
         "grad of checkpoint of grad",
