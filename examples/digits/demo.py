@@ -24,7 +24,7 @@ from flax_amp import metrics
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_STEPS = 600
 KILL_AFTER = 330  # between two checkpoints
-TINY_LOSS = "--config.loss_weight=1e-5"
+TINY_LOSS = "--config.loss_weight=1e-6"
 console = Console(highlight=False)
 
 
@@ -94,9 +94,9 @@ def main() -> int:
     run(half, half_precision)
     console.rule("float32")
     run(full, "--precision=32-true")
-    console.rule("float16, the loss times 1e-5, with loss scaling")
+    console.rule("float16, the loss times 1e-6, with loss scaling")
     run(scaled, half_precision, TINY_LOSS)
-    console.rule("float16, the loss times 1e-5, without loss scaling")
+    console.rule("float16, the loss times 1e-6, without loss scaling")
     run(unscaled, half_precision, TINY_LOSS, "--config.loss_scaling=False")
 
     # A row for each run, then what must hold.
@@ -119,7 +119,7 @@ def main() -> int:
         ],
     )
     show(
-        "The same, the loss times 1e-5",
+        "The same, the loss times 1e-6",
         columns,
         [
             row("tiny_scaled", "float16, dynamic loss scale"),

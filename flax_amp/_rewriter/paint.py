@@ -525,11 +525,13 @@ def _use_of_full(step: Step, results: Uses, use: Use) -> Use:
 
     Arithmetic reads them as its float32 results are read, so that the numerator of a
     softmax learns who reads the quotient. The indices of a `top_k` are no such result.
+    A sum reads them in float32 if its result is, as in `log(sum(p * target))`.
     """
-    if step.use not in (None, Use.APPLY):
-        return use
     pairs = zip(results, step.outs, strict=True)
-    return _union(result for result, out in pairs if out is not None)
+    asked = _union(result for result, out in pairs if out is not None)
+    if step.use is Use.MEASURE:
+        return use | (asked & Use.FULL)
+    return asked if step.use in (None, Use.APPLY) else use
 
 
 def _union(uses: Iterable[Use]) -> Use:

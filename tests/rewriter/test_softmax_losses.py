@@ -67,6 +67,12 @@ LOSSES = {  # of the probabilities of each class
     ),
     # A product reads it, too.
     "attended": lambda p: (p @ SMOOTH.T).mean() - (TARGET * jnp.log(p)).sum(-1).mean(),
+    "attended and summed": lambda p: (
+        (p @ SMOOTH.T).mean() - jnp.log((TARGET * p).sum(-1) + 1e-12).mean()
+    ),
+    "attended and summed up": lambda p: (
+        (p @ SMOOTH.T).mean() - jnp.log(jnp.cumsum(p[:, 1:], -1) + 1e-12).mean()
+    ),
 }
 
 
@@ -102,6 +108,12 @@ def test_losses(loss, gap, dtype):
 @pytest.mark.parametrize("softmax", [name for name in IN_LOSSES if name != "softmax"])
 def test_where_the_softmax_stands(softmax, dtype):
     check("maximum", softmax, 20.0, dtype)
+
+
+@both_halves
+@pytest.mark.parametrize("softmax", [name for name in SOFTMAXES if name != "softmax"])
+def test_where_the_softmax_that_a_product_reads_stands(softmax, dtype):
+    check("attended and summed", softmax, 20.0, dtype)
 
 
 @both_halves
