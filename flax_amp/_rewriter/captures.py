@@ -1,4 +1,4 @@
-"""What the rules of custom derivatives close over.
+"""What the rules of custom derivatives close over, and whose they are.
 
 JAX traces the rule of a `custom_vjp`, `custom_jvp` or `custom_vmap` when somebody asks
 for it. By then the trace of the function around it is over, and what the rule closes
@@ -12,6 +12,9 @@ the jaxpr is `h = dot x w; y = custom_vjp_call[bwd=...] x; return y`, and `bwd` 
 the tracer of `h`. This module finds `h` and makes it one more result: `return y, h`.
 While the jaxpr is emitted, its array is recorded, and it takes the place of the dead
 tracer among the constants of the rule when that is traced.
+
+The same search tells the rules of JAX, which are traced once for equal calls, from
+those of users, which are traced for each.
 """
 
 import gc
