@@ -19,6 +19,7 @@ those of users, which are traced for each.
 
 import gc
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ _OPAQUE = (
 
 def captured_by(eqn: Eqn) -> tuple[Var, ...]:
     """Returns the variables that the rules of an equation close over."""
-    rules = [eqn.params[name] for name in _RULES if name in eqn.params]
-    return tuple(dict.fromkeys(_variables_behind(rules))) if rules else ()
+    variables = map(_compat.variable_of, _behind(_rules(eqn)))
+    return tuple(dict.fromkeys(v for v in variables if v is not None))
 
 
 def has_own_rules(eqn: Eqn) -> bool:
@@ -57,8 +58,16 @@ def has_own_rules(eqn: Eqn) -> bool:
     they fold into a key, so they are traced for each call. The rules of JAX, such as
     that of relu, give the same result whenever they are traced.
     """
-    rules = [eqn.params[name] for name in _RULES if name in eqn.params]
-    return any(_may_be_own(item) for item in _behind(rules))
+    found = 0
+    for item in _behind(_rules(eqn)):
+        found += 1
+        if _may_be_own(item):
+            return True
+    return found == _LIMIT  # more may lie behind
+
+
+def _rules(eqn: Eqn) -> list[Any]:
+    return [eqn.params[name] for name in _RULES if name in eqn.params]
 
 
 def _may_be_own(item: Any) -> bool:
@@ -122,28 +131,20 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
             remaining += jaxprs_in_params(eqn.params)
 
 
-def _variables_behind(objects: Sequence[Any]) -> Iterator[Var]:
-    """Yields the variables of the tracers that are reachable from some objects."""
-    variables = map(_compat.variable_of, _behind(objects))
-    yield from (v for v in variables if v is not None)
-
-
 def _behind(objects: Sequence[Any]) -> Iterator[Any]:
-    """Yields some objects, and those that are reachable from them."""
+    """Yields some objects and those that are reachable from them, the nearest first."""
     seen: set[int] = set()
-    remaining = list(objects)
+    remaining = deque(objects)
     while remaining and len(seen) < _LIMIT:
-        item = remaining.pop()
+        item = remaining.popleft()
         is_variable = _compat.variable_of(item) is not None
-        if not is_variable and (isinstance(item, _OPAQUE) or id(item) in seen):
-            continue
-        yield item
-        if is_variable:
+        if id(item) in seen or (isinstance(item, _OPAQUE) and not is_variable):
             continue
         seen.add(id(item))
+        yield item
         if isinstance(item, types.FunctionType):
             held = (item.__closure__, item.__defaults__, item.__kwdefaults__)
             remaining += [x for x in (*held, item.__dict__) if x]
         # A trace reaches every tracer that it made, whether the rule reads it or not.
-        elif not _compat.is_of_trace(item):
+        elif not (is_variable or _compat.is_of_trace(item)):
             remaining += gc.get_referents(item)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax import lax
 
 from flax_amp import amp
+from flax_amp._rewriter import captures
 from flax_amp._rewriter.custom_derivatives import CustomCall
 
 
@@ -73,6 +75,23 @@ def test_rules_of_a_user_are_traced_for_each_call(kind, state, calls, monkeypatc
     plain = gradient(jax.jit)
     lowered = gradient(functools.partial(amp, compute_dtype="float32"))
     jax.tree.map(np.testing.assert_allclose, lowered, plain)
+
+
+@pytest.mark.parametrize("as_rule", [functools.partial, types.MethodType])
+def test_a_rule_with_a_large_object_is_a_rule_of_a_user(as_rule):
+    """More lies behind it than the search for functions looks at."""
+    much = [[i] for i in range(captures._LIMIT + 1)]
+    f = jax.custom_jvp(jnp.sin)
+    f.defjvp(as_rule(lambda _, p, t: (p[0], t[0]), much))
+    (eqn,) = jax.make_jaxpr(f)(1.0).eqns
+    assert captures.has_own_rules(eqn)
+
+
+def test_a_search_that_was_cut_off_finds_a_rule_of_a_user(monkeypatch):
+    (relu,) = jax.make_jaxpr(jax.nn.relu)(1.0).eqns
+    assert not captures.has_own_rules(relu)
+    monkeypatch.setattr(captures, "_LIMIT", 3)
+    assert captures.has_own_rules(relu)
 
 
 def test_rules_of_jax_are_traced_once(monkeypatch):
