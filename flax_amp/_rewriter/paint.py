@@ -274,10 +274,7 @@ class Painter:
                     step = self._paint(eqn, ins, results, context)
                 read(eqn.invars, step.uses)
             else:
-                use = _use_of(eqn, step, _union(results))
-                asked = _use_of_full(step, results, use)
-                is_full = [has_paint(v, Paint.FULL) for v in ins]
-                read(eqn.invars, [asked if is_ else use for is_ in is_full])
+                read(eqn.invars, _operand_uses(eqn, step, ins, results))
         return uses
 
     # --- one equation ----------------------------------------------------------------
@@ -502,13 +499,16 @@ def _full(eqn: Eqn, value: Value, reason: Reason, use: Use | None = Use.FULL) ->
     return Step(Mode.FULL, like(out_avals(eqn), value), reason, use=use)
 
 
-def _use_of(eqn: Eqn, step: Step, result: Use) -> Use:
-    """Returns how an equation reads its operands."""
-    if step.use is None:
-        return result
+def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]:
+    """Returns how an equation reads each operand, from how its results are read."""
+    result = _union(results)
+    use = result if step.use is None else step.use
     # The squares of a norm are summed. Others, as in a polynomial, are no statistic.
-    is_measured = Use.MEASURE in result or eqn.primitive.name not in _SQUARES
-    return step.use if is_measured or step.use is not Use.MEASURE else Use.FULL
+    is_square = step.use is Use.MEASURE and eqn.primitive.name in _SQUARES
+    if is_square and Use.MEASURE not in result:
+        use = Use.FULL
+    of_full = _use_of_full(step, results, use)
+    return [of_full if has_paint(v, Paint.FULL) else use for v in ins]
 
 
 def _is_data(value: Value) -> bool:

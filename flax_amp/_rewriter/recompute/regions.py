@@ -172,7 +172,7 @@ def _read_by_others(plan: Plan) -> set[Var]:
     """Returns what equations read that are no products in the compute dtype."""
     return {
         v
-        for eqn, step in zip(plan.jaxpr.eqns, plan.steps, strict=True)
+        for eqn, step in plan.pairs()
         if eqn.primitive.name not in LOW_OPS or step.mode is not Mode.LOW
         for v in variables(eqn.invars)
     }
