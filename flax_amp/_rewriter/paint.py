@@ -29,7 +29,7 @@ An example, centering between two products with the weight `w`:
     z:f32 = dot d w          z:bf16 = dot d:bf16 w:bf16   low
 
 The forward pass paints the equations in order. A backward pass then finds how each
-value is read (`Use`). A follow equation whose result is read in full precision only
+value is read (`uses.py`). A follow equation whose result is read in full precision only
 runs in float32, too: the `x - max` of a softmax, the loss behind the logits. A value
 that a norm reads is no such case: the norm takes its statistics in float32 anyway, and
 otherwise the whole residual stream of an unrolled network would turn float32, layer by
@@ -40,17 +40,14 @@ Structured primitives (scan, jit, custom derivatives, ...) have rules of their o
 """
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Atom, Aval, DType, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import (
     constant_survives_cast,
     is_exact,
@@ -91,6 +88,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
+from flax_amp._rewriter.uses import SQUARES, Forward, find_uses, union
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
@@ -110,22 +108,13 @@ from flax_amp.policy import (
 )
 
 # These take a statistic of their operand: their result can be applied to it.
-_SQUARES = ("square", "integer_pow")
-_STATISTICS = frozenset((*ACCUMULATION_OPS, *_SQUARES))
+_STATISTICS = frozenset((*ACCUMULATION_OPS, *SQUARES))
 
 # Data movement whose result has no element that its operand does not have. A gather
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
 _MOVES_ALL = frozenset(
     "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
 )
-
-
-class _Forward(NamedTuple):
-    """What the forward pass over one jaxpr found, equation by equation."""
-
-    steps: list[Step]
-    operands: list[Values]
-    values: dict[Var, Value | None]
 
 
 class Painter:
@@ -208,7 +197,12 @@ class Painter:
         # How a value is read depends on the paints of its readers, and those depend on
         # its own. The first pass takes all readers for low ones, to begin somewhere.
         forward = self._forward(jaxpr, known, {}, context)
-        uses = self._backward(jaxpr, forward, out_uses, context)
+        uses = find_uses(
+            jaxpr,
+            forward,
+            out_uses,
+            lambda eqn, ins, uses: self._paint(eqn, ins, uses, context),
+        )
         if any(
             use.wants_full(has_float32=True) or use.is_measured_and_rounded
             for use in uses.values()
@@ -231,8 +225,8 @@ class Painter:
         known: dict[Var, Value | None],
         uses: Mapping[Var, Use],
         context: Context,
-    ) -> _Forward:
-        forward = _Forward([], [], dict(known))
+    ) -> Forward:
+        forward = Forward([], [], dict(known))
         for eqn in jaxpr.eqns:
             ins = tuple(value_of(v, forward.values) for v in eqn.invars)
             out_uses = tuple(uses.get(v, Use.LOW) for v in eqn.outvars)
@@ -241,41 +235,6 @@ class Painter:
             forward.steps.append(step)
             forward.operands.append(ins)
         return forward
-
-    def _backward(
-        self, jaxpr: Jaxpr, forward: _Forward, out_uses: Uses, context: Context
-    ) -> dict[Var, Use]:
-        """Returns how each variable is read.
-
-        An equation that follows its operands reads them as its result is read:
-
-            s = sub x m          x and m are read in float32, because s is
-            e = exp s            s is read in float32
-        """
-        uses: dict[Var, Use] = {}
-
-        def read(atoms: Sequence[Atom], atom_uses: Sequence[Use]) -> None:
-            for atom, use in zip(atoms, atom_uses, strict=True):
-                if not isinstance(atom, Literal):
-                    uses[atom] = uses.get(atom, Use.NONE) | use
-
-        read(jaxpr.outvars, out_uses)
-        for eqn, step, ins in zip(
-            reversed(jaxpr.eqns),
-            reversed(forward.steps),
-            reversed(forward.operands),
-            strict=True,
-        ):
-            results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
-            if step.mode is Mode.RULE:
-                if any(use.wants_full(has_float32=True) for use in results):
-                    # The first forward pass painted the inside for low readers. For
-                    # others it reads its operands otherwise.
-                    step = self._paint(eqn, ins, results, context)
-                read(eqn.invars, step.uses)
-            else:
-                read(eqn.invars, _operand_uses(eqn, step, ins, results))
-        return uses
 
     # --- one equation ----------------------------------------------------------------
 
@@ -380,16 +339,10 @@ class Painter:
             return _full(eqn, LOOP_STATE, Reason("float32 state of a loop"))
         if has_data and eqn.outvars[0] in self._states:
             return _full(eqn, LOOP_STATE, Reason("state of a recurrence"))
-        if any(v.is_statistic for v in operands):
-            of_data = all(v.of_data for v in operands if v.is_statistic)
-            if not has_data:
-                reason = Reason("follows a full-precision operand")
-                return _full(eqn, FULL._replace(of_data=of_data), reason, None)
-            reason = Reason("applies a full-precision value")
-            # In `x * exp(x)`, `x` meets no statistic. It is read as the result is: in
-            # float32 by a loss, and low by a product.
-            use = None if of_data else Use.APPLY
-            return _full(eqn, STATISTIC_APPLIED, reason, use)
+        statistics = [v for v in operands if v.is_statistic]
+        if statistics:
+            of_data = all(v.of_data for v in statistics)
+            return _paint_statistic(eqn, has_data, of_data)
         if not has_data:
             # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, LEAVES_ONLY)
@@ -420,7 +373,7 @@ class Painter:
             reason = Reason("chooses among low-precision values")
             return Step(Mode.LOW, outs, reason, use=None)
         has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)
-        if _union(uses).wants_full(has_float32):
+        if union(uses).wants_full(has_float32):
             reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")
@@ -499,16 +452,16 @@ def _full(eqn: Eqn, value: Value, reason: Reason, use: Use | None = Use.FULL) ->
     return Step(Mode.FULL, like(out_avals(eqn), value), reason, use=use)
 
 
-def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]:
-    """Returns how an equation reads each operand, from how its results are read."""
-    result = _union(results)
-    use = result if step.use is None else step.use
-    # The squares of a norm are summed. Others, as in a polynomial, are no statistic.
-    is_square = step.use is Use.MEASURE and eqn.primitive.name in _SQUARES
-    if is_square and Use.MEASURE not in result:
-        use = Use.FULL
-    of_full = _use_of_full(step, results, use)
-    return [of_full if has_paint(v, Paint.FULL) else use for v in ins]
+def _paint_statistic(eqn: Eqn, has_data: bool, of_data: bool) -> Step:
+    """Paints arithmetic with a statistic, or with functions of data as precise."""
+    if not has_data:
+        reason = Reason("follows a full-precision operand")
+        return _full(eqn, FULL._replace(of_data=of_data), reason, None)
+    # In `x * exp(x)`, `x` meets no statistic. It is read as the result is: in float32
+    # by a loss, and low by a product.
+    use = None if of_data else Use.APPLY
+    reason = Reason("applies a full-precision value")
+    return _full(eqn, STATISTIC_APPLIED, reason, use)
 
 
 def _is_data(value: Value) -> bool:
@@ -518,24 +471,6 @@ def _is_data(value: Value) -> bool:
 
 def _has_leaf(operands: Iterable[Value]) -> bool:
     return any(v.paint is Paint.LEAF and v.constant is None for v in operands)
-
-
-def _use_of_full(step: Step, results: Uses, use: Use) -> Use:
-    """Returns how an equation reads those of its operands that are `FULL` anyway.
-
-    Arithmetic reads them as its float32 results are read, so that the numerator of a
-    softmax learns who reads the quotient. The indices of a `top_k` are no such result.
-    A sum reads them in float32 if its result is, as in `log(sum(p * target))`.
-    """
-    pairs = zip(results, step.outs, strict=True)
-    asked = _union(result for result, out in pairs if out is not None)
-    if step.use is Use.MEASURE:
-        return use | (asked & Use.FULL)
-    return asked if step.use in (None, Use.APPLY) else use
-
-
-def _union(uses: Iterable[Use]) -> Use:
-    return functools.reduce(operator.or_, uses, Use.NONE)
 
 
 def _is_default_precision(precision: Any) -> bool:

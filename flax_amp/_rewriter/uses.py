@@ -1,0 +1,112 @@
+"""The backward sweep: how is each value read?
+
+The paint of a value depends on its readers: a follow equation whose result is read in
+full precision only runs in float32, too. The sweep goes through the equations that the
+forward pass has painted (`paint.py`), from the last one to the first.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from jax.extend.core import Literal
+
+from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._rewriter.plan import (
+    Mode,
+    Paint,
+    Step,
+    Use,
+    Uses,
+    Value,
+    Values,
+    has_paint,
+)
+
+# They take a statistic of their operand only where their result is summed.
+SQUARES = ("square", "integer_pow")
+
+
+class Forward(NamedTuple):
+    """What the forward pass over one jaxpr found, equation by equation."""
+
+    steps: list[Step]
+    operands: list[Values]
+    values: dict[Var, Value | None]
+
+
+def union(uses: Iterable[Use]) -> Use:
+    """Returns how several readers read a value together."""
+    return functools.reduce(operator.or_, uses, Use.NONE)
+
+
+def find_uses(
+    jaxpr: Jaxpr,
+    forward: Forward,
+    out_uses: Uses,
+    paint: Callable[[Eqn, Values, Uses], Step],
+) -> dict[Var, Use]:
+    """Returns how each variable is read.
+
+    An equation that follows its operands reads them as its result is read:
+
+        s = sub x m          x and m are read in float32, because s is
+        e = exp s            s is read in float32
+
+    Args:
+      jaxpr: the original jaxpr.
+      forward: how it was painted for readers that are all low ones.
+      out_uses: how its results are read.
+      paint: paints an equation for other readers.
+    """
+    uses: dict[Var, Use] = {}
+
+    def read(atoms: Sequence[Atom], atom_uses: Sequence[Use]) -> None:
+        for atom, use in zip(atoms, atom_uses, strict=True):
+            if not isinstance(atom, Literal):
+                uses[atom] = uses.get(atom, Use.NONE) | use
+
+    read(jaxpr.outvars, out_uses)
+    for eqn, step, ins in zip(
+        reversed(jaxpr.eqns),
+        reversed(forward.steps),
+        reversed(forward.operands),
+        strict=True,
+    ):
+        results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
+        if step.mode is Mode.RULE:
+            if any(use.wants_full(has_float32=True) for use in results):
+                # The first forward pass painted the inside for low readers. For
+                # others it reads its operands otherwise.
+                step = paint(eqn, ins, results)
+            read(eqn.invars, step.uses)
+        else:
+            read(eqn.invars, _operand_uses(eqn, step, ins, results))
+    return uses
+
+
+def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]:
+    """Returns how an equation reads each operand, from how its results are read."""
+    result = union(results)
+    use = result if step.use is None else step.use
+    # The squares of a norm are summed. Others, as in a polynomial, are no statistic.
+    is_square = step.use is Use.MEASURE and eqn.primitive.name in SQUARES
+    if is_square and Use.MEASURE not in result:
+        use = Use.FULL
+    of_full = _use_of_full(step, results, use)
+    return [of_full if has_paint(v, Paint.FULL) else use for v in ins]
+
+
+def _use_of_full(step: Step, results: Uses, use: Use) -> Use:
+    """Returns how an equation reads those of its operands that are `FULL` anyway.
+
+    Arithmetic reads them as its float32 results are read, so that the numerator of a
+    softmax learns who reads the quotient. The indices of a `top_k` are no such result.
+    A sum reads them in float32 if its result is, as in `log(sum(p * target))`.
+    """
+    pairs = zip(results, step.outs, strict=True)
+    asked = union(result for result, out in pairs if out is not None)
+    if step.use is Use.MEASURE:
+        return use | (asked & Use.FULL)
+    return asked if step.use in (None, Use.APPLY) else use
