@@ -182,10 +182,12 @@ class CustomCall:
         if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
         # The rule computes its results, and the derivatives of these, in the precision
-        # in which the function does.
+        # in which the function does. If that is float32, then a cotangent may be as
+        # large as that of a logarithm, and what it meets must not be rounded to zero.
         uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
         rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(uses)
-        uses += [Use.LOW] * rest
+        is_full = any(v is not None and v.is_statistic for v in self.plan.outs)
+        uses += [Use.LOW | Use.FULL if is_full else Use.LOW] * rest
         painter = self.emitter.painter
         return painter.plan(closed, ins, tuple(uses), self.context), shapes
 

@@ -11,7 +11,8 @@ The hardest case is a softmax. Its exponentials are the largest array of a trans
 `e` has to be computed in float32, because `exp` magnifies the error of `s`. But it lies
 between 0 and 1, where half precision has digits enough for a product that reads `p`:
 there `e` is stored rounded, and `n` is the float32 sum of the rounded numbers. It has
-not range enough for a logarithm of `p`: then `e` stays in float32.
+not range enough for a logarithm of `p`: then `e` stays in float32, on whichever side of
+a loop, a branch or a call the logarithm stands (`uses.py`).
 """
 
 import dataclasses

@@ -88,7 +88,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
-from flax_amp._rewriter.uses import SQUARES, Forward, find_uses, union
+from flax_amp._rewriter.uses import SQUARES, Forward, are_low, find_uses, union
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
@@ -203,10 +203,7 @@ class Painter:
             out_uses,
             lambda eqn, ins, uses: self._paint(eqn, ins, uses, context),
         )
-        if any(
-            use.wants_full(has_float32=True) or use.is_measured_and_rounded
-            for use in uses.values()
-        ):
+        if not are_low(uses.values()):
             forward = self._forward(jaxpr, known, uses, context)
         return Plan(
             jaxpr=jaxpr,

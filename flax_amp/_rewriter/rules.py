@@ -50,6 +50,7 @@ from flax_amp._rewriter.plan import (
     like,
     out_avals,
 )
+from flax_amp._rewriter.uses import through_loop
 from flax_amp._tree import split_list
 
 
@@ -171,8 +172,9 @@ def _plan_loop(
     consts: Values,
     carry: Values,
     xs: Values,
+    uses: Uses,
     context: Context,
-) -> tuple[Plan, Values]:
+) -> tuple[Plan, Values, Uses]:
     """Plans a loop body whose carry has the same values before and after an iteration.
 
     For `lambda x w. tanh(x @ w)`, scanned over the weights of a stack of layers, and an
@@ -182,7 +184,11 @@ def _plan_loop(
         LEAF        LOW          LOW       not equal: once more
         LOW         LOW          LOW       found
 
-    A carry only ever moves from LEAF to LOW to FULL, so the search ends.
+    A carry only ever moves from LEAF to LOW to FULL, so the search ends. So it is with
+    the demands on it: an iteration gives what the next one or a reader outside reads.
+
+    Returns:
+      The plan, the values of the carry, and how the loop reads its operands.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
     _, states, inputs = split_list(body.invars, len(consts), len(carry))
@@ -198,14 +204,18 @@ def _plan_loop(
         else _initial_carry(value, is_layer_stack)
         for value, state, out in zip(carry, states, body.outvars, strict=False)
     )
+    uses = through_loop(uses)
     while True:
         ins = (*consts, *map(_value_in_body, carry), *xs)
-        plan = painter.plan(jaxpr, ins, None, context)
+        plan = painter.plan(jaxpr, ins, uses, context)
         joined = map(join, zip(carry, plan.outs[: len(carry)], strict=True))
         new_carry = tuple(v and v.after_loop() for v in joined)
-        if new_carry == carry:
-            return plan, carry
-        carry = new_carry
+        reads = through_loop(plan.uses)
+        of_consts, of_carry, of_xs = split_list(reads, len(consts), len(carry))
+        new_uses = (*map(operator.or_, uses, of_carry), *uses[len(carry) :])
+        if (new_carry, new_uses) == (carry, uses):
+            return plan, carry, (*of_consts, *uses[: len(carry)], *of_xs)
+        carry, uses = new_carry, new_uses
 
 
 def _strongly_typed(x: Array) -> Array:
@@ -232,12 +242,13 @@ class _Scan:
             _value_of_const(value, eqn.params["jaxpr"], i)
             for i, value in enumerate(consts)
         )
-        plan, carry = _plan_loop(
+        plan, carry, reads = _plan_loop(
             painter,
             eqn.params["jaxpr"],
             consts,
             init,
             xs,
+            uses,
             context.inside(_scan_kind(init)),
         )
         ys = tuple(v and v.after_loop() for v in plan.outs[len(carry) :])
@@ -245,9 +256,7 @@ class _Scan:
             Mode.RULE,
             (*map(_value_after_loop, carry, init), *ys),
             Reason("inside scan"),
-            # No demand leaves a loop: stacked inputs in float32 cost more than one
-            # rounding.
-            uses=(Use.LOW,) * len(ins),
+            uses=reads,
             detail=_LoopPlan(plan, init, carry),
         )
 
@@ -275,8 +284,8 @@ class _While:
     ) -> Step:
         of_cond, of_body, init = split_list(ins, *self._counts(eqn))
         context = context.inside(BodyKind.OPAQUE)  # it has no backward pass
-        body, carry = _plan_loop(
-            painter, eqn.params["body_jaxpr"], of_body, init, (), context
+        body, carry, reads = _plan_loop(
+            painter, eqn.params["body_jaxpr"], of_body, init, (), uses, context
         )
         condition = painter.plan(
             eqn.params["cond_jaxpr"], (*of_cond, *carry), None, context
@@ -285,7 +294,7 @@ class _While:
             Mode.RULE,
             tuple(map(_value_after_loop, carry, init)),
             Reason("inside while"),
-            uses=(Use.LOW,) * len(ins),  # as of a scan
+            uses=(*through_loop(condition.uses[: len(of_cond)]), *reads),
             detail=_LoopPlan(body, init, carry, condition),
         )
 

@@ -41,6 +41,11 @@ def union(uses: Iterable[Use]) -> Use:
     return functools.reduce(operator.or_, uses, Use.NONE)
 
 
+def are_low(uses: Iterable[Use]) -> bool:
+    """Whether values are read in the compute dtype only, or not at all."""
+    return union(uses) in (Use.NONE, Use.LOW)
+
+
 def find_uses(
     jaxpr: Jaxpr,
     forward: Forward,
@@ -76,7 +81,7 @@ def find_uses(
     ):
         results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
         if step.mode is Mode.RULE:
-            if any(use.wants_full(has_float32=True) for use in results):
+            if not are_low(results):
                 # The first forward pass painted the inside for low readers. For
                 # others it reads its operands otherwise.
                 step = paint(eqn, ins, results)
@@ -87,26 +92,28 @@ def find_uses(
 
 
 def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]:
-    """Returns how an equation reads each operand, from how its results are read."""
-    result = union(results)
-    use = result if step.use is None else step.use
-    # The squares of a norm are summed. Others, as in a polynomial, are no statistic.
-    is_square = step.use is Use.MEASURE and eqn.primitive.name in SQUARES
-    if is_square and Use.MEASURE not in result:
-        use = Use.FULL
-    of_full = _use_of_full(step, results, use)
-    return [of_full if has_paint(v, Paint.FULL) else use for v in ins]
+    """Returns how an equation reads each operand, from how its results are read.
 
-
-def _use_of_full(step: Step, results: Uses, use: Use) -> Use:
-    """Returns how an equation reads those of its operands that are `FULL` anyway.
-
-    Arithmetic reads them as its float32 results are read, so that the numerator of a
-    softmax learns who reads the quotient. The indices of a `top_k` are no such result.
-    A sum reads them in float32 if its result is, as in `log(sum(p * target))`.
+    Arithmetic reads operands as its float32 results are read, so that the numerator of
+    a softmax learns who reads the quotient. The indices of a `top_k` are no such
+    result. A sum reads them in float32 if its result is, as in `log(sum(p * target))`.
     """
     pairs = zip(results, step.outs, strict=True)
     asked = union(result for result, out in pairs if out is not None)
+    use = asked if step.use is None else step.use
     if step.use is Use.MEASURE:
-        return use | (asked & Use.FULL)
-    return asked if step.use in (None, Use.APPLY) else use
+        # The squares of a norm are summed. Others, as in a polynomial, are no
+        # statistic.
+        is_summed = Use.MEASURE in asked or eqn.primitive.name not in SQUARES
+        use = Use.MEASURE | (asked & Use.FULL) if is_summed else Use.FULL
+    of_full = asked if step.use is Use.APPLY else use
+    return [of_full if has_paint(v, Paint.FULL) else use for v in ins]
+
+
+def through_loop(uses: Iterable[Use]) -> Uses:
+    """Returns which demands pass the border of a loop, in either direction.
+
+    A loop stacks what passes its border, so nothing runs in float32 for readers on the
+    other side. Only the numerator of a softmax is not rounded for them.
+    """
+    return tuple(Use.LOW | (use & Use.FULL) for use in uses)
