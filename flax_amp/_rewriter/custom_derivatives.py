@@ -182,12 +182,14 @@ class CustomCall:
         if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
         # The rule computes its results, and the derivatives of these, in the precision
-        # in which the function does. If that is float32, then a cotangent may be as
-        # large as that of a logarithm, and what it meets must not be rounded to zero.
+        # in which the function does. What it computes besides may be multiplied by the
+        # cotangent of a float32 result, which is as large as 1 / p behind a `log(p)`:
+        # where it has the shape of one, a softmax in it must not be rounded to zero.
         uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
-        rest = len(_compat.open_jaxpr(closed)[0].outvars) - len(uses)
-        is_full = any(v is not None and v.is_statistic for v in self.plan.outs)
-        uses += [Use.LOW | Use.FULL if is_full else Use.LOW] * rest
+        results = zip(self.eqn.outvars, self.plan.outs, strict=True)
+        full = {v.aval.shape for v, value in results if value and value.is_statistic}
+        for v in _compat.open_jaxpr(closed)[0].outvars[len(uses) :]:
+            uses.append(Use.LOW | (Use.FULL if v.aval.shape in full else Use.NONE))
         painter = self.emitter.painter
         return painter.plan(closed, ins, tuple(uses), self.context), shapes
 

@@ -195,3 +195,20 @@ def test_other_values(dtype):
     traced = jax.jit(amp(fn, compute_dtype=dtype)).trace(*np.ones((2, SIZE, SIZE)))
     scans = [eqn for _, eqn in equations(traced.jaxpr) if eqn.primitive.name == "scan"]
     assert {str(eqn.outvars[-1].aval.dtype) for eqn in scans} == {jnp.dtype(dtype).name}
+
+
+@both_halves
+def test_residuals_of_a_loss(dtype):
+    """No cotangent of their size meets the probabilities that a loss keeps."""
+
+    @jax.custom_vjp
+    def cross_entropy(z):
+        return -(TARGET * jax.nn.log_softmax(z)).sum(-1)
+
+    def forward(z):
+        return cross_entropy(z), softmax(z)
+
+    cross_entropy.defvjp(forward, lambda p, ct: ((p - TARGET) * ct[:, None],))
+    fn = lambda w: cross_entropy(jnp.eye(SIZE) @ w).mean()  # noqa: E731
+    traced = jax.jit(jax.grad(amp(fn, compute_dtype=dtype))).trace(weights())
+    assert jnp.dtype(dtype).name in exponentials(traced)
