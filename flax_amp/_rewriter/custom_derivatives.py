@@ -189,7 +189,8 @@ class CustomCall:
         results = zip(self.eqn.outvars, self.plan.outs, strict=True)
         full = {v.aval.shape for v, value in results if value and value.is_statistic}
         for v in _compat.open_jaxpr(closed)[0].outvars[len(uses) :]:
-            uses.append(Use.LOW | (Use.FULL if v.aval.shape in full else Use.NONE))
+            meets_cotangent = is_painted(v.aval) and v.aval.shape in full
+            uses.append(Use.LOW | Use.FULL if meets_cotangent else Use.LOW)
         painter = self.emitter.painter
         return painter.plan(closed, ins, tuple(uses), self.context), shapes
 
