@@ -49,6 +49,19 @@ def saturating_cast(x: Array, dtype: DType, headroom: bool = False) -> Array:
     return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=headroom)
 
 
+def rounded(x: Array) -> Array:
+    """Returns `x` with no more digits than its dtype has.
+
+    XLA drops a cast to half precision that is cast up again at once, such as behind a
+    product (`--xla_allow_excess_precision`, which is on), so that those who read an
+    array may see other numbers than those who read it from memory.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+        return x
+    limits = finfo(x.dtype)
+    return lax.reduce_precision(x, limits.nexp, limits.nmant)
+
+
 def rounded_exp(x: Array, dtype: DType) -> Array:
     """Returns `exp(x)`, computed in float32 and rounded to `dtype`.
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
+from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import (
     CustomJvp,
     CustomRule,
@@ -85,6 +86,12 @@ class _Checkpoint(SingleBodyRule):
         closed = _rewrite_body(emitter, step.detail, operands)
         body, consts = _compat.hoist_consts(closed)
         params = {**eqn.params, self.param: body}
+        # The backward pass reads the operands from memory. What is in the user's own
+        # dtype stays as it is; it may be a ref.
+        operands = [
+            rounded(x) if x.dtype != v.aval.dtype else x
+            for x, v in zip(operands, eqn.invars, strict=True)
+        ]
         return _compat.bind(eqn, [*consts, *operands], params)
 
 

@@ -13,6 +13,11 @@ it costs more fusions than it saves. `jax.checkpoint(prevent_cse=True)` has barr
 every backend. Here the marked value carries the barrier, and whether there is one is
 decided when the program is lowered, for the platform that it is lowered to.
 
+XLA may also keep more digits of a bfloat16 value than it has, where a product is cast
+up right behind. The backward pass would compute from other numbers than the forward
+pass: the weights of a softmax would not add up to one. So the forward pass goes on from
+the value as it is stored (`casts.rounded`), as under JAX's own `jax.checkpoint`.
+
 That takes a primitive; `jax.ad_checkpoint.checkpoint_name` cannot do it. Partial
 evaluation splits it into a forward and a backward equation, and the backward one is
 lowered to a barrier.
@@ -22,13 +27,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+from jax import lax
 from jax.ad_checkpoint import Saveable
 from jax.experimental import jet
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from flax_amp._compat import Array, Arrays
+from flax_amp._rewriter.casts import rounded
 
 stored_p = Primitive("flax_amp_stored")
 stored_p.multiple_results = True
@@ -101,7 +107,9 @@ def _lowering_for(platform: str) -> Any:
         x: Array, *, copies: int, platforms: Sequence[str], in_backward: bool
     ) -> list[Array]:
         if in_backward and platform in platforms:
-            x = jax.lax.optimization_barrier(x)
+            x = lax.optimization_barrier(x)
+        elif not in_backward and copies > 1:
+            x = rounded(x)
         return [x] * copies
 
     return mlir.lower_fun(lower, multiple_results=True)
