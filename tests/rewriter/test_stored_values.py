@@ -142,18 +142,23 @@ def test_barriers_of_a_marked_value(platforms, expected):
 
 
 @pytest.mark.parametrize(
-    "mode, loss, expected",
+    "mode, loss, layers, expected",
     [
-        ("never", unrolled, ()),
-        ("auto", unrolled, GPUS),
-        ("always", unrolled, EVERYWHERE),
-        ("auto", scanned, ()),
-        ("always", scanned, ()),
+        ("never", unrolled, 1, ()),
+        ("auto", unrolled, 1, GPUS),
+        ("auto", unrolled, 8, (*GPUS, "tpu")),
+        ("always", unrolled, 1, EVERYWHERE),
+        ("always", unrolled, 8, EVERYWHERE),
+        ("auto", scanned, 1, ()),
+        ("always", scanned, 1, ()),
     ],
 )
-def test_barriers_of_a_model(mode, loss, expected):
-    """None in loops and forward passes; in straight code as the mode says."""
-    args = weights(1), inputs()
+def test_barriers_of_a_model(mode, loss, layers, expected):
+    """None in loops and forward passes; in straight code as the mode says.
+
+    Equal layers, which are calls of one function, have them on a TPU, too.
+    """
+    args = weights(layers), inputs()
     fn = bfloat16(loss, recompute=mode)
     assert not any(barriers(fn, *args).values())
     found = {p for p, count in barriers(jax.grad(fn), *args).items() if count}

@@ -29,6 +29,7 @@ from flax_amp._rewriter.recompute.stored import (
     EVERYWHERE,
     NOWHERE,
     ON_GPU,
+    ON_GPU_AND_TPU,
     mark_stored,
 )
 from flax_amp.policy import LOW_OPS
@@ -193,8 +194,12 @@ class _Grouping:
         self._stores_operands = in_straight_code and recompute == "auto"
         # In a loop the passes are two loops, which XLA cannot merge.
         self._barriers = NOWHERE
-        if in_straight_code:
-            self._barriers = EVERYWHERE if recompute == "always" else ON_GPU
+        if in_straight_code and recompute == "always":
+            self._barriers = EVERYWHERE
+        elif plan.body_kind is BodyKind.REPEATED_LAYER:
+            self._barriers = ON_GPU_AND_TPU
+        elif in_straight_code:
+            self._barriers = ON_GPU
 
     def order(self) -> list[Region | int]:
         """Returns the regions and the indices of all other equations, in order."""

@@ -9,9 +9,10 @@ computed again in the backward pass:
 But XLA sees both passes in one program and merges equal computations: in straight code
 it would undo the recomputation and store `c` after all. On a GPU an optimization
 barrier between the stored value and what is computed from it saves the memory. On a TPU
-it costs more fusions than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on
-every backend. Here the marked value carries the barrier, and whether there is one is
-decided when the program is lowered, for the platform that it is lowered to.
+it does so in the equal layers of a model; elsewhere it costs more fusions than it
+saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend. Here the marked
+value carries the barrier, and whether there is one is decided when the program is
+lowered, for the platform that it is lowered to.
 
 XLA may also keep more digits of a bfloat16 value than it has, where a product is cast
 up right behind. The backward pass would compute from other numbers than the forward
@@ -42,6 +43,7 @@ stored_p.multiple_results = True
 # Platforms with barriers; on all others the value passes as it is.
 NOWHERE: tuple[str, ...] = ()
 ON_GPU = ("cuda", "rocm")
+ON_GPU_AND_TPU = ("cuda", "rocm", "tpu")
 EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
 
 
