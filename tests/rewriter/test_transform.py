@@ -64,20 +64,22 @@ PAIRS = [(program, transform) for program in PROGRAMS for transform in FOR_ALL]
 PAIRS += [("attention", transform) for transform in TRANSFORMS.keys() - FOR_ALL]
 
 
+def run_all(*fns):
+    """The results of functions of `W` and `X`, which are compiled as one program."""
+    return jit(lambda w, x: [fn(w, x) for fn in fns])(W, X)
+
+
 @pytest.mark.parametrize(("program", "transform"), sorted(PAIRS))
 def test_under_and_over(program, transform):
     """transform(amp(f)) and amp(transform(f)): avals, and nearly values, of f."""
     fn, wrap = PROGRAMS[program], TRANSFORMS[transform]
     dtype = HALVES[len(program) % 2]
-    expected = jit(wrap(fn))(W, X)
     # Second derivatives and recurrences lose a few digits more.
     is_second = transform.removesuffix(" of loss") in SECOND_ORDER
     bound = 6e-2 if is_second or dtype == jnp.bfloat16 else 1e-2
-    for lowered in (
-        wrap(amp(fn, compute_dtype=dtype)),
-        amp(wrap(fn), compute_dtype=dtype),
-    ):
-        actual = jit(lowered)(W, X)
+    lower = functools.partial(amp, compute_dtype=dtype)
+    expected, *found = run_all(wrap(fn), wrap(lower(fn)), lower(wrap(fn)))
+    for actual in found:
         assert_same_avals(actual, expected)
         assert relative_error(actual, expected) < bound
 
@@ -87,9 +89,9 @@ def test_idempotent(program):
     """amp(amp(f)) is amp(f), and so is amp(jit(amp(f)))."""
     lower = functools.partial(amp, compute_dtype=HALVES[len(program) % 2])
     once = lower(PROGRAMS[program])
-    expected = jit(once)(W, X)
-    for twice in (lower(once), lower(jax.jit(once))):
-        assert relative_error(jit(twice)(W, X), expected) < 1e-6
+    expected, *found = run_all(once, lower(once), lower(jax.jit(once)))
+    for actual in found:
+        assert relative_error(actual, expected) < 1e-6
 
 
 POLICIES = {
