@@ -151,6 +151,7 @@ def test_keeps_the_newest(tmp_path):
         assert list(manager.all_steps()) == [2, 3]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "mode, options, kept",
     [
@@ -174,6 +175,7 @@ def test_keeps_the_best_and_the_newest(tmp_path, mode, options, kept):
     assert int(checkpoint.restore(tmp_path, small()).step) == 4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", 0.1)])
 def test_a_metric_that_is_nan_or_missing_is_the_worst(tmp_path, mode, best):
     with checkpoint.manager(tmp_path, best_metric="loss") as manager:
@@ -187,6 +189,7 @@ def test_a_metric_that_is_nan_or_missing_is_the_worst(tmp_path, mode, best):
         assert 3 in manager.all_steps()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[1]", b'{"loss": "x"}', b"{}"])
 @pytest.mark.filterwarnings("ignore:.*metrics of step 1 cannot be read")
 def test_damaged_metrics_do_not_matter(tmp_path, content):
@@ -331,6 +334,7 @@ def test_other_items_are_named(tmp_path):
         checkpoint.restore(tmp_path, small())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "spoil, message",
     [

@@ -29,7 +29,10 @@ def run(state, steps):
     return state
 
 
-@pytest.mark.parametrize("read", [checkpoint.restore, checkpoint.migrate])
+@pytest.mark.parametrize(
+    "read",
+    [checkpoint.restore, pytest.param(checkpoint.migrate, marks=pytest.mark.once)],
+)
 @pytest.mark.parametrize("abstract", [False, True])
 def test_a_sweep_goes_on_as_it_was(tmp_path, read, abstract):
     state = run(sweep(), 3)

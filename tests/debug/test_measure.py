@@ -168,10 +168,18 @@ def test_a_function(programs, make):
     "call",
     [
         lambda: measure(plain)(*SHAPES),
-        lambda: measure(nnx_loss)(
-            nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))), X
+        pytest.param(
+            lambda: measure(nnx_loss)(
+                nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))), X
+            ),
+            marks=pytest.mark.once,
         ),
-        lambda: measure(jax.eval_shape(lambda: nnx_state()[0]), nnx_loss, SHAPES[1]),
+        pytest.param(
+            lambda: measure(
+                jax.eval_shape(lambda: nnx_state()[0]), nnx_loss, SHAPES[1]
+            ),
+            marks=pytest.mark.once,
+        ),
     ],
     ids=["function", "module", "state"],
 )
@@ -304,6 +312,7 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+@pytest.mark.once
 def test_command(capsys, monkeypatch):
     updates = []
     monkeypatch.setattr(jax.config, "update", lambda *args: updates.append(args))

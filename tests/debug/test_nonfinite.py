@@ -155,6 +155,7 @@ class Norm(nn.Module):
         return jnp.sqrt((y**2).sum(-1)).mean()  # sqrt
 
 
+@pytest.mark.once
 def test_division_by_zero_in_the_backward_pass_only():
     state = make_state(Norm(), jnp.ones((4, 3)))
 
@@ -235,6 +236,7 @@ def batch_norm_loss(params, batch, state):
     return (out**2).mean(), {"variables": updates}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("which", "advice"),
     [
@@ -261,6 +263,7 @@ def test_what_to_do_about_an_argument(which, advice):
     assert repr(found) == "<NonfiniteReport of loss: inputs; print it to read it>"
 
 
+@pytest.mark.once
 def test_an_inf_in_a_running_mean():
     """The loss and the gradients are finite: the update of the mean is not."""
     state = make_state(Normed(), jnp.ones((4, 3)))
@@ -290,6 +293,7 @@ def square_state(**options):
     )
 
 
+@pytest.mark.once
 def test_gradients_overflow_by_the_scale_alone():
     state = square_state(scaler={"scaler": 2.0**22})
     found = find_nonfinite(state, squares, jnp.ones((4, 8)))
@@ -315,6 +319,7 @@ def overflow(params, batch):
             return ((y @ params["w"].T) ** 2).sum()
 
 
+@pytest.mark.once
 def test_a_policy_that_leaves_only_the_scale_too_large():
     state = square_state(scaler={"scaler": 2.0**22})
     found = find_nonfinite(state, overflow, X)

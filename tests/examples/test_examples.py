@@ -164,6 +164,7 @@ def test_digits_batches_follow_from_seed_and_step():
     assert labels(0) != labels(0, seed=1)
 
 
+@pytest.mark.once
 def test_digits_refuses_bad_settings(tmp_path):
     for overrides, message in (
         ({"precision": "float8"}, r"precision is 'float8'.*'16-mixed', 'bf16-mixed'"),

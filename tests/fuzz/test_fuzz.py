@@ -22,7 +22,7 @@ from helpers import HALVES
 
 COUNT = int(os.environ.get("FLAX_AMP_FUZZ", 0))  # 0: those of every run
 SEED = int(os.environ.get("FLAX_AMP_FUZZ_SEED", 1000 * time.time() if COUNT else 0))
-SLICES = -(-COUNT // 250) or 2
+SLICES = -(-COUNT // 250) or 4
 DTYPES = (jnp.float32, *HALVES)
 DEFAULTS = {"recompute": "auto", "merge_layers": True, "reduce_dtype": None}
 
@@ -49,9 +49,15 @@ def clear_caches():
         jax.clear_caches()
 
 
+def marks_of(part):
+    """A slice is enough on the other versions of JAX, and two are in the fast part."""
+    slow = [pytest.mark.slow] if part > 1 and not COUNT else []
+    return [pytest.mark.once, *slow] if part else []
+
+
 @pytest.mark.usefixtures("clear_caches")
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(i, marks=pytest.mark.once) for i in range(1, SLICES))]
+    "part", [pytest.param(i, marks=marks_of(i)) for i in range(SLICES)]
 )
 def test_generated_programs(part):
     transforms, nodes, primitives = Counter(), Counter(), Counter()

@@ -41,7 +41,16 @@ TRANSFORMS["checkpoint in scan"] = lambda f: jax.grad(
 )
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+OFTEN = ("scan", "checkpoint in scan", "third order of checkpoints", *FIRST_ORDER)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(name, marks=() if name in OFTEN else pytest.mark.once)
+        for name in TRANSFORMS
+    ],
+)
 def test_it_changes_no_number(transform):
     """On every platform, in a checkpoint or not, and however often it is split."""
     apply = TRANSFORMS[transform]
@@ -147,9 +156,9 @@ def test_barriers_of_a_marked_value(platforms, expected):
         ("never", unrolled, 1, ()),
         ("auto", unrolled, 1, GPUS),
         ("auto", unrolled, 8, (*GPUS, "tpu")),
-        ("always", unrolled, 1, EVERYWHERE),
-        ("always", unrolled, 8, EVERYWHERE),
-        ("auto", scanned, 1, ()),
+        pytest.param("always", unrolled, 1, EVERYWHERE, marks=pytest.mark.once),
+        pytest.param("always", unrolled, 8, EVERYWHERE, marks=pytest.mark.once),
+        pytest.param("auto", scanned, 1, (), marks=pytest.mark.once),
         ("always", scanned, 1, ()),
     ],
 )

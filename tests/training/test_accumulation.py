@@ -164,6 +164,7 @@ def test_accumulation_is_in_float32():
     assert float(state.params["w"]) == -(2048 + 255) / 256
 
 
+@pytest.mark.once
 def test_statistics_go_through_the_micro_batches():
     """Four updates with momentum 0.9 leave less of the old mean than one does."""
     state, _ = setup("nnx", donate=False)

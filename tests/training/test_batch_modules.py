@@ -51,7 +51,14 @@ def make_state(**options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(accum_steps=2), dict(redo_on_nan=2), dict(jit=False)], ids=str
+    "options",
+    [
+        {},
+        dict(accum_steps=2),
+        pytest.param(dict(redo_on_nan=2), marks=pytest.mark.once),
+        pytest.param(dict(jit=False), marks=pytest.mark.once),
+    ],
+    ids=str,
 )
 def test_streams_in_the_batch_go_on(options):
     """Each step draws anew; a step that is skipped draws nothing."""

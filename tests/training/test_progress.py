@@ -23,6 +23,8 @@ from flax_amp import (
 )
 from helpers import assert_identical
 
+pytestmark = pytest.mark.once  # it counts; the example in its docstring runs on each JAX
+
 
 def loss_fn(params, batch):
     return (params["w"] * batch).sum()

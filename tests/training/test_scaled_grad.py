@@ -28,7 +28,11 @@ def split(transform, has_aux, out):
 
 
 @pytest.mark.parametrize(
-    "transform", [dynamic_scale_grad, dynamic_scale_value_and_grad]
+    "transform",
+    [
+        pytest.param(dynamic_scale_grad, marks=pytest.mark.once),
+        dynamic_scale_value_and_grad,
+    ],
 )
 @pytest.mark.parametrize("filter", [True, False])
 @pytest.mark.parametrize("has_aux", [True, False])

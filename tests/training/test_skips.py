@@ -209,8 +209,8 @@ def test_gradients_of_a_module_decide_alike(mesh, way):
     "dtype, cls, accum_steps",
     [
         (jnp.float16, AmpTrainState, 1),
-        (jnp.bfloat16, AmpTrainState, 1),
-        (jnp.float32, EmaState, 4),
+        pytest.param(jnp.bfloat16, AmpTrainState, 1, marks=pytest.mark.once),
+        pytest.param(jnp.float32, EmaState, 4, marks=pytest.mark.once),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)

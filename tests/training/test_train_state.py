@@ -132,6 +132,7 @@ def test_shardings_of_the_parameters_are_kept(mesh):
     assert state.params["w"].sharding == split
 
 
+@pytest.mark.once
 def test_optimizer_is_wrapped_once_and_never_gives_up():
     for tx in (optax.adam(0.1), optax.apply_if_finite(optax.adam(0.1), 30)):
         state = simple(tx=tx)
