@@ -25,6 +25,11 @@ both_halves = pytest.mark.parametrize(
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def run_all(*fns: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Returns what gives the results of each function, compiled as one program."""
+    return jit(lambda *args: [fn(*args) for fn in fns])
+
+
 def optimizing_environment():
     """The environment for a process that trains long enough for XLA to optimize."""
     flags = os.environ["XLA_FLAGS"].split()
@@ -111,11 +116,10 @@ def gradient_error(
 ) -> float:
     """Returns the relative error of the gradient of `amp(fn)`, scaled for float16."""
     lowered = amp(fn, compute_dtype=dtype)
-    actual, expected = (
-        jit(jax.grad(lambda *xs, f=f: scale * f(*xs), argnums))(*args)
-        for f in (lowered, fn)
-    )
-    return relative_error(actual, expected)
+    gradients = [
+        jax.grad(lambda *xs, f=f: scale * f(*xs), argnums) for f in (lowered, fn)
+    ]
+    return relative_error(*run_all(*gradients)(*args))
 
 
 def assert_close(

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap, sequential_vmap
 
 from _programs import batched, squares
 from flax_amp import amp
-from helpers import HALVES, assert_close, both_halves, dtypes_of, equations_of, jit
+from helpers import HALVES, assert_close, both_halves, dtypes_of, equations_of, run_all
 
 B = jnp.arange(1.0, 4.0)
 COUNTS = jnp.arange(9.0).reshape(3, 3)
@@ -68,14 +68,12 @@ DERIVATIVES = {
 )
 def test_solvers(solver, derivative):
     """Products run low, the vectors of the solver are float32; float32 is exact."""
-    transform = DERIVATIVES[derivative]
-    expected = jit(transform(solver))(W)
-    exact = jit(transform(amp(solver, compute_dtype="float32")))(W)
-    np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
-
-    dtype = HALVES[len(derivative) % 2]
+    transform, dtype = DERIVATIVES[derivative], HALVES[len(derivative) % 2]
     run = transform(amp(solver, compute_dtype=dtype))
-    assert_close(jit(run)(W), expected, dtype, gradient=True)
+    in_float32 = transform(amp(solver, compute_dtype="float32"))
+    expected, exact, found = run_all(transform(solver), in_float32, run)(W)
+    np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
+    assert_close(found, expected, dtype, gradient=True)
     if equations_of(solver, W, primitive="call_hi_primitive"):
         return  # custom_root since JAX 0.11: Python functions, left as they are
     low, found = (jnp.dtype(dtype).name,) * 2, set(dtypes_of(run, W))
@@ -160,9 +158,13 @@ def test_custom_vmap(function, name, where):
             return amp(lambda w: VMAPS[name](function, w), compute_dtype=dtype)(w)
         return VMAPS[name](amp(function, compute_dtype=dtype), w)
 
-    expected = VMAPS[name](function, W)
-    np.testing.assert_allclose(program(W, "float32"), expected, 1e-5, 1e-5)
-    assert_close(program(W, "bfloat16"), expected, jnp.bfloat16, gradient=True)
+    expected, exact, low = run_all(
+        lambda w: VMAPS[name](function, w),
+        lambda w: program(w, "float32"),
+        lambda w: program(w, "bfloat16"),
+    )(W)
+    np.testing.assert_allclose(exact, expected, 1e-5, 1e-5)
+    assert_close(low, expected, jnp.bfloat16, gradient=True)
     found = dtypes_of(lambda w: program(w, "bfloat16"), W)
     assert found and set(found) == {("bfloat16", "bfloat16")}
 

@@ -197,7 +197,7 @@ def is_meant(key, path):
     return all(fnmatch.filter([*path, *plain], part) for part in wanted)
 
 
-# One for each way of calling: the paths there come from JAX and Flax. How the other keys
+# One for each way of calling: the paths there come from JAX and Flax. How other keys
 # match those paths has to do with neither, nor with the order of amp and grad.
 OF_CALLS = [key for key in BOTH if key.endswith("/d") and key != "*/d"]
 OF_CALLS += ["*/embed", "*/embed.attend", "*/encoded.encode"]

@@ -36,6 +36,7 @@ from helpers import (
     equations,
     jit,
     relative_error,
+    run_all,
 )
 
 # --- every program x every transform -------------------------------------------------
@@ -64,11 +65,6 @@ PAIRS = [(program, transform) for program in PROGRAMS for transform in FOR_ALL]
 PAIRS += [("attention", transform) for transform in TRANSFORMS.keys() - FOR_ALL]
 
 
-def run_all(*fns):
-    """The results of functions of `W` and `X`, which are compiled as one program."""
-    return jit(lambda w, x: [fn(w, x) for fn in fns])(W, X)
-
-
 @pytest.mark.parametrize(("program", "transform"), sorted(PAIRS))
 def test_under_and_over(program, transform):
     """transform(amp(f)) and amp(transform(f)): avals, and nearly values, of f."""
@@ -78,7 +74,7 @@ def test_under_and_over(program, transform):
     is_second = transform.removesuffix(" of loss") in SECOND_ORDER
     bound = 6e-2 if is_second or dtype == jnp.bfloat16 else 1e-2
     lower = functools.partial(amp, compute_dtype=dtype)
-    expected, *found = run_all(wrap(fn), wrap(lower(fn)), lower(wrap(fn)))
+    expected, *found = run_all(wrap(fn), wrap(lower(fn)), lower(wrap(fn)))(W, X)
     for actual in found:
         assert_same_avals(actual, expected)
         assert relative_error(actual, expected) < bound
@@ -89,7 +85,7 @@ def test_idempotent(program):
     """amp(amp(f)) is amp(f), and so is amp(jit(amp(f)))."""
     lower = functools.partial(amp, compute_dtype=HALVES[len(program) % 2])
     once = lower(PROGRAMS[program])
-    expected, *found = run_all(once, lower(once), lower(jax.jit(once)))
+    expected, *found = run_all(once, lower(once), lower(jax.jit(once)))(W, X)
     for actual in found:
         assert relative_error(actual, expected) < 1e-6
 

@@ -23,7 +23,9 @@ from flax_amp import (
 )
 from helpers import assert_identical
 
-pytestmark = pytest.mark.once  # it counts; the example in its docstring runs on each JAX
+pytestmark = (
+    pytest.mark.once
+)  # it counts; the example in its docstring runs on each JAX
 
 
 def loss_fn(params, batch):
