@@ -32,7 +32,7 @@ from flax_amp._compat import Array, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import EditedJaxpr
 
 # Parameters of equations that hold functions which JAX calls later.
-_RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule")
+_RULES = frozenset(("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule"))
 # A rule may close over a whole program. What lies behind this many objects is not
 # found, and JAX then says that a tracer has leaked, as it does without this module.
 _LIMIT = 100_000
@@ -51,23 +51,41 @@ def captured_by(eqn: Eqn) -> tuple[Var, ...]:
     return tuple(dict.fromkeys(v for v in variables if v is not None))
 
 
-def has_own_rules(eqn: Eqn) -> bool:
-    """Whether the rules of an equation may be functions that JAX does not define.
+class OwnRules:
+    """The equations whose rules may be functions that JAX does not define.
 
     These may read and change anything while they are traced, such as the counter that
     they fold into a key, so they are traced for each call. The rules of JAX, such as
     that of relu, give the same result whenever they are traced.
+
+    An object of this class serves one program: it searches each rule once, and holds
+    it, because an `id` may be used again for another object.
     """
+
+    def __init__(self) -> None:
+        self._searched: dict[int, tuple[Any, bool]] = {}
+
+    def __contains__(self, eqn: Eqn) -> bool:
+        return any(map(self._is_own, _rules(eqn)))
+
+    def _is_own(self, rule: Any) -> bool:
+        if id(rule) not in self._searched:
+            self._searched[id(rule)] = rule, _leads_to_own(rule)
+        return self._searched[id(rule)][1]
+
+
+def _rules(eqn: Eqn) -> list[Any]:
+    params = eqn.params
+    return [] if _RULES.isdisjoint(params) else [params[k] for k in params if k in _RULES]
+
+
+def _leads_to_own(rule: Any) -> bool:
     found = 0
-    for item in _behind(_rules(eqn)):
+    for item in _behind([rule]):
         found += 1
         if _may_be_own(item):
             return True
     return found == _LIMIT  # more may lie behind
-
-
-def _rules(eqn: Eqn) -> list[Any]:
-    return [eqn.params[name] for name in _RULES if name in eqn.params]
 
 
 def _may_be_own(item: Any) -> bool:

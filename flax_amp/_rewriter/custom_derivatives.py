@@ -30,7 +30,7 @@ from jax.interpreters import ad
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Aval, Eqn, Jaxpr, Var
-from flax_amp._rewriter.captures import captured_by, has_own_rules, with_captured
+from flax_amp._rewriter.captures import captured_by, with_captured
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
@@ -248,7 +248,8 @@ class CustomRule(SingleBodyRule):
         own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
         emitter = dataclasses.replace(emitter, captured=own)
         # A network calls the same activation of JAX again and again.
-        rules = {} if has_own_rules(eqn) else emitter.shared_rules(eqn, step)
+        is_own = eqn in emitter.own_rules
+        rules = {} if is_own else emitter.shared_rules(eqn, step)
         plan, context = step.detail
         return CustomCall(emitter, eqn, plan, context, rules)
 

@@ -21,6 +21,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
+from flax_amp._rewriter.captures import OwnRules
 from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
@@ -64,6 +65,7 @@ class Emitter:
     merge_layers: bool = True
     # What `cached` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    own_rules: OwnRules = dataclasses.field(default_factory=OwnRules)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
     # Of the place of the call. JAX traces nested rules where this cannot be seen.
@@ -92,7 +94,7 @@ class Emitter:
         It is one dictionary for all equal equations: each rule is traced and planned
         once.
         """
-        ids = self.cache.setdefault("ids", EquationIds())
+        ids = self.cache.setdefault("ids", EquationIds(self.own_rules))
         key = "rules", ids.id_of_rules(eqn, step), self.recompute
         return self.cache.setdefault(key, {})
 
@@ -139,8 +141,11 @@ class Emitter:
         """Returns the plan with calls for its repeated layers, and its regions."""
         # What rules close over must not be inside of a call, out of their sight.
         if self.merge_layers and not (plan.exports or self.captured):
-            plan = outline(plan)
-        return plan, group_into_regions(plan, self.recompute, self.compute_dtype)
+            plan = outline(plan, self.own_rules)
+        regions = group_into_regions(
+            plan, self.recompute, self.compute_dtype, self.own_rules
+        )
+        return plan, regions
 
     def _emit_region(self, plan: Plan, region: Region, env: "_Environment") -> None:
         # Filled in by the trace of `evaluate`, and read after it.

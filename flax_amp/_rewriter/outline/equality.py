@@ -29,7 +29,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
-from flax_amp._rewriter.captures import has_own_rules
+from flax_amp._rewriter.captures import OwnRules
 from flax_amp._rewriter.plan import Mode, Plan, Step, Value, value_of
 
 Key = Hashable  # equal for equal parts
@@ -95,9 +95,13 @@ class EquationIds:
 
     Each part of an equation has a key: a hashable object that is equal for equal parts.
     Keys are numbered, so that the key of a whole stays small.
+
+    Args:
+      own_rules: the equations with rules of users, each of which equals only itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_rules: OwnRules) -> None:
+        self._own_rules = own_rules
         self._numbers: dict[Key, int] = {}
         # Objects with their numbers, by `id`, which is unique while this holds them.
         self._numbered: dict[int, tuple[Any, Key]] = {}
@@ -116,8 +120,11 @@ class EquationIds:
         Equations with one number may share the plans of their rules.
         """
         # The scopes in the function are compared, too: the rule may call it.
-        plans = self._part_key(map_plans(step.detail, self._plan_key))
-        return self._number((self._equation_key(eqn), plans))
+        def key(step: Step) -> Key:
+            plans = self._part_key(map_plans(step.detail, self._plan_key))
+            return self._equation_key(eqn), plans
+
+        return self._number_once(step, key)
 
     def _planned_key(
         self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None], strict: bool
@@ -146,7 +153,7 @@ class EquationIds:
         """
         # An effect happens as often as it stands in the program, and in its order; so
         # does what the rules of a user do while they are traced.
-        if eqn.effects or has_own_rules(eqn):
+        if eqn.effects or eqn in self._own_rules:
             return _Identity(eqn)
         return (
             _Identity(eqn.primitive),

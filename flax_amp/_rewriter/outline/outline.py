@@ -19,6 +19,7 @@ from jax.extend.core import Literal, Primitive, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
+from flax_amp._rewriter.captures import OwnRules
 from flax_amp._rewriter.outline.equality import bits, map_plans
 from flax_amp._rewriter.outline.repeats import (
     Key,
@@ -43,16 +44,20 @@ repeat_p = Primitive("flax_amp_repeat")
 repeat_p.multiple_results = True
 
 
-def outline(plan: Plan) -> Plan:
+def outline(plan: Plan, own_rules: OwnRules) -> Plan:
     """Returns the plan with calls in place of repeated layers.
 
     It computes the same. The calls have the primitive `repeat_p`, and the `detail` of
     their steps is the plan of the layer, one object for all of them. A plan that is not
     of straight code is returned as it is.
+
+    Args:
+      plan: the plan.
+      own_rules: the equations with rules of users, which no calls replace.
     """
     if plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER):
         return plan
-    program = Program(plan)
+    program = Program(plan, own_rules)
     # Between the runs, the equations stay as they are.
     eqns: list[Eqn] = []
     steps: list[Step] = []

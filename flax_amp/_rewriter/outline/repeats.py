@@ -22,6 +22,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
+from flax_amp._rewriter.captures import OwnRules
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.outline.equality import EquationIds, plans_in
 from flax_amp._rewriter.plan import Plan, Step, variables
@@ -88,14 +89,14 @@ class Program:
         plan counts as read after the last equation.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, own_rules: OwnRules):
         self.values = plan.values()
         first = moves_of_inputs(plan, self.values)
         order = [*first, *(i for i in range(len(plan.steps)) if i not in first)]
         self.eqns = [plan.jaxpr.eqns[i] for i in order]
         self.steps = [plan.steps[i] for i in order]
         pairs = list(zip(self.eqns, self.steps, strict=True))
-        self.ids = self._ids(pairs)
+        self.ids = self._ids(pairs, EquationIds(own_rules))
         self.weights = [_weight(eqn, step) for eqn, step in pairs]
         self.readers: dict[Var, list[int]] = defaultdict(list)
         for i, eqn in enumerate(self.eqns):
@@ -104,17 +105,16 @@ class Program:
         for v in variables(plan.jaxpr.outvars):
             self.readers[v].append(len(self.eqns))
 
-    def _ids(self, pairs: Sequence[tuple[Eqn, Step]]) -> list[int]:
+    def _ids(
+        self, pairs: Sequence[tuple[Eqn, Step]], equation_ids: EquationIds
+    ) -> list[int]:
         """Returns a number for each equation, the same for equal ones."""
-        equation_ids = EquationIds()
-        # Kinds alone tell most equations of a program without layers apart.
-        kinds = [_kind(eqn) for eqn, _ in pairs]
-        number_of = Counter(kinds)
+        may_repeat = _may_repeat([_kind(eqn) for eqn, _ in pairs])
         return [
             equation_ids.id_of(eqn, step, self.values)
-            if number_of[kind] >= _MIN_COPIES
-            else -i  # too few are of its kind: it may have a number of its own
-            for i, (kind, (eqn, step)) in enumerate(zip(kinds, pairs, strict=True), 1)
+            if i in may_repeat
+            else -i - 1  # it is in no run: it may have a number of its own
+            for i, (eqn, step) in enumerate(pairs)
         ]
 
     def scopes(self, start: int, run: Run) -> list[Scopes]:
@@ -137,7 +137,28 @@ class Program:
 
 def _kind(eqn: Eqn) -> Any:
     """Returns what equal equations have in common and is quickly compared."""
-    return eqn.primitive, *(getattr(v.aval, "shape", ()) for v in eqn.outvars)
+    atoms = (*eqn.invars, *eqn.outvars)
+    return eqn.primitive, *(getattr(atom.aval, "shape", ()) for atom in atoms)
+
+
+def _may_repeat(kinds: Sequence[Any]) -> set[int]:
+    """Returns the indices of all equations that may be in a run, judged by kinds alone.
+
+    A kind that occurs less often than a run has copies is in no run. What stands
+    between two such equations is then looked at by itself.
+    """
+    found: set[int] = set()
+    pieces = [range(len(kinds))]
+    while pieces:
+        piece = pieces.pop()
+        number_of = Counter(kinds[i] for i in piece)
+        rare = [i for i in piece if number_of[kinds[i]] < _MIN_COPIES]
+        if not rare:
+            found.update(piece)
+            continue
+        ends = [piece.start - 1, *rare, piece.stop]
+        pieces += [range(i + 1, j) for i, j in itertools.pairwise(ends) if j > i + 1]
+    return found
 
 
 def _weight(eqn: Eqn, step: Step) -> int:

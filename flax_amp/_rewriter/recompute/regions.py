@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from flax_amp._compat import Array, DType, Var
+from flax_amp._rewriter.captures import OwnRules
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.plan import BodyKind, Mode, Paint, Plan, has_paint, variables
 from flax_amp._rewriter.recompute.residuals import (
@@ -96,7 +97,7 @@ class Region:
 
 
 def group_into_regions(
-    plan: Plan, recompute: Recompute, compute_dtype: DType
+    plan: Plan, recompute: Recompute, compute_dtype: DType, own_rules: OwnRules
 ) -> list[Region | int]:
     """Returns the regions and the indices of all other equations, in order."""
     if (
@@ -105,7 +106,7 @@ def group_into_regions(
         or not _sizes_are_known(plan)
     ):
         return list(range(len(plan.steps)))
-    return _Grouping(plan, recompute, compute_dtype).order()
+    return _Grouping(plan, recompute, compute_dtype, own_rules).order()
 
 
 def _sizes_are_known(plan: Plan) -> bool:
@@ -120,7 +121,7 @@ def _sizes_are_known(plan: Plan) -> bool:
 
 
 def _levels(
-    plan: Plan, moves: Collection[int]
+    plan: Plan, moves: Collection[int], own_rules: OwnRules
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Sorts light and heavy equations by level.
 
@@ -143,7 +144,7 @@ def _levels(
         if i in moves:
             continue
         level = max((level_of[v] for v in variables(eqn.invars)), default=0)
-        if is_light(eqn):
+        if is_light(eqn, own_rules):
             light[level].append(i)
         else:
             if eqn.effects:
@@ -182,8 +183,15 @@ def _read_by_others(plan: Plan) -> set[Var]:
 class _Grouping:
     """The grouping of a plan's equations; arguments as in `group_into_regions`."""
 
-    def __init__(self, plan: Plan, recompute: Recompute, compute_dtype: DType):
+    def __init__(
+        self,
+        plan: Plan,
+        recompute: Recompute,
+        compute_dtype: DType,
+        own_rules: OwnRules,
+    ):
         self._plan = plan
+        self._own_rules = own_rules
         self._compute_dtype = compute_dtype
         self._values = plan.values()
         self._read_by_others = _read_by_others(plan)
@@ -205,7 +213,7 @@ class _Grouping:
         """Returns the regions and the indices of all other equations, in order."""
         plan = self._plan
         moves = moves_of_inputs(plan, self._values)
-        light, heavy = _levels(plan, moves)
+        light, heavy = _levels(plan, moves, self._own_rules)
         readers = _readers(plan, light)
         order: list[Region | int] = [*moves]
         levels = sorted({*light, *heavy})
