@@ -75,8 +75,7 @@ class OwnRules:
 
 
 def _rules(eqn: Eqn) -> list[Any]:
-    params = eqn.params
-    return [] if _RULES.isdisjoint(params) else [params[k] for k in params if k in _RULES]
+    return [eqn.params[name] for name in sorted(_RULES.intersection(eqn.params))]
 
 
 def _leads_to_own(rule: Any) -> bool:
@@ -155,8 +154,10 @@ def _behind(objects: Sequence[Any]) -> Iterator[Any]:
     remaining = deque(objects)
     while remaining and len(seen) < _LIMIT:
         item = remaining.popleft()
+        if id(item) in seen:
+            continue
         is_variable = _compat.variable_of(item) is not None
-        if id(item) in seen or (isinstance(item, _OPAQUE) and not is_variable):
+        if isinstance(item, _OPAQUE) and not is_variable:
             continue
         seen.add(id(item))
         yield item

@@ -35,6 +35,12 @@ class Forward(NamedTuple):
     operands: list[Values]
     values: dict[Var, Value | None]
 
+    def holds_for(self, i: int, ins: Values, uses: Uses) -> bool:
+        """Whether an equation is painted as it was by this pass, for low readers."""
+        # What is inside of a structured primitive may be read otherwise.
+        is_plain = self.steps[i].mode is not Mode.RULE
+        return is_plain and self.operands[i] == ins and are_low(uses)
+
 
 def union(uses: Iterable[Use]) -> Use:
     """Returns how several readers read a value together."""

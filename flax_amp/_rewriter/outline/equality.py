@@ -119,6 +119,7 @@ class EquationIds:
 
         Equations with one number may share the plans of their rules.
         """
+
         # The scopes in the function are compared, too: the rule may call it.
         def key(step: Step) -> Key:
             plans = self._part_key(map_plans(step.detail, self._plan_key))
