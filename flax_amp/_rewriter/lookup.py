@@ -29,15 +29,7 @@ def _tangent(t: Array, table: Array, indices: Array, **params: Any) -> Array:
 def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
     if isinstance(g, ad.Zero):
         return [ad.Zero(table.aval), None]
-    barrier = jax.lax.optimization_barrier
-    # At the number: what only reads constants may run before a barrier that it meets.
-    zero, g = jax.lax.platform_dependent(
-        jax.lax.full_like(g, 0, shape=()),
-        g,
-        cuda=lambda *arrays: barrier(arrays),
-        rocm=lambda *arrays: barrier(arrays),
-        default=lambda *arrays: arrays,
-    )
+    zero = _late_zero(g)
     sharding = table.aval.sharding
     zeros = jax.lax.broadcast_in_dim(zero, table.aval.shape, (), out_sharding=sharding)
     dims = params["dimension_numbers"]
@@ -51,6 +43,27 @@ def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
     keys = "indices_are_sorted", "unique_indices", "mode"
     options = {key: params[key] for key in keys}
     return [jax.lax.scatter_add(zeros, indices, g, scatter_dims, **options), None]
+
+
+def _late_zero(g: Array) -> Array:
+    """Returns a zero that a GPU does not have before it has the cotangents."""
+
+    def wait(zero: Array, some: Array) -> Array:
+        return jax.lax.optimization_barrier((zero, some))[0]
+
+    aval = jax.typeof(g)
+    is_split = any(axes is not None for axes in aval.sharding.spec)
+    if not is_split and all(isinstance(size, int) and size for size in aval.shape):
+        # One number will do. All of them would be written to memory for the barrier.
+        g = jax.lax.slice(g, (0,) * g.ndim, (1,) * g.ndim)
+    # At the number: what only reads constants may run before a barrier that it meets.
+    return jax.lax.platform_dependent(
+        jax.lax.full_like(g, 0, shape=()),
+        g,
+        cuda=wait,
+        rocm=wait,
+        default=lambda zero, some: zero,
+    )
 
 
 def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
