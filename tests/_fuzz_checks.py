@@ -1,6 +1,7 @@
 """The programs that hypothesis makes, and `check`: what has to hold for each."""
 
 import functools
+import gc
 import os
 import warnings
 from collections import Counter
@@ -402,6 +403,9 @@ def check_leaks(case, options):
     The jaxpr of a custom derivative holds the tracers that the rule closes over: under
     a checkpoint, and also without one, as `amp` traces the function.
     """
+    # To say what holds a tracer, JAX searches all objects that are not frozen. It took
+    # minutes in a process that had run many tests.
+    gc.freeze()
     try:
         with jax.checking_leaks():
             case.trace(case.function)
@@ -409,8 +413,11 @@ def check_leaks(case, options):
     except Exception as error:
         assert "Leaked trace" in str(error)
         return
-    with jax.checking_leaks():
-        case.trace(amp(case.function, **options))
+    else:
+        with jax.checking_leaks():
+            case.trace(amp(case.function, **options))
+    finally:
+        gc.unfreeze()
 
 
 def check_exported(case, options):
