@@ -32,7 +32,7 @@ from flax_amp._compat import Array, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import EditedJaxpr
 
 # Parameters of equations that hold functions which JAX calls later.
-_RULES = frozenset(("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule"))
+_RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule")
 # A rule may close over a whole program. What lies behind this many objects is not
 # found, and JAX then says that a tracer has leaked, as it does without this module.
 _LIMIT = 100_000
@@ -75,7 +75,7 @@ class OwnRules:
 
 
 def _rules(eqn: Eqn) -> list[Any]:
-    return [eqn.params[name] for name in sorted(_RULES.intersection(eqn.params))]
+    return [eqn.params[name] for name in _RULES if name in eqn.params]
 
 
 def _leads_to_own(rule: Any) -> bool:

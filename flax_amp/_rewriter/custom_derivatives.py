@@ -183,16 +183,21 @@ class CustomCall:
             closed = _with_default_precision(closed)
         # The rule computes its results, and the derivatives of these, in the precision
         # in which the function does. What it computes besides may be multiplied by the
-        # cotangent of a float32 result, which is as large as 1 / p behind a `log(p)`:
-        # where it has the shape of one, a softmax in it must not be rounded to zero.
-        uses = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
+        # cotangent of a statistic, which is as large as 1 / p after a `log(p)`: where
+        # it has the shape of one, a softmax in it must not be rounded to zero.
+        first = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
         results = zip(self.eqn.outvars, self.plan.outs, strict=True)
-        full = {v.aval.shape for v, value in results if value and value.is_statistic}
-        for v in _compat.open_jaxpr(closed)[0].outvars[len(uses) :]:
-            meets_cotangent = is_painted(v.aval) and v.aval.shape in full
-            uses.append(Use.LOW | Use.FULL if meets_cotangent else Use.LOW)
+        shapes_of_statistics = {
+            v.aval.shape for v, value in results if value and value.is_statistic
+        }
+        rest = [
+            Use.LOW | Use.FULL
+            if is_painted(v.aval) and v.aval.shape in shapes_of_statistics
+            else Use.LOW
+            for v in _compat.open_jaxpr(closed)[0].outvars[len(first) :]
+        ]
         painter = self.emitter.painter
-        return painter.plan(closed, ins, tuple(uses), self.context), shapes
+        return painter.plan(closed, ins, (*first, *rest), self.context), shapes
 
 
 def _is_flax_fp8_product(plan: Plan) -> bool:

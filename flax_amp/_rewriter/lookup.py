@@ -46,23 +46,24 @@ def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
 
 
 def _late_zero(g: Array) -> Array:
-    """Returns a zero that a GPU does not have before it has the cotangents."""
+    """Returns a zero that waits, on a GPU, for one of the cotangents."""
 
-    def wait(zero: Array, some: Array) -> Array:
-        return jax.lax.optimization_barrier((zero, some))[0]
+    def wait(zero: Array, cotangent: Array) -> Array:
+        return jax.lax.optimization_barrier((zero, cotangent))[0]
 
     aval = jax.typeof(g)
     is_split = any(axes is not None for axes in aval.sharding.spec)
     if not is_split and all(isinstance(size, int) and size for size in aval.shape):
-        # One number will do. All of them would be written to memory for the barrier.
+        # One element will do. A barrier at all of them would write them to memory.
         g = jax.lax.slice(g, (0,) * g.ndim, (1,) * g.ndim)
-    # At the number: what only reads constants may run before a barrier that it meets.
+    # The barrier is at the scalar, not at the zeros as large as the table: what only
+    # reads constants may run before a barrier that it meets.
     return jax.lax.platform_dependent(
         jax.lax.full_like(g, 0, shape=()),
         g,
         cuda=wait,
         rocm=wait,
-        default=lambda zero, some: zero,
+        default=lambda zero, cotangent: zero,
     )
 
 

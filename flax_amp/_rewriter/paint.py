@@ -28,18 +28,20 @@ An example, centering between two products with the weight `w`:
     d:f32 = sub y m          d:f32 = sub y:f32 m          follow, rule 1
     z:f32 = dot d w          z:bf16 = dot d:bf16 w:bf16   low
 
-The forward pass paints the equations in order. A backward pass then finds how each
+The forward pass paints the equations in order. A backward sweep then finds how each
 value is read (`uses.py`). A follow equation whose result is read in full precision only
 runs in float32, too: the `x - max` of a softmax, the loss behind the logits. A value
 that a norm reads is no such case: the norm takes its statistics in float32 anyway, and
 otherwise the whole residual stream of an unrolled network would turn float32, layer by
-layer from the end. If this changes a paint, a second forward pass paints with it.
+layer from the end. If a value has another reader than low ones, a second forward pass
+paints again what this changes.
 
 Structured primitives (scan, jit, custom derivatives, ...) have rules of their own in
 `rules.py`, which are handed to the `Painter`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -201,7 +203,7 @@ class Painter:
             jaxpr,
             forward,
             out_uses,
-            lambda eqn, ins, uses: self._paint(eqn, ins, uses, context),
+            functools.partial(self._paint, context=context),
         )
         if not are_low(uses.values()):
             forward = self._forward(jaxpr, known, uses, context, forward)
@@ -455,7 +457,7 @@ def _full(eqn: Eqn, value: Value, reason: Reason, use: Use | None = Use.FULL) ->
 
 
 def _paint_statistic(eqn: Eqn, has_data: bool, of_data: bool) -> Step:
-    """Paints arithmetic with a statistic, or with functions of data as precise."""
+    """Paints arithmetic with a statistic, or with a function of data (`of_data`)."""
     if not has_data:
         reason = Reason("follows a full-precision operand")
         return _full(eqn, FULL._replace(of_data=of_data), reason, None)

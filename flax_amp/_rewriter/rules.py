@@ -86,11 +86,10 @@ class _Checkpoint(SingleBodyRule):
         closed = _rewrite_body(emitter, step.detail, operands)
         body, consts = _compat.hoist_consts(closed)
         params = {**eqn.params, self.param: body}
-        # The backward pass reads the operands from memory. What is in the user's own
-        # dtype stays as it is; it may be a ref.
+        # The backward pass reads the operands from memory.
         operands = [
-            rounded(x) if x.dtype != v.aval.dtype else x
-            for x, v in zip(operands, eqn.invars, strict=True)
+            rounded(x) if has_paint(value, Paint.LOW) else x
+            for x, value in zip(operands, step.detail.ins, strict=True)
         ]
         return _compat.bind(eqn, [*consts, *operands], params)
 
@@ -191,11 +190,12 @@ def _plan_loop(
         LEAF        LOW          LOW       not equal: once more
         LOW         LOW          LOW       found
 
-    A carry only ever moves from LEAF to LOW to FULL, so the search ends. So it is with
-    the demands on it: an iteration gives what the next one or a reader outside reads.
+    A carry only ever moves from LEAF to LOW to FULL, so the search ends. The demands
+    on it only grow, too: the next iteration reads it, and who reads it outside.
 
     Returns:
-      The plan, the values of the carry, and how the loop reads its operands.
+      The plan, the values of the carry, and how the loop reads its constants, the first
+      carry and `xs`.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
     _, states, inputs = split_list(body.invars, len(consts), len(carry))
@@ -291,17 +291,25 @@ class _While:
     ) -> Step:
         of_cond, of_body, init = split_list(ins, *self._counts(eqn))
         context = context.inside(BodyKind.OPAQUE)  # it has no backward pass
-        body, carry, reads = _plan_loop(
-            painter, eqn.params["body_jaxpr"], of_body, init, (), uses, context
-        )
-        condition = painter.plan(
-            eqn.params["cond_jaxpr"], (*of_cond, *carry), None, context
-        )
+        # The condition is one more reader of what an iteration gives.
+        asked, is_found = through_loop(uses), False
+        while not is_found:
+            body, carry, reads = _plan_loop(
+                painter, eqn.params["body_jaxpr"], of_body, init, (), asked, context
+            )
+            condition = painter.plan(
+                eqn.params["cond_jaxpr"], (*of_cond, *carry), None, context
+            )
+            reads_of_cond, of_carry = split_list(
+                through_loop(condition.uses), len(of_cond)
+            )
+            all_asked = tuple(map(operator.or_, asked, of_carry))
+            asked, is_found = all_asked, all_asked == asked
         return Step(
             Mode.RULE,
             tuple(map(_value_after_loop, carry, init)),
             Reason("inside while"),
-            uses=(*through_loop(condition.uses[: len(of_cond)]), *reads),
+            uses=(*reads_of_cond, *reads),
             detail=_LoopPlan(body, init, carry, condition),
         )
 

@@ -81,11 +81,11 @@ def amp(
       recompute: what the backward pass computes again from low-precision values
         instead of storing it in float32. That can be elementwise arithmetic, norms and
         softmaxes, never matrix products, convolutions, long sums or random numbers.
-        Gradients are the same. `"auto"`, the default: all of that inside loops;
-        elsewhere what fuses into its reader, and only on GPUs (on a TPU the barriers
-        that it takes cost more than they save). `"always"`: all of that everywhere, for
-        the least memory. `"never"`: nothing. The bodies of your own `jax.checkpoint`
-        keep their policy.
+        Gradients are the same, up to roundings. `"auto"`, the default: all of that
+        inside loops; elsewhere what fuses into its reader, on GPUs, and on TPUs in
+        equal layers that are merged (`merge_layers`). `"always"`: all of that
+        everywhere, for the least memory. `"never"`: nothing. The bodies of your own
+        `jax.checkpoint` keep their policy.
       reduce_dtype: the dtype in which a sharded `jit` adds up the gradients of weights
         over devices. `None`: `compute_dtype`, as with hand-set dtypes. `jnp.float32`:
         the gradients leave their matrix product in float32, for twice the traffic, one

@@ -24,7 +24,7 @@ from flax_amp._rewriter.plan import (
     has_paint,
 )
 
-# They take a statistic of their operand only where their result is summed.
+# Primitives that take a statistic of their operand only where their result is summed.
 SQUARES = ("square", "integer_pow")
 
 
@@ -36,8 +36,11 @@ class Forward(NamedTuple):
     values: dict[Var, Value | None]
 
     def holds_for(self, i: int, ins: Values, uses: Uses) -> bool:
-        """Whether an equation is painted as it was by this pass, for low readers."""
-        # What is inside of a structured primitive may be read otherwise.
+        """Whether painting an equation again would give the same step.
+
+        This pass painted for low readers.
+        """
+        # Where nobody reads a result, a body is painted otherwise than for low readers.
         is_plain = self.steps[i].mode is not Mode.RULE
         return is_plain and self.operands[i] == ins and are_low(uses)
 
@@ -102,7 +105,8 @@ def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]
 
     Arithmetic reads operands as its float32 results are read, so that the numerator of
     a softmax learns who reads the quotient. The indices of a `top_k` are no such
-    result. A sum reads them in float32 if its result is, as in `log(sum(p * target))`.
+    result. A sum reads its operands in float32 if its result is read so, as in
+    `log(sum(p * target))`.
     """
     pairs = zip(results, step.outs, strict=True)
     asked = union(result for result, out in pairs if out is not None)
@@ -119,7 +123,8 @@ def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]
 def through_loop(uses: Iterable[Use]) -> Uses:
     """Returns which demands pass the border of a loop, in either direction.
 
-    A loop stacks what passes its border, so nothing runs in float32 for readers on the
-    other side. Only the numerator of a softmax is not rounded for them.
+    A loop stacks what passes its border, so a demand for float32 ends there: each
+    reader counts as a low one, too. `FULL` beside `LOW` turns nothing float32. It only
+    keeps the numerator of a softmax from being rounded.
     """
     return tuple(Use.LOW | (use & Use.FULL) for use in uses)

@@ -212,3 +212,24 @@ def test_residuals_of_a_loss(dtype):
     fn = lambda w: cross_entropy(jnp.eye(SIZE) @ w).mean()  # noqa: E731
     traced = jax.jit(jax.grad(amp(fn, compute_dtype=dtype))).trace(weights())
     assert jnp.dtype(dtype).name in exponentials(traced)
+
+
+@both_halves
+@pytest.mark.parametrize("first", ["zeros", "probabilities"])
+def test_the_condition_of_a_loop_is_a_reader(first, dtype):
+    """It ends where a logarithm says so, of what an iteration gives or of the first."""
+
+    def steps(x, w):
+        logits = x @ w
+        start = softmax(logits) if first == "probabilities" else 0 * logits + 1
+
+        def condition(c):
+            return (c[0] < 3) & (-jnp.log(c[1][1]) < 1.25 * GAP)
+
+        def step(c):
+            return c[0] + 1, c[1] if first == "probabilities" else softmax(logits)
+
+        return lax.while_loop(condition, step, (0, start))[0]
+
+    x, w = jnp.eye(2)[0], GAP * jnp.eye(2)
+    assert jit(amp(steps, compute_dtype=dtype))(x, w) == steps(x, w) == 3

@@ -117,15 +117,16 @@ class EquationIds:
     def id_of_rules(self, eqn: Eqn, step: Step) -> int:
         """Returns the number of what the rules of a custom derivative are planned from.
 
-        Equations with one number may share the plans of their rules.
+        Equations with one number may share the plans of their rules. The number is kept
+        for the step, which belongs to one equation.
         """
 
         # The scopes in the function are compared, too: the rule may call it.
-        def key(step: Step) -> Key:
+        def key_of(step: Step) -> Key:
             plans = self._part_key(map_plans(step.detail, self._plan_key))
             return self._equation_key(eqn), plans
 
-        return self._number_once(step, key)
+        return self._number_once(step, key_of)
 
     def _planned_key(
         self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None], strict: bool

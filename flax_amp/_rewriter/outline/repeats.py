@@ -136,7 +136,7 @@ class Program:
 
 
 def _kind(eqn: Eqn) -> Any:
-    """Returns what equal equations have in common and is quickly compared."""
+    """Returns a part of the key of an equation that is quick to compare."""
     atoms = (*eqn.invars, *eqn.outvars)
     return eqn.primitive, *(getattr(atom.aval, "shape", ()) for atom in atoms)
 
@@ -145,7 +145,7 @@ def _may_repeat(kinds: Sequence[Any]) -> set[int]:
     """Returns the indices of all equations that may be in a run, judged by kinds alone.
 
     A kind that occurs less often than a run has copies is in no run. What stands
-    between two such equations is then looked at by itself.
+    between two equations of rare kinds is a piece of its own, and is searched again.
     """
     found: set[int] = set()
     pieces = [range(len(kinds))]

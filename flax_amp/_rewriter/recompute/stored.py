@@ -9,19 +9,17 @@ computed again in the backward pass:
 But XLA sees both passes in one program and merges equal computations: in straight code
 it would undo the recomputation and store `c` after all. On a GPU an optimization
 barrier between the stored value and what is computed from it saves the memory. On a TPU
-it does so in the equal layers of a model; elsewhere it costs more fusions than it
-saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend. Here the marked
-value carries the barrier, and whether there is one is decided when the program is
-lowered, for the platform that it is lowered to.
+it saves memory and time in merged layers (`outline/`); elsewhere it costs more fusions
+than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend. Here
+the marked value carries the barrier, and whether there is one is decided when the
+program is lowered, for the platform that it is lowered to. That takes a primitive;
+`jax.ad_checkpoint.checkpoint_name` cannot do it. Partial evaluation splits it into a
+forward and a backward equation, and the backward one is lowered to a barrier.
 
-XLA may also keep more digits of a bfloat16 value than it has, where a product is cast
-up right behind. The backward pass would compute from other numbers than the forward
-pass: the weights of a softmax would not add up to one. So the forward pass goes on from
-the value as it is stored (`casts.rounded`), as under JAX's own `jax.checkpoint`.
-
-That takes a primitive; `jax.ad_checkpoint.checkpoint_name` cannot do it. Partial
-evaluation splits it into a forward and a backward equation, and the backward one is
-lowered to a barrier.
+XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
+product. The backward pass would compute from other numbers than the forward pass: the
+weights of a softmax would not add up to one. So the forward pass goes on from the value
+as it is stored (`casts.rounded`), as under JAX's own `jax.checkpoint`.
 """
 
 import functools
@@ -43,8 +41,8 @@ stored_p.multiple_results = True
 # Platforms with barriers; on all others the value passes as it is.
 NOWHERE: tuple[str, ...] = ()
 ON_GPU = ("cuda", "rocm")
-ON_GPU_AND_TPU = ("cuda", "rocm", "tpu")
-EVERYWHERE = ("cpu", "cuda", "rocm", "tpu")
+ON_GPU_AND_TPU = (*ON_GPU, "tpu")
+EVERYWHERE = ("cpu", *ON_GPU_AND_TPU)
 
 
 def mark_stored(x: Array, platforms: Sequence[str]) -> Array:
@@ -110,7 +108,7 @@ def _lowering_for(platform: str) -> Any:
     ) -> list[Array]:
         if in_backward and platform in platforms:
             x = lax.optimization_barrier(x)
-        elif not in_backward and copies > 1:
+        elif not in_backward and copies > 1:  # one of them is stored
             x = rounded(x)
         return [x] * copies
 
