@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.interpreters import ad
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Aval, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Arrays, Atom, Aval, Eqn, Jaxpr, Var
 from flax_amp._rewriter.captures import captured_by, with_captured
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
@@ -51,6 +51,7 @@ from flax_amp._rewriter.plan import (
     is_painted,
     like,
     out_avals,
+    variables,
 )
 from flax_amp._tree import fill, pick, split_list
 from flax_amp.policy import LOW_OPS
@@ -190,12 +191,16 @@ class CustomCall:
         shapes_of_statistics = {
             v.aval.shape for v, value in results if value and value.is_statistic
         }
-        rest = [
-            Use.LOW | Use.FULL
-            if is_painted(v.aval) and v.aval.shape in shapes_of_statistics
-            else Use.LOW
-            for v in _compat.open_jaxpr(closed)[0].outvars[len(first) :]
-        ]
+        jaxpr = _compat.open_jaxpr(closed)[0]
+        read_inside = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+
+        def use_of_residual(v: Atom) -> Use:
+            if read_inside.intersection(variables([v])):
+                return Use.NONE  # it is kept as the function itself reads it
+            may_meet = is_painted(v.aval) and v.aval.shape in shapes_of_statistics
+            return Use.LOW | Use.FULL if may_meet else Use.LOW
+
+        rest = map(use_of_residual, jaxpr.outvars[len(first) :])
         painter = self.emitter.painter
         return painter.plan(closed, ins, (*first, *rest), self.context), shapes
 

@@ -29,7 +29,15 @@ def _tangent(t: Array, table: Array, indices: Array, **params: Any) -> Array:
 def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
     if isinstance(g, ad.Zero):
         return [ad.Zero(table.aval), None]
-    zero = _late_zero(g)
+    barrier = jax.lax.optimization_barrier
+    # At the number: what only reads constants may run before a barrier that it meets.
+    zero, g = jax.lax.platform_dependent(
+        jax.lax.full_like(g, 0, shape=()),
+        g,
+        cuda=lambda *arrays: barrier(arrays),
+        rocm=lambda *arrays: barrier(arrays),
+        default=lambda *arrays: arrays,
+    )
     sharding = table.aval.sharding
     zeros = jax.lax.broadcast_in_dim(zero, table.aval.shape, (), out_sharding=sharding)
     dims = params["dimension_numbers"]
@@ -43,28 +51,6 @@ def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
     keys = "indices_are_sorted", "unique_indices", "mode"
     options = {key: params[key] for key in keys}
     return [jax.lax.scatter_add(zeros, indices, g, scatter_dims, **options), None]
-
-
-def _late_zero(g: Array) -> Array:
-    """Returns a zero that waits, on a GPU, for one of the cotangents."""
-
-    def wait(zero: Array, cotangent: Array) -> Array:
-        return jax.lax.optimization_barrier((zero, cotangent))[0]
-
-    aval = jax.typeof(g)
-    is_split = any(axes is not None for axes in aval.sharding.spec)
-    if not is_split and all(isinstance(size, int) and size for size in aval.shape):
-        # One element will do. A barrier at all of them would write them to memory.
-        g = jax.lax.slice(g, (0,) * g.ndim, (1,) * g.ndim)
-    # The barrier is at the scalar, not at the zeros as large as the table: what only
-    # reads constants may run before a barrier that it meets.
-    return jax.lax.platform_dependent(
-        jax.lax.full_like(g, 0, shape=()),
-        g,
-        cuda=wait,
-        rocm=wait,
-        default=lambda zero, cotangent: zero,
-    )
 
 
 def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:

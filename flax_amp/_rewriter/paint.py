@@ -111,6 +111,8 @@ from flax_amp.policy import (
 
 # These take a statistic of their operand: their result can be applied to it.
 _STATISTICS = frozenset((*ACCUMULATION_OPS, *SQUARES))
+# Functions with limits, near which half precision has few digits.
+_BOUNDED = ("logistic", "tanh", "erf", "erfc")
 
 # Data movement whose result has no element that its operand does not have. A gather
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
@@ -376,8 +378,15 @@ class Painter:
             # otherwise make the largest array of a transformer a float32 one.
             reason = Reason("chooses among low-precision values")
             return Step(Mode.LOW, outs, reason, use=None)
+        asked = union(uses)
+        is_normed = bool(asked & (Use.MEASURE | Use.APPLY))
+        # Half precision has few digits near the limits: `sigmoid(7)` is 1 in bfloat16,
+        # and `log(1 - p)` infinite. As after `exp`, low readers round the result.
+        if eqn.primitive.name in _BOUNDED and Use.FULL in asked and not is_normed:
+            reason = Reason("a consumer runs in full precision")
+            return _full(eqn, FULL._replace(of_data=True), reason)
         has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)
-        if union(uses).wants_full(has_float32):
+        if asked.wants_full(has_float32):
             reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")

@@ -93,3 +93,9 @@ def test_a_ref_enters_a_checkpoint():
         return jax.checkpoint(update)(ref, x) + ref[...].astype(jnp.float32)
 
     assert_identical(amp(fn)(jnp.ones(3)), fn(jnp.ones(3)))
+
+
+def test_a_bool_enters_a_checkpoint():
+    """It is a Python number in the jaxpr, and has no dtype."""
+    fn = jax.checkpoint(lambda x, is_on: jnp.where(is_on, 2 * x, 0.0))
+    assert_identical(amp(lambda x: fn(x, True))(jnp.ones(3)), 2 * jnp.ones(3))

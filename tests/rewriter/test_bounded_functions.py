@@ -1,0 +1,80 @@
+"""A sigmoid stays in float32 for a float32 reader, whoever else reads it, and where."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from flax_amp import amp
+from helpers import assert_close, both_halves, equations, jit
+
+X = jax.random.normal(jax.random.key(0), (6, 8))
+W = 1.5 * jax.random.normal(jax.random.key(1), (8, 5))  # many are near one
+V = jax.random.normal(jax.random.key(2), (5, 3))
+
+FUNCTIONS = {
+    "logistic": jax.nn.sigmoid,
+    "tanh": lambda z: (1 + jnp.tanh(z / 2)) / 2,
+    "erfc": lambda z: jax.scipy.special.erfc(-z / 3) / 2,
+}
+
+
+def surprise(p):
+    return -1024 * jnp.log(1 - p + 1e-5).mean()  # scaled, as for float16
+
+
+def with_rule(fn):
+    call = jax.custom_vjp(lambda z: fn(z))
+    call.defvjp(lambda z: jax.vjp(fn, z), lambda pullback, g: pullback(g))
+    return call
+
+
+def rows(fn, z):
+    return lax.scan(lambda c, row: (c, fn(row)), 0.0, z)[1]
+
+
+def beside_a_product(fn, z):
+    p = fn(z)
+    return surprise(p) + jnp.mean((p @ V) ** 2) / 8
+
+
+PLACES = {
+    "straight": lambda fn, z: surprise(fn(z)),
+    "beside a product": beside_a_product,
+    "jit": lambda fn, z: surprise(jax.jit(fn)(z)),
+    "cond": lambda fn, z: surprise(lax.cond(z[0, 0] < 99, fn, jnp.zeros_like, z)),
+    "scan": lambda fn, z: surprise(rows(fn, z)),
+    "map": lambda fn, z: surprise(lax.map(fn, z)),
+    "into scan": lambda fn, z: rows(surprise, fn(z)).mean(),
+    "checkpoint": lambda fn, z: surprise(jax.checkpoint(fn)(z)),
+    "rule": lambda fn, z: surprise(with_rule(fn)(z)),
+    "into rule": lambda fn, z: with_rule(surprise)(fn(z)),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_surprise(name, place, dtype):
+    loss = functools.partial(PLACES[place], FUNCTIONS[name])
+    # The product is rounded before: the reference begins at the rounded logits.
+    logits = (X.astype(dtype) @ W.astype(dtype)).astype(jnp.float32)
+
+    def program(shift):
+        return loss(logits @ jnp.eye(5) + shift)
+
+    shift = jnp.zeros((1, 5))
+    lowered = jax.value_and_grad(amp(program, compute_dtype=dtype))
+    traced = jax.make_jaxpr(lowered)(shift)
+    found = {
+        e.outvars[0].aval.dtype
+        for _, e in equations(traced)
+        if e.primitive.name == name
+    }
+    assert found == {jnp.dtype(jnp.float32)}
+    value, gradient = jit(lowered)(shift)
+    expected, expected_gradient = jit(jax.value_and_grad(program))(shift)
+    assert_close(value, expected, dtype)
+    assert_close(gradient, expected_gradient, dtype, gradient=True)
