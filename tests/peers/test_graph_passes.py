@@ -292,8 +292,8 @@ CONVERTS = {  # name: (function, arguments, casts down, casts up, what runs in w
     "lstm": (lstm, GATES, 2, 1, "dot_general:16 tanh:32 tanh:32"),
     # Unrolled, the first step has no state before it, and runs in half.
     "lstm_unrolled": (
-        lstm_unrolled, GATES, 7, 3,
-        "dot_general:16 tanh:16 tanh:16 " + "dot_general:16 tanh:32 tanh:32 " * 2,
+        lstm_unrolled, GATES, 7, 6,
+        "dot_general:16 tanh:32 tanh:32 " * 3,
     ),
     # Input, two kernels, and what goes into the second one; two results go up: the
     # first one to be normalized in float32, which TVM does in half.
