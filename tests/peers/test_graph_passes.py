@@ -290,7 +290,7 @@ CONVERTS = {  # name: (function, arguments, casts down, casts up, what runs in w
     # The operands of the product, and its result: gates and state are float32, because
     # rounding of a recurrent state adds up; TVM lowers them.
     "lstm": (lstm, GATES, 2, 1, "dot_general:16 tanh:32 tanh:32"),
-    # Unrolled, the first step has no state before it, and runs in half.
+    # Unrolled, the first step has no state before it: what is read in float32 runs so.
     "lstm_unrolled": (
         lstm_unrolled, GATES, 7, 6,
         "dot_general:16 tanh:32 tanh:32 " * 3,
