@@ -35,7 +35,7 @@ def nnx_vit(_, size):
 MODELS = {
     "resnet50": (linen, "Bottleneck_8..12  x5"),
     "gpt_scan": (linen, "ScanCheckpointStep_0/Block_0  loop x12"),
-    "gpt_unroll": (linen, "_0..11/Block_0  x12"),
+    "gpt_unroll": (linen, "_1..11/Block_0  x11"),
     "nnx_vit": (nnx_vit, "blocks/0..11  x12"),
 }
 
