@@ -195,10 +195,11 @@ class CustomCall:
         read_inside = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
 
         def use_of_residual(v: Atom) -> Use:
-            if read_inside.intersection(variables([v])):
-                return Use.NONE  # it is kept as the function itself reads it
+            # What the function itself reads is kept as it is read.
+            is_read = bool(read_inside.intersection(variables([v])))
             may_meet = is_painted(v.aval) and v.aval.shape in shapes_of_statistics
-            return Use.LOW | Use.FULL if may_meet else Use.LOW
+            use = Use.NONE if is_read else Use.LOW
+            return use | Use.FULL if may_meet else use
 
         rest = map(use_of_residual, jaxpr.outvars[len(first) :])
         painter = self.emitter.painter

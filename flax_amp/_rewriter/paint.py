@@ -379,10 +379,9 @@ class Painter:
             reason = Reason("chooses among low-precision values")
             return Step(Mode.LOW, outs, reason, use=None)
         asked = union(uses)
-        is_normed = bool(asked & (Use.MEASURE | Use.APPLY))
         # Half precision has few digits near the limits: `sigmoid(7)` is 1 in bfloat16,
         # and `log(1 - p)` infinite. As after `exp`, low readers round the result.
-        if eqn.primitive.name in _BOUNDED and Use.FULL in asked and not is_normed:
+        if eqn.primitive.name in _BOUNDED and Use.FULL in asked:
             reason = Reason("a consumer runs in full precision")
             return _full(eqn, FULL._replace(of_data=True), reason)
         has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)

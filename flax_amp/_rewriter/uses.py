@@ -76,10 +76,19 @@ def find_uses(
     """
     uses: dict[Var, Use] = {}
 
-    def read(atoms: Sequence[Atom], atom_uses: Sequence[Use]) -> None:
+    def of(atom: Atom) -> Use:
+        return Use.NONE if isinstance(atom, Literal) else uses.get(atom, Use.NONE)
+
+    def read(atoms: Sequence[Atom], atom_uses: Iterable[Use]) -> None:
         for atom, use in zip(atoms, atom_uses, strict=True):
             if not isinstance(atom, Literal):
-                uses[atom] = uses.get(atom, Use.NONE) | use
+                uses[atom] = of(atom) | use
+
+    def in_norm(atom: Atom, use: Use) -> Use:
+        # `x - mean(x)` reads the mean in float32. Unlike `log(mean(x))`, it asks for no
+        # more digits of `x`.
+        is_norm = Use.MEASURE in use and Use.APPLY in of(atom)
+        return Use.MEASURE if is_norm else use
 
     read(jaxpr.outvars, out_uses)
     for eqn, step, ins in zip(
@@ -88,7 +97,7 @@ def find_uses(
         reversed(forward.operands),
         strict=True,
     ):
-        results = tuple(uses.get(v, Use.NONE) for v in eqn.outvars)
+        results = tuple(map(of, eqn.outvars))
         if step.mode is Mode.RULE:
             if not are_low(results):
                 # The first forward pass painted the inside for low readers. For
@@ -96,7 +105,8 @@ def find_uses(
                 step = paint(eqn, ins, results)
             read(eqn.invars, step.uses)
         else:
-            read(eqn.invars, _operand_uses(eqn, step, ins, results))
+            reads = _operand_uses(eqn, step, ins, results)
+            read(eqn.invars, map(in_norm, eqn.invars, reads))
     return uses
 
 
@@ -124,7 +134,7 @@ def through_loop(uses: Iterable[Use]) -> Uses:
     """Returns which demands pass the border of a loop, in either direction.
 
     A loop stacks what passes its border, so a demand for float32 ends there: each
-    reader counts as a low one, too. `FULL` beside `LOW` turns nothing float32. It only
-    keeps the numerator of a softmax from being rounded.
+    reader counts as a low one, too. Beside `LOW`, `FULL` keeps two things in float32:
+    the numerator of a softmax, and functions with limits, such as a sigmoid.
     """
     return tuple(Use.LOW | (use & Use.FULL) for use in uses)

@@ -35,14 +35,30 @@ def rows(fn, z):
     return lax.scan(lambda c, row: (c, fn(row)), 0.0, z)[1]
 
 
-def beside_a_product(fn, z):
-    p = fn(z)
-    return surprise(p) + jnp.mean((p @ V) ** 2) / 8
+def product(p):
+    return jnp.mean((p @ V) ** 2) / 8
+
+
+def variance(p):
+    return ((p - p.mean(0, keepdims=True)) ** 2).mean()
+
+
+def normalized(p):
+    return product((p - p.mean(-1, keepdims=True)) * lax.rsqrt(1 + variance(p)))
+
+
+def beside(*readers):
+    return lambda fn, z: (lambda p: surprise(p) + sum(r(p) for r in readers))(fn(z))
 
 
 PLACES = {
     "straight": lambda fn, z: surprise(fn(z)),
-    "beside a product": beside_a_product,
+    "beside a product": beside(product),
+    "beside a mean": beside(jnp.mean, product),
+    "beside a log of a mean": beside(lambda p: jnp.log(p.mean(0)).sum(), product),
+    "beside a variance": beside(variance),
+    "beside a variance and a product": beside(variance, product),
+    "beside a norm": beside(normalized),
     "jit": lambda fn, z: surprise(jax.jit(fn)(z)),
     "cond": lambda fn, z: surprise(lax.cond(z[0, 0] < 99, fn, jnp.zeros_like, z)),
     "scan": lambda fn, z: surprise(rows(fn, z)),

@@ -23,9 +23,8 @@ from flax_amp import (
 )
 from helpers import assert_identical
 
-pytestmark = (
-    pytest.mark.once
-)  # it counts; the example in its docstring runs on each JAX
+# It counts steps; the example in its docstring runs on each JAX.
+pytestmark = pytest.mark.once
 
 
 def loss_fn(params, batch):
