@@ -215,7 +215,8 @@ class Emitter:
         if step.mode is Mode.LOW:
             return self._emit_low(eqn, arrays, values)
         if step.mode is Mode.LOOKUP:
-            eqn = eqn.replace(primitive=lookup_p)
+            dtype = None if self.wide_gradients else step.detail
+            return [lookup_p.bind(*arrays, dtype=dtype, **eqn.params)]
         return _compat.bind(eqn, arrays, eqn.params)
 
     def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:

@@ -1,9 +1,14 @@
-"""`lookup`: a gather whose gradient waits, on a GPU, until there is something to add.
+"""`lookup`: a gather from a table of embeddings, whose gradient takes less memory.
 
-The gradient of a table of embeddings is a scatter into zeros, in float32 and as large
-as the table. Nothing makes them wait: XLA puts them before the backward pass, of which
-the gradient of an embedding is the last. Here a barrier ties them to what is added.
-Where the table is read a second time there must be none: XLA adds to that gradient.
+The gradient of such a table is a scatter into zeros, in float32 and as large as the
+table. Nothing makes the zeros wait: XLA puts them before the backward pass, of which
+the gradient of an embedding is the last. Here, on a GPU, a barrier ties them to what is
+added. Where the table is read a second time there must be none: XLA adds to that
+gradient.
+
+Where a batch reads few rows of a table, and all readers round them, only the sums of
+these rows are in float32. The gradient of the table is then in the compute dtype, as
+the gradients of the weights of products are.
 """
 
 import functools
@@ -11,14 +16,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from flax_amp._compat import Array, Arrays
+from flax_amp._compat import Array, Arrays, Aval, DType
 
 lookup_p = Primitive("flax_amp_lookup")
-_gather_p = jax.lax.gather_p
+# For each column, a lookup takes 8 bytes (its cotangent and a sum in float32), and each
+# row of the table spares 2.
+_BYTES_RATIO = 4
+
+
+def _gather(table: Array, indices: Array, *, dtype: DType | None, **params: Any) -> Any:
+    return jax.lax.gather_p.bind(table, indices, **params)
 
 
 def _tangent(t: Array, table: Array, indices: Array, **params: Any) -> Array:
@@ -26,7 +38,9 @@ def _tangent(t: Array, table: Array, indices: Array, **params: Any) -> Array:
     return lookup_p.bind(t, indices, **params | {"fill_value": 0})
 
 
-def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
+def _transpose(
+    g: Array, table: Any, indices: Array, *, dtype: DType | None, **params: Any
+) -> Arrays:
     if isinstance(g, ad.Zero):
         return [ad.Zero(table.aval), None]
     barrier = jax.lax.optimization_barrier
@@ -38,6 +52,8 @@ def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
         rocm=lambda *arrays: barrier(arrays),
         default=lambda *arrays: arrays,
     )
+    if dtype is not None and _reads_few_rows(table.aval, indices, params):
+        return [_few_rows(zero, table.aval, indices, g, dtype, params), None]
     sharding = table.aval.sharding
     zeros = jax.lax.broadcast_in_dim(zero, table.aval.shape, (), out_sharding=sharding)
     dims = params["dimension_numbers"]
@@ -53,15 +69,75 @@ def _transpose(g: Array, table: Any, indices: Array, **params: Any) -> Arrays:
     return [jax.lax.scatter_add(zeros, indices, g, scatter_dims, **options), None]
 
 
+def _reads_few_rows(table: Aval, indices: Array, params: dict[str, Any]) -> bool:
+    """Whether a gather takes whole rows of a table, and few of them."""
+    dims, mode = params["dimension_numbers"], params["mode"]
+    rows = table.shape[0]
+    return (
+        dims.start_index_map == dims.collapsed_slice_dims == (0,)
+        and params["slice_sizes"] == (1, *table.shape[1:])
+        and mode != jax.lax.GatherScatterMode.CLIP  # which moves lookups to other rows
+        and indices.dtype.itemsize >= 4  # it can hold the number of rows
+        and jax.sharding.AxisType.Explicit not in table.sharding.mesh.axis_types
+        and all(isinstance(n, int) for n in (rows, *indices.shape))  # `jax.export`
+        and _BYTES_RATIO * indices.size <= rows <= jnp.iinfo(jnp.int32).max // 2
+    )
+
+
+def _few_rows(
+    zero: Array,
+    table: Aval,
+    indices: Array,
+    g: Array,
+    dtype: DType,
+    params: dict[str, Any],
+) -> Array:
+    """Returns the gradient of a table: float32 sums of the rows read, rounded once.
+
+    The sum of a row has the place of one of its lookups, whichever is the last to be
+    written. The others have none, and their indices are out of bounds:
+
+        indices   7   2   7            of a table with 9 rows
+        place     2   1   2            which is read from a column of 9 numbers
+        sums      -   b   a + c        of cotangents a, b and c
+        row       9   2   7            where they go: 9 is dropped
+    """
+    rows, *row_shape = table.shape
+    count = indices.size
+    last = range(-len(row_shape), 0)
+    terms = jnp.moveaxis(g, params["dimension_numbers"].offset_dims, last)
+    terms = terms.reshape(count, *row_shape).astype(table.dtype)
+    row = indices.reshape(count)
+    row = jnp.where((row >= 0) & (row < rows), row.astype(jnp.int32), rows)
+    number = jax.lax.iota(jnp.int32, count)
+    places = jnp.zeros(rows, jnp.int32).at[row].set(number, mode="drop")
+    place = places.at[row].get(mode="fill", fill_value=count)
+    sums = jnp.zeros_like(terms).at[place].add(terms, mode="drop")
+    row = jnp.where(place == number, row, rows + number)
+    zeros = jnp.broadcast_to(zero.astype(dtype), table.shape)
+    options: Any = dict(mode="drop", unique_indices=True)
+    return zeros.at[row].set(sums.astype(dtype), **options).astype(table.dtype)
+
+
 def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
-    gather = functools.partial(_gather_p.bind, **params)
+    gather = functools.partial(_gather, **params)
     return jax.vmap(gather, in_axes=tuple(dims))(*args), 0
 
 
-lookup_p.def_impl(_gather_p.bind)
-lookup_p.def_effectful_abstract_eval(_gather_p.abstract_eval)
+def _jet(primals: Any, series: Any, *, dtype: DType | None, **params: Any) -> Any:
+    return jet.jet_rules[jax.lax.gather_p](primals, series, **params)
+
+
+def _abstract_eval(
+    table: Any, indices: Any, *, dtype: DType | None, **params: Any
+) -> Any:
+    return jax.lax.gather_p.abstract_eval(table, indices, **params)
+
+
+lookup_p.def_impl(_gather)
+lookup_p.def_effectful_abstract_eval(_abstract_eval)
 ad.defjvp(lookup_p, _tangent, None)
 ad.primitive_transposes[lookup_p] = _transpose
 batching.primitive_batchers[lookup_p] = _batch
-jet.jet_rules[lookup_p] = jet.jet_rules[_gather_p]
-mlir.register_lowering(lookup_p, mlir.lower_fun(_gather_p.bind, multiple_results=False))
+jet.jet_rules[lookup_p] = _jet  # type: ignore[assignment]
+mlir.register_lowering(lookup_p, mlir.lower_fun(_gather, multiple_results=False))

@@ -90,7 +90,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
-from flax_amp._rewriter.uses import SQUARES, Forward, are_low, find_uses, union
+from flax_amp._rewriter.uses import SQUARES, Forward, find_uses, union
 from flax_amp.policy import (
     ACCUMULATION_OPS,
     BUILT_IN,
@@ -207,7 +207,7 @@ class Painter:
             out_uses,
             functools.partial(self._paint, context=context),
         )
-        if not are_low(uses.values()):
+        if any(use is not Use.LOW for use in uses.values()):
             forward = self._forward(jaxpr, known, uses, context, forward)
         return Plan(
             jaxpr=jaxpr,
@@ -410,9 +410,10 @@ class Painter:
             outs = ins
         else:
             return self._paint_follow(eqn, ins, uses)
-        is_lookup = eqn.primitive.name == "gather" and operands[0].read_once
-        mode = Mode.LOOKUP if is_lookup else Mode.KEEP
-        return Step(mode, outs, KEEPS_DTYPE, use=None)
+        if eqn.primitive.name != "gather" or not operands[0].read_once:
+            return Step(Mode.KEEP, outs, KEEPS_DTYPE, use=None)
+        dtype = self.compute_dtype if uses == (Use.LOW,) else None
+        return Step(Mode.LOOKUP, outs, KEEPS_DTYPE, use=None, detail=dtype)
 
     def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.

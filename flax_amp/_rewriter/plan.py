@@ -142,7 +142,7 @@ class Mode(enum.Enum):
     FULL = "full"  # float32 operands restored to float32
     EXP = "exp"  # in float32, and its result rounded to the compute dtype
     KEEP = "keep"  # operands as they arrive
-    LOOKUP = "lookup"  # a gather as it is, whose gradient is made late (`lookup.py`)
+    LOOKUP = "lookup"  # a gather as it is, with a gradient of its own (`lookup.py`)
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
     REPEAT = "repeat"  # a call that stands for a repeated layer (`outline/`)

@@ -40,9 +40,7 @@ class Forward(NamedTuple):
 
         This pass painted for low readers.
         """
-        # Where nobody reads a result, a body is painted otherwise than for low readers.
-        is_plain = self.steps[i].mode is not Mode.RULE
-        return is_plain and self.operands[i] == ins and are_low(uses)
+        return self.operands[i] == ins and all(use is Use.LOW for use in uses)
 
 
 def union(uses: Iterable[Use]) -> Use:

@@ -1,5 +1,7 @@
 """Gathers: cotangents add up in float32, and tables wait for what is added."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,6 +261,106 @@ def test_transforms_of_lookups(transform):
         lambda t, i: [[apply(f, t, i) for f in fs] for fs in (rewritten, plain)]
     )(TABLE, INDICES)
     assert_identical(actual, expected)
+
+
+# --- tables of which a batch reads few rows ------------------------------------------
+
+LARGE = jnp.asarray(np.random.default_rng(1).integers(-4, 5, (32, 3)), jnp.float32)
+FEW_ROWS = {name: read for name, read in ONE_GATHER.items() if name != "take_clip"}
+
+
+def read_low(read, table, indices):
+    """Whole numbers: the sums are exact, but not the gradient in half precision."""
+    table = read(table, indices) @ jnp.array([[2.0, 1, 0], [0, 1, 0], [1, 0, 1]])
+    return (table * 1001).sum()
+
+
+def table_gradients(fn, table, *args, dtype=jnp.bfloat16, **options):
+    """Returns the dtypes in which the gradient of a table is made."""
+    grad = jax.grad(amp(fn, compute_dtype=dtype, **options))
+    made = equations_of(grad, table, *args, primitive=("scatter", "scatter-add"))
+    avals = [eqn.outvars[0].aval for eqn in made]
+    return [str(aval.dtype) for aval in avals if aval.shape == table.shape]
+
+
+@both_halves
+@pytest.mark.parametrize("read", FEW_ROWS)
+def test_few_rows(read, dtype):
+    """Their gradients are summed in float32, and rounded once."""
+    fn = functools.partial(read_low, FEW_ROWS[read])
+    assert table_gradients(fn, LARGE, INDICES, dtype=dtype) == [jnp.dtype(dtype).name]
+    found = jit(jax.grad(amp(fn, compute_dtype=dtype)))(LARGE, INDICES)
+    factor = jnp.float32(1001).astype(dtype).astype(jnp.float32)
+    expected = jax.grad(fn)(LARGE, INDICES) / 1001 * factor
+    assert_identical(found, expected.astype(dtype).astype(jnp.float32))
+
+
+@both_halves
+def test_a_row_that_is_read_often(dtype):
+    table, often = jnp.ones((4096, 2)), jnp.zeros(1024, jnp.int32)
+    fn = lambda t: jnp.mean(jnp.tanh(t[often] @ jnp.ones((2, 2))))  # noqa: E731
+    found = jax.grad(amp(fn, compute_dtype=dtype))(table)
+    assert relative_error(found, jax.grad(fn)(table)) < 0.01
+
+
+def by_int8(table, indices):
+    dims = lax.GatherDimensionNumbers((2,), (0,), (0,))
+    return lax.gather(table, indices.astype(jnp.int8)[..., None], dims, (1, 3))
+
+
+IN_FLOAT32 = {  # how the table is read
+    "many rows": lambda t, i: t[jnp.tile(i, (2, 1))],
+    "clipped": ONE_GATHER["take_clip"],
+    "columns": lambda t, i: jnp.take(t, i[0], axis=1) @ jnp.ones((3, 3)),
+    "parts of rows": lambda t, i: t[i, :1] @ jnp.ones((1, 3)),
+    "small indices": by_int8,
+    "in a loss, too": lambda t, i: (lambda x: x + jnp.exp(x) / 1001)(t[i]),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_tables_whose_gradient_stays_float32(name):
+    """Where float32 rows are read, or many, or the wider gradient is asked for."""
+    fn = functools.partial(read_low, IN_FLOAT32[name])
+    assert table_gradients(fn, LARGE, INDICES) == ["float32"]
+
+
+def test_results_are_not_rounded():
+    """Who reads what a function returns is not known."""
+
+    def fn(table):
+        return jnp.take(table, INDICES, axis=0).reshape(-1)
+
+    grad = jax.grad(lambda t: jnp.sum(amp(fn)(t) * 1001))
+    assert_identical(jit(grad)(LARGE), jax.grad(lambda t: jnp.sum(fn(t) * 1001))(LARGE))
+
+
+def test_wide_gradients_of_tables():
+    fn = functools.partial(read_low, FEW_ROWS["index"])
+    args = LARGE, INDICES
+    assert table_gradients(fn, *args, reduce_dtype=jnp.float32) == ["float32"]
+
+
+@pytest.mark.parametrize("transform", DERIVATIVES)
+def test_transforms_of_few_rows(transform):
+    """Each transform gives what it gives of a gather, rounded once."""
+    fn = functools.partial(read_low, FEW_ROWS["take"])
+    squared = lambda f: lambda t: f(t, INDICES) ** 2 / 2**20  # noqa: E731
+    found = jit(DERIVATIVES[transform](squared(amp(fn, recompute="never"))))(LARGE)
+    expected = jit(DERIVATIVES[transform](squared(fn)))(LARGE)
+    assert relative_error(found, expected) < 0.02
+
+
+def test_vmap_of_few_rows():
+    """Over tables, indices and both; a batched lookup has no rule of its own."""
+    fn = functools.partial(read_low, FEW_ROWS["take"])
+    tables, indices = jnp.stack([LARGE, -LARGE]), jnp.stack([INDICES, INDICES + 1])
+    for axes in ((0, None), (None, 0), (0, 0)):
+        pairs = zip(axes, (tables, indices), strict=True)
+        args = [x if axis == 0 else x[0] for axis, x in pairs]
+        grads = [jax.grad(f) for f in (amp(fn), fn)]
+        found, expected = (jit(jax.vmap(g, in_axes=axes))(*args) for g in grads)
+        assert relative_error(found, expected) < 2e-3
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
