@@ -51,7 +51,7 @@ def captured_by(eqn: Eqn) -> tuple[Var, ...]:
     return tuple(dict.fromkeys(v for v in variables if v is not None))
 
 
-class OwnRules:
+class UserRules:
     """The equations whose rules may be functions that JAX does not define.
 
     These may read and change anything while they are traced, such as the counter that
@@ -66,11 +66,11 @@ class OwnRules:
         self._searched: dict[int, tuple[Any, bool]] = {}
 
     def __contains__(self, eqn: Eqn) -> bool:
-        return any(map(self._is_own, _rules(eqn)))
+        return any(map(self._is_users, _rules(eqn)))
 
-    def _is_own(self, rule: Any) -> bool:
+    def _is_users(self, rule: Any) -> bool:
         if id(rule) not in self._searched:
-            self._searched[id(rule)] = rule, _leads_to_own(rule)
+            self._searched[id(rule)] = rule, _leads_to_user_code(rule)
         return self._searched[id(rule)][1]
 
 
@@ -78,16 +78,16 @@ def _rules(eqn: Eqn) -> list[Any]:
     return [eqn.params[name] for name in _RULES if name in eqn.params]
 
 
-def _leads_to_own(rule: Any) -> bool:
+def _leads_to_user_code(rule: Any) -> bool:
     found = 0
     for item in _behind([rule]):
         found += 1
-        if _may_be_own(item):
+        if _may_be_user_code(item):
             return True
     return found == _LIMIT  # more may lie behind
 
 
-def _may_be_own(item: Any) -> bool:
+def _may_be_user_code(item: Any) -> bool:
     if isinstance(item, types.FunctionType):
         module = str(item.__globals__.get("__name__"))
     else:

@@ -259,8 +259,8 @@ class CustomRule(SingleBodyRule):
         own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
         emitter = dataclasses.replace(emitter, captured=own)
         # A network calls the same activation of JAX again and again.
-        is_own = eqn in emitter.own_rules
-        rules = {} if is_own else emitter.shared_rules(eqn, step)
+        is_users = eqn in emitter.user_rules
+        rules = {} if is_users else emitter.shared_rules(eqn, step)
         plan, context = step.detail
         return CustomCall(emitter, eqn, plan, context, rules)
 

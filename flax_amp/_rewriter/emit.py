@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
-from flax_amp._rewriter.captures import OwnRules
+from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
@@ -65,7 +65,7 @@ class Emitter:
     merge_layers: bool = True
     # What `cached` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    own_rules: OwnRules = dataclasses.field(default_factory=OwnRules)
+    user_rules: UserRules = dataclasses.field(default_factory=UserRules)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
     # Of the place of the call. JAX traces nested rules where this cannot be seen.
@@ -94,7 +94,7 @@ class Emitter:
         It is one dictionary for all equal equations: each rule is traced and planned
         once.
         """
-        ids = self.cache.setdefault("ids", EquationIds(self.own_rules))
+        ids = self.cache.setdefault("ids", EquationIds(self.user_rules))
         key = "rules", ids.id_of_rules(eqn, step), self.recompute
         return self.cache.setdefault(key, {})
 
@@ -141,9 +141,9 @@ class Emitter:
         """Returns the plan with calls for its repeated layers, and its regions."""
         # What rules close over must not be inside of a call, out of their sight.
         if self.merge_layers and not (plan.exports or self.captured):
-            plan = outline(plan, self.own_rules)
+            plan = outline(plan, self.user_rules)
         regions = group_into_regions(
-            plan, self.recompute, self.compute_dtype, self.own_rules
+            plan, self.recompute, self.compute_dtype, self.user_rules
         )
         return plan, regions
 

@@ -19,7 +19,7 @@ from jax.extend.core import Literal, Primitive, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.captures import OwnRules
+from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.outline.equality import bits, map_plans
 from flax_amp._rewriter.outline.repeats import (
     Key,
@@ -44,7 +44,7 @@ repeat_p = Primitive("flax_amp_repeat")
 repeat_p.multiple_results = True
 
 
-def outline(plan: Plan, own_rules: OwnRules) -> Plan:
+def outline(plan: Plan, user_rules: UserRules) -> Plan:
     """Returns the plan with calls in place of repeated layers.
 
     It computes the same. The calls have the primitive `repeat_p`, and the `detail` of
@@ -53,11 +53,11 @@ def outline(plan: Plan, own_rules: OwnRules) -> Plan:
 
     Args:
       plan: the plan.
-      own_rules: the equations with rules of users, which no calls replace.
+      user_rules: the equations with rules of users, which no calls replace.
     """
     if plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER):
         return plan
-    program = Program(plan, own_rules)
+    program = Program(plan, user_rules)
     # Between the runs, the equations stay as they are.
     eqns: list[Eqn] = []
     steps: list[Step] = []

@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
-from flax_amp._rewriter.captures import OwnRules
+from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.outline.equality import EquationIds, plans_in
 from flax_amp._rewriter.plan import Plan, Step, variables
@@ -89,14 +89,14 @@ class Program:
         plan counts as read after the last equation.
     """
 
-    def __init__(self, plan: Plan, own_rules: OwnRules):
+    def __init__(self, plan: Plan, user_rules: UserRules):
         self.values = plan.values()
         first = moves_of_inputs(plan, self.values)
         order = [*first, *(i for i in range(len(plan.steps)) if i not in first)]
         self.eqns = [plan.jaxpr.eqns[i] for i in order]
         self.steps = [plan.steps[i] for i in order]
         pairs = list(zip(self.eqns, self.steps, strict=True))
-        self.ids = self._ids(pairs, EquationIds(own_rules))
+        self.ids = self._ids(pairs, EquationIds(user_rules))
         self.weights = [_weight(eqn, step) for eqn, step in pairs]
         self.readers: dict[Var, list[int]] = defaultdict(list)
         for i, eqn in enumerate(self.eqns):

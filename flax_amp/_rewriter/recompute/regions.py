@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from flax_amp._compat import Array, DType, Var
-from flax_amp._rewriter.captures import OwnRules
+from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.plan import BodyKind, Mode, Paint, Plan, has_paint, variables
 from flax_amp._rewriter.recompute.residuals import (
@@ -105,7 +105,7 @@ class Region:
 
 
 def group_into_regions(
-    plan: Plan, recompute: Recompute, compute_dtype: DType, own_rules: OwnRules
+    plan: Plan, recompute: Recompute, compute_dtype: DType, user_rules: UserRules
 ) -> list[Region | int]:
     """Returns the regions and the indices of all other equations, in order."""
     if (
@@ -114,7 +114,7 @@ def group_into_regions(
         or not _sizes_are_known(plan)
     ):
         return list(range(len(plan.steps)))
-    return _Grouping(plan, recompute, compute_dtype, own_rules).order()
+    return _Grouping(plan, recompute, compute_dtype, user_rules).order()
 
 
 def _sizes_are_known(plan: Plan) -> bool:
@@ -129,7 +129,7 @@ def _sizes_are_known(plan: Plan) -> bool:
 
 
 def _levels(
-    plan: Plan, moves: Collection[int], own_rules: OwnRules
+    plan: Plan, moves: Collection[int], user_rules: UserRules
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Sorts light and heavy equations by level.
 
@@ -152,7 +152,7 @@ def _levels(
         if i in moves:
             continue
         level = max((level_of[v] for v in variables(eqn.invars)), default=0)
-        if is_light(eqn, own_rules):
+        if is_light(eqn, user_rules):
             light[level].append(i)
         else:
             if eqn.effects:
@@ -196,10 +196,10 @@ class _Grouping:
         plan: Plan,
         recompute: Recompute,
         compute_dtype: DType,
-        own_rules: OwnRules,
+        user_rules: UserRules,
     ):
         self._plan = plan
-        self._own_rules = own_rules
+        self._user_rules = user_rules
         self._compute_dtype = compute_dtype
         self._values = plan.values()
         self._read_by_others = _read_by_others(plan)
@@ -213,7 +213,7 @@ class _Grouping:
         """Returns the regions and the indices of all other equations, in order."""
         plan = self._plan
         moves = moves_of_inputs(plan, self._values)
-        light, heavy = _levels(plan, moves, self._own_rules)
+        light, heavy = _levels(plan, moves, self._user_rules)
         readers = _readers(plan, light)
         order: list[Region | int] = [*moves]
         levels = sorted({*light, *heavy})

@@ -32,7 +32,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Aval, DType, Eqn, Var
-from flax_amp._rewriter.captures import OwnRules
+from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
 from flax_amp._rewriter.recompute.mincut import min_cut
 from flax_amp._rewriter.recompute.stored import stored_p
@@ -101,7 +101,7 @@ def is_cheap(eqn: Eqn) -> bool:
     return _is_cheap(eqn.primitive.name, avals, eqn.params)
 
 
-def is_light(eqn: Eqn, own_rules: OwnRules) -> bool:
+def is_light(eqn: Eqn, user_rules: UserRules) -> bool:
     """Whether an equation may stand in a region (see `regions.py`).
 
     It may not if it has a costly body of its own, if `jax.checkpoint` cannot store one
@@ -109,7 +109,7 @@ def is_light(eqn: Eqn, own_rules: OwnRules) -> bool:
     region: it is traced when the region is over.
     """
     name = eqn.primitive.name
-    if eqn.effects or name in _STRUCTURED or eqn in own_rules:
+    if eqn.effects or name in _STRUCTURED or eqn in user_rules:
         return False
     if not all(_can_be_stored(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return False
@@ -117,7 +117,7 @@ def is_light(eqn: Eqn, own_rules: OwnRules) -> bool:
         return True
     inner = _body(eqn)
     return all(
-        is_light(e, own_rules) and e.primitive.name not in LOW_OPS for e in inner
+        is_light(e, user_rules) and e.primitive.name not in LOW_OPS for e in inner
     )
 
 
