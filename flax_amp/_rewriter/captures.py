@@ -1,7 +1,7 @@
-"""What the rules of custom derivatives close over, and whose they are.
+"""What the rules of custom derivatives close over, and which of them users wrote.
 
-JAX traces the rule of a `custom_vjp`, `custom_jvp` or `custom_vmap` when somebody asks
-for it. By then the trace of the function around it is over, and what the rule closes
+JAX traces the rule of a `custom_vjp`, `custom_jvp` or `custom_vmap` when it is
+needed. By then the trace of the function around it is over, and what the rule closes
 over is a dead tracer. The tracer still names its variable. In
 
     h = x @ w
@@ -47,15 +47,15 @@ _OPAQUE = (
 
 def captured_by(eqn: Eqn) -> tuple[Var, ...]:
     """Returns the variables that the rules of an equation close over."""
-    variables = map(_compat.variable_of, _behind(_rules(eqn)))
+    variables = map(_compat.variable_of, _reachable(_rules(eqn)))
     return tuple(dict.fromkeys(v for v in variables if v is not None))
 
 
-class UserRules:
-    """The equations whose rules may be functions that JAX does not define.
+class HasUserRule:
+    """Tells whether a rule of an equation may be a function that JAX does not define.
 
-    These may read and change anything while they are traced, such as the counter that
-    they fold into a key, so they are traced for each call. The rules of JAX, such as
+    Such a rule may read and change anything while it is traced, such as the counter
+    that it folds into a key, so it is traced for each call. The rules of JAX, such as
     that of relu, give the same result whenever they are traced.
 
     An object of this class serves one program: it searches each rule once, and holds
@@ -65,12 +65,12 @@ class UserRules:
     def __init__(self) -> None:
         self._searched: dict[int, tuple[Any, bool]] = {}
 
-    def __contains__(self, eqn: Eqn) -> bool:
-        return any(map(self._is_users, _rules(eqn)))
+    def __call__(self, eqn: Eqn) -> bool:
+        return any(map(self._is_of_user, _rules(eqn)))
 
-    def _is_users(self, rule: Any) -> bool:
+    def _is_of_user(self, rule: Any) -> bool:
         if id(rule) not in self._searched:
-            self._searched[id(rule)] = rule, _leads_to_user_code(rule)
+            self._searched[id(rule)] = rule, _reaches_user_code(rule)
         return self._searched[id(rule)][1]
 
 
@@ -78,21 +78,21 @@ def _rules(eqn: Eqn) -> list[Any]:
     return [eqn.params[name] for name in _RULES if name in eqn.params]
 
 
-def _leads_to_user_code(rule: Any) -> bool:
+def _reaches_user_code(rule: Any) -> bool:
     found = 0
-    for item in _behind([rule]):
+    for item in _reachable([rule]):
         found += 1
-        if _may_be_user_code(item):
+        if _may_be_of_user(item):
             return True
     return found == _LIMIT  # more may lie behind
 
 
-def _may_be_user_code(item: Any) -> bool:
+def _may_be_of_user(item: Any) -> bool:
     if isinstance(item, types.FunctionType):
         module = str(item.__globals__.get("__name__"))
     else:
         module = type(item).__module__
-    # A method and a partial consist of parts that `_behind` yields, too.
+    # A method and a partial consist of parts that `_reachable` yields, too.
     is_known = module.partition(".")[0] in ("jax", "jaxlib", "functools")
     return callable(item) and not (is_known or isinstance(item, types.MethodType))
 
@@ -148,7 +148,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
             remaining += jaxprs_in_params(eqn.params)
 
 
-def _behind(objects: Sequence[Any]) -> Iterator[Any]:
+def _reachable(objects: Sequence[Any]) -> Iterator[Any]:
     """Yields some objects and those that are reachable from them, the nearest first."""
     seen: set[int] = set()
     remaining = deque(objects)

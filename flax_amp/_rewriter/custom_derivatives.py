@@ -182,10 +182,10 @@ class CustomCall:
         closed = with_captured(made, self.emitter.captured)
         if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
-        # The rule computes its results, and the derivatives of these, in the precision
-        # in which the function does. What it computes besides may be multiplied by the
-        # cotangent of a statistic, which is as large as 1 / p after a `log(p)`: where
-        # it has the shape of one, a softmax in it must not be rounded to zero.
+        # The results and their derivatives have the precision of the function. Its
+        # residuals may be multiplied by the cotangent of a statistic, which is as large
+        # as 1 / p after a `log(p)`. So a softmax among them is not rounded if it has
+        # the shape of a statistic.
         first = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
         results = zip(self.eqn.outvars, self.plan.outs, strict=True)
         shapes_of_statistics = {
@@ -195,7 +195,7 @@ class CustomCall:
         read_inside = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
 
         def use_of_residual(v: Atom) -> Use:
-            # What the function itself reads is kept as it is read.
+            # What the function itself reads is kept in the precision that it reads.
             is_read = bool(read_inside.intersection(variables([v])))
             may_meet = is_painted(v.aval) and v.aval.shape in shapes_of_statistics
             use = Use.NONE if is_read else Use.LOW
@@ -259,8 +259,8 @@ class CustomRule(SingleBodyRule):
         own = {v: known[v] for v in captured_by(eqn) if v in known} if known else {}
         emitter = dataclasses.replace(emitter, captured=own)
         # A network calls the same activation of JAX again and again.
-        is_users = eqn in emitter.user_rules
-        rules = {} if is_users else emitter.shared_rules(eqn, step)
+        is_shared = not emitter.painter.has_user_rule(eqn)
+        rules = emitter.shared_rules(eqn, step) if is_shared else {}
         plan, context = step.detail
         return CustomCall(emitter, eqn, plan, context, rules)
 
@@ -386,8 +386,8 @@ class _VjpRule:
 
         def forward(*xs: Array) -> tuple[Arrays, Arrays]:
             original = self._recording(call.original(xs, mask))
-            # JAX calls the rule although all its cotangents are zero, unless those of
-            # the whole function are. One more result has a cotangent that never is.
+            # JAX calls a rule whose cotangents are all zero, unless those of the whole
+            # function are zero, too. So it gets a result whose cotangent never is.
             (*outs, _), vjp = jax.vjp(
                 lambda one, *chosen: (*original(*chosen), one),
                 np.float32(1),

@@ -21,7 +21,6 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
-from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
@@ -55,7 +54,8 @@ class Emitter:
       painter: plans the rules of custom derivatives, which are known only while
         emitting, and holds the rules of structured primitives.
       recompute: how much the backward pass computes again.
-      wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`).
+      wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`),
+        and tables of embeddings theirs without a rounding (`lookup.py`).
       merge_layers: whether equal layers become calls of one function.
     """
 
@@ -65,7 +65,6 @@ class Emitter:
     merge_layers: bool = True
     # What `cached` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    user_rules: UserRules = dataclasses.field(default_factory=UserRules)
     # The arrays that rules of custom derivatives close over (`captures.py`).
     captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
     # Of the place of the call. JAX traces nested rules where this cannot be seen.
@@ -94,7 +93,7 @@ class Emitter:
         It is one dictionary for all equal equations: each rule is traced and planned
         once.
         """
-        ids = self.cache.setdefault("ids", EquationIds(self.user_rules))
+        ids = self.cache.setdefault("ids", EquationIds(self.painter.has_user_rule))
         key = "rules", ids.id_of_rules(eqn, step), self.recompute
         return self.cache.setdefault(key, {})
 
@@ -141,9 +140,9 @@ class Emitter:
         """Returns the plan with calls for its repeated layers, and its regions."""
         # What rules close over must not be inside of a call, out of their sight.
         if self.merge_layers and not (plan.exports or self.captured):
-            plan = outline(plan, self.user_rules)
+            plan = outline(plan, self.painter.has_user_rule)
         regions = group_into_regions(
-            plan, self.recompute, self.compute_dtype, self.user_rules
+            plan, self.recompute, self.compute_dtype, self.painter.has_user_rule
         )
         return plan, regions
 

@@ -3,15 +3,16 @@
 The gradient of such a table is a scatter into zeros, in float32 and as large as the
 table. Nothing makes the zeros wait: XLA puts them before the backward pass, of which
 the gradient of an embedding is the last. Here, on a GPU, a barrier ties them to what is
-added. Where the table is read a second time there must be none: XLA adds to that
-gradient.
+added. There is none where another equation reads the table, too: XLA then adds this
+gradient to the other one, and needs no zeros.
 
-Where a batch reads few rows of a table, and all readers round them, only the sums of
-these rows are in float32. The gradient of the table is then in the compute dtype, as
-the gradients of the weights of products are.
+Where a batch has few lookups for the size of the table, and all readers round the rows,
+only the sums of these rows are in float32. The gradient of the table is then rounded to
+the compute dtype, as the gradients of the weights of products are.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from flax_amp._compat import Array, Arrays, Aval, DType
 
 lookup_p = Primitive("flax_amp_lookup")
-# For each column, a lookup takes 8 bytes (its cotangent and a sum in float32), and each
-# row of the table spares 2.
-_BYTES_RATIO = 4
+_LARGEST = 2**31 - 1  # of an int32
 
 
 def _gather(table: Array, indices: Array, *, dtype: DType | None, **params: Any) -> Any:
@@ -44,7 +43,8 @@ def _transpose(
     if isinstance(g, ad.Zero):
         return [ad.Zero(table.aval), None]
     barrier = jax.lax.optimization_barrier
-    # At the number: what only reads constants may run before a barrier that it meets.
+    # The barrier takes the number, not the zeros: XLA may run what reads only constants
+    # before a barrier.
     zero, g = jax.lax.platform_dependent(
         jax.lax.full_like(g, 0, shape=()),
         g,
@@ -52,11 +52,13 @@ def _transpose(
         rocm=lambda *arrays: barrier(arrays),
         default=lambda *arrays: arrays,
     )
+    dims = params["dimension_numbers"]
     if dtype is not None and _reads_few_rows(table.aval, indices, params):
-        return [_few_rows(zero, table.aval, indices, g, dtype, params), None]
+        last = range(1 - len(table.aval.shape), 0)
+        terms = jnp.moveaxis(g, dims.offset_dims, last)
+        return [_sum_of_rows(zero.astype(dtype), table.aval, indices, terms), None]
     sharding = table.aval.sharding
     zeros = jax.lax.broadcast_in_dim(zero, table.aval.shape, (), out_sharding=sharding)
-    dims = params["dimension_numbers"]
     scatter_dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=dims.offset_dims,
         inserted_window_dims=dims.collapsed_slice_dims,
@@ -70,42 +72,48 @@ def _transpose(
 
 
 def _reads_few_rows(table: Aval, indices: Array, params: dict[str, Any]) -> bool:
-    """Whether a gather takes whole rows of a table, and few of them."""
+    """Whether a gather takes whole rows, and few for the size of the table."""
     dims, mode = params["dimension_numbers"], params["mode"]
-    rows = table.shape[0]
     return (
         dims.start_index_map == dims.collapsed_slice_dims == (0,)
+        and not dims.operand_batching_dims
         and params["slice_sizes"] == (1, *table.shape[1:])
         and mode != jax.lax.GatherScatterMode.CLIP  # which moves lookups to other rows
         and indices.dtype.itemsize >= 4  # it can hold the number of rows
         and jax.sharding.AxisType.Explicit not in table.sharding.mesh.axis_types
-        and all(isinstance(n, int) for n in (rows, *indices.shape))  # `jax.export`
-        and _BYTES_RATIO * indices.size <= rows <= jnp.iinfo(jnp.int32).max // 2
+        and all(isinstance(n, int) for n in (*table.shape, *indices.shape))  # `export`
+        and _spares_memory(*table.shape, lookups=indices.size)
     )
 
 
-def _few_rows(
-    zero: Array,
-    table: Aval,
-    indices: Array,
-    g: Array,
-    dtype: DType,
-    params: dict[str, Any],
-) -> Array:
+def _spares_memory(rows: int, *row_shape: int, lookups: int) -> bool:
+    """Whether float32 sums of the rows read take less than they spare."""
+    width = math.prod(row_shape)
+    spared = 2 * rows * width  # bytes, of a table in half precision
+    of_lookups = 2 * 4 * lookups * width  # a cotangent and a sum each, in float32
+    return of_lookups + 4 * rows <= spared and rows + lookups <= _LARGEST
+
+
+def _sum_of_rows(zero: Array, table: Aval, indices: Array, terms: Array) -> Array:
     """Returns the gradient of a table: float32 sums of the rows read, rounded once.
 
-    The sum of a row has the place of one of its lookups, whichever is the last to be
-    written. The others have none, and their indices are out of bounds:
+    All lookups of a row share one place in `sums`: the number of whichever of them is
+    written last. Only that lookup writes the sum to the table. The others get an index
+    out of bounds, which is dropped:
 
         indices   7   2   7            of a table with 9 rows
-        place     2   1   2            which is read from a column of 9 numbers
-        sums      -   b   a + c        of cotangents a, b and c
-        row       9   2   7            where they go: 9 is dropped
+        place     2   1   2            from `places`, which has a number for each row
+        sums      -   b   a + c        of the cotangents (`terms`) a, b and c
+        row       9   2   7            where they are written
+
+    Args:
+      zero: in the dtype that the gradient is rounded to.
+      table: the type of the table.
+      indices: the rows, of shape `(..., 1)`.
+      terms: the cotangents of the rows, of shape `(..., *table.shape[1:])`.
     """
     rows, *row_shape = table.shape
     count = indices.size
-    last = range(-len(row_shape), 0)
-    terms = jnp.moveaxis(g, params["dimension_numbers"].offset_dims, last)
     terms = terms.reshape(count, *row_shape).astype(table.dtype)
     row = indices.reshape(count)
     row = jnp.where((row >= 0) & (row < rows), row.astype(jnp.int32), rows)
@@ -114,9 +122,9 @@ def _few_rows(
     place = places.at[row].get(mode="fill", fill_value=count)
     sums = jnp.zeros_like(terms).at[place].add(terms, mode="drop")
     row = jnp.where(place == number, row, rows + number)
-    zeros = jnp.broadcast_to(zero.astype(dtype), table.shape)
+    zeros = jnp.broadcast_to(zero, table.shape)
     options: Any = dict(mode="drop", unique_indices=True)
-    return zeros.at[row].set(sums.astype(dtype), **options).astype(table.dtype)
+    return zeros.at[row].set(sums.astype(zero.dtype), **options).astype(table.dtype)
 
 
 def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:

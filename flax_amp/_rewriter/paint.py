@@ -33,8 +33,8 @@ value is read (`uses.py`). A follow equation whose result is read in full precis
 runs in float32, too: the `x - max` of a softmax, the loss behind the logits. A value
 that a norm reads is no such case: the norm takes its statistics in float32 anyway, and
 otherwise the whole residual stream of an unrolled network would turn float32, layer by
-layer from the end. If a value has another reader than low ones, a second forward pass
-paints again what this changes.
+layer from the end. If a value has readers other than low ones, or none that is known, a
+second forward pass paints again what this changes.
 
 Structured primitives (scan, jit, custom derivatives, ...) have rules of their own in
 `rules.py`, which are handed to the `Painter`.
@@ -50,6 +50,7 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
+from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.heuristics import (
     constant_survives_cast,
     is_exact,
@@ -111,7 +112,7 @@ from flax_amp.policy import (
 
 # These take a statistic of their operand: their result can be applied to it.
 _STATISTICS = frozenset((*ACCUMULATION_OPS, *SQUARES))
-# Functions with limits, near which half precision has few digits.
+# Bounded functions: near their limits, half precision has few digits.
 _BOUNDED = ("logistic", "tanh", "erf", "erfc")
 
 # Data movement whose result has no element that its operand does not have. A gather
@@ -148,6 +149,7 @@ class Painter:
         # were searched for them, by id.
         self._states: set[Var] = set()
         self._searched: dict[int, Jaxpr] = {}
+        self.has_user_rule = HasUserRule()
 
     def plan(
         self,
@@ -412,6 +414,8 @@ class Painter:
             return self._paint_follow(eqn, ins, uses)
         if eqn.primitive.name != "gather" or not operands[0].read_once:
             return Step(Mode.KEEP, outs, KEEPS_DTYPE, use=None)
+        # Where all readers round the rows, the gradient may be rounded, too. Who reads
+        # a result of the program (`Use.NONE`) is not known.
         dtype = self.compute_dtype if uses == (Use.LOW,) else None
         return Step(Mode.LOOKUP, outs, KEEPS_DTYPE, use=None, detail=dtype)
 

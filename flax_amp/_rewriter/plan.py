@@ -188,7 +188,8 @@ class Step:
       reason: the deciding rule.
       use: how it reads its operands; `None` means as the results are read.
       uses: of a structured primitive: how it reads each operand.
-      detail: what the mode needs: the user's decision, or the plans of sub-jaxprs.
+      detail: what the mode needs: the user's decision, the plans of sub-jaxprs, or the
+        dtype to which the gradient of a lookup may be rounded.
     """
 
     mode: Mode

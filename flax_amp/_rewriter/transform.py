@@ -89,7 +89,8 @@ def amp(
       reduce_dtype: the dtype in which a sharded `jit` adds up the gradients of weights
         over devices. `None`: `compute_dtype`, as with hand-set dtypes. `jnp.float32`:
         the gradients leave their matrix product in float32, for twice the traffic, one
-        rounding less, and no forward-mode derivatives.
+        rounding less, and no forward-mode derivatives. Nor are the gradients of tables
+        of embeddings rounded.
       merge_layers: whether equal layers of an unrolled network become calls of one
         function, which JAX then differentiates and lowers only once. With `False` each
         layer stays by itself, which takes longer to trace.

@@ -74,19 +74,19 @@ def find_uses(
     """
     uses: dict[Var, Use] = {}
 
-    def of(atom: Atom) -> Use:
+    def use_of(atom: Atom) -> Use:
         return Use.NONE if isinstance(atom, Literal) else uses.get(atom, Use.NONE)
 
     def read(atoms: Sequence[Atom], atom_uses: Iterable[Use]) -> None:
         for atom, use in zip(atoms, atom_uses, strict=True):
             if not isinstance(atom, Literal):
-                uses[atom] = of(atom) | use
+                uses[atom] = use_of(atom) | use
 
-    def in_norm(atom: Atom, use: Use) -> Use:
-        # `x - mean(x)` reads the mean in float32. Unlike `log(mean(x))`, it asks for no
-        # more digits of `x`.
-        is_norm = Use.MEASURE in use and Use.APPLY in of(atom)
-        return Use.MEASURE if is_norm else use
+    def without_norm(atom: Atom, use: Use) -> Use:
+        # `x - mean(x)` reads the mean in float32, which asks for no more digits of `x`.
+        # A `log(mean(x))` beside a norm of `x` is taken for a part of it.
+        is_applied = Use.MEASURE in use and Use.APPLY in use_of(atom)
+        return Use.MEASURE if is_applied else use
 
     read(jaxpr.outvars, out_uses)
     for eqn, step, ins in zip(
@@ -95,7 +95,7 @@ def find_uses(
         reversed(forward.operands),
         strict=True,
     ):
-        results = tuple(map(of, eqn.outvars))
+        results = tuple(map(use_of, eqn.outvars))
         if step.mode is Mode.RULE:
             if not are_low(results):
                 # The first forward pass painted the inside for low readers. For
@@ -104,7 +104,7 @@ def find_uses(
             read(eqn.invars, step.uses)
         else:
             reads = _operand_uses(eqn, step, ins, results)
-            read(eqn.invars, map(in_norm, eqn.invars, reads))
+            read(eqn.invars, map(without_norm, eqn.invars, reads))
     return uses
 
 
@@ -133,6 +133,6 @@ def through_loop(uses: Iterable[Use]) -> Uses:
 
     A loop stacks what passes its border, so a demand for float32 ends there: each
     reader counts as a low one, too. Beside `LOW`, `FULL` keeps two things in float32:
-    the numerator of a softmax, and functions with limits, such as a sigmoid.
+    the numerator of a softmax, and bounded functions such as a sigmoid.
     """
     return tuple(Use.LOW | (use & Use.FULL) for use in uses)

@@ -19,7 +19,6 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn
-from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
@@ -76,13 +75,12 @@ class Walk:
     merge_layers: bool
     visits: list[Visit] = dataclasses.field(default_factory=list)
     _outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
-    _user_rules: UserRules = dataclasses.field(default_factory=UserRules)
 
     def plan(self, plan: Plan, place: Place) -> None:
         """Walks a plan and all that it calls."""
         if self.merge_layers:  # as `emit.py` does
             if plan not in self._outlined:
-                self._outlined[plan] = outline(plan, self._user_rules)
+                self._outlined[plan] = outline(plan, self.painter.has_user_rule)
             plan = self._outlined[plan]
         values = plan.values()
         for eqn, step in plan.pairs():

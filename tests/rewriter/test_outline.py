@@ -46,7 +46,7 @@ def assert_changes_nothing(fn, *args, transform=jax.value_and_grad, lower=bfloat
     """Asserts that values and gradients are those without calls, bit for bit."""
     outlined = exact_jit(transform(lower(fn)))(*args)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emit, "outline", lambda plan, user_rules: plan)
+        patch.setattr(emit, "outline", lambda plan, has_user_rule: plan)
         assert not calls(lower(fn), *args)
         plain = exact_jit(transform(lower(fn)))(*args)
     assert_identical(outlined, plain)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from test_softmax_losses import CLASSES, SIZE, SMOOTH, TARGET, with_rule
 
+from _softmaxes import CLASSES, SIZE, SMOOTH, TARGET, with_rule
 from flax_amp import amp
 from helpers import assert_close, both_halves, equations, jit
 

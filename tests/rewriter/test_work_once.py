@@ -23,13 +23,13 @@ def gradient(fn):
 
 
 def test_each_rule_is_searched_once(monkeypatch):
-    searched, search = [], captures._leads_to_user_code
+    searched, search = [], captures._reaches_user_code
 
     def record(rule):
         searched.append(rule)
         return search(rule)
 
-    monkeypatch.setattr(captures, "_leads_to_user_code", record)
+    monkeypatch.setattr(captures, "_reaches_user_code", record)
     gradient(relus)
     assert len(searched) == len({id(rule) for rule in searched})
     assert len(searched) == 6  # five calls, and those in the rules

@@ -29,7 +29,6 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
-from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.plan import Mode, Plan, Step, Value, value_of
 
 Key = Hashable  # equal for equal parts
@@ -97,11 +96,11 @@ class EquationIds:
     Keys are numbered, so that the key of a whole stays small.
 
     Args:
-      user_rules: the equations with rules of users, each of which equals only itself.
+      has_user_rule: tells equations with a rule of a user, which equal only themselves.
     """
 
-    def __init__(self, user_rules: UserRules) -> None:
-        self._user_rules = user_rules
+    def __init__(self, has_user_rule: Callable[[Eqn], bool]) -> None:
+        self._has_user_rule = has_user_rule
         self._numbers: dict[Key, int] = {}
         # Objects with their numbers, by `id`, which is unique while this holds them.
         self._numbered: dict[int, tuple[Any, Key]] = {}
@@ -155,7 +154,7 @@ class EquationIds:
         """
         # An effect happens as often as it stands in the program, and in its order; so
         # does what the rules of a user do while they are traced.
-        if eqn.effects or eqn in self._user_rules:
+        if eqn.effects or self._has_user_rule(eqn):
             return _Identity(eqn)
         return (
             _Identity(eqn.primitive),

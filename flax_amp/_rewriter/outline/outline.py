@@ -13,13 +13,12 @@ optimizes, so the compiled program is the same.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax.extend.core import Literal, Primitive, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.outline.equality import bits, map_plans
 from flax_amp._rewriter.outline.repeats import (
     Key,
@@ -44,7 +43,7 @@ repeat_p = Primitive("flax_amp_repeat")
 repeat_p.multiple_results = True
 
 
-def outline(plan: Plan, user_rules: UserRules) -> Plan:
+def outline(plan: Plan, has_user_rule: Callable[[Eqn], bool]) -> Plan:
     """Returns the plan with calls in place of repeated layers.
 
     It computes the same. The calls have the primitive `repeat_p`, and the `detail` of
@@ -53,11 +52,11 @@ def outline(plan: Plan, user_rules: UserRules) -> Plan:
 
     Args:
       plan: the plan.
-      user_rules: the equations with rules of users, which no calls replace.
+      has_user_rule: tells equations with a rule of a user, which no call replaces.
     """
     if plan.body_kind not in (BodyKind.STRAIGHT, BodyKind.REPEATED_LAYER):
         return plan
-    program = Program(plan, user_rules)
+    program = Program(plan, has_user_rule)
     # Between the runs, the equations stay as they are.
     eqns: list[Eqn] = []
     steps: list[Step] = []

@@ -15,14 +15,13 @@ scopes below a prefix of their own (`Model/layers_0`, `Model/layers_1`).
 import functools
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
-from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.outline.equality import EquationIds, plans_in
 from flax_amp._rewriter.plan import Plan, Step, variables
@@ -89,14 +88,14 @@ class Program:
         plan counts as read after the last equation.
     """
 
-    def __init__(self, plan: Plan, user_rules: UserRules):
+    def __init__(self, plan: Plan, has_user_rule: Callable[[Eqn], bool]):
         self.values = plan.values()
         first = moves_of_inputs(plan, self.values)
         order = [*first, *(i for i in range(len(plan.steps)) if i not in first)]
         self.eqns = [plan.jaxpr.eqns[i] for i in order]
         self.steps = [plan.steps[i] for i in order]
         pairs = list(zip(self.eqns, self.steps, strict=True))
-        self.ids = self._ids(pairs, EquationIds(user_rules))
+        self.ids = self._ids(pairs, EquationIds(has_user_rule))
         self.weights = [_weight(eqn, step) for eqn, step in pairs]
         self.readers: dict[Var, list[int]] = defaultdict(list)
         for i, eqn in enumerate(self.eqns):

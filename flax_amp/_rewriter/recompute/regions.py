@@ -1,8 +1,8 @@
 """Groups the equations of a plan into the regions that are recomputed together.
 
 A region is emitted under `jax.checkpoint`, and `residuals.py` chooses what the backward
-pass stores of it. Equations with a costly body of their own (a loop, a jitted block, a
-user's checkpoint, a custom derivative) stand between regions. In
+pass stores of it. Equations with a costly body of their own (a loop, a jitted product,
+a user's checkpoint or custom derivative) stand between regions. In
 
     a = add x b;  c = custom_vjp_call a;  d = mul c x;  e = tanh b
 
@@ -12,11 +12,10 @@ user's checkpoint, a custom derivative) stand between regions. In
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
-from flax_amp._compat import Array, DType, Var
-from flax_amp._rewriter.captures import UserRules
+from flax_amp._compat import Array, DType, Eqn, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.plan import BodyKind, Mode, Paint, Plan, has_paint, variables
 from flax_amp._rewriter.recompute.residuals import (
@@ -45,9 +44,8 @@ _BARRIERS = {
     BodyKind.REPEATED_LAYER: ON_GPU_AND_TPU,
 }
 
-# How much the backward pass computes again instead of storing it. "auto" is what pays
-# on every backend: inside loops all that is cheap, in straight code what fuses, and
-# that where there are barriers.
+# How much the backward pass computes again instead of storing it. "auto" recomputes all
+# that is cheap inside loops and, in straight code, what fuses where there are barriers.
 Recompute = Literal["auto", "always", "never"]
 
 
@@ -71,9 +69,9 @@ class Region:
     Attributes:
       indices: their indices in the plan.
       ins: the variables that they read.
-      outs: the variables that others read of them.
-      stored: the variables that the backward pass stores, and the `LowCopy` of those of
-        which it stores the copy that matrix products read.
+      outs: those of their results that other equations read.
+      stored: what the backward pass stores: variables, or the `LowCopy` of one if it
+        stores the copy that matrix products read.
       operands: those that only matrix products read, and that have no barriers: nothing
         is computed again from them, and a barrier keeps XLA from sharing what it makes
         of one, such as the padded operand of a convolution, between the passes.
@@ -105,7 +103,10 @@ class Region:
 
 
 def group_into_regions(
-    plan: Plan, recompute: Recompute, compute_dtype: DType, user_rules: UserRules
+    plan: Plan,
+    recompute: Recompute,
+    compute_dtype: DType,
+    has_user_rule: Callable[[Eqn], bool],
 ) -> list[Region | int]:
     """Returns the regions and the indices of all other equations, in order."""
     if (
@@ -114,7 +115,7 @@ def group_into_regions(
         or not _sizes_are_known(plan)
     ):
         return list(range(len(plan.steps)))
-    return _Grouping(plan, recompute, compute_dtype, user_rules).order()
+    return _Grouping(plan, recompute, compute_dtype, has_user_rule).order()
 
 
 def _sizes_are_known(plan: Plan) -> bool:
@@ -129,7 +130,7 @@ def _sizes_are_known(plan: Plan) -> bool:
 
 
 def _levels(
-    plan: Plan, moves: Collection[int], user_rules: UserRules
+    plan: Plan, moves: Collection[int], has_user_rule: Callable[[Eqn], bool]
 ) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Sorts light and heavy equations by level.
 
@@ -152,7 +153,7 @@ def _levels(
         if i in moves:
             continue
         level = max((level_of[v] for v in variables(eqn.invars)), default=0)
-        if is_light(eqn, user_rules):
+        if is_light(eqn, has_user_rule):
             light[level].append(i)
         else:
             if eqn.effects:
@@ -196,10 +197,10 @@ class _Grouping:
         plan: Plan,
         recompute: Recompute,
         compute_dtype: DType,
-        user_rules: UserRules,
+        has_user_rule: Callable[[Eqn], bool],
     ):
         self._plan = plan
-        self._user_rules = user_rules
+        self._has_user_rule = has_user_rule
         self._compute_dtype = compute_dtype
         self._values = plan.values()
         self._read_by_others = _read_by_others(plan)
@@ -213,7 +214,7 @@ class _Grouping:
         """Returns the regions and the indices of all other equations, in order."""
         plan = self._plan
         moves = moves_of_inputs(plan, self._values)
-        light, heavy = _levels(plan, moves, self._user_rules)
+        light, heavy = _levels(plan, moves, self._has_user_rule)
         readers = _readers(plan, light)
         order: list[Region | int] = [*moves]
         levels = sorted({*light, *heavy})

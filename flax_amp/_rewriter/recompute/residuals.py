@@ -24,7 +24,7 @@ AOTAutograd", 2022), here with precisions.
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Aval, DType, Eqn, Var
-from flax_amp._rewriter.captures import UserRules
 from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
 from flax_amp._rewriter.recompute.mincut import min_cut
 from flax_amp._rewriter.recompute.stored import stored_p
@@ -101,7 +100,7 @@ def is_cheap(eqn: Eqn) -> bool:
     return _is_cheap(eqn.primitive.name, avals, eqn.params)
 
 
-def is_light(eqn: Eqn, user_rules: UserRules) -> bool:
+def is_light(eqn: Eqn, has_user_rule: Callable[[Eqn], bool]) -> bool:
     """Whether an equation may stand in a region (see `regions.py`).
 
     It may not if it has a costly body of its own, if `jax.checkpoint` cannot store one
@@ -109,7 +108,7 @@ def is_light(eqn: Eqn, user_rules: UserRules) -> bool:
     region: it is traced when the region is over.
     """
     name = eqn.primitive.name
-    if eqn.effects or name in _STRUCTURED or eqn in user_rules:
+    if eqn.effects or name in _STRUCTURED or has_user_rule(eqn):
         return False
     if not all(_can_be_stored(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return False
@@ -117,7 +116,7 @@ def is_light(eqn: Eqn, user_rules: UserRules) -> bool:
         return True
     inner = _body(eqn)
     return all(
-        is_light(e, user_rules) and e.primitive.name not in LOW_OPS for e in inner
+        is_light(e, has_user_rule) and e.primitive.name not in LOW_OPS for e in inner
     )
 
 
