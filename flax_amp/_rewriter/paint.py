@@ -381,9 +381,9 @@ class Painter:
             reason = Reason("chooses among low-precision values")
             return Step(Mode.LOW, outs, reason, use=None)
         asked = union(uses)
-        # Half precision has few digits near the limits: `sigmoid(7)` is 1 in bfloat16,
-        # and `log(1 - p)` infinite. As after `exp`, low readers round the result.
-        if eqn.primitive.name in _BOUNDED and Use.FULL in asked:
+        if eqn.primitive.name in _BOUNDED and asked.wants_digits:
+            # `sigmoid(7)` is 1 in bfloat16, and `log(1 - p)` infinite. As after `exp`,
+            # low readers round the result.
             reason = Reason("a consumer runs in full precision")
             return _full(eqn, FULL._replace(of_data=True), reason)
         has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)

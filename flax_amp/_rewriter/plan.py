@@ -113,6 +113,16 @@ class Use(enum.Flag):
         """
         return self is Use.MEASURE | Use.LOW
 
+    @property
+    def wants_digits(self) -> bool:
+        """Whether a bounded function should run in full precision for these readers.
+
+        It should for a float32 reader, and for one that applies a statistic of other
+        values, or a cotangent, to it: `ct * p * (1 - p)` in a backward pass. A norm,
+        which applies a statistic of the value itself, needs no more digits.
+        """
+        return Use.FULL in self or (Use.APPLY in self and Use.MEASURE not in self)
+
     def wants_full(self, has_float32: bool) -> bool:
         """Whether the equation that computes the value should run in full precision.
 

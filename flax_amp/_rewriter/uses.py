@@ -103,8 +103,10 @@ def find_uses(
                 step = paint(eqn, ins, results)
             read(eqn.invars, step.uses)
         else:
-            reads = _operand_uses(eqn, step, ins, results)
-            read(eqn.invars, map(without_norm, eqn.invars, reads))
+            reads: Iterable[Use] = _operand_uses(eqn, step, ins, results)
+            if step.use is Use.MEASURE:
+                reads = map(without_norm, eqn.invars, reads)
+            read(eqn.invars, reads)
     return uses
 
 
