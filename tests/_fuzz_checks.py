@@ -404,14 +404,15 @@ def check_leaks(case, options):
     a checkpoint, and also without one, as `amp` traces the function.
     """
     # To say what holds a tracer, JAX searches all objects that are not frozen. It took
-    # minutes in a process that had run many tests.
+    # minutes in a process that had run many tests. Where all that holds it is frozen,
+    # JAX raises an IndexError instead.
     gc.freeze()
     try:
         with jax.checking_leaks():
             case.trace(case.function)
             jax.make_jaxpr(case.function)(*case.args)
     except Exception as error:
-        assert "Leaked trace" in str(error)
+        assert "Leaked trace" in str(error) or isinstance(error, IndexError)
         return
     else:
         with jax.checking_leaks():

@@ -93,6 +93,11 @@ FOUND = {
         "grad",
         "leaks",
     ),
+    "a custom gradient in a vmap, which leaks tracers without amp": (
+        (In("vmap_weights", (In("custom_gradient", (Op("abs"),), 1),), 1),),
+        "forward",
+        "leaks",
+    ),
     "a custom gradient whose own jaxpr leaks tracers without amp": (
         (In("custom_gradient", (Op("abs"),), 1),),
         "grad",
