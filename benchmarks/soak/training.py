@@ -20,8 +20,9 @@ _WIDTH = 64
 class Net(nn.Module):
     """Dense, BatchNorm, dropout, a residual block with LayerNorm, dense.
 
-    What enters a dense layer, and what leaves it, can be perturbed: the gradient of a
-    perturbation tells how large the gradients inside of the network are.
+    What enters a dense layer or the block, and what leaves a dense layer, can be
+    perturbed: the gradient of a perturbation tells how large the gradients inside of
+    the network are.
     """
 
     @nn.compact
@@ -29,6 +30,8 @@ class Net(nn.Module):
         x = self._dense(_WIDTH, x)
         x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
         x = nn.Dropout(0.1, deterministic=False)(nn.relu(x))
+        # Where the gradients of the residual and of the LayerNorm meet.
+        x = self.perturb("block", x)
         y = self._dense(2 * _WIDTH, nn.LayerNorm()(x))
         y = self._dense(_WIDTH, nn.gelu(y))
         return self._dense(CLASSES, nn.LayerNorm()(x + y))
@@ -153,8 +156,8 @@ def _digest(tree: Any) -> Any:
 def plain_gradients(state: AmpTrainState, batch: Any) -> dict[str, Any]:
     """Judges the next step by float32 gradients of the unscaled loss, of JAX alone.
 
-    `largest` is the largest element of all that a product of the backward pass returns:
-    the gradients of the kernels, and those before and after each dense layer.
+    `largest` is the largest element of the gradients of the kernels, of those before
+    and after each dense layer, and of that before the residual block.
     """
     rngs = {
         name: jax.random.fold_in(key, state.step) for name, key in state.rngs.items()
