@@ -163,11 +163,11 @@ class Painter:
         Args:
           jaxpr: the original jaxpr.
           ins: the values of its inputs.
-          uses: how each result is read; by default in low precision.
+          uses: how each result is read; by default in low precision, or not known.
           context: where the jaxpr stands.
         """
         jaxpr_, consts = _compat.open_jaxpr(jaxpr)
-        uses = uses or (Use.LOW,) * len(jaxpr_.outvars)
+        uses = uses or (Use.LOW | Use.UNKNOWN,) * len(jaxpr_.outvars)
         key = (id(jaxpr), ins, uses, context)
         if key not in self._plans:
             self._find_states(jaxpr_)
@@ -414,8 +414,7 @@ class Painter:
             return self._paint_follow(eqn, ins, uses)
         if eqn.primitive.name != "gather" or not operands[0].read_once:
             return Step(Mode.KEEP, outs, KEEPS_DTYPE, use=None)
-        # Where all readers round the rows, the gradient may be rounded, too. Who reads
-        # a result of the program (`Use.NONE`) is not known.
+        # Where all readers round the rows, the gradient may be rounded, too.
         dtype = self.compute_dtype if uses == (Use.LOW,) else None
         return Step(Mode.LOOKUP, outs, KEEPS_DTYPE, use=None, detail=dtype)
 

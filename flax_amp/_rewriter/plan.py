@@ -102,6 +102,12 @@ class Use(enum.Flag):
     FULL = enum.auto()  # in float32
     MEASURE = enum.auto()  # in float32, for a statistic of it
     APPLY = enum.auto()  # in float32, to apply a statistic to it
+    UNKNOWN = enum.auto()  # outside of the program: as a result, which asks for nothing
+
+    @property
+    def known(self) -> "Use":
+        """The readers inside of the program."""
+        return self & ~Use.UNKNOWN
 
     @property
     def is_measured_and_rounded(self) -> bool:
@@ -111,7 +117,7 @@ class Use(enum.Flag):
         the quotient, which hands on how the product reads it. A logarithm would read it
         in float32: in float16, a probability below 3e-8 is zero.
         """
-        return self is Use.MEASURE | Use.LOW
+        return self.known is Use.MEASURE | Use.LOW
 
     @property
     def wants_digits(self) -> bool:
@@ -129,7 +135,7 @@ class Use(enum.Flag):
         Args:
           has_float32: whether a float32 operand would otherwise be cast down for it.
         """
-        if self is Use.NONE or Use.LOW in self:
+        if self.known is Use.NONE or Use.LOW in self:
             return False
         # The readers are a norm, which takes its statistics in float32 anyway. If this
         # asked for float32, the sum before the norm would run in it, then the sum
@@ -138,7 +144,7 @@ class Use(enum.Flag):
             return False
         # A statistic that is only applied comes from elsewhere, such as the running
         # averages of a BatchNorm. Only a float32 operand would lose digits by a cast.
-        return has_float32 or self is not Use.APPLY
+        return has_float32 or self.known is not Use.APPLY
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is

@@ -200,7 +200,7 @@ def plan_call(
     ins = like([v.aval for v in jaxpr.invars], leaf)
     # Results ask for no precision: a linear layer under `amp` equals the layer that
     # was written by hand in half precision.
-    uses = (Use.NONE,) * (len(jaxpr.outvars) + len(exports))
+    uses = (Use.UNKNOWN,) * (len(jaxpr.outvars) + len(exports))
     plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
     if compute_dtype != jnp.float32:
         warn_of_precision(plan)

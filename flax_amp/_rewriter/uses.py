@@ -135,6 +135,8 @@ def through_loop(uses: Iterable[Use]) -> Uses:
 
     A loop stacks what passes its border, so a demand for float32 ends there: each
     reader counts as a low one, too. Beside `LOW`, `FULL` keeps two things in float32:
-    the numerator of a softmax, and bounded functions such as a sigmoid.
+    the numerator of a softmax, and bounded functions such as a sigmoid. `UNKNOWN` asks
+    for nothing.
     """
-    return tuple(Use.LOW | (use & Use.FULL) for use in uses)
+    passing = Use.FULL | Use.UNKNOWN
+    return tuple(Use.LOW | (use & passing) for use in uses)

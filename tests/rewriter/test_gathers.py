@@ -367,15 +367,43 @@ def test_tables_whose_gradient_stays_float32(name):
     assert {str(eqn.outvars[0].aval.dtype) for eqn in made} == {"float32"}
 
 
-def test_results_are_not_rounded():
-    """Who reads what a function returns is not known."""
+def scanned(x):
+    return lax.scan(lambda c, x: (c, x.T), 0.0, x)[1]
+
+
+RETURNED = {  # what is made of rows
+    "rows": lambda x: x,
+    "transposed": jnp.transpose,
+    "product": lambda x: 3 * x,
+    "jit": jax.jit(jnp.transpose),
+    "scan": scanned,
+    "scan in jit": jax.jit(scanned),
+    "loop": lambda x: lax.fori_loop(0, 2, lambda _, x: x[::-1], x),
+    "cond": lambda x: lax.cond(x[0, 0, 0] > 9, jnp.copy, lambda x: x[::-1], x),
+    "checkpoint": jax.checkpoint(jnp.transpose),
+    "custom jvp": jax.nn.relu,
+    "vmap": jax.vmap(jax.jit(jnp.transpose)),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("is_read_low", [False, True])
+@pytest.mark.parametrize("name", RETURNED)
+def test_results_are_not_rounded(name, is_read_low, dtype):
+    """Who reads what a function returns is not known, whoever else reads it.
+
+    Here the loss outside is so small that float16 would lose the gradient.
+    """
 
     def fn(table):
-        return jnp.take(table, SIX, axis=0).reshape(-1)
+        rows = jnp.take(table, SIX, axis=0)
+        return RETURNED[name](rows), rows @ MIX if is_read_low else 0.0
 
-    low = amp(fn, compute_dtype=jnp.bfloat16)
-    grad = jax.grad(lambda t: jnp.sum(low(t) * 1001))
-    assert_identical(jit(grad)(LARGE), jax.grad(lambda t: jnp.sum(fn(t) * 1001))(LARGE))
+    def gradient(fn):
+        return jit(jax.grad(lambda t: 0.777e-9 * jnp.sum(fn(t)[0])))(LARGE)
+
+    found = gradient(amp(fn, compute_dtype=dtype))
+    assert relative_error(found, gradient(fn)) < 1e-6
 
 
 def test_wide_gradients_of_tables():

@@ -19,7 +19,7 @@ def plan_of(fn, *args, policy=flax_amp.default_amp_policy, dtype=jnp.float16):
     closed = jax.make_jaxpr(fn)(*args)
     painter = Painter(Policy(policy), dtype, RULES)
     ins = like([v.aval for v in closed.jaxpr.invars], LEAF)
-    return painter.plan(closed, ins, (Use.NONE,) * len(closed.jaxpr.outvars))
+    return painter.plan(closed, ins, (Use.UNKNOWN,) * len(closed.jaxpr.outvars))
 
 
 def steps_of(plan):
