@@ -24,6 +24,7 @@ from flax_amp._rewriter.recompute.residuals import (
     Residuals,
     choose,
     is_light,
+    read_by_summed_exponentials,
 )
 from flax_amp._rewriter.recompute.stored import (
     EVERYWHERE,
@@ -75,6 +76,7 @@ class Region:
       operands: those that only matrix products read, and that have no barriers: nothing
         is computed again from them, and a barrier keeps XLA from sharing what it makes
         of one, such as the padded operand of a convolution, between the passes.
+      rounded: those from which the forward pass goes on as they are stored.
       barriers: the platforms with barriers at what else is stored.
       barriers_until: from this index in the plan on there are none.
     """
@@ -84,6 +86,7 @@ class Region:
     outs: Sequence[Var]
     stored: frozenset[Node]
     operands: frozenset[Node]
+    rounded: frozenset[Node]
     barriers: Sequence[str]
     barriers_until: int
 
@@ -98,8 +101,8 @@ class Region:
         """
         if key not in self.stored:
             return x
-        has_none = key in self.operands
-        return mark_stored(x, NOWHERE if has_none else self.barriers_at(index))
+        barriers = NOWHERE if key in self.operands else self.barriers_at(index)
+        return mark_stored(x, barriers, is_rounded=key in self.rounded)
 
 
 def group_into_regions(
@@ -257,7 +260,10 @@ class _Grouping:
         end = _start_of_head(plan, indices) if has_head else len(plan.steps)
         stored = residuals.stored
         operands = frozenset(filter(self._is_operand, stored))
-        return Region(indices, ins, outs, stored, operands, self._barriers, end)
+        rounded = stored & read_by_summed_exponentials(eqns, outs)
+        return Region(
+            indices, ins, outs, stored, operands, rounded, self._barriers, end
+        )
 
     def _is_operand(self, node: Node) -> bool:
         """Whether only matrix products read what is stored, as it is stored."""

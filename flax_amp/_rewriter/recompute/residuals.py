@@ -64,6 +64,8 @@ _CHEAP = (
 _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
+# Functions that turn a small error of a large operand into a large one of the result.
+_EXPONENTIALS = frozenset("exp exp2 expm1 pow cumlogsumexp".split())
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -129,11 +131,11 @@ def _can_be_stored(aval: Aval) -> bool:
     return not _is_inexact(aval) or aval.dtype in _STORABLE
 
 
-def _has_function(eqn: Eqn) -> bool:
-    """Whether an equation is one of `_FUNCTIONS`, or a call of one."""
+def _has_any(functions: Collection[str], eqn: Eqn) -> bool:
+    """Whether an equation is one of some functions, or a call of one."""
     if eqn.primitive.name in _CALLS:
-        return any(map(_has_function, _body(eqn)))
-    return eqn.primitive.name in _FUNCTIONS
+        return any(_has_any(functions, inner) for inner in _body(eqn))
+    return eqn.primitive.name in functions
 
 
 def _body(eqn: Eqn) -> Sequence[Eqn]:
@@ -237,11 +239,43 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
     return {
         v
         for eqn in eqns
-        if is_cheap(eqn) and _has_function(eqn)
+        if is_cheap(eqn) and _has_any(_FUNCTIONS, eqn)
         for v in eqn.outvars
         # Inside of a call, such as silu, there is more than its result.
         if v not in stored or eqn.primitive.name in _CALLS
     }
+
+
+def read_by_summed_exponentials(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[Var]:
+    """Returns the values that sums of exponentials may be computed from.
+
+    The weights of a softmax add up to one only if the backward pass divides by the sum
+    of the same exponentials. In
+
+        x:bf16 = dot q k
+        e:f32 = exp x
+        s:f32 = reduce_sum e        stored
+        p:f32 = div e s
+
+    it computes `e` again from `x`, so `s` must not come from an `x` with more digits.
+
+    Args:
+      eqns: some equations, in order.
+      outs: those of their results that other equations read, which may sum them.
+    """
+    summed = set(outs)
+    found: set[Var] = set()
+    for eqn in reversed(eqns):
+        name, operands = eqn.primitive.name, list(variables(eqn.invars))
+        cheap = is_cheap(eqn)
+        if cheap and not found.isdisjoint(eqn.outvars):
+            found.update(operands)
+        is_sum = name in _REDUCTIONS or not (cheap or name in LOW_OPS)
+        if is_sum or (cheap and not summed.isdisjoint(eqn.outvars)):
+            summed.update(operands)
+            if _has_any(_EXPONENTIALS, eqn):
+                found.update(operands)
+    return found
 
 
 def _is_computed(node: Node, values: Mapping[Var, Value | None]) -> bool:

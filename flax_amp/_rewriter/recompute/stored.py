@@ -18,8 +18,9 @@ forward and a backward equation, and the backward one is lowered to a barrier.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 product. The backward pass would compute from other numbers than the forward pass: the
-weights of a softmax would not add up to one. So the forward pass goes on from the value
-as it is stored (`casts.rounded`), as under JAX's own `jax.checkpoint`.
+weights of a softmax would not add up to one. So where exponentials are summed, the
+forward pass goes on from the value as it is stored (`casts.rounded`), as under JAX's
+own `jax.checkpoint`. Elsewhere that would only keep XLA from fusing.
 """
 
 import functools
@@ -45,16 +46,22 @@ ON_GPU_AND_TPU = (*ON_GPU, "tpu")
 EVERYWHERE = ("cpu", *ON_GPU_AND_TPU)
 
 
-def mark_stored(x: Array, platforms: Sequence[str]) -> Array:
+def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool = False) -> Array:
     """Returns `x`, marked to be stored for the backward pass.
 
     Args:
       x: an array.
       platforms: the platforms on which a barrier stands between the stored value and
         what the backward pass computes from it.
+      is_rounded: whether the forward pass goes on from the value as it is stored.
     """
-    params = {"platforms": tuple(platforms), "copies": 1, "in_backward": False}
-    return stored_p.bind(x, **params)[0]
+    return stored_p.bind(
+        x,
+        platforms=tuple(platforms),
+        is_rounded=is_rounded,
+        copies=1,
+        in_backward=False,
+    )[0]
 
 
 def _identity(x: Array, *, copies: int, **_: Any) -> list[Array]:
@@ -104,11 +111,16 @@ def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
 
 def _lowering_for(platform: str) -> Any:
     def lower(
-        x: Array, *, copies: int, platforms: Sequence[str], in_backward: bool
+        x: Array,
+        *,
+        copies: int,
+        platforms: Sequence[str],
+        is_rounded: bool,
+        in_backward: bool,
     ) -> list[Array]:
         if in_backward and platform in platforms:
             x = lax.optimization_barrier(x)
-        elif not in_backward and copies > 1:  # one of them is stored
+        elif is_rounded and not in_backward and copies > 1:  # one of them is stored
             x = rounded(x)
         return [x] * copies
 
