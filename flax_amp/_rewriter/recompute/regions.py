@@ -24,7 +24,7 @@ from flax_amp._rewriter.recompute.residuals import (
     Residuals,
     choose,
     is_light,
-    read_by_summed_exponentials,
+    read_by_exponentials,
 )
 from flax_amp._rewriter.recompute.stored import (
     EVERYWHERE,
@@ -260,7 +260,7 @@ class _Grouping:
         end = _start_of_head(plan, indices) if has_head else len(plan.steps)
         stored = residuals.stored
         operands = frozenset(filter(self._is_operand, stored))
-        rounded = stored & read_by_summed_exponentials(eqns, outs)
+        rounded = stored & read_by_exponentials(eqns)
         return Region(
             indices, ins, outs, stored, operands, rounded, self._barriers, end
         )

@@ -246,35 +246,25 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
     }
 
 
-def read_by_summed_exponentials(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[Var]:
-    """Returns the values that sums of exponentials may be computed from.
+def read_by_exponentials(eqns: Sequence[Eqn]) -> set[Var]:
+    """Returns the values that exponentials are computed from.
 
-    The weights of a softmax add up to one only if the backward pass divides by the sum
-    of the same exponentials. In
+    The weights of a softmax add up to one only if all passes, and all parts of a pass,
+    take the exponentials of the same numbers. In
 
         x:bf16 = dot q k
         e:f32 = exp x
         s:f32 = reduce_sum e        stored
         p:f32 = div e s
 
-    it computes `e` again from `x`, so `s` must not come from an `x` with more digits.
-
-    Args:
-      eqns: some equations, in order.
-      outs: those of their results that other equations read, which may sum them.
+    the backward pass computes `e` again from the stored `x`, so `s` must not come from
+    an `x` with more digits.
     """
-    summed = set(outs)
     found: set[Var] = set()
     for eqn in reversed(eqns):
-        name, operands = eqn.primitive.name, list(variables(eqn.invars))
-        cheap = is_cheap(eqn)
-        if cheap and not found.isdisjoint(eqn.outvars):
-            found.update(operands)
-        is_sum = name in _REDUCTIONS or not (cheap or name in LOW_OPS)
-        if is_sum or (cheap and not summed.isdisjoint(eqn.outvars)):
-            summed.update(operands)
-            if _has_any(_EXPONENTIALS, eqn):
-                found.update(operands)
+        is_read = is_cheap(eqn) and not found.isdisjoint(eqn.outvars)
+        if is_read or _has_any(_EXPONENTIALS, eqn):
+            found.update(variables(eqn.invars))
     return found
 
 

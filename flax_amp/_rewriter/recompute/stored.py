@@ -18,9 +18,9 @@ forward and a backward equation, and the backward one is lowered to a barrier.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 product. The backward pass would compute from other numbers than the forward pass: the
-weights of a softmax would not add up to one. So where exponentials are summed, the
-forward pass goes on from the value as it is stored (`casts.rounded`), as under JAX's
-own `jax.checkpoint`. Elsewhere that would only keep XLA from fusing.
+weights of a softmax would not add up to one. So where exponentials read the value, the
+forward pass goes on from what is stored (`casts.rounded`), as under JAX's own
+`jax.checkpoint`. Elsewhere that would only keep XLA from fusing.
 """
 
 import functools
