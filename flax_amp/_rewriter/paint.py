@@ -390,6 +390,10 @@ class Painter:
         if asked.wants_full(has_float32):
             reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
+        if asked is Use.UNKNOWN and all(v.paint is not Paint.LOW for v in operands):
+            # Rounded, a sum of two normalized values would only be cast up again.
+            reason = Reason("a result, of full-precision operands")
+            return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")
         return Step(Mode.LOW, outs, reason, use=None)
 

@@ -93,6 +93,11 @@ def quantized(w, x):
     return jax.lax.dot_general(x, w.astype(jnp.int8), (((1,), (0,)), ((), ())))
 
 
+def two_ways(w, x):
+    logits = low(w, x)
+    return log_softmax(logits) + 2 * log_softmax(-logits)
+
+
 EQUATIONS = {  # name: (function, what is expected of all its equations of a primitive)
     # Low, full, follow, keep.
     "matmul": (lambda w, x: jnp.tanh(low(w, x)) @ w, dict(dot_general=LOW, tanh=LOW)),
@@ -114,6 +119,11 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
     # Where full precision ends.
     "a norm returns to the stream": (with_norm_and_scale, dict(mul=FULL, tanh=LOW)),
     "running averages": (batch_norm, dict(sub=FULL, tanh=LOW)),
+    "normalized values that are added and returned": (two_ways, dict(add=FULL)),
+    "the same before a product": (lambda w, x: two_ways(w, x) @ w, dict(add=LOW)),
+    "normalized values and others": (
+        lambda w, x: low(w, x) + log_softmax(low(w, x)), dict(add=LOW)
+    ),
     # Backward demand.
     "softmax": (
         lambda w, x: jax.nn.softmax(low(w, x)) @ w,
