@@ -4,6 +4,7 @@ The environment is set before JAX is imported, so this file imports it last. Tes
 that start processes of their own hand `os.environ` on and get the same machine.
 """
 
+import collections
 import gc
 import os
 import random
@@ -35,6 +36,34 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 absl.logging.set_verbosity("error")  # one save is 59 lines of Orbax's log otherwise
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--rows",
+        choices=("even", "odd"),
+        help="run every second case of each test; `.ci/run` shares them out so between "
+        "two versions of JAX",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after `-m`
+def pytest_collection_modifyitems(config, items):
+    """Leaves out every second case of each test if `--rows` is given."""
+    rows = config.getoption("--rows")
+    if rows is None:
+        return
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    left_out = {
+        case
+        for cases in tests.values()
+        if len(cases) > 1
+        for case in cases[rows == "even" :: 2]
+    }
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish():
