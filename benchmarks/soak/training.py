@@ -156,8 +156,9 @@ def _digest(tree: Any) -> Any:
 def plain_gradients(state: AmpTrainState, batch: Any) -> dict[str, Any]:
     """Judges the next step by float32 gradients of the unscaled loss, of JAX alone.
 
-    `largest` is the largest element of the gradients of the kernels, of those before
-    and after each dense layer, and of that before the residual block.
+    `rounded` is the largest element of the gradients that a step in float16 rounds:
+    those of the kernels, and those before and after each dense layer. `largest` is that
+    of these and of the gradient before the residual block, which it may round.
     """
     rngs = {
         name: jax.random.fold_in(key, state.step) for name, key in state.rngs.items()
@@ -174,9 +175,11 @@ def plain_gradients(state: AmpTrainState, batch: Any) -> dict[str, Any]:
         state.params, taps
     )
     finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((result, grads))]
-    sizes = [
-        jnp.max(jnp.abs(x))
-        for path, x in jax.tree_util.tree_leaves_with_path(grads)
-        if x.ndim == 2
-    ]
-    return {"finite": jnp.stack(finite).all(), "largest": jnp.stack(sizes).max()}
+    block = jnp.abs(grads[1].pop("block")).max()
+    sizes = [jnp.abs(x).max() for x in jax.tree.leaves(grads) if x.ndim == 2]
+    rounded = jnp.stack(sizes).max()
+    return {
+        "finite": jnp.stack(finite).all(),
+        "rounded": rounded,
+        "largest": jnp.maximum(rounded, block),
+    }

@@ -87,7 +87,7 @@ class Fake:
                 {
                     "n": self.number,
                     "metrics": metrics,
-                    "plain": {"finite": finite, "largest": 0.1},
+                    "plain": {"finite": finite, "rounded": 0.1, "largest": 0.1},
                     "step": self.number + 1,
                     "scale": self.rule.scale,
                     "count": self.rule.count,
@@ -161,7 +161,7 @@ WRONG = {
     "another scale in the metrics": ("scale", put(5, 1.0, "metrics", "scaler")),
     "a scale beyond its limit": ("bounds", put(5, 2.0**25, "scale")),
     "a skip for no reason": ("overflows", put(5, False, "metrics", "grads_finite")),
-    "an overflow that is not seen": ("overflows", put(5, 10.0, "plain", "largest")),
+    "an overflow that is not seen": ("overflows", put(5, 10.0, "plain", "rounded")),
     "a loss that is NaN": ("bad batches", put(5, float("nan"), "metrics", "loss")),
     "a NaN in a leaf": ("finite", put(5, False, "leaves_finite")),
     "a count that lags": ("counters", put(5, [5, 4], "updates")),
@@ -183,6 +183,15 @@ WRONG = {
 def test_each_check_can_fail(tmp_path, name):
     check, change = WRONG[name]
     assert check in two_processes(tmp_path, change).problems
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_gradient_that_may_overflow(tmp_path, finite):
+    def change(lines):
+        put(5, 10.0, "plain", "largest")(lines)
+        put(5, finite, "metrics", "grads_finite")(lines)
+
+    assert "overflows" not in two_processes(tmp_path, change).problems
 
 
 LATER = {
