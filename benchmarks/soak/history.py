@@ -14,10 +14,9 @@ from benchmarks.soak.rule import DYNAMIC, FIRST, Rule
 
 # The largest float16, and by which factor the largest of the float32 gradients may lie
 # from that of the step: within it, nothing is said of the flag. Rounding moves it by up
-# to a seventh, where an element crosses the edge of a relu. And the step does not
-# compute the gradient before the first layer, which may be the largest. The gradient
-# before the residual block is a float32 sum that BatchNorm reads in float32. It only
-# overflows where XLA stores it in float16.
+# to a seventh, where an element crosses the edge of a relu. The gradient before the
+# residual block is a float16 sum that is cast up for BatchNorm. XLA may keep it in
+# float32, and then it does not overflow.
 _LARGEST, _BAND = 65504.0, 1.5
 # Of fewer saves no slope is taken: a process still grows at first.
 _MARKS = 60
@@ -32,9 +31,9 @@ CHECKS = {
     "bad batches": "every batch with a NaN or an inf is skipped, and its loss is not "
     "finite; one with 1e30, which float16 saturates, is skipped in bfloat16 and "
     "float32; those skip nothing else, and float16 no other batch for its loss",
-    "overflows": "float16 skips a step if the scale times the largest of the float32 "
-    "gradients that it rounds to float16 is above 65504 by a factor of "
-    f"{_BAND}, and does not if that of all gradients is below by that factor, at every "
+    "overflows": "float16 skips a step if the scale times a float32 gradient that it "
+    f"surely rounds to float16 is above 65504 by a factor of {_BAND}, and does not if "
+    "the scale times each gradient that it may round is below by that factor, at every "
     "tenth step",
     "finite": "no leaf of parameters, optimizer state or statistics is ever non-finite",
     "counters": "`step` counts batches; the counts of adamw and of its schedule count "

@@ -39,7 +39,7 @@ _COUNTED = {
     "steps at the lower limit": "steps with the scale at its lower limit",
     "steps at the upper limit": "steps with the scale at its upper limit",
     "sampled overflows": "sampled steps that had to overflow",
-    "sampled in the band": "sampled steps too close to 65504 to tell",
+    "sampled in the band": "sampled steps that may overflow or not",
 }
 
 

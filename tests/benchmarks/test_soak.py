@@ -187,6 +187,8 @@ def test_each_check_can_fail(tmp_path, name):
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_a_gradient_that_may_overflow(tmp_path, finite):
+    """A large gradient before the residual block says nothing."""
+
     def change(lines):
         put(5, 10.0, "plain", "largest")(lines)
         put(5, finite, "metrics", "grads_finite")(lines)
