@@ -30,10 +30,11 @@ An example, centering between two products with the weight `w`:
 
 The forward pass paints the equations in order. A backward sweep then finds how each
 value is read (`uses.py`). A follow equation whose result is read in full precision only
-runs in float32, too: the `x - max` of a softmax, the loss behind the logits. A value
-that a norm reads is no such case: the norm takes its statistics in float32 anyway, and
-otherwise the whole residual stream of an unrolled network would turn float32, layer by
-layer from the end. If a value has readers other than low ones, or none that is known, a
+runs in float32, too: the `x - max` of a softmax, the loss behind the logits. So does
+arithmetic of normalized values that the program only returns, because its results are
+float32 anyway. A value that a norm reads is no such case: the norm takes its statistics
+in float32 anyway, and otherwise the whole residual stream of an unrolled network would
+turn float32, layer by layer from the end. If a value has readers other than low ones, a
 second forward pass paints again what this changes.
 
 Structured primitives (scan, jit, custom derivatives, ...) have rules of their own in
@@ -163,7 +164,8 @@ class Painter:
         Args:
           jaxpr: the original jaxpr.
           ins: the values of its inputs.
-          uses: how each result is read; by default in low precision, or not known.
+          uses: how each result is read; by default in low precision and by readers
+            that are not known.
           context: where the jaxpr stands.
         """
         jaxpr_, consts = _compat.open_jaxpr(jaxpr)
@@ -391,8 +393,8 @@ class Painter:
             reason = Reason("every consumer runs in full precision")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         if asked is Use.UNKNOWN and all(v.paint is not Paint.LOW for v in operands):
-            # Rounded, a sum of two normalized values would only be cast up again.
-            reason = Reason("a result, of full-precision operands")
+            # A result is float32 anyway: a rounded one would only be cast up again.
+            reason = Reason("full-precision operands, and the result is returned")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")
         return Step(Mode.LOW, outs, reason, use=None)

@@ -102,22 +102,22 @@ class Use(enum.Flag):
     FULL = enum.auto()  # in float32
     MEASURE = enum.auto()  # in float32, for a statistic of it
     APPLY = enum.auto()  # in float32, to apply a statistic to it
-    UNKNOWN = enum.auto()  # outside of the program: as a result, which asks for nothing
+    UNKNOWN = enum.auto()  # by whoever gets the results of the program
 
     @property
-    def known(self) -> "Use":
-        """The readers inside of the program."""
+    def of_known_readers(self) -> "Use":
+        """The use without `UNKNOWN`."""
         return self & ~Use.UNKNOWN
 
     @property
     def is_measured_and_rounded(self) -> bool:
-        """Whether a reader takes a statistic of the value and all others round it.
+        """Whether a reader takes a statistic of it and all known others round it.
 
         So are the exponentials of a softmax between two products: by their sum, and by
         the quotient, which hands on how the product reads it. A logarithm would read it
         in float32: in float16, a probability below 3e-8 is zero.
         """
-        return self.known is Use.MEASURE | Use.LOW
+        return self.of_known_readers is Use.MEASURE | Use.LOW
 
     @property
     def wants_digits(self) -> bool:
@@ -135,7 +135,7 @@ class Use(enum.Flag):
         Args:
           has_float32: whether a float32 operand would otherwise be cast down for it.
         """
-        if self.known is Use.NONE or Use.LOW in self:
+        if self.of_known_readers is Use.NONE or Use.LOW in self:
             return False
         # The readers are a norm, which takes its statistics in float32 anyway. If this
         # asked for float32, the sum before the norm would run in it, then the sum
@@ -144,7 +144,7 @@ class Use(enum.Flag):
             return False
         # A statistic that is only applied comes from elsewhere, such as the running
         # averages of a BatchNorm. Only a float32 operand would lose digits by a cast.
-        return has_float32 or self.known is not Use.APPLY
+        return has_float32 or self.of_known_readers is not Use.APPLY
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is

@@ -131,12 +131,12 @@ def _operand_uses(eqn: Eqn, step: Step, ins: Values, results: Uses) -> list[Use]
 
 
 def through_loop(uses: Iterable[Use]) -> Uses:
-    """Returns which demands pass the border of a loop, in either direction.
+    """Returns which uses pass the border of a loop, in either direction.
 
     A loop stacks what passes its border, so a demand for float32 ends there: each
     reader counts as a low one, too. Beside `LOW`, `FULL` keeps two things in float32:
-    the numerator of a softmax, and bounded functions such as a sigmoid. `UNKNOWN` asks
-    for nothing.
+    the numerator of a softmax, and bounded functions such as a sigmoid. `UNKNOWN`
+    passes, because a loop may hand on the rows of a table.
     """
     passing = Use.FULL | Use.UNKNOWN
     return tuple(Use.LOW | (use & passing) for use in uses)

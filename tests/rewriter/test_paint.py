@@ -93,7 +93,7 @@ def quantized(w, x):
     return jax.lax.dot_general(x, w.astype(jnp.int8), (((1,), (0,)), ((), ())))
 
 
-def two_ways(w, x):
+def sum_of_two_log_softmaxes(w, x):
     logits = low(w, x)
     return log_softmax(logits) + 2 * log_softmax(-logits)
 
@@ -119,8 +119,12 @@ EQUATIONS = {  # name: (function, what is expected of all its equations of a pri
     # Where full precision ends.
     "a norm returns to the stream": (with_norm_and_scale, dict(mul=FULL, tanh=LOW)),
     "running averages": (batch_norm, dict(sub=FULL, tanh=LOW)),
-    "normalized values that are added and returned": (two_ways, dict(add=FULL)),
-    "the same before a product": (lambda w, x: two_ways(w, x) @ w, dict(add=LOW)),
+    "normalized values that are added and returned": (
+        sum_of_two_log_softmaxes, dict(mul=FULL, add=FULL)
+    ),
+    "the same before a product": (
+        lambda w, x: sum_of_two_log_softmaxes(w, x) @ w, dict(mul=LOW, add=LOW)
+    ),
     "normalized values and others": (
         lambda w, x: low(w, x) + log_softmax(low(w, x)), dict(add=LOW)
     ),

@@ -102,12 +102,26 @@ def test_policies_decide_whether_it_is_stored(policy, is_kept):
     assert kept == [is_kept]
 
 
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_the_forward_pass_rounds(is_rounded):
+    """It does so where a backward pass follows."""
+
+    def fn(x):
+        y = mark_stored(2 * x, NOWHERE, is_rounded=is_rounded)
+        return jnp.sum(jnp.sin(y).astype(jnp.float32))
+
+    fn, x = stored(fn), jnp.ones(4, jnp.bfloat16)
+    alone, with_gradient = (jit(f).lower(x).as_text() for f in (fn, jax.grad(fn)))
+    assert "reduce_precision" not in alone
+    assert ("reduce_precision" in with_gradient) == is_rounded
+
+
 def test_it_is_transposed():
     """Its cotangents add up; those that are zero by their structure count for none."""
 
     def copies(x):
-        params = {"platforms": (), "copies": 3, "in_backward": False}
-        return stored_p.bind(x, **params)
+        options = dict(platforms=(), is_rounded=False, copies=3, in_backward=False)
+        return stored_p.bind(x, **options)
 
     x = jnp.arange(4.0)
     for factors in ((1, 2, 4), (0, 2, 0), (1, None, None), (None, None, None)):

@@ -76,7 +76,8 @@ class Region:
       operands: those that only matrix products read, and that have no barriers: nothing
         is computed again from them, and a barrier keeps XLA from sharing what it makes
         of one, such as the padded operand of a convolution, between the passes.
-      rounded: those from which the forward pass goes on as they are stored.
+      rounded: those of `stored` that the forward pass rounds, too, because exponentials
+        read them.
       barriers: the platforms with barriers at what else is stored.
       barriers_until: from this index in the plan on there are none.
     """

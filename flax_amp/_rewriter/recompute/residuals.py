@@ -65,7 +65,7 @@ _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
 # Functions that turn a small error of a large operand into a large one of the result.
-_EXPONENTIALS = frozenset("exp exp2 expm1 pow cumlogsumexp".split())
+_EXPONENTIALS = frozenset("exp exp2 expm1 pow".split())
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -131,10 +131,10 @@ def _can_be_stored(aval: Aval) -> bool:
     return not _is_inexact(aval) or aval.dtype in _STORABLE
 
 
-def _has_any(functions: Collection[str], eqn: Eqn) -> bool:
-    """Whether an equation is one of some functions, or a call of one."""
+def _computes(functions: Collection[str], eqn: Eqn) -> bool:
+    """Whether an equation, or one in what it calls, is one of `functions`."""
     if eqn.primitive.name in _CALLS:
-        return any(_has_any(functions, inner) for inner in _body(eqn))
+        return any(_computes(functions, inner) for inner in _body(eqn))
     return eqn.primitive.name in functions
 
 
@@ -239,7 +239,7 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
     return {
         v
         for eqn in eqns
-        if is_cheap(eqn) and _has_any(_FUNCTIONS, eqn)
+        if is_cheap(eqn) and _computes(_FUNCTIONS, eqn)
         for v in eqn.outvars
         # Inside of a call, such as silu, there is more than its result.
         if v not in stored or eqn.primitive.name in _CALLS
@@ -247,10 +247,10 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
 
 
 def read_by_exponentials(eqns: Sequence[Eqn]) -> set[Var]:
-    """Returns the values that exponentials are computed from.
+    """Returns the operands of exponentials, and what they are cheaply computed from.
 
-    The weights of a softmax add up to one only if all passes, and all parts of a pass,
-    take the exponentials of the same numbers. In
+    The weights of a softmax add up to one only if both passes take the exponentials of
+    the same numbers. In
 
         x:bf16 = dot q k
         e:f32 = exp x
@@ -262,8 +262,9 @@ def read_by_exponentials(eqns: Sequence[Eqn]) -> set[Var]:
     """
     found: set[Var] = set()
     for eqn in reversed(eqns):
-        is_read = is_cheap(eqn) and not found.isdisjoint(eqn.outvars)
-        if is_read or _has_any(_EXPONENTIALS, eqn):
+        # What is not cheap is not computed again: its own result is stored.
+        leads_on = is_cheap(eqn) and not found.isdisjoint(eqn.outvars)
+        if leads_on or _computes(_EXPONENTIALS, eqn):
             found.update(variables(eqn.invars))
     return found
 

@@ -19,8 +19,8 @@ forward and a backward equation, and the backward one is lowered to a barrier.
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 product. The backward pass would compute from other numbers than the forward pass: the
 weights of a softmax would not add up to one. So where exponentials read the value, the
-forward pass goes on from what is stored (`casts.rounded`), as under JAX's own
-`jax.checkpoint`. Elsewhere that would only keep XLA from fusing.
+forward pass rounds it to what is stored (`casts.rounded`), as JAX's own
+`jax.checkpoint` does. Elsewhere that would only keep XLA from fusing.
 """
 
 import functools
@@ -53,7 +53,8 @@ def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool = False) ->
       x: an array.
       platforms: the platforms on which a barrier stands between the stored value and
         what the backward pass computes from it.
-      is_rounded: whether the forward pass goes on from the value as it is stored.
+      is_rounded: whether the forward pass rounds the value to the digits that are
+        stored.
     """
     return stored_p.bind(
         x,
