@@ -121,7 +121,7 @@ def _bars(axis: Any, models: Ratios) -> None:
     names = [m if len(m) < 12 else "\n".join(m.rsplit("_", 1)) for m in models]
     axis.set_xticks(range(len(models)), names)
     axis.set_yticks([0, 0.5, 1, 1.5, 2, 2.5][: 1 + int(top / 0.5)])
-    axis.tick_params(axis="x", length=0)
+    axis.tick_params(axis="x", length=0, labelsize=9)
     axis.grid(axis="y", color="#e0e0e0", linewidth=0.6, zorder=0)
     axis.spines[["top", "right"]].set_visible(False)
 

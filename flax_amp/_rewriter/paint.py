@@ -43,7 +43,7 @@ Structured primitives (scan, jit, custom derivatives, ...) have rules of their o
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -367,15 +367,15 @@ class Painter:
             s:f32 = mul o g      ... but the scale joins in float32,
             t:bf16 = add s x     and with other data it goes back
         """
-        if any(v.statistic_applied for v in operands) and _has_leaf(operands):
+        is_normalized = any(v.statistic_applied for v in operands)
+        if is_normalized and any(v.is_leaf for v in operands):
             # Cast down, the scale and bias of a BatchNorm break its fusion on a TPU.
             reason = Reason("float32 leaf joins a normalized value")
             return _full(eqn, STATISTIC_APPLIED, reason, Use.APPLY)
-        for v in operands:
-            if v.constant is not None and not constant_survives_cast(
-                eqn, v.constant, self.compute_dtype
-            ):
-                return _full(eqn, FULL, Reason(CONSTANT, v.constant))
+        constants = [v.constant for v in operands if v.constant is not None]
+        for constant in constants:
+            if not constant_survives_cast(eqn, constant, self.compute_dtype):
+                return _full(eqn, FULL, Reason(CONSTANT, constant))
         outs = like(out_avals(eqn), LOW)
         if only_selects(eqn, operands, self.compute_dtype):
             # Also where all readers want float32: `where(mask, logits, -inf)` would
@@ -388,13 +388,8 @@ class Painter:
             # low readers round the result.
             reason = Reason("a consumer runs in full precision")
             return _full(eqn, FULL._replace(of_data=True), reason)
-        has_float32 = _has_leaf(operands) or any(v.statistic_applied for v in operands)
-        if asked.wants_full(has_float32):
+        if asked.wants_full(operands):
             reason = Reason("every consumer runs in full precision")
-            return _full(eqn, STATISTIC_APPLIED, reason, None)
-        if asked is Use.UNKNOWN and all(v.paint is not Paint.LOW for v in operands):
-            # A result is float32 anyway: a rounded one would only be cast up again.
-            reason = Reason("full-precision operands, and the result is returned")
             return _full(eqn, STATISTIC_APPLIED, reason, None)
         reason = Reason("follows a low-precision operand")
         return Step(Mode.LOW, outs, reason, use=None)
@@ -489,10 +484,6 @@ def _paint_statistic(eqn: Eqn, has_data: bool, of_data: bool) -> Step:
 def _is_data(value: Value) -> bool:
     """Whether a value is low-precision data, or computed from it element by element."""
     return value.paint is Paint.LOW or value.statistic_applied or value.of_data
-
-
-def _has_leaf(operands: Iterable[Value]) -> bool:
-    return any(v.paint is Paint.LEAF and v.constant is None for v in operands)
 
 
 def _is_default_precision(precision: Any) -> bool:

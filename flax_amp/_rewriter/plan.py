@@ -64,6 +64,11 @@ class Value(NamedTuple):
         return None if self.bits is None else float(np.frombuffer(self.bits, "f4")[0])
 
     @property
+    def is_leaf(self) -> bool:
+        """Whether the value is a float32 array from outside, such as a weight."""
+        return self.paint is Paint.LEAF and self.bits is None
+
+    @property
     def is_statistic(self) -> bool:
         """Whether what the value is combined with has to be in full precision, too."""
         return self.paint is Paint.FULL and not self.statistic_applied
@@ -129,12 +134,15 @@ class Use(enum.Flag):
         """
         return Use.FULL in self or (Use.APPLY in self and Use.MEASURE not in self)
 
-    def wants_full(self, has_float32: bool) -> bool:
+    def wants_full(self, operands: Sequence[Value]) -> bool:
         """Whether the equation that computes the value should run in full precision.
 
         Args:
-          has_float32: whether a float32 operand would otherwise be cast down for it.
+          operands: what is known of its operands.
         """
+        if self is Use.UNKNOWN:
+            # A result is float32 anyway: a rounded one would only be cast up again.
+            return all(v.paint is not Paint.LOW for v in operands)
         if self.of_known_readers is Use.NONE or Use.LOW in self:
             return False
         # The readers are a norm, which takes its statistics in float32 anyway. If this
@@ -144,6 +152,7 @@ class Use(enum.Flag):
             return False
         # A statistic that is only applied comes from elsewhere, such as the running
         # averages of a BatchNorm. Only a float32 operand would lose digits by a cast.
+        has_float32 = any(v.is_leaf or v.statistic_applied for v in operands)
         return has_float32 or self.of_known_readers is not Use.APPLY
 
 
