@@ -65,7 +65,7 @@ _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
 # Functions that turn a small error of a large operand into a large one of the result.
-_EXPONENTIALS = frozenset("exp exp2 expm1 pow".split())
+_EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh pow".split())
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -263,7 +263,7 @@ def read_by_exponentials(eqns: Sequence[Eqn]) -> set[Var]:
     found: set[Var] = set()
     for eqn in reversed(eqns):
         # What is not cheap is not computed again: its own result is stored.
-        leads_on = is_cheap(eqn) and not found.isdisjoint(eqn.outvars)
+        leads_on = not found.isdisjoint(eqn.outvars) and is_cheap(eqn)
         if leads_on or _computes(_EXPONENTIALS, eqn):
             found.update(variables(eqn.invars))
     return found
