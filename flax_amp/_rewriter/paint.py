@@ -164,12 +164,11 @@ class Painter:
         Args:
           jaxpr: the original jaxpr.
           ins: the values of its inputs.
-          uses: how each result is read; by default in low precision and by readers
-            that are not known.
+          uses: how each result is read; by default in low precision.
           context: where the jaxpr stands.
         """
         jaxpr_, consts = _compat.open_jaxpr(jaxpr)
-        uses = uses or (Use.LOW | Use.UNKNOWN,) * len(jaxpr_.outvars)
+        uses = uses or (Use.LOW,) * len(jaxpr_.outvars)
         key = (id(jaxpr), ins, uses, context)
         if key not in self._plans:
             self._find_states(jaxpr_)

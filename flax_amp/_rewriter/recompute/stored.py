@@ -46,7 +46,7 @@ ON_GPU_AND_TPU = (*ON_GPU, "tpu")
 EVERYWHERE = ("cpu", *ON_GPU_AND_TPU)
 
 
-def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool = False) -> Array:
+def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool) -> Array:
     """Returns `x`, marked to be stored for the backward pass.
 
     Args:
