@@ -50,6 +50,25 @@ def normalized(exponentials):
     return softmax
 
 
+def sum_of_rows(x):
+    return x.sum(1)
+
+
+def sum_by_a_loop(x):
+    add = lambda total, column: (total + column, None)  # noqa: E731
+    return lax.scan(add, jnp.zeros(48), jnp.moveaxis(x, 1, 0))[0]
+
+
+def weights(fn, sum_=sum_of_rows):
+    """Returns a softmax with another function than an exponential."""
+
+    def softmax(logits):
+        x = fn(logits)
+        return x / sum_(x)[:, None]
+
+    return softmax
+
+
 def by_logarithms(logits):
     return jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
@@ -68,6 +87,14 @@ SOFTMAXES = {
     "pow": normalized(lambda x: jnp.e**x),
     "in a jit": normalized(jax.jit(lambda x: jnp.exp(x))),
     "logsumexp": by_logarithms,
+}
+
+fourth_power = lambda x: (x**2 + 1) ** 4  # noqa: E731
+WEIGHTS = {
+    "fourth power": weights(fourth_power),
+    "fourth power, summed in a loop": weights(fourth_power, sum_by_a_loop),
+    "sigmoid": weights(jax.nn.sigmoid),
+    "sigmoid, summed in a loop": weights(jax.nn.sigmoid, sum_by_a_loop),
 }
 
 again = jax.checkpoint(jax.nn.softmax)
@@ -113,17 +140,28 @@ def test_softmaxes(name):
     assert check(fn, jax.jit).count("stablehlo.reduce_precision") == 2
 
 
-def norm(kernels, dtype=jnp.float32):
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name):
+    """Other steep functions than exponentials count if their results may be summed."""
+    fn = functools.partial(cross_entropy, softmax=WEIGHTS[name])
+    step = check(fn, jax.jit, recompute="always")
+    assert step.count("stablehlo.reduce_precision") == 1
+
+
+def norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):
     x, query, key = (a.astype(dtype) for a in (X, *kernels))
-    x = ((x @ query) @ key).astype(jnp.float32)
+    x = (x @ query).astype(jnp.float32)
     x = (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1)
-    return jnp.mean((jax.nn.silu(x) - TARGET) ** 2)
+    x = (activation(x.astype(dtype)) @ key).astype(jnp.float32)
+    return jnp.mean((x - TARGET) ** 2)
 
 
 @pytest.mark.parametrize("mode", ["auto", "always"])
-def test_what_no_exponentials_read_is_not_rounded(mode):
-    """XLA fuses more so, and excess digits do no harm in a norm."""
-    assert "reduce_precision" not in check(norm, jax.jit, recompute=mode)
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jnp.tanh])
+def test_what_is_not_rounded(activation, mode):
+    """XLA fuses more so, and excess digits do no harm here."""
+    fn = functools.partial(norm, activation=activation)
+    assert "reduce_precision" not in check(fn, jax.jit, recompute=mode)
 
 
 ROUNDED = {

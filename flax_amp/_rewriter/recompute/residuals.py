@@ -66,6 +66,8 @@ _FUNCTIONS = frozenset(
 ) - frozenset(("square", "integer_pow"))
 # Functions that turn a small error of a large operand into a large one of the result.
 _EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh pow".split())
+# So do these: powers beyond the second one, and limits that are approached quickly.
+_STEEP = _EXPONENTIALS | frozenset("integer_pow tanh logistic erf erfc".split())
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -133,9 +135,12 @@ def _can_be_stored(aval: Aval) -> bool:
 
 def _computes(functions: Collection[str], eqn: Eqn) -> bool:
     """Whether an equation, or one in what it calls, is one of `functions`."""
-    if eqn.primitive.name in _CALLS:
+    name = eqn.primitive.name
+    if name in _CALLS:
         return any(_computes(functions, inner) for inner in _body(eqn))
-    return eqn.primitive.name in functions
+    if name == "integer_pow" and eqn.params["y"] == 2:
+        name = "square"
+    return name in functions
 
 
 def _body(eqn: Eqn) -> Sequence[Eqn]:
@@ -246,8 +251,8 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
     }
 
 
-def read_by_exponentials(eqns: Sequence[Eqn]) -> set[Var]:
-    """Returns the operands of exponentials, and what they are cheaply computed from.
+def read_by_steep_functions(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[Var]:
+    """Returns the operands of steep functions, and what they are cheaply computed from.
 
     The weights of a softmax add up to one only if both passes take the exponentials of
     the same numbers. In
@@ -258,14 +263,32 @@ def read_by_exponentials(eqns: Sequence[Eqn]) -> set[Var]:
         p:f32 = div e s
 
     the backward pass computes `e` again from the stored `x`, so `s` must not come from
-    an `x` with more digits.
+    an `x` with more digits. The same holds for weights such as `x**4 / sum(x**4)`.
+
+    Exponentials count in any case, because a softmax may read their sum from elsewhere.
+    Other steep functions count where their results may be summed. The sigmoid of a
+    swish and the cube of a GELU, which matrix products read, do not.
+
+    Args:
+      eqns: some equations, in order.
+      outs: those of their results that other equations read, which may sum them.
     """
     found: set[Var] = set()
+    summed = set(outs)
     for eqn in reversed(eqns):
-        # What is not cheap is not computed again: its own result is stored.
-        leads_on = not found.isdisjoint(eqn.outvars) and is_cheap(eqn)
-        if leads_on or _computes(_EXPONENTIALS, eqn):
-            found.update(variables(eqn.invars))
+        operands = list(variables(eqn.invars))
+        # What is not cheap is not computed again: its own result is stored. If it is no
+        # matrix product, it may be a sum.
+        cheap = is_cheap(eqn)
+        is_summed = not summed.isdisjoint(eqn.outvars)
+        if (
+            (cheap and not found.isdisjoint(eqn.outvars))
+            or _computes(_EXPONENTIALS, eqn)
+            or (is_summed and _computes(_STEEP, eqn))
+        ):
+            found.update(operands)
+        if is_summed if cheap else eqn.primitive.name not in LOW_OPS:
+            summed.update(operands)
     return found
 
 
