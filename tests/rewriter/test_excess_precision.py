@@ -56,17 +56,21 @@ def sum_of_rows(x):
 
 def sum_by_a_loop(x):
     add = lambda total, column: (total + column, None)  # noqa: E731
-    return lax.scan(add, jnp.zeros(48), jnp.moveaxis(x, 1, 0))[0]
+    return lax.scan(add, jnp.zeros(len(x)), x.T)[0]
 
 
-def weights(fn, sum_=sum_of_rows):
-    """Returns a softmax with another function than an exponential."""
+def divided_by_sum(fn, sum_=sum_of_rows):
+    """Returns a function that divides `fn(logits)` by its sum over each row."""
 
-    def softmax(logits):
+    def normalized(logits):
         x = fn(logits)
         return x / sum_(x)[:, None]
 
-    return softmax
+    return normalized
+
+
+def below_maximum(fn):
+    return lambda x: fn(x - lax.stop_gradient(x.max(1, keepdims=True)))
 
 
 def by_logarithms(logits):
@@ -74,27 +78,38 @@ def by_logarithms(logits):
 
 
 def by_a_loop(logits):
-    columns = jnp.moveaxis(logits, 1, 0)
     add = lambda total, column: (jnp.logaddexp(total, column), None)  # noqa: E731
-    return jnp.exp(logits - lax.scan(add, jnp.full(48, -1e30), columns)[0][:, None])
+    total = lax.scan(add, jnp.full(len(logits), -1e30), logits.T)[0]
+    return jnp.exp(logits - total[:, None])
 
 
+EXPONENTIALS = {
+    "exp2": lambda x: lax.exp2(x / jnp.log(2.0)),
+    "expm1": lambda x: lax.expm1(x) + 1,
+    "cosh": jnp.cosh,
+    "sinh": lambda x: 1 - jnp.sinh(x),
+    "pow": lambda x: jnp.e**x,
+    "in a jit": jax.jit(lambda x: jnp.exp(x)),
+}
 SOFTMAXES = {
-    "exp2": normalized(lambda x: lax.exp2(x / jnp.log(2.0))),
-    "expm1": normalized(lambda x: lax.expm1(x) + 1),
-    "cosh": normalized(jnp.cosh),
-    "sinh": normalized(lambda x: 1 - jnp.sinh(x)),
-    "pow": normalized(lambda x: jnp.e**x),
-    "in a jit": normalized(jax.jit(lambda x: jnp.exp(x))),
+    **{n: divided_by_sum(below_maximum(fn)) for n, fn in EXPONENTIALS.items()},
     "logsumexp": by_logarithms,
 }
 
-fourth_power = lambda x: (x**2 + 1) ** 4  # noqa: E731
-WEIGHTS = {
-    "fourth power": weights(fourth_power),
-    "fourth power, summed in a loop": weights(fourth_power, sum_by_a_loop),
-    "sigmoid": weights(jax.nn.sigmoid),
-    "sigmoid, summed in a loop": weights(jax.nn.sigmoid, sum_by_a_loop),
+
+def fourth_power(x):
+    return (x**2 + 1) ** 4
+
+
+ILL_CONDITIONED = {
+    "fourth power": divided_by_sum(fourth_power),
+    "scaled before the sum": divided_by_sum(fourth_power, lambda x: (3 * x).sum(1) / 3),
+    "summed in a loop": divided_by_sum(fourth_power, sum_by_a_loop),
+    "summed in a jit": divided_by_sum(fourth_power, jax.jit(sum_of_rows)),
+    "all in a jit": jax.jit(divided_by_sum(fourth_power)),
+    "sigmoid": divided_by_sum(jax.nn.sigmoid, sum_by_a_loop),
+    "tangent": divided_by_sum(lambda x: jnp.tan(x / 8) ** 2 + 0.01),
+    "power": divided_by_sum(lambda x: (x**2 + 1) ** 3.5),
 }
 
 again = jax.checkpoint(jax.nn.softmax)
@@ -140,15 +155,16 @@ def test_softmaxes(name):
     assert check(fn, jax.jit).count("stablehlo.reduce_precision") == 2
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weights(name):
-    """Other steep functions than exponentials count if their results may be summed."""
-    fn = functools.partial(cross_entropy, softmax=WEIGHTS[name])
-    step = check(fn, jax.jit, recompute="always")
-    assert step.count("stablehlo.reduce_precision") == 1
+@pytest.mark.parametrize("mode", ["auto", "always"])
+@pytest.mark.parametrize("fn", [attention, cross_entropy])
+@pytest.mark.parametrize("name", ILL_CONDITIONED)
+def test_other_ill_conditioned_functions(name, fn, mode):
+    """They count if their results may be summed."""
+    fn = functools.partial(fn, softmax=ILL_CONDITIONED[name])
+    check(fn, jax.jit, recompute=mode)
 
 
-def norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):
+def activated_norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):
     x, query, key = (a.astype(dtype) for a in (X, *kernels))
     x = (x @ query).astype(jnp.float32)
     x = (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1)
@@ -159,9 +175,19 @@ def norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):
 @pytest.mark.parametrize("mode", ["auto", "always"])
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jnp.tanh])
 def test_what_is_not_rounded(activation, mode):
-    """XLA fuses more so, and excess digits do no harm here."""
-    fn = functools.partial(norm, activation=activation)
+    """Only a product reads the activation, and a norm is not ill-conditioned."""
+    fn = functools.partial(activated_norm, activation=activation)
     assert "reduce_precision" not in check(fn, jax.jit, recompute=mode)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu])
+def test_a_mean_may_read_the_activation(activation):
+    def pooled(kernels):
+        return jnp.mean(activation(X @ kernels[0] @ kernels[1]), axis=1).sum()
+
+    step = jax.grad(amp(pooled, compute_dtype=jnp.bfloat16, recompute="always"))
+    lowered = jax.jit(step).lower(KERNELS).as_text()
+    assert lowered.count("stablehlo.reduce_precision") == 1
 
 
 ROUNDED = {

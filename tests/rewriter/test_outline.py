@@ -76,6 +76,13 @@ def test_small_programs_are_left_alone(monkeypatch):
     assert not calls(bfloat16(stack), W[:4], X)
 
 
+def test_five_equal_layers_are_merged(monkeypatch):
+    monkeypatch.undo()
+    # The first of the layers reads a float32 leaf.
+    found = [len(calls(bfloat16(unrolled), weights(n), inputs())) for n in (5, 6)]
+    assert found == [0, 5]
+
+
 def test_equal_layers_are_calls_of_one_function():
     """Which is differentiated and lowered once."""
     fn, args = bfloat16(unrolled), (weights(LAYERS), inputs())

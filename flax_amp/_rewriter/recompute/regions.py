@@ -24,7 +24,7 @@ from flax_amp._rewriter.recompute.residuals import (
     Residuals,
     choose,
     is_light,
-    read_by_steep_functions,
+    read_by_ill_conditioned,
 )
 from flax_amp._rewriter.recompute.stored import (
     EVERYWHERE,
@@ -76,8 +76,8 @@ class Region:
       operands: those that only matrix products read, and that have no barriers: nothing
         is computed again from them, and a barrier keeps XLA from sharing what it makes
         of one, such as the padded operand of a convolution, between the passes.
-      rounded: those of `stored` that the forward pass rounds, too, because steep
-        functions read them.
+      rounded: those of `stored` that the forward pass rounds, too (see
+        `read_by_ill_conditioned`).
       barriers: the platforms with barriers at what else is stored.
       barriers_until: from this index in the plan on there are none.
     """
@@ -261,7 +261,7 @@ class _Grouping:
         end = _start_of_head(plan, indices) if has_head else len(plan.steps)
         stored = residuals.stored
         operands = frozenset(filter(self._is_operand, stored))
-        rounded = stored & read_by_steep_functions(eqns, outs)
+        rounded = stored & read_by_ill_conditioned(eqns, outs)
         return Region(
             indices, ins, outs, stored, operands, rounded, self._barriers, end
         )

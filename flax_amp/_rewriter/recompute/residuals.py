@@ -64,10 +64,10 @@ _CHEAP = (
 _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
-# Functions that turn a small error of a large operand into a large one of the result.
-_EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh pow".split())
-# So do these: powers beyond the second one, and limits that are approached quickly.
-_STEEP = _EXPONENTIALS | frozenset("integer_pow tanh logistic erf erfc".split())
+# Ill-conditioned functions: the relative error of the result is many times that of the
+# operand. A sigmoid is nearly `exp(x)` far below zero, and a tangent has poles.
+_EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh".split())
+_ILL_CONDITIONED = _EXPONENTIALS | frozenset("pow integer_pow logistic tan".split())
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -139,7 +139,7 @@ def _computes(functions: Collection[str], eqn: Eqn) -> bool:
     if name in _CALLS:
         return any(_computes(functions, inner) for inner in _body(eqn))
     if name == "integer_pow" and eqn.params["y"] == 2:
-        name = "square"
+        name = "square"  # which norms and losses sum
     return name in functions
 
 
@@ -251,11 +251,11 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
     }
 
 
-def read_by_steep_functions(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[Var]:
-    """Returns the operands of steep functions, and what they are cheaply computed from.
+def read_by_ill_conditioned(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[Var]:
+    """Returns the operands of ill-conditioned functions whose results may be summed.
 
-    The weights of a softmax add up to one only if both passes take the exponentials of
-    the same numbers. In
+    What these operands are cheaply computed from is among them. The weights of a
+    softmax add up to one only if both passes take the exponentials of the same numbers:
 
         x:bf16 = dot q k
         e:f32 = exp x
@@ -263,32 +263,32 @@ def read_by_steep_functions(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[V
         p:f32 = div e s
 
     the backward pass computes `e` again from the stored `x`, so `s` must not come from
-    an `x` with more digits. The same holds for weights such as `x**4 / sum(x**4)`.
+    an `x` with more digits. The same holds for `x**4 / sum(x**4)`.
 
-    Exponentials count in any case, because a softmax may read their sum from elsewhere.
-    Other steep functions count where their results may be summed. The sigmoid of a
-    swish and the cube of a GELU, which matrix products read, do not.
+    Exponentials count in any case: the sum may be that of other ones, which a loop has
+    computed from `x`. The cube of a GELU counts if a mean or a norm reads the GELU, and
+    not if only matrix products do.
 
     Args:
       eqns: some equations, in order.
-      outs: those of their results that other equations read, which may sum them.
+      outs: their results that are read outside of `eqns`, where they may be summed.
     """
     found: set[Var] = set()
     summed = set(outs)
     for eqn in reversed(eqns):
         operands = list(variables(eqn.invars))
-        # What is not cheap is not computed again: its own result is stored. If it is no
-        # matrix product, it may be a sum.
-        cheap = is_cheap(eqn)
-        is_summed = not summed.isdisjoint(eqn.outvars)
-        if (
-            (cheap and not found.isdisjoint(eqn.outvars))
-            or _computes(_EXPONENTIALS, eqn)
-            or (is_summed and _computes(_STEEP, eqn))
-        ):
-            found.update(operands)
-        if is_summed if cheap else eqn.primitive.name not in LOW_OPS:
+        # What is not cheap is not computed again: its own result is stored.
+        if is_cheap(eqn):
+            may_be_summed = not summed.isdisjoint(eqn.outvars)
+            leads_on = not found.isdisjoint(eqn.outvars)
+        else:  # a sum, or a call that may have one inside
+            may_be_summed = eqn.primitive.name not in LOW_OPS
+            leads_on = False
+        if may_be_summed:
             summed.update(operands)
+        functions = _ILL_CONDITIONED if may_be_summed else _EXPONENTIALS
+        if leads_on or _computes(functions, eqn):
+            found.update(operands)
     return found
 
 

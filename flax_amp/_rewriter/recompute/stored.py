@@ -18,9 +18,10 @@ forward and a backward equation, and the backward one is lowered to a barrier.
 
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 product. The backward pass would compute from other numbers than the forward pass: the
-weights of a softmax would not add up to one. So where steep functions read the value,
-the forward pass rounds it to what is stored (`casts.rounded`), as JAX's own
-`jax.checkpoint` does. Elsewhere that would only keep XLA from fusing.
+weights of a softmax would not add up to one. So where the difference would grow
+(`residuals.read_by_ill_conditioned`), the forward pass rounds the value to what is
+stored (`casts.rounded`), as JAX's own `jax.checkpoint` does. Elsewhere that would only
+keep XLA from fusing.
 """
 
 import functools
