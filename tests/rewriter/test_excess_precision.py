@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from flax_amp import amp
-from helpers import assert_identical, both_halves, relative_error
+from helpers import assert_close, assert_identical, both_halves, relative_error
 
 KEYS = jax.random.split(jax.random.key(0), 5)
 X, TARGET = (jax.random.normal(key, (48, 16)) for key in KEYS[:2])
@@ -162,6 +162,35 @@ def test_other_ill_conditioned_functions(name, fn, mode):
     """They count if their results may be summed."""
     fn = functools.partial(fn, softmax=ILL_CONDITIONED[name])
     check(fn, jax.jit, recompute=mode)
+
+
+def of_segments(reduce, x):
+    segments = jnp.arange(x.shape[1]) % 4
+    return reduce(x.T, segments, num_segments=4).T[:, segments]
+
+
+def gated(kernels, softmax):
+    gates = softmax(X @ kernels[0])
+    return jnp.mean(jnp.sum(gates * (X @ kernels[1]), axis=1) ** 2)
+
+
+MAXIMA = {
+    "maximum": lambda x: x / jnp.abs(x).max(1, keepdims=True),
+    "minimum": lambda x: x / -(-jnp.abs(x)).min(1, keepdims=True),
+    "in a jit": jax.jit(lambda x: x / jnp.abs(x).max(1, keepdims=True)),
+    "of segments": lambda x: x / of_segments(jax.ops.segment_max, jnp.abs(x)),
+    "minima of segments": lambda x: x / of_segments(jax.ops.segment_min, -jnp.abs(x)),
+}
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+@pytest.mark.parametrize("name", MAXIMA)
+def test_maxima(name, mode):
+    """A derivative finds the operand that equals the maximum."""
+    fn = functools.partial(gated, softmax=MAXIMA[name])
+    lowered = amp(jax.jit(fn), compute_dtype=jnp.bfloat16, recompute=mode)
+    actual = jax.jit(jax.grad(lowered))(KERNELS)
+    assert_close(actual, gradients(fn), jnp.bfloat16, gradient=True)
 
 
 def activated_norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):

@@ -64,10 +64,13 @@ _CHEAP = (
 _FUNCTIONS = frozenset(
     (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
 ) - frozenset(("square", "integer_pow"))
-# Ill-conditioned functions: the relative error of the result is many times that of the
-# operand. A sigmoid is nearly `exp(x)` far below zero, and a tangent has poles.
-_EXPONENTIALS = frozenset("exp exp2 expm1 sinh cosh".split())
-_ILL_CONDITIONED = _EXPONENTIALS | frozenset("pow integer_pow logistic tan".split())
+# Ill-conditioned functions: a small relative error of the operand makes a large one of
+# the result. The derivative of a maximum is not even continuous.
+_ILL_CONDITIONED = frozenset(
+    "exp exp2 expm1 sinh cosh reduce_max reduce_min scatter-max scatter-min".split()
+)
+# A sigmoid is nearly `exp(x)` far below zero, and a tangent has poles.
+_ILL_CONDITIONED_IF_SUMMED = frozenset("pow integer_pow logistic tan".split())
 # Calls that are cheap if all that they call is cheap.
 _CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
 # Primitives with bodies that have regions, or rules, of their own.
@@ -252,7 +255,7 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
 
 
 def read_by_ill_conditioned(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[Var]:
-    """Returns the operands of ill-conditioned functions whose results may be summed.
+    """Returns the operands of ill-conditioned functions.
 
     What these operands are cheaply computed from is among them. The weights of a
     softmax add up to one only if both passes take the exponentials of the same numbers:
@@ -262,12 +265,14 @@ def read_by_ill_conditioned(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[V
         s:f32 = reduce_sum e        stored
         p:f32 = div e s
 
-    the backward pass computes `e` again from the stored `x`, so `s` must not come from
-    an `x` with more digits. The same holds for `x**4 / sum(x**4)`.
+    The backward pass computes `e` again from the stored `x`, so `s` must not come from
+    an `x` with more digits. Nor must a maximum: its derivative goes to the operands
+    that equal it, and no stored `x` would.
 
-    Exponentials count in any case: the sum may be that of other ones, which a loop has
-    computed from `x`. The cube of a GELU counts if a mean or a norm reads the GELU, and
-    not if only matrix products do.
+    The same holds for `x**4 / sum(x**4)`. Powers and sigmoids count if their results
+    may be summed: the cube of a GELU does if a mean or a norm reads the GELU, and does
+    not if only matrix products do. Exponentials count in any case: the sum may be that
+    of other ones, which a loop has computed from `x`.
 
     Args:
       eqns: some equations, in order.
@@ -286,8 +291,11 @@ def read_by_ill_conditioned(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[V
             leads_on = False
         if may_be_summed:
             summed.update(operands)
-        functions = _ILL_CONDITIONED if may_be_summed else _EXPONENTIALS
-        if leads_on or _computes(functions, eqn):
+        if (
+            leads_on
+            or _computes(_ILL_CONDITIONED, eqn)
+            or (may_be_summed and _computes(_ILL_CONDITIONED_IF_SUMMED, eqn))
+        ):
             found.update(operands)
     return found
 
