@@ -255,18 +255,23 @@ class Painter:
         rule = self.rules.get(eqn.primitive.name)
         # A scope or a key that stops `amp` leaves a structured primitive untouched.
         # With any other decision, what is inside of it is painted.
-        if rule is not None and (self._emits_all or not stops):
-            if not stops:
-                _check_structured(eqn, decision)
-            if decision.origin is Origin.SCOPE and _takes_no_data(ins):
-                return _full(eqn, FULL, Reason("makes its numbers itself"))
-            body = Context(
-                scopes if self._policy.spans_scopes else (),
-                decision if is_chosen else None,
-                context.body_kind,
-                context.numbers,
-            )
-            return rule.paint(self, eqn, ins, uses, body)
+        if rule is None or (stops and not self._emits_all):
+            return self._paint_primitive(eqn, ins, uses, decision)
+        if not stops:
+            _check_structured(eqn, decision)
+        if decision.origin is Origin.SCOPE and _takes_no_data(ins):
+            return _full(eqn, FULL, Reason("makes its numbers itself"))
+        body = Context(
+            scopes if self._policy.spans_scopes else (),
+            decision if is_chosen else None,
+            context.body_kind,
+            context.numbers,
+        )
+        return rule.paint(self, eqn, ins, uses, body)
+
+    def _paint_primitive(
+        self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
+    ) -> Step:
         is_half = self.compute_dtype != jnp.float32
         if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
@@ -403,14 +408,8 @@ class Painter:
             # cotangents of an element that is read twice are added in float32.
             reason = Reason("its gradient is a long sum")
             return Step(Mode.FULL, like(avals, LOW), reason, use=None)
-        if len(operands) == 1:
-            (value,) = operands
-            if eqn.primitive.name not in _MOVES_ALL:
-                value = value.without_constant()
-            outs = like(avals, value)
-        elif eqn.primitive.multiple_results and len(ins) == len(avals):
-            outs = ins
-        else:
+        outs = _moved(eqn, ins, operands)
+        if outs is None:
             return self._paint_follow(eqn, ins, uses)
         if eqn.primitive.name != "gather" or not operands[0].read_once:
             return Step(Mode.KEEP, outs, KEEPS_DTYPE, use=None)
@@ -454,6 +453,24 @@ class Painter:
         """Returns the dtype in which a value of the original `aval` is emitted."""
         is_low = value is not None and value.paint is Paint.LOW
         return self.compute_dtype if is_low else aval.dtype
+
+
+def _moved(eqn: Eqn, ins: Values, operands: Sequence[Value]) -> Values | None:
+    """Returns the values of data that an equation only moves; `None` if it joins some.
+
+    Args:
+      eqn: the equation.
+      ins: the values of all its operands.
+      operands: those of float32 ones.
+    """
+    avals = out_avals(eqn)
+    if len(operands) == 1:
+        (value,) = operands
+        if eqn.primitive.name not in _MOVES_ALL:
+            value = value.without_constant()
+        return like(avals, value)
+    is_one_to_one = eqn.primitive.multiple_results and len(ins) == len(avals)
+    return ins if is_one_to_one else None
 
 
 def _takes_no_data(ins: Values) -> bool:
