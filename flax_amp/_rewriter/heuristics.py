@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -38,6 +39,7 @@ from flax_amp._rewriter.plan import (
     variables,
 )
 from flax_amp.policy import (
+    CASTABLE_OPS,
     KEEP_OPS,
     LOW_OPS,
     MOVE_OPS,
@@ -88,6 +90,49 @@ def only_selects(eqn: Eqn, operands: Sequence[Value], compute_dtype: DType) -> b
             and (is_exact(v.constant, compute_dtype) or abs(v.constant) >= _MASK)
         )
         for v in operands
+    )
+
+
+def is_matrix_product(eqn: Eqn) -> bool:
+    """Whether an equation is what the hardware speeds up in half precision.
+
+    Two kinds of `dot_general` are not: outer products and inner products.
+    """
+    is_product = eqn.primitive.name in LOW_OPS
+    return is_product and not (is_outer_product(eqn) or is_inner_product(eqn))
+
+
+def is_outer_product(eqn: Eqn) -> bool:
+    """Whether a product adds nothing up: it is a multiplication.
+
+    In `einsum("i,j->ij", positions, frequencies)`, half precision would spoil the
+    positions: bfloat16 has no 257.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
+
+
+def is_inner_product(eqn: Eqn) -> bool:
+    """Whether a product is one sum, or one for each element of a batch.
+
+    In float16, `vdot(losses, mask)` would be infinite for 70 000 losses.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    shared = len(contracted) + len(batch)
+    return all(len(v.aval.shape) == shared for v in eqn.invars)
+
+
+def is_of_integers(eqn: Eqn, ins: Values) -> bool:
+    """Whether all operands are integers, bools, constants, or computed from these."""
+    return all(
+        not jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        if value is None
+        else value.of_integers or value.constant is not None
+        for v, value in zip(eqn.invars, ins, strict=True)
     )
 
 
@@ -199,20 +244,28 @@ def numbers_cast_inside(
     )
 
 
-def with_maximum_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
-    """Returns a step that says which results are a maximum, or have one subtracted."""
+def with_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
+    """Returns a step that says what is known of the results of a plain equation.
+
+    They may be a maximum, or have one subtracted, or be computed from integers alone.
+    """
     name = eqn.primitive.name
+    # What a callback gives may be anything.
+    is_known = name in CASTABLE_OPS or name == "iota"
+    of_integers = is_known and is_of_integers(eqn, ins)
     # jax.nn.softmax also takes the larger one of the maximum and a constant.
     is_maximum = name == "reduce_max" or (
         name == "max" and any(v is not None and v.is_maximum for v in ins)
     )
     subtracted = name == "sub" and ins[1] is not None and ins[1].is_maximum
-    if not (is_maximum or subtracted):
+    if not (is_maximum or subtracted or of_integers):
         return step
-    outs = tuple(
-        v and v._replace(is_maximum=is_maximum, maximum_subtracted=subtracted)
-        for v in step.outs
+    flags = dict(
+        is_maximum=is_maximum,
+        maximum_subtracted=subtracted,
+        of_integers=of_integers,
     )
+    outs = tuple(v and v._replace(**flags) for v in step.outs)
     return dataclasses.replace(step, outs=outs)
 
 

@@ -55,21 +55,26 @@ from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.heuristics import (
     constant_survives_cast,
     is_exact,
+    is_inner_product,
+    is_of_integers,
+    is_outer_product,
     is_softmax_numerator,
     may_read_twice,
     only_looked_up,
     only_selects,
-    with_maximum_flags,
+    with_flags,
 )
 from flax_amp._rewriter.plan import (
     CONSTANT,
     FULL,
+    INNER_PRODUCT,
     KEEPS_DTYPE,
     LEAF,
     LEAVES_ONLY,
     LOOP_STATE,
     LOW,
     NO_OPERAND,
+    OF_INTEGERS,
     PRECISION,
     STATISTIC_APPLIED,
     Context,
@@ -276,7 +281,7 @@ class Painter:
         if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.EXP, outs, Reason("numerator of a softmax"))
-        return with_maximum_flags(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
+        return with_flags(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
 
     def _paint_plain(
         self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
@@ -297,7 +302,7 @@ class Painter:
             of_data = is_elementwise and ins[0] is not None and _is_data(ins[0])
             return _full(eqn, FULL._replace(of_data=of_data), because)
         if function is use_compute_precision:
-            return self._paint_low(eqn, because)
+            return self._paint_low(eqn, ins, uses, because)
         if function is follow_precision:
             return self._paint_follow(eqn, ins, uses)
         if function is keep_precision:
@@ -318,10 +323,18 @@ class Painter:
         is_float32 = function.dtype == jnp.float32
         return use_original_precision if is_float32 or not is_castable else None
 
-    def _paint_low(self, eqn: Eqn, because: Reason) -> Step:
+    def _paint_low(self, eqn: Eqn, ins: Values, uses: Uses, because: Reason) -> Step:
         obstacle = self._obstacle_to_low(eqn)
         if obstacle:
             return _full(eqn, FULL, obstacle)
+        decision = because.decision
+        if decision is None or decision.origin is not Origin.SCOPE:
+            if is_of_integers(eqn, ins):
+                return _full(eqn, FULL, OF_INTEGERS)
+            if is_outer_product(eqn):
+                return self._paint_follow(eqn, ins, uses)
+            if is_inner_product(eqn):
+                return _full(eqn, FULL, INNER_PRODUCT, Use.MEASURE)
         return Step(Mode.LOW, like(out_avals(eqn), LOW), because, use=Use.LOW)
 
     def _obstacle_to_low(self, eqn: Eqn) -> Reason | None:

@@ -18,12 +18,12 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
+from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.plan import PRECISION, Plan
 from flax_amp._scope_paths import paths, split_method
 from flax_amp._tree import fill, is_inexact_array, pick
 from flax_amp.policy import (
-    LOW_OPS,
     Origin,
     Policy,
     follow_precision,
@@ -59,7 +59,7 @@ class Equation(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        return self.eqn.primitive.name in LOW_OPS
+        return is_matrix_product(self.eqn)
 
     def has_factors_in(self, dtypes: Sequence[Any]) -> bool:
         return all(v.aval.dtype in dtypes for v in self.eqn.invars[:2])

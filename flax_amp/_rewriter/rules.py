@@ -27,7 +27,11 @@ from flax_amp._rewriter.custom_derivatives import (
     SingleBodyRule,
 )
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.heuristics import is_indexed, numbers_cast_inside
+from flax_amp._rewriter.heuristics import (
+    is_indexed,
+    is_of_integers,
+    numbers_cast_inside,
+)
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
@@ -472,7 +476,8 @@ class _ConvertElementType:
             return Step(Mode.RULE, ins, Reason("weak type only"), uses=uses)
         # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
         if operand.dtype == jnp.bool_:
-            return Step(Mode.FULL, like(out_avals(eqn), LEAF), Reason("mask"))
+            value = LEAF._replace(of_integers=True)
+            return Step(Mode.FULL, like(out_avals(eqn), value), Reason("mask"))
         for variable, number in context.numbers:
             if variable is eqn.invars[0]:
                 value = LEAF._replace(bits=np.float32(number).tobytes())
@@ -480,7 +485,8 @@ class _ConvertElementType:
         # What is rounded here may be rounded before, such as a softmax's numerator.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
         use = Use.LOW if is_rounded and has_paint(ins[0], Paint.FULL) else Use.FULL
-        outs = like(out_avals(eqn), FULL)
+        value = FULL._replace(of_integers=is_of_integers(eqn, ins))
+        outs = like(out_avals(eqn), value)
         return Step(Mode.FULL, outs, Reason("explicit cast"), use=use)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:

@@ -14,8 +14,10 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
+from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.plan import (
     CONSTANT,
+    OF_INTEGERS,
     PRECISION,
     Mode,
     Paint,
@@ -25,7 +27,7 @@ from flax_amp._rewriter.plan import (
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._shadowed import shadowed_keys
 from flax_amp.debug._walk import Visit
-from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS, Origin, Policy
+from flax_amp.policy import ACCUMULATION_OPS, RANGE_OPS, Origin, Policy
 
 # The most important first.
 KINDS = (
@@ -45,6 +47,9 @@ _TINY, _LARGE = 1e-3, 1e3
 # A sum in a carry of half precision is named beyond so many steps. Residual streams of
 # layers are such sums as well, but shorter ones.
 _STEPS = 100
+
+# Random numbers and callbacks are as written in any policy.
+_AS_WRITTEN = re.compile("random_|.*_callback$")
 
 Finding = tuple[str, str]  # kind, message
 
@@ -114,9 +119,13 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
 
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row, reason = visit.row, visit.step.reason
-    if row.primitive in LOW_OPS:
+    if is_matrix_product(visit.eqn):
         yield from _of_product(visit, compute_dtype)
-    elif _is_by_default(reason) and "float32" in row.before.results:
+    elif (
+        _is_by_default(reason)
+        and "float32" in row.before.results
+        and not _AS_WRITTEN.match(row.primitive)
+    ):
         yield (
             "unknown primitive",
             f"the policy says nothing about {row.primitive}, so it stays as written. "
@@ -159,7 +168,7 @@ def _choice(visit: Visit) -> str:
     """Returns who chose to keep a product in float32; empty if nobody did."""
     row = visit.row
     if (
-        row.primitive not in LOW_OPS
+        not is_matrix_product(visit.eqn)
         or row.is_low
         or not float_factors(row.before.operands)
     ):
@@ -167,6 +176,8 @@ def _choice(visit: Visit) -> str:
     reason = visit.step.reason
     if reason.text == PRECISION and _compat.is_numerics_of_jax(visit.eqn):
         return "by JAX's own numerics"
+    if reason is OF_INTEGERS:
+        return "as a product of integers and constants"
     decision = reason.decision
     if decision is None or decision.origin is Origin.DEFAULT:
         return ""

@@ -19,6 +19,7 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn
+from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
@@ -36,7 +37,7 @@ from flax_amp._rewriter.plan import (
 from flax_amp._rewriter.rules import RULES
 from flax_amp.debug._model import Dtypes, Equation, float_factors
 from flax_amp.debug._scopes import Place, known_size, module_path, scopes_of
-from flax_amp.policy import CASTABLE_OPS, LOW_OPS
+from flax_amp.policy import CASTABLE_OPS
 
 # Their own dtypes say nothing that those of the equations inside do not say.
 _CALLS = frozenset(
@@ -195,7 +196,7 @@ def dtypes_of(eqn: Eqn) -> Dtypes:
 def flops(eqn: Eqn) -> int:
     """Returns the operations of a product or a convolution of floats, else 0."""
     name, params = eqn.primitive.name, eqn.params
-    if name not in LOW_OPS:
+    if not is_matrix_product(eqn):
         return 0
     if not float_factors(dtypes_of(eqn).operands):
         return 0

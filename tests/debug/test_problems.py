@@ -34,7 +34,7 @@ def inner(w, x):
 
 def opaque(w, x):
     inverse = jax.lax.linalg.schur(w)[0]
-    return x @ inverse + jax.pure_callback(lambda x: x, X, x)
+    return x @ inverse + jax.lax.nextafter(x, x)
 
 
 def layers(w, x):
@@ -87,7 +87,7 @@ PLANTED = {
         opaque,
         {},
         "unknown primitive",
-        "says nothing about pure_callback",
+        "says nothing about nextafter",
         [""],
     ),
     "reduction": (reduced, LOW, "risk", "adds 4000 numbers in float16", ["low"]),
@@ -151,6 +151,14 @@ def test_what_the_user_chose_is_a_note(fun, additions, note):
     assert not explain(fun, amp_policy=policy, compute_dtype="float32")(W, X).notes
 
 
+def test_random_numbers_and_callbacks_are_no_problem():
+    def fun(w, x):
+        noise = jax.random.gamma(jax.random.key(0), jax.nn.softplus(x @ w))
+        return noise + jax.pure_callback(lambda x: x, X, x)
+
+    assert not explain(fun)(W, X).problems
+
+
 def svd_gradient(w, x):
     return jax.grad(lambda w: jnp.linalg.svd(w)[1].sum())(w) @ x.T
 
@@ -163,11 +171,10 @@ def svd_gradient(w, x):
         lambda w, x: jnp.linalg.lstsq(w, w @ x.T)[0] @ w[:4],
         lambda w, x: jax.grad(lambda w: jnp.linalg.cholesky(w @ w).sum())(w) @ x.T,
         lambda w, x: jax.scipy.linalg.expm(w) @ x.T,
-        lambda w, x: jax.scipy.sparse.linalg.cg(lambda v: w @ v, x[0])[0] @ w,
         lambda w, x: jax.image.resize(x, (8, 8), "bilinear") @ w,
         svd_gradient,
     ],
-    ids="inv pinv lstsq cholesky expm cg resize svd".split(),
+    ids="inv pinv lstsq cholesky expm resize svd".split(),
 )
 def test_products_inside_of_jax_are_a_note(fun):
     found = explain(fun)(W, X)

@@ -214,7 +214,9 @@ def emitted(closed):
 def operations(eqn):
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     if eqn.primitive.name == "dot_general":
-        ((contracting, _), _) = eqn.params["dimension_numbers"]
+        ((contracting, _), (batch, _)) = eqn.params["dimension_numbers"]
+        if len(contracting) + len(batch) == len(shapes[0]) == len(shapes[1]):
+            return 0  # an inner product, which is a sum
         return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracting)
     if eqn.primitive.name == "ragged_dot_general":
         return 2 * math.prod(shapes[-1]) * shapes[0][-1]

@@ -90,8 +90,8 @@ rows(
         over_devices(layer, (P(), P("data"))), W, np.tile(A, (4, 1))
     ),
     custom_linear_solve=(linear_solve, SYMMETRIC, LINE[:3]),
-    closed_call=(checkpointed, W, np.tile(A, (4, 1))),
-    eval_jaxpr=(checkpointed, W, np.tile(A, (4, 1))),
+    closed_call=(checkpointed, W, np.tile(A, (8, 1))),
+    eval_jaxpr=(checkpointed, W, np.tile(A, (8, 1))),
     **{"while": (while_loop, W, A)},
 )  # fmt: skip
 differs("custom_linear_solve", (FLOAT32, FLOAT32), "the vectors of a solver are state")

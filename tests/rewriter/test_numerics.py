@@ -201,24 +201,28 @@ def test_leaves_saturate_and_results_overflow(dtype):
     """A weight of 1e6 becomes the limit; inf, NaN and a computed overflow stay."""
     limit = float(jnp.finfo(dtype).max)
     dot = amp(lambda w, x: x @ w, compute_dtype=dtype)
-    one = jnp.ones((1, 1))
+
+    def matrix(number):
+        return jnp.zeros((2, 2)).at[0, 0].set(number)
+
+    one = matrix(1)
     big = 1e6 if dtype == jnp.float16 else 1.5e38
     expected = limit if dtype == jnp.float16 else float(jnp.bfloat16(big))
-    assert float(dot(one * big, one)[0, 0]) == expected
-    assert float(dot(one * jnp.inf, one)[0, 0]) == np.inf
-    assert float(dot(one * -jnp.inf, one)[0, 0]) == -np.inf
-    assert np.isnan(dot(one * jnp.nan, one)[0, 0])
+    assert float(dot(matrix(big), one)[0, 0]) == expected
+    assert float(dot(matrix(jnp.inf), one)[0, 0]) == np.inf
+    assert float(dot(matrix(-jnp.inf), one)[0, 0]) == -np.inf
+    assert np.isnan(dot(matrix(jnp.nan), one)[0, 0])
     # A mask that only low-precision equations read is clamped, too.
     lowest = -3.4e38
     for mask in (lambda y: jnp.where(y > 9, y, lowest), lambda y: y + lowest):
         masked = amp(lambda w, x, mask=mask: mask(x @ w) @ w, compute_dtype=dtype)
-        assert np.isfinite(masked(one * 0.25, one)[0, 0])
+        assert np.isfinite(masked(matrix(0.25), one)[0, 0])
     overflow = amp(lambda w, x: (x @ w) @ w, compute_dtype=dtype)
     root = 300.0 if dtype == jnp.float16 else 2e19
-    assert float(overflow(one * root, one * 1.0)[0, 0]) == np.inf
+    assert float(overflow(matrix(root), one)[0, 0]) == np.inf
     twice = amp(lambda w, x: (x @ w) * 2.0 * (x @ w), compute_dtype=dtype)
-    assert float(twice(one * root, one)[0, 0]) == np.inf
-    grad = jax.grad(lambda w: dot(w, one)[0, 0] * 2.0)(one * big)
+    assert float(twice(matrix(root), one)[0, 0]) == np.inf
+    grad = jax.grad(lambda w: dot(w, one)[0, 0] * 2.0)(matrix(big))
     assert float(grad[0, 0]) == 2.0
 
 

@@ -99,7 +99,8 @@ def test_each_primitive_has_a_row():
 
 def low(x):
     """The same array as the result of a product."""
-    return lax.dot_general(x, x.dtype.type(1), (((), ()), ((), ())))
+    halves = lax.broadcast_in_dim(x, (*x.shape, 2), range(x.ndim))
+    return lax.squeeze(halves @ np.full((2, 1), 0.5, x.dtype), [x.ndim])
 
 
 def program(row, is_low=False):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from flax_amp._compat import Array, DType, Eqn, Var
-from flax_amp._rewriter.heuristics import moves_of_inputs
+from flax_amp._rewriter.heuristics import is_matrix_product, moves_of_inputs
 from flax_amp._rewriter.plan import BodyKind, Mode, Paint, Plan, has_paint, variables
 from flax_amp._rewriter.recompute.residuals import (
     LowCopy,
@@ -293,6 +293,5 @@ def _start_of_head(plan: Plan, indices: Sequence[int]) -> int:
     The backward pass of the head comes right after its forward pass. Nothing is stored
     for long there, and barriers only get in the way of fusions.
     """
-    eqns = plan.jaxpr.eqns
-    products = [i for i in indices if eqns[i].primitive.name in LOW_OPS]
+    products = [i for i in indices if is_matrix_product(plan.jaxpr.eqns[i])]
     return products[-2] + 1 if len(products) > 1 else 0

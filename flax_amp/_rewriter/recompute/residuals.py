@@ -371,7 +371,8 @@ def _reads(
             continue
         active.update(v for v in eqn.outvars if _is_inexact(v.aval))
         read = set(_read_by_derivative(eqn, step, active))
-        (operands if name in LOW_OPS else reads).update(read)
+        is_low_product = name in LOW_OPS and step.mode is Mode.LOW
+        (operands if is_low_product else reads).update(read)
     return reads, operands
 
 

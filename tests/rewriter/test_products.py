@@ -1,0 +1,186 @@
+"""Products that are no matrix products, and those of integers, stay out of the halves.
+
+Inner and outer products are what their names say: sums and multiplications. In a
+product of positions, masks or counts, a half has not digits enough.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from flax_amp import amp, explain, use_compute_precision
+from helpers import (
+    assert_close,
+    assert_identical,
+    both_halves,
+    dtypes_of,
+    equations_of,
+    jit,
+    relative_error,
+)
+
+COUNT = 3000  # neither half has all integers up to here
+KEYS = jax.random.split(jax.random.key(0), 3)
+W = jax.random.normal(KEYS[0], (8, 8)) / 3
+X = jax.random.normal(KEYS[1], (6, 8))
+LABELS = jax.random.randint(KEYS[2], (COUNT,), 0, 3)
+FREQUENCIES = 1e4 ** (-jnp.arange(8) / 8)
+
+
+def positions():
+    return jnp.arange(COUNT, dtype=jnp.float32)
+
+
+def triangle(n):
+    return jnp.tril(jnp.ones((n, n)))
+
+
+# Of what `amp` gets, only `LABELS` is an argument that they read.
+OF_INTEGERS = {
+    "outer": lambda n: jnp.einsum("i,j->ij", positions(), 2.0 ** jnp.arange(4)),
+    "column times row": lambda n: positions()[:, None] @ jnp.ones((1, 4)),
+    "counted by a triangle": lambda n: triangle(COUNT) @ jax.nn.one_hot(n, 3),
+    "confusion": lambda n: jax.nn.one_hot(n, 3).T @ jax.nn.one_hot(n[::-1] * 0, 3),
+    "batched": lambda n: jnp.einsum(
+        "te,te->t", jnp.cumsum(jax.nn.one_hot(n, 3), 0), jax.nn.one_hot(n, 3)
+    ),
+    "convolved": lambda n: lax.conv(
+        jnp.ones((1, 1, COUNT)), jnp.ones((1, 1, COUNT)), (1,), [(COUNT, COUNT)]
+    ),
+    "of bools": lambda n: (n > 0).astype(jnp.float32) @ jnp.ones((COUNT, 2)),
+    "in a jit": lambda n: jax.jit(jnp.matmul)(triangle(COUNT), n.astype(jnp.float32)),
+}
+WAYS = {
+    "plain": lambda fn: fn,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda fn: lambda n: lax.cond(n[0] >= 0, fn, lambda n: fn(n) * 0, n),
+    "vmap": lambda fn: lambda n: jax.vmap(fn)(n[None])[0],
+}
+
+
+@both_halves
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_products_of_integers_are_exact(name, way, dtype):
+    fn = WAYS[way](OF_INTEGERS[name])
+    assert_identical(jit(amp(fn, compute_dtype=dtype))(LABELS), fn(LABELS))
+
+
+@both_halves
+def test_slots_of_a_mixture_of_experts(dtype):
+    """A product of counts gives the index of a slot; two tokens must not share one."""
+
+    def fullest(w, x):
+        chosen = jax.nn.one_hot((x @ w).argmax(-1), 2)
+        place = jnp.einsum("te,te->t", jnp.cumsum(chosen, 0) - 1, chosen)
+        slots = jax.nn.one_hot(place.astype(jnp.int32), COUNT)
+        return jnp.einsum("te,tc->ec", chosen, slots).max()
+
+    x = jax.random.normal(KEYS[1], (COUNT, 8))
+    assert amp(fullest, compute_dtype=dtype)(W[:, :2], x) == 1
+
+
+def rotated(w, x):
+    angles = jnp.einsum("i,j->ij", positions(), FREQUENCIES)  # as rotary embeddings do
+    return jnp.mean((jnp.sin(angles) @ w) ** 2) + jnp.mean((x @ w) ** 2)
+
+
+def from_input(w, x):
+    times = 1000 * jnp.abs(x[:, :1])
+    return jnp.sin(times @ FREQUENCIES[None]) @ w
+
+
+def weighted(w, x):
+    losses = jnp.log1p(jnp.exp(x @ w)).sum(1) * 1e4
+    return jnp.vdot(losses, jnp.arange(6.0)) * 1e-4  # gradients fit into float16
+
+
+def penalty(w, x):
+    return jnp.vdot(w * 1e-4, w * 1e4) + jnp.vdot(x * 1e3, x * 1e-3)
+
+
+def of_rows(w, x):
+    y = x @ w
+    return jnp.log(1 + jnp.einsum("bi,bi->b", y * 200, y))
+
+
+FLOATS = {
+    "angles": rotated,
+    "angles of an input": from_input,
+    "weighted losses": weighted,
+    "penalty of weights": penalty,
+    "of rows": of_rows,
+}
+
+
+@both_halves
+@pytest.mark.parametrize("name", FLOATS)
+def test_inner_and_outer_products_of_floats(name, dtype):
+    fn = FLOATS[name]
+
+    def loss(w, x):
+        return jnp.sum(fn(w, x))
+
+    actual = jit(jax.value_and_grad(amp(loss, compute_dtype=dtype)))(W, X)
+    expected = jit(jax.value_and_grad(loss))(W, X)
+    assert_close(actual[0], expected[0], dtype)
+    assert_close(actual[1], expected[1], dtype, gradient=True)
+
+
+def test_the_rule_of_each_product():
+    def fn(w, x):
+        y = x @ w  # a matrix product
+        outer = jnp.einsum("i,j->ij", y[0], w[0])  # follows `y`
+        inner = jnp.vdot(y, y)  # a sum
+        return outer, inner
+
+    lowered = amp(fn, compute_dtype=jnp.bfloat16)
+    found = dtypes_of(lowered, W, X, primitive="dot_general")
+    assert found == [("bfloat16", "bfloat16")] * 2 + [("float32", "float32")]
+
+
+def test_a_scope_lowers_all_products():
+    def fn(w, x):
+        with jax.named_scope("half"):
+            y = jnp.einsum("i,j->ij", positions(), jnp.arange(3.0))
+            return jnp.vdot(y, y), jnp.vdot(w, w)
+
+    policy = {"half": use_compute_precision}
+    found = equations_of(amp(fn, amp_policy=policy), W, X, primitive="dot_general")
+    assert {str(v.aval.dtype) for e in found for v in e.invars} == {"float16"}
+
+
+def test_what_is_written_in_half_stays_so():
+    def fn(x):
+        return jnp.vdot(x, x), jnp.outer(x, x)
+
+    x = X.astype(jnp.bfloat16)
+    assert_identical(amp(fn)(x), fn(x))
+
+
+def test_explain_counts_matrix_products_only():
+    found = explain(lambda w, x: jnp.vdot(x @ w, x))(W, X)
+    assert not found.problems
+    assert found.totals.low_share == 1
+
+
+def test_explain_names_products_of_integers():
+    found = explain(lambda w, n: triangle(COUNT) @ jax.nn.one_hot(n, 8) @ w)(W, LABELS)
+    assert not found.problems
+    (note,) = found.notes
+    assert "1 product is kept in float32 as a product of integers" in note
+
+
+@both_halves
+def test_weights_of_an_outer_product_are_cast(dtype):
+    """A layer with one input, behind others, runs as they do."""
+
+    def fn(w, x):
+        narrow = (x @ w)[:, :1]
+        return narrow @ w[:1]
+
+    found = dtypes_of(amp(fn, compute_dtype=dtype), W, X, primitive="dot_general")
+    assert found == [(dtype.__name__,) * 2] * 2
+    assert relative_error(amp(fn, compute_dtype=dtype)(W, X), fn(W, X)) < 0.02
