@@ -160,6 +160,19 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     return list(outs)[: len(eqn.outvars)] if primitive.multiple_results else [outs]
 
 
+def with_weak_type_of(x: Array, aval: Aval) -> Array:
+    """Returns an array whose type is weak if and only if `aval` is.
+
+    JAX has no public function that makes a type weak.
+    """
+    is_weak = getattr(aval, "weak_type", False)
+    if getattr(jax.typeof(x), "weak_type", False) == is_weak:
+        return x
+    return jax.lax.convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=is_weak, sharding=None
+    )
+
+
 def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
     """Returns the result of a call, and says which operation made a NaN.
 

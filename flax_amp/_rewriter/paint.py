@@ -6,7 +6,9 @@ that the user asked for) are left exactly as they are.
 
 The rules, in the order in which they apply to an equation:
 
-- **low** (matrix products, convolutions): operands cast down, result `LOW`.
+- **low** (matrix products, convolutions): operands cast down, result `LOW`. But a
+  product of positions, masks or counts is full, and so is an inner product, which is a
+  sum. An outer product, which is a multiplication, follows its operands.
 - **full** (sums, `exp`, linear algebra): operands in float32, result `FULL`.
 - **follow** (elementwise arithmetic):
     1. a `FULL` operand that is a *statistic*, or the float32 state of a loop, makes

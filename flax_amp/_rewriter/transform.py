@@ -183,7 +183,11 @@ class PlannedCall(NamedTuple):
         """Evaluates the plan; returns the arrays of the function's result."""
         emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
         outs = emitter.emit(self.plan, arrays)
-        return emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
+        outs = emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
+        # Where it was weak, such as after `jnp.full(3, 1.0).at[0].set(0)`, what is
+        # computed with the result keeps its other dtype.
+        pairs = zip(outs, self.plan.jaxpr.outvars, strict=False)
+        return [_compat.with_weak_type_of(x, v.aval) for x, v in pairs]
 
 
 def plan_call(

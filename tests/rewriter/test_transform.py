@@ -206,6 +206,40 @@ def test_numpy_and_scalar_inputs():
     assert float(jax.jvp(amp(jax.nn.relu), (3.0,), (1.0,))[1]) == 1.0
 
 
+def doubled(x):
+    return lax.while_loop(lambda c: c[0] < 1, lambda c: c * 2, x)
+
+
+WEAK = jnp.full((4,), 0.3)
+WEAKLY_TYPED = {
+    "argument": (lambda w: w, WEAK),
+    "product": (lambda w: jnp.stack([w, w]) @ w, WEAK),
+    "convolution": (lambda w: jnp.convolve(w, w), WEAK),
+    "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
+    "while": (doubled, WEAK),
+    "while over integers": (doubled, jnp.full((2,), 1)),
+    "number": (lambda x: 2.0, jnp.ones(3)),
+    "softmax": (jax.nn.softmax, WEAK),
+    "gradient": (lambda w: jax.grad(lambda w: jnp.sum(w * w))(w), WEAK),
+    "strong": (lambda w: w * jnp.float32(2), WEAK),
+    "of two": (lambda w: (w, w * jnp.ones(4)), WEAK),
+}
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
+@pytest.mark.parametrize("name", WEAKLY_TYPED)
+def test_weak_types_of_results(name, dtype):
+    """A weak result takes the dtype of what it is multiplied with."""
+    fn, x = WEAKLY_TYPED[name]
+    fn = jax.jit(fn)
+    for around in (lambda f: f, jax.jit):
+        found = jax.tree.map(jnp.asarray, around(amp(fn, compute_dtype=dtype))(x))
+        expected = jax.tree.map(jnp.asarray, fn(x))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.weak_type == b.weak_type
+            assert (a * jnp.bfloat16(1)).dtype == (b * jnp.bfloat16(1)).dtype
+
+
 def test_closures():
     """Arrays and tracers of an enclosing transform may be closed over."""
     grad = jax.grad(lambda w: amp(lambda x: jnp.sum(jnp.tanh(x @ w)))(X))(W)
