@@ -160,19 +160,6 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     return list(outs)[: len(eqn.outvars)] if primitive.multiple_results else [outs]
 
 
-def with_weak_type_of(x: Array, aval: Aval) -> Array:
-    """Returns an array whose type is weak if and only if `aval` is.
-
-    JAX has no public function that makes a type weak.
-    """
-    is_weak = getattr(aval, "weak_type", False)
-    if getattr(jax.typeof(x), "weak_type", False) == is_weak:
-        return x
-    return jax.lax.convert_element_type_p.bind(
-        x, new_dtype=x.dtype, weak_type=is_weak, sharding=None
-    )
-
-
 def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -> Any:
     """Returns the result of a call, and says which operation made a NaN.
 
@@ -358,10 +345,15 @@ def hoist_consts(closed: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     return convert(jaxpr), consts
 
 
-def weakly_typed(x: jax.Array) -> jax.Array:
-    """Returns an array that promotes as Python numbers do; JAX has no public cast."""
+def with_weak_type(x: Array, is_weak: bool) -> Array:
+    """Returns an array with or without a weak type; JAX has no public cast for it.
+
+    Arrays with a weak type promote as Python numbers do.
+    """
+    if getattr(jax.typeof(x), "weak_type", False) == is_weak:
+        return x
     convert = _public_primitives.convert_element_type_p
-    return convert.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+    return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
 def variable_of(x: Any) -> Var | None:

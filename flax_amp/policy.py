@@ -213,7 +213,8 @@ BUILT_IN = (
 # --- families of primitives ----------------------------------------------------------
 
 # Matrix products and convolutions: what the hardware speeds up in half precision. It
-# accumulates in float32 whatever the dtype of the result.
+# accumulates in float32 whatever the dtype of the result. `dot_general` may also be an
+# inner or an outer product: see `product_kind` in `_rewriter/heuristics.py`.
 LOW_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 # |f(x)| is much larger than |x|, or digits are lost near a pole.

@@ -135,7 +135,7 @@ def sharded(fn, check_vma=True):
 
 
 def twice(x):
-    """Two equal rows of one: the gradient of one row is no matrix product."""
+    """Repeats a row: with one row, the gradient of `w` would be an outer product."""
     return jnp.concatenate([x, x])
 
 

@@ -16,6 +16,7 @@ a loop, a branch or a call the logarithm stands (`uses.py`).
 """
 
 import dataclasses
+import enum
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -65,14 +66,15 @@ def constant_survives_cast(eqn: Eqn, constant: float, compute_dtype: DType) -> b
 
     In float16, `x + 1e-8` guards no division, because the epsilon is rounded to zero;
     `min(x, 1 - 1e-7)` guards no logarithm, because the bound is rounded to one; and
-    `x * 1e6` multiplies by 65504. But `x - 1e9` is a mask, which may saturate.
+    `x * 1e6`, or an outer product, multiplies by 65504. But `x - 1e9` is a mask, which
+    may saturate.
     """
     name, size = eqn.primitive.name, abs(constant)
     limits = finfo(compute_dtype)
     if not np.isfinite(size) or size == 0:
         return True
     if size > float(limits.max):
-        return name not in ("mul", "div", "rem", "atan2")
+        return name not in ("mul", "div", "rem", "atan2", "dot_general")
     if name in ("max", "min", "clamp"):
         return is_exact(constant, compute_dtype)
     return size >= float(limits.smallest_normal)
@@ -93,47 +95,53 @@ def only_selects(eqn: Eqn, operands: Sequence[Value], compute_dtype: DType) -> b
     )
 
 
-def is_matrix_product(eqn: Eqn) -> bool:
-    """Whether an equation is what the hardware speeds up in half precision.
+class ProductKind(enum.Enum):
+    """What a product is for precision; `dot_general` is of all three kinds."""
 
-    Two kinds of `dot_general` are not: outer products and inner products.
+    MATRIX = "a matrix product or a convolution"  # what half precision speeds up
+    MULTIPLICATION = "a multiplication"
+    SUM = "a sum of products"
+
+
+def product_kind(eqn: Eqn) -> ProductKind | None:
+    """Returns the kind of a product or a convolution; `None` for other equations.
+
+    A product that adds nothing up is a multiplication. A product that leaves no axes
+    but those of a batch is a sum:
+
+        einsum("i,j->ij", positions, frequencies)     a multiplication
+        positions[:, None] @ frequencies[None]        the same: it adds one term
+        vdot(losses, mask)                            a sum
+        einsum("bi,bi->b", x, y)                      a sum for each `b`
+
+    An axis of length one that is left counts as any other: it may be a batch of one.
     """
-    is_product = eqn.primitive.name in LOW_OPS
-    return is_product and not (is_outer_product(eqn) or is_inner_product(eqn))
-
-
-def is_outer_product(eqn: Eqn) -> bool:
-    """Whether a product adds nothing up: it is a multiplication.
-
-    In `einsum("i,j->ij", positions, frequencies)`, half precision would spoil the
-    positions: bfloat16 has no 257.
-    """
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return all(eqn.invars[0].aval.shape[axis] == 1 for axis in contracted)
-
-
-def is_inner_product(eqn: Eqn) -> bool:
-    """Whether a product is one sum, or one for each element of a batch.
-
-    In float16, `vdot(losses, mask)` would be infinite for 70 000 losses.
-    """
-    if eqn.primitive.name != "dot_general":
-        return False
+    name = eqn.primitive.name
+    if name != "dot_general":
+        return ProductKind.MATRIX if name in LOW_OPS else None
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    if all(shapes[0][axis] == 1 for axis in contracted):
+        return ProductKind.MULTIPLICATION
     shared = len(contracted) + len(batch)
-    return all(len(v.aval.shape) == shared for v in eqn.invars)
+    is_sum = all(len(shape) == shared for shape in shapes)
+    return ProductKind.SUM if is_sum else ProductKind.MATRIX
 
 
-def is_of_integers(eqn: Eqn, ins: Values) -> bool:
-    """Whether all operands are integers, bools, constants, or computed from these."""
-    return all(
-        not jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        if value is None
-        else value.of_integers or value.constant is not None
-        for v, value in zip(eqn.invars, ins, strict=True)
-    )
+def is_matrix_product(eqn: Eqn) -> bool:
+    """Whether an equation is a matrix product or a convolution."""
+    return product_kind(eqn) is ProductKind.MATRIX
+
+
+def are_from_integers(eqn: Eqn, ins: Values) -> bool:
+    """Whether all operands are integers, bools, numbers, or computed from these."""
+    return all(map(_is_from_integers, eqn.invars, ins))
+
+
+def _is_from_integers(operand: Atom, value: Value | None) -> bool:
+    if value is None:  # no float32: an integer, but also a half, float64, complex
+        return not jnp.issubdtype(operand.aval.dtype, jnp.inexact)
+    return value.from_integers or value.constant is not None
 
 
 def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) -> bool:
@@ -245,26 +253,26 @@ def numbers_cast_inside(
 
 
 def with_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
-    """Returns a step that says what is known of the results of a plain equation.
+    """Returns a step that says what else is known of the results.
 
-    They may be a maximum, or have one subtracted, or be computed from integers alone.
+    They may be a maximum, have one subtracted, or be computed from integers alone.
     """
     name = eqn.primitive.name
-    # What a callback gives may be anything.
-    is_known = name in CASTABLE_OPS or name == "iota"
-    of_integers = is_known and is_of_integers(eqn, ins)
     # jax.nn.softmax also takes the larger one of the maximum and a constant.
     is_maximum = name == "reduce_max" or (
         name == "max" and any(v is not None and v.is_maximum for v in ins)
     )
     subtracted = name == "sub" and ins[1] is not None and ins[1].is_maximum
-    if not (is_maximum or subtracted or of_integers):
+    # Callbacks, random bits and others make more than integers of integers.
+    is_computed = name in CASTABLE_OPS or name == "iota"
+    known = {
+        "is_maximum": is_maximum,
+        "maximum_subtracted": subtracted,
+        "from_integers": is_computed and are_from_integers(eqn, ins),
+    }
+    flags = {flag: True for flag, is_known in known.items() if is_known}
+    if not flags:
         return step
-    flags = dict(
-        is_maximum=is_maximum,
-        maximum_subtracted=subtracted,
-        of_integers=of_integers,
-    )
     outs = tuple(v and v._replace(**flags) for v in step.outs)
     return dataclasses.replace(step, outs=outs)
 

@@ -6,9 +6,12 @@ that the user asked for) are left exactly as they are.
 
 The rules, in the order in which they apply to an equation:
 
-- **low** (matrix products, convolutions): operands cast down, result `LOW`. But a
-  product of positions, masks or counts is full, and so is an inner product, which is a
-  sum. An outer product, which is a multiplication, follows its operands.
+- **low** (matrix products, convolutions): operands cast down, result `LOW`. Unless a
+  scope of the policy decides,
+    1. a product of numbers that come from integers alone (positions, masks, counts) is
+       full;
+    2. an outer product is a multiplication, and follows its operands;
+    3. an inner product is a sum, and is full.
 - **full** (sums, `exp`, linear algebra): operands in float32, result `FULL`.
 - **follow** (elementwise arithmetic):
     1. a `FULL` operand that is a *statistic*, or the float32 state of a loop, makes
@@ -55,30 +58,30 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.heuristics import (
+    ProductKind,
+    are_from_integers,
     constant_survives_cast,
     is_exact,
-    is_inner_product,
-    is_of_integers,
-    is_outer_product,
     is_softmax_numerator,
     may_read_twice,
     only_looked_up,
     only_selects,
+    product_kind,
     with_flags,
 )
 from flax_amp._rewriter.plan import (
     CONSTANT,
+    FROM_INTEGERS,
     FULL,
-    INNER_PRODUCT,
     KEEPS_DTYPE,
     LEAF,
     LEAVES_ONLY,
     LOOP_STATE,
     LOW,
     NO_OPERAND,
-    OF_INTEGERS,
     PRECISION,
     STATISTIC_APPLIED,
+    SUM_OF_PRODUCTS,
     Context,
     Mode,
     Paint,
@@ -263,7 +266,7 @@ class Painter:
         # A scope or a key that stops `amp` leaves a structured primitive untouched.
         # With any other decision, what is inside of it is painted.
         if rule is None or (stops and not self._emits_all):
-            return self._paint_primitive(eqn, ins, uses, decision)
+            return self._paint_plain(eqn, ins, uses, decision)
         if not stops:
             _check_structured(eqn, decision)
         if decision.origin is Origin.SCOPE and _takes_no_data(ins):
@@ -276,16 +279,16 @@ class Painter:
         )
         return rule.paint(self, eqn, ins, uses, body)
 
-    def _paint_primitive(
+    def _paint_plain(
         self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
     ) -> Step:
         is_half = self.compute_dtype != jnp.float32
         if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.EXP, outs, Reason("numerator of a softmax"))
-        return with_flags(eqn, ins, self._paint_plain(eqn, ins, uses, decision))
+        return with_flags(eqn, ins, self._paint_by_function(eqn, ins, uses, decision))
 
-    def _paint_plain(
+    def _paint_by_function(
         self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
     ) -> Step:
         because = Reason("{0.origin.value} {0.key}", decision)
@@ -330,13 +333,14 @@ class Painter:
         if obstacle:
             return _full(eqn, FULL, obstacle)
         decision = because.decision
-        if decision is None or decision.origin is not Origin.SCOPE:
-            if is_of_integers(eqn, ins):
-                return _full(eqn, FULL, OF_INTEGERS)
-            if is_outer_product(eqn):
-                return self._paint_follow(eqn, ins, uses)
-            if is_inner_product(eqn):
-                return _full(eqn, FULL, INNER_PRODUCT, Use.MEASURE)
+        is_by_scope = decision is not None and decision.origin is Origin.SCOPE
+        kind = None if is_by_scope else product_kind(eqn)
+        if kind is not None and are_from_integers(eqn, ins):
+            return _full(eqn, FULL, FROM_INTEGERS)
+        if kind is ProductKind.MULTIPLICATION:
+            return self._paint_follow(eqn, ins, uses)
+        if kind is ProductKind.SUM:
+            return _full(eqn, FULL, SUM_OF_PRODUCTS, Use.MEASURE)
         return Step(Mode.LOW, like(out_avals(eqn), LOW), because, use=Use.LOW)
 
     def _obstacle_to_low(self, eqn: Eqn) -> Reason | None:
@@ -471,12 +475,15 @@ class Painter:
 
 
 def _moved(eqn: Eqn, ins: Values, operands: Sequence[Value]) -> Values | None:
-    """Returns the values of data that an equation only moves; `None` if it joins some.
+    """Returns the values of the results of an equation that only moves data.
 
     Args:
       eqn: the equation.
       ins: the values of all its operands.
-      operands: those of float32 ones.
+      operands: the values of its float32 operands.
+
+    Returns:
+      The values; `None` if the equation combines several operands.
     """
     avals = out_avals(eqn)
     if len(operands) == 1:

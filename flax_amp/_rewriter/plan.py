@@ -41,8 +41,9 @@ class Value(NamedTuple):
         loop. It stays `FULL` within the loop, whatever it is combined with.
       of_data: of a `FULL` value: it is a function of low-precision data, element by
         element, as the square in a Huber loss is, and no statistic of these data.
-      of_integers: it was computed from integers, bools and constants alone, as
-        positions, masks and counts are. Nothing differentiates it.
+      from_integers: it was computed from integers, bools and constant numbers alone, as
+        positions, masks and counts are. A branch or a loop keeps it where all that
+        meets there has it.
       bits: of a `LEAF` value: the bytes of the number that all its elements have, if
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       is_maximum: it is the maximum of something.
@@ -55,7 +56,7 @@ class Value(NamedTuple):
     statistic_applied: bool = False
     loop_state: bool = False
     of_data: bool = False
-    of_integers: bool = False
+    from_integers: bool = False
     bits: bytes | None = None
     is_maximum: bool = False
     maximum_subtracted: bool = False
@@ -202,8 +203,8 @@ class Reason(NamedTuple):
 PRECISION = "precision={}"
 CONSTANT = "constant {:g} would not survive"
 NO_OPERAND = Reason("no float32 operand")
-INNER_PRODUCT = Reason("a sum of products")
-OF_INTEGERS = Reason("a product of integers and constants")
+SUM_OF_PRODUCTS = Reason("an inner product is a sum")
+FROM_INTEGERS = Reason("a product of integers and constants")
 LEAVES_ONLY = Reason("float32 leaves only")
 KEEPS_DTYPE = Reason("keeps its operand's dtype")
 
@@ -353,9 +354,10 @@ def join(values: Iterable[Value | None]) -> Value | None:
     if not present:
         return None
     loop_state = any(v.loop_state for v in present)
+    from_integers = all(v.from_integers for v in present)
     for paint in (Paint.FULL, Paint.LOW):
         if any(v.paint is paint for v in present):
-            return Value(paint, loop_state=loop_state)
+            return Value(paint, loop_state=loop_state, from_integers=from_integers)
     return present[0] if len(set(present)) == 1 else LEAF
 
 

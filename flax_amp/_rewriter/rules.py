@@ -28,8 +28,8 @@ from flax_amp._rewriter.custom_derivatives import (
 )
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.heuristics import (
+    are_from_integers,
     is_indexed,
-    is_of_integers,
     numbers_cast_inside,
 )
 from flax_amp._rewriter.paint import Painter
@@ -151,7 +151,7 @@ def _initial_carry(value: Value | None, is_layer_stack: bool) -> Value | None:
     if value is None:
         return None
     if value.constant is not None or not is_layer_stack:
-        return FULL
+        return FULL._replace(from_integers=value.from_integers)
     return LEAF if value.paint is Paint.FULL else value
 
 
@@ -167,7 +167,9 @@ def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value |
 
 def _value_in_body(value: Value | None) -> Value | None:
     # In the body, a float32 carry is data, not a statistic of something.
-    return LOOP_STATE if has_paint(value, Paint.FULL) else value
+    if value is None or value.paint is not Paint.FULL:
+        return value
+    return LOOP_STATE._replace(from_integers=value.from_integers)
 
 
 def _value_after_loop(value: Value | None, init: Value | None) -> Value | None:
@@ -229,11 +231,9 @@ def _plan_loop(
         carry, uses = new_carry, new_uses
 
 
-def _strongly_typed(x: Array) -> Array:
-    """Ends a weak type, because a body's results must have the types of its inputs."""
-    aval = jax.typeof(x)
-    weak = getattr(aval, "weak_type", False)
-    return jax.lax.convert_element_type(x, aval.dtype) if weak else x
+def _strongly_typed(arrays: Arrays) -> list[Array]:
+    # The results of a body must have the types of its inputs.
+    return [_compat.with_weak_type(x, False) for x in arrays]
 
 
 def _scan_kind(init: Values) -> BodyKind:
@@ -323,7 +323,7 @@ class _While:
 
         def as_carry(arrays: Arrays, origins: Values) -> list[Array]:
             cast = emitter.cast_to_plan(arrays, loop.carry, origins)
-            return [_strongly_typed(x) for x in cast]
+            return _strongly_typed(cast)
 
         def body(*xs: Array) -> list[Array]:
             return as_carry(emitter.emit(loop.body, xs), loop.body.outs)
@@ -424,7 +424,7 @@ class _LinearSolve:
         def function(plan: Plan, *xs: Array) -> list[Array]:
             values = like([v.aval for v in plan.jaxpr.outvars], FULL)
             outs = emitter.cast_to_plan(emitter.emit(plan, xs), values)
-            return [_strongly_typed(x) for x in outs]
+            return _strongly_typed(outs)
 
         rewritten = [
             plan and jax.make_jaxpr(functools.partial(function, plan))(*arrays, *state)
@@ -476,7 +476,7 @@ class _ConvertElementType:
             return Step(Mode.RULE, ins, Reason("weak type only"), uses=uses)
         # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
         if operand.dtype == jnp.bool_:
-            value = LEAF._replace(of_integers=True)
+            value = LEAF._replace(from_integers=True)
             return Step(Mode.FULL, like(out_avals(eqn), value), Reason("mask"))
         for variable, number in context.numbers:
             if variable is eqn.invars[0]:
@@ -485,14 +485,14 @@ class _ConvertElementType:
         # What is rounded here may be rounded before, such as a softmax's numerator.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
         use = Use.LOW if is_rounded and has_paint(ins[0], Paint.FULL) else Use.FULL
-        value = FULL._replace(of_integers=is_of_integers(eqn, ins))
+        value = FULL._replace(from_integers=are_from_integers(eqn, ins))
         outs = like(out_avals(eqn), value)
         return Step(Mode.FULL, outs, Reason("explicit cast"), use=use)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         (x,) = operands
-        # It is not bound, because its dtype parameter would undo the paint. A weak type
-        # ends here, as it does in the original.
+        # It is not bound, because its dtype parameter would undo the paint. Weak types
+        # end here, and come back where the program returns them (`transform.py`).
         return [jnp.asarray(x, dtype=x.dtype)]
 
 

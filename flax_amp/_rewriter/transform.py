@@ -184,10 +184,12 @@ class PlannedCall(NamedTuple):
         emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
         outs = emitter.emit(self.plan, arrays)
         outs = emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
-        # Where it was weak, such as after `jnp.full(3, 1.0).at[0].set(0)`, what is
-        # computed with the result keeps its other dtype.
-        pairs = zip(outs, self.plan.jaxpr.outvars, strict=False)
-        return [_compat.with_weak_type_of(x, v.aval) for x, v in pairs]
+        # A weak float32 result times bfloat16 is bfloat16, a strong one gives float32.
+        avals = [v.aval for v in self.plan.jaxpr.outvars[: len(outs)]]
+        return [
+            _compat.with_weak_type(x, getattr(aval, "weak_type", False))
+            for x, aval in zip(outs, avals, strict=True)
+        ]
 
 
 def plan_call(

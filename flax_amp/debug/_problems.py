@@ -14,10 +14,10 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.heuristics import is_matrix_product
+from flax_amp._rewriter.heuristics import ProductKind, is_matrix_product, product_kind
 from flax_amp._rewriter.plan import (
     CONSTANT,
-    OF_INTEGERS,
+    FROM_INTEGERS,
     PRECISION,
     Mode,
     Paint,
@@ -27,7 +27,7 @@ from flax_amp._rewriter.plan import (
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._shadowed import shadowed_keys
 from flax_amp.debug._walk import Visit
-from flax_amp.policy import ACCUMULATION_OPS, RANGE_OPS, Origin, Policy
+from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS, Origin, Policy
 
 # The most important first.
 KINDS = (
@@ -39,7 +39,7 @@ KINDS = (
     "constant",
     "risk",
 )
-_CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
+_CHOICE = "choice"  # a product that is in float32 with good reason: no problem
 
 # Beyond these, what a float16 number is multiplied by leaves half of its range unused.
 _TINY, _LARGE = 1e-3, 1e3
@@ -48,8 +48,8 @@ _TINY, _LARGE = 1e-3, 1e3
 # layers are such sums as well, but shorter ones.
 _STEPS = 100
 
-# Random numbers and callbacks are as written in any policy.
-_AS_WRITTEN = re.compile("random_|.*_callback$")
+# Random numbers and callbacks: `amp` leaves them alone, and there is nothing to do.
+_AS_WRITTEN = re.compile("random_|rng_|.*_callback$")
 
 Finding = tuple[str, str]  # kind, message
 
@@ -119,7 +119,7 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
 
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row, reason = visit.row, visit.step.reason
-    if is_matrix_product(visit.eqn):
+    if row.primitive in LOW_OPS:
         yield from _of_product(visit, compute_dtype)
     elif (
         _is_by_default(reason)
@@ -165,7 +165,7 @@ def _of_constant(number: float, dtype: str) -> str:
 
 
 def _choice(visit: Visit) -> str:
-    """Returns who chose to keep a product in float32; empty if nobody did."""
+    """Returns why a product is in float32 with good reason; empty if it is not."""
     row = visit.row
     if (
         not is_matrix_product(visit.eqn)
@@ -176,7 +176,7 @@ def _choice(visit: Visit) -> str:
     reason = visit.step.reason
     if reason.text == PRECISION and _compat.is_numerics_of_jax(visit.eqn):
         return "by JAX's own numerics"
-    if reason is OF_INTEGERS:
+    if reason is FROM_INTEGERS:
         return "as a product of integers and constants"
     decision = reason.decision
     if decision is None or decision.origin is Origin.DEFAULT:
@@ -190,7 +190,7 @@ def _choice(visit: Visit) -> str:
 def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row = visit.row
     floats = dict.fromkeys(float_factors(row.before.operands))
-    if not floats:  # of integers or of complex numbers
+    if not floats:  # in integer dtypes, or of complex numbers
         return
     if any(map(is_half, floats)):
         names = " and ".join(map(short, floats))
@@ -200,7 +200,9 @@ def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
             f"{what} without amp: its author set a dtype. Leave out dtype= or the cast "
             "to let the policy decide.",
         )
-    elif not row.is_low:
+    elif row.is_low:
+        yield from _of_reduction(visit)
+    elif is_matrix_product(visit.eqn):
         why = _why(visit, compute_dtype)
         yield "float32 product", f"stays in {next(iter(floats))}: {why}"
 
@@ -238,6 +240,9 @@ def _terms(eqn: Eqn) -> Any:
     """Returns how many numbers go into a result of a sum; 1 if that is not known."""
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.invars[0].aval.shape
+    if product_kind(eqn) is ProductKind.SUM:
+        (contracted, _), _ = params["dimension_numbers"]
+        return math.prod(shape[axis] for axis in contracted)
     if name not in ACCUMULATION_OPS and not (
         name in ("reduce", "reduce_window") and _adds_up(params)
     ):

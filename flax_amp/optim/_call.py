@@ -17,7 +17,7 @@ import optax
 from flax import serialization
 
 from flax_amp import _tree
-from flax_amp._compat import weakly_typed
+from flax_amp._compat import with_weak_type
 
 PyTree = Any
 Path = tuple[str, ...]
@@ -441,7 +441,7 @@ def _as_argument(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf.item()
     is_default = leaf.dtype == jax.dtypes.canonicalize_dtype(float)
-    return weakly_typed(leaf) if is_default else leaf
+    return with_weak_type(leaf, True) if is_default else leaf
 
 
 def _match_arrays(old: PyTree, new: PyTree) -> PyTree:

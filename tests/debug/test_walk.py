@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import flax_amp
 from flax_amp import explain
 from flax_amp._compat import open_jaxpr
+from flax_amp._rewriter.heuristics import is_matrix_product
 from helpers import MATMULS
 
 X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
@@ -205,7 +206,7 @@ def emitted(closed):
             casts[direction(*dtypes)] += times
         if name in MATMULS:
             products[dtypes[0], dtypes[-1]] += times
-            size = times * operations(eqn)
+            size = times * operations(eqn) * is_matrix_product(eqn)
             flops, low = flops + size, low + size * (dtypes[0] in HALVES)
     casts.pop(None, None)
     return casts, products, flops, low
@@ -214,9 +215,7 @@ def emitted(closed):
 def operations(eqn):
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     if eqn.primitive.name == "dot_general":
-        ((contracting, _), (batch, _)) = eqn.params["dimension_numbers"]
-        if len(contracting) + len(batch) == len(shapes[0]) == len(shapes[1]):
-            return 0  # an inner product, which is a sum
+        ((contracting, _), _) = eqn.params["dimension_numbers"]
         return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracting)
     if eqn.primitive.name == "ragged_dot_general":
         return 2 * math.prod(shapes[-1]) * shapes[0][-1]

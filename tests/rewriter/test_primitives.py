@@ -98,7 +98,7 @@ def test_each_primitive_has_a_row():
 
 
 def low(x):
-    """The same array as the result of a product."""
+    """The same array as the result of a matrix product, which adds its two halves."""
     halves = lax.broadcast_in_dim(x, (*x.shape, 2), range(x.ndim))
     return lax.squeeze(halves @ np.full((2, 1), 0.5, x.dtype), [x.ndim])
 

@@ -212,14 +212,12 @@ def doubled(x):
 
 WEAK = jnp.full((4,), 0.3)
 WEAKLY_TYPED = {
-    "argument": (lambda w: w, WEAK),
     "product": (lambda w: jnp.stack([w, w]) @ w, WEAK),
     "convolution": (lambda w: jnp.convolve(w, w), WEAK),
     "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
     "while": (doubled, WEAK),
     "while over integers": (doubled, jnp.full((2,), 1)),
     "number": (lambda x: 2.0, jnp.ones(3)),
-    "softmax": (jax.nn.softmax, WEAK),
     "gradient": (lambda w: jax.grad(lambda w: jnp.sum(w * w))(w), WEAK),
     "strong": (lambda w: w * jnp.float32(2), WEAK),
     "of two": (lambda w: (w, w * jnp.ones(4)), WEAK),

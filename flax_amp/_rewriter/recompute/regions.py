@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 from flax_amp._compat import Array, DType, Eqn, Var
 from flax_amp._rewriter.heuristics import is_matrix_product, moves_of_inputs
-from flax_amp._rewriter.plan import BodyKind, Mode, Paint, Plan, has_paint, variables
+from flax_amp._rewriter.plan import BodyKind, Paint, Plan, has_paint, variables
 from flax_amp._rewriter.recompute.residuals import (
     LowCopy,
     Node,
     Residuals,
     choose,
     is_light,
+    is_low_product,
     read_by_ill_conditioned,
 )
 from flax_amp._rewriter.recompute.stored import (
@@ -33,7 +34,6 @@ from flax_amp._rewriter.recompute.stored import (
     ON_GPU_AND_TPU,
     mark_stored,
 )
-from flax_amp.policy import LOW_OPS
 
 _SMALL_STEP = 4 << 20  # bytes that a step of a recurrence has to save
 
@@ -188,7 +188,7 @@ def _read_by_others(plan: Plan) -> set[Var]:
     return {
         v
         for eqn, step in plan.pairs()
-        if eqn.primitive.name not in LOW_OPS or step.mode is not Mode.LOW
+        if not is_low_product(eqn, step)
         for v in variables(eqn.invars)
     }
 

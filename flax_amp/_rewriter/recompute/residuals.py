@@ -32,6 +32,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Aval, DType, Eqn, Var
+from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
 from flax_amp._rewriter.recompute.mincut import min_cut
 from flax_amp._rewriter.recompute.stored import stored_p
@@ -287,7 +288,7 @@ def read_by_ill_conditioned(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[V
             may_be_summed = not summed.isdisjoint(eqn.outvars)
             leads_on = not found.isdisjoint(eqn.outvars)
         else:  # a sum, or a call that may have one inside
-            may_be_summed = eqn.primitive.name not in LOW_OPS
+            may_be_summed = not is_matrix_product(eqn)
             leads_on = False
         if may_be_summed:
             summed.update(operands)
@@ -348,6 +349,11 @@ def _called_bytes(eqn: Eqn) -> int:
     return sum(_bytes(v.aval, None, None) for v in eqn.outvars if _is_inexact(v.aval))
 
 
+def is_low_product(eqn: Eqn, step: Step) -> bool:
+    """Whether a product or a convolution runs in the compute dtype."""
+    return eqn.primitive.name in LOW_OPS and step.mode is Mode.LOW
+
+
 def _reads(
     eqns: Sequence[Eqn], steps: Sequence[Step], inputs: Collection[Var]
 ) -> tuple[set[Var], set[Var]]:
@@ -371,8 +377,7 @@ def _reads(
             continue
         active.update(v for v in eqn.outvars if _is_inexact(v.aval))
         read = set(_read_by_derivative(eqn, step, active))
-        is_low_product = name in LOW_OPS and step.mode is Mode.LOW
-        (operands if is_low_product else reads).update(read)
+        (operands if is_low_product(eqn, step) else reads).update(read)
     return reads, operands
 
 
