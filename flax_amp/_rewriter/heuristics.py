@@ -21,7 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -40,7 +39,6 @@ from flax_amp._rewriter.plan import (
     variables,
 )
 from flax_amp.policy import (
-    CASTABLE_OPS,
     KEEP_OPS,
     LOW_OPS,
     MOVE_OPS,
@@ -131,17 +129,6 @@ def product_kind(eqn: Eqn) -> ProductKind | None:
 def is_matrix_product(eqn: Eqn) -> bool:
     """Whether an equation is a matrix product or a convolution."""
     return product_kind(eqn) is ProductKind.MATRIX
-
-
-def are_from_integers(eqn: Eqn, ins: Values) -> bool:
-    """Whether all operands are integers, bools, numbers, or computed from these."""
-    return all(map(_is_from_integers, eqn.invars, ins))
-
-
-def _is_from_integers(operand: Atom, value: Value | None) -> bool:
-    if value is None:  # no float32: an integer, but also a half, float64, complex
-        return not jnp.issubdtype(operand.aval.dtype, jnp.inexact)
-    return value.from_integers or value.constant is not None
 
 
 def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) -> bool:
@@ -252,28 +239,20 @@ def numbers_cast_inside(
     )
 
 
-def with_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
-    """Returns a step that says what else is known of the results.
-
-    They may be a maximum, have one subtracted, or be computed from integers alone.
-    """
+def with_maximum_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
+    """Returns a step that says which results are a maximum, or have one subtracted."""
     name = eqn.primitive.name
     # jax.nn.softmax also takes the larger one of the maximum and a constant.
     is_maximum = name == "reduce_max" or (
         name == "max" and any(v is not None and v.is_maximum for v in ins)
     )
     subtracted = name == "sub" and ins[1] is not None and ins[1].is_maximum
-    # Callbacks, random bits and others make more than integers of integers.
-    is_computed = name in CASTABLE_OPS or name == "iota"
-    known = {
-        "is_maximum": is_maximum,
-        "maximum_subtracted": subtracted,
-        "from_integers": is_computed and are_from_integers(eqn, ins),
-    }
-    flags = {flag: True for flag, is_known in known.items() if is_known}
-    if not flags:
+    if not (is_maximum or subtracted):
         return step
-    outs = tuple(v and v._replace(**flags) for v in step.outs)
+    outs = tuple(
+        v and v._replace(is_maximum=is_maximum, maximum_subtracted=subtracted)
+        for v in step.outs
+    )
     return dataclasses.replace(step, outs=outs)
 
 

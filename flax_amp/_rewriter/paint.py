@@ -7,11 +7,8 @@ that the user asked for) are left exactly as they are.
 The rules, in the order in which they apply to an equation:
 
 - **low** (matrix products, convolutions): operands cast down, result `LOW`. Unless a
-  scope of the policy decides,
-    1. a product of numbers that come from integers alone (positions, masks, counts) is
-       full;
-    2. an outer product is a multiplication, and follows its operands;
-    3. an inner product is a sum, and is full.
+  scope of the policy decides, an outer product is a multiplication, and follows its
+  operands; an inner product is a sum, and is full.
 - **full** (sums, `exp`, linear algebra): operands in float32, result `FULL`.
 - **follow** (elementwise arithmetic):
     1. a `FULL` operand that is a *statistic*, or the float32 state of a loop, makes
@@ -59,7 +56,6 @@ from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.heuristics import (
     ProductKind,
-    are_from_integers,
     constant_survives_cast,
     is_exact,
     is_softmax_numerator,
@@ -67,11 +63,10 @@ from flax_amp._rewriter.heuristics import (
     only_looked_up,
     only_selects,
     product_kind,
-    with_flags,
+    with_maximum_flags,
 )
 from flax_amp._rewriter.plan import (
     CONSTANT,
-    FROM_INTEGERS,
     FULL,
     KEEPS_DTYPE,
     LEAF,
@@ -286,7 +281,9 @@ class Painter:
         if is_half and is_softmax_numerator(eqn, ins, uses, decision):
             outs = like(out_avals(eqn), LOW)
             return Step(Mode.EXP, outs, Reason("numerator of a softmax"))
-        return with_flags(eqn, ins, self._paint_by_function(eqn, ins, uses, decision))
+        return with_maximum_flags(
+            eqn, ins, self._paint_by_function(eqn, ins, uses, decision)
+        )
 
     def _paint_by_function(
         self, eqn: Eqn, ins: Values, uses: Uses, decision: Decision
@@ -307,7 +304,7 @@ class Painter:
             of_data = is_elementwise and ins[0] is not None and _is_data(ins[0])
             return _full(eqn, FULL._replace(of_data=of_data), because)
         if function is use_compute_precision:
-            return self._paint_low(eqn, ins, uses, because)
+            return self._paint_low(eqn, ins, because)
         if function is follow_precision:
             return self._paint_follow(eqn, ins, uses)
         if function is keep_precision:
@@ -328,17 +325,16 @@ class Painter:
         is_float32 = function.dtype == jnp.float32
         return use_original_precision if is_float32 or not is_castable else None
 
-    def _paint_low(self, eqn: Eqn, ins: Values, uses: Uses, because: Reason) -> Step:
+    def _paint_low(self, eqn: Eqn, ins: Values, because: Reason) -> Step:
         obstacle = self._obstacle_to_low(eqn)
         if obstacle:
             return _full(eqn, FULL, obstacle)
         decision = because.decision
         is_by_scope = decision is not None and decision.origin is Origin.SCOPE
         kind = None if is_by_scope else product_kind(eqn)
-        if kind is not None and are_from_integers(eqn, ins):
-            return _full(eqn, FULL, FROM_INTEGERS)
         if kind is ProductKind.MULTIPLICATION:
-            return self._paint_follow(eqn, ins, uses)
+            # Its readers are no reason for a float32 product of low-precision data.
+            return self._paint_follow(eqn, ins, (Use.LOW,))
         if kind is ProductKind.SUM:
             return _full(eqn, FULL, SUM_OF_PRODUCTS, Use.MEASURE)
         return Step(Mode.LOW, like(out_avals(eqn), LOW), because, use=Use.LOW)

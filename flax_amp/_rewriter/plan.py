@@ -41,9 +41,6 @@ class Value(NamedTuple):
         loop. It stays `FULL` within the loop, whatever it is combined with.
       of_data: of a `FULL` value: it is a function of low-precision data, element by
         element, as the square in a Huber loss is, and no statistic of these data.
-      from_integers: it was computed from integers, bools and constant numbers alone, as
-        positions, masks and counts are. A branch or a loop keeps it where all that
-        meets there has it.
       bits: of a `LEAF` value: the bytes of the number that all its elements have, if
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       is_maximum: it is the maximum of something.
@@ -56,7 +53,6 @@ class Value(NamedTuple):
     statistic_applied: bool = False
     loop_state: bool = False
     of_data: bool = False
-    from_integers: bool = False
     bits: bytes | None = None
     is_maximum: bool = False
     maximum_subtracted: bool = False
@@ -204,7 +200,6 @@ PRECISION = "precision={}"
 CONSTANT = "constant {:g} would not survive"
 NO_OPERAND = Reason("no float32 operand")
 SUM_OF_PRODUCTS = Reason("an inner product is a sum")
-FROM_INTEGERS = Reason("a product of integers and constants")
 LEAVES_ONLY = Reason("float32 leaves only")
 KEEPS_DTYPE = Reason("keeps its operand's dtype")
 
@@ -354,10 +349,9 @@ def join(values: Iterable[Value | None]) -> Value | None:
     if not present:
         return None
     loop_state = any(v.loop_state for v in present)
-    from_integers = all(v.from_integers for v in present)
     for paint in (Paint.FULL, Paint.LOW):
         if any(v.paint is paint for v in present):
-            return Value(paint, loop_state=loop_state, from_integers=from_integers)
+            return Value(paint, loop_state=loop_state)
     return present[0] if len(set(present)) == 1 else LEAF
 
 

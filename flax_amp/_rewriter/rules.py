@@ -27,11 +27,7 @@ from flax_amp._rewriter.custom_derivatives import (
     SingleBodyRule,
 )
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.heuristics import (
-    are_from_integers,
-    is_indexed,
-    numbers_cast_inside,
-)
+from flax_amp._rewriter.heuristics import is_indexed, numbers_cast_inside
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
@@ -151,7 +147,7 @@ def _initial_carry(value: Value | None, is_layer_stack: bool) -> Value | None:
     if value is None:
         return None
     if value.constant is not None or not is_layer_stack:
-        return FULL._replace(from_integers=value.from_integers)
+        return FULL
     return LEAF if value.paint is Paint.FULL else value
 
 
@@ -167,9 +163,7 @@ def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value |
 
 def _value_in_body(value: Value | None) -> Value | None:
     # In the body, a float32 carry is data, not a statistic of something.
-    if value is None or value.paint is not Paint.FULL:
-        return value
-    return LOOP_STATE._replace(from_integers=value.from_integers)
+    return LOOP_STATE if has_paint(value, Paint.FULL) else value
 
 
 def _value_after_loop(value: Value | None, init: Value | None) -> Value | None:
@@ -476,8 +470,7 @@ class _ConvertElementType:
             return Step(Mode.RULE, ins, Reason("weak type only"), uses=uses)
         # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
         if operand.dtype == jnp.bool_:
-            value = LEAF._replace(from_integers=True)
-            return Step(Mode.FULL, like(out_avals(eqn), value), Reason("mask"))
+            return Step(Mode.FULL, like(out_avals(eqn), LEAF), Reason("mask"))
         for variable, number in context.numbers:
             if variable is eqn.invars[0]:
                 value = LEAF._replace(bits=np.float32(number).tobytes())
@@ -485,8 +478,7 @@ class _ConvertElementType:
         # What is rounded here may be rounded before, such as a softmax's numerator.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
         use = Use.LOW if is_rounded and has_paint(ins[0], Paint.FULL) else Use.FULL
-        value = FULL._replace(from_integers=are_from_integers(eqn, ins))
-        outs = like(out_avals(eqn), value)
+        outs = like(out_avals(eqn), FULL)
         return Step(Mode.FULL, outs, Reason("explicit cast"), use=use)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _compat, _tree
-from flax_amp._compat import Array, Arrays, DType, Jaxpr
+from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
@@ -184,12 +184,18 @@ class PlannedCall(NamedTuple):
         emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
         outs = emitter.emit(self.plan, arrays)
         outs = emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
-        # A weak float32 result times bfloat16 is bfloat16, a strong one gives float32.
         avals = [v.aval for v in self.plan.jaxpr.outvars[: len(outs)]]
-        return [
-            _compat.with_weak_type(x, getattr(aval, "weak_type", False))
-            for x, aval in zip(outs, avals, strict=True)
-        ]
+        return list(map(_as_result, outs, avals))
+
+
+def _as_result(x: Array, aval: Aval) -> Array:
+    """Returns an array of the type that the function's own result has.
+
+    A weak float32 number times bfloat16 is bfloat16, a strong one gives float32.
+    """
+    if not isinstance(x, jax.Array) and aval.dtype != jax.dtypes.float0:
+        x = jnp.asarray(x, aval.dtype)  # a number of the jaxpr
+    return _compat.with_weak_type(x, getattr(aval, "weak_type", False))
 
 
 def plan_call(

@@ -17,7 +17,6 @@ from flax_amp._compat import Eqn
 from flax_amp._rewriter.heuristics import ProductKind, is_matrix_product, product_kind
 from flax_amp._rewriter.plan import (
     CONSTANT,
-    FROM_INTEGERS,
     PRECISION,
     Mode,
     Paint,
@@ -39,7 +38,7 @@ KINDS = (
     "constant",
     "risk",
 )
-_CHOICE = "choice"  # a product that is in float32 with good reason: no problem
+_CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
 
 # Beyond these, what a float16 number is multiplied by leaves half of its range unused.
 _TINY, _LARGE = 1e-3, 1e3
@@ -165,7 +164,7 @@ def _of_constant(number: float, dtype: str) -> str:
 
 
 def _choice(visit: Visit) -> str:
-    """Returns why a product is in float32 with good reason; empty if it is not."""
+    """Returns who chose to keep a product in float32; empty if nobody did."""
     row = visit.row
     if (
         not is_matrix_product(visit.eqn)
@@ -176,8 +175,6 @@ def _choice(visit: Visit) -> str:
     reason = visit.step.reason
     if reason.text == PRECISION and _compat.is_numerics_of_jax(visit.eqn):
         return "by JAX's own numerics"
-    if reason is FROM_INTEGERS:
-        return "as a product of integers and constants"
     decision = reason.decision
     if decision is None or decision.origin is Origin.DEFAULT:
         return ""

@@ -217,7 +217,10 @@ WEAKLY_TYPED = {
     "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
     "while": (doubled, WEAK),
     "while over integers": (doubled, jnp.full((2,), 1)),
-    "number": (lambda x: 2.0, jnp.ones(3)),
+    "numbers": (
+        lambda x: (jnp.asarray(2.0), jnp.float32(2), jnp.asarray(True), jnp.int32(3)),
+        jnp.ones(3),
+    ),
     "gradient": (lambda w: jax.grad(lambda w: jnp.sum(w * w))(w), WEAK),
     "strong": (lambda w: w * jnp.float32(2), WEAK),
     "of two": (lambda w: (w, w * jnp.ones(4)), WEAK),
@@ -229,11 +232,11 @@ WEAKLY_TYPED = {
 def test_weak_types_of_results(name, dtype):
     """A weak result takes the dtype of what it is multiplied with."""
     fn, x = WEAKLY_TYPED[name]
-    fn = jax.jit(fn)
-    for around in (lambda f: f, jax.jit):
-        found = jax.tree.map(jnp.asarray, around(amp(fn, compute_dtype=dtype))(x))
-        expected = jax.tree.map(jnp.asarray, fn(x))
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    expected = jax.tree.leaves(fn(x))
+    lowered = amp(fn, compute_dtype=dtype)
+    for way in (lowered, jax.jit(lowered), amp(jax.jit(fn), compute_dtype=dtype)):
+        for a, b in zip(jax.tree.leaves(way(x)), expected, strict=True):
+            assert isinstance(a, jax.Array)
             assert a.weak_type == b.weak_type
             assert (a * jnp.bfloat16(1)).dtype == (b * jnp.bfloat16(1)).dtype
 
