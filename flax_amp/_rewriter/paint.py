@@ -333,8 +333,10 @@ class Painter:
         is_by_scope = decision is not None and decision.origin is Origin.SCOPE
         kind = None if is_by_scope else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
-            # Its readers are no reason for a float32 product of low-precision data.
-            return self._paint_follow(eqn, ins, (Use.LOW,))
+            # The product of low-precision data is low, whoever reads it.
+            step = self._paint_follow(eqn, ins, (Use.LOW,))
+            is_low = step.mode is Mode.LOW
+            return dataclasses.replace(step, use=Use.LOW) if is_low else step
         if kind is ProductKind.SUM:
             return _full(eqn, FULL, SUM_OF_PRODUCTS, Use.MEASURE)
         return Step(Mode.LOW, like(out_avals(eqn), LOW), because, use=Use.LOW)

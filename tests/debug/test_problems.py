@@ -44,6 +44,11 @@ def layers(w, x):
     return x
 
 
+def inner_product(w, x):
+    with jax.named_scope("low"):
+        return x @ w + jnp.vdot(jnp.zeros(4000) + w[0, 0], jnp.zeros(4000) + x[0, 0])
+
+
 LOW = {"low": flax_amp.use_compute_precision}
 LAYERS = ["Layer_0", "Layer_1", "Layer_2"]
 
@@ -91,6 +96,7 @@ PLANTED = {
         [""],
     ),
     "reduction": (reduced, LOW, "risk", "adds 4000 numbers in float16", ["low"]),
+    "inner product": (inner_product, LOW, "risk", "adds 4000 numbers", ["low"]),
     "tiny factor": (lambda w, x: (x @ w) * 1e-4, {}, "risk", "become 0", [""]),
     "large factor": (lambda w, x: (x @ w) / 1e-4, {}, "risk", "overflow", [""]),
     "own factor": (

@@ -111,10 +111,12 @@ def test_readers_do_not_lift_an_outer_product():
     """As that of a head with an update of rank one."""
 
     def fn(w, x):
-        return jax.nn.log_softmax(x @ w + (x @ w[:, :1]) @ w[:1])
+        narrow = 3 * (x @ w[:, :1])
+        return jax.nn.log_softmax(x @ w + narrow @ w[:1])
 
-    found = dtypes_of(amp(fn, compute_dtype=jnp.bfloat16), W, X)
-    assert found == [("bfloat16",) * 2] * 3
+    lowered = amp(fn, compute_dtype=jnp.bfloat16)
+    assert dtypes_of(lowered, W, X) == [("bfloat16",) * 2] * 3
+    assert dtypes_of(lowered, W, X, primitive="mul") == [("bfloat16",) * 2]
 
 
 def test_a_constant_out_of_range():
