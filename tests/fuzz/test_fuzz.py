@@ -107,6 +107,11 @@ FOUND = {
         (In("custom_jvp", (In("custom_vjp", (Op("abs"),), 1),), 1),),
         "grad",
     ),
+    "a rule that closes over what a branch computes, which JAX cannot lower": (
+        (In("switch", (In("custom_vjp_closed", (Op("abs"),), 1),), 1),),
+        "grad",
+        "export",
+    ),
     "a gradient that cancels out": (
         (Op("log_softmax"), Layers((Op("log_softmax"),), "activation", 7)),
         "grad of checkpoint of grad",
