@@ -194,6 +194,7 @@ _MOVED = (
     "float32 reads a product through transposes or broadcasts in half, each of which "
     "rounds its gradient before they are added"
 )
+_OUTER = "outer products follow their factors, which are in float32 in the twin"
 # Why a program is not at its best, for those that were looked at.
 REASONS = {
     "jax.scipy/interpolate.RegularGridInterpolator": "coordinates of 8 in half",
@@ -205,6 +206,7 @@ REASONS = {
     "numpyro/MultivariateStudentT": _MOVED,
     "tinygp/Matern32": _MOVED,
     "tinygp/Matern52": _MOVED,
+    "e3nn-jax/tensor_product": _OUTER,
     "transformers/ViTModel": _STREAM,
     "transformers/ViTForImageClassification": _STREAM,
 } | {
