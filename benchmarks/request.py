@@ -100,6 +100,7 @@ def guarded(measure: Callable[..., Figures], *args: Any) -> Figures:
 def free_memory() -> None:
     """Forgets what JAX traced and compiled, so that cells do not add up."""
     jax.clear_caches()
+    gc.unfreeze()
     gc.collect()
 
 
