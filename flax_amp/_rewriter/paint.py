@@ -304,7 +304,7 @@ class Painter:
             of_data = is_elementwise and ins[0] is not None and _is_data(ins[0])
             return _full(eqn, FULL._replace(of_data=of_data), because)
         if function is use_compute_precision:
-            return self._paint_low(eqn, ins, because)
+            return self._paint_low(eqn, ins, decision, because)
         if function is follow_precision:
             return self._paint_follow(eqn, ins, uses)
         if function is keep_precision:
@@ -325,13 +325,13 @@ class Painter:
         is_float32 = function.dtype == jnp.float32
         return use_original_precision if is_float32 or not is_castable else None
 
-    def _paint_low(self, eqn: Eqn, ins: Values, because: Reason) -> Step:
+    def _paint_low(
+        self, eqn: Eqn, ins: Values, decision: Decision, because: Reason
+    ) -> Step:
         obstacle = self._obstacle_to_low(eqn)
         if obstacle:
             return _full(eqn, FULL, obstacle)
-        decision = because.decision
-        is_by_scope = decision is not None and decision.origin is Origin.SCOPE
-        kind = None if is_by_scope else product_kind(eqn)
+        kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
             # The product of low-precision data is low, whoever reads it.
             step = self._paint_follow(eqn, ins, (Use.LOW,))

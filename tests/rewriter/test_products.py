@@ -129,6 +129,22 @@ def test_a_constant_out_of_range():
     assert_close(amp(fn)(W, X), fn(W, X), jnp.float16)
 
 
+def test_lengths_that_are_not_known():
+    """With symbols as lengths (`jax.export`), a contraction may have any length."""
+
+    def fn(x, y):
+        return x @ y.T, jnp.vdot(x, x), jnp.einsum("i,j->ij", x[0], y[0])
+
+    n = jax.export.symbolic_shape("n")[0]
+    shape = jax.ShapeDtypeStruct((3, n), jnp.float32)
+    lowered = amp(fn, compute_dtype=jnp.bfloat16)
+    exported = jax.export.export(jax.jit(lowered))(shape, shape)
+    for x in (X[:3], X[:3, :1]):
+        assert_close(exported.call(x, x), fn(x, x), jnp.bfloat16)
+    empty = X[:3, :0]
+    assert_close(lowered(empty, empty), fn(empty, empty), jnp.bfloat16)
+
+
 def test_a_scope_lowers_all_products():
     def fn(w, x):
         with jax.named_scope("half"):
