@@ -8,8 +8,6 @@ one jitted step over an `AmpTrainState`, which Orbax saves and restores.
 import importlib
 import typing
 
-from flax_amp import debug as debug
-from flax_amp import metrics as metrics
 from flax_amp import optim as optim
 from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp._rewriter.transform import amp as amp
@@ -33,9 +31,6 @@ from flax_amp._training.train_state import AmpTrainState as AmpTrainState
 from flax_amp._training.train_step import make_eval_step as make_eval_step
 from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
-from flax_amp.debug._compare import compare_precision as compare_precision
-from flax_amp.debug._explain import explain as explain
-from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
@@ -86,15 +81,34 @@ __all__ = [
 ]
 
 
+# Imported when they are first used, because a training step needs none of them, and
+# Orbax alone takes about as long to import as JAX.
+_LAZY = {
+    "checkpoint": "flax_amp.checkpoint",
+    "debug": "flax_amp.debug",
+    "metrics": "flax_amp.metrics",
+    "compare_precision": "flax_amp.debug._compare",
+    "explain": "flax_amp.debug._explain",
+    "find_nonfinite": "flax_amp.debug._nonfinite",
+}
+
 if typing.TYPE_CHECKING:  # which then reports names that do not exist
     from flax_amp import checkpoint as checkpoint
+    from flax_amp import debug as debug
+    from flax_amp import metrics as metrics
+    from flax_amp.debug._compare import compare_precision as compare_precision
+    from flax_amp.debug._explain import explain as explain
+    from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
 else:
 
     def __getattr__(name):
-        """Imports `flax_amp.checkpoint` when it is first used: Orbax takes its time."""
-        if name == "checkpoint":
-            return importlib.import_module("flax_amp.checkpoint")
-        raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
+        """Imports a room, or a function of one, when it is first used."""
+        if name not in _LAZY:
+            raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
+        module = importlib.import_module(_LAZY[name])
+        return (
+            module if name in ("checkpoint", "debug", "metrics") else vars(module)[name]
+        )
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """Imports run one way; the core knows no framework; examples use public names."""
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -118,4 +119,16 @@ def test_import_is_light():
         [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True
     )
     heavy = {"orbax", "scipy.sparse", "clu", "tensorboardX", "matplotlib"}
+    heavy |= {"flax_amp.debug", "flax_amp.metrics", "flax_amp.checkpoint"}
     assert not heavy.intersection(done.stdout.decode().split())
+
+
+def test_every_public_name_is_found_before_anything_else_is_imported():
+    """A name that is imported when it is first used is the one that its room has."""
+    code = "import flax_amp\nfor name in flax_amp.__all__: getattr(flax_amp, name)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    for name, module in flax_amp._LAZY.items():
+        found = importlib.import_module(module)
+        assert getattr(flax_amp, name) is getattr(found, name, found)
+    with pytest.raises(AttributeError, match="has no attribute 'explian'"):
+        flax_amp.explian  # noqa: B018
