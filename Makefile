@@ -93,6 +93,7 @@ bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and p
 	$(BENCH)/bin/python -m benchmarks save
 	$(BENCH)/bin/python -m benchmarks faults
 	$(BENCH)/bin/python -m benchmarks optim
+	$(BENCH)/bin/python -m benchmarks call
 	$(BENCH)/bin/python -m benchmarks report
 
 bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200, without one.

@@ -25,6 +25,7 @@ COMMANDS = {
     "save": ("commands.save", "run", "what checksums add to saving and restoring 1 GB"),
     "faults": ("commands.faults", "run", "kills, damages, fills disks; what is lost"),
     "soak": ("commands.soak", "run", "50,000 steps with faults, kills and restarts"),
+    "call": ("commands.call", "run", "what Python adds to each call of a step"),
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
@@ -40,6 +41,7 @@ _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
         ("--seed", int, 0, "of the batches, the faults and the kills"),
         ("--work", str, "", "where an interrupted run goes on"),
     ],
+    "call": [("--rounds", int, 100, "turns of each way")],
     "optim": [
         ("--only", str, "", "optimizers by name, as A;B"),
         ("--rounds", int, 50, "turns of the timing"),

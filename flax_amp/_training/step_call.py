@@ -40,7 +40,12 @@ class Step:
 
 
 class JittedStep(Step):
-    """A jitted step whose errors name the leaf that is wrong."""
+    """A jitted step whose errors name the leaf that is wrong.
+
+    A loop calls it thousands of times, with arguments like those of the call before. So
+    it looks at them before a call only where JAX would not do it in time, and after a
+    call that has failed.
+    """
 
     def __init__(
         self,
@@ -53,17 +58,30 @@ class JittedStep(Step):
         self._jitted, self._donates, self._check = jitted, donates, check
         # No method stands between, because warnings of `check` count the calls up to
         # the user's line, jitted or not.
-        self._step = self._run
+        self._step = self._first_call
 
-    def _run(self, state: PyTree, batch: PyTree) -> Any:
-        if self._donates:
-            check_distinct(self.__name__, {"state": state}, {"batch": batch})
-        with (
-            explain_deleted(self.__name__, "state", state),
-            explain_leaves(self.__name__, {"state": state, "batch": batch}),
-        ):
+    def _first_call(self, state: PyTree, batch: PyTree) -> Any:
+        with explain_deleted(self.__name__, "state", state):
             self._check(state)
+        if not any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)
+        ):
+            self._step = self._call  # later states are what this step returned
+        return self._call(state, batch)
+
+    def _call(self, state: PyTree, batch: PyTree) -> Any:
+        if self._donates and _has_several_devices():
+            check_distinct(self.__name__, {"state": state}, {"batch": batch})
+        try:
             return self._jitted(state, batch)
+        except (RuntimeError, TypeError, ValueError):
+            with (
+                explain_deleted(self.__name__, "state", state),
+                explain_leaves(self.__name__, {"state": state, "batch": batch}),
+            ):
+                if self._donates:
+                    check_distinct(self.__name__, {"state": state}, {"batch": batch})
+                raise
 
     def __getattr__(self, name: str) -> Any:
         """Returns `lower`, `trace` and every other attribute of a jitted function."""
@@ -72,13 +90,23 @@ class JittedStep(Step):
         return getattr(self._jitted, name)
 
 
+@functools.cache
+def _has_several_devices() -> bool:
+    """Whether an array that is passed twice has to be found before the call.
+
+    With one device, JAX refuses the call before it takes any memory. With several,
+    each device refuses by itself, which ends the process on CPUs.
+    """
+    return jax.local_device_count() > 1
+
+
 def check_distinct(
     caller: str, donated: Mapping[str, PyTree], others: Mapping[str, PyTree]
 ) -> None:
     """Raises a ValueError if a donated array is a second time among the arguments.
 
-    JAX finds that out only when the step starts. With several CPU devices it crashes.
-    The arguments are given by name, for the message.
+    JAX refuses such a call too, without a path. The arguments are given by name, for
+    the message.
     """
     leaves = jax.tree.leaves((donated, others))
     if len(set(map(id, leaves))) == len(leaves):

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import __main__ as cli
 from benchmarks import models, plots, report, request, variants
-from benchmarks.commands import casts, compiled, error, gpu, host, optim, save
+from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
 from benchmarks.models import (
     bert,
     convnext,
@@ -123,7 +123,7 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
-    assert {*SECTIONS, *"casts faults optim save soak report".split()} == {
+    assert {*SECTIONS, *"call casts faults optim save soak report".split()} == {
         *cli.COMMANDS
     }
 
@@ -151,6 +151,14 @@ class TestSave:
         save.run(Request(size="tiny", folder=tmp_path))
         text = (tmp_path / "save.md").read_text()
         assert "| plain Orbax | " in text and "| flax_amp.checkpoint | " in text
+
+
+@pytest.mark.slow
+def test_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(call, "LAYERS", (1,))
+    call.run(Request(folder=tmp_path), rounds=1)
+    text = (tmp_path / "call.md").read_text()
+    assert "| `make_train_step` | 18 | " in text and "`import flax_amp`" in text
 
 
 @pytest.mark.slow
