@@ -149,6 +149,9 @@ def complete_grads(result: PassResult, params: PyTree) -> PyTree:
 def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the state after an update if everything is finite, or the one before.
 
+    An optimizer can make a NaN of finite gradients, as `adam(eps=0)` does where they
+    are zero. Elements that would become infs or NaNs keep their old values.
+
     Raises:
       ValueError: if they differ in structure or shapes. The update does not fail if the
         state of an optimizer for other parameters broadcasts against these.
@@ -158,7 +161,7 @@ def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTre
             f"{caller}: the update changed {'; '.join(changed)}; expected the same "
             f"leaves and shapes as before. {_OWN_STATE}"
         )
-    return _tree.select(finite, new, old)
+    return _tree.select_finite(finite, new, old)
 
 
 @contextlib.contextmanager

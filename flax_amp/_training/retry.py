@@ -1,7 +1,7 @@
 """Decides whether a pass is finite, and repeats it with a lower scale."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,11 @@ class Attempt(NamedTuple):
     def judge(cls, result: PassResult, variables: PyTree) -> "Attempt":
         """Returns the result with its flags.
 
-        Elements that were not finite in `variables`, those before the pass, are
-        ignored: a running maximum starts at -inf.
+        `variables` are those before the pass.
         """
-
-        def ignore_old_infs(new: Any, old: Any) -> Any:
-            if new is None or not _tree.is_inexact_array(new):
-                return None
-            return jnp.where(jnp.isfinite(old), new, 0)
-
-        new = _tree.map_or_none(ignore_old_infs, result.variables, variables)
         return cls(
-            forward_finite=_tree.all_finite((result.loss, new)),
+            forward_finite=_tree.all_finite(result.loss)
+            & _tree.stays_finite(result.variables, variables),
             # The fp8 statistics of cotangents depend on the scale, as gradients do.
             grads_finite=_tree.all_finite((result.grads, result.overwrite)),
             result=result,

@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from flax_amp import AmpTrainState, make_train_step, optim
+from flax_amp import (
+    AmpTrainState,
+    all_finite,
+    make_nnx_train_step,
+    make_train_step,
+    optim,
+)
 from flax_amp._training.finite import apply_if_finite
 from helpers import assert_identical, assert_same_avals, equations
 
@@ -137,3 +144,68 @@ def test_a_step_selects_once():
         if eqn.primitive.name == "select_n" and eqn.outvars[0].aval.shape == (3, 5)
     ]
     assert len(selects) == 3  # the parameters and two moments
+
+
+# Updates that are not finite, of gradients that are
+
+
+MAKE_NANS = {
+    "adam": optax.adam(0.1, eps=0),
+    "rmsprop": optax.rmsprop(0.1, eps=0),
+    "adagrad": optax.adagrad(0.1, initial_accumulator_value=0, eps=0),
+    "a scheduled division": optax.stateless(
+        lambda grads, _: jax.tree.map(lambda g: -0.1 * g / jnp.abs(g), grads)
+    ),
+}
+
+
+def dead_unit_loss(params, batch):
+    """The second hidden unit is always off, so its weights have no gradient."""
+    return (jax.nn.relu(batch @ params["w"]) @ params["v"]).mean()
+
+
+def dead_unit():
+    return {"w": jnp.array([[1.0, -1.0]]), "v": jnp.ones((2, 1))}
+
+
+def trained(way, tx):
+    """Returns the leaves of a state after three steps, and their gradients' flag."""
+    batch, finite = jnp.ones((4, 1)), True
+    if way == "nnx":
+        model = nnx.Dict({name: nnx.Param(x) for name, x in dead_unit().items()})
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step, scaler = make_nnx_train_step(dead_unit_loss, precision="bf16-mixed"), None
+        for _ in range(3):
+            scaler, metrics = step(model, optimizer, scaler, batch)
+            finite &= bool(metrics["grads_finite"])
+        return nnx.to_pure_dict(nnx.state(model)), optimizer.opt_state, finite
+    state = AmpTrainState.create(params=dead_unit(), tx=tx, precision="bf16-mixed")
+    step = make_train_step(dead_unit_loss, donate=False)
+    for _ in range(3):
+        if way == "apply_gradients":
+            grads = jax.grad(dead_unit_loss)(state.params, batch)
+            state = state.apply_gradients(grads=grads)
+        else:
+            state, metrics = step(state, batch)
+            finite &= bool(metrics["grads_finite"])
+    return state.params, state.opt_state, finite
+
+
+@pytest.mark.parametrize("way", ["linen", "nnx", "apply_gradients"])
+@pytest.mark.parametrize("tx", MAKE_NANS.values(), ids=MAKE_NANS)
+def test_an_optimizer_that_makes_nans_poisons_nothing(tx, way):
+    params, opt_state, finite = trained(way, tx)
+    assert finite and all_finite((params, opt_state))
+    old = dead_unit()
+    for name, dead in {"w": (0, 1), "v": (1, 0)}.items():
+        assert params[name][dead] == old[name][dead]  # keeps its value
+        assert params[name][0, 0] < old[name][0, 0]  # and the others train
+
+
+def test_what_was_not_finite_before_may_stay_so():
+    params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
+    state = AmpTrainState.create(params=params, tx=optax.sgd(0.1))
+    step = make_train_step(lambda p, x: (jnp.exp(p["mask"]) * p["w"] * x).sum())
+    state, metrics = step(state, jnp.ones(2))
+    assert metrics["grads_finite"] and state.params["mask"][1] == -jnp.inf
+    assert state.params["w"][0] < 1
