@@ -116,8 +116,9 @@ def make_metrics(
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `more`, and those of `aux`.
 
-    The names of `fields`, those of the state, are reserved too. A user who means to
-    change a field by `aux` would not notice that it stays as it was.
+    An entry of `aux` with the name of another metric becomes `aux/<name>`. The names of
+    `fields`, those of the state, are reserved. A user who means to change a field by
+    `aux` would not notice that it stays as it was.
     """
     own = more | dict(
         loss=result.loss,
@@ -125,15 +126,21 @@ def make_metrics(
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
-    names = own.keys() | {"skipped_total"}
-    if taken := sorted(set(result.aux) & (names | set(fields))):
+    if taken := sorted(result.aux.keys() & set(fields)):
         raise ValueError(
-            f"{options.caller}: the loss returned aux with the reserved names {taken}; "
-            f"expected names that are neither metrics of the step ({sorted(names)}) "
-            "nor fields of its state. Rename them. A field of a subclass changes in "
-            "its apply_gradients, or by state.replace after the step."
+            f"{options.caller}: the loss returned aux with {taken}, fields of its "
+            "state; expected other names. Rename them. A field of a subclass changes "
+            "in its apply_gradients, or by state.replace after the step."
         )
-    return own | result.aux
+    aux = {f"aux/{key}" if key in own else key: x for key, x in result.aux.items()}
+    if len(aux) < len(result.aux):
+        twice = sorted(key for key in own if {key, f"aux/{key}"} <= result.aux.keys())
+        raise ValueError(
+            f"{options.caller}: the loss returned aux with {twice}, metrics of the "
+            "step, and with the names that these get for that, which begin with "
+            "'aux/'; expected one of each two. Rename the other."
+        )
+    return own | aux
 
 
 def complete_grads(result: PassResult, params: PyTree) -> PyTree:

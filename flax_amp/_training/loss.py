@@ -224,31 +224,30 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
 def _split_output(
     out: PyTree, has_aux: bool, collections: PyTree, name: str
 ) -> tuple[Array, Metrics]:
-    """Splits the result of a step's loss into the loss and its `aux`, a dict."""
+    """Splits the result of a step's loss into the loss and its `aux`, as a dict."""
     loss, aux = split_aux(out, has_aux, name)
     if not has_aux:
         return loss, {}
-    check_type(
-        aux,
-        Mapping,
-        f"{name}: the returned aux",
-        "a dict, whose entries become metrics. Return e.g. (loss, {'accuracy': acc}).",
-    )
-    aux = dict(aux)
-    if keys := [key for key in aux if not isinstance(key, str)]:
+    keys = list(aux) if isinstance(aux, Mapping) else [None]
+    named = [isinstance(key, str) for key in keys]
+    if any(named) and not all(named):
         raise TypeError(
-            f"{name} returned aux with the keys {keys}; expected strings, the names of "
-            "metrics. Write them out, e.g. {'layer_0': ...}."
+            f"{name} returned aux with the keys {keys}; expected only strings, the "
+            "names of metrics, or none. Write them out, e.g. {'layer_0': ...}."
         )
-    if misplaced := sorted(set(aux) & set(collections)):
+    if not all(named):
+        check_returned(aux, "aux", name)
+        return loss, {"aux": aux}
+    metrics = dict(aux)
+    if misplaced := sorted(metrics.keys() & set(collections)):
         raise ValueError(
             f"{name} returned aux with {misplaced}, collections of state.variables; "
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
-    metrics = {key: value for key, value in aux.items() if key != "variables"}
+    variables = {key: metrics.pop(key) for key in ("variables",) if key in metrics}
     check_returned(metrics, "aux", name)
-    return loss, aux
+    return loss, metrics | variables
 
 
 def check_returned(out: PyTree, name: str, caller: str) -> None:
@@ -257,7 +256,8 @@ def check_returned(out: PyTree, name: str, caller: str) -> None:
         out,
         name,
         f"{caller} returned",
-        "arrays and numbers, all that a compiled step can return. Drop the others.",
+        "arrays and numbers, all that a compiled step can return. Drop the others, or "
+        "make their class a pytree, with flax.struct.dataclass.",
     )
 
 

@@ -82,7 +82,8 @@ def make_nnx_train_step(
       loss_fn: `loss_fn(model, batch)`, which returns a scalar float loss. Modules in
         the batch, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are updated like
         the model, but do not train.
-      has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics.
+      has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics, or any
+        other pytree, which becomes the metric `aux`.
       precision: what to compute in, and the scaler to start with: "16-mixed",
         "bf16-mixed" or "32-true", as in `AmpTrainState.create`.
       compute_dtype: what to compute in, instead of `precision`.

@@ -97,11 +97,11 @@ def make_train_step(
         made from an NNX model. It returns a scalar float loss. It may also declare the
         keywords `state` and `rngs`. `state` is then the state, with the parameters and
         variables of this pass, and `rngs` is `state.rngs`, folded with `state.step`.
-      has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict. Its reserved key
-        `"variables"` holds updated collections of a Linen model, as `apply` with
-        `mutable=` returns them; all other entries become metrics, under names that no
-        field of the state has. The state of an NNX model is collected from the model
-        itself.
+      has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
+        of a dict become metrics, under names that no field of the state has; only its
+        reserved key `"variables"` holds updated collections of a Linen model, as
+        `apply` with `mutable=` returns them. The state of an NNX model is collected
+        from the model itself.
       compute_dtype: what to compute in, instead of the `precision` of the state.
       amp_policy, recompute, merge_layers: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
@@ -111,11 +111,11 @@ def make_train_step(
         many times.
       accum_steps: the number of micro-batches. The leading axis of every leaf of the
         batch is split (every `accum_steps`-th example goes into the same micro-batch),
-        and the gradients are averaged in float32. Scalar float entries of `aux` are
-        averaged too, entries with a `reduce` method (clu metrics) are reduced, and all
-        other entries come back stacked.
+        and the gradients are averaged in float32. Scalar float leaves of `aux` are
+        averaged too, nodes with a `reduce` method (clu metrics) are reduced, and all
+        other leaves come back stacked.
       axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
-        over which to average gradients, loss, variables and scalar float entries of
+        over which to average gradients, loss, variables and scalar float leaves of
         `aux`. Each device draws its own `rngs`. Use it with `jit=False` inside the
         mapped function.
       state_shardings: the shardings of the new state, as a state of shardings or as one
@@ -137,7 +137,9 @@ def make_train_step(
       - `skipped_total`: the number of skipped steps.
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim`: the
         values that the last update used, schedules included.
-      - the entries of `aux`.
+      - the entries of `aux`, if that is a dict whose keys are strings. One with the
+        name of another metric comes as `aux/<name>`.
+      - `aux`: any other `aux`, such as a tuple or a dataclass.
 
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the state is not an
@@ -146,7 +148,8 @@ def make_train_step(
         of range, or if `state_shardings` comes with `jit=False`; when called, if the
         batch does not split, if a parameter is not float32, if updated variables, the
         update of the optimizer or `state_shardings` do not fit the state, if `aux` has
-        a reserved name, or if two leaves of the state are the same array.
+        the name of a field of the state, or if two leaves of the state are the same
+        array.
       RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:
