@@ -97,9 +97,8 @@ def _split_batch(batch: Batch, accum_steps: int) -> Batch:
         raise ValueError(
             f"train_step: {seen}; expected one leading axis, the same for all and "
             f"divisible by {accum_steps=}. Change the batch size or accum_steps, and "
-            "close over arrays that do not have one row for each example. A value that "
-            "changes in each step can be a field of a subclass of AmpTrainState, which "
-            "a loss with the keyword state reads."
+            "pass what does not have one row for each example as a further argument: "
+            "train_step(state, batch, weight) calls loss_fn(params, batch, weight)."
         )
 
     # A micro-batch is every accum_steps-th example, not the first n / accum_steps: when

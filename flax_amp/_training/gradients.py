@@ -89,16 +89,18 @@ def make_options(
 
 
 def compute_gradients(
-    options: Options, state: AmpTrainState, batch: Batch
+    options: Options, state: AmpTrainState, batch: Batch, args: tuple[PyTree, ...] = ()
 ) -> tuple[Scaler, Array, PassResult]:
     """Differentiates the loss, and repeats that with lower scales if asked to.
+
+    `args` are the further arguments of the loss, the same for all micro-batches.
 
     Returns:
       The new scaler, whether everything is finite, and the result.
     """
 
     def attempt(scaler: Scaler) -> Attempt:
-        result = _run_passes(options, state, scaler, batch)
+        result = _run_passes(options, state, scaler, batch, args)
         return Attempt.judge(result, state.variables)
 
     scaler = validate_scaler(state.scaler)
@@ -212,7 +214,11 @@ def _fold_in_if_key(leaf: Any, data: Array) -> Any:
 
 
 def _run_passes(
-    options: Options, state: AmpTrainState, scaler: Scaler, batch: Batch
+    options: Options,
+    state: AmpTrainState,
+    scaler: Scaler,
+    batch: Batch,
+    args: tuple[PyTree, ...],
 ) -> PassResult:
     """Returns the gradients of one batch, over all micro-batches and devices."""
     axis = options.axis_name
@@ -240,7 +246,7 @@ def _run_passes(
 
         def loss_of(floating: PyTree) -> tuple[Array, PyTree, Metrics]:
             params = _tree.combine(floating, rest)
-            return loss_fn(params, variables, batch, streams)
+            return loss_fn(params, variables, batch, streams, *args)
 
         result = run_pass(loss_of, floating, scaler, axis)
         return result._replace(loss=result.loss.astype(jnp.float32))

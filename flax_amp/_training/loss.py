@@ -1,8 +1,8 @@
 """The user's loss function as a pure function of arrays, and checks of what it returns.
 
-A loss of a Linen model is `loss_fn(params, batch)` and one of an NNX model is
-`loss_fn(model, batch)`. `pure_loss` gives both one form: arrays in; the loss, updated
-variables and `aux` out.
+A loss of a Linen model is `loss_fn(params, batch, *args)` and one of an NNX model is
+`loss_fn(model, batch, *args)`. `pure_loss` gives both one form: arrays in; the loss,
+updated variables and `aux` out.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ def pure_loss(
     *,
     caller: str,
     open_scopes: bool,
-) -> Callable[[PyTree, PyTree, Batch, Rngs], tuple[Array, PyTree, Metrics]]:
-    """Returns `(params, variables, batch, rngs) -> (loss, updates, aux)`.
+) -> Callable[..., tuple[Array, PyTree, Metrics]]:
+    """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`.
 
     The updates are the new variables, with `None` for those that did not change. The
     state is for a function that declares the keyword `state`; `open_scopes` opens a
@@ -52,13 +52,19 @@ def pure_loss(
     name = f"{caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
     def pure(
-        params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs
+        params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs, *args: PyTree
     ) -> tuple[Array, PyTree, Metrics]:
-        batch_changes = changes_in(batch, "batch")
-        target, out = call_user_fn(
-            loss_fn, state, params, variables, batch, rngs, open_scopes=open_scopes
-        )
-        check_batch_unchanged(batch_changes(), name)
+        with inputs_unchanged(batch, args, name):
+            target, out = call_user_fn(
+                loss_fn,
+                state,
+                params,
+                variables,
+                batch,
+                rngs,
+                args,
+                open_scopes=open_scopes,
+            )
         collections = variables if state.graphdef is None else {}
         loss, aux = _split_output(out, has_aux, collections, name)
         updates = aux.pop("variables", {})
@@ -89,6 +95,7 @@ def call_user_fn(
     variables: PyTree,
     batch: Batch,
     rngs: Rngs,
+    args: tuple[PyTree, ...] = (),
     *,
     open_scopes: bool,
     evaluate: bool = False,
@@ -101,7 +108,7 @@ def call_user_fn(
     keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
     if state.graphdef is None:
         with _explain_random_numbers(keywords, rngs):
-            return params, fn(params, batch, **keywords)
+            return params, call_checked(fn, params, batch, *args, **keywords)
     model = nnx.merge(state.graphdef, params, variables)
     if evaluate:
         model.eval()
@@ -109,7 +116,23 @@ def call_user_fn(
         _explain_random_numbers(keywords, rngs),
         module_scopes(model, wanted=open_scopes),
     ):
-        return model, fn(model, batch, **keywords)
+        return model, call_checked(fn, model, batch, *args, **keywords)
+
+
+def call_checked(fn: UserFn, *args: PyTree, **keywords: Any) -> PyTree:
+    """Calls a user's function, after checking that it takes these arguments."""
+    if (signature := _signature(fn)) is not None:
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as error:
+            raise TypeError(
+                f"{getattr(fn, '__name__', 'loss_fn')} has the signature {signature} "
+                f"({error}); got {len(args) - 2} arguments after the batch. Expected "
+                "those that the function takes there: pass them to the step, by "
+                "position, after its batch. In the function, the keywords state and "
+                "rngs come after them."
+            ) from None
+    return fn(*args, **keywords)
 
 
 @contextlib.contextmanager
@@ -162,36 +185,55 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
 
     `name` is what the messages call it, `keywords` are those that it may declare.
     """
-    wanted = "a function of (params, batch), or of (model, batch) for NNX"
+    wanted = "a function of (params, batch, *args), or of (model, batch, *args) for NNX"
     check_type(fn, Callable, name, f"{wanted}.")
-    try:
-        # A decorated function is called with the signature of its wrapper.
-        signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # some builtins have no signature
+    signature = _signature(fn)
+    if signature is None:
         return fn
-    declared = _declared_keywords(fn, keywords)
+    declared = dict.fromkeys(_declared_keywords(fn, keywords))
+    # How many further arguments there are is known in a call.
+    further = sum(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is parameter.empty
+        and key not in declared
+        for key, parameter in signature.parameters.items()
+    )
     try:
-        signature.bind(None, None, **dict.fromkeys(declared))
+        signature.bind(*[None] * max(further, 2), **declared)
     except TypeError as error:
         allowed = f", with the keywords {' and '.join(keywords)} if it declares them"
         raise TypeError(
             f"{name} has the signature {signature} ({error}); expected {wanted}"
-            f"{allowed if keywords else ''}. Put further arguments into the batch, or "
-            "bind them with functools.partial."
+            f"{allowed if keywords else ''}. Take further arguments after the batch "
+            "and before keywords: the step hands on what follows its batch. Or bind "
+            "them with functools.partial."
         ) from None
     return fn
 
 
-def check_batch_unchanged(changes: list[str], name: str) -> None:
-    """Raises a ValueError if `changes` lists modules in the batch that were changed."""
-    if changes:
+def _signature(fn: UserFn) -> inspect.Signature | None:
+    """Returns how a function is called, which a decorator may have changed."""
+    try:
+        return inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return None
+
+
+@contextlib.contextmanager
+def inputs_unchanged(
+    batch: Batch, args: tuple[PyTree, ...], name: str, *, wanted: bool = True
+) -> Iterator[None]:
+    """Raises a ValueError if modules in the batch or in `args` are changed inside."""
+    watched = [changes_in(batch, "batch"), changes_in(args, "args")] if wanted else []
+    yield
+    if changes := [change for changes in watched for change in changes()]:
         raise ValueError(
-            f"{name} changed {', '.join(changes)}; expected modules in the batch to "
-            "stay as they are: a compiled step cannot return their changes. For random "
-            "numbers, pass rngs={'dropout': jax.random.key(0)} to "
-            "AmpTrainState.create, declare the keyword rngs and make nnx.Rngs(**rngs) "
-            "from it. Return counts and measurements in aux. Or use "
-            "make_nnx_train_step, which updates the modules in a batch."
+            f"{name} changed {', '.join(changes)}; expected modules in the batch, or "
+            "in further arguments, to stay as they are: a compiled step cannot return "
+            "their changes. For random numbers, pass rngs={'dropout': "
+            "jax.random.key(0)} to AmpTrainState.create, declare the keyword rngs and "
+            "make nnx.Rngs(**rngs) from it. Return counts and measurements in aux. Or "
+            "use make_nnx_train_step, which updates the modules in its arguments."
         )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate
 
 import jax
 import optax
@@ -32,6 +32,7 @@ from flax_amp._training.gradients import (
     select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
+from flax_amp._training.loss import call_checked
 from flax_amp._training.precision import (
     Precision,
     UnscaledWarning,
@@ -70,7 +71,8 @@ def make_nnx_train_step(
     donate: bool = True,
     jit: bool = True,
 ) -> Callable[
-    [nnx.Module, nnx.Optimizer, Scaler | None, Batch], tuple[Scaler, Metrics]
+    Concatenate[nnx.Module, nnx.Optimizer, Scaler | None, Batch, ...],
+    tuple[Scaler, Metrics],
 ]:
     """Makes a training step that updates a model and its `nnx.Optimizer` in place.
 
@@ -79,9 +81,10 @@ def make_nnx_train_step(
     optimizer's own `step`.
 
     Args:
-      loss_fn: `loss_fn(model, batch)`, which returns a scalar float loss. Modules in
-        the batch, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are updated like
-        the model, but do not train.
+      loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss, where
+        `args` are the further arguments of the step, if there are any. Modules in the
+        batch or in `args`, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are
+        updated like the model, but do not train.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics, or any
         other pytree, which becomes the metric `aux`.
       precision: what to compute in, and the scaler to start with: "16-mixed",
@@ -94,10 +97,10 @@ def make_nnx_train_step(
       jit: compile the step, with `nnx.jit`.
 
     Returns:
-      `train_step(model, optimizer, scaler, batch) -> (scaler, metrics)`. The `wrt` of
-      the optimizer selects what trains. The first scaler is `None`, for that of
-      `precision`, or a dict as from `flax_amp.init_scaler`; pass the returned scaler to
-      the next step. The metrics are those of `make_train_step`. They include
+      `train_step(model, optimizer, scaler, batch, *args) -> (scaler, metrics)`. The
+      `wrt` of the optimizer selects what trains. The first scaler is `None`, for that
+      of `precision`, or a dict as from `flax_amp.init_scaler`; pass the returned scaler
+      to the next step. The metrics are those of `make_train_step`. They include
       `skipped_total` only if the optimizer's `tx` is an
       `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters `check_progress` reads.
 
@@ -136,9 +139,13 @@ def make_nnx_train_step(
     )
 
     def pure_step(
-        model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, batch: Batch
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        scaler: Scaler,
+        batch: Batch,
+        *args: PyTree,
     ) -> tuple[Scaler, Metrics]:
-        return _step(options, precision, model, optimizer, scaler, batch)
+        return _step(options, precision, model, optimizer, scaler, batch, args)
 
     step = pure_step
     if jit:
@@ -153,6 +160,7 @@ def make_nnx_train_step(
         optimizer: nnx.Optimizer,
         scaler: Scaler | None,
         batch: Batch,
+        *args: PyTree,
     ) -> tuple[Scaler, Metrics]:
         nonlocal first
         _check(model, optimizer)
@@ -166,9 +174,9 @@ def make_nnx_train_step(
             first = False
             warn_if_unscaled(precision, scaler, stacklevel=3)
             if not jit:
-                return step(model, optimizer, scaler, batch)
-            with explain_leaves("train_step", {"batch": batch}):
-                return step(model, optimizer, scaler, batch)
+                return step(model, optimizer, scaler, batch, *args)
+            with explain_leaves("train_step", {"batch": batch, "args": args}):
+                return step(model, optimizer, scaler, batch, *args)
 
     return Step(train_step)
 
@@ -180,12 +188,14 @@ def _step(
     optimizer: nnx.Optimizer,
     scaler: Scaler,
     batch: Batch,
+    args: tuple[PyTree, ...],
 ) -> tuple[Scaler, Metrics]:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
-    kinds = (nnx.Pytree,) if options.accum_steps > 1 else (nnx.Pytree, nnx.Variable)
-    modules = _tree.nodes(batch, kinds)
-    batch = _tree.replace_nodes(batch, kinds, [_Placeholder()] * len(modules))
-    # One Dict holds the model and the modules of the batch. `model` sorts before
+    nodes = (nnx.Pytree, nnx.Variable)
+    modules, batch = _take_out(nodes[: 1 if options.accum_steps > 1 else 2], batch)
+    more_modules, args = _take_out(nodes, args)
+    modules += more_modules
+    # One Dict holds the model and the modules of the inputs. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules))
     before = _copy_state((whole, optimizer))
@@ -211,13 +221,13 @@ def _step(
 
     user_loss_fn = options.loss_fn
 
-    def loss_fn(whole: nnx.Dict, batch: Batch) -> PyTree:
-        batch = _tree.replace_nodes(batch, _Placeholder, whole.others)
-        return user_loss_fn(whole.model, batch)
+    def loss_fn(whole: nnx.Dict, *inputs: PyTree) -> PyTree:
+        inputs = _tree.replace_nodes(inputs, _Placeholder, whole.others)
+        return call_checked(user_loss_fn, whole.model, *inputs)
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=loss_fn)
-    new_scaler, finite, result = compute_gradients(options, state, batch)
+    new_scaler, finite, result = compute_gradients(options, state, batch, args)
     grads = nnx.state(model, optimizer.wrt)
     nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
     counters = _skip_counters(optimizer, finite)
@@ -246,7 +256,16 @@ def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Placeholder:
-    """Stands for a module in a batch. It is static, so no transformation changes it."""
+    """Stands for a module in the inputs of a loss.
+
+    It is static, so no transformation changes it.
+    """
+
+
+def _take_out(kinds: tuple[type, ...], tree: PyTree) -> tuple[list[Any], PyTree]:
+    """Returns the modules in a tree, and the tree with placeholders for them."""
+    modules = _tree.nodes(tree, kinds)
+    return modules, _tree.replace_nodes(tree, kinds, [_Placeholder()] * len(modules))
 
 
 def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:

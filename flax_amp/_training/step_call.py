@@ -24,17 +24,18 @@ class Step:
     def __init__(self, step: Callable[..., Any]) -> None:
         functools.update_wrapper(self, step)
         self._step, self._signature = step, inspect.signature(step)
+        # The last parameter takes all further arguments, which the loss gets.
+        self._names = list(self._signature.parameters)[:-1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = self._signature.parameters
-        if kwargs or len(args) != len(names):  # binding takes some microseconds
+        if kwargs or len(args) < len(self._names):  # binding takes some microseconds
             try:
                 args = self._signature.bind(*args, **kwargs).args
             except TypeError as error:
                 raise TypeError(
                     f"{self.__name__}: {error}; expected the arguments "
-                    f"({', '.join(names)}). Put what else changes from step to step "
-                    "into the batch: {**batch, 'key': key}."
+                    f"({', '.join(self._names)}, *args). Pass what else the loss takes "
+                    "by position, after the batch."
                 ) from None
         return self._step(*args)
 
@@ -60,28 +61,33 @@ class JittedStep(Step):
         # the user's line, jitted or not.
         self._step = self._first_call
 
-    def _first_call(self, state: PyTree, batch: PyTree) -> Any:
+    def _first_call(self, state: PyTree, *inputs: PyTree) -> Any:
         with explain_deleted(self.__name__, "state", state):
             self._check(state)
         if not any(
             isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)
         ):
             self._step = self._call  # later states are what this step returned
-        return self._call(state, batch)
+        return self._call(state, *inputs)
 
-    def _call(self, state: PyTree, batch: PyTree) -> Any:
+    def _call(self, state: PyTree, batch: PyTree, *args: PyTree) -> Any:
         if self._donates and _has_several_devices():
-            check_distinct(self.__name__, {"state": state}, {"batch": batch})
+            self._check_distinct(state, batch, args)
         try:
-            return self._jitted(state, batch)
+            return self._jitted(state, batch, *args)
         except (RuntimeError, TypeError, ValueError):
+            inputs = {"state": state, "batch": batch, "args": args}
             with (
                 explain_deleted(self.__name__, "state", state),
-                explain_leaves(self.__name__, {"state": state, "batch": batch}),
+                explain_leaves(self.__name__, inputs),
             ):
                 if self._donates:
-                    check_distinct(self.__name__, {"state": state}, {"batch": batch})
+                    self._check_distinct(state, batch, args)
                 raise
+
+    def _check_distinct(self, state: PyTree, batch: PyTree, args: PyTree) -> None:
+        others = {"batch": batch, "args": args}
+        check_distinct(self.__name__, {"state": state}, others)
 
     def __getattr__(self, name: str) -> Any:
         """Returns `lower`, `trace` and every other attribute of a jitted function."""

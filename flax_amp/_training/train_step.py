@@ -16,14 +16,13 @@ Sharp edges:
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, Protocol, TypeVar
 
 import jax
 import optax
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.aliases import (
@@ -51,9 +50,9 @@ from flax_amp._training.gradients import (
 from flax_amp._training.hyperparams import hyperparam_metrics
 from flax_amp._training.loss import (
     call_user_fn,
-    check_batch_unchanged,
     check_function,
     check_returned,
+    inputs_unchanged,
 )
 from flax_amp._training.precision import (
     UnscaledWarning,
@@ -71,7 +70,9 @@ ResultT = TypeVar("ResultT")
 class TrainStep(Protocol):
     """A training step: it returns a state of the class that it was given."""
 
-    def __call__(self, state: StateT, batch: Batch) -> tuple[StateT, Metrics]: ...
+    def __call__(
+        self, state: StateT, batch: Batch, *args: PyTree
+    ) -> tuple[StateT, Metrics]: ...
 
 
 def make_train_step(
@@ -93,10 +94,12 @@ def make_train_step(
     """Makes a training step from an ordinary float32 loss.
 
     Args:
-      loss_fn: `loss_fn(params, batch)`, or `loss_fn(model, batch)` if the state was
-        made from an NNX model. It returns a scalar float loss. It may also declare the
-        keywords `state` and `rngs`. `state` is then the state, with the parameters and
-        variables of this pass, and `rngs` is `state.rngs`, folded with `state.step`.
+      loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if
+        the state was made from an NNX model, where `args` are the further arguments of
+        the step, if there are any. It returns a scalar float loss. It may also declare
+        the keywords `state` and `rngs`. `state` is then the state, with the parameters
+        and variables of this pass, and `rngs` is `state.rngs`, folded with
+        `state.step`.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
         of a dict become metrics, under names that no field of the state has; only its
         reserved key `"variables"` holds updated collections of a Linen model, as
@@ -126,8 +129,9 @@ def make_train_step(
       jit: compile the step.
 
     Returns:
-      `train_step(state, batch) -> (state, metrics)`. The metrics are arrays on the
-      device:
+      `train_step(state, batch, *args) -> (state, metrics)`. Further arguments go to the
+      loss as they are: traced, and neither split into micro-batches nor averaged. The
+      metrics are arrays on the device:
 
       - `loss`: float32.
       - `grads_finite`: False for every skipped step, also if its loss or its updated
@@ -186,10 +190,12 @@ def make_train_step(
         warn_if_unscaled(state.precision, state.scaler, stacklevel=4)
 
     @rewritten
-    def train_step(state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
+    def train_step(
+        state: StateT, batch: Batch, *args: PyTree
+    ) -> tuple[StateT, Metrics]:
         check(state)
         check_params(state.params, "train_step")
-        scaler, finite, result = compute_gradients(options, state, batch)
+        scaler, finite, result = compute_gradients(options, state, batch, args)
         new_state = _update_or_skip(options, state, scaler, finite, result)
         more = hyperparam_metrics(new_state.opt_state)
         more["skipped_total"] = new_state.opt_state.total_notfinite
@@ -219,19 +225,20 @@ def make_eval_step(
     amp_policy: PolicyEntries | None = None,
     merge_layers: bool = True,
     jit: bool = True,
-) -> Callable[[AmpTrainState, Batch], ResultT]:
+) -> Callable[Concatenate[AmpTrainState, Batch, ...], ResultT]:
     """Makes an evaluation step in the precision of training, without a scaler.
 
     Args:
-      fn: `fn(params, batch)`, or `fn(model, batch)` for NNX. The model is then in
-        evaluation mode (`model.eval()`), and its updates are dropped. `fn` may declare
-        the keywords `state` and `rngs`, as in `make_train_step`.
+      fn: `fn(params, batch, *args)`, or `fn(model, batch, *args)` for NNX, where `args`
+        are the further arguments of the step. The model is then in evaluation mode
+        (`model.eval()`), and its updates are dropped. `fn` may declare the keywords
+        `state` and `rngs`, as in `make_train_step`.
       compute_dtype: what to compute in, instead of the `precision` of the state.
       amp_policy, merge_layers: see `flax_amp.amp`.
       jit: compile the step.
 
     Returns:
-      `eval_step(state, batch)`, which returns what `fn` returns.
+      `eval_step(state, batch, *args)`, which returns what `fn` returns.
 
     Raises:
       TypeError: if an argument is of a wrong kind.
@@ -257,29 +264,31 @@ def make_eval_step(
     name = getattr(fn, "__name__", "fn")
 
     @rewritten
-    def eval_step(state: AmpTrainState, batch: Batch) -> ResultT:
+    def eval_step(state: AmpTrainState, batch: Batch, *args: PyTree) -> ResultT:
         _check_state(state, "eval_step")
 
-        def pure(params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs) -> Any:
-            batch_changes = changes_in(batch, "batch")
-            _, out = call_user_fn(
-                fn,
-                state,
-                params,
-                variables,
-                batch,
-                rngs,
-                open_scopes=open_scopes,
-                evaluate=True,
-            )
+        def pure(
+            params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs, *args: PyTree
+        ) -> Any:
+            with inputs_unchanged(batch, args, f"eval_step: {name}", wanted=jit):
+                _, out = call_user_fn(
+                    fn,
+                    state,
+                    params,
+                    variables,
+                    batch,
+                    rngs,
+                    args,
+                    open_scopes=open_scopes,
+                    evaluate=True,
+                )
             if jit:
-                check_batch_unchanged(batch_changes(), f"eval_step: {name}")
                 check_returned(out, "", f"eval_step: {name}")
             return out
 
         rngs = fold_in(state.rngs, state.step)
         rewrite = rewrites[state.precision]
-        return rewrite(pure)(state.params, state.variables, batch, rngs)
+        return rewrite(pure)(state.params, state.variables, batch, rngs, *args)
 
     if not jit:
         return Step(eval_step)

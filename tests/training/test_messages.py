@@ -75,16 +75,16 @@ ARGUMENTS = {
     },
     TypeError: {
         "make_eval_step: fn is a NoneType": lambda: make_eval_step(None),
-        "make_nnx_train_step.*'rngs'.*into the batch": lambda: make_nnx_train_step(
-            lambda model, batch, rngs: 0.0
+        "make_nnx_train_step.*'rngs'.*before keywords": lambda: make_nnx_train_step(
+            lambda model, batch, *, rngs: 0.0
         ),
         **{
             f"{make.__name__}: .*{message}": functools.partial(make, loss)
             for make in MAKERS
             for loss, message in [
                 (lambda params: 0.0, r"signature \(params\) \(too many positional"),
-                (lambda p, b, c: 0.0, r"signature \(p, b, c\) .*'c'.*functools.partia"),
-                (lambda p, b, *, key: 0.0, "keywords state and rngs"),
+                (lambda p, b, *, key: 0.0, "'key'.*keywords state and rngs.*functools"),
+                (lambda p, state, b: 0.0, "multiple values for argument 'state'"),
             ]
         },
     },
@@ -216,7 +216,7 @@ def test_losses(call, error, message):
 )
 def test_batches_that_do_not_split(batch, steps, message):
     call = run(pair({}), batch=lambda: batch, has_aux=True, accum_steps=steps)
-    expected = f"the same for all.*accum_steps={steps}.*a field of a subclass"
+    expected = f"the same for all.*accum_steps={steps}.*as a further argument"
     raised(call, ValueError, f"{message}.*{expected}")
 
 
