@@ -7,7 +7,7 @@ apply the gradients.
 
 import contextlib
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from flax_amp._training.aliases import (
     Rngs,
     UserFn,
     check_count,
+    check_type,
 )
 from flax_amp._training.averaging import (
     PassResult,
@@ -35,7 +36,14 @@ from flax_amp._training.averaging import (
     device_index,
     mark_varying,
 )
-from flax_amp._training.loss import KEYWORDS, check_function, differences, pure_loss
+from flax_amp._training.loss import (
+    KEYWORDS,
+    call_checked,
+    check_function,
+    check_returned,
+    differences,
+    pure_loss,
+)
 from flax_amp._training.precision import Precision, amp_by_precision
 from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
 from flax_amp._training.scaled_grad import cast_like, run_pass, split_overwrite
@@ -60,6 +68,7 @@ class Options(NamedTuple):
     axis_name: AxisName
     caller: str  # the function that the messages name
     open_scopes: bool  # whether NNX modules open scopes, for the keys of the policy
+    metrics_fn: UserFn | None  # measures gradients and updates
 
 
 def make_options(
@@ -71,11 +80,14 @@ def make_options(
     accum_steps: int,
     axis_name: AxisName,
     amp_policy: PolicyEntries | None,
+    metrics_fn: UserFn | None,
     keywords: tuple[str, ...] = KEYWORDS,
     **amp_options: Any,
 ) -> Options:
     """Checks the arguments of `caller`. The loss may declare `keywords`."""
     seen = f"{caller}: {accum_steps=}"
+    expected = "a function of (state, grads, updates), (model, grads, updates) for NNX."
+    check_type(metrics_fn, Callable | None, f"{caller}: metrics_fn", expected)
     return Options(
         loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
         has_aux=has_aux,
@@ -85,6 +97,7 @@ def make_options(
         axis_name=check_axis_name(axis_name, caller),
         caller=caller,
         open_scopes=Policy(amp_policy).names_scopes,
+        metrics_fn=metrics_fn,
     )
 
 
@@ -112,15 +125,17 @@ def make_metrics(
     scaler: Scaler,
     finite: Array,
     result: PassResult,
+    measured: Metrics,
     fields: Collection[str] = (),
     /,
     **more: PyTree,
 ) -> Metrics:
-    """Returns the metrics of a step: its own ones, `more`, and those of `aux`.
+    """Returns the metrics of a step: its own ones, `measured`, and those of `aux`.
 
-    An entry of `aux` with the name of another metric becomes `aux/<name>`. The names of
-    `fields`, those of the state, are reserved. A user who means to change a field by
-    `aux` would not notice that it stays as it was.
+    `more` are own ones, too; `measured` are those of `metrics_fn`. An entry of `aux`
+    with the name of another metric becomes `aux/<name>`. The names of `fields`, those
+    of the state, are reserved. A user who means to change a field by `aux` would not
+    notice that it stays as it was.
     """
     own = more | dict(
         loss=result.loss,
@@ -128,6 +143,12 @@ def make_metrics(
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
+    if taken := sorted(measured.keys() & own.keys()):
+        raise ValueError(
+            f"{options.caller}: metrics_fn returned {taken}, which the step reports "
+            "itself; expected other names. Rename them."
+        )
+    own |= measured
     if taken := sorted(result.aux.keys() & set(fields)):
         raise ValueError(
             f"{options.caller}: the loss returned aux with {taken}, fields of its "
@@ -143,6 +164,31 @@ def make_metrics(
             "'aux/'; expected one of each two. Rename the other."
         )
     return own | aux
+
+
+def measure_update(
+    options: Options, subject: Any, grads: PyTree, old: PyTree, new: PyTree
+) -> Metrics:
+    """Returns what the user's `metrics_fn` makes of one update.
+
+    Args:
+      options: those of the step.
+      subject: the state, or the model, before the update.
+      grads: the gradients that the optimizer was given.
+      old: the parameters before the update.
+      new: the parameters after it, also if the step is skipped.
+    """
+    if options.metrics_fn is None:
+        return {}
+    updates = jax.tree.map(jnp.subtract, new, old)
+    name = f"{options.caller}: metrics_fn"
+    found = call_checked(options.metrics_fn, subject, grads, updates)
+    expected = "a dict of metrics by name."
+    check_type(found, Mapping, f"{name}: its result", expected)
+    if wrong := [key for key in found if not isinstance(key, str)]:
+        raise TypeError(f"{name} returned the names {wrong}; expected strings.")
+    check_returned(found, "metrics", name)
+    return dict(found)
 
 
 def complete_grads(result: PassResult, params: PyTree) -> PyTree:

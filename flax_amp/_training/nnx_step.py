@@ -29,6 +29,7 @@ from flax_amp._training.gradients import (
     explain_update,
     make_metrics,
     make_options,
+    measure_update,
     select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
@@ -68,6 +69,7 @@ def make_nnx_train_step(
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
+    metrics_fn: UserFn | None = None,
     donate: bool = True,
     jit: bool = True,
 ) -> Callable[
@@ -92,6 +94,9 @@ def make_nnx_train_step(
       compute_dtype: what to compute in, instead of `precision`.
       amp_policy, recompute, reduce_dtype, merge_layers: see `flax_amp.amp`.
       redo_on_nan, accum_steps, axis_name: see `make_train_step`.
+      metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
+        is a copy of the model before the update; `grads` and `updates` are an
+        `nnx.State` of what trains, as `nnx.grad` returns it.
       donate: let the new arrays reuse the memory of the old ones, which are then
         deleted.
       jit: compile the step, with `nnx.jit`.
@@ -136,6 +141,7 @@ def make_nnx_train_step(
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
+        metrics_fn=metrics_fn,
     )
 
     def pure_step(
@@ -231,8 +237,11 @@ def _step(
     grads = nnx.state(model, optimizer.wrt)
     nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
     counters = _skip_counters(optimizer, finite)
+    old = model if options.metrics_fn is None else nnx.clone(model)
     with explain_update(options.caller):
         optimizer.update(model, grads)
+    weights = (nnx.state(node, optimizer.wrt) for node in (old, model))
+    measured = measure_update(options, old, grads, *weights)
     _set_variables(whole, _tree.combine(result.variables, variables))
 
     after = _copy_state((whole, optimizer))
@@ -243,7 +252,9 @@ def _step(
     more = hyperparam_metrics(optimizer.opt_state)
     if counters:
         more["skipped_total"] = counters["total_notfinite"]
-    return new_scaler, make_metrics(options, new_scaler, finite, result, **more)
+    return new_scaler, make_metrics(
+        options, new_scaler, finite, result, measured, **more
+    )
 
 
 def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:

@@ -35,7 +35,6 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.averaging import PassResult
 from flax_amp._training.finite import count_skip, without_finite_check
 from flax_amp._training.gradients import (
     Options,
@@ -45,6 +44,7 @@ from flax_amp._training.gradients import (
     fold_in,
     make_metrics,
     make_options,
+    measure_update,
     select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
@@ -87,6 +87,7 @@ def make_train_step(
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
+    metrics_fn: UserFn | None = None,
     state_shardings: PyTree = None,
     donate: bool = True,
     jit: bool = True,
@@ -121,6 +122,11 @@ def make_train_step(
         over which to average gradients, loss, variables and scalar float leaves of
         `aux`. Each device draws its own `rngs`. Use it with `jit=False` inside the
         mapped function.
+      metrics_fn: `metrics_fn(state, grads, updates)`, which returns a dict of further
+        metrics, such as norms by layer. It is traced into the step and runs in float32.
+        `state` is the one before the update; `grads` are its gradients, unscaled and
+        averaged, before `tx`; `updates` is what `tx` adds to the parameters. Where a
+        step is skipped, they may hold infs and NaNs.
       state_shardings: the shardings of the new state, as a state of shardings or as one
         sharding for all leaves. On a mesh, pass the shardings that the state was
         created with. Otherwise XLA chooses them, and may move a leaf that was
@@ -141,6 +147,7 @@ def make_train_step(
       - `skipped_total`: the number of skipped steps.
       - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim`: the
         values that the last update used, schedules included.
+      - the entries of `metrics_fn`.
       - the entries of `aux`, if that is a dict whose keys are strings. One with the
         name of another metric comes as `aux/<name>`.
       - `aux`: any other `aux`, such as a tuple or a dataclass.
@@ -181,6 +188,7 @@ def make_train_step(
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
+        metrics_fn=metrics_fn,
     )
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
@@ -196,13 +204,22 @@ def make_train_step(
         check(state)
         check_params(state.params, "train_step")
         scaler, finite, result = compute_gradients(options, state, batch, args)
-        new_state = _update_or_skip(options, state, scaler, finite, result)
+        grads = complete_grads(result, state.params)
+        variables = _tree.combine(result.variables, state.variables)
+        with explain_update(options.caller):
+            new = state.replace(tx=without_finite_check(state.tx)).apply_gradients(
+                grads=grads, scaler=scaler, variables=variables
+            )
+        measured = measure_update(options, state, grads, state.params, new.params)
+        new_state = _select(options, finite, new, state, scaler)
         more = hyperparam_metrics(new_state.opt_state)
         more["skipped_total"] = new_state.opt_state.total_notfinite
         if state_shardings is not None:
             _check_shardings(state_shardings, new_state)
         fields = [field.name for field in dataclasses.fields(state)]
-        return new_state, make_metrics(options, scaler, finite, result, fields, **more)
+        return new_state, make_metrics(
+            options, scaler, finite, result, measured, fields, **more
+        )
 
     if not jit:
         if state_shardings is not None:
@@ -295,23 +312,12 @@ def make_eval_step(
     return JittedStep(jax.jit(eval_step), donates=False)
 
 
-def _update_or_skip(
-    options: Options,
-    state: StateT,
-    scaler: Scaler,
-    finite: Array,
-    result: PassResult,
+def _select(
+    options: Options, finite: Array, new: StateT, old: StateT, scaler: Scaler
 ) -> StateT:
-    """Applies the gradients if everything is finite; otherwise keeps the old state."""
-    grads = complete_grads(result, state.params)
-    variables = _tree.combine(result.variables, state.variables)
-    with explain_update(options.caller):
-        new = state.replace(tx=without_finite_check(state.tx)).apply_gradients(
-            grads=grads, scaler=scaler, variables=variables
-        )
-    new = new.replace(tx=state.tx)
-    selected = select_update(options.caller, finite, new, state)
-    counters = count_skip(state.opt_state, finite)
+    """Returns the state after an update if everything is finite, or the one before."""
+    selected = select_update(options.caller, finite, new.replace(tx=old.tx), old)
+    counters = count_skip(old.opt_state, finite)
     return selected.replace(
         step=new.step,
         scaler=scaler,

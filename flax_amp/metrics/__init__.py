@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flax_amp.metrics._plot import plot as plot
     from flax_amp.metrics._tensorboard import TensorBoardWriter as TensorBoardWriter
     from flax_amp.metrics._terminal import TerminalWriter as TerminalWriter
+    from flax_amp.metrics._update import trained_norms as trained_norms
     from flax_amp.metrics._writers import MetricWriter as MetricWriter
     from flax_amp.metrics._writers import MultiWriter as MultiWriter
     from flax_amp.metrics._writers import create_writer as create_writer
@@ -31,6 +32,7 @@ _FILES = {
     "create_writer": "_writers",
     "plot": "_plot",
     "read": "_jsonl",
+    "trained_norms": "_update",
 }
 __all__ = list(_FILES)
 

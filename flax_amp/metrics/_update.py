@@ -1,0 +1,50 @@
+"""Ready functions for `metrics_fn`, which measures the update of a training step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def trained_norms(state: Any, grads: Any, updates: Any) -> dict[str, jax.Array]:
+    """Measures the update, and the gradients of those parameters that it changes.
+
+    `grad_norm`, which every step reports, also counts the gradients of parameters that
+    the optimizer freezes, as `optax.multi_transform` with `optax.set_to_zero` does.
+
+    Args:
+      state: unused; a `metrics_fn` is given it.
+      grads: the unscaled gradients.
+      updates: what the optimizer adds to the parameters, a tree like `grads`.
+
+    Returns:
+      `update_norm` and `trained_grad_norm`, each float32[].
+
+    Example:
+      >>> import flax_amp
+      >>> state = flax_amp.AmpTrainState.create(
+      ...     params={"head": jnp.ones(4), "frozen": jnp.ones(4)},
+      ...     tx=optax.multi_transform(
+      ...         {"train": optax.sgd(0.5), "freeze": optax.set_to_zero()},
+      ...         {"head": "train", "frozen": "freeze"},
+      ...     ),
+      ... )
+      >>> train_step = flax_amp.make_train_step(
+      ...     lambda params, x: (x * params["head"] * params["frozen"]).sum(),
+      ...     metrics_fn=flax_amp.metrics.trained_norms,
+      ... )
+      >>> state, metrics = train_step(state, jnp.full(4, 3.0))
+      >>> float(metrics["trained_grad_norm"]), float(metrics["update_norm"])
+      (6.0, 3.0)
+      >>> round(float(metrics["grad_norm"]), 2)
+      8.49
+    """
+    del state
+    trained = jax.tree.map(
+        lambda g, u: jnp.where(jnp.any(u != 0), g, 0), grads, updates
+    )
+    return {
+        "update_norm": optax.tree.norm(updates),
+        "trained_grad_norm": optax.tree.norm(trained),
+    }

@@ -1,0 +1,155 @@
+"""`metrics_fn`: what users measure of gradients and updates, inside of the step."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from _steps import (
+    EmaState,
+    counting,
+    linear_batch,
+    linear_loss,
+    linear_objects,
+    linear_state,
+    raised,
+    sum_loss,
+)
+from flax_amp import (
+    AmpTrainState,
+    init_scaler,
+    make_nnx_train_step,
+    make_train_step,
+    metrics,
+)
+from helpers import assert_close, assert_identical
+
+
+def everything(state, grads, updates):
+    """What each argument holds, by name, to compare with what is expected."""
+    return {"before": state.params, "grads": grads, "updates": updates}
+
+
+def measured(state, batch, metrics_fn=everything, **options):
+    step = make_train_step(linear_loss, metrics_fn=metrics_fn, donate=False, **options)
+    return step(state, batch)
+
+
+def clipped():
+    return optax.chain(optax.clip(0.01), optax.sgd(0.5))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"jit": False}, {"accum_steps": 2}, {"redo_on_nan": 2}]
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_gradients_are_unscaled_and_updates_are_applied(precision, options):
+    scaler = init_scaler(scaler=2.0**10) if precision == "16-mixed" else None
+    state = linear_state(clipped(), precision=precision, scaler=scaler)
+    new, found = measured(state, linear_batch(), **options)
+    expected = jax.grad(linear_loss)(state.params, linear_batch())
+    dtype = {"32": jnp.float32, "bf": jnp.bfloat16, "16": jnp.float16}[precision[:2]]
+    assert_close(found["grads"], expected, dtype)
+    assert_identical(found["before"], state.params)
+    difference = jax.tree.map(jnp.subtract, new.params, state.params)
+    assert_identical(found["updates"], difference)
+    assert float(jnp.abs(difference["w"]).max()) <= 0.005 + 1e-7  # clipped
+
+
+def test_a_skipped_step_shows_what_it_did_not_apply():
+    state = linear_state(precision="16-mixed", scaler=init_scaler())
+    new, found = measured(state, linear_batch(poisoned=True))
+    assert not found["grads_finite"] and not jnp.isfinite(found["updates"]["w"]).all()
+    assert_identical(new.params, state.params)
+
+
+def test_gradients_are_those_of_all_devices():
+    def step(state, batch):
+        return measured(state, batch, jit=False, axis_name="data")
+
+    state = linear_state(precision="32-true")
+    halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), linear_batch())
+    _, found = jax.vmap(step, (None, 0), axis_name="data")(state, halves)
+    _, whole = measured(state, linear_batch())
+    for device in range(2):
+        of_device = jax.tree.map(lambda x: x[device], found["grads"])  # noqa: B023
+        assert_close(of_device, whole["grads"], jnp.float32)
+
+
+def test_the_state_of_a_subclass():
+    """Its own `apply_gradients` makes the update, and its fields are there."""
+    params = {"w": jnp.ones(3)}
+    state = EmaState.create(params=params, tx=optax.sgd(0.1), ema={"p": params, "n": 0})
+    _, found = measured(state, linear_batch(), lambda s, *_: {"n": s.ema["n"] + 1})
+    assert found["n"] == 1
+
+
+def test_an_nnx_model():
+    model, optimizer = linear_objects(tx=clipped())
+    before, x = nnx.state(nnx.clone(model), nnx.Param), jnp.ones((2, 3))
+
+    def parts(model, grads, updates):
+        return {"before": nnx.state(model, nnx.Param), "g": grads, "u": updates}
+
+    options = dict(precision="32-true", metrics_fn=parts, donate=False)
+    step = make_nnx_train_step(sum_loss, **options)
+    expected = nnx.grad(sum_loss)(nnx.clone(model), x)
+    _, found = step(model, optimizer, None, x)
+    assert_close(nnx.to_pure_dict(found["g"]), nnx.to_pure_dict(expected), jnp.float32)
+    after = nnx.state(model, nnx.Param)
+    assert_identical(found["u"], jax.tree.map(jnp.subtract, after, before))
+    assert_identical(found["before"], before)
+
+
+def test_an_nnx_model_in_a_state():
+    model, optimizer = linear_objects()
+    state = AmpTrainState.create(model=model, tx=optimizer.tx, precision="32-true")
+    step = make_train_step(sum_loss, metrics_fn=everything, donate=False)
+    _, found = step(state, jnp.ones((2, 3)))
+    assert_identical(found["before"], state.params)
+
+
+def test_it_is_traced_once():
+    metrics_fn, traces = counting(lambda *_: {"one": 1})
+    step = make_train_step(linear_loss, metrics_fn=metrics_fn)
+    state = linear_state()
+    for _ in range(3):
+        state, _ = step(state, linear_batch())
+    assert len(traces) == 1
+
+
+def test_names_that_aux_has_too():
+    loss = lambda *args: (linear_loss(*args), {"norm": 1.0})  # noqa: E731
+    step = make_train_step(loss, has_aux=True, metrics_fn=lambda *_: {"norm": 2.0})
+    _, found = step(linear_state(), linear_batch())
+    assert found["norm"] == 2 and found["aux/norm"] == 1
+
+
+WRONG = {
+    "no function": (3, TypeError, r"metrics_fn is a int; expected a function of \(st"),
+    "arguments": (lambda g: {}, TypeError, r"signature \(g\)"),
+    "no dict": (lambda *_: 1.0, TypeError, "metrics_fn: its result is a float; expect"),
+    "names": (lambda *_: {0: 1.0}, TypeError, r"the names \[0\]; expected strings"),
+    "no array": (lambda *_: {"a": "b"}, TypeError, r"\['a'\], a str; expected arrays"),
+    "own": (lambda *_: {"loss": 1}, ValueError, r"\['loss'\], which the step reports"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_what_it_must_return(wrong):
+    metrics_fn, error, message = wrong
+    raised(lambda: measured(linear_state(), linear_batch(), metrics_fn), error, message)
+
+
+def test_norms_of_what_trains():
+    rules = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
+    tx = optax.multi_transform(rules, {"w": "train", "b": "freeze"})
+    params = {"w": jnp.ones(3), "b": jnp.ones(3)}
+    state = AmpTrainState.create(params=params, tx=tx)
+    loss = lambda p, x: (p["w"] * x).sum() + 2 * (p["b"] * x).sum()  # noqa: E731
+    step = make_train_step(loss, metrics_fn=metrics.trained_norms)
+    _, found = step(state, jnp.ones(3))
+    assert float(found["trained_grad_norm"]) == pytest.approx(3**0.5)
+    assert float(found["grad_norm"]) == pytest.approx(15**0.5)
+    assert float(found["update_norm"]) == pytest.approx(0.1 * 3**0.5)
