@@ -49,6 +49,7 @@ from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
 from flax_amp._training.scaled_grad import cast_like, run_pass, split_overwrite
 from flax_amp._training.scaler import Scaler, validate_scaler
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.optim._optimizer import pure
 from flax_amp.policy import Policy, PolicyEntries
 
 _OWN_STATE = (
@@ -220,7 +221,9 @@ def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTre
 
 
 @contextlib.contextmanager
-def explain_update(caller: str) -> Iterator[None]:
+def explain_update(
+    caller: str, tx: Any, opt_state: PyTree, params: PyTree
+) -> Iterator[None]:
     """Says why the update of an optimizer may have failed.
 
     The step may not pass it all arguments, or its state may be of other parameters.
@@ -230,6 +233,12 @@ def explain_update(caller: str) -> Iterator[None]:
     except Exception as error:
         missing = re.search(r"missing \d+ required keyword-only argument.*", str(error))
         if not missing:
+            if foreign := _foreign_leaves(tx, opt_state, params):
+                raise ValueError(
+                    f"{caller}: the optimizer is one of another model, or its state of "
+                    f"another optimizer: {foreign}; expected the same leaves. "
+                    f"{_OWN_STATE}"
+                ) from error
             error.add_note(
                 f"flax_amp: {caller}: the update of the optimizer failed. If its state "
                 "is one of other parameters or of another optimizer, make it anew, "
@@ -244,6 +253,18 @@ def explain_update(caller: str) -> Iterator[None]:
             "state and the parameters, such as optax.adamw. Use this one in a loop of "
             "your own, with jax.value_and_grad(flax_amp.amp(loss_fn))."
         ) from error
+
+
+def _foreign_leaves(tx: Any, opt_state: PyTree, params: PyTree) -> str:
+    """Describes what of a state differs from a new one of these parameters."""
+    try:
+        new = jax.eval_shape(lambda: pure(tx.init(params)))
+    except Exception:  # the error of the update says more
+        return ""
+    names = "in its state", "for these parameters"
+    changed = differences(pure(opt_state), new, jnp.shape, "opt_state", names)
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return "; ".join(changed[:3]) + more
 
 
 def fold_in(rngs: Rngs, data: ArrayLike) -> Rngs:

@@ -75,7 +75,7 @@ def pure_loss(
                     "none: the model's own state is collected. Drop it from aux."
                 )
             updates = variables_of(target, params)
-            updates = _match_structure(variables, updates, name)
+            updates = _match_structure(variables, updates, name, hint=_NNX_HINT)
         elif updates is None or updates:
             updates = _match_collections(variables, updates, name)
         updates = jax.tree.map(
@@ -319,13 +319,22 @@ def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
     }
 
 
-def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> PyTree:
+_LINEN_HINT = "Create the state with the variables that the model has after a call."
+_NNX_HINT = (
+    "Create all variables of the model in its __init__. What the model sows, take out "
+    "of it in the loss and return it: (loss, nnx.pop(model, nnx.Intermediate)), with "
+    "has_aux=True; also once before the first step, if the model was called."
+)
+
+
+def _match_structure(
+    old: PyTree, new: PyTree, name: str, prefix: str = "", hint: str = _LINEN_HINT
+) -> PyTree:
     """Returns `new` strongly typed, or raises an error that lists what differs."""
     if changed := differences(old, new, describe, prefix):
         raise ValueError(
             f"{name} changed the structure of the variables: {'; '.join(changed)}; "
-            "expected the same leaves, shapes and dtypes after each step. Create the "
-            "state with the variables that the model has after a call."
+            f"expected the same leaves, shapes and dtypes after each step. {hint}"
         )
     return jax.tree.map(
         lambda x, y: x if x is y else jnp.asarray(x).astype(y.dtype), new, old
@@ -333,9 +342,14 @@ def _match_structure(old: PyTree, new: PyTree, name: str, prefix: str = "") -> P
 
 
 def differences(
-    old: PyTree, new: PyTree, describe: Callable[[Any], Any], prefix: str = ""
+    old: PyTree,
+    new: PyTree,
+    describe: Callable[[Any], Any],
+    prefix: str = "",
+    names: tuple[str, str] = ("before", "now"),
 ) -> list[str]:
     """Lists the leaves that only one tree has, or whose descriptions differ."""
+    of_old, of_new = names
     before, after = (
         {
             f"{prefix}{jax.tree_util.keystr(path)}": describe(leaf)
@@ -344,7 +358,8 @@ def differences(
         for tree in (old, new)
     )
     return [
-        f"{path}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
+        f"{path}: {before.get(path, 'absent')} {of_old}, "
+        f"{after.get(path, 'absent')} {of_new}"
         for path in sorted(before | after)
         if before.get(path) != after.get(path)
     ]

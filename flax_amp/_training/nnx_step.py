@@ -238,7 +238,7 @@ def _step(
     nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
     counters = _skip_counters(optimizer, finite)
     old = model if options.metrics_fn is None else nnx.clone(model)
-    with explain_update(options.caller):
+    with explain_update(options.caller, optimizer.tx, optimizer.opt_state, grads):
         optimizer.update(model, grads)
     weights = (nnx.state(node, optimizer.wrt) for node in (old, model))
     measured = measure_update(options, old, grads, *weights)

@@ -206,7 +206,7 @@ def make_train_step(
         scaler, finite, result = compute_gradients(options, state, batch, args)
         grads = complete_grads(result, state.params)
         variables = _tree.combine(result.variables, state.variables)
-        with explain_update(options.caller):
+        with explain_update(options.caller, state.tx, state.opt_state, state.params):
             new = state.replace(tx=without_finite_check(state.tx)).apply_gradients(
                 grads=grads, scaler=scaler, variables=variables
             )
@@ -232,7 +232,16 @@ def make_train_step(
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return JittedStep(jax.jit(train_step, **settings), donates=donate, check=check)
+    try:
+        jitted = jax.jit(train_step, **settings)
+    except TypeError as error:
+        raise TypeError(
+            f"make_train_step: state_shardings is, or holds, what is no sharding "
+            f"({error}); expected one for all leaves, such as jax.NamedSharding(mesh, "
+            "jax.P()), or a state of them. Pass jax.tree.map(lambda x: x.sharding, "
+            "state)."
+        ) from error
+    return JittedStep(jitted, donates=donate, check=check)
 
 
 def make_eval_step(

@@ -1,6 +1,7 @@
 """What people write in the wrong place: every error says what to write instead."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -273,15 +274,36 @@ def too_many():
 
 ADAM = functools.partial(linear_state, optax.adam(0.1))
 NOT_ITS_OWN = {
-    "parameters of other names": of_state(ADAM, params={"v": X[0]}),
-    "another optimizer": of_state(linear_state, tx=optax.adam(0.1)),
-    "apply_if_finite(2**31)": of_state(lambda: linear_state(too_many())),
-    "a model of other names": of_objects(Deep),
-    "nnx, apply_if_finite(2**31)": of_objects(lambda: linear_objects()[0], too_many()),
+    "parameters of other names": (
+        of_state(ADAM, params={"v": X[0]}),
+        r"make_train_step: .*mu\['v'\]: absent in its state, \(3,\) for these para",
+    ),
+    "another optimizer": (
+        of_state(linear_state, tx=optax.adam(0.1)),
+        "make_train_step: .*absent for these parameters",
+    ),
+    "a model of other names": (
+        of_objects(Deep),
+        r"make_nnx_.*\[0\].mu\['linear'\]\['bias'\]: \(1,\) in its state.* and 5 more",
+    ),
 }
 
 
-@pytest.mark.parametrize("call", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
+@pytest.mark.parametrize("call, leaves", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
+def test_an_optimizer_of_another_model(call, leaves):
+    message = "is one of another model, or its state of another.*; expected.* anew"
+    with pytest.raises(ValueError, match=leaves) as caught:
+        call()
+    assert re.search(message, str(caught.value))
+
+
+TOO_MANY = {
+    "state": of_state(lambda: linear_state(too_many())),
+    "nnx": of_objects(lambda: linear_objects()[0], too_many()),
+}
+
+
+@pytest.mark.parametrize("call", TOO_MANY.values(), ids=TOO_MANY)
 def test_an_update_that_fails(call):
     note = r"flax_amp: make_\w*train_step: the update .* failed. If .* make .*int32"
     raised(call, Exception, note)
@@ -364,6 +386,58 @@ def test_shardings_of_another_state(other):
     state, _ = step(state.replace_hyperparams(learning_rate=0.2), X)
     for some in (jax.tree.leaves(shardings)[0], None, shardings.replace(params=None)):
         state, _ = make_train_step(loss, state_shardings=some)(state, X)
+
+
+@pytest.mark.parametrize("leaf", ["data", 3, X])
+def test_shardings_that_are_none(leaf):
+    message = r"state_shardings is, or holds, what is no sharding \(.*; expected one fo"
+    for shardings in (leaf, linear_state().replace(params={"w": leaf})):
+        make = functools.partial(make_train_step, state_shardings=shardings)
+        raised(
+            lambda m=make: m(linear_loss), TypeError, f"(?s)make_train_step: {message}"
+        )
+
+
+# Models that sow
+
+
+class Sows(nnx.Module):
+    def __init__(self):
+        self.linear = linear_objects()[0]
+
+    def __call__(self, x):
+        out = self.linear(x)
+        self.sow(nnx.Intermediate, "out", out)
+        return out.sum()
+
+
+def popping(model, batch):
+    return model(batch), nnx.pop(model, nnx.Intermediate)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+@pytest.mark.parametrize("steps", [1, 2])
+def test_models_that_sow(steps):
+    """The advice works, with both steps."""
+    advice = r"return it: \(loss, nnx.pop\(model, nnx.Intermediate\)\), with has_aux"
+    message = rf"\['out'\]\[0\]: absent before, float32.*{advice}"
+    options = dict(compute_dtype=jnp.float32, accum_steps=steps)
+
+    def on_objects(loss, **more):
+        model = Sows()
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        step = make_nnx_train_step(loss, **options, **more)
+        return [step(model, optimizer, None, X)[1] for _ in range(2)]
+
+    def on_state(loss, **more):
+        state = AmpTrainState.create(model=Sows(), tx=optax.sgd(0.1))
+        return [make_train_step(loss, **options, **more)(state, X)[1]]
+
+    for run in (on_objects, on_state):
+        raised(lambda r=run: r(lambda m, b: m(b)), ValueError, message)
+        metrics = run(popping, has_aux=True)[-1]
+        (out,) = jax.tree.leaves(metrics["out"])
+        assert out.size == 2
 
 
 # The scaler in loops of the user's own
