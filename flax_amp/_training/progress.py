@@ -1,16 +1,19 @@
 """Tells a run that skips every step from one that still searches for its scale."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._training.aliases import check_type
+from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.scaler import check_keys, values_out_of_range
+from flax_amp._training.step_call import explain_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.optim._optimizer import pure
 
@@ -27,6 +30,18 @@ class StuckError(RuntimeError):
 # The search for a scale from 2**24 down to 2**-14 skips 38 steps.
 _MAX_SKIPS_IN_SEARCH = 50
 _MAX_SKIPS = 20
+
+# The default of `min_scaler`.
+_LOWEST_USEFUL = 2.0**-14
+
+# The names of the metrics of `flax_amp.metrics.grads_finite` begin with this.
+_LEAVES = "grads_finite/"
+
+_FROZEN = (
+    "A parameter that the optimizer freezes has a gradient too, and an inf in it skips "
+    "every step: put jax.lax.stop_gradient around it in the loss, or leave it out of "
+    "what is differentiated, as wrt does for NNX."
+)
 
 
 def check_progress(
@@ -49,7 +64,8 @@ def check_progress(
         `optax.apply_if_finite(tx, 2**31 - 1)`, which counts skipped steps. For a loop
         of your own with such a `tx`, the pair `(opt_state, scaler)`.
       metrics: the metrics of the last step. They tell whether the loss, the updated
-        variables or the gradients are not finite.
+        variables or the gradients are not finite; and which gradients, if they hold
+        those of `flax_amp.metrics.grads_finite`.
       max_skips: how many steps in a row may be skipped, whatever the scale. The default
         is 20 where a lower scale would not help: if the loss or the variables are not
         finite, or if the scale is the lowest allowed (the scale of `no_scaler`, for
@@ -62,6 +78,7 @@ def check_progress(
         says if an optimizer put a NaN into it.
       TypeError: if `state` is none of these or is traced, if its optimizer does not
         count skipped steps, or if `metrics` is not a mapping.
+      RuntimeError: if a later step has deleted `state`.
       ValueError: if the scaler lacks a key, or if `max_skips` is not an integer of at
         least 1.
 
@@ -90,22 +107,33 @@ def check_progress(
             "check_progress: the state is traced; expected one with values. Call it "
             "outside of jit, where the loop logs metrics."
         )
-    fetched = jax.device_get(
-        {
-            **scaler,
-            "step": step,
-            "in_a_row": counters.notfinite_count,
-            "total": counters.total_notfinite,
-            **{key: (metrics or {}).get(key, ()) for key in ("loss", "grad_norm")},
-        }
-    )
+    metrics = metrics or {}
+    with explain_deleted("check_progress", "state", state):
+        fetched = jax.device_get(
+            {
+                **scaler,
+                "step": step,
+                "in_a_row": counters.notfinite_count,
+                "total": counters.total_notfinite,
+                **{key: metrics.get(key, ()) for key in ("loss", "grad_norm")},
+            }
+        )
     # Each is one number, or one for each run (`vmap`) or copy (`pmap`) of the state.
     runs = np.size(fetched["in_a_row"])
     for run in range(runs):
         numbers = {
             key: _number_of_run(run, runs, values) for key, values in fetched.items()
         }
-        _check_run(state, numbers, max_skips, "" if runs == 1 else f" of run {run}")
+        cause = _find_cause(numbers)
+        limit = max_skips or (_MAX_SKIPS_IN_SEARCH if cause.searching else _MAX_SKIPS)
+        if numbers["in_a_row"] >= limit:
+            leaves = {
+                name.removeprefix(_LEAVES): _number_of_run(run, runs, value)
+                for name, value in jax.device_get(dict(metrics)).items()
+                if name.startswith(_LEAVES)
+            }
+            of_run = "" if runs == 1 else f" of run {run}"
+            raise StuckError(_describe_run(state, numbers, cause, leaves, of_run))
 
 
 def _number_of_run(run: int, runs: int, values: Any) -> Any:
@@ -119,22 +147,66 @@ def _number_of_run(run: int, runs: int, values: Any) -> Any:
     return values[max(run - runs, -len(values))].item()
 
 
-def _check_run(
-    state: _State, numbers: Mapping[str, Any], max_skips: int | None, of_run: str
-) -> None:
-    """Raises a `StuckError` if a run is stuck."""
-    cause, still_searching = _find_cause(numbers)
-    limit = max_skips or (_MAX_SKIPS_IN_SEARCH if still_searching else _MAX_SKIPS)
-    if numbers["in_a_row"] < limit:
-        return
+class _Cause(NamedTuple):
+    """Why steps are skipped.
+
+    `text` says what is not finite, `kind` what to try, and `searching` whether the
+    scale still falls.
+    """
+
+    kind: Literal["scaler", "forward", "gradients", "unknown"]
+    text: str
+    searching: bool = False
+
+
+def _find_cause(numbers: Mapping[str, Any]) -> _Cause:
+    """Returns why the last step was skipped, if it was."""
+    if wrong := values_out_of_range(numbers):
+        text = ", ".join(wrong)
+        return _Cause("scaler", f"The scaler cannot find its scale: {text}.")
+    loss, norm = numbers["loss"], numbers["grad_norm"]
+    if loss is not None and not np.isfinite(loss):
+        return _Cause("forward", "The loss is not finite")
+    if loss is not None and norm is not None and np.isfinite(norm):
+        return _Cause(
+            "forward",
+            "Loss and gradients are finite, but updated variables (for example batch "
+            "statistics) are not",
+        )
+    searching = numbers["scaler"] > numbers["min_scaler"]
+    if loss is None:
+        text = "Pass the metrics of the step to learn what is not finite."
+        return _Cause("unknown", text, searching)
+    return _Cause("gradients", "The loss is finite, the gradients are not", searching)
+
+
+def _describe_run(
+    state: _State,
+    numbers: Mapping[str, Any],
+    cause: _Cause,
+    leaves: Mapping[str, Any],
+    of_run: str,
+) -> str:
+    """Returns the message about a run that is stuck."""
     scale, lowest = numbers["scaler"], numbers["min_scaler"]
     place = "the lowest allowed" if scale <= lowest else f"above the lowest, {lowest:g}"
     step = "" if numbers["step"] is None else f"step {numbers['step']}, "
     loss = "" if numbers["loss"] is None else f"loss {numbers['loss']:g}, "
-    raise StuckError(
+    dtype = _compute_dtype(state, numbers)
+    forward = _advise_on_forward(dtype)
+    gradients = _advise_on_gradients(dtype, numbers, cause.searching)
+    advice = {
+        "scaler": "Correct it.",
+        "forward": f"{forward}",
+        "gradients": f"{gradients} {_name_leaves(leaves)} {_FROZEN}",
+        "unknown": f"If it is the loss: {forward} If it is the gradients: {gradients}",
+    }[cause.kind]
+    end = "." if cause.kind in ("forward", "gradients") else ""
+    return (
         f"check_progress: the last {numbers['in_a_row']} steps{of_run} were skipped, "
         f"and the loss scale {scale:g} is {place} ({step}{loss}"
-        f"{numbers['total']} steps skipped in all). {cause} {_describe_params(state)}"
+        f"{numbers['total']} steps skipped in all). {cause.text}{end} {advice} "
+        f"{_describe_params(state)}"
     )
 
 
@@ -149,47 +221,71 @@ def _describe_params(state: _State) -> str:
     return "The parameters are those of the last finite step."
 
 
-_FORWARD_NOT_FINITE = (
-    "no loss scale helps: look for inf or NaN in the batch, and for a division, "
-    "log or sqrt at 0. If there is none, values overflow in the forward pass: lower "
-    "the learning rate, use bfloat16 (precision='bf16-mixed'), or keep the layers that "
-    "overflow in float32 with amp_stop. Another min_scaler changes nothing."
-)
-_GRADS_NOT_FINITE = (
-    "Look for a sqrt, norm or division at 0, whose derivative is not finite; lower the "
-    "learning rate, clip the gradients, use bfloat16 (precision='bf16-mixed'), or keep "
-    "the layers that overflow in float32 with amp_stop"
-)
+def _compute_dtype(state: _State, numbers: Mapping[str, Any]) -> np.dtype[Any]:
+    """Returns the dtype in which a run computes, as far as its state tells it.
+
+    Only float16 needs a scale above 1, and without one it is not float16.
+    """
+    is_scaled = numbers["max_scaler"] > 1
+    word = state.precision if isinstance(state, AmpTrainState) else "16-mixed"
+    dtype = jnp.dtype(compute_dtype_of(word, None))
+    return dtype if is_scaled or dtype != jnp.float16 else jnp.dtype(jnp.bfloat16)
 
 
-def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, bool]:
-    """Returns what is not finite and what to do, and whether the scale still falls."""
-    if wrong := values_out_of_range(numbers):
-        text = ", ".join(wrong)
-        return f"The scaler cannot find its scale: {text}. Correct it.", False
-    loss, norm = numbers["loss"], numbers["grad_norm"]
-    if loss is not None and not np.isfinite(loss):
-        return f"The loss is not finite, and {_FORWARD_NOT_FINITE}", False
-    if loss is not None and norm is not None and np.isfinite(norm):
-        return (
-            "Loss and gradients are finite, but updated variables (for example batch "
-            f"statistics) are not, and {_FORWARD_NOT_FINITE}"
-        ), False
-    finding = "The loss is finite, the gradients are not"
-    if loss is None:
-        finding = (
-            "Pass the metrics of the step to learn what is not finite. If it is the "
-            f"loss, {_FORWARD_NOT_FINITE} If it is the gradients"
-        )
-    if numbers["scaler"] <= numbers["min_scaler"]:
-        return (
-            f"{finding}, and there is no lower scale to try. {_GRADS_NOT_FINITE}, or "
-            "lower min_scaler."
-        ), False
+def _advise_on_forward(dtype: np.dtype[Any]) -> str:
+    scale, bfloat16, amp_stop = "", "", ""
+    if dtype == jnp.float16:
+        scale = "No loss scale helps, and no other min_scaler. "
+        bfloat16 = ", use bfloat16 (precision='bf16-mixed')"
+    if dtype != jnp.float32:
+        amp_stop = ", or keep the layers that overflow in float32 with amp_stop"
     return (
-        f"{finding}, and the search for a scale has not ended. {_GRADS_NOT_FINITE}, "
-        "or start with a lower scale, init_scaler(scaler=...)."
-    ), True
+        f"{scale}Look for inf or NaN in the batch, and for a division, log or sqrt at "
+        "0. If there is none, values overflow in the forward pass: restore an earlier "
+        f"checkpoint and lower the learning rate{bfloat16}{amp_stop}."
+    )
+
+
+def _advise_on_gradients(
+    dtype: np.dtype[Any], numbers: Mapping[str, Any], searching: bool
+) -> str:
+    advice = (
+        "Look for a sqrt, norm or division at 0, whose derivative is not finite, and "
+        "which no clipping mends."
+    )
+    if dtype == jnp.bfloat16:
+        return (
+            f"{advice} If it is at 0 only in bfloat16, keep its operands in float32 "
+            "with amp_stop."
+        )
+    if dtype != jnp.float16:
+        return advice
+    if searching:
+        state, scale = (
+            "the search for a scale has not ended",
+            ("start with a lower one, init_scaler(scaler=...)"),
+        )
+    else:
+        state, scale = "there is no lower scale to try", "lower min_scaler"
+    # Below the default, the gradients that fit become zero.
+    is_low = not searching and numbers["min_scaler"] <= _LOWEST_USEFUL
+    return (
+        f"{advice} If there is none, they overflow in float16, and {state}: use "
+        "bfloat16 (precision='bf16-mixed'), or keep the layers that overflow in "
+        f"float32 with amp_stop{'' if is_low else f', or {scale}'}."
+    )
+
+
+def _name_leaves(leaves: Mapping[str, Any]) -> str:
+    """Names the gradients that are not finite, or says how to learn their names."""
+    if not leaves:
+        return (
+            "To learn which gradients are not finite, make the step with "
+            "metrics_fn=flax_amp.metrics.grads_finite."
+        )
+    names = [name for name, finite in leaves.items() if not finite]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"Not finite are the gradients of {', '.join(names[:5])}{more}."
 
 
 def _read_state(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flax_amp.metrics._collection import StepMetrics as StepMetrics
     from flax_amp.metrics._jsonl import JsonlWriter as JsonlWriter
     from flax_amp.metrics._jsonl import read as read
+    from flax_amp.metrics._leaves import grads_finite as grads_finite
     from flax_amp.metrics._plot import plot as plot
     from flax_amp.metrics._tensorboard import TensorBoardWriter as TensorBoardWriter
     from flax_amp.metrics._terminal import TerminalWriter as TerminalWriter
@@ -30,6 +31,7 @@ _FILES = {
     "TensorBoardWriter": "_tensorboard",
     "TerminalWriter": "_terminal",
     "create_writer": "_writers",
+    "grads_finite": "_leaves",
     "plot": "_plot",
     "read": "_jsonl",
     "trained_norms": "_update",

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+import flax_amp
 from flax_amp import (
     AmpTrainState,
     StuckError,
@@ -80,32 +81,118 @@ def skipping(loss, batch, steps, scaler=None, state=None):
 
 SLOW = init_scaler(adjust_factor=1.1)
 LOW = init_scaler(scaler=4.0, min_scaler=1.0)
+LOWEST = init_scaler(scaler=2.0**-14)
 
 
-@pytest.mark.parametrize(
-    "loss, batch, scaler, steps, told",
-    [
-        (grads_loss, jnp.nan, init_scaler(), 20, "32768 is above the lowest, 6.1"),
-        (grads_loss, jnp.nan, init_scaler(), 20, "loss is not finite, and no loss sca"),
-        (grads_loss, jnp.nan, no_scaler(), 20, "loss is not finite, and no loss scale"),
-        (stats_loss, jnp.inf, init_scaler(), 20, "finite, but updated variables"),
-        (sqrt_loss, 1.0, LOW, 20, "gradients are not, and there is no lower scale"),
-        (sqrt_loss, 1.0, no_scaler(), 20, "are not, and there is no lower scale"),
-        (sqrt_loss, 1.0, SLOW, 50, "are not, and the search for a scale has not ended"),
-    ],
-)
-def test_says_which_of_the_two_it_is(loss, batch, scaler, steps, told):
-    state, metrics = skipping(loss, batch, steps - 1, scaler)
+# What is said of each kind of run, and what is not.
+FORWARD, AT_ZERO = "Look for inf or NaN in the batch", "Look for a sqrt, norm or div"
+BFLOAT16, STOP, LOWER = "use bfloat16", "amp_stop", "lower min_scaler"
+LESS, CLIP, FROZEN = "start with a lower one", "no clipping mends", "stop_gradient"
+WHICH, NO_SCALE = "metrics_fn=flax_amp.metrics.grads_finite", "No loss scale helps"
+GRADS = {AT_ZERO, CLIP, FROZEN, WHICH}
+HALF = {BFLOAT16, STOP}
+RUNS = [
+    (grads_loss, jnp.nan, "16-mixed", None, 20, "loss is", {FORWARD, NO_SCALE} | HALF),
+    (grads_loss, jnp.nan, "bf16-mixed", None, 20, "loss is not fin", {FORWARD, STOP}),
+    (grads_loss, jnp.nan, "32-true", None, 20, "The loss is not finite", {FORWARD}),
+    (stats_loss, jnp.inf, "16-mixed", None, 20, "variab", {FORWARD, NO_SCALE} | HALF),
+    (stats_loss, jnp.inf, "bf16-mixed", None, 20, "updated varia", {FORWARD, STOP}),
+    (stats_loss, jnp.inf, "32-true", None, 20, "updated variables", {FORWARD}),
+    (sqrt_loss, 1.0, "16-mixed", None, 29, "no lower scale", GRADS | HALF),
+    (sqrt_loss, 1.0, "bf16-mixed", None, 20, "the gradients are not", GRADS | {STOP}),
+    (sqrt_loss, 1.0, "32-true", None, 20, "the gradients are not", GRADS),
+    (sqrt_loss, 1.0, "16-mixed", LOW, 20, "no lower scale", GRADS | HALF | {LOWER}),
+    (sqrt_loss, 1.0, "16-mixed", SLOW, 50, "has not ended", GRADS | HALF | {LESS}),
+    (sqrt_loss, 1.0, "16-mixed", no_scaler(), 20, "the lowest", GRADS | {STOP}),
+    (sqrt_loss, 1.0, "16-mixed", LOWEST, 20, "no lower scale", GRADS | HALF),
+]
+
+
+@pytest.mark.parametrize("loss, batch, word, scaler, steps, told, advice", RUNS)
+def test_says_which_of_the_two_it_is(loss, batch, word, scaler, steps, told, advice):
+    """And what to try: nothing that the precision or the cause makes useless."""
+    state = make_state(
+        scaler, precision=word, variables={"stats": {"mean": jnp.float32(0)}}
+    )
+    state, metrics = skipping(loss, batch, steps - 1, state=state)
     check_progress(state, metrics)
     state, metrics = skipping(loss, batch, 1, state=state)
     with pytest.raises(StuckError, match=told) as caught:
         check_progress(state, metrics)
-    assert f"the last {steps} steps were skipped" in str(caught.value)
-    assert "amp_stop" in str(caught.value) and "bfloat16" in str(caught.value)
-    with pytest.raises(StuckError, match="steps were skipped"):
+    message = str(caught.value)
+    assert f"the last {steps} steps were skipped" in message
+    everything = GRADS | {FORWARD, BFLOAT16, STOP, LOWER, LESS, NO_SCALE}
+    assert {text for text in everything if text in message} == advice
+    with pytest.raises(StuckError, match="steps were skipped.*If it is the gradients"):
         check_progress(state, max_skips=steps)
     check_progress(state, metrics, max_skips=steps + 1)
     assert jnp.isfinite(state.params["w"]).all()
+
+
+def frozen_loss(params, batch):
+    """Its gradient in `frozen` is infinite, that in `w` is finite."""
+    frozen = params["layers"][1]["frozen"]
+    return (params["w"].sum() + jnp.sqrt(frozen * 0).sum()) * batch
+
+
+def test_names_the_gradients_that_are_not_finite():
+    """Also in a sweep, and those of a parameter that its optimizer freezes."""
+    params = {"w": jnp.ones(2), "layers": [{}, {"frozen": jnp.ones(2)}]}
+    labels = {"w": "on", "layers": "off"}
+    tx = optax.multi_transform({"on": TX, "off": optax.set_to_zero()}, labels)
+    state = AmpTrainState.create(params=params, tx=tx, precision="bf16-mixed")
+    grads = jax.grad(frozen_loss)(params, 1.0)
+    flags = jax.jit(flax_amp.metrics.grads_finite)(state, grads, grads)
+    assert {name: bool(flag) for name, flag in flags.items()} == {
+        "grads_finite/w": True,
+        "grads_finite/layers/1/frozen": False,
+    }
+    for _ in range(20):
+        state, metrics = step_of(frozen_loss)(state, jnp.float32(1))
+    told = r"Not finite are the gradients of layers/1/frozen\. A parameter that the opt"
+    with pytest.raises(StuckError, match=told):
+        check_progress(state, metrics | flags)
+    runs = jax.tree.map(lambda x: jnp.stack([x, x]), (state, metrics | flags))
+    with pytest.raises(StuckError, match=f"of run 0 .*{told}"):
+        check_progress(*runs)
+    # The advice: what does not train is not differentiated.
+    mended = AmpTrainState.create(params=params, tx=tx, precision="bf16-mixed")
+
+    def loss(params, batch):
+        return frozen_loss(jax.lax.stop_gradient(params) | {"w": params["w"]}, batch)
+
+    assert step_of(loss)(mended, jnp.float32(1))[1]["grads_finite"]
+
+
+def test_names_five_gradients():
+    flags = {f"grads_finite/{i}": jnp.bool_(i == 3) for i in range(9)}
+    state, metrics = skipping(sqrt_loss, 1.0, 20, no_scaler())
+    with pytest.raises(StuckError, match="gradients of 0, 1, 2, 4, 5 and 3 more. A"):
+        check_progress(state, metrics | flags)
+
+
+def test_paths_of_nnx_and_leaves_without_a_gradient():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    grads = nnx.grad(lambda m: m(GOOD[None]).sum())(model)
+    found = flax_amp.metrics.grads_finite(None, grads)
+    assert set(found) == {"grads_finite/bias", "grads_finite/kernel"}
+    assert flax_amp.metrics.grads_finite(None, {"n": jnp.int32(1), "m": None}) == {}
+
+
+def test_a_state_that_a_later_step_has_deleted():
+    state, metrics = run(make_state(no_scaler(), precision="bf16-mixed"), GOOD)
+    step_of(loss_fn)(state, GOOD)
+    told = r"^check_progress: state\..* was deleted .*Expected the state that the last"
+    with pytest.raises(RuntimeError, match=told):
+        check_progress(state, metrics)
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    tx = optax.apply_if_finite(optax.sgd(0.1), 2**31 - 1)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = make_nnx_train_step(lambda m, x: m(x).mean(), precision="bf16-mixed")
+    scaler, _ = step(model, optimizer, None, GOOD)
+    step(model, optimizer, scaler, GOOD)
+    with pytest.raises(RuntimeError, match=r"check_progress: state\[1\].* was deleted"):
+        check_progress((optimizer, scaler))
 
 
 def test_a_search_from_the_highest_to_the_lowest_scale_is_no_alarm():
