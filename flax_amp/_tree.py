@@ -44,6 +44,13 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def key_impl(key: Any) -> Any:
+    """Returns the implementation of typed keys, which may be abstract."""
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
+    return impls[0]
+
+
 def own(leaf: Any) -> Any:
     """Returns a copy of an array as a JAX array: donating it deletes no other one."""
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

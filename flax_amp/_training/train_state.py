@@ -17,6 +17,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from flax_amp import _tree
+from flax_amp._training import serialize
 from flax_amp._training.aliases import Array, PyTree, Rngs, check_leaves, check_type
 from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
 from flax_amp._training.precision import Precision, check_precision, first_scaler
@@ -35,13 +36,17 @@ Filter = nnx.filterlib.Filter
 StateT = TypeVar("StateT", bound="AmpTrainState")
 
 
-class _CheckedReplace:
-    """Gives the dataclasses of Flax a `replace` that names unknown fields."""
+class _StateClass:
+    """Gives the dataclasses of Flax a `replace` that names unknown fields.
+
+    And state dicts in which the keys are arrays.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Only now: Flax has just given the class a `replace` without the check.
+        # Only now: Flax has just given the class its own ones.
         cls.replace = _replace  # type: ignore[attr-defined]
+        serialize.register(cls)
 
 
 def _replace(state: Any, **updates: Any) -> Any:
@@ -68,7 +73,7 @@ def _check_fields(cls: Any, given: Mapping[str, Any], method: str, hint: str) ->
         )
 
 
-class AmpTrainState(_CheckedReplace, train_state.TrainState):
+class AmpTrainState(_StateClass, train_state.TrainState):
     """A train state for mixed precision, for Linen and for NNX models.
 
     To add fields, subclass it, as you would `TrainState`. A skipped step leaves them as

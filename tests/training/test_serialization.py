@@ -1,0 +1,129 @@
+"""`flax.serialization` writes and reads a state, its keys included."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import serialization
+
+from _models import make_batch, nnx_loss, nnx_state
+from _steps import linear_state, raised
+from flax_amp import AmpTrainState, make_train_step, optim
+from helpers import assert_identical
+
+
+class Extended(AmpTrainState):
+    """A subclass with keys and other fields of its own."""
+
+    sampler: Any
+    ema: Any
+
+
+class Further(Extended):
+    note: jax.Array
+
+
+def keys(impl=None):
+    return {"dropout": jax.random.key(1, impl=impl), "noise": jax.random.key(2)}
+
+
+def extended(cls=Extended, **options):
+    return cls.create(
+        params={"w": jnp.ones(3)},
+        tx=optax.adam(0.1),
+        rngs=keys(),
+        sampler={"each": jax.random.split(jax.random.key(3), 4), "n": 1},
+        ema=(jnp.ones(3), [jax.random.key(4, impl="rbg")]),
+        **options,
+    )
+
+
+STATES = {
+    "no keys": lambda: linear_state(optax.adam(0.1)),
+    "keys": lambda: linear_state(rngs=keys()),
+    "two implementations": lambda: linear_state(rngs=keys("rbg")),
+    "nnx": nnx_state,
+    "optim": lambda: linear_state(optim.adam(0.1), rngs=keys()),
+    "subclass": extended,
+    "subclass of it": lambda: extended(Further, note=jnp.zeros(2)),
+    "key in the optimizer": lambda: linear_state(
+        optax.add_noise(0.1, 0.5, key=jax.random.key(5))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("way", ["bytes", "dict"])
+def test_round_trip(name, way):
+    state = STATES[name]()
+    target = jax.tree.map(
+        lambda x: (
+            jax.random.fold_in(x, 1)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.shape
+            else jnp.copy(x)
+        ),
+        state,
+    )
+    if way == "bytes":
+        found = serialization.from_bytes(target, serialization.to_bytes(state))
+    else:
+        saved = serialization.to_state_dict(state)
+        for leaf in jax.tree.leaves(saved):
+            assert not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        found = serialization.from_state_dict(target, saved)
+    assert type(found) is type(state)
+    assert_identical(jax.tree.map(jnp.asarray, found), state)
+
+
+def test_a_run_goes_on():
+    """Its next step draws the same numbers, and compiles nothing."""
+    traces = []
+
+    def loss(model, batch):
+        traces.append(None)
+        return nnx_loss(model, batch)
+
+    step = make_train_step(loss, has_aux=True, donate=False, compute_dtype=jnp.float32)
+    start = nnx_state()
+    state, _ = step(start, make_batch())
+    restored = serialization.from_bytes(start, serialization.to_bytes(state))
+    expected, found = (step(s, make_batch())[0] for s in (state, restored))
+    assert_identical(found, expected)
+    assert len(traces) == 1
+
+
+def test_an_abstract_target():
+    state = linear_state(rngs=keys())
+    target = jax.eval_shape(lambda: linear_state(rngs=keys()))
+    restored = serialization.from_bytes(target, serialization.to_bytes(state))
+    assert_identical(restored.rngs, state.rngs)
+
+
+def test_bytes_of_before_load():
+    """A state without keys was written as Flax writes every `TrainState`."""
+    state = linear_state(optax.adam(0.1))
+    names = ("step", "params", "opt_state", "scaler", "variables", "rngs")
+    old = {n: serialization.to_state_dict(getattr(state, n)) for n in names}
+    content = serialization.msgpack_serialize(old)
+    target = state.replace(params={"w": jnp.zeros(3)}, step=jnp.int32(7))
+    restored = serialization.from_bytes(target, content)
+    assert_identical(jax.tree.map(jnp.asarray, restored), state)
+
+
+@pytest.mark.once
+def test_what_does_not_fit():
+    state = linear_state(rngs=keys())
+    saved = serialization.to_state_dict(state)
+    restore = serialization.from_state_dict
+    rows = [
+        (
+            (linear_state(rngs=keys("rbg")), saved),
+            r"dropout is uint32\[2\]; .*'rbg', uint32\[4\].*that was saved",
+        ),
+        ((state, saved | {"ema": 1}), r"\['ema'\] are not fields of both .*AmpTrainS"),
+        ((extended(), saved), r"\['ema', 'sampler'\] are not fields of both the Exten"),
+    ]
+    for args, message in rows:
+        raised(lambda a=args: restore(*a), ValueError, f"from_state_dict: .*{message}")
