@@ -75,7 +75,7 @@ def check_progress(
     Raises:
       StuckError: with the step, the scale, the loss, the number of skipped steps, the
         cause, and what to try. The state is that of the last finite step; the message
-        says if an optimizer put a NaN into it.
+        says if its parameters hold a NaN.
       TypeError: if `state` is none of these or is traced, if its optimizer does not
         count skipped steps, or if `metrics` is not a mapping.
       RuntimeError: if a later step has deleted `state`.
@@ -214,9 +214,8 @@ def _describe_params(state: _State) -> str:
     """Says whether the parameters are still good."""
     if isinstance(state, AmpTrainState) and not _tree.all_finite(state.params):
         return (
-            "The parameters hold an inf or a NaN, which the optimizer made of finite "
-            "gradients: restore an earlier checkpoint, and check the optimizer, for "
-            "example its eps."
+            "The parameters hold an inf or a NaN. No step makes one, so they came from "
+            "elsewhere: restore an earlier checkpoint, or mend what set them."
         )
     return "The parameters are those of the last finite step."
 

@@ -321,15 +321,11 @@ def test_a_restored_scaler_is_checked(tmp_path, key, value):
         checkpoint.restore(tmp_path, state)
 
 
-def test_a_nan_that_the_optimizer_made_is_told():
-    """Finite gradients, and a division by zero in the optimizer."""
-    params = {"w": jnp.ones(2), "unused": jnp.ones(2)}
-    tx = optax.adam(1e-2, eps=0.0)
-    state = AmpTrainState.create(params=params, tx=tx)
-    step = make_train_step(
-        lambda params, x: ((x * params["w"]) ** 2).sum() + 0 * params["unused"].sum()
-    )
+def test_a_nan_that_no_step_made_is_told():
+    params = {"w": jnp.array([1.0, jnp.nan])}
+    state = AmpTrainState.create(params=params, tx=optax.sgd(1e-2))
+    step = make_train_step(lambda params, x: ((x * params["w"]) ** 2).sum())
     for _ in range(22):
         state, metrics = step(state, jnp.ones(2))
-    with pytest.raises(StuckError, match="hold an inf or a NaN, which the optimizer"):
+    with pytest.raises(StuckError, match="hold an inf or a NaN. No step makes one"):
         check_progress(state, metrics)
