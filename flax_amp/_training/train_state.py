@@ -228,7 +228,10 @@ class AmpTrainState(_StateClass, train_state.TrainState):
 
     @property
     def hyperparams(self) -> dict[str, Array]:
-        """The hyper-parameters of this step by name, for a `tx` of `flax_amp.optim`.
+        """The hyper-parameters of this step by name.
+
+        They are those of `flax_amp.optim` and of `optax.inject_hyperparams`. Where
+        several optimizers hold some, their numbers precede the names: `0/b1`.
 
         Example:
           >>> import optax

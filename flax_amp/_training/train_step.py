@@ -145,8 +145,9 @@ def make_train_step(
       - `scaler`: the scale of the next step.
       - `grad_norm`: the norm of the unscaled gradients, before any clipping.
       - `skipped_total`: the number of skipped steps.
-      - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim`: the
-        values that the last update used, schedules included.
+      - `hyperparams/learning_rate` and so on, if `tx` is of `flax_amp.optim` or of
+        `optax.inject_hyperparams`: the values that the last update used, schedules
+        included.
       - the entries of `metrics_fn`.
       - the entries of `aux`, if that is a dict whose keys are strings. One with the
         name of another metric comes as `aux/<name>`.

@@ -22,7 +22,7 @@ _GATES = (
     optax.ConditionallyTransformState,
     optax.MultiStepsState,
 )
-_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
 class Schedule(FactoryCall):
@@ -168,7 +168,7 @@ class Optimizer(FactoryCall):
         what = _structure if name == "opt_state" else _kind
         problem = f"{what(new)} in the place of {what(old)} changes the state"
         expected = "a value of the same kind, or a new state"
-        if name != "opt_state" and _tree.nodes(self.opt_state, _INJECTED):
+        if name != "opt_state" and _tree.nodes(self.opt_state, INJECTED):
             problem = "optax.inject_hyperparams keeps its own copy in the state"
             expected = "a new state"
         elif what(old) == what(new):
@@ -200,7 +200,7 @@ class Optimizer(FactoryCall):
                 values[name] = value
             elif count is not None:
                 values[name] = value(count)
-        for node in _tree.nodes(whole.opt_state, _INJECTED):
+        for node in _tree.nodes(whole.opt_state, INJECTED):
             values |= node.hyperparams
         # Copies, because the state may be donated.
         return {name: _tree.strong_copy(value) for name, value in values.items()}
