@@ -333,7 +333,7 @@ def check_selection(params: PyTree, wrt: Filter, caller: str) -> None:
 
 
 def check_params(params: PyTree, caller: str) -> None:
-    """Raises one ValueError that lists every parameter of a wrong dtype."""
+    """Raises a ValueError with the first parameters of a wrong dtype, and counts."""
     check_leaves(params, "params", f"{caller}: got", "arrays and numbers.")
     wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -348,11 +348,12 @@ def check_params(params: PyTree, caller: str) -> None:
         if floating and dtype not in (jnp.float32, jnp.complex64):
             wrong.append(f"{jax.tree_util.keystr(path)}: {dtype}")
     if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
-            f"{caller}: parameters are not float32: {', '.join(wrong)}; "
-            "expected float32 master weights, which amp casts at each use. "
-            "Make the model with param_dtype=jnp.float32 or cast them with "
-            "jax.tree.map(lambda x: x.astype(jnp.float32), params)."
+            f"{caller}: {len(wrong)} parameters are not float32: "
+            f"{', '.join(wrong[:3])}{more}; expected float32 master weights, "
+            "which amp casts at each use. Make the model with param_dtype=jnp.float32 "
+            "or cast them with jax.tree.map(lambda x: x.astype(jnp.float32), params)."
         )
 
 

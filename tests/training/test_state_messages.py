@@ -202,7 +202,7 @@ OPTIMIZERS = {
         ),
     },
     ValueError: {
-        "train_step: parameters are not float32.*kernel": run_nnx(
+        "train_step: 2 parameters are not float32.*kernel": run_nnx(
             make=lambda: linear_objects(param_dtype=jnp.float16)
         ),
         "train_step: wrt=.*selects no variable": run_nnx(
@@ -228,8 +228,11 @@ NESTED = optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2)
 
 CREATE = {
     ValueError: {
-        r"float32: .*\['kernel'\]: float16, .*\['norm'\]: float64.*param_dtype": dict(
+        r"2 .* float32: .*\['kernel'\]: float16, .*\['norm'\]: float64; .*param": dict(
             params=HALF
+        ),
+        r"9 parameters are not float32: \[0\]: float16, .*\[2\]: float16 and 6 m": dict(
+            params=[jnp.ones(2, jnp.float16)] * 9
         ),
         r"\['key'\] is a PRNG key; expected arrays": dict(
             params={"w": X, "key": jax.random.key(0)}
