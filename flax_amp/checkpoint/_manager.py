@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import shutil
+import sys
 import threading
 import traceback
 import warnings
@@ -36,6 +37,10 @@ from flax_amp.checkpoint._steps import (
 _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
 _LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(HALF)}")
+
+# CPython issue 113964: some versions start no thread once the last line has run. There
+# is no moment to finish a save in then, so every save is finished at once.
+_STARTS_THREADS_AT_EXIT = not (3, 12) <= sys.version_info < (3, 12, 3)
 
 # The managers that have saved something.
 _open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
@@ -89,6 +94,7 @@ class Manager(ocp.CheckpointManager):
         saved: bool = super().save(step, *args, **how)
         if not self._in_background:
             self.wait_until_finished()
+        finish_at_exit(self)
         return saved
 
     def begin(self) -> None:
@@ -189,7 +195,10 @@ class Manager(ocp.CheckpointManager):
 
 def finish_at_exit(manager: ocp.CheckpointManager) -> None:
     """Lets the program end only after the last save of a manager."""
-    _open.add(manager)
+    if _STARTS_THREADS_AT_EXIT:
+        _open.add(manager)
+    else:
+        manager.wait_until_finished()
 
 
 def _finish() -> None:
@@ -200,7 +209,8 @@ def _finish() -> None:
             traceback.print_exc()
 
 
-# Orbax saves with executors, which Python shuts down before it calls `atexit`.
+# Orbax saves with executors, which Python shuts down before it joins the threads that
+# are left, and before it calls `atexit`: only this hook comes earlier.
 getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
@@ -210,15 +220,15 @@ def manager(
     max_to_keep: int | None = 3,
     save_interval_steps: int = 1,
     best_metric: str | None = None,
-    best_mode: str = "max",
+    best_mode: str | None = None,
     **options: Any,
 ) -> ocp.CheckpointManager:
     """Opens an `orbax.checkpoint.CheckpointManager` with defaults for training.
 
     The manager saves in the background. Use it as a context manager, which waits for
-    the last save and closes it. A program that ends without closing it waits as well,
-    except on Python 3.12.0 to 3.12.2, which start no thread at that time. A program
-    that is killed does not wait.
+    the last save and closes it. A program that ends without closing it waits as well;
+    one that is killed does not. Python 3.12.0 to 3.12.2 start no thread when a program
+    ends: with them, every save waits until it is written.
 
     Args:
       directory: the folder of the steps. It may be relative, and is made if needed.
@@ -226,7 +236,7 @@ def manager(
       save_interval_steps: `save` saves the first step and multiples of this number.
       best_metric: the name of a metric that `save` gets. The checkpoints that are best
         by this metric are kept, and the newest one, to go on from.
-      best_mode: "max" or "min".
+      best_mode: "max" (the default) or "min", with `best_metric` only.
       **options: further `orbax.checkpoint.CheckpointManagerOptions`.
 
     Returns:
@@ -235,9 +245,9 @@ def manager(
 
     Raises:
       TypeError: if an argument has a wrong type.
-      ValueError: if `best_mode` is neither "max" nor "min", if a number is less than 1,
-        if an option changes the names of the steps, or if the path of the directory has
-        brackets.
+      ValueError: if `best_mode` is neither "max" nor "min" or has no `best_metric`, if
+        a number is less than 1, if an option changes the names of the steps, or if the
+        path of the directory has brackets.
     """
     where = "checkpoint.manager"
     interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
@@ -248,11 +258,17 @@ def manager(
             f"{where}: {best_metric=}; expected the name of one of the metrics that "
             "are saved with a state."
         )
-    if best_mode not in ("max", "min"):
+    if best_mode not in ("max", "min", None):
         raise ValueError(
-            f"checkpoint.manager: {best_mode=}; expected 'max' or 'min'. Say whether "
-            "a larger or a smaller metric is better."
+            f"{where}: {best_mode=}; expected 'max' or 'min'. Say whether a larger or "
+            "a smaller metric is better."
         )
+    if best_mode and best_metric is None and "best_fn" not in options:
+        raise ValueError(
+            f"{where}: {best_mode=} without best_metric; expected the name of the "
+            "metric that it is about. Pass best_metric, or leave best_mode out."
+        )
+    best_mode = best_mode or "max"
     if named := sorted(options.keys() & _NAMES):
         raise ValueError(
             f"checkpoint.manager: {', '.join(named)} given; expected steps under their "

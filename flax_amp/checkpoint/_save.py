@@ -95,7 +95,6 @@ def _save(
     force: bool,
 ) -> bool:
     step = _step_of(state)
-    finish_at_exit(manager)
     if ours:
         ours.make_room(step, force)
     newest = manager.latest_step()
@@ -114,7 +113,7 @@ def _save(
         ours.begin()
     known_steps(manager.directory).add(step)
     try:
-        return manager.save(
+        saved: bool = manager.save(
             step,
             args=ocp.args.StandardSave(state),
             metrics=metrics,
@@ -122,11 +121,14 @@ def _save(
             # Only our manager lists checksums, as this record promises.
             custom_metadata=record_of(step) if ours else None,
         )
+        if not ours:
+            finish_at_exit(manager)
     except CheckpointSaveError:
         raise
     except Exception as error:  # Orbax raises whatever its parts raise.
         failed = ours.failure(error) if ours else save_error(manager, error)
         raise failed from error
+    return saved
 
 
 def _why_not(step: int, newest: int, directory: Any) -> str:

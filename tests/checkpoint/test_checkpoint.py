@@ -369,6 +369,11 @@ def test_a_missing_best_metric_is_named(tmp_path):
 def test_a_wrong_mode_is_named(tmp_path):
     with pytest.raises(ValueError, match="best_mode='best'; expected 'max' or 'min'"):
         checkpoint.manager(tmp_path, best_mode="best")
+    for mode in ("max", "min"):
+        with pytest.raises(ValueError, match=f"best_mode='{mode}' without best_metric"):
+            checkpoint.manager(tmp_path, best_mode=mode)
+    # Orbax has a way of its own to choose.
+    checkpoint.manager(tmp_path, best_mode="min", best_fn=lambda x: x["loss"]).close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The arguments of the Orbax helpers, and programs that end without closing."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -128,28 +129,58 @@ def test_arguments_in_the_wrong_place_are_named(tmp_path):
 
 
 ENDING = """
-import sys
-import optax, jax.numpy as jnp
+import gc, os, signal, sys, threading, time
+import jax.numpy as jnp, optax, orbax.checkpoint as ocp
 from flax_amp import AmpTrainState, checkpoint
-state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+
+def save():
+    checkpoint.save(checkpoint.manager(sys.argv[1]), state)
+
+state = AmpTrainState.create(params={"w": jnp.ones(2**20)}, tx=optax.sgd(0.1))
 manager = checkpoint.manager(sys.argv[1])
-checkpoint.save(manager, state)
 """
+SAVE = "checkpoint.save(manager, state);"
+# What the program does, its exit code, and whether there is a step.
+ENDINGS = {
+    "the last line": (SAVE, 0, True),
+    "sys.exit": (SAVE + "sys.exit(3)", 3, True),
+    "an error": (SAVE + "raise KeyError", 1, True),
+    "an interrupt": (
+        SAVE + "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+        -signal.SIGINT,
+        True,
+    ),
+    "a closed manager": (SAVE + "manager.close()", 0, True),
+    "a manager that is gone": ("save(); gc.collect()", 0, True),
+    "a daemon thread that saved": (
+        "a = threading.Thread(target=save, daemon=True); a.start(); a.join()",
+        0,
+        True,
+    ),
+    "a manager of Orbax": (
+        "checkpoint.save(ocp.CheckpointManager(sys.argv[1]), state)",
+        0,
+        True,
+    ),
+    "a tree that is no state": (
+        "manager.save(0, args=ocp.args.StandardSave({'w': state.params['w']}))",
+        0,
+        True,
+    ),
+    "nothing saved": ("", 0, False),
+}
+QUICK = ("the last line", "an error")
 
 
-@pytest.mark.skipif(
-    (3, 12) <= sys.version_info < (3, 12, 3),
-    reason="CPython issue 113964: threads cannot be started while it waits for others",
-)
 @pytest.mark.parametrize(
-    "last, code",
+    "name",
     [
-        pytest.param("", 0, marks=pytest.mark.slow),
-        pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow),
-        ("raise KeyError", 1),
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in ENDINGS
     ],
 )
-def test_a_program_that_ends_without_closing_saves(tmp_path, last, code):
+def test_a_program_that_ends_without_closing_saves(tmp_path, name):
+    last, code, saved = ENDINGS[name]
     ended = subprocess.run(
         [sys.executable, "-c", ENDING + last, str(tmp_path)],
         capture_output=True,
@@ -157,10 +188,10 @@ def test_a_program_that_ends_without_closing_saves(tmp_path, last, code):
         cwd=Path(__file__).parents[2],
         timeout=120,
     )
-    assert ended.returncode == code
-    assert bool(ended.stderr) == (code == 1), ended.stderr
-    (report,) = checkpoint.verify(tmp_path)
-    assert (report.step, report.problem) == (0, "")
+    assert ended.returncode == code, ended.stderr
+    assert bool(ended.stderr) == (name in ("an error", "an interrupt")), ended.stderr
+    reports = checkpoint.verify(tmp_path)
+    assert [(x.step, x.problem) for x in reports] == [(0, "")] * saved
 
 
 @pytest.mark.parametrize("name", ["run[1]", "lr[0.1]/x"])
