@@ -39,7 +39,7 @@ Checksums = dict[str, list[int]]
 def write(step: epath.Path) -> None:
     """Writes the list into the folder of a step that holds a state."""
     if (step / ITEM).is_dir():
-        names = sorted(os.path.relpath(path, step) for path in _files(step / ITEM))
+        names = sorted(str(path.relative_to(step)) for path in _files(step / ITEM))
         found: Any = _checksums(step, names)
         (step / NAME).write_text(
             json.dumps({"files": found, "checksum": _checksum_of(found)})
@@ -60,7 +60,7 @@ def check(step: epath.Path, part: tuple[int, int] = (0, 1)) -> bool:
       CorruptCheckpointError: if a file changed or is missing; the error names it.
       OSError: if a file cannot be read for another reason.
     """
-    if not os.path.lexists(step / NAME):
+    if not (step / NAME).exists():
         return False
     listed = read_or_explain(lambda: _listed(step))
     names = sorted(listed)[part[0] :: part[1]]

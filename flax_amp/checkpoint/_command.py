@@ -12,7 +12,7 @@ def add_checkpoint(commands: Any) -> None:
     command = commands.add_parser(
         "checkpoint", help="list steps, sizes, scaler values and integrity"
     )
-    command.add_argument("directory", help="the directory of a checkpoint manager")
+    command.add_argument("directory", help="a directory, or gs://bucket/folder")
     command.set_defaults(run=_checkpoint)
 
 
@@ -20,7 +20,7 @@ def _checkpoint(args: argparse.Namespace) -> int:
     directory = args.directory
     try:
         reports = verify(directory)
-    except FileNotFoundError as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{'step':>8} {'MB':>10} {'scale':>12} {'resets':>7}  integrity")

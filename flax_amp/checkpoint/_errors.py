@@ -17,6 +17,8 @@ _STATUSES = (
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
 )
+# Who raises errors of their own about a connection to a bucket.
+_CLIENTS = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "requests.")
 # TensorStore says NOT_FOUND for a missing file, and for a missing JSON member.
 _MISSING = re.compile(r"NOT_FOUND: (?!.*JSON Pointer)")
 
@@ -84,7 +86,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_outage(error: BaseException) -> bool:
-    """Whether an error has one of `_OUTAGES` or begins with a gRPC status name."""
+    """Whether an error says that the files could not be reached."""
     if isinstance(error, OSError) and error.errno in _OUTAGES:
         return True
-    return str(error).startswith(_STATUSES)
+    if type(error).__module__.startswith(_CLIENTS):
+        return True
+    # gcsfs says this of a bucket that may not be read.
+    return str(error).startswith(("Forbidden: ", *_STATUSES))

@@ -231,7 +231,8 @@ def manager(
     ends: with them, every save waits until it is written.
 
     Args:
-      directory: the folder of the steps. It may be relative, and is made if needed.
+      directory: the folder of the steps. It may be relative, and is made if needed; or
+        `gs://bucket/folder`, with `pip install flax_amp[gcs]`.
       max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
       save_interval_steps: `save` saves the first step and multiples of this number.
       best_metric: the name of a metric that `save` gets. The checkpoints that are best
@@ -247,7 +248,8 @@ def manager(
       TypeError: if an argument has a wrong type.
       ValueError: if `best_mode` is neither "max" nor "min" or has no `best_metric`, if
         a number is less than 1, if an option changes the names of the steps, or if the
-        path of the directory has brackets.
+        path of the directory has brackets or is on storage that Orbax cannot save to.
+      ImportError: if the directory is in a bucket and gcsfs is not installed.
     """
     where = "checkpoint.manager"
     interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
@@ -345,7 +347,7 @@ def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSa
     return CheckpointSaveError(
         f"checkpoint.save: {manager.directory} could not be written: "
         f"{reason_of(error)}. The steps {sorted(manager.all_steps())} are as they "
-        "were, and so is the state: mend the cause (room on the disk, permissions), "
+        "were, and so is the state: mend the cause (room, permissions, connection), "
         "and save the state again."
     )
 

@@ -6,6 +6,8 @@ Nothing here writes.
 import json
 import operator
 import os
+import posixpath
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -36,6 +38,9 @@ HALF = ".orbax-checkpoint-tmp"  # Orbax puts it into the names of what is half-w
 _METRICS = "metrics"
 _STEP_FILE = "_CHECKPOINT_METADATA"
 
+# A scheme, which has two letters or more: `C:/` is a disk.
+_REMOTE = re.compile(r"\w[\w+.-]+:/")
+
 _LISTINGS = 10  # attempts, in case another process removes steps meanwhile
 
 # By directory: the steps that this process found damaged.
@@ -57,10 +62,12 @@ def finish_saving(manager: Any) -> epath.Path:
 
 
 def directory_of(path: Any) -> epath.Path:
-    """Returns an absolute path.
+    """Returns an absolute path, or that of a folder in a bucket, for `epath`.
 
     Raises:
       TypeError: if it is no path.
+      ValueError: if it is on a file system that Orbax cannot save to.
+      ImportError: if it is in a bucket, and what reads buckets is not installed.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
@@ -68,7 +75,32 @@ def directory_of(path: Any) -> epath.Path:
             "a manager, before the state. Pass what checkpoint.manager was given, or "
             "what it returned."
         )
-    return epath.Path(path).expanduser().resolve()
+    text = os.fspath(path)
+    if not _REMOTE.match(text):
+        return epath.Path(text).expanduser().resolve()
+    if not re.match("gs://[^/]", text):
+        why = (
+            "Orbax saves to no other storage. Mount it, or choose one of these."
+            if "://" in text
+            else "pathlib.Path takes one of the slashes away. Pass a str."
+        )
+        raise ValueError(
+            f"checkpoint: the directory {text!r}; expected a local path or "
+            f"'gs://bucket/folder'. {why}"
+        )
+    try:
+        listings = epath.backend.fsspec_backend.fs(text).dircache
+    except ImportError as error:
+        raise ImportError(
+            f"checkpoint: {text} cannot be read without gcsfs ({error}); "
+            "run: pip install 'flax_amp[gcs]'"
+        ) from error
+    # It would list a folder once and for all, and see nothing of what TensorStore or
+    # another process writes there.
+    listings.use_listings_cache = False
+    listings.clear()
+    # A bucket has names and no folders: `a/../b` would be another name than `b`.
+    return epath.Path("gs://" + posixpath.normpath(text.removeprefix("gs://")))
 
 
 def steps_in(directory: epath.Path) -> list[int]:
@@ -255,8 +287,10 @@ def describe(
             "a state saved with StandardSave. Restore it with the Orbax calls that "
             "match how it was saved, or read it with checkpoint.migrate."
         )
-    # Something other than `checkpoint.save` may have written the step.
-    if metadata is None and (directory / _lock.NAME).exists():
+    # Something other than `checkpoint.save` may have written the step. There is no lock
+    # in a bucket.
+    ours = (directory / _lock.NAME, folder / _checksums.NAME)
+    if metadata is None and any(path.exists() for path in ours):
         raise IncompleteError(f"its file {_STEP_FILE} is missing")
     promised = _check_record((metadata or {}).get(KEY, {}), step, where)
     # Orbax reads only what was found intact: it prints a hundred lines about

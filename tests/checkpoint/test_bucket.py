@@ -1,0 +1,317 @@
+"""Checkpoints in a bucket, which an emulator serves; `pytest -s` prints the steps.
+
+Real are the client that `epath` uses (gcsfs), TensorStore's driver for `gs://`, and
+Orbax. The emulator has neither accounts nor folders, as buckets with a hierarchical
+namespace have them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.serialization
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+from _models import changed
+from flax_amp import AmpTrainState, __main__, checkpoint
+from flax_amp.checkpoint import _checksums, _errors
+
+pytestmark = pytest.mark.once
+
+needs_emulator = pytest.mark.skipif(
+    "not __import__('importlib').util.find_spec('gcp_storage_emulator')",
+    reason="pip install -e .[dev]",
+)
+
+WRITER = """
+import sys
+import jax.numpy as jnp, optax
+from flax_amp import AmpTrainState, checkpoint
+state = AmpTrainState.create(params={"w": jnp.arange(3.0)}, tx=optax.adam(0.1))
+checkpoint.save(checkpoint.manager(sys.argv[1]), state.replace(step=jnp.int32(9)))
+"""
+
+
+def at(step):
+    params = {"w": jnp.arange(3.0) + step}
+    state = AmpTrainState.create(params=params, tx=optax.adam(0.1))
+    return state.replace(step=jnp.int32(step))
+
+
+def move(request, response, storage):
+    """What the emulator lacks: the renaming of an object."""
+    from gcp_storage_emulator.handlers import objects
+
+    request.params["dest_bucket_name"] = request.params["bucket_name"]
+    objects.copy(request, response, storage)
+    if (status := response.status) == 200:
+        objects.delete(request, response, storage)
+        response.status = status
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """The URL of a bucket. What reads it reads these variables when it first does."""
+    from gcp_storage_emulator import server
+
+    moves = (
+        r"^/storage/v1/b/(?P<bucket_name>[^/]+)/o/(?P<object_id>.+)"
+        r"/moveTo/o/(?P<dest_object_id>.+)$"
+    )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        server.create_server(
+            "localhost", 0, in_memory=True, default_bucket="runs"
+        ) as on,
+    ):
+        handlers = ((moves, {"POST": move}), *server.HANDLERS)
+        patch.setattr(server, "HANDLERS", handlers)
+        on._api._httpd.handle_error = lambda *args: None  # gcsfs hangs up early
+        host, port = on._api._httpd.server_address
+        for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+            patch.setenv(name, f"http://{host}:{port}")
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")  # of TensorStore
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks Google
+        yield "gs://runs"
+
+
+@pytest.fixture
+def run(bucket, tmp_path):
+    return f"{bucket}/{tmp_path.name}/run"
+
+
+def names(folder):
+    """The names in a folder, which are told to those who run `pytest -s`."""
+    found = sorted(path.name for path in epath.Path(folder).iterdir())
+    told(f"{folder} holds {found}")
+    return found
+
+
+def told(text):
+    print("   ", text)
+
+
+@needs_emulator
+def test_a_run_saves_and_restores(run):
+    with checkpoint.manager(run, max_to_keep=2) as manager:
+        for step in (1, 2, 3):
+            assert checkpoint.save(manager, at(step))
+            told(f"saved step {step} to {run}")
+        restored = checkpoint.restore(manager, at(0))
+        told(f"restored step {restored.step} from the open manager")
+    assert names(run) == ["2", "3"]  # no lock, nothing half-written
+    files = ["_CHECKPOINT_METADATA", "commit_success.txt", "default", _checksums.NAME]
+    assert names(f"{run}/3") == files
+    for path in (run, run + "/", run + "/../run", epath.Path(run)):
+        assert not changed(checkpoint.restore(path, at(0)), at(3))
+        told(f"restored step 3 bit for bit from {path!r}")
+    assert not changed(checkpoint.restore(run, at(0), step=2), at(2))
+    with pytest.raises(FileNotFoundError, match=rf"{run} holds the steps \[2, 3\]"):
+        checkpoint.restore(run, at(0), step=1)
+    with pytest.raises(FileNotFoundError, match=f"{run}/x is not a directory"):
+        checkpoint.restore(run + "/x", at(0))
+    with checkpoint.manager(run) as manager:
+        assert manager.all_steps() == [2, 3]
+        assert not checkpoint.save(manager, at(3))
+        assert checkpoint.save(manager, at(4))
+
+
+@needs_emulator
+def test_the_command_verify_and_migrate(run, capsys):
+    with checkpoint.manager(run, best_metric="loss", best_mode="min") as manager:
+        checkpoint.save(manager, at(1), {"loss": 0.1})
+        checkpoint.save(manager, at(2), {"loss": 0.2})
+        manager.wait_until_finished()
+        assert manager.best_step() == 1
+    reports = checkpoint.verify(run)
+    assert [(x.step, x.problem, x.has_checksums) for x in reports] == [
+        (1, "", True),
+        (2, "", True),
+    ]
+    assert all(report.size > 1000 for report in reports)
+    assert __main__.main(["checkpoint", run]) == 0
+    table = capsys.readouterr().out
+    assert table.count("intact") == 2
+    told(table)
+    for source in (run, f"{run}/2/default"):
+        assert not changed(checkpoint.migrate(source, at(0)), at(2))
+        told(f"migrated {source}")
+    epath.Path(run, "state").write_bytes(
+        flax.serialization.to_bytes({"w": jnp.ones(3)})
+    )
+    read = checkpoint.migrate(f"{run}/state", {"w": jnp.zeros(3)})
+    assert read["w"].tolist() == [1, 1, 1]
+
+
+@needs_emulator
+def test_plain_orbax_reads_ours_and_we_read_its_steps(run):
+    with checkpoint.manager(run) as manager:
+        checkpoint.save(manager, at(1))
+    with ocp.CheckpointManager(run) as plain:
+        args = ocp.args.StandardRestore(at(0))
+        assert not changed(plain.restore(1, args=args), at(1))
+        plain.save(2, args=ocp.args.StandardSave(at(2)))
+        told("plain Orbax restored step 1 and saved step 2")
+    assert not changed(checkpoint.restore(run, at(0)), at(2))
+    assert [x.has_checksums for x in checkpoint.verify(run)] == [True, False]
+
+
+@needs_emulator
+@pytest.mark.slow
+def test_what_another_process_saves_at_its_end_is_seen(run):
+    with checkpoint.manager(run) as manager:
+        checkpoint.save(manager, at(1))
+    assert int(checkpoint.restore(run, at(0)).step) == 1
+    ended = subprocess.run(
+        [sys.executable, "-c", WRITER, run],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+    )
+    assert ended.returncode == 0 and "Error" not in ended.stderr, ended.stderr
+    assert int(checkpoint.restore(run, at(0)).step) == 9
+    told("restored step 9, which a process saved that ended without closing")
+    assert not any(report.problem for report in checkpoint.verify(run))
+
+
+DAMAGE = {
+    "a flipped byte": (
+        "default/d/*",
+        lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1])),
+        "changed on disk",
+    ),
+    "a missing file": (
+        "default/manifest.ocdbt",
+        lambda path: path.unlink(),
+        "missing on disk",
+    ),
+    "no metadata": (
+        "_CHECKPOINT_METADATA",
+        lambda path: path.unlink(),
+        "_METADATA is missing",
+    ),
+    "no list": (
+        _checksums.NAME,
+        lambda path: path.unlink(),
+        "list of checksums is missing",
+    ),
+}
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a flipped byte",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in [*DAMAGE][1:]),
+    ],
+)
+def test_damage_is_passed_over_and_set_aside(run, name):
+    where, damage, problem = DAMAGE[name]
+    with checkpoint.manager(run) as manager:
+        checkpoint.save(manager, at(1))
+        checkpoint.save(manager, at(2))
+    damage(next(epath.Path(run, "2").glob(where)))
+    assert problem in checkpoint.verify(run)[1].problem
+    message = f"{problem}.*Restored step 1"
+    with pytest.warns(checkpoint.CheckpointWarning, match=message) as warned:
+        assert int(checkpoint.restore(run, at(0)).step) == 1
+    told(f"{name}: {warned[0].message}")
+    with checkpoint.manager(run) as manager:
+        with pytest.warns(
+            checkpoint.CheckpointWarning, match="renamed to <step>.damag"
+        ):
+            assert checkpoint.save(manager, at(2))
+    assert names(run) == ["1", "2", "2.damaged"]
+    assert not changed(checkpoint.restore(run, at(0)), at(2))
+
+
+@needs_emulator
+def test_a_step_that_was_not_committed_is_none_and_is_saved_again(run):
+    with checkpoint.manager(run) as manager:
+        checkpoint.save(manager, at(1))
+        checkpoint.save(manager, at(2))
+    epath.Path(run, "2/commit_success.txt").unlink()  # a kill leaves this
+    assert [report.step for report in checkpoint.verify(run)] == [1]
+    assert int(checkpoint.restore(run, at(0)).step) == 1
+    with checkpoint.manager(run) as manager:
+        assert checkpoint.save(manager, at(2))
+    assert [x.problem for x in checkpoint.verify(run)] == ["", ""]
+
+
+OUTSIDE = {
+    "s3://b/run": "saves to no other storage. Mount it",
+    "az://b/run": "saves to no other storage. Mount it",
+    "hf://b/run": "saves to no other storage. Mount it",
+    "ftp://host/run": "saves to no other storage. Mount it",
+    "file:///tmp/run": "saves to no other storage. Mount it",
+    "gs://": "saves to no other storage. Mount it",
+    "gs:///run": "saves to no other storage. Mount it",
+    Path("gs://b/run"): "takes one of the slashes away. Pass a str",
+    Path("s3://b/run"): "takes one of the slashes away. Pass a str",
+    "gs:/b/run": "takes one of the slashes away. Pass a str",
+}
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_other_storage_is_refused_in_one_line(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        checkpoint.manager,
+        checkpoint.verify,
+        lambda path: checkpoint.restore(path, at(0)),
+        lambda path: checkpoint.migrate(path, at(0)),
+    ):
+        with pytest.raises(ValueError) as error:
+            call(path)
+        text = f"the directory {str(path)!r}; expected a local path or 'gs://bucket/fol"
+        assert text in str(error.value) and OUTSIDE[path] in str(error.value)
+    assert __main__.main(["checkpoint", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["a:b", "run-1", "C:", "x.y:z"])
+def test_local_names_with_a_colon_are_local(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with checkpoint.manager(name) as manager:
+        assert manager.directory == epath.Path(tmp_path / name)
+
+
+def test_a_bucket_needs_gcsfs(monkeypatch, capsys):
+    def fs(path):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(epath.backend.fsspec_backend, "fs", fs)
+    with pytest.raises(
+        ImportError, match=r"gs://b/run .*pip install 'flax_amp\[gcs\]'"
+    ):
+        checkpoint.manager("gs://b/run")
+    assert __main__.main(["checkpoint", "gs://b/run"]) == 2
+    assert "flax_amp[gcs]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "where, make",
+    [
+        ("gcsfs.retry", lambda of: of.HttpError({"code": 503, "message": "busy"})),
+        ("gcsfs.retry", lambda of: of.validate_response(403, None, "b/run")),
+        ("gcsfs.retry", lambda of: of.validate_response(502, None, "b/run")),
+        ("aiohttp", lambda of: of.ServerDisconnectedError()),
+        ("google.auth.exceptions", lambda of: of.RefreshError("expired")),
+        ("google.api_core.exceptions", lambda of: of.ServiceUnavailable("busy")),
+    ],
+)
+def test_a_connection_that_fails_is_no_damage(where, make):
+    of = pytest.importorskip(where, reason="pip install -e .[dev]")
+
+    def read():
+        raise make(of)
+
+    with pytest.raises(OSError, match="they may be intact all the same"):
+        _errors.read_or_explain(read)
