@@ -10,8 +10,8 @@ scale: a loss that is not finite comes from the batch or from the activations, a
 would be the same at every other scale.
 
 Sharp edges:
-  The scale grows on the `patience + 1`-th finite step in a row, as in jaxamp and in
-  Flax's `DynamicScale`, not on the `patience`-th.
+  The scale grows on the `patience + 1`-th finite step since it moved, as in jaxamp and
+  in Flax's `DynamicScale`, not on the `patience`-th.
 """
 
 import math
