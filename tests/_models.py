@@ -10,6 +10,7 @@ from flax import nnx
 from flax_amp._training.train_state import AmpTrainState
 
 FEATURES, CLASSES = 6, 3
+FLOAT16 = {"precision": "16-mixed"}  # it has a scaler, which tests are about
 
 
 class LinenNet(nn.Module):
@@ -74,13 +75,13 @@ def linen_state(cls=AmpTrainState, tx=None, **options):
         variables=variables,
         tx=tx or optimizer(),
         rngs={"dropout": jax.random.key(1)},
-        **options,
+        **FLOAT16 | options,
     )
 
 
 def nnx_state(cls=AmpTrainState, tx=None, **options):
     model = NnxNet(nnx.Rngs(0))
-    return cls.create(model=model, tx=tx or optimizer(), **options)
+    return cls.create(model=model, tx=tx or optimizer(), **FLOAT16 | options)
 
 
 MODELS = {"linen": (linen_state, linen_loss), "nnx": (nnx_state, nnx_loss)}

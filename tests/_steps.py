@@ -67,7 +67,9 @@ def linear_loss(params, batch):
 
 def linear_state(tx=None, w=None, **options):
     params = {"w": jnp.array([1.0, -2.0, 0.5]) if w is None else w}
-    options = {"scaler": init_scaler(scaler=16)} | options  # 2**15 is too much here
+    # 2**15 is too much here.
+    scaler = init_scaler(scaler=16)
+    options = {"precision": "16-mixed", "scaler": scaler} | options
     return AmpTrainState.create(params=params, tx=tx or optax.sgd(0.1), **options)
 
 

@@ -35,7 +35,7 @@ def test_a_block_runs_alone(code, tmp_path, monkeypatch, capsys, request):
         assert "Sequential" in printed
     if block == "nonfinite":
         # What the page prints below, except for the name of the file.
-        shown = re.search(r"```\n(loss_fn in float16.*?)```", README, re.DOTALL)[1]
+        shown = re.search(r"```\n(loss_fn in bfloat16.*?)```", README, re.DOTALL)[1]
         lines = shown.replace("train.py", "readme.py").split("  ...")[0]
         assert lines.strip() in printed
 

@@ -18,6 +18,7 @@ import flax_amp as jaxamp
 from helpers import dtypes_of
 
 F16, F32 = jnp.float16, jnp.float32
+amp = functools.partial(jaxamp.amp, compute_dtype=jnp.float16)  # jaxamp's default
 POLICIES = (jaxamp.default_amp_policy, jaxamp.jaxamp_policy)
 policies = pytest.mark.parametrize("policy", POLICIES, ids=["default", "jaxamp"])
 
@@ -45,7 +46,7 @@ def loss_fn(model_state, minibatch):
 def test_readme_first_example():
     model, minibatch = make_problem()
     scaler_state = jaxamp.DynamicScalerState()
-    amp_loss = jaxamp.amp(lambda model, minibatch: loss_fn(model, minibatch)[0])
+    amp_loss = amp(lambda model, minibatch: loss_fn(model, minibatch)[0])
     grad_fn = jaxamp.dynamic_scale_grad(amp_loss)
     scaler_state, grad = grad_fn(model, minibatch, dynamic_scaler_state=scaler_state)
     assert jax.tree.map(jnp.shape, grad) == jax.tree.map(jnp.shape, model)
@@ -55,7 +56,7 @@ def test_readme_first_example():
 @policies
 def test_readme_training_loop(policy):
     def train_step(model_state, opt_state, minibatch, dynamic_scaler_state, optimizer):
-        amp_loss_fn = jaxamp.amp(loss_fn, amp_policy=policy)
+        amp_loss_fn = amp(loss_fn, amp_policy=policy)
         value_and_grad_fn = jaxamp.dynamic_scale_value_and_grad(
             amp_loss_fn, has_aux=True
         )
@@ -91,9 +92,9 @@ def test_readme_amp_stop():
         return z
 
     W, x = jnp.eye(3), jnp.ones(3)
-    decorated = dtypes_of(jaxamp.amp(high_precision_matmul), W, x)
+    decorated = dtypes_of(amp(high_precision_matmul), W, x)
     assert decorated == [("float32", "float32")]
-    in_context = dtypes_of(jaxamp.amp(high_precision_with_context), W, x)
+    in_context = dtypes_of(amp(high_precision_with_context), W, x)
     assert in_context == [("float16", "float16"), ("float32", "float32")]
 
 
@@ -116,7 +117,7 @@ def test_readme_precision_function():
         return y @ w
 
     w, x = jnp.eye(3), jnp.ones((2, 3))
-    amp_fn = jaxamp.amp(fn, compute_dtype=F16, amp_policy=policy)
+    amp_fn = amp(fn, compute_dtype=F16, amp_policy=policy)
     assert dtypes_of(amp_fn, w, x) == [("float32",) * 2, ("float16",) * 2]
     np.testing.assert_allclose(amp_fn(w, x), fn(w, x))
 
@@ -131,13 +132,13 @@ def test_readme_special_scopes(policy):
         with jax.named_scope("amp_default"):
             return y @ w
 
-    amp_fn = jaxamp.amp(fn, amp_policy=policy)
+    amp_fn = amp(fn, amp_policy=policy)
     assert dtypes_of(amp_fn, jnp.eye(3), jnp.ones((2, 3))) == [("float32",) * 2] * 2
 
 
 def test_amp_default_decides_for_what_no_key_names():
     policy = {"amp_default": jaxamp.use_compute_precision}
-    amp_fn = jaxamp.amp(lambda x: jnp.exp(x), amp_policy=policy)
+    amp_fn = amp(lambda x: jnp.exp(x), amp_policy=policy)
     assert dtypes_of(amp_fn, jnp.ones(3), primitive="exp") == [("float16",)]
 
 
@@ -176,14 +177,14 @@ def params():
 
 @policies
 def test_linear(params, policy):
-    amp = functools.partial(jaxamp.amp, amp_policy=policy)
+    with_policy = functools.partial(amp, amp_policy=policy)
     x = jnp.array([5.0, 2.0])
     full, half = linear(params, x), linear_in_half(params, x)
     assert not np.allclose(full, half)
-    np.testing.assert_allclose(amp(linear)(params, x), half)
-    np.testing.assert_allclose(amp(linear_in_half)(params, x), half)
-    np.testing.assert_allclose(amp(jaxamp.amp_stop(linear))(params, x), full)
-    by_scope = jaxamp.amp(
+    np.testing.assert_allclose(with_policy(linear)(params, x), half)
+    np.testing.assert_allclose(with_policy(linear_in_half)(params, x), half)
+    np.testing.assert_allclose(with_policy(jaxamp.amp_stop(linear))(params, x), full)
+    by_scope = amp(
         linear, amp_policy=policy | {"Linear": jaxamp.use_original_precision}
     )
     np.testing.assert_allclose(by_scope(params, x), full)
@@ -192,14 +193,14 @@ def test_linear(params, policy):
 @policies
 def test_amp_stop_on_the_bias_only(params, policy):
     x = jnp.array([5.0, 2.0])
-    stopped = jaxamp.amp(linear_with_stopped_bias, amp_policy=policy)(params, x)
+    stopped = amp(linear_with_stopped_bias, amp_policy=policy)(params, x)
     np.testing.assert_allclose(stopped, linear_with_half_weight(params, x))
     np.testing.assert_allclose(linear_with_stopped_bias(params, x), linear(params, x))
 
 
 @policies
 def test_gradients_are_float32(policy):
-    amp_fn = jaxamp.amp(lambda x: jnp.sum(x**2), amp_policy=policy)
+    amp_fn = amp(lambda x: jnp.sum(x**2), amp_policy=policy)
     grad = jax.grad(amp_fn)(jnp.ones(4))
     assert grad.dtype == F32
     np.testing.assert_allclose(grad, 2.0)
@@ -223,7 +224,7 @@ def test_static_arguments(policy):
 
     data, state = jnp.ones((3, 2, 4)), {"mean": jnp.zeros((2, 4)), "steps": 3}
     value, new = normalize(Norm(), state, data)
-    amp_value, amp_new = jaxamp.amp(normalize, amp_policy=policy)(Norm(), state, data)
+    amp_value, amp_new = amp(normalize, amp_policy=policy)(Norm(), state, data)
     np.testing.assert_allclose(amp_value, value)
     assert (amp_new["name"], amp_new["steps"]) == (new["name"], new["steps"])
     np.testing.assert_allclose(amp_new["mean"], new["mean"])

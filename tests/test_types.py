@@ -91,17 +91,19 @@ def test_the_step_of_an_nnx_optimizer() -> None:
     flax_amp.check_progress(make_state(), metrics)
 
 
-def test_a_word_for_the_precision_is_one_of_three() -> None:
+def test_a_word_for_the_precision_is_one_of_ten() -> None:
     params = {"w": jnp.ones(3)}
     state = AmpTrainState.create(
         params=params, tx=optax.sgd(0.1), precision="bf16-mixed"
     )
     assert_type(state.precision, Precision)
     flax_amp.make_nnx_train_step(loss_fn, precision=state.precision)
-    with pytest.raises(ValueError, match="precision is 'bf16'"):
-        flax_amp.make_nnx_train_step(loss_fn, precision="bf16")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="precision is 'bf16'"):
-        AmpTrainState.create(params=params, tx=None, precision="bf16")  # type: ignore[arg-type]
+    flax_amp.make_nnx_train_step(loss_fn, precision="fp16")
+    AmpTrainState.create(params=params, tx=optax.sgd(0.1), precision="float32")
+    with pytest.raises(ValueError, match="precision is 'bf8'"):
+        flax_amp.make_nnx_train_step(loss_fn, precision="bf8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="precision is 'bf8'"):
+        AmpTrainState.create(params=params, tx=None, precision="bf8")  # type: ignore[arg-type]
 
 
 def scale(x: jax.Array, *, by: float = 2.0) -> jax.Array:

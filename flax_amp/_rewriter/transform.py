@@ -50,7 +50,7 @@ def amp(
 def amp(
     fun: Any = None,
     *,
-    compute_dtype: DTypeLike = jnp.float16,
+    compute_dtype: DTypeLike = jnp.bfloat16,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -71,7 +71,8 @@ def amp(
       fun: the function, or nothing to use `amp` as a decorator with arguments. Arrays
         among its arguments are traced; everything else (strings, numbers, functions)
         is static. `nnx.Module` arguments are updated as `fun` updates them.
-      compute_dtype: `jnp.float16`, `jnp.bfloat16`, or `jnp.float32` to change nothing.
+      compute_dtype: `jnp.bfloat16`, `jnp.float16`, or `jnp.float32` to change nothing.
+        float16 needs a scaled loss: see `flax_amp.dynamic_scale_value_and_grad`.
       amp_policy: which primitive or scope runs in which precision: `{primitive or scope
         string: precision function or dtype}`, usually `flax_amp.default_amp_policy |
         {...}`. `None`: `flax_amp.default_amp_policy`. A scope is a `jax.named_scope` or
@@ -109,7 +110,7 @@ def amp(
       >>> import jax, jax.numpy as jnp, flax_amp
       >>> def loss(w, x):
       ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
-      >>> loss_amp = flax_amp.amp(loss, compute_dtype=jnp.bfloat16)
+      >>> loss_amp = flax_amp.amp(loss)
       >>> value, grad = jax.value_and_grad(loss_amp)(jnp.ones((4, 2)), jnp.ones((3, 4)))
       >>> value.dtype, grad.dtype
       (dtype('float32'), dtype('float32'))

@@ -60,7 +60,7 @@ def make_nnx_train_step(
     loss_fn: UserFn,
     *,
     has_aux: bool = False,
-    precision: Precision = "16-mixed",
+    precision: Precision = "bf16-mixed",
     compute_dtype: DTypeLike | None = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
@@ -89,8 +89,8 @@ def make_nnx_train_step(
         updated like the model, but do not train.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics, or any
         other pytree, which becomes the metric `aux`.
-      precision: what to compute in, and the scaler to start with: "16-mixed",
-        "bf16-mixed" or "32-true", as in `AmpTrainState.create`.
+      precision: what to compute in, and the scaler to start with: "bf16-mixed",
+        "16-mixed" or "32-true", as in `AmpTrainState.create`.
       compute_dtype: what to compute in, instead of `precision`.
       amp_policy, recompute, reduce_dtype, merge_layers: see `flax_amp.amp`.
       redo_on_nan, accum_steps, axis_name: see `make_train_step`.
@@ -127,7 +127,7 @@ def make_nnx_train_step(
       >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
       (1, True)
     """
-    check_precision(precision, "make_nnx_train_step: precision")
+    precision = check_precision(precision, "make_nnx_train_step: precision")
     options = make_options(
         loss_fn,
         "make_nnx_train_step",

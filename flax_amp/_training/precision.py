@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,26 +13,53 @@ from flax_amp._rewriter.transform import amp
 from flax_amp._training.aliases import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
 
-# The words that `AmpTrainState.create` and `make_nnx_train_step` take.
-Precision = Literal["16-mixed", "bf16-mixed", "32-true"]
+# The words that `AmpTrainState.create` and `make_nnx_train_step` take. The first three
+# are those that a state holds; the others are short for them.
+Precision = Literal[
+    "bf16-mixed",
+    "16-mixed",
+    "32-true",
+    "bf16",
+    "bfloat16",
+    "16",
+    "fp16",
+    "float16",
+    "32",
+    "float32",
+]
 
 # word -> the dtype in which steps compute, and what makes the first scaler
 _MEANINGS: dict[Precision, tuple[DTypeLike, Callable[[], Scaler]]] = {
-    "16-mixed": (jnp.float16, init_scaler),
     "bf16-mixed": (jnp.bfloat16, no_scaler),
+    "16-mixed": (jnp.float16, init_scaler),
     "32-true": (jnp.float32, no_scaler),
 }
+_ALIASES: dict[Precision, Precision] = {
+    "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "32": "32-true",
+    "float32": "32-true",
+}
+_MEANINGS |= {alias: _MEANINGS[word] for alias, word in _ALIASES.items()}
 
 
 def check_precision(word: Any, name: str) -> Precision:
-    """Returns a word for a precision, or raises a ValueError that lists them all."""
-    if word not in get_args(Precision):
+    """Returns the word that a state holds for a precision.
+
+    Raises:
+      ValueError: if it is no word for a precision. The message lists them all.
+    """
+    if not isinstance(word, str) or word not in _MEANINGS:
+        words = ", ".join(repr(x) for x in _MEANINGS if x not in _ALIASES)
         raise ValueError(
-            f"{name} is {word!r}; expected one of {', '.join(map(repr, _MEANINGS))}: "
-            "float16 with a loss scaler, bfloat16 without, or float32. Pass a dtype to "
-            "the step as compute_dtype, and a scaler as scaler."
+            f"{name} is {word!r}; expected one of {words}: bfloat16, float16 with a "
+            f"loss scaler, or float32; {', '.join(map(repr, _ALIASES))} are short for "
+            "them. Pass a dtype to the step as compute_dtype, and a scaler as scaler."
         )
-    return word
+    return _ALIASES.get(word, word)
 
 
 def compute_dtype_of(word: Precision, override: DTypeLike | None) -> DTypeLike:

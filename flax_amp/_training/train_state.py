@@ -59,7 +59,7 @@ def _replace(state: Any, **updates: Any) -> Any:
     )
     if "precision" in updates:
         name = f"{type(state).__name__}.replace: precision"
-        check_precision(updates["precision"], name)
+        updates["precision"] = check_precision(updates["precision"], name)
     return dataclasses.replace(state, **updates)
 
 
@@ -91,7 +91,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         frozen parameters.
       rngs: typed PRNG keys by the name of their stream.
       graphdef: the structure of the NNX model; `None` for Linen.
-      precision: "16-mixed", "bf16-mixed" or "32-true", which the steps follow. It is
+      precision: "bf16-mixed", "16-mixed" or "32-true", which the steps follow. It is
         static, and no part of a checkpoint: a run that is resumed may change it.
 
     Example:
@@ -102,8 +102,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
       >>> state = AmpTrainState.create(
       ...     apply_fn=model.apply, params=params, tx=optax.adamw(3e-4)
       ... )
-      >>> float(state.scaler["scaler"])
-      32768.0
+      >>> state.precision
+      'bf16-mixed'
     """
 
     # These fields have no defaults, so that the fields of a subclass need none either.
@@ -125,7 +125,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         wrt: Filter = nnx.Param,
         variables: Mapping[str, PyTree] | None = None,
         rngs: Mapping[str, Array] | None = None,
-        precision: Precision = "16-mixed",
+        precision: Precision = "bf16-mixed",
         scaler: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
@@ -149,9 +149,11 @@ class AmpTrainState(_StateClass, train_state.TrainState):
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
           precision: what the steps compute in, and the scaler that they start with.
-            "16-mixed": float16 and `flax_amp.init_scaler()`. "bf16-mixed" and
-            "32-true": bfloat16 or float32, and `flax_amp.no_scaler()`, which scales
-            nothing. The `compute_dtype` of a step overrides its dtype.
+            "bf16-mixed", the default, and "32-true": bfloat16 or float32, and
+            `flax_amp.no_scaler()`, which scales nothing. "16-mixed": float16 and
+            `flax_amp.init_scaler()`. The names of dtypes, "bfloat16", "float16" and
+            "float32", mean the same, and so do "bf16", "fp16", "16" and "32". The
+            `compute_dtype` of a step overrides the dtype.
           scaler: another loss scaler than that of `precision`.
           **kwargs: the fields of a subclass.
 
@@ -166,7 +168,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
             selects nothing, if `tx` accumulates around `apply_if_finite`, if
             `precision` is another word, or if a value of `scaler` is out of its range.
         """
-        check_precision(precision, "AmpTrainState.create: precision")
+        precision = check_precision(precision, "AmpTrainState.create: precision")
         _check_fields(
             cls,
             kwargs,

@@ -99,8 +99,8 @@ def migrate(
       ...     with ocp.StandardCheckpointer() as checkpointer:
       ...         checkpointer.save(f"{directory}/x", TrainState.create(**new))
       ...     state = checkpoint.migrate(f"{directory}/x", AmpTrainState.create(**new))
-      >>> float(state.scaler["scaler"])
-      32768.0
+      >>> state.params["w"].tolist(), float(state.scaler["scaler"])
+      ([1.0, 1.0], 1.0)
     """
     target_leaves = leaves_of_target(target, "checkpoint.migrate")
     choice = Choice(include, exclude)

@@ -60,8 +60,8 @@ def save(
       ...     with checkpoint.manager(directory) as manager:
       ...         saved = checkpoint.save(manager, state)
       ...     restored = checkpoint.restore(directory, state)
-      >>> saved, float(restored.scaler["scaler"])
-      (True, 32768.0)
+      >>> saved, restored.params["w"].tolist()
+      (True, [1.0, 1.0])
     """
     if not isinstance(manager, ocp.CheckpointManager):
         raise TypeError(

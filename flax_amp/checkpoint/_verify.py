@@ -61,7 +61,7 @@ def verify(manager: Any) -> list[StepReport]:
       ...         _ = checkpoint.save(manager, state)
       ...     (report,) = verify(directory)
       >>> report.problem, report.has_checksums, report.scaler["scaler"]
-      ('', True, 32768.0)
+      ('', True, 1.0)
     """
     directory = finish_saving(manager)
     reports: dict[int, StepReport] = {}

@@ -78,8 +78,8 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
 
 
 def read_compute_dtype(fun: Any, compute_dtype: DTypeLike | None) -> DType:
-    """Returns the compute dtype: as given, or that of a state, or float16."""
-    word = fun.precision if isinstance(fun, AmpTrainState) else "16-mixed"
+    """Returns the compute dtype: as given, or that of a state, or bfloat16."""
+    word = fun.precision if isinstance(fun, AmpTrainState) else "bf16-mixed"
     return check_compute_dtype(compute_dtype_of(word, compute_dtype))
 
 

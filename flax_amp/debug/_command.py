@@ -25,8 +25,8 @@ def add_explain(commands: Any) -> None:
     )
     add = command.add_argument
     add("target", metavar="MODULE[:FUNCTION]")
-    dtypes = ("float16", "bfloat16", "float32")
-    add("--dtype", choices=dtypes, help="by default that of the state, or float16")
+    dtypes = ("bfloat16", "float16", "float32")
+    add("--dtype", choices=dtypes, help="by default that of the state, or bfloat16")
     add("--depth", type=int, help="levels of modules to show")
     add("--only", choices=["problems"])
     add("--html", type=Path, metavar="FILE", help="write a page, too")

@@ -73,7 +73,7 @@ def compare_precision(
       fun: a float32 function that returns a loss, or `(loss, aux)`; or a state.
       *step: the loss function and a batch, if `fun` is a state.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
-        float16.
+        bfloat16.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.

@@ -95,7 +95,7 @@ def explain(
       fun: a float32 function, or an `AmpTrainState`.
       *step: the loss function and a batch, if `fun` is a state.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
-        float16.
+        bfloat16.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
@@ -121,7 +121,7 @@ def explain(
       ...     struct((64, 8), jnp.float32), struct((4, 64), jnp.float32))
       >>> product = found.equations[0]
       >>> print(product.path, product.primitive, product.before, "=>", product.after)
-      head dot_general f32 -> f32 => f16 -> f16
+      head dot_general f32 -> f32 => bf16 -> bf16
       >>> product.reason, product.casts_down, found.totals.low_share
       ('primitive dot_general', 2, 1.0)
     """

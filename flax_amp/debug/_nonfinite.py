@@ -84,7 +84,7 @@ def find_nonfinite(
       fun: a float32 function, or an `AmpTrainState`.
       *step: the loss function and a batch, if `fun` is a state.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
-        float16.
+        bfloat16.
       amp_policy: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
       scale: what the loss is multiplied by; by default the scale of the state, or 1.

@@ -28,6 +28,7 @@ class ExtraState(AmpTrainState):
 
 def small(params=None, tx=None, cls=AmpTrainState, **options):
     params = params or {"w": jnp.arange(3.0), "b": jnp.ones(1)}
+    options = {"precision": "16-mixed"} | options  # it has a scaler
     return cls.create(params=params, tx=tx or optax.adam(0.1), **options)
 
 

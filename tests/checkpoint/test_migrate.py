@@ -117,7 +117,9 @@ def test_the_scaler_of_jaxamp(library, tmp_path):
         "opt_state": tx.init({"w": jnp.ones(3)}),
         "dynamic_scaler_state": saved,
     }
-    target = AmpTrainState.create(params={"w": jnp.zeros(3)}, tx=tx)
+    target = AmpTrainState.create(
+        params={"w": jnp.zeros(3)}, tx=tx, precision="16-mixed"
+    )
     state = checkpoint.migrate(library(tmp_path, tree), target)
     assert_identical(state.params, tree["params"])
     for key, value in saved._asdict().items():

@@ -12,7 +12,10 @@ from flax_amp import AmpTrainState, checkpoint, init_scaler, make_train_step
 def sweep(rates=(0.1, 0.2, 0.4)):
     def create(rate):
         return AmpTrainState.create(
-            params={"w": jnp.full(2, rate)}, tx=TX, scaler=init_scaler(patience=1)
+            params={"w": jnp.full(2, rate)},
+            tx=TX,
+            precision="16-mixed",
+            scaler=init_scaler(patience=1),
         )
 
     return jax.vmap(create)(jnp.array(rates))

@@ -1,6 +1,7 @@
 """`compare_precision`: a planted bad layer comes first, and is mended."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -15,6 +16,9 @@ import flax_amp
 from _models import FEATURES, linen_loss, linen_state, nnx_loss, nnx_state
 from flax_amp import compare_precision
 from helpers import both_halves, equations
+
+# Whose range and scale most faults are about.
+in_float16 = functools.partial(compare_precision, compute_dtype=jnp.float16)
 
 
 def divide_by_zero(x, a, b):
@@ -131,7 +135,7 @@ def test_a_planted_bad_layer_comes_first(make, position, dtype):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_found_and_mended(fault):
     fun, args = linen(fault, 1)
-    found = compare_precision(fun)(*args)
+    found = in_float16(fun)(*args)
     assert found.modules[0].path == "LinenNet/layer_1"
     (remedy,) = found.remedies
     assert remedy.policy == '"LinenNet/layer_1": jnp.float32'
@@ -139,7 +143,7 @@ def test_each_fault_is_found_and_mended(fault):
     assert remedy.gradient_error < min(before.gradient_error / 5, 5e-3)
     assert remedy.low_share < before.low_share == 1
     policy = flax_amp.default_amp_policy | {"LinenNet/layer_1": jnp.float32}
-    mended = compare_precision(fun, amp_policy=policy)(*args)
+    mended = in_float16(fun, amp_policy=policy)(*args)
     assert mended.settings[0].gradient_error == remedy.gradient_error
     assert not mended.remedies and "No module adds more" in str(mended)
 
@@ -154,9 +158,7 @@ def test_the_whole_model_in_float32_is_no_remedy():
                 y = jnp.tanh(x @ w)
             return jnp.mean(jnp.tanh((y * size - (y * size - y)) @ w) ** 2)
 
-    found = compare_precision(model, scale=1)(
-        SQUARE, batch(), jnp.full((1, WIDTH), 500.0)
-    )
+    found = in_float16(model, scale=1)(SQUARE, batch(), jnp.full((1, WIDTH), 500.0))
     assert found.modules[0].path == "net" and found.modules[0].harm > found.threshold
     assert [run.policy for run in found.remedies] == ['"net/a": jnp.float32']
 
@@ -164,7 +166,7 @@ def test_the_whole_model_in_float32_is_no_remedy():
 @pytest.mark.once
 def test_a_remedy_that_does_not_help_is_not_recommended():
     fun, args = linen("offset", 1)
-    found = compare_precision(fun)(*args)
+    found = in_float16(fun)(*args)
     assert "Add to amp_policy" in str(found)
     remedies = [dataclasses.replace(found.remedies[0], gradient_error=math.inf)]
     found = dataclasses.replace(found, remedies=tuple(remedies))
@@ -197,7 +199,7 @@ SHADOWS = {
 def test_a_remedy_is_in_force_whatever_the_policy_has(keys, without):
     policy = flax_amp.default_amp_policy | keys
     args = SQUARE / 3, batch(), jnp.array(1e6)
-    found = compare_precision(chained, amp_policy=policy, remedies=1)(*args)
+    found = in_float16(chained, amp_policy=policy, remedies=1)(*args)
     (remedy,) = found.remedies
     assert remedy.policy == '"net/bad": jnp.float32' + without
     assert remedy.gradient_error < 3e-3 < 3e-2 < found.settings[0].gradient_error
@@ -238,7 +240,7 @@ def test_a_scale_is_the_first_remedy(factor, scale, dtype, best):
 @pytest.mark.once
 def test_after_the_scale_a_bad_module_is_found():
     fun, args = linen("offset", 1)
-    found = compare_precision(fun, scale=2.0**24)(*args)
+    found = in_float16(fun, scale=2.0**24)(*args)
     scale, entry = found.remedies
     assert scale.scale == entry.scale < 2.0**16 and not scale.policy
     assert entry.policy == '"LinenNet/layer_1": jnp.float32'
@@ -249,7 +251,7 @@ def test_after_the_scale_a_bad_module_is_found():
 @pytest.mark.once
 def test_what_is_not_enough_is_not_recommended():
     fun, args = linen("offset", 1)
-    found = compare_precision(fun)(*args)
+    found = in_float16(fun)(*args)
     (enough,) = found.remedies
     error = found.settings[0].gradient_error / 2
     less = dataclasses.replace(enough, policy="less", gradient_error=error)
@@ -268,7 +270,7 @@ def test_bfloat16_has_the_range(fault):
 
 def test_what_is_not_finite_is_the_fault_of_one():
     fun, args = linen("nan", 1)
-    found = compare_precision(fun, remedies=0)(*args)
+    found = in_float16(fun, remedies=0)(*args)
     assert [m.path for m in found.modules if math.isinf(m.harm)] == ["LinenNet/layer_1"]
     assert found.settings[0].gradient_error == math.inf
     saved = json.loads(json.dumps(found.to_dict(), allow_nan=False))
@@ -287,7 +289,7 @@ def test_the_layer_of_a_scan():
 
     kernels = jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH)) / 3
     offsets = jnp.zeros((4, 1, WIDTH)).at[2].set(300)
-    found = compare_precision(fun, remedies=0)((kernels, offsets), batch())
+    found = in_float16(fun, remedies=0)((kernels, offsets), batch())
     first = found.modules[0]
     assert first.path == "layer" and len(first.iterations) == 4
     assert int(np.argmax(first.iterations)) == 2
@@ -326,9 +328,7 @@ def test_a_scale_saves_small_gradients():
         return jnp.mean(y) * 1e-8
 
     args = jnp.ones((WIDTH, 2)), batch()
-    lost, saved = (
-        compare_precision(fun, remedies=0, scale=s)(*args) for s in (1, 2.0**15)
-    )
+    lost, saved = (in_float16(fun, remedies=0, scale=s)(*args) for s in (1, 2.0**15))
     assert lost.settings[0].gradient_error == 1
     assert saved.settings[0].gradient_error < 1e-3
     for found, error in ((lost, 1), (saved, 0)):
@@ -345,7 +345,7 @@ def test_settings_stand_side_by_side():
         "bf16": {"compute_dtype": jnp.bfloat16},
         "layers": {"amp_policy": policy},
     }
-    found = compare_precision(fun, settings=settings, remedies=0)(*args)
+    found = in_float16(fun, settings=settings, remedies=0)(*args)
     assert [row.name for row in found.settings] == ["as it is", *settings]
     as_is, wide, bf16, full = found.settings
     assert as_is.gradient_error < bf16.gradient_error
@@ -360,14 +360,14 @@ def test_x64():
     with jax.enable_x64(True):
         fun, args = linen("offset", 1)
         args = jax.tree.map(lambda x: x.astype(jnp.float32), args)
-        found = compare_precision(fun, remedies=0)(*args)
+        found = in_float16(fun, remedies=0)(*args)
         assert found.modules[0].path == "LinenNet/layer_1"
 
         def wide(w, x):
             with jax.named_scope("wide"):
                 return (x.astype(jnp.float64) @ w.astype(jnp.float64)).mean()
 
-        found = compare_precision(wide, remedies=0)(jnp.ones((WIDTH, 2)), batch())
+        found = in_float16(wide, remedies=0)(jnp.ones((WIDTH, 2)), batch())
         assert found.settings[0].gradient_error == 0
         assert "rounded to half precision there: wide" in " ".join(str(found).split())
 
@@ -378,14 +378,14 @@ def test_an_author_who_set_a_half_dtype_is_named():
             y = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
         return y.astype(jnp.float32).mean()
 
-    found = compare_precision(fun, remedies=0)(jnp.ones((WIDTH, 2)), batch())
+    found = in_float16(fun, remedies=0)(jnp.ones((WIDTH, 2)), batch())
     assert "in the reference, too: own" in " ".join(str(found).split())
 
 
 @pytest.mark.once
 def test_results_for_a_person_and_for_a_program(tmp_path, monkeypatch):
     fun, args = linen("offset", 1)
-    found = compare_precision(fun)(*args)
+    found = in_float16(fun)(*args)
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = found.report().splitlines()
@@ -469,7 +469,7 @@ def test_the_page_tells_how_to_keep_the_residual_stream_in_float32(entry):
     def fun(w, x):
         return jax.lax.scan(layer, x @ w[0], w)[0]
 
-    for policy, dtype in (({}, jnp.float16), (entry, jnp.float32)):
+    for policy, dtype in (({}, jnp.bfloat16), (entry, jnp.float32)):
         low = flax_amp.amp(fun, amp_policy=flax_amp.default_amp_policy | policy)
         closed = jax.make_jaxpr(low)(jnp.ones((3, WIDTH, WIDTH)), batch())
         (scan,) = [e for _, e in equations(closed) if e.primitive.name == "scan"]

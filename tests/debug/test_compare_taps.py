@@ -182,7 +182,7 @@ def test_measuring_changes_no_number(name):
     np.testing.assert_allclose(
         measured.gradients[0], alone.gradients[0], rtol=1e-6, atol=1e-8
     )
-    fun = amp(PROGRAMS[name][0])
+    fun = amp(PROGRAMS[name][0], compute_dtype=jnp.float16)
     loss, gradient = jax.jit(jax.value_and_grad(fun))(W, X)
     np.testing.assert_allclose(measured.loss, loss, rtol=2e-3)
     scale = np.abs(gradient).max()

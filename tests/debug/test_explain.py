@@ -68,6 +68,7 @@ def linen_state():
         variables=variables,
         rngs={"dropout": jax.random.key(1)},
         tx=optax.adam(1e-3),
+        precision="16-mixed",
     )
 
 
@@ -184,7 +185,7 @@ def test_rows():
     found = explain(fun)(jnp.ones((8, 8)), X)
     rows = {e.primitive: e for e in found.equations}
     dot = rows["dot_general"]
-    assert str(dot.before) == "f32 -> f32" and dot.after.operands == ("float16",) * 2
+    assert str(dot.before) == "f32 -> f32" and dot.after.operands == ("bfloat16",) * 2
     assert (dot.times, dot.flops, dot.shape) == (3, 3 * 2 * 4 * 8 * 8, "4x8")
     assert dot.inside == ("scan x3",) and dot.reason == "primitive dot_general"
     assert dot.source.startswith("tests/debug/test_explain.py:")

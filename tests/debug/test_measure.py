@@ -114,7 +114,7 @@ def test_a_scale_is_searched_for_once(monkeypatch):
         return call(compiled, state, batch)
 
     monkeypatch.setattr(jax.stages.Compiled, "__call__", spied)
-    state = AmpTrainState.create(params=W, tx=optax.sgd(0.1))
+    state = AmpTrainState.create(params=W, tx=optax.sgd(0.1), precision="16-mixed")
     loss = lambda params, x: 1e3 * jnp.sum((x @ params["kernel"]) ** 2)  # noqa: E731
     measure(state, loss, X, redo_on_nan=20, turns=3)
     scales = [scale for precision, scale in seen if precision == "16-mixed"]

@@ -1,5 +1,6 @@
 """`find_nonfinite` on planted faults: where each is, why, and what mends it."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from flax import nnx
 import flax_amp
 from flax_amp import AmpTrainState, find_nonfinite
 from flax_amp.debug import NonfiniteReport, report_nonfinite
+
+in_float16 = functools.partial(find_nonfinite, compute_dtype=jnp.float16)
 
 THIS = "tests/debug/test_nonfinite.py"
 LINES = (Path(__file__).parents[2] / THIS).read_text().splitlines()
@@ -258,7 +261,7 @@ def test_what_to_do_about_an_argument(which, advice):
         lambda x: x.at[1:2].set(jnp.nan) if x.ndim else x / 0, given[which]
     )
     given |= {which: bad}
-    found = find_nonfinite(loss)(given.pop("params"), **given)
+    found = in_float16(loss)(given.pop("params"), **given)
     assert found.verdict == "inputs" and advice in found.advice
     assert repr(found) == "<NonfiniteReport of loss: inputs; print it to read it>"
 
@@ -286,10 +289,10 @@ def squares(params, batch):
         return ((batch @ params["w"]) ** 2).sum()  # square
 
 
-def square_state(**options):
+def square_state(precision="16-mixed", **options):
     params = {"w": jnp.full((8, 3), 0.25)}
     return AmpTrainState.create(
-        params=params, apply_fn=None, tx=optax.sgd(0.1), **options
+        params=params, tx=optax.sgd(0.1), precision=precision, **options
     )
 
 
@@ -305,7 +308,7 @@ def test_gradients_overflow_by_the_scale_alone():
     assert "skips 11 steps" in found.advice
     fixed = square_state(scaler=flax_amp.static_scaler(2.0**22))
     assert "lower its min_scaler" in find_nonfinite(fixed, squares, X).advice
-    found = find_nonfinite(lambda w, x: squares({"w": w}, x), scale=2.0**22)
+    found = in_float16(lambda w, x: squares({"w": w}, x), scale=2.0**22)
     assert found(jnp.full((8, 3), 0.25), jnp.ones((4, 8))).verdict == "scale"
     fine = square_state(scaler={"scaler": 2.0**11})
     assert find_nonfinite(fine, squares, X).verdict == "nothing"
@@ -383,7 +386,7 @@ def test_no_scope_to_name():
     def loss(w, x):
         return (x @ w @ w.T).mean() * 1e-6
 
-    found = find_nonfinite(loss)(jnp.full((8, 3), 0.25), X * 5e4)
+    found = in_float16(loss)(jnp.full((8, 3), 0.25), X * 5e4)
     assert found.verdict == "precision" and not found.policy
     assert "amp_stop" in found.advice and "bf16-mixed" in found.advice
 
@@ -395,7 +398,7 @@ def test_two_faults():
         y = x @ w
         return jnp.log(jnp.abs(y * 0)).mean()  # second
 
-    found = find_nonfinite(loss)(jnp.full((8, 3), 0.25), X * 5e4)
+    found = in_float16(loss)(jnp.full((8, 3), 0.25), X * 5e4)
     assert found.verdict == "mathematics" and found.finding.source == line("second")
 
 

@@ -21,6 +21,7 @@ ZERO = jnp.ones((4, 8)).at[2, 5].set(0.0)
 HUGE = jnp.ones((4, 8)).at[2, 5].set(6e4)
 
 search = functools.partial(find_nonfinite, compute_dtype=jnp.float32)
+in_float16 = functools.partial(find_nonfinite, compute_dtype=jnp.float16)
 
 
 def line(mark):
@@ -442,7 +443,7 @@ def test_functions_that_compute_in_half_or_are_rewritten_already():
     def loss(w, x):
         return (x @ w * 1e5).astype(jnp.float16).sum()
 
-    found = find_nonfinite(loss)(W, jnp.ones((4, 8)))
+    found = in_float16(loss)(W, jnp.ones((4, 8)))
     assert "The code itself computes in float16 there: leave out" in found.advice
     for fun in (flax_amp.amp(loss), lambda w, x: flax_amp.amp(loss)(w, x)):
         with pytest.raises(TypeError, match="expected the function before amp"):
@@ -471,7 +472,7 @@ def test_a_policy_for_two_modules():
             h = h @ w
         return jnp.log(jnp.abs(h)).mean()
 
-    found = find_nonfinite(loss)(W + 1, jnp.ones((4, 8)))
+    found = in_float16(loss)(W + 1, jnp.ones((4, 8)))
     assert found.policy == (("a", "float32"), ("b", "float32"))
     assert '{"a": jnp.float32, "b": jnp.float32}' in found.advice
 
@@ -498,7 +499,7 @@ def test_a_policy_that_is_tried_is_in_force(scope, given, policy):
     if given:
         own = {given: flax_amp.use_compute_precision}
         names["your_policy"] = flax_amp.default_amp_policy | own
-    found = find_nonfinite(loss, amp_policy=names.get("your_policy"))(*args)
+    found = in_float16(loss, amp_policy=names.get("your_policy"))(*args)
     assert found.advice.endswith(f"amp_policy={policy}"), found.advice
-    mended = find_nonfinite(loss, amp_policy=eval(policy, names))(*args)
+    mended = in_float16(loss, amp_policy=eval(policy, names))(*args)
     assert mended.verdict == "nothing"

@@ -1,5 +1,6 @@
 """Problems: each kind planted once, and nothing said of a model that has none."""
 
+import functools
 import warnings
 
 import flax.linen as nn
@@ -10,6 +11,8 @@ import pytest
 
 import flax_amp
 from flax_amp import explain
+
+in_float16 = functools.partial(explain, compute_dtype=jnp.float16)
 
 X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
 BF16 = X.astype(jnp.bfloat16)
@@ -122,7 +125,7 @@ def test_planted(name):
     fun, additions, kind, words, paths = PLANTED[name]
     policy = flax_amp.default_amp_policy | additions
     policy = {key: value for key, value in policy.items() if value is not None}
-    found = explain(fun, amp_policy=policy)(W, X)
+    found = in_float16(fun, amp_policy=policy)(W, X)
     problem = next(p for p in found.problems if p.kind == kind and words in p.message)
     assert list(problem.paths) == paths
     assert bool(problem.source.startswith("tests/debug/")) == bool(paths)
@@ -349,7 +352,7 @@ def test_products_come_first_and_a_sound_model_has_no_problems():
     def fun(w, x):
         return layers(w, x * 1.0 + 0) @ w * 1e-4
 
-    kinds = [p.kind for p in explain(fun)(W, X).problems]
+    kinds = [p.kind for p in in_float16(fun)(W, X).problems]
     assert kinds == ["float32 product", "risk"]
     model = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.gelu, nn.Dense(2)])
     params = jax.eval_shape(model.init, jax.random.key(0), X)

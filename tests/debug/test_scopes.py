@@ -187,7 +187,7 @@ def test_module_of_find_nonfinite(name):
     make, expected = CASES[name]
     fun, first = make()
     first = jax.tree.map(lambda x: jnp.full_like(x, 6e4), first)
-    found = find_nonfinite(fun)(first, X)
+    found = find_nonfinite(fun, compute_dtype=jnp.float16)(first, X)
     assert found.finding.primitive == "dot_general"
     assert found.finding.path in expected, found
     assert found.policy  # which was tried, with the paths as keys

@@ -105,7 +105,7 @@ CASES = {
     "both mean the same": (nested, {"Model": jnp.float32, "Block_0": FULL}, {}),
     "low both times": (
         two,
-        {"head": jnp.float16, "Block_0": LOW},
+        {"head": jnp.bfloat16, "Block_0": LOW},
         {"amp_stop": "head"},
     ),
     "an outer key that is written later": (

@@ -180,15 +180,15 @@ def test_results_that_a_rule_computes_again_are_those_of_the_function():
     found = explain(lambda w, x: (jax.nn.relu(x @ w) @ w).sum(), recompute="never")
     rows = {e.primitive: e for e in found(W, X).equations}
     assert rows["max"].reason == "chooses among low-precision values"
-    assert rows["max"].stored == {"float16": 64} and rows["gt"].stored == {"bool": 32}
+    assert rows["max"].stored == {"bfloat16": 64} and rows["gt"].stored == {"bool": 32}
 
 
 def test_only_the_first_argument_is_trained():
     kept = {"recompute": "never"}
     both = explain(lambda pair: (jnp.sin(pair[1]) @ pair[0]).sum(), **kept)((W, X))
     first = explain(lambda w, x: (jnp.sin(x) @ w).sum(), **kept)(W, X)
-    assert first.totals.stored == {"float16": 64}  # the factor of w
-    assert both.totals.stored == {"float16": 64 + 128, "float32": 128}  # cos(x), too
+    assert first.totals.stored == {"bfloat16": 64}  # the factor of w
+    assert both.totals.stored == {"bfloat16": 64 + 128, "float32": 128}  # cos(x), too
     model = nnx.BatchNorm(8, rngs=nnx.Rngs(0))  # its statistics are not trained
     found = explain(lambda m, x: m(x, use_running_average=True).sum())(model, X)
     assert not found.notes
@@ -238,4 +238,4 @@ def test_what_is_read_twice_again_and_again_is_followed_once():
             x = jnp.concatenate([x[:, 1:], x[:, :1]], axis=1)
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    assert explain(rolled)(W, X).totals.stored["float16"] > 0
+    assert explain(rolled)(W, X).totals.stored["bfloat16"] > 0

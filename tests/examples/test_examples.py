@@ -167,7 +167,7 @@ def test_digits_batches_follow_from_seed_and_step():
 @pytest.mark.once
 def test_digits_refuses_bad_settings(tmp_path):
     for overrides, message in (
-        ({"precision": "float8"}, r"precision is 'float8'.*'16-mixed', 'bf16-mixed'"),
+        ({"precision": "float8"}, r"precision is 'float8'.*'bf16-mixed', '16-mixed'"),
         ({"batch_size": 2000}, r"batch_size=2000 must be between 1 and 1437"),
         ({"batch_size": 0}, r"batch_size=0 must be between 1 and 1437"),
     ):

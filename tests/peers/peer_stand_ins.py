@@ -4,6 +4,7 @@
 they import is here, made of flax_amp's functions and of as little else as possible.
 """
 
+import functools
 import sys
 import types
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ def with_named_tuple(transform):
 
 
 JAXAMP = dict(
-    amp=flax_amp.amp,
+    amp=functools.partial(flax_amp.amp, compute_dtype=jnp.float16),  # its default
     amp_stop=flax_amp.amp_stop,
     default_amp_policy=flax_amp.default_amp_policy,
     use_original_precision=flax_amp.use_original_precision,

@@ -272,7 +272,7 @@ def test_dropout_drops_the_same():
     params = jit(vit.init)({"params": key, "dropout": key}, SEQUENCE)
     run = lambda params: vit.apply(params, SEQUENCE, rngs={"dropout": key}).mean()  # noqa: E731
     jaxpr = jax.make_jaxpr(amp(run))(params)
-    assert marked(jaxpr, "stream") == ["float16"] * 5
+    assert marked(jaxpr, "stream") == ["bfloat16"] * 5
     assert all(d[0] != "float32" for d in dtypes_of(jax.grad(amp(run)), params))
 
 
@@ -319,7 +319,7 @@ def test_scope_key_lowers_a_norm(key):
     loss, *args = setup("vit")
     policy = default_amp_policy | {key: flax_amp.use_compute_precision}
     found = dtypes_of(amp(loss, amp_policy=policy), *args, primitive="rsqrt")
-    assert found == [("float16",)] * 7
+    assert found == [("bfloat16",)] * 7
 
 
 def test_amp_stop_inside_a_scanned_module():
@@ -340,10 +340,10 @@ def test_amp_stop_inside_a_scanned_module():
     )()
     params = jit(scanned.init)(jax.random.key(0), SEQUENCE, None)
     loss = lambda params: scanned.apply(params, SEQUENCE, None)[0].mean()  # noqa: E731
-    assert dtypes_of(amp(loss), params) == [("float16",) * 2, ("float32",) * 2]
+    assert dtypes_of(amp(loss), params) == [("bfloat16",) * 2, ("float32",) * 2]
     for grad in (jax.grad(amp(loss)), amp(jax.grad(loss))):
         found = dtypes_of(grad, params)
-        assert set(found) == {("float16",) * 2, ("float32",) * 2}
+        assert set(found) == {("bfloat16",) * 2, ("float32",) * 2}
         assert min(map(found.count, set(found))) >= 3
 
 

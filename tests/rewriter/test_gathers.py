@@ -137,7 +137,7 @@ def test_what_is_read_once_stays_low(name):
     reads = equations_of(fn, W, X, primitive=("gather", "dynamic_slice", "slice"))
     dtypes = {e.invars[0].aval.dtype for e in reads}
     floats = {d.name for d in dtypes if jnp.issubdtype(d, jnp.floating)}
-    assert floats == {"float16"}
+    assert floats == {"bfloat16"}
 
 
 # --- tables that one gather reads ----------------------------------------------------

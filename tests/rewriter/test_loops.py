@@ -105,7 +105,7 @@ def test_weights_in_a_carry_stay_leaves():
         start = jnp.int32(0), w, jnp.ones(X.shape) * x, x
         return lax.while_loop(lambda c: c[0] < 3, body, start)[-1]
 
-    assert dtypes_of(amp(fn), W, X, primitive="tanh") == [("float16",)]
+    assert dtypes_of(amp(fn), W, X, primitive="tanh") == [("bfloat16",)]
 
 
 @both_halves
@@ -358,7 +358,7 @@ def test_behind_a_recurrence_the_stream_is_low_again():
             x = euler(w, x)
         return stack(ws, x @ w.T)
 
-    assert sums(amp(fn), W, WS, X) == ["float32"] * 3 + ["float16"] * 4
+    assert sums(amp(fn), W, WS, X) == ["float32"] * 3 + ["bfloat16"] * 4
 
 
 LONG = [pytest.param(m, marks=pytest.mark.slow) for m in ("gpt_unroll", "resnet50")]

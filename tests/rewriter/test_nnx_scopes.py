@@ -276,7 +276,7 @@ def test_keys_work_in_both_steps():
     step = make_train_step(mean, amp_policy=policy, jit=False)
     evaluate = make_eval_step(mean, amp_policy=policy, jit=False)
 
-    expected = [("float32",) * 2, ("float16",) * 2] * LAYERS
+    expected = [("float32",) * 2, ("bfloat16",) * 2] * LAYERS
     assert dtypes_of(step, state, X)[: 2 * LAYERS] == expected
     assert dtypes_of(evaluate, state, X) == expected
 

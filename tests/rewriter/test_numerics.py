@@ -72,7 +72,8 @@ EXACT = {  # name: (function, arguments); the result has the very bits of the or
 def test_exact(name):
     """What amp has no business with keeps its dtypes and every bit."""
     fn, args = EXACT[name]
-    actual, expected = jit(amp(fn))(*args), jit(fn)(*args)
+    lowered = amp(fn, compute_dtype=jnp.float16)
+    actual, expected = jit(lowered)(*args), jit(fn)(*args)
     assert_same_avals(actual, expected)
     assert_identical(actual, expected)
 
@@ -253,7 +254,7 @@ def test_scatters_of_low_values(name, policy):
         with jax.named_scope("here"):
             return SCATTERS[name](y)
 
-    lowered = amp(fn, amp_policy=policies)
+    lowered = amp(fn, compute_dtype=jnp.float16, amp_policy=policies)
     args = jnp.eye(2) * 0.3, jnp.array([[1.0, -2.0], [3.0, 0.5]])
     assert_close(jit(lowered)(*args), jit(fn)(*args), jnp.bfloat16)
     if name != "at_apply":  # JAX has no derivative for it

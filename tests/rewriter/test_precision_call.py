@@ -148,7 +148,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_precision_functions_of_any_form(name):
-    lowered = amp(scoped, amp_policy=default_amp_policy | {"head": RIGHT[name]})
+    policy = default_amp_policy | {"head": RIGHT[name]}
+    lowered = amp(scoped, compute_dtype=jnp.float16, amp_policy=policy)
     assert dtypes_of(lowered, W, X) == [("float16", "float16")]
     gradient = jax.grad(lambda w, x: lowered(w, x).sum())(W, X)
     assert gradient.dtype == jnp.float32

@@ -180,7 +180,7 @@ def test_softmax_of_large_logits(mode, wrap):
         logits = x @ w * 1e4 / jnp.abs(x @ w).max()
         return jnp.sum(jax.nn.softmax(logits) @ w) - jax.nn.log_softmax(logits)[0, 0, 0]
 
-    fn = amp(wrap(loss), recompute=mode)
+    fn = amp(wrap(loss), compute_dtype=jnp.float16, recompute=mode)
     value, gradients = jax.jit(jax.value_and_grad(fn, (0, 1)))(W, X)
     assert all(np.isfinite(g).all() for g in jax.tree.leaves((value, gradients)))
 

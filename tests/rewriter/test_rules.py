@@ -149,7 +149,7 @@ def test_a_shard_map_has_the_dtypes_of_its_body():
     assert equations_of(amp(mapped), *args, primitive="pvary")
     found = dtypes_of(amp(mapped), *args, primitive=kinds)
     assert found == dtypes_of(amp(layers), *args, primitive=kinds)
-    assert {dtype for dtypes in found for dtype in dtypes} == {"float16"}
+    assert {dtype for dtypes in found for dtype in dtypes} == {"bfloat16"}
 
 
 SCOPED = {
@@ -215,7 +215,7 @@ def test_branches_agree():
         return lax.switch(i, branches, w, x)
 
     for i in range(3):
-        assert_close(amp(fn)(i, *arguments()), fn(i, *arguments()), jnp.float16)
+        assert_close(amp(fn)(i, *arguments()), fn(i, *arguments()), jnp.bfloat16)
 
 
 def test_platform_dependent_branches_stay_apart():
@@ -232,8 +232,8 @@ def test_platform_dependent_branches_stay_apart():
         return lax.platform_dependent(w, x, cpu=layer, tpu=on_tpu)
 
     args = arguments()
-    assert_all_in(jax.jit(amp(fn)), *args, dtype=jnp.float16, count=2)
-    assert_close(jax.jit(amp(fn))(*args), fn(*args), jnp.float16)
+    assert_all_in(jax.jit(amp(fn)), *args, dtype=jnp.bfloat16, count=2)
+    assert_close(jax.jit(amp(fn))(*args), fn(*args), jnp.bfloat16)
 
 
 def test_ppermute_fills_with_zeros():
@@ -245,4 +245,4 @@ def test_ppermute_fills_with_zeros():
 
     fn = sharded(shifted, check_vma=False)
     assert not np.asarray(fn(*arguments()))[0].any()
-    assert_close(amp(fn)(*arguments()), fn(*arguments()), jnp.float16)
+    assert_close(amp(fn)(*arguments()), fn(*arguments()), jnp.bfloat16)

@@ -166,7 +166,7 @@ def keyworded(w, *, x, mode="plain", flag=True, act=None, extra=None):
 def test_arguments_and_results_of_any_kind():
     """Keywords, strings, booleans, functions and None pass through unharmed."""
     out = amp(keyworded)(W, x=X, mode="other", act=jnp.tanh)
-    assert_close(out.pop("y"), jnp.tanh(X @ W), jnp.float16)
+    assert_close(out.pop("y"), jnp.tanh(X @ W), jnp.bfloat16)
     assert out == {"mode": "other", "none": None, "n": 3, "act": jnp.tanh}
     assert_identical(amp(keyworded)(W, x=X, flag=False)["y"], X)
     config = Config(jnp.sin, "sin")
@@ -189,7 +189,7 @@ def test_float64():
         actual, expected = run_on(fn, w64, w32)
         assert_identical(actual[:2], expected[:2])
         assert sorted(dtypes_of(amp(fn), w64, w32)) == [
-            ("float16", "float16"), ("float64", "float32"), ("float64", "float64")
+            ("bfloat16", "bfloat16"), ("float64", "float32"), ("float64", "float64")
         ]  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_numpy_and_scalar_inputs():
     """numpy arrays and scalars are arrays; Python scalars stay weak."""
     w = np.eye(3)  # float64, which JAX reads as float32
     actual, expected = run_on(lambda w, s: (jnp.tanh(w @ w) * s, w), w, np.float32(2))
-    assert_close(actual[0], expected[0], jnp.float16)
+    assert_close(actual[0], expected[0], jnp.bfloat16)
     loop = lambda w, n: lax.fori_loop(0, n, lambda _, c: c @ w, w)  # noqa: E731
     run_on(loop, w, np.int32(2))
     half = jnp.ones((3,), jnp.float16)
@@ -245,12 +245,12 @@ def test_closures():
     """Arrays and tracers of an enclosing transform may be closed over."""
     grad = jax.grad(lambda w: amp(lambda x: jnp.sum(jnp.tanh(x @ w)))(X))(W)
     expected = jax.grad(lambda w: jnp.sum(jnp.tanh(X @ w)))(W)
-    assert_close(grad, expected, jnp.float16, gradient=True)
-    assert_all_in(lambda x: amp(lambda: x @ W)(), X, dtype=jnp.float16, count=1)
+    assert_close(grad, expected, jnp.bfloat16, gradient=True)
+    assert_all_in(lambda x: amp(lambda: x @ W)(), X, dtype=jnp.bfloat16, count=1)
     inner = lambda w: lax.scan(  # noqa: E731
         lambda c, x: (c, amp(jax.jit(lambda x: x @ w))(x)), 0, X
     )[1].sum()
-    assert_close(jax.grad(inner)(W), jax.grad(lambda w: (X @ w).sum())(W), jnp.float16)
+    assert_close(jax.grad(inner)(W), jax.grad(lambda w: (X @ w).sum())(W), jnp.bfloat16)
 
 
 # --- amp_stop and scopes -------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_amp_stop_as_decorator_and_context():
         with amp_stop():
             return jnp.sum(y @ w)
 
-    half, full = ("float16",) * 2, ("float32",) * 2
+    half, full = ("bfloat16",) * 2, ("float32",) * 2
     assert dtypes_of(amp(fn), W, X) == [half, full, full]
     for grad in (jax.grad(amp(fn)), amp(jax.grad(fn))):
         found = dtypes_of(grad, W, X)
@@ -321,10 +321,10 @@ def test_amp_as_decorator():
         """Says something."""
         return w @ w
 
-    @amp(compute_dtype=jnp.bfloat16)
+    @amp(compute_dtype=jnp.float16)
     def other(w):
         return w @ w
 
     assert (plain.__name__, plain.__doc__) == ("plain", "Says something.")
-    assert_all_in(plain, W, dtype=jnp.float16, count=1)
-    assert_all_in(other, W, dtype=jnp.bfloat16, count=1)
+    assert_all_in(plain, W, dtype=jnp.bfloat16, count=1)
+    assert_all_in(other, W, dtype=jnp.float16, count=1)

@@ -35,7 +35,7 @@ def objects(wrt=nnx.Param, tx=None):
     "options",
     [
         {"compute_dtype": jnp.bfloat16},
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"compute_dtype": jnp.float16}, marks=pytest.mark.slow),
         pytest.param({"accum_steps": 2, "redo_on_nan": 2}, marks=pytest.mark.slow),
     ],
     ids=["bfloat16", "float16", "accumulated and redone"],

@@ -85,7 +85,8 @@ def loss_fn(model, batch):
 )
 def test_stacks(kind, dtype):
     """Every state of a stack moves, in half precision, and a bad step moves none."""
-    state = AmpTrainState.create(model=Net(nnx.Rngs(0), kind), tx=optax.adam(1e-2))
+    model = Net(nnx.Rngs(0), kind)
+    state = AmpTrainState.create(model=model, tx=optax.adam(1e-2), precision="16-mixed")
     step = make_train_step(loss_fn, compute_dtype=dtype, donate=False)
 
     after, metrics = step(state, make_batch())

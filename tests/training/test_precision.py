@@ -30,9 +30,18 @@ pytestmark = pytest.mark.once
 
 X = jnp.ones((2, 3))
 WORDS = {
-    "16-mixed": ("float16", init_scaler()),
     "bf16-mixed": ("bfloat16", no_scaler()),
+    "16-mixed": ("float16", init_scaler()),
     "32-true": ("float32", no_scaler()),
+}
+ALIASES = {
+    "bf16": "bf16-mixed",
+    "bfloat16": "bf16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "float16": "16-mixed",
+    "32": "32-true",
+    "float32": "32-true",
 }
 
 
@@ -100,7 +109,7 @@ MAKERS = {
 @pytest.mark.parametrize("word", [None, *WORDS])
 def test_a_word_says_dtype_and_scaler(word, maker):
     precision = {} if word is None else {"precision": word}
-    name, scaler = WORDS[word or "16-mixed"]
+    name, scaler = WORDS[word or "bf16-mixed"]
     others = {"float16", "bfloat16", "float32"} - {name}
     mine = static_scaler(8.0)
     for given, options, wanted, dtype in [
@@ -117,7 +126,28 @@ def test_a_word_says_dtype_and_scaler(word, maker):
 
 
 def test_there_are_no_other_words():
-    assert get_args(Precision) == tuple(WORDS)
+    assert get_args(Precision) == (*WORDS, *ALIASES)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_says_the_same(alias, maker):
+    name, scaler = WORDS[ALIASES[alias]]
+    dtypes, found = MAKERS[maker](None, {"precision": alias})
+    assert {x for step in dtypes for dot in step for x in dot} == {name}
+    assert jax.tree.map(float, found) == jax.tree.map(float, scaler)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_state_holds_the_word_of_an_alias(alias):
+    """So that steps of both are one program; a state made otherwise works as well."""
+    word = ALIASES[alias]
+    assert linen_state(precision=alias).precision == word
+    state = linear_state(precision="32-true").replace(precision=alias)
+    assert state.precision == word
+    odd = dataclasses.replace(state, precision=alias)
+    found = dtypes_of(make_train_step(linear_loss, jit=False), odd, linear_batch())
+    assert {x for dot in found for x in dot} == {WORDS[word][0]}
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -193,13 +223,17 @@ def test_a_restored_run_may_change_its_word(tmp_path):
             assert len(told) == ((old == "16-mixed") != (new == "16-mixed"))
 
 
-@pytest.mark.parametrize("word", ["fp16", "bfloat16", 16, None, jnp.float16], ids=str)
+@pytest.mark.parametrize("word", ["fp32", "float8", 16, None, jnp.float16], ids=str)
 def test_other_words_are_errors(word):
     def given_to(make, jit):
         state = dataclasses.replace(linear_state(), precision=word)
         return lambda: make(linear_loss, jit=jit)(state, linear_batch())
 
-    expected = f" is {word!r}; expected one of '16-mixed', 'bf16-mixed', '32-true': "
+    expected = (
+        f" is {word!r}; expected one of 'bf16-mixed', '16-mixed', '32-true': bfloat16, "
+        "float16 with a loss scaler, or float32; "
+        f"{', '.join(map(repr, ALIASES))} are short for them. Pass a dtype to the step"
+    )
     for name, call in [
         ("AmpTrainState.create: ", lambda: linen_state(precision=word)),
         ("AmpTrainState.create: ", lambda: nnx_state(precision=word)),
@@ -214,6 +248,8 @@ def test_other_words_are_errors(word):
 
 
 # float16 without a scale
+
+F16 = {"precision": "16-mixed"}
 
 
 def state_step(options, **precision):
@@ -234,14 +270,15 @@ def nnx_step(options, **precision):
 @pytest.mark.parametrize(
     "options, precision, warns",
     [
-        ({}, {"scaler": no_scaler()}, True),
-        ({"jit": False}, {"scaler": no_scaler()}, True),
+        ({}, F16 | {"scaler": no_scaler()}, True),
+        ({"jit": False}, F16 | {"scaler": no_scaler()}, True),
         ({"compute_dtype": jnp.float16}, {"precision": "bf16-mixed"}, True),
         ({"compute_dtype": "float16"}, {"precision": "32-true"}, True),
-        ({}, {"scaler": static_scaler(2.0**-3)}, True),
+        ({}, F16 | {"scaler": static_scaler(2.0**-3)}, True),
+        ({}, F16, False),
+        ({}, F16 | {"scaler": static_scaler(1024)}, False),
+        ({}, F16 | {"scaler": init_scaler(scaler=1.0)}, False),
         ({}, {}, False),
-        ({}, {"scaler": static_scaler(1024)}, False),
-        ({}, {"scaler": init_scaler(scaler=1.0)}, False),
         ({}, {"precision": "bf16-mixed"}, False),
         ({"compute_dtype": "bfloat16"}, {"scaler": no_scaler()}, False),
     ],

@@ -35,7 +35,7 @@ def pair_loss(model, batch):
 )
 def test_changes_and_gradients_are_those_of_nnx(lowered, has_aux, redo, compiled):
     fun = pair_loss if has_aux else loss_fn
-    fun = amp(fun) if lowered else fun
+    fun = amp(fun, compute_dtype=jnp.float16) if lowered else fun
     model, twin = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
     grad_fn = dynamic_scale_value_and_grad(fun, has_aux=has_aux, redo_on_nan=redo)
 

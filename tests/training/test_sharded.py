@@ -70,7 +70,7 @@ def nnx_loss(model, batch):
 def create(**options):
     scaler = init_scaler(scaler=2.0**8, patience=2)
     tx = optax.sgd(0.1, momentum=0.9)
-    return AmpTrainState.create(tx=tx, scaler=scaler, **options)
+    return AmpTrainState.create(tx=tx, precision="16-mixed", scaler=scaler, **options)
 
 
 def linen_state():

@@ -280,7 +280,9 @@ def test_bad_batches_do_not_drive_the_scale_to_its_floor():
         return cross_entropy(logits_of(params, batch["x"]), batch["y"])
 
     step = make_train_step(loss_fn)
-    state = AmpTrainState.create(params=params, tx=optax.adam(0.02))
+    state = AmpTrainState.create(
+        params=params, tx=optax.adam(0.02), precision="16-mixed"
+    )
     rng = np.random.default_rng(0)
     for i in range(80):
         rows = rng.integers(0, len(images), 64)

@@ -100,6 +100,7 @@ def test_loss_and_update_are_right_on_growing_and_skipped_steps():
     state = AmpTrainState.create(
         params={"w": jnp.float32(1)},
         tx=optax.sgd(1.0),
+        precision="16-mixed",
         scaler=init_scaler(scaler=2.0**4, patience=1),
     )
     step = make_train_step(loss)

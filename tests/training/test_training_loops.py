@@ -90,7 +90,7 @@ def gan_states():
     generator = Generator().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
     critic = Critic().init(jax.random.key(1), jnp.ones((1, 2)))["params"]
     return tuple(
-        AmpTrainState.create(params=params, tx=optax.adam(1e-2))
+        AmpTrainState.create(params=params, tx=optax.adam(1e-2), precision="16-mixed")
         for params in (generator, critic)
     )
 
