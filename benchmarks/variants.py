@@ -181,7 +181,7 @@ def _amp_step(
             params=others.pop("params"),
             variables=others,
             tx=OPTIMIZER,
-            scaler=flax_amp.init_scaler() if scaling else flax_amp.no_scaler(),
+            precision="16-mixed" if scaling else "bf16-mixed",
         )
 
     def step(carry, batch):

@@ -84,9 +84,7 @@ def train_in_place(model, wrt, images):
     """Does the same with an `nnx.Optimizer`, and updates the model in place."""
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=wrt)
     scaler = None  # at first: that of the precision
-    train_step = flax_amp.make_nnx_train_step(
-        loss_fn, precision="16-mixed", amp_policy=POLICY
-    )
+    train_step = flax_amp.make_nnx_train_step(loss_fn, amp_policy=POLICY)
     for batch in batches(images):
         scaler, _ = train_step(model, optimizer, scaler, batch)
     return model

@@ -39,7 +39,9 @@ def loss_fn(params, batch):
 
 def create_state():
     params = Network().init(jax.random.key(0), jnp.ones((1, 8, 8, 1)))["params"]
-    return flax_amp.AmpTrainState.create(params=params, tx=optax.adamw(3e-3))
+    return flax_amp.AmpTrainState.create(
+        params=params, tx=optax.adamw(3e-3), precision="16-mixed"
+    )
 
 
 # Each rule returns where a leaf of the state lies: parameters, moments and scaler.

@@ -43,6 +43,7 @@ def create_state(peak):
         variables={"batch_stats": variables["batch_stats"]},
         rngs={"dropout": jax.random.key(1)},
         tx=optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(rate)),
+        precision="16-mixed",
     )
 
 

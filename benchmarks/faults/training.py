@@ -66,6 +66,7 @@ def new_state(width: int) -> AmpTrainState:
         variables=variables,
         rngs={"dropout": jax.random.key(2)},
         tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        precision="16-mixed",
         scaler=init_scaler(patience=3),
     )
 
