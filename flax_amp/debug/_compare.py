@@ -155,7 +155,7 @@ class _Call:
         for name, options in settings.items():
             rows.append(self._run(programs, name, options)[0])
         tried = self._remedies(programs, first, modules, remedies) if remedies else ()
-        return Comparison(
+        found = Comparison(
             name=self.target.name,
             compute_dtype=self.options["compute_dtype"].name,
             scale=self.scale,
@@ -166,6 +166,11 @@ class _Call:
             remedies=tuple(tried),
             notes=(*notes, *_notes(programs)),
         )
+        # What mends comes first; a large error may matter little to the gradients.
+        enough = self._threshold
+        left = {run.name: max(run.gradient_error, enough) for run in found.helpful}
+        modules.sort(key=lambda module: left.get(module.path, math.inf))
+        return dataclasses.replace(found, modules=tuple(modules))
 
     @property
     def _threshold(self) -> float:
@@ -257,13 +262,15 @@ class _Call:
         return fitting if is_large or is_small and fitting > self.scale else self.scale
 
     def _entries(self, programs: Programs, worst: list[str]) -> Iterator[Setting]:
-        """Tries float32 for each of the worst modules, and for all of them."""
+        """Tries float32 for the worst modules, then for all if none is enough."""
         policy = self.options["amp_policy"]
         policy = default_amp_policy if policy is None else policy
         groups = {path: [path] for path in worst}
-        if worst[1:]:
-            groups[f"all {len(worst)}"] = worst
+        groups |= {f"all {len(worst)}": worst} if worst[1:] else {}
+        is_enough = False
         for name, paths in groups.items():
+            if is_enough and len(paths) > 1:
+                break
             entries = {glob.escape(path): jnp.float32 for path in paths}
             line = ", ".join(f'"{key}": jnp.float32' for key in entries)
             scopes = set().union(*(programs.marked.scopes[p] for p in paths))
@@ -274,7 +281,9 @@ class _Call:
             with warnings.catch_warnings():
                 # The policy is not the user's.
                 warnings.simplefilter("ignore", PolicyWarning)
-                yield self._run(programs, name, options, line)[0]
+                found = self._run(programs, name, options, line)[0]
+            is_enough |= found.gradient_error <= self._threshold
+            yield found
 
 
 def _stronger(policy: PolicyEntries, entries: Any, every: Any) -> set[Any]:
@@ -302,6 +311,8 @@ def _notes(programs: Programs) -> Iterator[str]:
     values = programs.reference.values
     makers: dict[int, set[str]] = {}
     for name, edge in programs.marked.edges.items():
+        if edge.maker is None:  # a parameter
+            continue
         size = values[name].dtype.itemsize
         makers.setdefault(size, set()).add(edge.maker or "(outside of modules)")
     if 2 in makers:

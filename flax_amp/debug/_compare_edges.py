@@ -7,12 +7,13 @@ edges of a user's jaxpr by `checkpoint_name`, an identity:
     y = dot h w  in Block_1     =>      h' = name[edge 3] h
                                         y = dot h' w       in Block_1
 
-The names stay in the program that `amp` makes of it, so that the edges of both programs
+A parameter that several modules read passes along an edge to each of them, so that what
+each adds to its gradient is known. The names stay in the program that `amp` makes of it, so that the edges of both programs
 can be compared, whatever `amp` does between them.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -38,12 +39,12 @@ class Edge(NamedTuple):
     """Where a value passes from one module to another.
 
     Attributes:
-      maker: the path of the module that computes it.
+      maker: the path of the module that computes it; `None` for a parameter.
       reader: the path of the module that reads it; `None` for the loss.
       times: how often it passes: the lengths of the loops around it, multiplied.
     """
 
-    maker: str
+    maker: str | None
     reader: str | None
     times: int
 
@@ -55,13 +56,13 @@ class Marked:
     Attributes:
       jaxpr: the program.
       edges: the edges, by name.
-      owners: the module that reads an input first, by the input's index.
+      readers: the modules that read an input, the first one first, by its index.
       scopes: the scopes of the code of each module, by its path.
     """
 
     jaxpr: Any = None
     edges: dict[str, Edge] = dataclasses.field(default_factory=dict)
-    owners: dict[int, str] = dataclasses.field(default_factory=dict)
+    readers: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     scopes: dict[str, set[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
 
@@ -77,12 +78,23 @@ def bodies(eqn: Eqn) -> tuple[Jaxpr, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-def mark(closed: Jaxpr) -> Marked:
-    """Marks the edges of a program whose first result is the loss."""
+def mark(closed: Jaxpr, trained: Sequence[bool]) -> Marked:
+    """Marks the edges of a program whose first result is the loss.
+
+    Args:
+      closed: the program.
+      trained: which of its inputs are parameters.
+    """
+    readers = _marked(closed, frozenset()).readers
+    shared = {i for i, paths in readers.items() if trained[i] and paths[1:]}
+    return _marked(closed, shared)
+
+
+def _marked(closed: Jaxpr, shared: Set[int]) -> Marked:
     marked = Marked()
     jaxpr, consts = _compat.open_jaxpr(closed)
     inputs: dict[Var, tuple[int, ...]] = {v: (i,) for i, v in enumerate(jaxpr.invars)}
-    body = _Body(marked, jaxpr, inputs, Place())
+    body = _Body(marked, shared, jaxpr, inputs, Place())
     body.mark()
     loss = body.read(jaxpr.outvars[0], None)
     outvars = [loss, *jaxpr.outvars[1:]]
@@ -97,12 +109,14 @@ class _Body:
     """A jaxpr that is being marked.
 
     Attributes:
+      shared: the indices of the parameters that several modules read.
       leaves: its variables that are inputs of the program, or only move their data,
         with the indices of these inputs. They are not computed, and pass unmarked.
       place: where it stands.
     """
 
     marked: Marked
+    shared: Set[int]
     jaxpr: Jaxpr
     leaves: dict[Var, tuple[int, ...]]
     place: Place
@@ -123,27 +137,40 @@ class _Body:
             self.marked.scopes.setdefault(path, set()).add(scopes)
             sources = [self._leaf(v) for v in eqn.invars]
             known = [source for source in sources if source is not None]
+            indices = sum(known, ())
+            invars = [self.read(v, path) for v in eqn.invars]
             moves = eqn.primitive.name in _MOVES
             if moves and known and len(known) == len(sources):
-                self.leaves |= dict.fromkeys(eqn.outvars, sum(known, ()))
-            if eqn.primitive.name in _BODIES:
+                self.leaves |= dict.fromkeys(eqn.outvars, indices)
+            elif eqn.primitive.name in _BODIES:
                 eqn = self._with_bodies(eqn, sources)
-            elif not moves:
-                for index in sum(known, ()):
-                    self.marked.owners.setdefault(index, path)
-            eqn = eqn.replace(invars=[self.read(v, path) for v in eqn.invars])
-            self.eqns.append(eqn)
+            else:
+                for index in indices:
+                    paths = self.marked.readers.setdefault(index, [])
+                    paths += [path] * (path not in paths)
+                invars = [self._read_leaf(v, path) for v in invars]
+            self.eqns.append(eqn.replace(invars=invars))
             self.paths |= dict.fromkeys(eqn.outvars, path)
 
     def read(self, atom: Atom, reader: str | None) -> Atom:
         """Returns what a module reads in place of a variable."""
         if self._leaf(atom) is not None or self.paths[atom] == reader:
             return atom
+        return self._edge(atom, self.paths[atom], reader)
+
+    def _read_leaf(self, atom: Atom, reader: str) -> Atom:
+        """Returns what a module reads in place of a parameter."""
+        indices = self._leaf(atom) or ()
+        return (
+            atom if self.shared.isdisjoint(indices) else self._edge(atom, None, reader)
+        )
+
+    def _edge(self, atom: Atom, maker: str | None, reader: str | None) -> Atom:
         if not jnp.issubdtype(atom.aval.dtype, jnp.floating) or not atom.aval.size:
             return atom
         if (atom, reader) not in self._names:
             name = f"{_PREFIX}{len(self.marked.edges)}"
-            self.marked.edges[name] = Edge(self.paths[atom], reader, self.place.times)
+            self.marked.edges[name] = Edge(maker, reader, self.place.times)
             struct = _compat.struct_of(atom.aval, atom.aval.dtype)
             traced = jax.make_jaxpr(lambda x: checkpoint_name(x, name))(struct)
             (eqn,) = _compat.open_jaxpr(traced)[0].eqns
@@ -167,7 +194,9 @@ class _Body:
             jaxpr, _ = _compat.open_jaxpr(closed)
             pairs = zip(jaxpr.invars, sources, strict=True)
             leaves = {v: source for v, source in pairs if source is not None}
-            body = _Body(self.marked, jaxpr, leaves, self.place.within(eqn))
+            body = _Body(
+                self.marked, self.shared, jaxpr, leaves, self.place.within(eqn)
+            )
             body.mark()
             outvars = [body.read(v, body.path) for v in jaxpr.outvars]
             jaxpr = jaxpr.replace(eqns=body.eqns, outvars=outvars)

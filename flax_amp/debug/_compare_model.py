@@ -5,6 +5,8 @@ import math
 import os
 from typing import Any, NamedTuple
 
+_HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
+
 
 class Errors(NamedTuple):
     """Relative L2 errors against float32; `None` where there is nothing to compare.
@@ -92,12 +94,14 @@ class Comparison:
       compute_dtype: the dtype of low-precision values.
       scale: the scale of the loss.
       loss: the loss in float32 and in this precision.
-      modules: the modules, the most harmful first.
+      modules: the modules, the most harmful first; before them come those whose
+        remedy helps, the best one first.
       threshold: the harm from which on a remedy is tried.
       settings: the program as it is, and then with the other settings asked for.
       remedies: the program with a scale at which gradients fit into float16, if they
         do not; unless that is enough, then with entries of the policy that run the
-        worst modules in float32, one by one and then all together.
+        worst modules in float32, one by one and, if none of them is enough, all
+        together.
       notes: what limits these figures.
     """
 
@@ -110,6 +114,18 @@ class Comparison:
     settings: tuple[Setting, ...]
     remedies: tuple[Setting, ...]
     notes: tuple[str, ...]
+
+    @property
+    def helpful(self) -> list[Setting]:
+        """The remedies that help; if some are enough, only those."""
+        before = self.settings[0].gradient_error
+        found = []
+        for run in self.remedies:
+            if run.gradient_error < _HELPS * before:
+                found.append(run)
+            if not run.policy:  # the entries that follow build on a scale that helps
+                before = min(before, run.gradient_error)
+        return [r for r in found if r.gradient_error <= self.threshold] or found
 
     def report(self, *, top: int = 12) -> str:
         """Returns the report as text.

@@ -48,7 +48,7 @@ class Programs:
     @functools.cached_property
     def marked(self) -> Marked:
         """The program with marked edges."""
-        return mark(self.closed)
+        return mark(self.closed, self.trained)
 
     @functools.cached_property
     def reference(self) -> Passed:
@@ -127,13 +127,16 @@ class Programs:
     def _by_module(self, measure: Callable[[str, Any], Any]) -> _ByModule:
         found: _ByModule = defaultdict(lambda: ([], [], []))
         for name, edge in self.marked.edges.items():
-            found[edge.maker][0].append(measure("values", name))
+            if edge.maker is not None:
+                found[edge.maker][0].append(measure("values", name))
             if edge.reader is not None:
-                found[edge.reader][1].append(measure("cotangents", name))
+                side = 1 if edge.maker is not None else 2
+                found[edge.reader][side].append(measure("cotangents", name))
         inputs = [i for i, is_trained in enumerate(self.trained) if is_trained]
         for i, index in enumerate(inputs):
-            path = self.marked.owners.get(index, "")
-            found[path][2].append(measure("gradients", i))
+            path, *others = self.marked.readers.get(index, [""])
+            if not others:  # what each of several readers adds passes along an edge
+                found[path][2].append(measure("gradients", i))
         return jax.device_get(dict(found))
 
 

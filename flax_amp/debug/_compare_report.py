@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
 from flax_amp.debug._terminal import report_width, size
 
-_HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
-
 
 def as_text(found: Comparison, top: int) -> str:
     """Returns the report; `top` is how many modules to show."""
@@ -82,27 +80,16 @@ def _run(run: Setting) -> list[str]:
     ]
 
 
-def _helpful(found: Comparison) -> list[Setting]:
-    """Returns the remedies that help; if some are enough, only those."""
-    before = found.settings[0].gradient_error
-    helpful = []
-    for run in found.remedies:
-        if run.gradient_error < _HELPS * before:
-            helpful.append(run)
-        if not run.policy:  # the entries that follow build on a scale that helps
-            before = min(before, run.gradient_error)
-    return [r for r in helpful if r.gradient_error <= found.threshold] or helpful
-
-
 def _advice(found: Comparison) -> Iterator[str]:
-    helpful = _helpful(found)
+    helpful = found.helpful
     if found.remedies and not helpful:
         yield "\nNone of them helps: the gradients stay as wrong as they are."
     for scale in {run.scale for run in helpful} - {found.scale}:
         yield f"\nScale the loss: flax_amp.init_scaler(scaler={scale:.8g})."
     entries = [run.policy for run in helpful if run.policy]
     if entries:
-        yield "\nAdd to amp_policy, as {...} | flax_amp.default_amp_policy:"
+        what = "Add one of these" if entries[1:] else "Add"
+        yield f"\n{what} to amp_policy, as {{...}} | flax_amp.default_amp_policy:"
         yield from (f"  {line}" for line in entries)
 
 

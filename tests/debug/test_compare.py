@@ -160,7 +160,7 @@ def test_the_whole_model_in_float32_is_no_remedy():
 
     found = in_float16(model, scale=1)(SQUARE, batch(), jnp.full((1, WIDTH), 500.0))
     assert found.modules[0].path == "net" and found.modules[0].harm > found.threshold
-    assert [run.policy for run in found.remedies] == ['"net/a": jnp.float32']
+    assert not found.remedies
 
 
 @pytest.mark.once
