@@ -8,8 +8,9 @@ edges of a user's jaxpr by `checkpoint_name`, an identity:
                                         y = dot h' w       in Block_1
 
 A parameter that several modules read passes along an edge to each of them, so that what
-each adds to its gradient is known. The names stay in the program that `amp` makes of it, so that the edges of both programs
-can be compared, whatever `amp` does between them.
+each adds to its gradient is known. The names stay in the program that `amp` makes of
+it, so that the edges of both programs can be compared, whatever `amp` does between
+them.
 """
 
 import dataclasses

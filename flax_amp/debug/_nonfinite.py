@@ -4,10 +4,11 @@ import bisect
 import contextlib
 import dataclasses
 import glob
+import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,14 +35,14 @@ from flax_amp.debug._nonfinite_arrays import is_finite, kinds
 from flax_amp.debug._nonfinite_model import (
     MAX_EXAMPLES,
     BadInput,
-    Finding,
     NonfiniteReport,
     Verdict,
 )
-from flax_amp.debug._nonfinite_run import Cause, Runner, first_of
+from flax_amp.debug._nonfinite_run import Cause, Runner, first_of, module_paths
 from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
 
-_MAX_POLICIES = 4  # the most that are tried
+_MAX_POLICIES = 4  # the most that are tried of modules where faults are found
+_MAX_CULPRITS = 2  # the most modules elsewhere, each found by bisection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +164,22 @@ class _Fault(NamedTuple):
 
     cause: Cause
     reached: tuple[str, ...]
+
+
+class _Trial(NamedTuple):
+    """A run with a policy.
+
+    Attributes:
+      keys: its keys for modules in float32.
+      is_first: whether they come before those of the user.
+      left: what is not finite with it.
+      is_mended: whether that is nothing, or only due to the scale.
+    """
+
+    keys: tuple[str, ...]
+    is_first: bool
+    left: _Fault | None
+    is_mended: bool
 
 
 class _Search:
@@ -318,46 +335,68 @@ class _Search:
         return advice.for_scale(max(scale / factor**skips, 1.0), skips, scaler)
 
     def _precision(self, fault: _Fault) -> NonfiniteReport:
-        """Looks for a policy that keeps the modules at fault in float32.
-
-        Each trial adds the module of what is left, or one around it.
-        """
-        given = self._options.amp_policy
-        base = default_amp_policy if given is None else given
-        keys: list[str] = []
-        left = fault
-        for _ in range(_MAX_POLICIES):
-            keys = _with_module(keys, left.cause.finding)
-            if not keys:
-                break
-            entries = {glob.escape(key): jnp.float32 for key in keys}
-            # Of several keys that match one scope, the first in the policy decides.
-            is_first = Policy(base).names_scopes and not base.keys() & entries.keys()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                programs = self._trace(
-                    self._options.compute_dtype,
-                    {**entries, **base} if is_first else {**base, **entries},
-                )
-            found = self._run(programs, self._options.scale)
-            if found is None or self._is_of_scale(programs, found):
+        """Looks for a policy that keeps the modules at fault in float32."""
+        for trial in itertools.chain(self._following(fault), self._narrowing()):
+            if trial.is_mended:
+                own = self._options.amp_policy is not None
                 return self._make(
                     "precision",
-                    advice.for_policy(entries, own=given is not None, first=is_first),
+                    advice.for_policy(trial.keys, own=own, first=trial.is_first),
                     fault,
-                    policy=tuple((key, "float32") for key in entries),
-                    notes=() if found is None else (advice.SCALE_LEFT,),
+                    policy=tuple((key, "float32") for key in trial.keys),
+                    notes=() if trial.left is None else (advice.SCALE_LEFT,),
                 )
-            left = found
         return self._make("precision", advice.NO_POLICY, fault)
 
+    def _try(self, modules: Sequence[str]) -> _Trial:
+        """Runs the loss with modules in float32."""
+        given = self._options.amp_policy
+        base = default_amp_policy if given is None else given
+        entries = {glob.escape(module): jnp.float32 for module in modules}
+        # Of several keys that match one scope, the first in the policy decides.
+        is_first = Policy(base).names_scopes and not base.keys() & entries.keys()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            programs = self._trace(
+                self._options.compute_dtype,
+                {**entries, **base} if is_first else {**base, **entries},
+            )
+        left = self._run(programs, self._options.scale)
+        is_mended = left is None or self._is_of_scale(programs, left)
+        return _Trial((*entries,), is_first, left, is_mended)
 
-def _with_module(keys: list[str], finding: Finding | None) -> list[str]:
-    """Adds the module of a finding, or one around it; returns none if there is none."""
-    key = finding.path if finding else ""
-    while key in keys:
-        key = key.rpartition("/")[0]
-    return [*(k for k in keys if not k.startswith(f"{key}/")), key] if key else []
+    def _following(self, fault: _Fault) -> Iterator[_Trial]:
+        """Tries the module at fault, and with it the one of what is left."""
+        modules: list[str] = []
+        left: _Fault | None = fault
+        for _ in range(_MAX_POLICIES):
+            path = left.cause.finding.path if left and left.cause.finding else ""
+            if path in ("", *modules):
+                return  # it is the victim of another one
+            inside = f"{path}/"
+            modules = [*(m for m in modules if not m.startswith(inside)), path]
+            trial = self._try(modules)
+            yield trial
+            left = trial.left
+
+    def _narrowing(self) -> Iterator[_Trial]:
+        """Tries the last modules of the program, as few as mend it.
+
+        The first of them is needed for that, alone or with one more.
+        """
+        forward = self._trace(self._options.compute_dtype, self._options.amp_policy)[0]
+        modules = [*dict.fromkeys(module_paths(forward.closed))]
+        found: list[str] = []
+        for _ in range(_MAX_CULPRITS):
+            count = bisect.bisect_left(
+                range(len(modules)),
+                True,
+                key=lambda n: self._try([*found, *modules[~n:]]).is_mended,
+            )
+            if count == len(modules):
+                return
+            found.append(modules[~count])
+            yield self._try(found)
 
 
 def _widen(x: Array) -> Array:

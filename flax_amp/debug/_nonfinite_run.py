@@ -20,7 +20,7 @@ a whole first, and once more equation by equation only if a result is not finite
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,6 +119,16 @@ class Place:
     def within(self, note: str) -> "Place":
         """Returns the place of one iteration of a loop, or of one branch."""
         return dataclasses.replace(self, inside=(*self.inside, note))
+
+
+def module_paths(closed: Jaxpr, place: Place = Place()) -> Iterator[str]:
+    """Yields the modules of a program as it runs, outer ones before those inside."""
+    for eqn in _compat.open_jaxpr(closed)[0].eqns:
+        at = place.of(eqn)
+        names = module_path(at.scopes).split("/")
+        yield from filter(None, map("/".join, itertools.accumulate(zip(names))))
+        for body in jaxprs_in_params(eqn.params):
+            yield from module_paths(body, at)
 
 
 def _scopes(eqn: Eqn) -> tuple[str, ...]:

@@ -1,0 +1,92 @@
+"""`find_nonfinite`: the policy names what mends, not the victim or the whole model."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flax_amp import default_amp_policy, find_nonfinite
+
+scope = jax.named_scope
+W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+X = jax.random.normal(jax.random.key(1), (8, 16))
+
+
+def rounded_to_zero(y, w):
+    """Float16 has no number between 3000 and 3002."""
+    return (jnp.maximum(y @ w, 0.25) + 3000.0) - 3000.0
+
+
+def victim_behind(w, x):
+    with scope("before"):
+        y = jnp.tanh(x @ w)
+    with scope("cancels"):
+        z = rounded_to_zero(y, w)
+    with scope("mixes"):
+        z = z @ jnp.abs(w)
+    with scope("victim"):
+        return jnp.log(z).mean()
+
+
+def two_culprits(w, x):
+    with scope("first"):
+        z = rounded_to_zero(x, w)
+    with scope("mixes"):
+        z = z @ jnp.abs(w)
+    with scope("second"):
+        u = rounded_to_zero(x, w)
+    with scope("mixes_too"):
+        u = u @ jnp.abs(w)
+    with scope("victim"):
+        return jnp.log(z).mean() + jnp.log(u).mean()
+
+
+def victim_in_front(w, x):
+    """The gradient of `culprit` is too large for its own products, and for these."""
+    with scope("in_front"):
+        y = jnp.tanh(x @ w) @ (w * 100)
+    with scope("culprit"):
+        return jnp.sin(y @ w * 3e4).sum()
+
+
+def backward_alone(w, x):
+    with scope("overflows"):
+        y = jnp.tanh(x @ w) @ (w * 100)
+    with scope("between"):
+        y = jnp.tanh(y)
+    with scope("large"):
+        return (jnp.sin(y @ w * 2e3) @ w).sum()
+
+
+def overflows(w, x):
+    with scope("large"):
+        y = jnp.tanh(x @ w) * 6e4
+    with scope("overflows"):
+        y = y @ w
+    with scope("too"):
+        y = y @ w
+    with scope("last"):
+        return (y * 1e-6).mean()
+
+
+# A program, where its fault is found, and the modules that mend it.
+PROGRAMS = {
+    "a victim behind": (victim_behind, "victim", ["mixes"]),
+    "two culprits": (two_culprits, "victim", ["mixes", "mixes_too"]),
+    "a victim in front": (victim_in_front, "culprit", ["in_front", "culprit"]),
+    "in the backward pass": (backward_alone, "overflows", ["overflows"]),
+    "in the forward pass": (overflows, "overflows", ["overflows", "too"]),
+}
+
+
+@pytest.mark.parametrize("fun, place, mending", PROGRAMS.values(), ids=PROGRAMS)
+def test_the_policy_is_for_what_mends(fun, place, mending):
+    def loss(w, x):
+        with scope("net"):
+            return fun(w, x)
+
+    found = find_nonfinite(loss, compute_dtype=jnp.float16)(W, X)
+    assert found.verdict == "precision" and found.finding.path == f"net/{place}"
+    assert found.policy == tuple((f"net/{name}", "float32") for name in mending)
+    policy = default_amp_policy | {key: jnp.float32 for key, _ in found.policy}
+    again = find_nonfinite(loss, compute_dtype=jnp.float16, amp_policy=policy)(W, X)
+    assert again.verdict == "nothing"
