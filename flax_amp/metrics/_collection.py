@@ -116,10 +116,16 @@ class StepMetrics(clu_metrics.Collection):
           metrics: what the step returned, and scalars of your own.
 
         Raises:
-          TypeError: if a value is no number, array or metric, such as a string.
+          TypeError: if it is no mapping, or if a value is no number, array or metric,
+            such as a string.
           ValueError: if `grads_finite` is not in it or is no scalar, or if the names
             are not those of the steps before.
         """
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"StepMetrics.add: got {type(metrics).__name__}; expected the metrics "
+                "that make_train_step or make_nnx_train_step returns, a dict."
+            )
         try:
             return _add(self, dict(metrics))
         except TypeError:  # only then, as looking at each value takes time

@@ -72,6 +72,7 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
 
     Raises:
       FileNotFoundError: if there is no `metrics.jsonl`.
+      ValueError: if a step or a value is no number, such as a text.
     """
     path = Path(run)
     path = path / _NAME if path.is_dir() else path
@@ -96,13 +97,25 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each whole line, as it is and decoded."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
+        for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
             except ValueError:
                 continue
             if text.endswith("\n") and isinstance(line, dict):
+                _check_numbers(line, f"{path}:{number}")
                 yield text, line
+
+
+def _check_numbers(line: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError unless the values of a line with a step are numbers."""
+    for name, value in line.items() if "step" in line else ():
+        is_gap = value is None and name != "step"
+        if not (is_gap or isinstance(value, int | float)):
+            raise ValueError(
+                f"{where}: {name!r} is {value!r}; expected a number, as JsonlWriter "
+                "writes it. Correct or remove this line."
+            )
 
 
 def _drop_cut_line(path: Path) -> None:

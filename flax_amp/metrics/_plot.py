@@ -56,8 +56,8 @@ def plot(
     Raises:
       FileNotFoundError: if a run has no `metrics.jsonl`, or `out` no folder.
       ImportError: if matplotlib is not installed.
-      ValueError: if no run is given, if the runs have logged none of these metrics, or
-        if the format is unknown.
+      ValueError: if no run is given, if the runs have logged none of these metrics, if
+        a step or a value of them is no number, or if the format is unknown.
     """
     try:
         from matplotlib.figure import Figure

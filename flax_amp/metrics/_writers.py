@@ -180,6 +180,11 @@ def to_numbers(scalars: Scalars) -> dict[str, Any]:
             raise TypeError(
                 f"write_scalars: {name!r} is the name of a scalar; expected a string."
             )
+        if name.splitlines() != [name]:
+            raise ValueError(
+                f"write_scalars: a scalar is named {name!r}; expected a text of one "
+                "line. Rename it."
+            )
         if name in ("step", "wall_time"):
             raise ValueError(
                 f"write_scalars: a scalar is named {name!r}, which is what "

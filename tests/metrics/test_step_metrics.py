@@ -283,6 +283,9 @@ def test_messages():
     for window in (StepMetrics.empty(), gather([report(1.0)])):
         with pytest.raises(TypeError, match=r"'note' is 'x'; expected a number.*Leave"):
             window.add(report(1.0, note="x"))
+    for given, name in ((None, "NoneType"), (({}, {}), "tuple"), (1.0, "float")):
+        with pytest.raises(TypeError, match=f"add: got {name}; expected the metrics"):
+            StepMetrics.empty().add(given)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         flax_amp.metrics.nothing  # noqa: B018
     assert "StepMetrics" in dir(flax_amp.metrics)

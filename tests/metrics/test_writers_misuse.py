@@ -91,6 +91,8 @@ BAD = {
     "key": (1, {1: 1.0}, TypeError, "1 is the name of a scalar; expected a string"),
     "step": (1, {"step": 1}, ValueError, "named 'step', which.*another name. Rename"),
     "time": (1, {"wall_time": 1}, ValueError, "a scalar is named 'wall_time'"),
+    "lines": (1, {"a\nb": 1}, ValueError, r"is named 'a\\nb'; expected.*one line"),
+    "no name": (1, {"": 1}, ValueError, "is named ''; expected a text of one line"),
     "2.5": (2.5, {}, TypeError, "step is 2.5; expected an integer"),
     "3.0": (3.0, {}, TypeError, "step is 3.0; expected an integer"),
     "text": ("4", {}, TypeError, "step is '4'; expected an integer"),
@@ -120,6 +122,27 @@ def test_a_first_step_is_an_integer(tmp_path, make, bad):
     with pytest.raises(TypeError, match="first_step is .*; expected an integer"):
         make(tmp_path, first_step=BAD[bad][0])
     assert metrics.read(tmp_path)["x"] == [(1, 1.0)]
+
+
+@pytest.mark.parametrize("line", ['"step": "4"', '"step": null', '"step": [1]'])
+@pytest.mark.parametrize("more", ['"loss": 1.0', '"loss": "x"', ""])
+def test_a_log_of_others(tmp_path, line, more):
+    """Texts as steps, or as values, in a file that something else has written."""
+    path = tmp_path / "metrics.jsonl"
+    good = '{"step": 1, "loss": null, "ok": true}\n{"hparams": {"name": "x"}}\n'
+    path.write_text(good + f"{{{line}{', ' * bool(more)}{more}}}\n")
+    for call in (
+        lambda: metrics.read(tmp_path),
+        lambda: metrics.plot(tmp_path),
+        lambda: metrics.JsonlWriter(tmp_path, first_step=2),
+    ):
+        with pytest.raises(ValueError, match=r"jsonl:3: 'step' is .*; expected a numb"):
+            call()
+    path.write_text(good + '{"step": 2, "loss": "x"}\n')
+    with pytest.raises(ValueError, match="jsonl:3: 'loss' is 'x'; expected a number"):
+        metrics.plot(tmp_path)
+    path.write_text(good)
+    assert set(metrics.read(tmp_path)) == {"loss", "ok"}
 
 
 def test_numbers_of_all_kinds(tmp_path):
