@@ -41,8 +41,9 @@ def plot(
     """Draws what runs have logged, one below the other, over the same steps.
 
     Drawn are all metrics named `loss`, `scale`, `grad_norm`, `learning_rate` or
-    `skip_rate`, also with a prefix: `train/loss`. Where steps were skipped, the scale
-    has a cross, and in the picture of a single run the background is red. NaN is a gap.
+    `skip_rate`, also with a prefix: `train/loss`, but no scale that is 1 throughout.
+    Where steps were skipped, the scale has a cross, and in the picture of a single run
+    the background is red; a dot is the mean of the finite steps there. NaN is a gap.
 
     Args:
       runs: the folders of the runs, as `create_writer` gets them.
@@ -156,7 +157,10 @@ def _find_lines(runs: Sequence[str | os.PathLike[str]]) -> dict[str, list[Line]]
                 names = (label * (len(runs) > 1), prefix.rstrip("/"))
                 look = (color, style, names, skipped, int(totals[-1][1]))
                 lines.append(Line(steps, values, *look))
-    return {name: lines for name, lines in panels.items() if lines}
+    panels = {name: lines for name, lines in panels.items() if lines}
+    if len(panels) > 1 and all((x.values == 1).all() for x in panels.get("scale", ())):
+        panels.pop("scale", None)  # nothing is scaled
+    return panels
 
 
 def _draw(axes: Any, name: str, lines: Sequence[Line], *, is_single: bool) -> None:
@@ -170,7 +174,7 @@ def _draw(axes: Any, name: str, lines: Sequence[Line], *, is_single: bool) -> No
         look: dict[str, Any] = dict(ls=line.style, color=line.color, lw=1.3)
         if name == "skip_rate":  # a rate is that of the steps before
             look["drawstyle"] = "steps-pre"
-        dots = None if few else _lone(line)
+        dots = None if few else _dots(line, name)
         axes.plot(
             line.steps, line.values, marker="o", markersize=2.5, markevery=dots, **look
         )
@@ -194,19 +198,24 @@ def _draw(axes: Any, name: str, lines: Sequence[Line], *, is_single: bool) -> No
 def _note_skips(axes: Any, panels: dict[str, list[Line]], *, is_single: bool) -> None:
     """Says what the crosses are, and how many steps were skipped."""
     every = [line for lines in panels.values() for line in lines]
-    if any(line.skipped.any() for line in every):
+    has_crosses = any(line.skipped.any() for line in panels.get("scale", ()))
+    marks = ["red"] * is_single + ["×"] * has_crosses
+    if marks and any(line.skipped.any() for line in every):
         count = max(line.total for line in every) if is_single else 0
         what = (
             f"{count:,} step{'s' * (count > 1)} skipped" if count else "steps skipped"
         )
-        note, color = ("red, ×", _RED) if is_single else ("×", "#444")
-        axes.set_title(f"{note}: {what}", loc="right", fontsize=8.5, color=color)
+        color = _RED if is_single else "#444"
+        note = f"{', '.join(marks)}: {what}"
+        axes.set_title(note, loc="right", fontsize=8.5, color=color)
 
 
-def _lone(line: Line) -> list[int]:
-    """Returns the points that no line leads to, as NaN stands on both sides."""
+def _dots(line: Line, name: str) -> list[int]:
+    """Returns the points with NaN on both sides, and means beside skipped steps."""
     seen = np.pad(np.isfinite(line.values), 1)
-    return np.flatnonzero(seen[1:-1] & ~seen[:-2] & ~seen[2:]).tolist()
+    is_alone = ~seen[:-2] & ~seen[2:]
+    is_mean = line.skipped & (name in ("loss", "grad_norm"))
+    return np.flatnonzero(seen[1:-1] & (is_alone | is_mean)).tolist()
 
 
 def _spans(line: Line) -> Iterator[tuple[float, float]]:

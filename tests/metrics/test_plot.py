@@ -10,6 +10,7 @@ import matplotlib
 import pytest
 
 from flax_amp import __main__, metrics
+from flax_amp.metrics import _plot
 
 pytestmark = pytest.mark.once
 
@@ -59,7 +60,12 @@ RUNS = {  # what is logged, and texts that must be in the picture, and must not 
     "NaN between": ([step(i, loss=NAN if i % 2 else 1.0) for i in range(9)], ["1"], []),
     "zero": ([step(i, loss=0.0, scale=0.0) for i in range(9)], ["0"], ["nan"]),
     "negative": ([step(i, loss=-1.0 * i) for i in range(9)], ["-8"], []),
-    "bfloat16": ([step(i, scale=1.0) for i in range(1, 9)], ["1"], []),
+    "bfloat16": ([step(i, scale=1.0) for i in range(1, 9)], ["1"], ["loss scale"]),
+    "bfloat16 skips": (
+        [step(i, 0.5, scale=1.0) for i in range(1, 9)],
+        ["red: 4 steps skipped"],
+        ["loss scale", "×"],
+    ),
     "huge": ([step(i, loss=10.0**i, scale=2.0 ** (90 - i)) for i in range(9)], [], []),
 }
 
@@ -68,7 +74,8 @@ RUNS = {  # what is logged, and texts that must be in the picture, and must not 
 def test_pictures(name, tmp_path, texts):
     steps, present, absent = RUNS[name]
     found = texts(write(tmp_path / "my_run", steps))
-    assert [text for text in found if text in TITLES] == TITLES
+    titles = [text for text in TITLES if text not in absent]
+    assert [text for text in found if text in TITLES] == titles
     assert found[-1] == "my_run" or "my_run" in found
     for text in present:
         assert any(text in one for one in found), (text, found)
@@ -94,6 +101,32 @@ def test_runs_are_compared_by_the_parts_of_their_paths_that_differ(tmp_path, tex
 def test_what_was_not_logged_has_no_panel(tmp_path, texts):
     write(tmp_path / "run", [(1, {"loss": 1.0}), (2, {"accuracy": 0.5})])
     assert [text for text in texts(tmp_path / "run") if text in TITLES] == ["loss"]
+
+
+def test_a_scale_of_one_is_drawn_beside_another_and_alone(tmp_path, texts):
+    def run(name, value, rate=0.0, **more):
+        steps = [step(i, rate, scale=value, **more) for i in range(1, 5)]
+        return write(tmp_path / name, steps)
+
+    ones = run("bf16", 1.0, 0.5), run("other", 1.0)
+    found = texts(*ones)
+    assert "loss scale" not in found and not any("×" in text for text in found)
+    assert {"loss scale", "bf16 1"} <= {*texts(ones[0], run("f16", 8.0))}
+    alone = write(tmp_path / "alone", [(1, {"scale": 1.0})])
+    assert "loss scale" in texts(alone)
+
+
+def test_finite_steps_in_windows_with_skipped_ones_have_dots(tmp_path):
+    """Too many windows for a dot each: only where steps were skipped."""
+    rates = [1.0, 0.5, 0.5, *[0.0] * 50]
+    losses = [NAN, 3.0, 2.0, *[1.0] * 50]
+    steps = [
+        (i, {"loss": loss, "skip_rate": rate})
+        for i, (rate, loss) in enumerate(zip(rates, losses, strict=True))
+    ]
+    run = write(tmp_path / "run", steps)
+    (line,) = _plot._find_lines([run])["loss"]
+    assert _plot._dots(line, "loss") == [1, 2] and not _plot._dots(line, "scale")
 
 
 def test_labels_are_apart(tmp_path):
