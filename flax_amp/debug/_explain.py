@@ -169,7 +169,7 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
     arrays = list(filter(_tree.is_array, call.inputs))
     closed = jax.make_jaxpr(_emitted(options, planned, options.recompute))(*arrays)
     results = attach_emitted(closed, visits, compute_dtype.name)
-    never, others, notes = _backward(options, planned, call, visits)
+    never, plain, others, notes = _backward(options, planned, call, visits)
     problems, choices = find_problems(visits, messages, options.policy, compute_dtype)
     root = Module(name, "")
     for row in (*(visit.row for visit in visits), *results, *others):
@@ -180,6 +180,7 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
         root=root,
         problems=tuple(problems),
         stored_without_recompute=never,
+        stored_in_float32=plain,
         notes=(*notes, *choices),
     )
 
@@ -217,25 +218,33 @@ def _backward(
     planned: PlannedCall,
     call: FunctionalCall,
     visits: Sequence[Visit],
-) -> tuple[Counter[str] | None, list[Equation], list[str]]:
+) -> tuple[Counter[str] | None, Counter[str] | None, list[Equation], list[str]]:
     """Adds what the backward pass stores to the equations.
 
     Returns:
-      The bytes without recomputation, if they are known; equations of rules, and notes.
+      The bytes without recomputation, and those of the function as it is, if they are
+      known; equations of rules, and notes.
     """
     if not options.backward:
-        return None, [], []
+        return None, None, [], []
     trained = trained_inputs(call)
     arrays = list(filter(_tree.is_array, call.inputs))
     cause = "the first argument has no float arrays"
+    is_array = [*map(_tree.is_array, call.inputs)]
+
+    def plain(*arrays: Any) -> list[Any]:
+        results = call.function(_tree.fill(list(arrays), is_array, call.inputs))
+        return list(filter(_tree.is_array, jax.tree.leaves(results)))
+
     if any(trained):
         try:
             found = {
                 how: stored_arrays(_emitted(options, planned, how), arrays, trained)
                 for how in {"never", options.recompute}
             }
+            in_float32 = bytes_by_dtype(stored_arrays(plain, arrays, trained))
             others = attach(found[options.recompute], visits)
-            return bytes_by_dtype(found["never"]), others, []
+            return bytes_by_dtype(found["never"]), in_float32, others, []
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-    return None, [], [f"what the backward pass stores is not known: {cause}"]
+    return None, None, [], [f"what the backward pass stores is not known: {cause}"]

@@ -215,6 +215,7 @@ class Explanation:
       stored_without_recompute: the bytes that the backward pass would store, by dtype,
         if it computed nothing again; `None` if the function has no derivative, or none
         was asked for.
+      stored_in_float32: the bytes that it stores without `amp`.
       notes: what limits these figures.
     """
 
@@ -223,6 +224,7 @@ class Explanation:
     root: Module
     problems: tuple[Problem, ...]
     stored_without_recompute: Counter[str] | None = None
+    stored_in_float32: Counter[str] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -251,12 +253,13 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as dicts, lists, strings and numbers, for `json.dump`."""
-        saved = self.stored_without_recompute
+        saved, plain = self.stored_without_recompute, self.stored_in_float32
         return {
             "name": self.name,
             "compute_dtype": self.compute_dtype,
             "totals": self.totals.to_dict(),
             "stored_without_recompute": None if saved is None else dict(saved),
+            "stored_in_float32": None if plain is None else dict(plain),
             "problems": [
                 dataclasses.asdict(p) | {"paths": [*p.paths]} for p in self.problems
             ],

@@ -76,6 +76,11 @@ def chromium():
     return next(filter(None, map(shutil.which, names)), None)
 
 
+# The texts of cells that have less room than they need.
+CLIPPED = """() => [...document.querySelectorAll("#tree .row > *, #legend span")]
+    .filter((x) => x.scrollWidth > x.clientWidth + 1).map((x) => x.textContent)"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1360, 390])
@@ -95,6 +100,13 @@ def test_in_a_browser(page, scheme, width, tmp_path):
         tab.on("console", lambda m: m.type == "error" and errors.append(m.text))
         tab.goto(path.as_uri())
         rows = tab.locator("#tree .row")
+        # It opens on the modules, the costliest first, and on no equation.
+        names = tab.locator("#tree .name").all_text_contents()
+        assert names[:2] == ["deep", "Layer_3"] and names[-1] == "itself: 2 equations"
+        assert tab.locator("#tree .equation").count() == 0
+        cards = tab.text_content("#totals")
+        assert "stored for the backward pass" in cards and "in float32" in cards
+        assert all(sign in tab.text_content("#legend") for sign in "⇒→↓↑")
         tab.click("#fold")
         assert rows.count() == 1
         tab.click("#unfold")
@@ -102,6 +114,7 @@ def test_in_a_browser(page, scheme, width, tmp_path):
         assert rows.count() == len(data_in(page)["modules"]["children"]) * 3 + 2 + len(
             explain(deep)(W, X).equations
         )
+        assert tab.evaluate(CLIPPED) == []
         tab.fill("input", "reduce_sum")
         assert "7 equations match" in tab.text_content("#found")
         tab.fill("input", "")

@@ -12,9 +12,10 @@ from flax_amp import explain
 X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
 
 
-def kept_by_jax(fun, *args, **options):
+def kept_by_jax(fun, *args, plain=False, **options):
     """The bytes by dtype in the backward function, without the arguments."""
-    loss = flax_amp.amp(fun, compute_dtype=jnp.bfloat16, **options)
+    options = {"compute_dtype": jnp.bfloat16, **options}
+    loss = fun if plain else flax_amp.amp(fun, **options)
     leaves = jax.tree.leaves(jax.vjp(lambda w: loss(w, *args[1:]), args[0])[1])
     inputs = {x.unsafe_buffer_pointer() for x in args}
     sizes = {}
@@ -71,6 +72,8 @@ def test_bytes_are_those_that_jax_keeps(fun, recompute):
     assert without_scalars(found.totals.stored) == expected
     never = kept_by_jax(fun, W, X, recompute="never")
     assert without_scalars(found.stored_without_recompute) == never
+    plain = kept_by_jax(fun, W, X, plain=True)
+    assert without_scalars(found.stored_in_float32) == plain
 
 
 def test_a_carry_is_another_array_than_the_result_before():
@@ -199,7 +202,7 @@ def test_functions_without_a_derivative():
         return jax.pure_callback(lambda y: y, X, x @ w)
 
     found = explain(fun)(W, X)
-    assert found.stored_without_recompute is None
+    assert found.stored_without_recompute is found.stored_in_float32 is None
     assert "what the backward pass stores is not known" in found.notes[0]
     assert "Note: what the backward pass" in str(found)
     assert "other" not in str(explain(fun, backward=False)(W, X))
