@@ -19,12 +19,20 @@ from flax_amp._training.aliases import Array, PyTree
 
 def count_skip(state: Any, finite: Array) -> dict[str, Array]:
     """Returns the counters of an `optax.ApplyIfFiniteState` after one more step."""
-    in_a_row, total = state.notfinite_count, state.total_notfinite
+    in_a_row, total = count(state.notfinite_count, state.total_notfinite, finite)
     return {
-        "notfinite_count": jnp.where(finite, 0, optax.safe_increment(in_a_row)),
+        "notfinite_count": in_a_row,
         "last_finite": finite,
-        "total_notfinite": jnp.where(finite, total, optax.safe_increment(total)),
+        "total_notfinite": total,
     }
+
+
+def count(in_a_row: Array, total: Array, finite: Array) -> tuple[Array, Array]:
+    """Returns how many steps were skipped in a row, and in all, after one more."""
+    return (
+        jnp.where(finite, 0, optax.safe_increment(in_a_row)),
+        jnp.where(finite, total, optax.safe_increment(total)),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

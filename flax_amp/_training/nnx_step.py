@@ -1,10 +1,11 @@
 """The training step for loops with their own `nnx.Optimizer`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.typing import DTypeLike
@@ -21,7 +22,7 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.finite import count_skip
+from flax_amp._training.finite import count, count_skip
 from flax_amp._training.gradients import (
     Options,
     complete_grads,
@@ -40,7 +41,7 @@ from flax_amp._training.precision import (
     check_precision,
     first_scaler,
 )
-from flax_amp._training.scaler import Scaler, validate_scaler
+from flax_amp._training.scaler import COUNTS, Scaler, validate_scaler
 from flax_amp._training.step_call import (
     Step,
     explain_deleted,
@@ -105,9 +106,10 @@ def make_nnx_train_step(
       `train_step(model, optimizer, scaler, batch, *args) -> (scaler, metrics)`. The
       `wrt` of the optimizer selects what trains. The first scaler is `None`, for that
       of `precision`, or a dict as from `flax_amp.init_scaler`; pass the returned scaler
-      to the next step. The metrics are those of `make_train_step`. They include
-      `skipped_total` only if the optimizer's `tx` is an
-      `optax.apply_if_finite(tx, 2**31 - 1)`, whose counters `check_progress` reads.
+      to the next step. It has two more keys, `skipped_total` and `skipped_in_a_row`,
+      which `check_progress((optimizer, scaler))` reads; they are added unless the
+      scaler is traced, as a carry of `jax.lax.scan` is, whose keys must not change. The
+      metrics are those of `make_train_step`.
 
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the model, the
@@ -176,7 +178,9 @@ def make_nnx_train_step(
         with explain_deleted("train_step", "scaler", scaler):
             # Values on the device are checked in the first step only: later, that would
             # wait for the step before.
+            counts = _skip_counts(scaler)
             scaler = validate_scaler(scaler, "train_step: scaler", wait=first)
+            scaler = _with_counts(scaler, counts)
             first = False
             warn_if_unscaled(precision, scaler, stacklevel=3)
             if not jit:
@@ -247,14 +251,35 @@ def _step(
     after = _copy_state((whole, optimizer))
     selected = select_update(options.caller, finite, after, before)
     nnx.update((whole, optimizer), selected)
-    for name, count in counters.items():
-        getattr(optimizer.opt_state, name).set_value(count)
+    for name, value in counters.items():
+        getattr(optimizer.opt_state, name).set_value(value)
     more = hyperparam_metrics(optimizer.opt_state)
+    if COUNTS[0] in scaler:
+        in_a_row, total = map(scaler.__getitem__, COUNTS)
+        counted = count(in_a_row, total, finite)
+        new_scaler |= dict(zip(COUNTS, counted, strict=True))
+        more["skipped_total"] = new_scaler["skipped_total"]
     if counters:
         more["skipped_total"] = counters["total_notfinite"]
     return new_scaler, make_metrics(
         options, new_scaler, finite, result, measured, **more
     )
+
+
+def _skip_counts(scaler: Any) -> Scaler:
+    """Returns the counts of skipped steps that are in a scaler."""
+    if not isinstance(scaler, Mapping):
+        return {}
+    return {key: jnp.asarray(scaler[key], jnp.int32) for key in COUNTS if key in scaler}
+
+
+def _with_counts(scaler: Scaler, counts: Scaler) -> Scaler:
+    """Returns a scaler with its counts, or with new ones unless it is traced."""
+    old = scaler["count"]
+    if len(counts) < len(COUNTS) and not isinstance(old, jax.core.Tracer):
+        # They lie where the scaler does, and nothing is sent there.
+        counts = {key: old - old for key in COUNTS} | counts
+    return scaler | counts
 
 
 def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:

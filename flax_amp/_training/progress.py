@@ -12,7 +12,7 @@ from flax import nnx
 from flax_amp import _tree
 from flax_amp._training.aliases import check_type
 from flax_amp._training.precision import compute_dtype_of
-from flax_amp._training.scaler import check_keys, values_out_of_range
+from flax_amp._training.scaler import COUNTS, check_keys, values_out_of_range
 from flax_amp._training.step_call import explain_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.optim._optimizer import pure
@@ -60,9 +60,9 @@ def check_progress(
 
     Args:
       state: the state that the last step returned. For `make_nnx_train_step`, the pair
-        `(optimizer, scaler)`, where the `tx` of the optimizer is an
-        `optax.apply_if_finite(tx, 2**31 - 1)`, which counts skipped steps. For a loop
-        of your own with such a `tx`, the pair `(opt_state, scaler)`.
+        `(optimizer, scaler)`. For a loop of your own, the pair `(opt_state, scaler)`,
+        where the `tx` is an `optax.apply_if_finite(tx, 2**31 - 1)`, which counts
+        skipped steps.
       metrics: the metrics of the last step. They tell whether the loss, the updated
         variables or the gradients are not finite; and which gradients, if they hold
         those of `flax_amp.metrics.grads_finite`.
@@ -308,10 +308,16 @@ def _read_state(
         opt_state, scaler = state
         if isinstance(opt_state, nnx.Optimizer):
             step, opt_state = opt_state.step[...], pure(opt_state.opt_state)
+        counts = [scaler.get(key) for key in COUNTS if isinstance(scaler, Mapping)]
+        is_counting = isinstance(opt_state, optax.ApplyIfFiniteState)
+        if not is_counting and None not in counts and counts:
+            in_a_row, total = counts
+            opt_state = optax.ApplyIfFiniteState(in_a_row, (), total, ())
     check_type(
         opt_state,
         optax.ApplyIfFiniteState,
         "check_progress: the optimizer does not count skipped steps: its state",
-        "an ApplyIfFiniteState, made with tx=optax.apply_if_finite(tx, 2**31 - 1).",
+        "an ApplyIfFiniteState, made with tx=optax.apply_if_finite(tx, 2**31 - 1), or "
+        "the scaler that the last step of make_nnx_train_step returned, which counts.",
     )
     return step, scaler, opt_state

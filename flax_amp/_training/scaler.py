@@ -68,6 +68,10 @@ class DynamicScalerState(TypedDict, total=False):
     max_scaler: ArrayLike
 
 
+# What `make_nnx_train_step` counts beside these keys, in the scaler that it returns:
+# the skipped steps since the last one that was not, and all of them.
+COUNTS = ("skipped_in_a_row", "skipped_total")
+
 _DEFAULTS: dict[str, tuple[float, DTypeLike]] = {
     "scaler": (2.0**15, jnp.float32),
     "count": (0, jnp.int32),
@@ -161,8 +165,9 @@ def no_scaler() -> Scaler:
 def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
     """Fills in missing keys and turns Python numbers into strongly typed arrays.
 
-    It also brings the scaler of an older checkpoint up to date. It does not look at the
-    values; `check_scaler` does.
+    It also brings the scaler of an older checkpoint up to date, and leaves out the
+    counts of `make_nnx_train_step`. It does not look at the values; `check_scaler`
+    does.
 
     Raises:
       TypeError: if `state` is not a mapping.
@@ -179,7 +184,7 @@ def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
         "a dict such as flax_amp.init_scaler() returns. Pass that, or "
         "flax_amp.no_scaler() for bfloat16.",
     )
-    if unknown := sorted(str(key) for key in state if key not in _DEFAULTS):
+    if unknown := sorted(str(key) for key in state.keys() - {*_DEFAULTS, *COUNTS}):
         raise ValueError(
             f"{name}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
             "Remove or rename them."
