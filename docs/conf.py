@@ -41,6 +41,7 @@ myst_heading_anchors = 3
 highlight_language = "none"  # a block without a language is output
 autodoc_typehints = "none"  # the docstrings say what the types do not
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # jnp.bfloat16, not <class 'jax.numpy.bfloat16'>
 autosummary_generate = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

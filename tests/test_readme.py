@@ -40,6 +40,11 @@ def test_a_block_runs_alone(code, tmp_path, monkeypatch, capsys, request):
         assert lines.strip() in printed
 
 
+def test_the_site_shows_the_first_of_them():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert re.findall(r"```diff\n(.*?)```", index, flags=re.DOTALL) == [BLOCKS[0][1]]
+
+
 def test_links_lead_somewhere():
     pages = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
     pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / "flax_amp").rglob("*.md")]
