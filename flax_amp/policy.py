@@ -358,6 +358,9 @@ class Policy:
         self.spans_scopes = any(set("/*?[") & set(key) for key in scopes)
         self.scope_keys = frozenset(scopes) - {"amp_stop", "amp_default"}
         self.names_scopes = bool(self.scope_keys)
+        # A function of the user's may cast to any dtype.
+        known = (*BUILT_IN, use_precision(jnp.float32))
+        self.casts_from_float32 = any(fn not in known for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
         """Returns the decision for one equation; arguments as in `matching`."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_amp import _compat, amp
+from flax_amp import _compat, amp, default_amp_policy
 
 HALVES = (jnp.float16, jnp.bfloat16)
 # On the other versions of JAX one dtype is enough: they treat both in the same way.
@@ -23,6 +23,14 @@ both_halves = pytest.mark.parametrize(
 
 # Without the optimizations that make compiling slow.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+# In float32 `amp` calls the function as it is, unless the policy asks for something
+# else. This one asks it for bits that are counted, so that no number changes.
+rewritten_in_float32 = functools.partial(
+    amp,
+    compute_dtype=jnp.float32,
+    amp_policy=default_amp_policy | {jax.lax.clz_p: jnp.bfloat16},
+)
 
 
 def run_all(*fns: Callable[..., Any]) -> Callable[..., list[Any]]:

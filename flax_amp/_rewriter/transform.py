@@ -71,8 +71,10 @@ def amp(
       fun: the function, or nothing to use `amp` as a decorator with arguments. Arrays
         among its arguments are traced; everything else (strings, numbers, functions)
         is static. `nnx.Module` arguments are updated as `fun` updates them.
-      compute_dtype: `jnp.bfloat16`, `jnp.float16`, or `jnp.float32` to change nothing.
-        float16 needs a scaled loss: see `flax_amp.dynamic_scale_value_and_grad`.
+      compute_dtype: `jnp.bfloat16`; `jnp.float16`, which needs a scaled loss (see
+        `flax_amp.dynamic_scale_value_and_grad`); or `jnp.float32` to change nothing:
+        `fun` is then called as it is, unless an entry of `amp_policy` is another dtype
+        or a function of your own.
       amp_policy: which primitive or scope runs in which precision: `{primitive or scope
         string: precision function or dtype}`, usually `flax_amp.default_amp_policy |
         {...}`. `None`: `flax_amp.default_amp_policy`. A scope is a `jax.named_scope` or
@@ -122,7 +124,7 @@ def amp(
     compute_dtype = check_compute_dtype(compute_dtype)
     policy = Policy(amp_policy)
     recompute = check_recompute(recompute)
-    if compute_dtype == jnp.float32:  # changes nothing
+    if compute_dtype == jnp.float32:  # there is nothing to save
         recompute = "never"
     wide_gradients = is_wide(reduce_dtype, compute_dtype)
     if not isinstance(merge_layers, bool):
@@ -144,6 +146,31 @@ def amp(
             "of float32 arrays, or no positional argument to use amp as a decorator "
             "with arguments, such as @amp(compute_dtype=jnp.bfloat16)."
         )
+
+    if compute_dtype == jnp.float32 and not policy.casts_from_float32:
+
+        @rewritten
+        @functools.wraps(fun)
+        def unchanged(*args: Any, **kwargs: Any) -> Any:
+            refuse_if_asked()
+            return fun(*args, **kwargs)
+
+        return unchanged
+    return rewrite(fun, policy, compute_dtype, recompute, wide_gradients, merge_layers)
+
+
+def rewrite(
+    fun: Callable[..., Any],
+    policy: Policy,
+    compute_dtype: DType,
+    recompute: Recompute = "never",
+    wide_gradients: bool = False,
+    merge_layers: bool = False,
+) -> Callable[..., Any]:
+    """Returns a function that is traced and rewritten at each call, in float32 too.
+
+    By default, nothing is computed again and each layer stays by itself.
+    """
 
     @rewritten
     @functools.wraps(fun)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.transform import amp
+from flax_amp._rewriter.transform import is_wide, rewrite
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug import _nonfinite_advice as advice
 from flax_amp.debug._call import (
@@ -219,14 +219,14 @@ class _Search:
         """Traces the loss in a precision, and the loss with its gradient."""
         flat, mask = self._loss, self._loss.trained
         is_own = compute_dtype == self._options.compute_dtype
-        # Recomputation and shared layers change no number.
-        rewritten = amp(
+        reduce_dtype = self._options.reduce_dtype if is_own else None
+        # Recomputation and shared layers change no number. In float32 nothing changes,
+        # but the rules of custom derivatives get their own source lines.
+        rewritten = rewrite(
             flat,
-            compute_dtype=compute_dtype,
-            amp_policy=policy,
-            recompute="never",
-            reduce_dtype=self._options.reduce_dtype if is_own else None,
-            merge_layers=False,
+            Policy(policy),
+            jnp.dtype(compute_dtype),
+            wide_gradients=is_wide(reduce_dtype, compute_dtype),
         )
 
         def forward(scale: Array, *arrays: Array) -> Any:

@@ -20,13 +20,11 @@ from flax_amp import (
     make_train_step,
 )
 from flax_amp._rewriter.outline import repeats
-from helpers import assert_identical, equations
+from helpers import assert_identical, equations, rewritten_in_float32
 
 LAYERS = 9  # of which the middle one differs: the others are too few for a run
 W = jax.random.normal(jax.random.key(1), (LAYERS, 4, 4)) / 2
 X = jax.random.normal(jax.random.key(2), (4, 4))
-
-float32 = functools.partial(amp, compute_dtype=jnp.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +276,7 @@ def parts_of(kind, place=None):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_differ_in_one_thing_are_kept_apart(kind):
     different = stack(parts_of(KINDS[kind], LAYERS // 2))
-    assert not count_calls(float32(different), W, X)
+    assert not count_calls(rewritten_in_float32(different), W, X)
 
 
 # As users write them, where they do not make new functions for each layer.
@@ -302,18 +300,18 @@ EQUAL |= {name: parts_of(kind) for name, kind in MERGED.items()}
 
 @pytest.mark.parametrize("parts", EQUAL.values(), ids=EQUAL)
 def test_equal_layers_are_merged(parts):
-    assert count_calls(float32(stack(parts)), W, X) >= LAYERS - 2
+    assert count_calls(rewritten_in_float32(stack(parts)), W, X) >= LAYERS - 2
 
 
 @pytest.mark.parametrize("parts", OWN_RULES.values(), ids=OWN_RULES)
 def test_equal_layers_with_rules_of_a_user_are_kept_apart(parts):
-    assert not count_calls(float32(stack(parts)), W, X)
+    assert not count_calls(rewritten_in_float32(stack(parts)), W, X)
 
 
 def test_what_is_switched_off_stays_apart():
     loss = stack([jax.nn.relu] * LAYERS)
-    off = functools.partial(float32, merge_layers=False)
-    assert count_calls(float32(loss), W, X)
+    off = functools.partial(rewritten_in_float32, merge_layers=False)
+    assert count_calls(rewritten_in_float32(loss), W, X)
     assert not count_calls(off(loss), W, X)
     assert not count_calls(off()(loss), W, X)
     assert_identical(gradient(off(loss))(W, X), gradient(loss)(W, X))
@@ -380,7 +378,9 @@ def nearly_equal(drawn, different, place):
 @generated(max_examples=40)
 @hypothesis.given(layers, st.integers(0, 2))
 def test_a_difference_anywhere_keeps_layers_apart(drawn, different):
-    assert not count_calls(float32(nearly_equal(drawn, different, LAYERS // 2)), W, X)
+    assert not count_calls(
+        rewritten_in_float32(nearly_equal(drawn, different, LAYERS // 2)), W, X
+    )
 
 
 @pytest.mark.slow
@@ -395,7 +395,7 @@ def test_nearly_equal_layers_compute_what_plain_jax_does(drawn, place):
     is_second = kind in SECOND_ORDER or wrap is in_rule
     transform = batched if kind == "vmapped" else second if is_second else gradient
     plain = exact_jit(transform(fn))(W, X)
-    assert_identical(exact_jit(transform(float32(fn)))(W, X), plain)
+    assert_identical(exact_jit(transform(rewritten_in_float32(fn)))(W, X), plain)
 
 
 def test_scopes_inside_of_loops_are_taken_off():
@@ -447,5 +447,5 @@ def test_rules_over_a_traced_value(once):
         (lambda f: jax.jit(jax.grad(f)), X),
         (lambda f: jax.vmap(jax.grad(f), (None, 0)), batch),
     ):
-        found = transform(float32(network))(W, x)
+        found = transform(rewritten_in_float32(network))(W, x)
         np.testing.assert_allclose(found, transform(network)(W, x), rtol=1e-5)

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from _transformer import bfloat16
 from flax_amp import _compat, amp
-from helpers import dtypes_of, equations
+from helpers import dtypes_of, equations, rewritten_in_float32
 
 W, X = jnp.ones((4, 4)), jnp.ones((2, 4))
 
@@ -85,11 +85,11 @@ def last_line(error):
     return linecache.getline(__file__, own[-1].lineno)  # with its comment
 
 
-@pytest.mark.parametrize("compute_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("lower", [rewritten_in_float32, bfloat16])
 @pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 @pytest.mark.parametrize("fn, line", CASES.values(), ids=CASES)
-def test_a_nan_names_the_line_that_makes_it(fn, line, jit, compute_dtype):
-    lowered = amp(lambda w, x: jnp.sum(fn(w, x)), compute_dtype=compute_dtype)
+def test_a_nan_names_the_line_that_makes_it(fn, line, jit, lower):
+    lowered = lower(lambda w, x: jnp.sum(fn(w, x)))
     assert line in last_line(error_of(jit(jax.value_and_grad(lowered))))
 
 

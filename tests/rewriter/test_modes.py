@@ -19,7 +19,13 @@ from _programs import (
 )
 from _transformer import CONTEXTS, bfloat16, exact_jit, inputs, keeps, weights
 from flax_amp import amp
-from helpers import assert_same_avals, equations, jit, relative_error
+from helpers import (
+    assert_same_avals,
+    equations,
+    jit,
+    relative_error,
+    rewritten_in_float32,
+)
 
 ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)
 
@@ -109,7 +115,7 @@ def test_amp_of_a_derivative_of_amp(derivative):
 @pytest.mark.parametrize("derivative", SAMPLE)
 def test_float32_changes_nothing(derivative):
     loss, transform = PROGRAMS["straight"], DERIVATIVES[derivative]
-    lowered = amp(loss, compute_dtype=jnp.float32, recompute="always")
+    lowered = rewritten_in_float32(loss, recompute="always")
     actual, expected = (jit(transform(f))(*ARGS) for f in (lowered, loss))
     assert relative_error(actual, expected) < 1e-6
 

@@ -13,7 +13,15 @@ from jax.custom_batching import custom_vmap, sequential_vmap
 
 from _programs import batched, squares
 from flax_amp import amp
-from helpers import HALVES, assert_close, both_halves, dtypes_of, equations_of, run_all
+from helpers import (
+    HALVES,
+    assert_close,
+    both_halves,
+    dtypes_of,
+    equations_of,
+    rewritten_in_float32,
+    run_all,
+)
 
 B = jnp.arange(1.0, 4.0)
 COUNTS = jnp.arange(9.0).reshape(3, 3)
@@ -70,7 +78,7 @@ def test_solvers(solver, derivative):
     """Products run low, the vectors of the solver are float32; float32 is exact."""
     transform, dtype = DERIVATIVES[derivative], HALVES[len(derivative) % 2]
     run = transform(amp(solver, compute_dtype=dtype))
-    in_float32 = transform(amp(solver, compute_dtype="float32"))
+    in_float32 = transform(rewritten_in_float32(solver))
     expected, exact, found = run_all(transform(solver), in_float32, run)(W)
     np.testing.assert_allclose(exact, expected, 1e-5, 1e-6)
     assert_close(found, expected, dtype, gradient=True)
@@ -177,7 +185,7 @@ def test_custom_vmap_rule_that_does_not_batch():
         return a @ W
 
     first.def_vmap(lambda size, in_batched, a: (a[0] @ W, False))
-    run = jax.vmap(amp(first, compute_dtype="float32"), out_axes=None)
+    run = jax.vmap(rewritten_in_float32(first), out_axes=None)
     np.testing.assert_allclose(run(jnp.stack([W, W])), W @ W, 1e-6)
 
 
@@ -194,9 +202,7 @@ def test_custom_vmap_in_a_custom_vjp():
     )
     loss = lambda w: jax.vmap(product)(w[None], w[None]).sum()  # noqa: E731
     expected = jax.grad(loss)(W)
-    np.testing.assert_allclose(
-        jax.grad(amp(loss, compute_dtype="float32"))(W), expected, 1e-5
-    )
+    np.testing.assert_allclose(jax.grad(rewritten_in_float32(loss))(W), expected, 1e-5)
     low = jax.grad(amp(loss, compute_dtype="bfloat16"))
     assert_close(low(W), expected, jnp.bfloat16, gradient=True)
     assert set(dtypes_of(low, W)) == {("bfloat16", "bfloat16")}
@@ -244,7 +250,7 @@ def test_precision_of_the_process_warns():
             run(W)
         assert len(record) == 1
         run(W)  # traced already
-        amp(program, compute_dtype="float32")(W)
+        rewritten_in_float32(program)(W)
         amp(jnp.sum, compute_dtype="bfloat16")(W)  # no product
     with jax.default_matmul_precision("bfloat16"):
         amp(program, compute_dtype="bfloat16")(W)

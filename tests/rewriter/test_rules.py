@@ -32,6 +32,7 @@ from helpers import (
     dtypes_of,
     equations_of,
     jit,
+    rewritten_in_float32,
 )
 
 # --- matmuls, values and gradients ---------------------------------------------------
@@ -82,7 +83,7 @@ UNCHANGED |= {name: (fn, (W, X)) for name, fn in PROGRAMS.items()}
 def test_float32_changes_no_bit(name):
     """compute_dtype=float32: the same values and gradients, and no half anywhere."""
     fn, args = UNCHANGED[name]
-    same = amp(fn, compute_dtype=jnp.float32)
+    same = rewritten_in_float32(fn)
     actual, expected = (jax.value_and_grad(loss_of(f), (0, 1)) for f in (same, fn))
     assert_identical(jit(actual)(*args), jit(expected)(*args))
     text = str(jax.make_jaxpr(actual)(*args))

@@ -14,6 +14,7 @@ from jax import lax
 from flax_amp import amp
 from flax_amp._rewriter import captures
 from flax_amp._rewriter.custom_derivatives import CustomCall
+from helpers import rewritten_in_float32
 
 
 class Counter:
@@ -73,7 +74,7 @@ def test_rules_of_a_user_are_traced_for_each_call(kind, state, calls, monkeypatc
         return jax.jit(jax.grad(transform(loss), argnums=(0, 1)))(w, x)
 
     plain = gradient(jax.jit)
-    lowered = gradient(functools.partial(amp, compute_dtype="float32"))
+    lowered = gradient(rewritten_in_float32)
     jax.tree.map(np.testing.assert_allclose, lowered, plain)
 
 

@@ -1,0 +1,201 @@
+"""In float32 `amp` is the identity, unless the policy asks for another dtype."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import flax_amp
+from _programs import PROGRAMS, WITHIN, W, X, in_scan, loss_of, normal
+from flax_amp import AmpTrainState, amp, default_amp_policy
+from helpers import assert_all_in, assert_identical, dtypes_of, rewritten_in_float32
+
+identity = functools.partial(amp, compute_dtype=jnp.float32)
+
+
+def sinkhorn(costs):
+    """Merged from five equal steps on, if it were rewritten."""
+    kernel = jnp.exp(-costs)
+    u = v = jnp.ones(len(costs))
+    for _ in range(12):
+        u = 1 / (kernel @ v)
+        v = 1 / (kernel.T @ u)
+    return jnp.sum(u[:, None] * kernel * v[None] * costs)
+
+
+def residual(weights, points):
+    """The loss of a physics-informed network: it holds a second derivative."""
+
+    def solution(x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(solution)(x)))
+    return jnp.mean((laplacian(points) - jnp.sin(points.sum(1))) ** 2)
+
+
+def checkpointed(w, x):
+    return jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x)
+
+
+def in_bfloat16(w, x):
+    """Layers that were cast by hand stay in half precision."""
+    return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+TRANSFORMS = WITHIN | {
+    "grad": lambda fn: jax.grad(loss_of(fn), argnums=(0, 1)),
+    "jit of grad": lambda fn: jax.jit(jax.grad(loss_of(fn))),
+    "grad in scan": lambda fn: in_scan(jax.grad(loss_of(fn))),
+}
+FUNCTIONS = PROGRAMS | {"checkpointed": checkpointed, "in bfloat16": in_bfloat16}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_program_is_that_of_plain_jax(name, transform):
+    fn, wrap = FUNCTIONS[name], TRANSFORMS[transform]
+    actual, expected = (jax.make_jaxpr(wrap(f))(W, X) for f in (identity(fn), fn))
+    assert str(actual) == str(expected)
+
+
+GRADIENTS = {
+    "sinkhorn": (sinkhorn, (jnp.square(normal(2, 16, 16)),)),
+    "pinn": (residual, ([normal(3, 2, 16), normal(4, 16, 16)], normal(5, 32, 2))),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+def test_gradients_have_the_bits_of_plain_jax(name, jit):
+    fn, args = GRADIENTS[name]
+    actual, expected = (jit(jax.value_and_grad(f))(*args) for f in (identity(fn), fn))
+    assert_identical(actual, expected)
+
+
+def test_float64_stays_as_it_is():
+    with jax.enable_x64(True):
+        w, x = (jnp.asarray(np.asarray(a), jnp.float64) for a in (W, X))
+        grads, expected = (
+            jax.jit(jax.grad(loss_of(f)))(w, x)
+            for f in (identity(PROGRAMS["mlp"]), PROGRAMS["mlp"])
+        )
+        assert grads.dtype == jnp.float64
+        assert_identical(grads, expected)
+
+
+def test_the_function_runs_once_and_sees_its_arguments(count_traces):
+    seen = []
+
+    def fn(*args, **kwargs):
+        seen.append((args, kwargs))
+        return args, kwargs
+
+    args, kwargs = (W, "name", 3, None, np.ones(2)), {"key": len}
+    assert identity(fn)(*args, **kwargs) == (args, kwargs)
+    ((found_args, found_kwargs),) = seen
+    assert all(map(lambda x, y: x is y, found_args, args))
+    assert found_kwargs == kwargs
+
+    fn, traces = count_traces(PROGRAMS["mlp"])
+    jax.jit(jax.grad(loss_of(identity(fn))))(W, X)
+    assert traces() == 1
+
+
+def test_modules_are_changed_in_place():
+    """Their structure may change as well: the function is called as it is."""
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros(()))
+
+    def call(model, x):
+        model.count[...] += x.sum()
+        model.seen = nnx.Variable(x)
+        return model.count[...] * 2
+
+    found, expected = Counting(), Counting()
+    assert_identical(identity(call)(found, X), call(expected, X))
+    assert_identical(nnx.to_pure_dict(nnx.state(found)), {"count": X.sum(), "seen": X})
+
+
+# --- steps ---------------------------------------------------------------------------
+
+
+def loss(params, batch):
+    return sinkhorn(jnp.square(batch["x"] @ params["w"]))
+
+
+def test_a_step_has_the_gradients_of_plain_jax():
+    """Nothing is traced twice, merged or computed again in a step of "32-true"."""
+    params, batch = {"w": normal(6, 4, 8)}, {"x": normal(7, 8, 4)}
+    tx = optax.sgd(0.1)
+    state = AmpTrainState.create(params=params, tx=tx, precision="32-true")
+    step = flax_amp.make_train_step(loss, donate=False, jit=False)
+    names = [eqn.params.get("name") for eqn in jax.make_jaxpr(step)(state, batch).eqns]
+    assert "repeated" not in names
+    _, metrics = jax.jit(step)(state, batch)
+
+    @jax.jit
+    def plain(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return value, optax.tree.norm(grads)
+
+    assert_identical((metrics["loss"], metrics["grad_norm"]), plain(params, batch))
+
+
+# --- policies that ask for another dtype ---------------------------------------------
+
+
+def own(compute_dtype, original_dtypes, *invars, **bind_params):
+    return [x.astype(jnp.bfloat16) for x in invars], bind_params
+
+
+ASKING = {
+    "dtype": {lax.dot_general_p: jnp.bfloat16},
+    "precision function": {lax.dot_general_p: flax_amp.use_precision("bfloat16")},
+    "function of the user's": {lax.dot_general_p: own},
+    "scope": {"head": jnp.bfloat16},
+}
+
+
+@pytest.mark.parametrize("entries", ASKING.values(), ids=ASKING)
+def test_a_policy_may_ask_for_another_dtype(entries):
+    def fn(w, x):
+        with jax.named_scope("head"):
+            return x @ w
+
+    lowered = identity(fn, amp_policy=default_amp_policy | entries)
+    assert_all_in(lowered, W, X, dtype=jnp.bfloat16, count=1)
+
+
+SILENT = {
+    "default": default_amp_policy,
+    "jaxamp": flax_amp.jaxamp_policy,
+    "empty": {},
+    "float32": {"head": jnp.float32, lax.dot_general_p: "float32"},
+    "families": {lax.dot_general_p: flax_amp.use_widest_precision},
+    "no such scope": {"misspelled": flax_amp.use_original_precision},
+}
+
+
+@pytest.mark.parametrize("policy", SILENT.values(), ids=SILENT)
+def test_other_policies_change_nothing(policy):
+    """They do not warn of keys without effect either: none of them has one here."""
+    lowered = identity(PROGRAMS["mlp"], amp_policy=policy)
+    actual, expected = (jax.make_jaxpr(f)(W, X) for f in (lowered, PROGRAMS["mlp"]))
+    assert str(actual) == str(expected)
+
+
+def test_the_tests_of_the_rewriter_rewrite():
+    """Their function for float32 is not the identity."""
+    lowered = rewritten_in_float32(sinkhorn)
+    names = [e.params.get("name") for e in jax.make_jaxpr(lowered)(jnp.eye(8)).eqns]
+    assert "repeated" in names
+    assert set().union(*dtypes_of(lowered, jnp.eye(8))) == {"float32"}
