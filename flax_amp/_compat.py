@@ -412,6 +412,32 @@ def is_of_trace(x: Any) -> bool:
     return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
 
 
+def name_arguments(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, ...]:
+    """Returns the names of the arguments of a call in JAX's messages, `batch`.
+
+    The keyword arguments come last, sorted.
+    """
+    leaves: Any = [0] * len(args), dict.fromkeys(kwargs, 0)
+    names: Any = jax.api_util.debug_info("amp", fun, *leaves).arg_names
+    return names
+
+
+def traced_as(
+    function: Callable[..., Any], fun: Callable[..., Any], names: Sequence[str]
+) -> Callable[..., Any]:
+    """Returns a function whose errors under a trace are those of the user's function.
+
+    Args:
+      function: the function of a flat list of arrays that is traced.
+      fun: the user's function that it calls.
+      names: what the arrays are called among the arguments of the user's function.
+    """
+    info: Any = jax.api_util.debug_info("amp", fun, (), {})
+    # The attribute by which JAX names functions that it makes from others.
+    vars(function)["__fun_debug_info__"] = info._replace(arg_names=tuple(names))
+    return function
+
+
 # Raised where a rule that closes over a value has to be differentiated by it.
 CustomVJPException = _private("interpreters.ad").CustomVJPException
 

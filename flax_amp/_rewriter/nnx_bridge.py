@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from flax_amp import _compat
 from flax_amp._rewriter.nnx_scopes import forget_names, module_scopes
 from flax_amp._tree import PyTree, is_array
 
@@ -126,6 +127,32 @@ class FunctionalCall:
         """Returns the path of each array among the inputs."""
         return _paths(self._state) + _paths(self._arguments, is_leaf=is_node)
 
+    def array_names(self) -> list[str]:
+        """Returns what JAX's messages call each array among the inputs, `batch['x']`.
+
+        A variable of a module is `model.dense.kernel`.
+        """
+        args, kwargs = self._arguments
+        arguments = [*args, *(kwargs[key] for key in sorted(kwargs))]
+        of_nodes: list[str] = []
+        of_others: list[str] = []
+        names = _compat.name_arguments(self.fun, args, kwargs)
+        for name, argument in zip(names, arguments, strict=True):
+            leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_node)
+            for path, leaf in leaves:
+                path_name = name + jax.tree_util.keystr(path)
+                if is_node(leaf):
+                    of_nodes.append(path_name)
+                elif is_array(leaf):
+                    of_others.append(path_name)
+        variables = jax.tree_util.tree_leaves_with_path(self._state)
+        of_variables = [
+            ".".join([of_nodes[first.key], *(str(p.key) for p in path if _is_key(p))])
+            for (first, *path), leaf in variables
+            if is_array(leaf)
+        ]
+        return of_variables + of_others
+
     def _split(self, inputs: Sequence[Any]) -> tuple[nnx.State, Sequence[Any]]:
         size = self._state_size
         return jax.tree.unflatten(self._state_def, inputs[:size]), inputs[size:]
@@ -134,6 +161,10 @@ class FunctionalCall:
         nodes_, others_ = iter(nodes), iter(others)
         leaves = [next(nodes_) if is_node(x) else next(others_) for x in self._leaves]
         return jax.tree.unflatten(self._treedef, leaves)
+
+
+def _is_key(part: Any) -> bool:
+    return isinstance(part, jax.tree_util.DictKey)
 
 
 def _variable_name(node: Any, path: Sequence[Any]) -> str:

@@ -14,6 +14,7 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
+from flax_amp._rewriter.interpreters import add_sparse_rules
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import LEAF, Plan, Use, Values, like
@@ -176,6 +177,7 @@ def rewrite(
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         refuse_if_asked()
+        add_sparse_rules()
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         planned = plan_call(call, policy, compute_dtype)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
@@ -230,7 +232,7 @@ def plan_call(
     call: FunctionalCall, policy: Policy, compute_dtype: DType
 ) -> PlannedCall:
     """Traces and plans a call, and warns of a policy without effect."""
-    closed, rebuild = _trace(call.function, call.inputs)
+    closed, rebuild = _trace(call)
     jaxpr, _ = _compat.open_jaxpr(closed)
     warn_of_policy(policy, closed, compute_dtype, call.array_paths)
     traced, exports = with_captured_outputs(closed)
@@ -269,15 +271,14 @@ def is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
     return True
 
 
-def _trace(
-    function: Callable[[list[Any]], Any], inputs: list[Any]
-) -> tuple[Jaxpr, Callable[[Arrays], PyTree]]:
-    """Traces a function of a flat list of inputs; those that are no arrays are static.
+def _trace(call: FunctionalCall) -> tuple[Jaxpr, Callable[[Arrays], PyTree]]:
+    """Traces a call; its inputs that are no arrays are static.
 
     Returns:
       The closed jaxpr of its arrays, and a function that puts the arrays of its result
       back among the other leaves.
     """
+    inputs = call.inputs
     is_traced = [_tree.is_array(x) for x in inputs]
     treedef: Any = None
     is_result: list[bool] = []
@@ -285,13 +286,14 @@ def _trace(
 
     def pure(*arrays: Array) -> Arrays:
         nonlocal treedef, is_result, static
-        out = function(_tree.fill(arrays, is_traced, inputs))
+        out = call.function(_tree.fill(arrays, is_traced, inputs))
         leaves, treedef = jax.tree.flatten(out)
         is_result = [_tree.is_array(x) for x in leaves]
         static = [None if _tree.is_array(x) else x for x in leaves]
         return _tree.pick(leaves, is_result)
 
-    closed = jax.make_jaxpr(pure)(*_tree.pick(inputs, is_traced))
+    named = _compat.traced_as(pure, call.fun, call.array_names())
+    closed = jax.make_jaxpr(named)(*_tree.pick(inputs, is_traced))
     return closed, lambda arrays: jax.tree.unflatten(
         treedef, _tree.fill(arrays, is_result, static)
     )

@@ -85,6 +85,28 @@ def pure_loss(
         )
         return loss, updates, aux
 
+    return named_after(pure, loss_fn)
+
+
+def named_after(pure: UserFn, fn: UserFn) -> UserFn:
+    """Returns `pure(params, .., batch, ..)`, which JAX's messages then call `fn`."""
+    signature = inspect.signature(pure)
+    try:
+        params, batch, *_ = inspect.signature(fn).parameters
+        others = signature.parameters.keys() - {"params", "batch"} | set(KEYWORDS)
+        new = {"params": params, "batch": batch} if not {params, batch} & others else {}
+    except (TypeError, ValueError):  # it has no signature, or takes `*args`
+        new = {}
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    attributes: Any = vars(pure)
+    attributes["__wrapped__"] = fn
+    attributes["__signature__"] = signature.replace(
+        parameters=[
+            p.replace(name=new.get(name, name))
+            for name, p in signature.parameters.items()
+        ]
+    )
     return pure
 
 

@@ -34,7 +34,7 @@ from flax_amp._training.gradients import (
     select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
-from flax_amp._training.loss import call_checked
+from flax_amp._training.loss import call_checked, named_after
 from flax_amp._training.precision import (
     Precision,
     UnscaledWarning,
@@ -231,12 +231,12 @@ def _step(
 
     user_loss_fn = options.loss_fn
 
-    def loss_fn(whole: nnx.Dict, *inputs: PyTree) -> PyTree:
-        inputs = _tree.replace_nodes(inputs, _Placeholder, whole.others)
+    def loss_fn(whole: nnx.Dict, batch: Batch, *args: PyTree) -> PyTree:
+        inputs = _tree.replace_nodes((batch, *args), _Placeholder, whole.others)
         return call_checked(user_loss_fn, whole.model, *inputs)
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
-    options = options._replace(loss_fn=loss_fn)
+    options = options._replace(loss_fn=named_after(loss_fn, user_loss_fn))
     new_scaler, finite, result = compute_gradients(options, state, batch, args)
     grads = nnx.state(model, optimizer.wrt)
     nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])

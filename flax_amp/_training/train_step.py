@@ -53,6 +53,7 @@ from flax_amp._training.loss import (
     check_function,
     check_returned,
     inputs_unchanged,
+    named_after,
 )
 from flax_amp._training.precision import (
     UnscaledWarning,
@@ -314,8 +315,8 @@ def make_eval_step(
             return out
 
         rngs = fold_in(state.rngs, state.step)
-        rewrite = rewrites[state.precision]
-        return rewrite(pure)(state.params, state.variables, batch, rngs, *args)
+        named = rewrites[state.precision](named_after(pure, fn))
+        return named(state.params, state.variables, batch, rngs, *args)
 
     if not jit:
         return Step(eval_step)

@@ -1,0 +1,74 @@
+"""Rules for interpreters of `jax.experimental` that do not know what is emitted.
+
+`jet` and `sparsify` have no rule for `jax.checkpoint`, in which regions are emitted.
+The rules are for JAX's own primitives, so that a user's `jax.checkpoint` has them, too.
+Those of the primitives of this package for `jet` stand beside each of them.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+from jax.experimental import jet
+from jax.extend.core.primitives import reduce_precision_p, remat_p
+
+from flax_amp import _compat
+from flax_amp._compat import Array, Arrays, Jaxpr
+from flax_amp._rewriter.casts import saturate_p
+from flax_amp._rewriter.lookup import lookup_p
+from flax_amp._rewriter.recompute.stored import stored_p
+
+
+def _checkpoint_series(
+    primals: Arrays,
+    series: Any,
+    *,
+    jaxpr: Jaxpr,
+    policy: Any,
+    prevent_cse: bool,
+    **_: Any,
+) -> Any:
+    def call(*operands: Array) -> Arrays:
+        return _compat.evaluate(jaxpr, operands, _compat.bind_in_context)
+
+    # Rules get the terms of the series without their factorials.
+    expand = functools.partial(jet.jet, call, factorial_scaled=False)
+    checkpoint = jax.checkpoint(expand, policy=policy, prevent_cse=prevent_cse)
+    return checkpoint(tuple(primals), tuple(series))
+
+
+jet.jet_rules.setdefault(remat_p, _checkpoint_series)  # type: ignore[arg-type]
+if reduce_precision_p not in jet.jet_rules:
+    jet.deflinear(reduce_precision_p)
+
+
+def add_sparse_rules() -> None:
+    """Adds rules for `jax.experimental.sparse`, if something has imported it.
+
+    Nobody calls `sparsify` without that, and the import takes half a second.
+    """
+    sparse = sys.modules.get("jax.experimental.sparse.transform")
+    if sparse is None or stored_p in sparse.sparse_rules_bcoo:
+        return
+
+    def checkpoint(env: Any, *values: Any, jaxpr: Jaxpr, **_: Any) -> Any:
+        # The body is evaluated in place: `env` would keep its tracers otherwise.
+        return sparse.eval_sparse(jaxpr, (), values, env)
+
+    def elementwise(primitive: Any, env: Any, value: Any, **params: Any) -> Any:
+        outs = primitive.bind(env.data(value), **params)
+        outs = outs if primitive.multiple_results else [outs]
+        names = "indices_ref", "indptr_ref", "indices_sorted", "unique_indices"
+        same = {name: getattr(value, name) for name in names}
+        return [env.sparse(value.shape, out, **same) for out in outs]
+
+    def lookup(env: Any, *values: Any, dtype: Any, **params: Any) -> Any:
+        return rules[jax.lax.gather_p](env, *values, **params)
+
+    for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):
+        rules.setdefault(remat_p, checkpoint)
+        for primitive in (saturate_p, stored_p, reduce_precision_p):
+            rules.setdefault(primitive, functools.partial(elementwise, primitive))
+    rules = sparse.sparse_rules_bcoo
+    rules.setdefault(lookup_p, lookup)

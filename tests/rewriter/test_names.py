@@ -1,0 +1,160 @@
+"""Errors about traced values name the user's function and its arguments."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from flax_amp import AmpTrainState, amp, make_nnx_train_step, make_train_step
+from flax_amp import make_eval_step as eval_of
+
+PARAMS = {"w": jnp.ones((2, 2))}
+BATCH = {"x": jnp.ones((2, 2)), "y": [jnp.ones(2)]}
+lower = functools.partial(amp, compute_dtype=jnp.bfloat16)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def output(params, batch):
+    if isinstance(params, nnx.Module):
+        return params(batch["x"])
+    return batch["x"] @ params["w"]
+
+
+def on_batch(params, batch):
+    if batch["x"].sum() > 0:
+        return output(params, batch).mean()
+    return 0.0
+
+
+def on_weight(params, batch):
+    weights = jax.tree.leaves(params)
+    return float(weights[-1].sum()) * output(params, batch).mean()
+
+
+def in_loop(params, batch):
+    for _ in range(batch["y"][0].sum().astype(int)):
+        params = params
+    return output(params, batch).mean()
+
+
+LOSSES = {"batch['x']": on_batch, "batch['y'][0]": in_loop}
+
+
+def linen_state():
+    return AmpTrainState.create(
+        params=PARAMS, tx=optax.sgd(0.1), precision="bf16-mixed"
+    )
+
+
+def nnx_state():
+    return AmpTrainState.create(
+        model=Model(), tx=optax.sgd(0.1), precision="bf16-mixed"
+    )
+
+
+def nnx_step(loss):
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    make_nnx_train_step(loss, precision="bf16-mixed")(model, optimizer, None, BATCH)
+
+
+# name: the call, and what its parameters are called
+CALLS = {
+    "amp": (lambda f: lower(f)(PARAMS, BATCH), "params['w']"),
+    "amp of static": (lambda f: lower(f)(PARAMS, BATCH | {"a": "b"}), "params['w']"),
+    "by keyword": (lambda f: lower(f)(batch=BATCH, params=PARAMS), "params['w']"),
+    "partial": (lambda f: lower(functools.partial(f, PARAMS))(BATCH), None),
+    "grad": (lambda f: jax.grad(lower(f))(PARAMS, BATCH), "params['w']"),
+    "jit": (lambda f: jax.jit(jax.grad(lower(f)))(PARAMS, BATCH), "params['w']"),
+    "vmap": (
+        lambda f: jax.vmap(lower(f), (None, 0))(
+            PARAMS, jax.tree.map(lambda x: x[None], BATCH)
+        ),
+        "params['w']",
+    ),
+    "nnx": (lambda f: lower(f)(Model(), BATCH), "params.dense.kernel"),
+    "nnx grad": (
+        lambda f: nnx.grad(lower(f))(Model(), BATCH),
+        "params.dense.kernel",
+    ),
+    "step": (lambda f: make_train_step(f)(linen_state(), BATCH), "params['w']"),
+    "accumulated": (
+        lambda f: make_train_step(f, jit=False)(linen_state(), BATCH),
+        "params['w']",
+    ),
+    "step of a module": (
+        lambda f: make_train_step(f)(nnx_state(), BATCH),
+        "params['dense']['kernel']",
+    ),
+    "evaluation": (lambda f: eval_of(f)(linen_state(), BATCH), "params['w']"),
+    "nnx step": (nnx_step, "whole['model']['dense']['kernel']"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_decision_on_a_traced_value(call, name):
+    loss, (run, _) = LOSSES[name], CALLS[call]
+    error = jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError
+    with pytest.raises(error.__args__) as caught:
+        run(loss)
+    assert f"function {loss.__name__} at {__file__}:" in str(caught.value)
+    assert f"the argument {name}" in str(caught.value)
+    assert "arrays[" not in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [k for k, (_, name) in CALLS.items() if name])
+def test_a_decision_on_a_parameter(call):
+    run, name = CALLS[call]
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        run(on_weight)
+    assert f"function on_weight at {__file__}:" in str(caught.value)
+    if "argument" in str(caught.value):  # plain JAX does not know it everywhere
+        assert f"the argument {name}" in str(caught.value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tracer_that_leaks(call):
+    leaked = []
+
+    def leaking(params, batch):
+        leaked.append(jnp.sin(batch["x"]))
+        return output(params, batch).mean()
+
+    CALLS[call][0](leaking)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        leaked[0] + 1
+    traced = re.search("being traced when the value leaked was (.*)", str(caught.value))
+    assert traced[1].startswith(f"leaking at {__file__}:")
+
+
+def test_other_signatures():
+    """Of `*args` and keywords there are only places; some functions have none."""
+
+    def loss(*args, **kwargs):
+        return float(kwargs["scale"][1]) * args[1]["x"].sum()
+
+    with pytest.raises(
+        jax.errors.ConcretizationTypeError, match=r"kwargs\['scale'\]\[1"
+    ):
+        lower(loss)(PARAMS, BATCH, scale=[jnp.ones(()), jnp.ones(())])
+
+    class Loss:
+        def __call__(self, params, batch):
+            return float(batch["x"][0, 0]) * params["w"].sum()
+
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"batch\['x'\]"):
+        lower(Loss())(PARAMS, BATCH)
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"batch\['x'\]"):
+        make_train_step(Loss())(linen_state(), BATCH)
