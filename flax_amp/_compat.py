@@ -412,6 +412,17 @@ def is_of_trace(x: Any) -> bool:
     return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
 
 
+def is_differentiated(x: Any) -> bool:
+    """Whether reverse mode differentiates with respect to this very array.
+
+    It does not of what was computed from such an array. Within a jit or a checkpoint
+    that is differentiated from outside, nothing tells.
+    """
+    if type(x).__name__ != "LinearizeTracer":
+        return False
+    return getattr(x.tangent, "parent", x) is None  # no equation made the tangent
+
+
 def name_arguments(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, ...]:
     """Returns the names of the arguments of a call in JAX's messages, `batch`.
 

@@ -127,6 +127,12 @@ class FunctionalCall:
         """Returns the path of each array among the inputs."""
         return _paths(self._state) + _paths(self._arguments, is_leaf=is_node)
 
+    def arrays_by_argument(self, where: Callable[[Any], bool]) -> list[list[Any]]:
+        """Returns the leaves for which `where` holds, of each argument that has any."""
+        args, kwargs = self._arguments
+        leaves = map(jax.tree.leaves, (*args, *kwargs.values()))
+        return list(filter(None, (list(filter(where, group)) for group in leaves)))
+
     def array_names(self) -> list[str]:
         """Returns what JAX's messages call each array among the inputs, `batch['x']`.
 

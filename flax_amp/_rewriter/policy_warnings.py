@@ -18,11 +18,13 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
+from flax_amp._rewriter.casts import finfo
 from flax_amp._rewriter.heuristics import is_matrix_product
+from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.plan import PRECISION, Plan
 from flax_amp._scope_paths import paths, split_method
-from flax_amp._tree import fill, is_inexact_array, pick
+from flax_amp._tree import fill, is_array, is_inexact_array, pick
 from flax_amp.policy import (
     Origin,
     Policy,
@@ -111,6 +113,43 @@ def warn_of_precision(plan: Plan) -> None:
             "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
             "precision=... at the products that need it.",
             stacklevel=4,
+        )
+
+
+class ParameterWarning:
+    """Warns once of parameters in half precision, whose updates are lost.
+
+    A batch, a cache or a state may be in half precision. Parameters are what a gradient
+    is taken of: the arrays themselves, not what was computed from them, such as a copy
+    in half precision of float32 parameters. To be certain, they have to be in the first
+    argument that holds floats, and not all there is in the call: the gradient of a
+    function of one array may be one of an input.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self, call: FunctionalCall) -> None:
+        groups = call.arrays_by_argument(is_inexact_array)
+        if self._done or sum(map(len, groups)) < 2:
+            return
+        half = [x for x in groups[0] if x.dtype in _HALVES]
+        half = list(filter(_compat.is_differentiated, half))
+        if not half:
+            return
+        self._done = True
+        arrays = filter(is_array, call.inputs)
+        names = dict(zip(map(id, arrays), call.array_names(), strict=True))
+        shown = ", ".join(names[id(x)] for x in half[:3] if id(x) in names)
+        dtype = half[0].dtype
+        warnings.warn(
+            f"amp: {len(half)} of {len(groups[0])} parameters are in half precision, "
+            f"such as {shown} in {dtype.name}: gradients and updates are rounded, and "
+            f"an update below 1/{round(2 / float(finfo(dtype).eps))} of a weight "
+            "is lost, so that training stalls. Expected float32 parameters, which amp "
+            "casts at each use: keep them in float32, as in jax.tree.map(lambda x: "
+            "x.astype(jnp.float32), params), without param_dtype= or to_bf16().",
+            stacklevel=3,
         )
 
 

@@ -18,7 +18,11 @@ from flax_amp._rewriter.interpreters import add_sparse_rules
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import LEAF, Plan, Use, Values, like
-from flax_amp._rewriter.policy_warnings import warn_of_policy, warn_of_precision
+from flax_amp._rewriter.policy_warnings import (
+    ParameterWarning,
+    warn_of_policy,
+    warn_of_precision,
+)
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.rewritten import refuse_if_asked, rewritten
 from flax_amp._rewriter.rules import RULES
@@ -173,12 +177,15 @@ def rewrite(
     By default, nothing is computed again and each layer stays by itself.
     """
 
+    warn_of_parameters = ParameterWarning()
+
     @rewritten
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         refuse_if_asked()
         add_sparse_rules()
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
+        warn_of_parameters(call)
         planned = plan_call(call, policy, compute_dtype)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
         outs = planned.emit(arrays, recompute, wide_gradients, merge_layers)
