@@ -32,7 +32,7 @@ from flax_amp._compat import Array, Eqn, Jaxpr, Var
 from flax_amp._rewriter.plan import EditedJaxpr
 
 # Parameters of equations that hold functions which JAX calls later.
-_RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule")
+_RULES = ("fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun", "rule", "transpose_thunk")
 # A rule may close over a whole program. What lies behind this many objects is not
 # found, and JAX then says that a tracer has leaked, as it does without this module.
 _LIMIT = 100_000

@@ -73,7 +73,7 @@ class SingleBodyRule:
         return Step(Mode.RULE, plan.outs, reason, uses=plan.uses, detail=plan)
 
 
-def _tangent_like(value: Value | None) -> Value | None:
+def tangent_like(value: Value | None) -> Value | None:
     """Returns the value of a tangent or cotangent, which has the dtype of its primal.
 
     It is never a leaf: a leaf is cast down by saturation, which is not linear.
@@ -309,7 +309,7 @@ class _JvpRule:
             outs, tangents_out = jax.jvp(original, chosen, tangents)
             return (*outs, *pick(tangents_out, self.perturbed))
 
-        tangents = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
+        tangents = [tangent_like(v) for v in pick(call.plan.ins, mask)]
         ins = (*call.plan.ins, *tangents)
         structs = [*structs, *pick(structs, mask)]
         outs = call.plan.outs
@@ -341,7 +341,7 @@ def _emit_jvp(call: CustomCall, primals: Arrays, tangents: Arrays) -> Any:
     outs = call.emitter.emit(rule.plan, [*primals, *given])
     primals_out, tangents_out = split_list(outs, len(call.plan.outs))
     primals_out = tuple(call.emitter.cast_to_plan(primals_out, call.plan.outs))
-    values = tuple(_tangent_like(v) for v in pick(call.plan.outs, rule.perturbed))
+    values = tuple(tangent_like(v) for v in pick(call.plan.outs, rule.perturbed))
     zeros = [zero_from_primal(x, symbolic_zeros=True) for x in primals_out]
     low_tangents = call.emitter.cast_to_plan(tangents_out, values)
     return primals_out, tuple(fill(low_tangents, rule.perturbed, zeros))
@@ -433,7 +433,7 @@ class _VjpRule:
             self._backwards[nonzero] = self._plan_backward(nonzero, cotangents)
         plan, has_cotangent = self._backwards[nonzero]
         grads = call.emitter.emit(plan, [*residuals, *pick(cotangents, nonzero)])
-        values = [_tangent_like(v) for v in pick(call.plan.ins, mask)]
+        values = [tangent_like(v) for v in pick(call.plan.ins, mask)]
         cast = call.emitter.cast_to_plan(grads, tuple(pick(values, has_cotangent)))
         # Among the perturbed operands, then among all of them.
         grads = fill(cast, has_cotangent, [None] * len(has_cotangent))
@@ -455,7 +455,7 @@ class _VjpRule:
             return pick(grads, self._has_cotangent)
 
         structs = (self._residuals, pick(self._outs, nonzero))
-        values = [_tangent_like(v) for v in pick(call.plan.outs, nonzero)]
+        values = [tangent_like(v) for v in pick(call.plan.outs, nonzero)]
         ins = (*self._forward.outs[len(self._outs) :], *values)
         plan, _ = call.trace(backward, structs, ins)
         return plan, self._has_cotangent

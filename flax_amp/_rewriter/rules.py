@@ -25,6 +25,7 @@ from flax_amp._rewriter.custom_derivatives import (
     CustomRule,
     CustomVjp,
     SingleBodyRule,
+    tangent_like,
 )
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.heuristics import is_indexed, numbers_cast_inside
@@ -429,6 +430,48 @@ class _LinearSolve:
         return _compat.bind(eqn, [*flat, *state], params)
 
 
+class _LinearCall(CustomRule):
+    """The function and the user's transpose of it are rewritten."""
+
+    def paint(
+        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+    ) -> Step:
+        count = self._count_fixed(eqn)
+        # A leaf is cast down by saturation, which is not linear.
+        linear = map(tangent_like, ins[count:])
+        return super().paint(painter, eqn, (*ins[:count], *linear), uses, context)
+
+    def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
+        call, count = self.call(emitter, eqn, step), self._count_fixed(eqn)
+        first = eqn.params["num_callee_consts"]  # the transpose does not take these
+
+        def function(fixed: Arrays, linear: Arrays) -> list[Array]:
+            return list(call(*fixed, *linear))
+
+        def original(*xs: Array) -> Arrays:
+            closed, consts = eqn.params["transpose_thunk"]()
+            return _compat.evaluate(closed, [*consts, *xs], _compat.bind_in_context)
+
+        def transpose(fixed: Arrays, cotangents: Arrays) -> list[Array]:
+            residuals = call.structs(operands)[first:count]
+            structs = [_compat.struct_of(aval, aval.dtype) for aval in out_avals(eqn)]
+            ins = (*call.plan.ins[first:count], *map(tangent_like, call.plan.outs))
+            plan, _ = call.trace(original, [*residuals, *structs], ins)
+            outs = call.emitter.emit(plan, [*fixed[first:], *cotangents])
+            return call.emitter.cast_to_plan(outs, call.plan.ins[count:])
+
+        fixed, linear = split_list(operands, count)
+        arrays = list(fixed), list(linear)
+        linear_call = jax.custom_derivatives.linear_call
+        return _compat.call_or_locate_nan(
+            lambda: linear_call(function, transpose, *arrays),
+            lambda: function(*arrays),
+        )
+
+    def _count_fixed(self, eqn: Eqn) -> int:
+        return eqn.params["num_callee_consts"] + eqn.params["num_res"]
+
+
 class _CustomVmap(CustomRule):
     """The function is rewritten, and so is the user's batching rule when it is used."""
 
@@ -501,5 +544,6 @@ RULES: dict[str, Rule] = {
     "custom_vjp_call": CustomVjp("call_jaxpr"),
     "custom_linear_solve": _LinearSolve(),
     "custom_vmap_call": _CustomVmap("call"),
+    "linear_call": _LinearCall("callee"),
     "convert_element_type": _ConvertElementType(),
 }

@@ -246,5 +246,6 @@ def _backward(
             others = attach(found[options.recompute], visits)
             return bytes_by_dtype(found["never"]), in_float32, others, []
         except Exception as error:
-            cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+            first = f"{type(error).__name__}: {error}".partition("\n")[0]
+            cause = first.rstrip(":. ")  # an assertion says nothing
     return None, None, [], [f"what the backward pass stores is not known: {cause}"]

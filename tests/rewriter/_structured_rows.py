@@ -89,6 +89,12 @@ rows(
     shard_map=(
         over_devices(layer, (P(), P("data"))), W, np.tile(A, (4, 1))
     ),
+    linear_call=(
+        lambda w, x: jax.custom_derivatives.linear_call(
+            lambda w, x: x @ w, lambda w, y: y @ w.T, w, x
+        ),
+        W, A,
+    ),
     custom_linear_solve=(linear_solve, SYMMETRIC, LINE[:3]),
     closed_call=(checkpointed, W, np.tile(A, (8, 1))),
     eval_jaxpr=(checkpointed, W, np.tile(A, (8, 1))),
@@ -146,12 +152,6 @@ rows(
     "what is inside may be lowered as a whole, or was compiled in float32",
     composite=(lax.composite(layer, "flax_amp.layer"), W, A),
     custom_partitioning=(partitioned, W, A),
-    linear_call=(
-        lambda w, x: jax.custom_derivatives.linear_call(
-            lambda w, x: x @ w, lambda w, y: y @ w.T, w, x
-        ),
-        W, A,
-    ),
     remat_opt=(fused, W, A),
     pallas_call=(
         lambda x: pl.pallas_call(
