@@ -21,17 +21,19 @@ def create_state(config: ConfigDict) -> flax_amp.AmpTrainState:
     schedule = optim.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.num_steps
     )
-    is_half = config.precision == "16-mixed"
-    scaler = flax_amp.init_scaler(patience=config.scale_patience) if is_half else None
-    return flax_amp.AmpTrainState.create(
+    state = flax_amp.AmpTrainState.create(
         **create_model(config),
         tx=optim.chain(
             optim.clip_by_global_norm(config.clip_norm),
             optim.adamw(schedule, weight_decay=config.weight_decay),
         ),
         precision=config.precision,
-        scaler=scaler,
     )
+    if state.precision == "16-mixed":
+        state = state.replace(
+            scaler=flax_amp.init_scaler(patience=config.scale_patience)
+        )
+    return state
 
 
 def create_model(config: ConfigDict) -> dict[str, Any]:

@@ -26,12 +26,7 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
     schedule = optim.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.num_steps
     )
-    scaler = None  # that of the precision
-    if config.precision == "16-mixed":
-        scaler = flax_amp.init_scaler(patience=config.scale_patience)
-        if not config.loss_scaling:
-            scaler = flax_amp.no_scaler()
-    return flax_amp.AmpTrainState.create(
+    state = flax_amp.AmpTrainState.create(
         apply_fn=model.apply,
         params=variables["params"],
         variables={"batch_stats": variables["batch_stats"]},
@@ -41,8 +36,13 @@ def create_state(config: ConfigDict, images: Any) -> flax_amp.AmpTrainState:
             optim.adamw(schedule, weight_decay=config.weight_decay),
         ),
         precision=config.precision,
-        scaler=scaler,
     )
+    if state.precision == "16-mixed":
+        scaler = flax_amp.init_scaler(patience=config.scale_patience)
+        if not config.loss_scaling:
+            scaler = flax_amp.no_scaler()
+        state = state.replace(scaler=scaler)
+    return state
 
 
 def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -111,6 +111,14 @@ def test_digits_computes_in_the_precision_asked_for():
         assert set(outputs) == {name}
 
 
+def test_digits_without_scaling_in_any_word_for_float16():
+    images = np.zeros((2, 8, 8, 1), np.float32)
+    for word in ("16-mixed", "fp16"):
+        config = small(word, loss_scaling=False)
+        scaler = train.create_state(config, images).scaler
+        assert float(scaler["max_scaler"]) == 1.0
+
+
 @pytest.mark.slow
 def test_digits_resumes_to_the_bit(straight, tmp_path):
     workdir, straight_state, _ = straight
