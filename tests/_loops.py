@@ -46,6 +46,7 @@ class Loop(NamedTuple):
     kept: Callable[[Any], Any] = lambda carry: carry  # what that step has to keep
     frozen: str = "nothing"  # what no step changes, as a part of paths
     precise: int = 0  # the number of products outside of the loss
+    replicated: bool = False  # whether each array of the carry has a row per device
 
 
 def scaler_of(dtype):
@@ -291,7 +292,7 @@ def big_vision(dtype):
         return {k: "frozen" if k == "embedding" else "trained" for k in params}
 
     trained = optax.chain(
-        optax.clip_by_global_norm(1.0),
+        optax.clip_by_global_norm(10.0),  # above the norms, which thus matter
         optax.trace(decay=0.9, accumulator_dtype=jnp.bfloat16),
         optax.scale(0.1),
         optax.scale_by_schedule(schedule),

@@ -147,7 +147,7 @@ def wmt(dtype):
     )
     batches = [translations(seed) for seed in range(10)]
     bad = translations(0, empty=True)  # no token has a weight: 0 / 0
-    return Loop(replicate(state), step, batches, traced, bad)
+    return Loop(replicate(state), step, batches, traced, bad, replicated=True)
 
 
 # Flax's Gemma: NNX; a module merged inside of the loss; a jit with shardings;
@@ -423,5 +423,5 @@ def hugging_face(dtype):
         mask = (ids > 0).astype(np.int32)
         return shard({"input_ids": ids, "attention_mask": mask, "labels": ids.copy()})
 
-    batches = [batch_of(seed) for seed in range(15)]
-    return Loop(state, step, batches, traced, batch_of(0, empty=True))
+    batches, bad = [batch_of(seed) for seed in range(15)], batch_of(0, empty=True)
+    return Loop(state, step, batches, traced, bad, replicated=True)

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,6 +39,9 @@ def trained(name, dtype):
     moved = changed(start, carry)
     frozen = {path for path in leaves_by_path(start) if loop.frozen in path}
     assert frozen.isdisjoint(moved) and bool(frozen) == (loop.frozen != "nothing")
+    if loop.replicated:
+        first, second = (jax.tree.map(lambda x, i=i: x[i], carry) for i in range(2))
+        assert changed(first, second) <= {".dropout_rng"}
     return loop._replace(carry=carry), np.array(losses)
 
 
