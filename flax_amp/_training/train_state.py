@@ -176,6 +176,12 @@ class AmpTrainState(_StateClass, train_state.TrainState):
             "pass collections such as batch_stats as variables={'batch_stats': ...}, "
             "keys as rngs, and the loss scale as scaler",
         )
+        if made := sorted({"step", "opt_state", "graphdef"} & kwargs.keys()):
+            raise TypeError(
+                f"{cls.__name__}.create: got {made}, which it makes itself; expected "
+                "an NNX model as model=..., and a step or an optimizer's state by "
+                "create(...).replace(...). Leave them out."
+            )
         graphdef = None
         if model is not None:
             _check_model(model, params, variables)

@@ -163,6 +163,9 @@ def test_unknown_fields_of_a_new_state():
         create = functools.partial(cls.create, params={"w": X}, tx=MINE, **given)
         raised(lambda create=create: create(**fields), TypeError, message)
         assert create().step == 0
+        for name in ("graphdef", "opt_state", "step"):
+            message = rf"create: got \['{name}'\], which it makes.*as model=.*Leave"
+            raised(lambda c=create, n=name: c(**{n: None}), TypeError, message)
 
 
 # Optimizers
