@@ -122,6 +122,7 @@ def test_a_word_says_dtype_and_scaler(word, maker):
         dtypes, found = MAKERS[maker](given and dict(given), precision, **options)
         assert all(dtypes), row
         assert {x for step in dtypes for dot in step for x in dot} == {dtype}, row
+        found = {key: found[key] for key in wanted}  # without what the step counts
         assert jax.tree.map(float, found) == jax.tree.map(float, wanted), row
 
 
