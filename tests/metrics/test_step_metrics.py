@@ -85,7 +85,7 @@ STEPS = {
         flax_amp.optim.sgd(RATE),
         {"skipped_total", "learning_rate"},
     ),
-    "nnx": (nnx_steps, optax.sgd(0.1), set()),
+    "nnx": (nnx_steps, optax.sgd(0.1), {"skipped_total"}),
     "nnx, counted": (
         nnx_steps,
         optax.apply_if_finite(optax.sgd(0.1), 2**31 - 1),
