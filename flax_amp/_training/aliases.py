@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,12 @@ def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
     raise ValueError(
         f"{seen}; expected an integer of at least {least}, the number {what}."
     )
+
+
+def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
+    """Returns the first items as text, and how many more there are."""
+    more = f" and {len(items) - count} more" if len(items) > count else ""
+    return separator.join(items[:count]) + more
 
 
 def describe(value: Any) -> str:

@@ -17,9 +17,9 @@ from flax_amp import _tree
 from flax_amp._training.aliases import Array, PyTree
 
 
-def count_skip(state: Any, finite: Array) -> dict[str, Array]:
+def apply_if_finite_counters(state: Any, finite: Array) -> dict[str, Array]:
     """Returns the counters of an `optax.ApplyIfFiniteState` after one more step."""
-    in_a_row, total = count(state.notfinite_count, state.total_notfinite, finite)
+    in_a_row, total = count_skips(state.notfinite_count, state.total_notfinite, finite)
     return {
         "notfinite_count": in_a_row,
         "last_finite": finite,
@@ -27,7 +27,7 @@ def count_skip(state: Any, finite: Array) -> dict[str, Array]:
     }
 
 
-def count(in_a_row: Array, total: Array, finite: Array) -> tuple[Array, Array]:
+def count_skips(in_a_row: Array, total: Array, finite: Array) -> tuple[Array, Array]:
     """Returns how many steps were skipped in a row, and in all, after one more."""
     return (
         jnp.where(finite, 0, optax.safe_increment(in_a_row)),
@@ -96,7 +96,7 @@ class _Update:
         finite = _tree.all_finite(updates)
         new = _tree.select_finite(finite, new, jax.tree.map(jnp.zeros_like, new))
         inner_state = _tree.select_finite(finite, inner_state, state.inner_state)
-        counters = count_skip(state, finite)
+        counters = apply_if_finite_counters(state, finite)
         return new, state._replace(inner_state=inner_state, **counters)
 
 

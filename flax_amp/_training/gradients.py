@@ -27,6 +27,7 @@ from flax_amp._training.aliases import (
     UserFn,
     check_count,
     check_type,
+    first_of,
 )
 from flax_amp._training.averaging import (
     PassResult,
@@ -38,8 +39,8 @@ from flax_amp._training.averaging import (
 )
 from flax_amp._training.loss import (
     KEYWORDS,
-    call_checked,
     check_function,
+    check_metrics_fn,
     check_returned,
     differences,
     pure_loss,
@@ -87,8 +88,7 @@ def make_options(
 ) -> Options:
     """Checks the arguments of `caller`. The loss may declare `keywords`."""
     seen = f"{caller}: {accum_steps=}"
-    expected = "a function of (state, grads, updates), (model, grads, updates) for NNX."
-    check_type(metrics_fn, Callable | None, f"{caller}: metrics_fn", expected)
+    check_metrics_fn(metrics_fn, f"{caller}: metrics_fn")
     return Options(
         loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
         has_aux=has_aux,
@@ -133,10 +133,10 @@ def make_metrics(
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `measured`, and those of `aux`.
 
-    `more` are own ones, too; `measured` are those of `metrics_fn`. An entry of `aux`
-    with the name of another metric becomes `aux/<name>`. The names of `fields`, those
-    of the state, are reserved. A user who means to change a field by `aux` would not
-    notice that it stays as it was.
+    `more` holds further metrics of the step, `measured` those of `metrics_fn`. An entry
+    of `aux` with the name of another metric becomes `aux/<name>`. The names of
+    `fields`, those of the state, are reserved. A user who means to change a field by
+    `aux` would not notice that it stays as it was.
     """
     own = more | dict(
         loss=result.loss,
@@ -177,17 +177,22 @@ def measure_update(
       subject: the state, or the model, before the update.
       grads: the gradients that the optimizer was given.
       old: the parameters before the update.
-      new: the parameters after it, also if the step is skipped.
+      new: the parameters after it, as the optimizer gives them.
     """
     if options.metrics_fn is None:
         return {}
+    # An element that would become an inf or a NaN keeps its value.
+    new = _tree.select_finite(jnp.array(True), new, old)
     updates = jax.tree.map(jnp.subtract, new, old)
     name = f"{options.caller}: metrics_fn"
-    found = call_checked(options.metrics_fn, subject, grads, updates)
+    found = options.metrics_fn(subject, grads, updates)
     expected = "a dict of metrics by name."
     check_type(found, Mapping, f"{name}: its result", expected)
     if wrong := [key for key in found if not isinstance(key, str)]:
-        raise TypeError(f"{name} returned the names {wrong}; expected strings.")
+        raise TypeError(
+            f"{name} returned the names {wrong}; expected strings. Write them out, "
+            "e.g. {'layer_0': ...}."
+        )
     check_returned(found, "metrics", name)
     return dict(found)
 
@@ -235,8 +240,9 @@ def explain_update(
         if not missing:
             if foreign := _foreign_leaves(tx, opt_state, params):
                 raise ValueError(
-                    f"{caller}: the optimizer is one of another model, or its state of "
-                    f"another optimizer: {foreign}; expected the same leaves. "
+                    f"{caller}: the state of the optimizer does not fit: it was made "
+                    f"for another model or by another optimizer: {foreign}; expected "
+                    "the same leaves. "
                     f"{_OWN_STATE}"
                 ) from error
             error.add_note(
@@ -263,8 +269,7 @@ def _foreign_leaves(tx: Any, opt_state: PyTree, params: PyTree) -> str:
         return ""
     names = "in its state", "for these parameters"
     changed = differences(pure(opt_state), new, jnp.shape, "opt_state", names)
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return "; ".join(changed[:3]) + more
+    return first_of(changed, separator="; ")
 
 
 def fold_in(rngs: Rngs, data: ArrayLike) -> Rngs:

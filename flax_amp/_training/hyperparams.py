@@ -37,7 +37,7 @@ def replace_hyperparams(
 ) -> PyTree:
     """Returns a state with new values for names of `collect_hyperparams`.
 
-    Those that `optax.inject_hyperparams` keeps are none of them.
+    Those of `optax.inject_hyperparams` cannot be replaced.
     """
     holders = list(_holders(opt_state))
     nodes, left = [], dict(changes)
@@ -51,8 +51,9 @@ def replace_hyperparams(
             nodes.append(node.replace(**of_node) if of_node else node)
     if not nodes:
         raise TypeError(
-            f"{caller}: the optimizer has no hyper-parameters to replace; expected one "
-            "of flax_amp.optim. Create the state with tx=flax_amp.optim.adamw(3e-4)."
+            f"{caller}: the optimizer has no hyper-parameters to replace (those of "
+            "optax.inject_hyperparams cannot be); expected one of flax_amp.optim. "
+            "Create the state with tx=flax_amp.optim.adamw(3e-4)."
         )
     if left:
         raise TypeError(
@@ -67,7 +68,7 @@ def _holders(opt_state: PyTree) -> Iterator[Any]:
     """Yields what has `hyperparams`, from the outside in."""
     for node in _tree.nodes(opt_state, (Optimizer, *INJECTED)):
         yield node
-        if not isinstance(node, Optimizer):  # which tells those inside of it itself
+        if not isinstance(node, Optimizer):  # an Optimizer tells those inside of it
             yield from _holders(node.inner_state)
 
 

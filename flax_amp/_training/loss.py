@@ -149,10 +149,10 @@ def call_checked(fn: UserFn, *args: PyTree, **keywords: Any) -> PyTree:
         except TypeError as error:
             raise TypeError(
                 f"{getattr(fn, '__name__', 'loss_fn')} has the signature {signature} "
-                f"({error}); got {len(args) - 2} arguments after the batch. Expected "
-                "those that the function takes there: pass them to the step, by "
-                "position, after its batch. In the function, the keywords state and "
-                "rngs come after them."
+                f"({error}); the step got {len(args) - 2} further arguments after its "
+                "batch. Expected those that the function takes there: pass them to the "
+                "step, by position. In the function, the keywords state and rngs come "
+                "after them."
             ) from None
     return fn(*args, **keywords)
 
@@ -213,7 +213,7 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
     if signature is None:
         return fn
     declared = dict.fromkeys(_declared_keywords(fn, keywords))
-    # How many further arguments there are is known in a call.
+    # The number of further arguments is known only in a call.
     further = sum(
         parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
@@ -231,6 +231,22 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
             "them with functools.partial."
         ) from None
     return fn
+
+
+def check_metrics_fn(fn: Any, name: str) -> None:
+    """Raises a TypeError unless `fn` is `None` or takes what a `metrics_fn` gets."""
+    expected = (
+        "a function of (state, grads, updates), or of (model, grads, updates) for NNX."
+    )
+    check_type(fn, Callable | None, name, expected)
+    if fn is not None and (signature := _signature(fn)) is not None:
+        try:
+            signature.bind(None, None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} has the signature {signature} ({error}); expected {expected} "
+                "Declare all three."
+            ) from None
 
 
 def _signature(fn: UserFn) -> inspect.Signature | None:
@@ -343,9 +359,10 @@ def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
 
 _LINEN_HINT = "Create the state with the variables that the model has after a call."
 _NNX_HINT = (
-    "Create all variables of the model in its __init__. What the model sows, take out "
-    "of it in the loss and return it: (loss, nnx.pop(model, nnx.Intermediate)), with "
-    "has_aux=True; also once before the first step, if the model was called."
+    "Create all variables of the model in its __init__. In the loss, pop what the "
+    "model sows and return it: (loss, nnx.pop(model, nnx.Intermediate)), with "
+    "has_aux=True. If the model was called before training, pop once before the first "
+    "step."
 )
 
 

@@ -22,7 +22,7 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.finite import count, count_skip
+from flax_amp._training.finite import apply_if_finite_counters, count_skips
 from flax_amp._training.gradients import (
     Options,
     complete_grads,
@@ -41,7 +41,7 @@ from flax_amp._training.precision import (
     check_precision,
     first_scaler,
 )
-from flax_amp._training.scaler import COUNTS, Scaler, validate_scaler
+from flax_amp._training.scaler import SKIP_COUNTS, Scaler, validate_scaler
 from flax_amp._training.step_call import (
     Step,
     explain_deleted,
@@ -201,9 +201,10 @@ def _step(
     args: tuple[PyTree, ...],
 ) -> tuple[Scaler, Metrics]:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
-    nodes = (nnx.Pytree, nnx.Variable)
-    modules, batch = _take_out(nodes[: 1 if options.accum_steps > 1 else 2], batch)
-    more_modules, args = _take_out(nodes, args)
+    whole_nodes = (nnx.Pytree, nnx.Variable)
+    in_batch = whole_nodes if options.accum_steps == 1 else (nnx.Pytree,)
+    modules, batch = _take_out(in_batch, batch)
+    more_modules, args = _take_out(whole_nodes, args)
     modules += more_modules
     # One Dict holds the model and the modules of the inputs. `model` sorts before
     # `others`, so state that both share gets its path in the model.
@@ -254,10 +255,10 @@ def _step(
     for name, value in counters.items():
         getattr(optimizer.opt_state, name).set_value(value)
     more = hyperparam_metrics(optimizer.opt_state)
-    if COUNTS[0] in scaler:
-        in_a_row, total = map(scaler.__getitem__, COUNTS)
-        counted = count(in_a_row, total, finite)
-        new_scaler |= dict(zip(COUNTS, counted, strict=True))
+    if SKIP_COUNTS[0] in scaler:
+        in_a_row, total = map(scaler.__getitem__, SKIP_COUNTS)
+        counted = count_skips(in_a_row, total, finite)
+        new_scaler |= dict(zip(SKIP_COUNTS, counted, strict=True))
         more["skipped_total"] = new_scaler["skipped_total"]
     if counters:
         more["skipped_total"] = counters["total_notfinite"]
@@ -270,15 +271,16 @@ def _skip_counts(scaler: Any) -> Scaler:
     """Returns the counts of skipped steps that are in a scaler."""
     if not isinstance(scaler, Mapping):
         return {}
-    return {key: jnp.asarray(scaler[key], jnp.int32) for key in COUNTS if key in scaler}
+    kept = [key for key in SKIP_COUNTS if key in scaler]
+    return {key: jnp.asarray(scaler[key], jnp.int32) for key in kept}
 
 
 def _with_counts(scaler: Scaler, counts: Scaler) -> Scaler:
     """Returns a scaler with its counts, or with new ones unless it is traced."""
     old = scaler["count"]
-    if len(counts) < len(COUNTS) and not isinstance(old, jax.core.Tracer):
-        # They lie where the scaler does, and nothing is sent there.
-        counts = {key: old - old for key in COUNTS} | counts
+    if len(counts) < len(SKIP_COUNTS) and not isinstance(old, jax.core.Tracer):
+        # `count - count` is a zero on the devices of the scaler, without a transfer.
+        counts = {key: old - old for key in SKIP_COUNTS} | counts
     return scaler | counts
 
 
@@ -286,7 +288,7 @@ def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
     """Returns the new counters of skipped steps, if `tx` is an `apply_if_finite`."""
     if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
         return {}
-    return count_skip(pure(optimizer.opt_state), finite)
+    return apply_if_finite_counters(pure(optimizer.opt_state), finite)
 
 
 @jax.tree_util.register_static

@@ -10,9 +10,9 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.aliases import check_type
+from flax_amp._training.aliases import check_type, first_of
 from flax_amp._training.precision import compute_dtype_of
-from flax_amp._training.scaler import COUNTS, check_keys, values_out_of_range
+from flax_amp._training.scaler import SKIP_COUNTS, check_keys, values_out_of_range
 from flax_amp._training.step_call import explain_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.optim._optimizer import pure
@@ -34,13 +34,13 @@ _MAX_SKIPS = 20
 # The default of `min_scaler`.
 _LOWEST_USEFUL = 2.0**-14
 
-# The names of the metrics of `flax_amp.metrics.grads_finite` begin with this.
+# The names of the metrics of `flax_amp.metrics.finite_by_leaf` begin with this.
 _LEAVES = "grads_finite/"
 
 _FROZEN = (
-    "A parameter that the optimizer freezes has a gradient too, and an inf in it skips "
-    "every step: put jax.lax.stop_gradient around it in the loss, or leave it out of "
-    "what is differentiated, as wrt does for NNX."
+    "A parameter that the optimizer freezes still has a gradient, and an inf there "
+    "skips every step: if that is the case, put jax.lax.stop_gradient around it in the "
+    "loss, or leave it out of what is differentiated, as wrt does for NNX."
 )
 
 
@@ -65,7 +65,7 @@ def check_progress(
         skipped steps.
       metrics: the metrics of the last step. They tell whether the loss, the updated
         variables or the gradients are not finite; and which gradients, if they hold
-        those of `flax_amp.metrics.grads_finite`.
+        those of `flax_amp.metrics.finite_by_leaf`.
       max_skips: how many steps in a row may be skipped, whatever the scale. The default
         is 20 where a lower scale would not help: if the loss or the variables are not
         finite, or if the scale is the lowest allowed (the scale of `no_scaler`, for
@@ -75,7 +75,7 @@ def check_progress(
     Raises:
       StuckError: with the step, the scale, the loss, the number of skipped steps, the
         cause, and what to try. The state is that of the last finite step; the message
-        says if its parameters hold a NaN.
+        says if its parameters hold an inf or a NaN.
       TypeError: if `state` is none of these or is traced, if its optimizer does not
         count skipped steps, or if `metrics` is not a mapping.
       RuntimeError: if a later step has deleted `state`.
@@ -87,7 +87,7 @@ def check_progress(
       >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
       >>> check_progress(state)
     """
-    step, scaler, counters = _read_state(state)
+    step, scaler, in_a_row, total = _read_state(state)
     check_type(
         metrics,
         Mapping | None,
@@ -102,7 +102,7 @@ def check_progress(
             "it out for the default."
         )
     check_keys(scaler, "check_progress: state.scaler")
-    if isinstance(counters.notfinite_count, jax.core.Tracer):
+    if isinstance(in_a_row, jax.core.Tracer):
         raise TypeError(
             "check_progress: the state is traced; expected one with values. Call it "
             "outside of jit, where the loop logs metrics."
@@ -113,8 +113,8 @@ def check_progress(
             {
                 **scaler,
                 "step": step,
-                "in_a_row": counters.notfinite_count,
-                "total": counters.total_notfinite,
+                "in_a_row": in_a_row,
+                "total": total,
                 **{key: metrics.get(key, ()) for key in ("loss", "grad_norm")},
             }
         )
@@ -166,18 +166,18 @@ def _find_cause(numbers: Mapping[str, Any]) -> _Cause:
         return _Cause("scaler", f"The scaler cannot find its scale: {text}.")
     loss, norm = numbers["loss"], numbers["grad_norm"]
     if loss is not None and not np.isfinite(loss):
-        return _Cause("forward", "The loss is not finite")
+        return _Cause("forward", "The loss is not finite.")
     if loss is not None and norm is not None and np.isfinite(norm):
         return _Cause(
             "forward",
             "Loss and gradients are finite, but updated variables (for example batch "
-            "statistics) are not",
+            "statistics) are not.",
         )
     searching = numbers["scaler"] > numbers["min_scaler"]
     if loss is None:
         text = "Pass the metrics of the step to learn what is not finite."
         return _Cause("unknown", text, searching)
-    return _Cause("gradients", "The loss is finite, the gradients are not", searching)
+    return _Cause("gradients", "The loss is finite, the gradients are not.", searching)
 
 
 def _describe_run(
@@ -197,15 +197,14 @@ def _describe_run(
     gradients = _advise_on_gradients(dtype, numbers, cause.searching)
     advice = {
         "scaler": "Correct it.",
-        "forward": f"{forward}",
+        "forward": forward,
         "gradients": f"{gradients} {_name_leaves(leaves)} {_FROZEN}",
         "unknown": f"If it is the loss: {forward} If it is the gradients: {gradients}",
     }[cause.kind]
-    end = "." if cause.kind in ("forward", "gradients") else ""
     return (
         f"check_progress: the last {numbers['in_a_row']} steps{of_run} were skipped, "
         f"and the loss scale {scale:g} is {place} ({step}{loss}"
-        f"{numbers['total']} steps skipped in all). {cause.text}{end} {advice} "
+        f"{numbers['total']} steps skipped in all). {cause.text} {advice} "
         f"{_describe_params(state)}"
     )
 
@@ -214,24 +213,24 @@ def _describe_params(state: _State) -> str:
     """Says whether the parameters are still good."""
     if isinstance(state, AmpTrainState) and not _tree.all_finite(state.params):
         return (
-            "The parameters hold an inf or a NaN. No step makes one, so they came from "
-            "elsewhere: restore an earlier checkpoint, or mend what set them."
+            "The parameters hold an inf or a NaN, which no training step writes: "
+            "restore an earlier checkpoint, or find what else set them."
         )
     return "The parameters are those of the last finite step."
 
 
-def _compute_dtype(state: _State, numbers: Mapping[str, Any]) -> np.dtype[Any]:
-    """Returns the dtype in which a run computes, as far as its state tells it.
+def _compute_dtype(state: _State, numbers: Mapping[str, Any]) -> np.dtype[Any] | None:
+    """Returns the dtype in which a run computes, or `None` if its state tells none.
 
-    Only float16 needs a scale above 1, and without one it is not float16.
+    Of a pair, only a scale above 1 tells something: float16 alone needs it.
     """
-    is_scaled = numbers["max_scaler"] > 1
     word = state.precision if isinstance(state, AmpTrainState) else "16-mixed"
     dtype = jnp.dtype(compute_dtype_of(word, None))
-    return dtype if is_scaled or dtype != jnp.float16 else jnp.dtype(jnp.bfloat16)
+    is_scaled = numbers["max_scaler"] > 1
+    return dtype if is_scaled or dtype != jnp.float16 else None
 
 
-def _advise_on_forward(dtype: np.dtype[Any]) -> str:
+def _advise_on_forward(dtype: np.dtype[Any] | None) -> str:
     scale, bfloat16, amp_stop = "", "", ""
     if dtype == jnp.float16:
         scale = "No loss scale helps, and no other min_scaler. "
@@ -246,30 +245,29 @@ def _advise_on_forward(dtype: np.dtype[Any]) -> str:
 
 
 def _advise_on_gradients(
-    dtype: np.dtype[Any], numbers: Mapping[str, Any], searching: bool
+    dtype: np.dtype[Any] | None, numbers: Mapping[str, Any], searching: bool
 ) -> str:
     advice = (
         "Look for a sqrt, norm or division at 0, whose derivative is not finite, and "
         "which no clipping mends."
     )
-    if dtype == jnp.bfloat16:
+    if dtype is None or dtype == jnp.bfloat16:
+        name = "half precision" if dtype is None else "bfloat16"
         return (
-            f"{advice} If it is at 0 only in bfloat16, keep its operands in float32 "
+            f"{advice} If it is at 0 only in {name}, keep its operands in float32 "
             "with amp_stop."
         )
     if dtype != jnp.float16:
         return advice
     if searching:
-        state, scale = (
-            "the search for a scale has not ended",
-            ("start with a lower one, init_scaler(scaler=...)"),
-        )
+        finding = "the search for a scale has not ended"
+        scale = "start with a lower one, init_scaler(scaler=...)"
     else:
-        state, scale = "there is no lower scale to try", "lower min_scaler"
+        finding, scale = "there is no lower scale to try", "lower min_scaler"
     # Below the default, the gradients that fit become zero.
     is_low = not searching and numbers["min_scaler"] <= _LOWEST_USEFUL
     return (
-        f"{advice} If there is none, they overflow in float16, and {state}: use "
+        f"{advice} If there is none, they overflow in float16, and {finding}: use "
         "bfloat16 (precision='bf16-mixed'), or keep the layers that overflow in "
         f"float32 with amp_stop{'' if is_low else f', or {scale}'}."
     )
@@ -280,17 +278,17 @@ def _name_leaves(leaves: Mapping[str, Any]) -> str:
     if not leaves:
         return (
             "To learn which gradients are not finite, make the step with "
-            "metrics_fn=flax_amp.metrics.grads_finite."
+            "metrics_fn=flax_amp.metrics.finite_by_leaf."
         )
     names = [name for name, finite in leaves.items() if not finite]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"Not finite are the gradients of {', '.join(names[:5])}{more}."
+    return f"Not finite are the gradients of {first_of(names, 5)}."
 
 
-def _read_state(
-    state: Any,
-) -> tuple[Any, Mapping[str, Any], optax.ApplyIfFiniteState]:
-    """Returns the step, or () if there is none, the scaler, and the counters."""
+def _read_state(state: Any) -> tuple[Any, Mapping[str, Any], Any, Any]:
+    """Returns the step, the scaler, and how many steps were skipped in a row, in all.
+
+    The step is () if there is none.
+    """
     expected = (
         "an AmpTrainState, a pair (nnx.Optimizer, scaler), or (opt_state, scaler) for "
         "a loop of your own"
@@ -308,11 +306,10 @@ def _read_state(
         opt_state, scaler = state
         if isinstance(opt_state, nnx.Optimizer):
             step, opt_state = opt_state.step[...], pure(opt_state.opt_state)
-        counts = [scaler.get(key) for key in COUNTS if isinstance(scaler, Mapping)]
-        is_counting = isinstance(opt_state, optax.ApplyIfFiniteState)
-        if not is_counting and None not in counts and counts:
-            in_a_row, total = counts
-            opt_state = optax.ApplyIfFiniteState(in_a_row, (), total, ())
+        has_counts = isinstance(scaler, Mapping) and {*SKIP_COUNTS} <= {*scaler}
+        if has_counts and not isinstance(opt_state, optax.ApplyIfFiniteState):
+            in_a_row, total = (scaler[key] for key in SKIP_COUNTS)
+            return step, scaler, in_a_row, total
     check_type(
         opt_state,
         optax.ApplyIfFiniteState,
@@ -320,4 +317,4 @@ def _read_state(
         "an ApplyIfFiniteState, made with tx=optax.apply_if_finite(tx, 2**31 - 1), or "
         "the scaler that the last step of make_nnx_train_step returned, which counts.",
     )
-    return step, scaler, opt_state
+    return step, scaler, opt_state.notfinite_count, opt_state.total_notfinite

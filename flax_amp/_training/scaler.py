@@ -68,9 +68,9 @@ class DynamicScalerState(TypedDict, total=False):
     max_scaler: ArrayLike
 
 
-# What `make_nnx_train_step` counts beside these keys, in the scaler that it returns:
-# the skipped steps since the last one that was not, and all of them.
-COUNTS = ("skipped_in_a_row", "skipped_total")
+# What `make_nnx_train_step` adds to these keys in the scaler that it returns: how many
+# steps were skipped since the last update, and in all.
+SKIP_COUNTS = ("skipped_in_a_row", "skipped_total")
 
 _DEFAULTS: dict[str, tuple[float, DTypeLike]] = {
     "scaler": (2.0**15, jnp.float32),
@@ -184,7 +184,7 @@ def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
         "a dict such as flax_amp.init_scaler() returns. Pass that, or "
         "flax_amp.no_scaler() for bfloat16.",
     )
-    if unknown := sorted(str(key) for key in state.keys() - {*_DEFAULTS, *COUNTS}):
+    if unknown := sorted(str(key) for key in state.keys() - {*_DEFAULTS, *SKIP_COUNTS}):
         raise ValueError(
             f"{name}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
             "Remove or rename them."

@@ -18,7 +18,7 @@ from flax_amp import _tree
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
-    """Stands for a key in a tree, so that `flax.serialization` asks what it is."""
+    """Wraps a PRNG key, for which `flax.serialization` has the functions below."""
 
     key: Any
 
@@ -51,7 +51,7 @@ def register(cls: type) -> None:
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """Returns the fields of a state that are no static ones, with keys in boxes."""
+    """Returns the fields of a state that are not static, with wrapped keys."""
     boxed = jax.tree.map(lambda x: _Key(x) if _tree.is_key(x) else x, state)
     return {
         field.name: getattr(boxed, field.name)
@@ -69,10 +69,11 @@ def _to_state_dict(state: Any) -> dict[str, Any]:
 
 def _from_state_dict(state: Any, saved: Mapping[str, Any]) -> Any:
     fields = _fields(state)
-    if different := sorted(fields.keys() ^ saved.keys()):
+    if fields.keys() != saved.keys():
         raise ValueError(
-            f"from_state_dict: {different} are not fields of both the "
-            f"{type(state).__name__} and the state dict; expected the same fields. "
+            f"from_state_dict: the state dict lacks {sorted(fields.keys() - saved)} "
+            f"and has {sorted(saved.keys() - fields)} beside the fields of "
+            f"{type(state).__name__}; expected the same fields. "
             "Restore into a state of the class that was saved."
         )
     return state.replace(

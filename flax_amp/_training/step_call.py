@@ -67,7 +67,7 @@ class JittedStep(Step):
         if not any(
             isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)
         ):
-            self._step = self._call  # later states are what this step returned
+            self._step = self._call  # states of other types are traced again
         return self._call(state, *inputs)
 
     def _call(self, state: PyTree, batch: PyTree, *args: PyTree) -> Any:

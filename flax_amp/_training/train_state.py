@@ -18,7 +18,14 @@ from flax.training import train_state
 
 from flax_amp import _tree
 from flax_amp._training import serialize
-from flax_amp._training.aliases import Array, PyTree, Rngs, check_leaves, check_type
+from flax_amp._training.aliases import (
+    Array,
+    PyTree,
+    Rngs,
+    check_leaves,
+    check_type,
+    first_of,
+)
 from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
 from flax_amp._training.precision import Precision, check_precision, first_scaler
 from flax_amp._training.scaler import Scaler, validate_scaler
@@ -37,10 +44,7 @@ StateT = TypeVar("StateT", bound="AmpTrainState")
 
 
 class _StateClass:
-    """Gives the dataclasses of Flax a `replace` that names unknown fields.
-
-    And state dicts in which the keys are arrays.
-    """
+    """Gives subclasses a checked `replace`, and state dicts with keys as arrays."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -341,7 +345,7 @@ def check_selection(params: PyTree, wrt: Filter, caller: str) -> None:
 
 
 def check_params(params: PyTree, caller: str) -> None:
-    """Raises a ValueError with the first parameters of a wrong dtype, and counts."""
+    """Raises a ValueError that names the first three parameters of a wrong dtype."""
     check_leaves(params, "params", f"{caller}: got", "arrays and numbers.")
     wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -356,10 +360,9 @@ def check_params(params: PyTree, caller: str) -> None:
         if floating and dtype not in (jnp.float32, jnp.complex64):
             wrong.append(f"{jax.tree_util.keystr(path)}: {dtype}")
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(
             f"{caller}: {len(wrong)} parameters are not float32: "
-            f"{', '.join(wrong[:3])}{more}; expected float32 master weights, "
+            f"{first_of(wrong)}; expected float32 master weights, "
             "which amp casts at each use. Make the model with param_dtype=jnp.float32 "
             "or cast them with jax.tree.map(lambda x: x.astype(jnp.float32), params)."
         )

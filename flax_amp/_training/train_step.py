@@ -35,7 +35,7 @@ from flax_amp._training.aliases import (
     UserFn,
     check_type,
 )
-from flax_amp._training.finite import count_skip, without_finite_check
+from flax_amp._training.finite import apply_if_finite_counters, without_finite_check
 from flax_amp._training.gradients import (
     Options,
     complete_grads,
@@ -126,8 +126,9 @@ def make_train_step(
       metrics_fn: `metrics_fn(state, grads, updates)`, which returns a dict of further
         metrics, such as norms by layer. It is traced into the step and runs in float32.
         `state` is the one before the update; `grads` are its gradients, unscaled and
-        averaged, before `tx`; `updates` is what `tx` adds to the parameters. Where a
-        step is skipped, they may hold infs and NaNs.
+        averaged, before `tx`; `updates` is the difference that the update makes to the
+        float32 parameters, where one below their spacing is 0. In a skipped step,
+        `grads` may hold infs and NaNs, and `updates` is what was not applied.
       state_shardings: the shardings of the new state, as a state of shardings or as one
         sharding for all leaves. On a mesh, pass the shardings that the state was
         created with. Otherwise XLA chooses them, and may move a leaf that was
@@ -326,9 +327,9 @@ def make_eval_step(
 def _select(
     options: Options, finite: Array, new: StateT, old: StateT, scaler: Scaler
 ) -> StateT:
-    """Returns the state after an update if everything is finite, or the one before."""
+    """Selects as `select_update`; step, scaler and skip counters always advance."""
     selected = select_update(options.caller, finite, new.replace(tx=old.tx), old)
-    counters = count_skip(old.opt_state, finite)
+    counters = apply_if_finite_counters(old.opt_state, finite)
     return selected.replace(
         step=new.step,
         scaler=scaler,

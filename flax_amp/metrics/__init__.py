@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flax_amp.metrics._plot import plot as plot
     from flax_amp.metrics._tensorboard import TensorBoardWriter as TensorBoardWriter
     from flax_amp.metrics._terminal import TerminalWriter as TerminalWriter
-    from flax_amp.metrics._update import grads_finite as grads_finite
+    from flax_amp.metrics._update import finite_by_leaf as finite_by_leaf
     from flax_amp.metrics._update import trained_norms as trained_norms
     from flax_amp.metrics._writers import MetricWriter as MetricWriter
     from flax_amp.metrics._writers import MultiWriter as MultiWriter
@@ -31,7 +31,7 @@ _FILES = {
     "TensorBoardWriter": "_tensorboard",
     "TerminalWriter": "_terminal",
     "create_writer": "_writers",
-    "grads_finite": "_update",
+    "finite_by_leaf": "_update",
     "plot": "_plot",
     "read": "_jsonl",
     "trained_norms": "_update",

@@ -14,6 +14,7 @@ def trained_norms(state: Any, grads: Any, updates: Any) -> dict[str, jax.Array]:
 
     `grad_norm`, which every step reports, also counts the gradients of parameters that
     the optimizer freezes, as `optax.multi_transform` with `optax.set_to_zero` does.
+    Here a parameter counts as frozen if the update leaves it as it is.
 
     Args:
       state: unused; a `metrics_fn` is given it.
@@ -52,23 +53,23 @@ def trained_norms(state: Any, grads: Any, updates: Any) -> dict[str, jax.Array]:
     }
 
 
-def grads_finite(state: Any, grads: Any, updates: Any = None) -> dict[str, jax.Array]:
+def finite_by_leaf(state: Any, grads: Any, updates: Any = None) -> dict[str, jax.Array]:
     """Returns whether each gradient is finite, as metrics by the path of its parameter.
 
     It is a `metrics_fn` of a training step. `flax_amp.check_progress` names those
     gradients that are not finite if it is given metrics that hold these.
 
     Args:
-      state: is not used.
+      state: unused; a `metrics_fn` is given it.
       grads: a pytree of gradients.
-      updates: is not used.
+      updates: unused, too.
 
     Returns:
       `{"grads_finite/dense/kernel": bool[], ...}`, on the device.
 
     Example:
       >>> grads = {"dense": {"bias": jnp.zeros(2), "kernel": jnp.array([1.0, jnp.inf])}}
-      >>> {name: bool(value) for name, value in grads_finite(None, grads).items()}
+      >>> {name: bool(value) for name, value in finite_by_leaf(None, grads).items()}
       {'grads_finite/dense/bias': True, 'grads_finite/dense/kernel': False}
     """
     del state, updates

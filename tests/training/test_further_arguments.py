@@ -182,7 +182,7 @@ def test_a_wrong_number(make, jit):
         (weighted, (), "weighted has the signature .*'weight'"),
     ]:
         step = make(loss, jit=jit)
-        message = f"^{seen}.*; got {len(args)} arguments after the batch. Expected"
+        message = f"^{seen}.*; the step got {len(args)} further.*batch. Expected"
         raised(lambda s=step, a=args: s(*first, {}, *a), TypeError, message)
 
 

@@ -291,7 +291,7 @@ NOT_ITS_OWN = {
 
 @pytest.mark.parametrize("call, leaves", NOT_ITS_OWN.values(), ids=NOT_ITS_OWN)
 def test_an_optimizer_of_another_model(call, leaves):
-    message = "is one of another model, or its state of another.*; expected.* anew"
+    message = "was made for another model or by another.*; expected.* anew"
     with pytest.raises(ValueError, match=leaves) as caught:
         call()
     assert re.search(message, str(caught.value))

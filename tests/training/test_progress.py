@@ -88,7 +88,7 @@ LOWEST = init_scaler(scaler=2.0**-14)
 FORWARD, AT_ZERO = "Look for inf or NaN in the batch", "Look for a sqrt, norm or div"
 BFLOAT16, STOP, LOWER = "use bfloat16", "amp_stop", "lower min_scaler"
 LESS, CLIP, FROZEN = "start with a lower one", "no clipping mends", "stop_gradient"
-WHICH, NO_SCALE = "metrics_fn=flax_amp.metrics.grads_finite", "No loss scale helps"
+WHICH, NO_SCALE = "metrics_fn=flax_amp.metrics.finite_by_leaf", "No loss scale helps"
 GRADS = {AT_ZERO, CLIP, FROZEN, WHICH}
 HALF = {BFLOAT16, STOP}
 RUNS = [
@@ -142,7 +142,7 @@ def test_names_the_gradients_that_are_not_finite():
     tx = optax.multi_transform({"on": TX, "off": optax.set_to_zero()}, labels)
     state = AmpTrainState.create(params=params, tx=tx, precision="bf16-mixed")
     grads = jax.grad(frozen_loss)(params, 1.0)
-    flags = jax.jit(flax_amp.metrics.grads_finite)(state, grads, grads)
+    flags = jax.jit(flax_amp.metrics.finite_by_leaf)(state, grads, grads)
     assert {name: bool(flag) for name, flag in flags.items()} == {
         "grads_finite/w": True,
         "grads_finite/layers/1/frozen": False,
@@ -174,9 +174,9 @@ def test_names_five_gradients():
 def test_paths_of_nnx_and_leaves_without_a_gradient():
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     grads = nnx.grad(lambda m: m(GOOD[None]).sum())(model)
-    found = flax_amp.metrics.grads_finite(None, grads)
+    found = flax_amp.metrics.finite_by_leaf(None, grads)
     assert set(found) == {"grads_finite/bias", "grads_finite/kernel"}
-    assert flax_amp.metrics.grads_finite(None, {"n": jnp.int32(1), "m": None}) == {}
+    assert flax_amp.metrics.finite_by_leaf(None, {"n": jnp.int32(1), "m": None}) == {}
 
 
 def test_a_state_that_a_later_step_has_deleted():
@@ -327,5 +327,5 @@ def test_a_nan_that_no_step_made_is_told():
     step = make_train_step(lambda params, x: ((x * params["w"]) ** 2).sum())
     for _ in range(22):
         state, metrics = step(state, jnp.ones(2))
-    with pytest.raises(StuckError, match="hold an inf or a NaN. No step makes one"):
+    with pytest.raises(StuckError, match="hold an inf or a NaN, which no training step"):
         check_progress(state, metrics)

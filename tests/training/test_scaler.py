@@ -27,8 +27,8 @@ from flax_amp import (
 )
 from flax_amp._training.scaler import check_scaler, complete_scaler
 
-COUNTS = {"count", "patience", "total_resets"}
-KEYS = COUNTS | {"scaler", "adjust_factor", "min_scaler", "max_scaler"}
+SKIP_COUNTS = {"count", "patience", "total_resets"}
+KEYS = SKIP_COUNTS | {"scaler", "adjust_factor", "min_scaler", "max_scaler"}
 TOP = 2**31 - 1
 
 # Not one of them is a default.
@@ -41,7 +41,7 @@ def assert_well_formed(state):
     """Checks keys, shapes, dtypes and strong typing."""
     assert set(state) == KEYS
     for key, leaf in state.items():
-        dtype = jnp.int32 if key in COUNTS else jnp.float32
+        dtype = jnp.int32 if key in SKIP_COUNTS else jnp.float32
         assert (leaf.shape, leaf.dtype) == ((), dtype), key
         assert not leaf.aval.weak_type, key
 

@@ -19,7 +19,7 @@ from flax_amp import (
 )
 from helpers import assert_identical
 
-COUNTS = ("skipped_in_a_row", "skipped_total")
+SKIP_COUNTS = ("skipped_in_a_row", "skipped_total")
 GOOD, BAD = jnp.ones((2, 3)), jnp.full((2, 3), jnp.nan, jnp.float32)
 GUARDED = optax.apply_if_finite(optax.sgd(0.1), 2**31 - 1)
 
@@ -46,9 +46,9 @@ def test_skipped_steps_are_counted(tx, options, first):
     scaler, expected = first(), [(0, 0), (1, 1), (2, 2), (0, 2), (1, 3)]
     for batch, counts in zip((GOOD, BAD, BAD, GOOD, BAD), expected, strict=True):
         scaler, metrics = step(model, optimizer, scaler, batch)
-        assert tuple(int(scaler[key]) for key in COUNTS) == counts
+        assert tuple(int(scaler[key]) for key in SKIP_COUNTS) == counts
         assert metrics["skipped_total"] == counts[1]
-    assert set(scaler) == {*init_scaler(), *COUNTS}
+    assert set(scaler) == {*init_scaler(), *SKIP_COUNTS}
 
 
 def test_a_retry_is_no_skipped_step():
@@ -77,7 +77,7 @@ def test_the_first_scaler_has_no_trace_of_its_own():
     assert metrics["skipped_total"] == 8 and len(traces) == 1
 
 
-@pytest.mark.parametrize("counts", [(), COUNTS])
+@pytest.mark.parametrize("counts", [(), SKIP_COUNTS])
 def test_a_scaler_that_is_carried_keeps_its_keys(counts):
     step = make_nnx_train_step(loss_fn, precision="bf16-mixed", jit=False)
     model, optimizer = linear_objects()
