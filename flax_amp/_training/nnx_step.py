@@ -1,8 +1,8 @@
 """The training step for loops with their own `nnx.Optimizer`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,19 @@ from flax_amp.optim._optimizer import pure
 from flax_amp.policy import PolicyEntries
 
 
+class NnxTrainStep(Protocol):
+    """A training step that updates a model and its optimizer in place."""
+
+    def __call__(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        scaler: Scaler | None,
+        batch: Batch,
+        *args: PyTree,
+    ) -> tuple[Scaler, Metrics]: ...
+
+
 def make_nnx_train_step(
     loss_fn: UserFn,
     *,
@@ -73,10 +86,7 @@ def make_nnx_train_step(
     metrics_fn: UserFn | None = None,
     donate: bool = True,
     jit: bool = True,
-) -> Callable[
-    Concatenate[nnx.Module, nnx.Optimizer, Scaler | None, Batch, ...],
-    tuple[Scaler, Metrics],
-]:
+) -> NnxTrainStep:
     """Makes a training step that updates a model and its `nnx.Optimizer` in place.
 
     It does what the step of `make_train_step` does, for a model and an optimizer of

@@ -122,8 +122,14 @@ def test_what_does_not_fit():
             (linear_state(rngs=keys("rbg")), saved),
             r"dropout is uint32\[2\]; .*'rbg', uint32\[4\].*that was saved",
         ),
-        ((state, saved | {"ema": 1}), r"lacks \[\] and has \['ema'\] beside .*AmpTrainS"),
-        ((extended(), saved), r"lacks \['ema', 'sampler'\] and has \[\] beside .*Exten"),
+        (
+            (state, saved | {"ema": 1}),
+            r"lacks \[\] and has \['ema'\] beside .*AmpTrainS",
+        ),
+        (
+            (extended(), saved),
+            r"lacks \['ema', 'sampler'\] and has \[\] beside .*Exten",
+        ),
     ]
     for args, message in rows:
         raised(lambda a=args: restore(*a), ValueError, f"from_state_dict: .*{message}")
