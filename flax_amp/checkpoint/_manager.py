@@ -38,8 +38,8 @@ _DAMAGED = ".damaged"
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
 _LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(HALF)}")
 
-# CPython issue 113964: some versions start no thread once the last line has run. There
-# is no moment to finish a save in then, so every save is finished at once.
+# CPython issue 113964: some versions start no thread once the last line has run. No
+# save can be finished then, so `save` waits.
 _STARTS_THREADS_AT_EXIT = not (3, 12) <= sys.version_info < (3, 12, 3)
 
 # The managers that have saved something.
@@ -194,7 +194,10 @@ class Manager(ocp.CheckpointManager):
 
 
 def finish_at_exit(manager: ocp.CheckpointManager) -> None:
-    """Lets the program end only after the last save of a manager."""
+    """Finishes the last save of a manager before the program ends.
+
+    It does so at once where Python starts no threads at exit.
+    """
     if _STARTS_THREADS_AT_EXIT:
         _open.add(manager)
     else:
@@ -232,7 +235,7 @@ def manager(
 
     Args:
       directory: the folder of the steps. It may be relative, and is made if needed; or
-        `gs://bucket/folder`, with `pip install flax_amp[gcs]`.
+        `gs://bucket/folder`, with `pip install '.[gcs]'` in a clone.
       max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
       save_interval_steps: `save` saves the first step and multiples of this number.
       best_metric: the name of a metric that `save` gets. The checkpoints that are best
@@ -267,8 +270,8 @@ def manager(
         )
     if best_mode and best_metric is None and "best_fn" not in options:
         raise ValueError(
-            f"{where}: {best_mode=} without best_metric; expected the name of the "
-            "metric that it is about. Pass best_metric, or leave best_mode out."
+            f"{where}: {best_mode=} was given without best_metric; expected the name "
+            "of the metric that it is about. Pass best_metric, or leave best_mode out."
         )
     best_mode = best_mode or "max"
     if named := sorted(options.keys() & _NAMES):
@@ -347,8 +350,8 @@ def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSa
     return CheckpointSaveError(
         f"checkpoint.save: {manager.directory} could not be written: "
         f"{reason_of(error)}. The steps {sorted(manager.all_steps())} are as they "
-        "were, and so is the state: mend the cause (room, permissions, connection), "
-        "and save the state again."
+        "were, and so is the state: mend the cause (disk space, permissions, "
+        "connection), and save the state again."
     )
 
 

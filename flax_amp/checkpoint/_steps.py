@@ -62,7 +62,7 @@ def finish_saving(manager: Any) -> epath.Path:
 
 
 def directory_of(path: Any) -> epath.Path:
-    """Returns an absolute path, or that of a folder in a bucket, for `epath`.
+    """Returns an absolute path, or that of a folder in a bucket, which is listed anew.
 
     Raises:
       TypeError: if it is no path.
@@ -79,30 +79,38 @@ def directory_of(path: Any) -> epath.Path:
     if not _REMOTE.match(text):
         return epath.Path(text).expanduser().resolve()
     if not re.match("gs://[^/]", text):
-        why = (
-            "pathlib.Path takes one of the slashes away. Pass a str."
-            if "://" not in text
-            else "Name the bucket."
-            if text.startswith("gs://")
-            else "Orbax saves to no other storage. Mount it, or choose one of these."
-        )
+        if text.startswith("file:/"):
+            why = "Pass the path without 'file://'."
+        elif "://" not in text:
+            why = "pathlib.Path takes one of the slashes away. Pass a str."
+        elif text.startswith("gs://"):
+            why = "Name the bucket."
+        else:
+            why = "Orbax saves to no other storage. Mount it, or choose one of these."
         raise ValueError(
             f"checkpoint: the directory {text!r}; expected a local path or "
             f"'gs://bucket/folder'. {why}"
         )
-    try:
-        listings = epath.backend.fsspec_backend.fs(text).dircache
-    except ImportError as error:
-        raise ImportError(
-            f"checkpoint: {text} cannot be read without gcsfs ({error}); "
-            "run: pip install 'flax_amp[gcs]'"
-        ) from error
-    # It would list a folder once and for all, and see nothing of what TensorStore or
-    # another process writes there.
-    listings.use_listings_cache = False
-    listings.clear()
+    _list_anew(text)
     # A bucket has names and no folders: `a/../b` would be another name than `b`.
     return epath.Path("gs://" + posixpath.normpath(text.removeprefix("gs://")))
+
+
+def _list_anew(bucket: str) -> None:
+    """Turns off the cache of the listings of buckets.
+
+    With it, a folder is listed once and for all, and nothing is seen of what
+    TensorStore or another process writes there.
+    """
+    try:
+        listings = epath.backend.fsspec_backend.fs(bucket).dircache
+    except ImportError as error:
+        raise ImportError(
+            f"checkpoint: {bucket} cannot be read without gcsfs ({error}); in a clone "
+            "of flax_amp, run: pip install '.[gcs]'"
+        ) from error
+    listings.use_listings_cache = False
+    listings.clear()
 
 
 def steps_in(directory: epath.Path) -> list[int]:

@@ -36,9 +36,11 @@ class StepMetrics(clu_metrics.Collection):
     - metrics and collections of clu in `aux`, merged over finite steps. The names of a
       collection are preceded by its own: `eval/accuracy`.
 
-    Arrays that are no scalars are left out. Nothing of a skipped step enters a mean. If
-    all steps were skipped, what is taken over finite steps is NaN: names do not depend
-    on values, so that nothing waits for the device.
+    Left out are arrays that are no scalars, and `grads_finite/...`, which is always
+    true in finite steps: pass what the step returned, not this, to `check_progress`.
+    Nothing of a skipped step enters a mean. If all steps were skipped, what is taken
+    over finite steps is NaN: names do not depend on values, so that nothing waits for
+    the device.
 
     `merge`, `reduce`, `compute`, `unreplicate` and `single_from_model_output` are those
     of clu, and work under `jit`.
@@ -186,7 +188,7 @@ def _kind_of(name: str, value: Any) -> str | None:
     """Returns how a metric is gathered; `None` if it is left out."""
     if isinstance(value, clu_metrics.Metric | clu_metrics.Collection):
         return "own"
-    if not _is_real_scalar(value):
+    if name.startswith("grads_finite/") or not _is_real_scalar(value):
         return None
     if name == "skipped_total":
         return "counts"

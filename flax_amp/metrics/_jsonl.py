@@ -72,7 +72,7 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
 
     Raises:
       FileNotFoundError: if there is no `metrics.jsonl`.
-      ValueError: if a step or a value is no number, such as a text.
+      ValueError: if a step or a value is no number, such as a string.
     """
     path = Path(run)
     path = path / _NAME if path.is_dir() else path

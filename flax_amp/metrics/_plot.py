@@ -64,8 +64,8 @@ def plot(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot: matplotlib is not installed; expected it, to draw with. Run "
-            "`pip install 'flax_amp[plot]'`."
+            "plot: matplotlib is not installed; expected it, to draw with. In a "
+            "clone of flax_amp, run `pip install '.[plot]'`."
         ) from error
     if not runs:
         raise ValueError("plot: got no run; expected the folder of one, or of several.")

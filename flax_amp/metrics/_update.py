@@ -57,7 +57,8 @@ def finite_by_leaf(state: Any, grads: Any, updates: Any = None) -> dict[str, jax
     """Returns whether each gradient is finite, as metrics by the path of its parameter.
 
     It is a `metrics_fn` of a training step. `flax_amp.check_progress` names those
-    gradients that are not finite if it is given metrics that hold these.
+    gradients that are not finite if it is given metrics that hold these. `StepMetrics`
+    leaves them out.
 
     Args:
       state: unused; a `metrics_fn` is given it.

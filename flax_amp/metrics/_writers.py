@@ -182,8 +182,8 @@ def to_numbers(scalars: Scalars) -> dict[str, Any]:
             )
         if name.splitlines() != [name]:
             raise ValueError(
-                f"write_scalars: a scalar is named {name!r}; expected a text of one "
-                "line. Rename it."
+                f"write_scalars: a scalar is named {name!r}; expected a non-empty "
+                "string without line breaks. Rename it."
             )
         if name in ("step", "wall_time"):
             raise ValueError(

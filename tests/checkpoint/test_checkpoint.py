@@ -371,7 +371,7 @@ def test_a_wrong_mode_is_named(tmp_path):
     with pytest.raises(ValueError, match="best_mode='best'; expected 'max' or 'min'"):
         checkpoint.manager(tmp_path, best_mode="best")
     for mode in ("max", "min"):
-        with pytest.raises(ValueError, match=f"best_mode='{mode}' without best_metric"):
+        with pytest.raises(ValueError, match=f"best_mode='{mode}' was given without"):
             checkpoint.manager(tmp_path, best_mode=mode)
     # Orbax has a way of its own to choose.
     checkpoint.manager(tmp_path, best_mode="min", best_fn=lambda x: x["loss"]).close()

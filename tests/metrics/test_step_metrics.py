@@ -42,6 +42,18 @@ def mean(values):
     return sum(values) / len(values) if values else NAN
 
 
+def test_which_gradients_are_finite_is_left_out():
+    """Of finite steps all are."""
+    grads = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, INF])}
+    steps = [
+        report(1.0, finite=i == 0, **flax_amp.metrics.grads_finite(None, g))
+        for i, g in enumerate(grads)
+    ]
+    assert "grads_finite/w" in steps[1]
+    names = {"loss", "scale", "grad_norm", "skip_rate"}
+    assert computed(gather(steps)).keys() == names
+
+
 # --- against the same numbers, computed on the host ----------------------------------
 
 

@@ -328,6 +328,6 @@ def test_a_nan_that_no_step_made_is_told():
     for _ in range(22):
         state, metrics = step(state, jnp.ones(2))
     with pytest.raises(
-        StuckError, match="hold an inf or a NaN, which no training step"
+        StuckError, match="an inf or a NaN, which no training step"
     ):
         check_progress(state, metrics)

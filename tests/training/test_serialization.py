@@ -124,11 +124,11 @@ def test_what_does_not_fit():
         ),
         (
             (state, saved | {"ema": 1}),
-            r"lacks \[\] and has \['ema'\] beside .*AmpTrainS",
+            r"lacks \[\] and has \['ema'\] beside .*Amp",
         ),
         (
             (extended(), saved),
-            r"lacks \['ema', 'sampler'\] and has \[\] beside .*Exten",
+            r"lacks \['ema', 'sampler'\] and has \[\] beside .*Ext",
         ),
     ]
     for args, message in rows:
