@@ -30,6 +30,7 @@ from flax_amp.debug._compare_model import (
     ModuleErrors,
     Setting,
     check_count,
+    helpful_remedies,
 )
 from flax_amp.debug._compare_programs import Programs
 from flax_amp.debug._compare_taps import Passed
@@ -154,8 +155,18 @@ class _Call:
         rows = [first]
         for name, options in settings.items():
             rows.append(self._run(programs, name, options)[0])
-        tried = self._remedies(programs, first, modules, remedies) if remedies else ()
-        found = Comparison(
+        tried = (
+            tuple(self._remedies(programs, first, modules, remedies))
+            if remedies
+            else ()
+        )
+        # What mends comes first; a large error may matter little to the gradients.
+        error_after = {
+            run.name: max(run.gradient_error, self._threshold)
+            for run in helpful_remedies(first, tried, self._threshold)
+        }
+        modules.sort(key=lambda module: error_after.get(module.path, math.inf))
+        return Comparison(
             name=self.target.name,
             compute_dtype=self.options["compute_dtype"].name,
             scale=self.scale,
@@ -163,14 +174,9 @@ class _Call:
             modules=tuple(modules),
             threshold=self._threshold,
             settings=tuple(rows),
-            remedies=tuple(tried),
+            remedies=tried,
             notes=(*notes, *_notes(programs)),
         )
-        # What mends comes first; a large error may matter little to the gradients.
-        enough = self._threshold
-        left = {run.name: max(run.gradient_error, enough) for run in found.helpful}
-        modules.sort(key=lambda module: left.get(module.path, math.inf))
-        return dataclasses.replace(found, modules=tuple(modules))
 
     @property
     def _threshold(self) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
@@ -118,14 +119,7 @@ class Comparison:
     @property
     def helpful(self) -> list[Setting]:
         """The remedies that help; if some are enough, only those."""
-        before = self.settings[0].gradient_error
-        found = []
-        for run in self.remedies:
-            if run.gradient_error < _HELPS * before:
-                found.append(run)
-            if not run.policy:  # the entries that follow build on a scale that helps
-                before = min(before, run.gradient_error)
-        return [r for r in found if r.gradient_error <= self.threshold] or found
+        return helpful_remedies(self.settings[0], self.remedies, self.threshold)
 
     def report(self, *, top: int = 12) -> str:
         """Returns the report as text.
@@ -171,6 +165,20 @@ class Comparison:
     def __repr__(self) -> str:
         count = len(self.modules)
         return f"<Comparison of {self.name}: {count} modules; print it to read it>"
+
+
+def helpful_remedies(
+    as_it_is: Setting, remedies: Sequence[Setting], threshold: float
+) -> list[Setting]:
+    """Returns the remedies that help; if some are enough, only those."""
+    before = as_it_is.gradient_error
+    found = []
+    for run in remedies:
+        if run.gradient_error < _HELPS * before:
+            found.append(run)
+        if not run.policy:  # the entries that follow build on a scale that helps
+            before = min(before, run.gradient_error)
+    return [run for run in found if run.gradient_error <= threshold] or found
 
 
 def check_count(caller: str, name: str, count: Any, least: int) -> None:

@@ -34,9 +34,9 @@ def _header(found: Comparison) -> str:
 def _modules(found: Comparison, top: int, width: int) -> Iterator[str]:
     headers = (
         ["", "own", "own", "own", "", "flush", "max", "max"],
-        ["module, worst first", "fwd", "bwd", "param", "total", "f16", "value", "grad"],
+        ["module", "fwd", "bwd", "param", "total", "f16", "value", "grad"],
     )
-    yield ""
+    yield "\nFirst the modules whose remedy helps, then by own error:"
     yield from _table([*headers, *map(_module, found.modules[:top])], width)
     more = len(found.modules) - top
     if more > 0:

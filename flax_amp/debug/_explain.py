@@ -180,7 +180,7 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
         root=root,
         problems=tuple(problems),
         stored_without_recompute=never,
-        stored_in_float32=plain,
+        stored_without_amp=plain,
         notes=(*notes, *choices),
     )
 

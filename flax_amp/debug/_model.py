@@ -215,7 +215,8 @@ class Explanation:
       stored_without_recompute: the bytes that the backward pass would store, by dtype,
         if it computed nothing again; `None` if the function has no derivative, or none
         was asked for.
-      stored_in_float32: the bytes that it stores without `amp`.
+      stored_without_amp: the bytes that the backward pass stores without `amp`, by
+        dtype; `None` if not known.
       notes: what limits these figures.
     """
 
@@ -224,7 +225,7 @@ class Explanation:
     root: Module
     problems: tuple[Problem, ...]
     stored_without_recompute: Counter[str] | None = None
-    stored_in_float32: Counter[str] | None = None
+    stored_without_amp: Counter[str] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -253,13 +254,13 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as dicts, lists, strings and numbers, for `json.dump`."""
-        saved, plain = self.stored_without_recompute, self.stored_in_float32
+        saved, plain = self.stored_without_recompute, self.stored_without_amp
         return {
             "name": self.name,
             "compute_dtype": self.compute_dtype,
             "totals": self.totals.to_dict(),
             "stored_without_recompute": None if saved is None else dict(saved),
-            "stored_in_float32": None if plain is None else dict(plain),
+            "stored_without_amp": None if plain is None else dict(plain),
             "problems": [
                 dataclasses.asdict(p) | {"paths": [*p.paths]} for p in self.problems
             ],

@@ -41,8 +41,8 @@ from flax_amp.debug._nonfinite_model import (
 from flax_amp.debug._nonfinite_run import Cause, Runner, first_of, module_paths
 from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
 
-_MAX_POLICIES = 4  # the most that are tried of modules where faults are found
-_MAX_CULPRITS = 2  # the most modules elsewhere, each found by bisection
+_MAX_POLICIES = 4  # policies tried for modules with faults
+_MAX_CULPRITS = 2  # further modules found by bisection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,22 +380,23 @@ class _Search:
             left = trial.left
 
     def _narrowing(self) -> Iterator[_Trial]:
-        """Tries the last modules of the program, as few as mend it.
+        """Finds by bisection the shortest run of last modules that mends it.
 
-        The first of them is needed for that, alone or with one more.
+        Its first module is a culprit. If that one alone does not mend it, looks for a
+        second.
         """
         forward = self._trace(self._options.compute_dtype, self._options.amp_policy)[0]
-        modules = [*dict.fromkeys(module_paths(forward.closed))]
+        last_first = [*dict.fromkeys(module_paths(forward.closed))][::-1]
         found: list[str] = []
         for _ in range(_MAX_CULPRITS):
             count = bisect.bisect_left(
-                range(len(modules)),
+                range(len(last_first)),
                 True,
-                key=lambda n: self._try([*found, *modules[~n:]]).is_mended,
+                key=lambda n: self._try([*found, *last_first[: n + 1]]).is_mended,
             )
-            if count == len(modules):
+            if count == len(last_first):
                 return
-            found.append(modules[~count])
+            found.append(last_first[count])
             yield self._try(found)
 
 

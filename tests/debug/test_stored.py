@@ -73,7 +73,7 @@ def test_bytes_are_those_that_jax_keeps(fun, recompute):
     never = kept_by_jax(fun, W, X, recompute="never")
     assert without_scalars(found.stored_without_recompute) == never
     plain = kept_by_jax(fun, W, X, plain=True)
-    assert without_scalars(found.stored_in_float32) == plain
+    assert without_scalars(found.stored_without_amp) == plain
 
 
 def test_a_carry_is_another_array_than_the_result_before():
@@ -202,7 +202,7 @@ def test_functions_without_a_derivative():
         return jax.pure_callback(lambda y: y, X, x @ w)
 
     found = explain(fun)(W, X)
-    assert found.stored_without_recompute is found.stored_in_float32 is None
+    assert found.stored_without_recompute is found.stored_without_amp is None
     assert "what the backward pass stores is not known" in found.notes[0]
     assert "Note: what the backward pass" in str(found)
     assert "other" not in str(explain(fun, backward=False)(W, X))
