@@ -1,7 +1,8 @@
 """The two ways to call the tools of this room: with a function, or with a state.
 
-Each tool is called as `tool(fun)(*args)`, or as `tool(state, loss_fn, batch)` with the
-state and the loss of `make_train_step`. The second way becomes the first one here.
+Each tool is called as `tool(fun)(*args)`, or as `tool(state, loss_fn, batch, *args)`
+with the state and the loss of `make_train_step`, and what its step takes. The second
+way becomes the first one here.
 """
 
 import dataclasses
@@ -49,28 +50,29 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     Args:
       caller: the name of the tool, for messages.
       fun: a function, or a state.
-      step: the loss function and the batch, if `fun` is a state.
+      step: the loss function, the batch and further arguments of the step, if `fun` is
+        a state.
 
     Raises:
       TypeError: if it is neither of the two ways, or a function that `amp` has
         rewritten.
     """
     if isinstance(fun, AmpTrainState):
-        if len(step) != 2:
+        if len(step) < 2:
             raise TypeError(
                 f"{caller}: got a state and {len(step)} more arguments; expected "
-                f"{caller}(state, loss_fn, batch)."
+                f"{caller}(state, loss_fn, batch, *args)."
             )
-        loss_fn, batch = step
+        loss_fn, batch, *rest = step
         name = getattr(loss_fn, "__name__", "loss_fn")
         refuse_rewritten(f"{caller}: {name}", loss_fn)
         check_function(loss_fn, f"{caller}: loss_fn")
-        return Target(name, _of_step(loss_fn), (fun.params, fun, batch))
+        return Target(name, _of_step(loss_fn), (fun.params, fun, tuple(rest), batch))
     if step or not callable(fun):
         raise TypeError(
             f"{caller}: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
-            f"expected {caller}(fun)(*args), or {caller}(state, loss_fn, batch) with "
-            "an AmpTrainState."
+            f"expected {caller}(fun)(*args), or {caller}(state, loss_fn, batch, "
+            "*args) with an AmpTrainState."
         )
     name = getattr(fun, "__name__", type(fun).__name__)
     refuse_rewritten(f"{caller}: {name}", fun)
@@ -105,14 +107,24 @@ def read_scale(caller: str, fun: Any, scale: Any) -> float:
 
 
 def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
-    """Returns the loss of a step as a function of its parameters, state and batch."""
+    """Returns the loss of a step as a function of its parameters, and what it takes.
+
+    The batch comes last, as in most functions: its examples are those of a report.
+    """
 
     @functools.wraps(loss_fn)
-    def pure(params: Any, state: AmpTrainState, batch: Any) -> Any:
+    def pure(params: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
         variables = state.variables
         target, out = call_user_fn(
-            loss_fn, state, params, variables, batch, rngs, open_scopes=open_scopes
+            loss_fn,
+            state,
+            params,
+            variables,
+            batch,
+            rngs,
+            args,
+            open_scopes=open_scopes,
         )
         loss, aux = _split(out)
         # Updated variables are a part of the result of a step.

@@ -88,7 +88,7 @@ def _call(tool: Any, target: str, **options: Any) -> Any:
         return tool(given[0], **options)(*given[1])
     raise TypeError(
         f"it returned a {type(given).__name__}; expected (loss_fn, args) with a tuple "
-        "of arguments, or (state, loss_fn, batch)."
+        "of arguments, or (state, loss_fn, batch, *args)."
     )
 
 

@@ -66,13 +66,13 @@ def compare_precision(
     policy that run the worst modules in float32.
 
     There are two ways to call it: `compare_precision(fun)(*args)`, where `fun` is the
-    loss before `amp`, and `compare_precision(state, loss_fn, batch)` for the state and
-    the loss of `make_train_step`. Gradients are those of the first argument, or of the
-    parameters of the state.
+    loss before `amp`, and `compare_precision(state, loss_fn, batch, *args)` for the
+    state and the loss of `make_train_step`. Gradients are those of the first argument,
+    or of the parameters of the state.
 
     Args:
       fun: a float32 function that returns a loss, or `(loss, aux)`; or a state.
-      *step: the loss function and a batch, if `fun` is a state.
+      *step: the loss function and what the step takes after the state, if `fun` is one.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
         bfloat16.
       amp_policy: see `flax_amp.amp`.

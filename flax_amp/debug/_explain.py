@@ -88,12 +88,12 @@ def explain(
     more of its size in the backward pass.
 
     There are two ways to call it: `explain(fun)(*args)`, where `fun` is the function
-    before `amp`, and `explain(state, loss_fn, batch)` for the state and the loss of
-    `make_train_step`.
+    before `amp`, and `explain(state, loss_fn, batch, *args)` for the state and the loss
+    of `make_train_step`.
 
     Args:
       fun: a float32 function, or an `AmpTrainState`.
-      *step: the loss function and a batch, if `fun` is a state.
+      *step: the loss function and what the step takes after the state, if `fun` is one.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
         bfloat16.
       amp_policy: see `flax_amp.amp`.

@@ -102,10 +102,10 @@ def _line(name: str, cells: Any) -> str:
 def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
     """Measures what a step takes in float32, bfloat16 and float16, on this device.
 
-    There are two ways to call it. `measure(state, loss_fn, batch)` measures the step of
-    `make_train_step` in each precision. `measure(fun)(*args)` measures a loss with its
-    gradient with respect to the first argument: in float32 as it is, in the others
-    under `amp`, without a loss scale.
+    There are two ways to call it. `measure(state, loss_fn, batch, *args)` measures the
+    step of `make_train_step` in each precision. `measure(fun)(*args)` measures a loss
+    with its gradient with respect to the first argument: in float32 as it is, in the
+    others under `amp`, without a loss scale.
 
     Sharp edges:
       It empties JAX's caches, so that each program is traced anew. What you have
@@ -118,7 +118,7 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
     Args:
       fun: a float32 function that returns a loss, or `(loss, aux)`; or a state. The
         arguments may be shapes, as for `explain`. Then nothing is run.
-      *step: the loss function and a batch, if `fun` is a state.
+      *step: the loss function and what the step takes after the state, if `fun` is one.
       turns: how many steps to time in each dtype. The dtypes take turns, so that what
         else the machine does affects all of them.
       **options: those of `make_train_step`, such as `amp_policy`, `accum_steps` and
@@ -237,7 +237,7 @@ def _train_step(
 ) -> _Program:
     """Returns the step of `make_train_step` in a precision."""
     assert target.args is not None
-    _, state, batch = target.args
+    _, state, rest, batch = target.args
     if precision != state.precision:
         state = state.replace(precision=precision, scaler=first_scaler(precision))
     options = {**options, "has_aux": True}
@@ -253,7 +253,7 @@ def _train_step(
     def make() -> Any:
         return make_train_step(with_aux, compute_dtype=None, **options)
 
-    return _Program(make, state, batch)
+    return _Program(make, state, batch, *rest)
 
 
 def _gradient(

@@ -68,7 +68,7 @@ def find_nonfinite(
 
     There are two ways to call it: `find_nonfinite(fun)(*args)`, where `fun` is the
     function before `amp`, which returns a loss or `(loss, aux)`, and
-    `find_nonfinite(state, loss_fn, batch)` for the state and the loss of
+    `find_nonfinite(state, loss_fn, batch, *args)` for the state and the loss of
     `make_train_step`. The gradient is that with respect to the first argument.
 
     The program that `amp` emits runs once, outside of `jit`, one equation after the
@@ -83,7 +83,7 @@ def find_nonfinite(
 
     Args:
       fun: a float32 function, or an `AmpTrainState`.
-      *step: the loss function and a batch, if `fun` is a state.
+      *step: the loss function and what the step takes after the state, if `fun` is one.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
         bfloat16.
       amp_policy: see `flax_amp.amp`.

@@ -27,9 +27,9 @@ _NO_REPORT = "report_nonfinite: a step was skipped, and find_nonfinite failed: {
 
 
 class _Pending(NamedTuple):
-    """A step whose result was not read yet, and what it was given."""
+    """A step whose result was not read yet; its batch and further arguments."""
 
-    batch: Any
+    given: tuple[Any, ...]
     scale: Any
     metrics: Any
 
@@ -54,23 +54,25 @@ class ReportingStep:
         self._skips = 0  # in a row, which a lower scale may end
         self._fine: Any = 0.0  # the scale of the last finite step
 
-    def __call__(self, state: StateT, batch: Any, *rest: Any) -> tuple[StateT, Any]:
+    def __call__(self, state: StateT, batch: Any, *args: Any) -> tuple[StateT, Any]:
         """Looks at the step before; returns what the training step returns.
 
         Raises:
           TypeError: if it is not given an `AmpTrainState` and a batch, with values.
         """
-        _check_step(state, batch, *rest)
+        _check_step(state, batch, *args)
         if self._left > 0:
             self.check(state)
         if self._left <= 0:
-            return self._step(state, batch)
+            return self._step(state, batch, *args)
         # A copy: the step deletes the state that it is given.
         scale = jnp.copy(state.scaler["scaler"])
         # A loader may use its memory again.
-        batch = jax.tree.map(lambda x: x.copy() if type(x) is np.ndarray else x, batch)
-        new_state, metrics = self._step(state, batch)
-        self._pending = _Pending(batch, scale, metrics)
+        given = jax.tree.map(
+            lambda x: x.copy() if type(x) is np.ndarray else x, (batch, *args)
+        )
+        new_state, metrics = self._step(state, *given)
+        self._pending = _Pending(given, scale, metrics)
         return new_state, metrics
 
     def check(self, state: AmpTrainState) -> None:
@@ -97,7 +99,7 @@ class ReportingStep:
         )
         try:
             found = find_nonfinite(
-                before, self._loss_fn, pending.batch, **self._options
+                before, self._loss_fn, *pending.given, **self._options
             )
         except Exception as error:  # which is no reason to end the training
             self._left -= 1
@@ -113,12 +115,12 @@ class ReportingStep:
 
 
 def _check_step(*given: Any) -> None:
-    if not isinstance(given[0], AmpTrainState) or len(given) != 2:
+    if not isinstance(given[0], AmpTrainState):
         names = ", ".join(type(x).__name__ for x in given)
         raise TypeError(
-            f"report_nonfinite: the step got {names}; expected an AmpTrainState and a "
-            "batch. For the step of make_nnx_train_step, call find_nonfinite(loss_fn)"
-            "(model, batch) on the batch of a skipped step."
+            f"report_nonfinite: the step got {names}; expected an AmpTrainState, a "
+            "batch, and what else the loss takes. For the step of make_nnx_train_step, "
+            "call find_nonfinite(loss_fn)(model, batch) on the batch of a skipped step."
         )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
         raise TypeError(
@@ -156,8 +158,8 @@ def report_nonfinite(
         `reduce_dtype` as to `make_train_step`.
 
     Returns:
-      `step(state, batch) -> (state, metrics)`. Call `step.check(state)` after the last
-      step.
+      `step(state, batch, *args) -> (state, metrics)`. Call `step.check(state)` after
+      the last step.
 
     Raises:
       TypeError: if `train_step` or `loss_fn` is no function, or an option is unknown.

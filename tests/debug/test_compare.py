@@ -321,6 +321,20 @@ def test_a_state_and_its_scale():
             )
 
 
+@pytest.mark.once
+def test_further_arguments_of_a_step():
+    x = jax.random.normal(jax.random.key(0), (4, FEATURES))
+    data = {"x": x, "y": jnp.arange(4) % 3}
+    state, weights = nnx_state(), (jnp.float32(2), {"more": jnp.float32(3)})
+
+    def loss(model, batch, weight, others):
+        return nnx_loss(model, batch)[0] * weight * others["more"]
+
+    found = compare_precision(state, loss, data, *weights, remedies=0)
+    plain = compare_precision(state, nnx_loss, data, remedies=0)
+    np.testing.assert_allclose(found.loss[0], 6 * plain.loss[0], rtol=1e-6)
+
+
 def test_a_scale_saves_small_gradients():
     def fun(w, x):
         with jax.named_scope("small"):

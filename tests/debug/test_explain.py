@@ -102,6 +102,19 @@ def test_a_state_and_a_loss(shape):
     assert found.totals.flops == 3 * 2 * 4 * 8 * 8
 
 
+@pytest.mark.once
+def test_further_arguments_of_a_step():
+    def loss_fn(model, batch, weight, scales):
+        return nnx_loss(model, batch) * (weight @ scales["one"]).mean()
+
+    one = {"one": jnp.ones((16, 2))}
+    found = explain(nnx_state(), loss_fn, X, jnp.ones((4, 16)), one)
+    plain = explain(nnx_state(), nnx_loss, X)
+    assert found.totals.flops == plain.totals.flops + 2 * 4 * 16 * 2
+    with pytest.raises(TypeError, match="got 1 arguments after the batch"):
+        explain(nnx_state(), loss_fn, X, jnp.ones((4, 16)))
+
+
 def test_a_function_of_modules_and_other_arguments():
     model = NNX(nnx.Rngs(0))
     before = nnx.state(model)
@@ -198,7 +211,10 @@ def test_rows():
     [
         (lambda: explain(3), "explain: got int; expected explain"),
         (lambda: explain(nnx_loss, X), "got function, .*expected explain"),
-        (lambda: explain(nnx_state(), nnx_loss), "a state and 1 more arguments"),
+        (
+            lambda: explain(nnx_state(), nnx_loss),
+            r"a state and 1 more arguments.*batch, \*args\)",
+        ),
         (lambda: explain(nnx_state(), 3, X), "explain: loss_fn is a int"),
         (lambda: explain(nnx_loss, compute_dtype=jnp.int8), "compute_dtype: got"),
         (lambda: explain(nnx_loss, recompute="no"), "recompute: got 'no'"),

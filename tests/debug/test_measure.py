@@ -105,6 +105,17 @@ def test_a_state_stays_as_it_is(programs):
 
 
 @pytest.mark.once
+def test_further_arguments_of_a_step(programs):
+    def loss_fn(params, batch, weight):
+        return jnp.mean((batch @ params["w"]) ** 2) * weight
+
+    state = AmpTrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    assert measure(state, loss_fn, X, jnp.float32(2), turns=1).figures
+    # Each is traced twice.
+    assert [*map(products, programs)] == [{"f32"}, {"bf16"}, {"f16"}] * 2
+
+
+@pytest.mark.once
 def test_a_scale_is_searched_for_once(monkeypatch):
     """The turns that are timed have the scale that the first one found."""
     seen, call = [], jax.stages.Compiled.__call__

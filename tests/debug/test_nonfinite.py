@@ -218,6 +218,23 @@ def test_a_nan_in_one_example():
     assert json.loads(json.dumps(found.to_dict()))["inputs"][0]["bad"] == 1
 
 
+@pytest.mark.once
+def test_further_arguments_of_a_step():
+    """The examples are still those of the batch."""
+
+    def loss_fn(params, batch, weight, rates):
+        return (jnp.log(batch @ params["w"]) * weight).mean() * rates["one"].mean()
+
+    state, rates = square_state(), {"one": jnp.ones(2)}
+    given = X.at[2].set(0.0), jnp.float32(1), rates
+    found = find_nonfinite(state, loss_fn, *given)
+    assert found.verdict == "mathematics" and found.finding.examples == (2,)
+    found = find_nonfinite(state, loss_fn, X, jnp.float32(jnp.nan), rates)
+    (item,) = found.inputs
+    assert found.verdict == "inputs" and item.path == "args/0" and item.is_batch
+    assert "Correct args/0" in found.advice
+
+
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
@@ -511,6 +528,24 @@ def test_batches_in_memory_that_is_used_again():
         state, _ = step(state, buffer)
     step.check(state)
     assert [x.verdict for x in reports] == ["mathematics"]
+
+
+@pytest.mark.once
+def test_further_arguments_of_a_wrapped_step():
+    """They are kept with the batch; the limit hands them on as well."""
+
+    def loss_fn(params, batch, offset):
+        return jnp.log(batch @ params["w"] * 0 + offset).mean()
+
+    reports: list[NonfiniteReport] = []
+    step = flax_amp.make_train_step(loss_fn)
+    step = report_nonfinite(step, loss_fn, report=reports.append, limit=1)
+    state, offset = square_state(), np.ones((4, 1), np.float32)
+    for value in (1, 0, 1, 1):
+        offset[:] = value
+        state, metrics = step(state, X, offset)
+    assert [x.verdict for x in reports] == ["mathematics"]
+    assert bool(metrics["grads_finite"])
 
 
 def test_a_failure_of_the_search_does_not_end_the_training():
