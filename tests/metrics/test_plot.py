@@ -166,7 +166,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         assert re.search(message, capsys.readouterr().err)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert __main__.main(["plot", str(run)]) == 2
-    assert re.search(r"not installed.*flax_amp\[plot\]", capsys.readouterr().err)
+    assert re.search(r"not installed.*clone.*'\.\[plot\]'", capsys.readouterr().err)
 
 
 def test_out_may_be_a_folder_and_a_run_must_be_given(tmp_path):
