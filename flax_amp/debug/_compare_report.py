@@ -40,7 +40,7 @@ def _modules(found: Comparison, top: int, width: int) -> Iterator[str]:
     yield from _table([*headers, *map(_module, found.modules[:top])], width)
     more = len(found.modules) - top
     if more > 0:
-        yield f"... and {more} with less harm"
+        yield f"... and {more} more"
     bad = sum(module.harm > found.threshold for module in found.modules)
     count = {0: "No module adds", 1: "1 module adds"}.get(bad, f"{bad} modules add")
     yield f"{count} more than {error(found.threshold)}."

@@ -405,7 +405,7 @@ def test_results_for_a_person_and_for_a_program(tmp_path, monkeypatch):
         lines = found.report().splitlines()
         assert max(map(len, lines)) <= columns and len(lines) < 40
     assert "\nFirst the modules whose remedy helps, then by own error:\n" in str(found)
-    assert "and 6 with less harm" in found.report(top=2)
+    assert "and 6 more" in found.report(top=2)
     saved = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert saved["modules"][0]["harm"] == found.modules[0].harm
     assert saved["modules"][0]["own"]["forward"] == found.modules[0].own.forward

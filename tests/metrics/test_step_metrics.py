@@ -46,7 +46,7 @@ def test_which_gradients_are_finite_is_left_out():
     """Of finite steps all are."""
     grads = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, INF])}
     steps = [
-        report(1.0, finite=i == 0, **flax_amp.metrics.grads_finite(None, g))
+        report(1.0, finite=i == 0, **flax_amp.metrics.finite_by_leaf(None, g))
         for i, g in enumerate(grads)
     ]
     assert "grads_finite/w" in steps[1]

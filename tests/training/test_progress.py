@@ -327,7 +327,5 @@ def test_a_nan_that_no_step_made_is_told():
     step = make_train_step(lambda params, x: ((x * params["w"]) ** 2).sum())
     for _ in range(22):
         state, metrics = step(state, jnp.ones(2))
-    with pytest.raises(
-        StuckError, match="an inf or a NaN, which no training step"
-    ):
+    with pytest.raises(StuckError, match="an inf or a NaN, which no training step"):
         check_progress(state, metrics)
