@@ -415,9 +415,11 @@ def is_of_trace(x: Any) -> bool:
 def is_differentiated(x: Any) -> bool:
     """Whether reverse mode differentiates with respect to this very array.
 
-    It does not of what was computed from such an array. Within a jit or a checkpoint
-    that is differentiated from outside, nothing tells.
+    An array that was computed from one does not count. False inside a `jit` or
+    `checkpoint` that is differentiated from outside, where it cannot be known.
     """
+    while type(x).__name__ == "BatchTracer":
+        x = x.val  # under a vmap
     if type(x).__name__ != "LinearizeTracer":
         return False
     return getattr(x.tangent, "parent", x) is None  # no equation made the tangent

@@ -358,9 +358,10 @@ class Policy:
         self.spans_scopes = any(set("/*?[") & set(key) for key in scopes)
         self.scope_keys = frozenset(scopes) - {"amp_stop", "amp_default"}
         self.names_scopes = bool(self.scope_keys)
-        # A function of the user's may cast to any dtype.
+        # Whether the policy can change a program whose compute dtype is float32: a
+        # function of the user's may cast to any dtype.
         known = (*BUILT_IN, use_precision(jnp.float32))
-        self.casts_from_float32 = any(fn not in known for fn in functions.values())
+        self.may_leave_float32 = any(fn not in known for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
         """Returns the decision for one equation; arguments as in `matching`."""

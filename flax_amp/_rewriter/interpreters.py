@@ -51,6 +51,7 @@ def add_sparse_rules() -> None:
     sparse = sys.modules.get("jax.experimental.sparse.transform")
     if sparse is None or stored_p in sparse.sparse_rules_bcoo:
         return
+    bcoo, bcsr = sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr
 
     def checkpoint(env: Any, *values: Any, jaxpr: Jaxpr, **_: Any) -> Any:
         # The body is evaluated in place: `env` would keep its tracers otherwise.
@@ -64,11 +65,10 @@ def add_sparse_rules() -> None:
         return [env.sparse(value.shape, out, **same) for out in outs]
 
     def lookup(env: Any, *values: Any, dtype: Any, **params: Any) -> Any:
-        return rules[jax.lax.gather_p](env, *values, **params)
+        return bcoo[jax.lax.gather_p](env, *values, **params)
 
-    for rules in (sparse.sparse_rules_bcoo, sparse.sparse_rules_bcsr):
+    for rules in (bcoo, bcsr):
         rules.setdefault(remat_p, checkpoint)
         for primitive in (saturate_p, stored_p, reduce_precision_p):
             rules.setdefault(primitive, functools.partial(elementwise, primitive))
-    rules = sparse.sparse_rules_bcoo
-    rules.setdefault(lookup_p, lookup)
+    bcoo.setdefault(lookup_p, lookup)  # JAX has no rule for a gather from a BCSR array

@@ -127,11 +127,17 @@ class FunctionalCall:
         """Returns the path of each array among the inputs."""
         return _paths(self._state) + _paths(self._arguments, is_leaf=is_node)
 
-    def arrays_by_argument(self, where: Callable[[Any], bool]) -> list[list[Any]]:
-        """Returns the leaves for which `where` holds, of each argument that has any."""
+    def leaves_by_argument(self) -> list[tuple[Any, list[Any]]]:
+        """Returns each argument with its leaves, those of modules behind the others."""
         args, kwargs = self._arguments
-        leaves = map(jax.tree.leaves, (*args, *kwargs.values()))
-        return list(filter(None, (list(filter(where, group)) for group in leaves)))
+        found = []
+        for argument in (*args, *kwargs.values()):
+            leaves = jax.tree.leaves(argument, is_leaf=is_node)
+            # A module may hold itself, and is then no tree.
+            of_nodes = jax.tree.leaves(nnx.state(list(filter(is_node, leaves))))
+            others = [x for x in leaves if not is_node(x)]
+            found.append((argument, [*others, *of_nodes]))
+        return found
 
     def array_names(self) -> list[str]:
         """Returns what JAX's messages call each array among the inputs, `batch['x']`.
@@ -153,7 +159,9 @@ class FunctionalCall:
                     of_others.append(path_name)
         variables = jax.tree_util.tree_leaves_with_path(self._state)
         of_variables = [
-            ".".join([of_nodes[first.key], *(str(p.key) for p in path if _is_key(p))])
+            ".".join(
+                [of_nodes[first.key], *(str(p.key) for p in path if _is_dict_key(p))]
+            )
             for (first, *path), leaf in variables
             if is_array(leaf)
         ]
@@ -169,7 +177,7 @@ class FunctionalCall:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _is_key(part: Any) -> bool:
+def _is_dict_key(part: Any) -> bool:
     return isinstance(part, jax.tree_util.DictKey)
 
 

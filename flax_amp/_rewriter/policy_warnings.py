@@ -116,26 +116,35 @@ def warn_of_precision(plan: Plan) -> None:
         )
 
 
-class ParameterWarning:
+class HalfParameterCheck:
     """Warns once of parameters in half precision, whose updates are lost.
 
-    A batch, a cache or a state may be in half precision. Parameters are what a gradient
-    is taken of: the arrays themselves, not what was computed from them, such as a copy
-    in half precision of float32 parameters. To be certain, they have to be in the first
-    argument that holds floats, and not all there is in the call: the gradient of a
-    function of one array may be one of an input.
+    Parameters are what a gradient is taken of: the arrays themselves, not what was
+    computed from them, such as a copy in half precision of float32 parameters. A batch,
+    a cache or a state may be in half precision, and differentiated as well. It warns
+    only of arrays in the first argument that holds floats, if that is not an array
+    itself, and only if nothing in other arguments is differentiated: those could be the
+    parameters, and the first argument an input or a state.
     """
 
     def __init__(self) -> None:
         self._done = False
 
     def __call__(self, call: FunctionalCall) -> None:
-        groups = call.arrays_by_argument(is_inexact_array)
-        if self._done or sum(map(len, groups)) < 2:
+        if self._done:
             return
-        half = [x for x in groups[0] if x.dtype in _HALVES]
-        half = list(filter(_compat.is_differentiated, half))
-        if not half:
+        pairs = call.leaves_by_argument()
+        groups = [(x, list(filter(is_inexact_array, leaves))) for x, leaves in pairs]
+        groups = [(argument, floats) for argument, floats in groups if floats]
+        if not groups or is_array(groups[0][0]):
+            return
+        (_, floats), *others = groups
+        half = [
+            x for x in floats if x.dtype in _HALVES and _compat.is_differentiated(x)
+        ]
+        if not half or any(
+            _compat.is_differentiated(x) for _, xs in others for x in xs
+        ):
             return
         self._done = True
         arrays = filter(is_array, call.inputs)
@@ -143,12 +152,14 @@ class ParameterWarning:
         shown = ", ".join(names[id(x)] for x in half[:3] if id(x) in names)
         dtype = half[0].dtype
         warnings.warn(
-            f"amp: {len(half)} of {len(groups[0])} parameters are in half precision, "
-            f"such as {shown} in {dtype.name}: gradients and updates are rounded, and "
+            f"amp: {len(half)} of {len(floats)} parameters are in half precision"
+            f"{shown and f', such as {shown} in {dtype.name}'}: gradients and updates "
+            "are rounded, and "
             f"an update below 1/{round(2 / float(finfo(dtype).eps))} of a weight "
             "is lost, so that training stalls. Expected float32 parameters, which amp "
             "casts at each use: keep them in float32, as in jax.tree.map(lambda x: "
             "x.astype(jnp.float32), params), without param_dtype= or to_bf16().",
+            UserWarning,
             stacklevel=3,
         )
 

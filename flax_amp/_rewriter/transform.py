@@ -19,7 +19,7 @@ from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import LEAF, Plan, Use, Values, like
 from flax_amp._rewriter.policy_warnings import (
-    ParameterWarning,
+    HalfParameterCheck,
     warn_of_policy,
     warn_of_precision,
 )
@@ -152,7 +152,7 @@ def amp(
             "with arguments, such as @amp(compute_dtype=jnp.bfloat16)."
         )
 
-    if compute_dtype == jnp.float32 and not policy.casts_from_float32:
+    if compute_dtype == jnp.float32 and not policy.may_leave_float32:
 
         @rewritten
         @functools.wraps(fun)
@@ -177,7 +177,7 @@ def rewrite(
     By default, nothing is computed again and each layer stays by itself.
     """
 
-    warn_of_parameters = ParameterWarning()
+    check_parameters = HalfParameterCheck()
 
     @rewritten
     @functools.wraps(fun)
@@ -185,7 +185,7 @@ def rewrite(
         refuse_if_asked()
         add_sparse_rules()
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
-        warn_of_parameters(call)
+        check_parameters(call)
         planned = plan_call(call, policy, compute_dtype)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
         outs = planned.emit(arrays, recompute, wide_gradients, merge_layers)

@@ -50,6 +50,12 @@ class Model(nnx.Module):
         return mean(self.dense(x))
 
 
+class Cyclic(Model, pytree=False):
+    def __init__(self):
+        super().__init__()
+        self.root = self
+
+
 linen = nn.Dense(4, param_dtype=LOW)
 VARIABLES = linen.init(jax.random.key(0), X)
 
@@ -62,7 +68,9 @@ def step(params, x):
 # What trains parameters in half precision.
 WARNS = {
     "grad": lambda p: jax.grad(half(loss))(p, X),
-    "a single array": lambda p: jax.grad(half(lambda w, x: mean(x @ w)))(p["w"], X),
+    "a single leaf": lambda p: jax.grad(half(lambda p, x: mean(x @ p["w"])))(
+        {"w": p["w"]}, X
+    ),
     "jit": lambda p: jax.jit(step)(p, X),
     "scan": lambda p: lax.scan(lambda p, x: (step(p, x), None), p, X[None]),
     "some": lambda p: jax.grad(half(loss))(p | {"v": FLOATS["v"]}, X),
@@ -73,7 +81,15 @@ WARNS = {
     "vmap": lambda p: jax.grad(
         lambda p: jax.vmap(half(loss), (None, 0))(p, X[None]).mean()
     )(p),
+    "vmap over grad": lambda p: jax.vmap(jax.grad(half(loss)), (None, 0))(p, X[None]),
+    "ensemble": lambda p: jax.grad(
+        lambda p: jax.vmap(half(loss), (0, None))(p, X).mean()
+    )(jax.tree.map(lambda x: x[None], p)),
+    "batch in half": lambda p: jax.grad(half(loss))(p, X.astype(LOW)),
     "nnx": lambda p: nnx.grad(half(lambda model, x: model(x)))(Model(), X),
+    "nnx with a cycle": lambda p: nnx.grad(half(lambda model, x: model(x)))(
+        Cyclic(), X
+    ),
     "nnx jit": lambda p: nnx.jit(nnx.grad(half(lambda m, x: m(x))))(Model(), X),
     "scaled": lambda p: flax_amp.dynamic_scale_value_and_grad(half(loss))(
         p, X, dynamic_scaler_state=flax_amp.init_scaler()
@@ -137,6 +153,9 @@ SILENT = {
     "batch first": lambda: jax.grad(half(lambda x, p: loss(p, x)), 1)(
         X.astype(LOW), FLOATS
     ),
+    "batch first, its gradient as well": lambda: jax.grad(
+        half(lambda batch, p: loss(p, batch["x"])), (0, 1)
+    )(lowered({"x": X, "y": X}), FLOATS),
     "cache": lambda: jax.grad(half(cached))(FLOATS, CACHE, X),
     "cache of a decoder": lambda: half(cached)(FLOATS, CACHE, X),
     "copies of float32": lambda: jax.grad(lambda p: half(loss)(lowered(p), X))(FLOATS),
@@ -163,6 +182,15 @@ SILENT = {
         FLOATS, X.astype(LOW)
     ),
     "input alone": lambda: jax.grad(half(lambda x: loss(FLOATS, x)))(X.astype(LOW)),
+    "gradient of an input that comes first": lambda: jax.grad(
+        half(lambda x, p: loss(p, x))
+    )(X.astype(LOW), FLOATS),
+    "gradient of a state that comes first": lambda: jax.grad(
+        half(lambda state, p, x: loss(p, x) + mean(state)), (0, 1)
+    )((X.astype(LOW), X.astype(LOW)), FLOATS, X),
+    "a stage of a pipeline": lambda: jax.vjp(
+        half(lambda x, p: x @ p["w"]), X.astype(LOW), FLOATS
+    ),
     "no gradient": lambda: half(loss)(lowered(FLOATS), X),
     "frozen": lambda: jax.grad(
         half(lambda p, frozen, x: loss(p, x) + mean(frozen["w"]))
