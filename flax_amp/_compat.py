@@ -432,7 +432,11 @@ def name_arguments(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str
     """
     leaves: Any = [0] * len(args), dict.fromkeys(kwargs, 0)
     names: Any = jax.api_util.debug_info("amp", fun, *leaves).arg_names
-    return names
+    if len(names) == len(args) + len(kwargs):
+        return names
+    # JAX loses one if it is positional and a keyword of `**kwargs` has the same name.
+    places = (f"args[{i}]" for i in range(len(args)))
+    return (*places, *(f"kwargs[{key!r}]" for key in sorted(kwargs)))
 
 
 def traced_as(

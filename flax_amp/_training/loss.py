@@ -89,25 +89,36 @@ def pure_loss(
 
 
 def named_after(pure: UserFn, fn: UserFn) -> UserFn:
-    """Returns `pure(params, .., batch, ..)`, which JAX's messages then call `fn`."""
+    """Gives `pure` the name and the argument names of `fn`, which JAX's messages show.
+
+    `amp` asks JAX for both (`_compat.traced_as`), which finds the name of a function by
+    `__wrapped__`. It would take the arguments from there, too, but `pure` has others:
+    `__signature__` has those, with `params` and `batch` renamed.
+    """
     signature = inspect.signature(pure)
-    try:
-        params, batch, *_ = inspect.signature(fn).parameters
-        others = signature.parameters.keys() - {"params", "batch"} | set(KEYWORDS)
-        new = {"params": params, "batch": batch} if not {params, batch} & others else {}
-    except (TypeError, ValueError):  # it has no signature, or takes `*args`
-        new = {}
+    renamed = dict(zip(("params", "batch"), _leading_names(fn), strict=False))
+    taken = {*signature.parameters, *KEYWORDS} - renamed.keys()
+    if taken & set(renamed.values()):
+        renamed = {}
+    parameters = signature.parameters.values()
+    attributes: Any = vars(pure)
+    attributes["__signature__"] = signature.replace(
+        parameters=[p.replace(name=renamed.get(p.name, p.name)) for p in parameters]
+    )
     while isinstance(fn, functools.partial):
         fn = fn.func
-    attributes: Any = vars(pure)
     attributes["__wrapped__"] = fn
-    attributes["__signature__"] = signature.replace(
-        parameters=[
-            p.replace(name=new.get(name, name))
-            for name, p in signature.parameters.items()
-        ]
-    )
     return pure
+
+
+def _leading_names(fn: UserFn) -> list[str]:
+    """Returns what `fn` calls its first two arguments, as far as it has names."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # some builtins have no signature
+        return []
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in list(parameters)[:2] if p.kind in named]
 
 
 def call_user_fn(

@@ -150,6 +150,13 @@ def test_other_signatures():
     ):
         lower(loss)(PARAMS, BATCH, scale=[jnp.ones(()), jnp.ones(())])
 
+    def same_name(x, /, **kwargs):
+        return float(kwargs["x"].sum()) * x.sum()
+
+    assert lower(lambda x, /, **kwargs: x + kwargs["x"])(1.0, x=2.0) == 3.0
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"kwargs\['x'\]"):
+        lower(same_name)(jnp.ones(2), x=jnp.ones(2))
+
     class Loss:
         def __call__(self, params, batch):
             return float(batch["x"][0, 0]) * params["w"].sum()
@@ -158,3 +165,70 @@ def test_other_signatures():
         lower(Loss())(PARAMS, BATCH)
     with pytest.raises(jax.errors.ConcretizationTypeError, match=r"batch\['x'\]"):
         make_train_step(Loss())(linen_state(), BATCH)
+
+
+class Methods:
+    def loss(self, params, batch):
+        return on_batch(params, batch)
+
+    def __call__(self, params, batch):
+        return on_batch(params, batch)
+
+
+def with_places(*args):
+    return on_batch(*args)
+
+
+def with_rest(params, *rest):
+    return on_batch(params, *rest)
+
+
+def with_keyword(params, batch, *, scale=1.0):
+    return scale * on_batch(params, batch)
+
+
+def taken_names(variables, args):
+    return on_batch(variables, args)
+
+
+def swapped_names(batch, params):
+    return on_batch(batch, params)
+
+
+def bound(scale, weights, data):
+    return scale * on_batch(weights, data)
+
+
+class NoSignature(Methods):
+    __signature__ = "unknown"
+
+
+# What steps call the batch of losses with other signatures.
+BATCH_NAMES = {
+    "method": (Methods().loss, "batch"),
+    "callable": (Methods(), "batch"),
+    "lambda": (lambda p, b: on_batch(p, b), "b"),
+    "partial": (functools.partial(bound, 2.0), "data"),
+    "partial of partial": (functools.partial(functools.partial(bound), 2.0), "data"),
+    "no signature": (NoSignature(), "batch"),
+    "places": (with_places, "batch"),
+    "rest": (with_rest, "batch"),
+    "keyword": (with_keyword, "batch"),
+    "taken names": (taken_names, "batch"),
+    "swapped names": (swapped_names, "params"),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_NAMES)
+def test_the_batch_of_other_losses(name):
+    loss, expected = BATCH_NAMES[name]
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        make_train_step(loss)(linen_state(), BATCH)
+    assert f"argument {expected}['x']" in str(caught.value)
+
+
+@pytest.mark.parametrize("batch", ["state", "rngs", "whole", "args"])
+def test_nnx_losses_may_call_the_batch_anything(batch):
+    """The keywords of Linen losses, too."""
+    loss = eval(f"lambda model, {batch}: model({batch}['x']).mean()")
+    nnx_step(loss)
