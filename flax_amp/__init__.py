@@ -83,10 +83,8 @@ __all__ = [
 
 # Imported when they are first used, because a training step needs none of them, and
 # Orbax alone takes about as long to import as JAX.
-_LAZY = {
-    "checkpoint": "flax_amp.checkpoint",
-    "debug": "flax_amp.debug",
-    "metrics": "flax_amp.metrics",
+_SUBPACKAGES = ("checkpoint", "debug", "metrics")
+_FUNCTIONS = {
     "compare_precision": "flax_amp.debug._compare",
     "explain": "flax_amp.debug._explain",
     "find_nonfinite": "flax_amp.debug._nonfinite",
@@ -102,13 +100,12 @@ if typing.TYPE_CHECKING:  # which then reports names that do not exist
 else:
 
     def __getattr__(name):
-        """Imports a room, or a function of one, when it is first used."""
-        if name not in _LAZY:
-            raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
-        module = importlib.import_module(_LAZY[name])
-        return (
-            module if name in ("checkpoint", "debug", "metrics") else vars(module)[name]
-        )
+        """Imports a subpackage, or a function of one, when it is first used."""
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"flax_amp.{name}")
+        if name in _FUNCTIONS:
+            return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+        raise AttributeError(f"module 'flax_amp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
