@@ -100,13 +100,9 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
     def of_leaf(new: Any, old: Any) -> Any:
         if new is None or not is_inexact(new):
             return None
-        return jnp.all(_stays_finite(new, old))
+        return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
 
     return _all(jax.tree.leaves(map_or_none(of_leaf, new, old)))
-
-
-def _stays_finite(new: Any, old: Any) -> jax.Array:
-    return jnp.isfinite(new) | ~jnp.isfinite(old)
 
 
 def _all(flags: Sequence[jax.Array]) -> jax.Array:
@@ -118,27 +114,6 @@ def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     return jax.tree.map(
         lambda new, old: jnp.where(predicate, new, old), on_true, on_false
     )
-
-
-def select_finite(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
-    """Like `select`, but an element that was finite never becomes an inf or a NaN.
-
-    Such an element keeps its value. The check costs nothing, since it fuses into the
-    select, which reads both values anyway. To skip a whole step for one element, every
-    value would have to be computed twice.
-
-    Example:
-      >>> new, old = jnp.array([2.0, jnp.nan]), jnp.array([1.0, 1.0])
-      >>> select_finite(jnp.array(True), new, old)
-      Array([2., 1.], dtype=float32)
-    """
-
-    def of_leaf(new: Any, old: Any) -> jax.Array:
-        if not is_inexact(new):
-            return jnp.where(predicate, new, old)
-        return jnp.where(predicate & _stays_finite(new, old), new, old)
-
-    return jax.tree.map(of_leaf, on_true, on_false)
 
 
 def nodes(tree: PyTree, kind: Kind) -> list[Any]:

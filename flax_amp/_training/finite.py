@@ -93,9 +93,10 @@ class _Update:
         )
         if not self.checks_finite:
             return new, state._replace(inner_state=inner_state)
-        finite = _tree.all_finite(updates)
-        new = _tree.select_finite(finite, new, jax.tree.map(jnp.zeros_like, new))
-        inner_state = _tree.select_finite(finite, inner_state, state.inner_state)
+        finite = _tree.all_finite((updates, new))
+        finite &= _tree.stays_finite(inner_state, state.inner_state)
+        new = jax.tree.map(lambda u: jnp.where(finite, u, 0).astype(u.dtype), new)
+        inner_state = _tree.select(finite, inner_state, state.inner_state)
         counters = apply_if_finite_counters(state, finite)
         return new, state._replace(inner_state=inner_state, **counters)
 

@@ -71,6 +71,7 @@ class Options(NamedTuple):
     caller: str  # the function that the messages name
     open_scopes: bool  # whether NNX modules open scopes, for the keys of the policy
     metrics_fn: UserFn | None  # measures gradients and updates
+    check_update: bool  # whether an update that is not finite skips the step
 
 
 def make_options(
@@ -83,12 +84,14 @@ def make_options(
     axis_name: AxisName,
     amp_policy: PolicyEntries | None,
     metrics_fn: UserFn | None,
+    check_update: bool,
     keywords: tuple[str, ...] = KEYWORDS,
     **amp_options: Any,
 ) -> Options:
     """Checks the arguments of `caller`. The loss may declare `keywords`."""
     seen = f"{caller}: {accum_steps=}"
     check_metrics_fn(metrics_fn, f"{caller}: metrics_fn")
+    check_type(check_update, bool, f"{caller}: check_update", "True or False.")
     return Options(
         loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
         has_aux=has_aux,
@@ -99,6 +102,7 @@ def make_options(
         caller=caller,
         open_scopes=Policy(amp_policy).names_scopes,
         metrics_fn=metrics_fn,
+        check_update=check_update,
     )
 
 
@@ -157,12 +161,12 @@ def make_metrics(
             "in its apply_gradients, or by state.replace after the step."
         )
     aux = {f"aux/{key}" if key in own else key: x for key, x in result.aux.items()}
-    if len(aux) < len(result.aux):
-        twice = sorted(key for key in own if {key, f"aux/{key}"} <= result.aux.keys())
+    if len(own | aux) < len(own) + len(result.aux):
+        taken = sorted(key for key in result.aux if key in own)
         raise ValueError(
-            f"{options.caller}: the loss returned aux with {twice}, metrics of the "
-            "step, and with the names that these get for that, which begin with "
-            "'aux/'; expected one of each two. Rename the other."
+            f"{options.caller}: the loss returned aux with {taken}, names of other "
+            "metrics, and 'aux/<name>', which it would be called instead, is taken as "
+            "well; expected other names. Rename them."
         )
     return own | aux
 
@@ -181,8 +185,6 @@ def measure_update(
     """
     if options.metrics_fn is None:
         return {}
-    # An element that would become an inf or a NaN keeps its value.
-    new = _tree.select_finite(jnp.array(True), new, old)
     updates = jax.tree.map(jnp.subtract, new, old)
     name = f"{options.caller}: metrics_fn"
     found = options.metrics_fn(subject, grads, updates)
@@ -207,11 +209,20 @@ def complete_grads(result: PassResult, params: PyTree) -> PyTree:
     return cast_like(grads, params)
 
 
-def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the state after an update if everything is finite, or the one before.
+def select_update(
+    options: Options, finite: Array, new: PyTree, old: PyTree
+) -> tuple[Array, PyTree]:
+    """Returns whether an update is applied, and the state after it or the one before.
 
-    An optimizer can make a NaN of finite gradients, as `adam(eps=0)` does where they
-    are zero. Elements that would become infs or NaNs keep their old values.
+    An optimizer can make an inf or a NaN of finite gradients: `adam(eps=0)` divides
+    zeros, and squares of 1e20 overflow. All that would be stored is checked, unless the
+    user has switched that off.
+
+    Args:
+      options: those of the step.
+      finite: bool[], whether loss, gradients and updated variables are finite.
+      new: the state after the update.
+      old: the state before it.
 
     Raises:
       ValueError: if they differ in structure or shapes. The update does not fail if the
@@ -219,10 +230,21 @@ def select_update(caller: str, finite: Array, new: PyTree, old: PyTree) -> PyTre
     """
     if changed := differences(old, new, jnp.shape):
         raise ValueError(
-            f"{caller}: the update changed {'; '.join(changed)}; expected the same "
-            f"leaves and shapes as before. {_OWN_STATE}"
+            f"{options.caller}: the update changed {'; '.join(changed)}; expected the "
+            f"same leaves and shapes as before. {_OWN_STATE}"
         )
-    return _tree.select_finite(finite, new, old)
+    if options.check_update:
+        finite = finite & _tree.stays_finite(new, old)
+    return finite, _tree.select(finite, new, old)
+
+
+def select_scaler(applied: Array, finite: Array, new: Scaler, old: Scaler) -> Scaler:
+    """Returns the scaler after a step.
+
+    It stays as it is if only the update was not finite, which no other scale mends.
+    """
+    old = {key: old[key] for key in new}  # without the counts of skipped steps
+    return _tree.select(applied | ~finite, new, old)
 
 
 @contextlib.contextmanager

@@ -68,15 +68,16 @@ def pure_loss(
         collections = variables if state.graphdef is None else {}
         loss, aux = _split_output(out, has_aux, collections, name)
         updates = aux.pop("variables", {})
+        given = not (isinstance(updates, Mapping) and not updates)
         if state.graphdef is not None:
-            if updates:
+            if given:
                 raise ValueError(
                     f"{name} returned aux['variables'] for an NNX model; expected "
                     "none: the model's own state is collected. Drop it from aux."
                 )
             updates = variables_of(target, params)
             updates = _match_structure(variables, updates, name, hint=_NNX_HINT)
-        elif updates is None or updates:
+        elif given:
             updates = _match_collections(variables, updates, name)
         updates = jax.tree.map(
             lambda new, old: None if new is old else new,

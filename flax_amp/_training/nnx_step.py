@@ -14,7 +14,6 @@ from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.aliases import (
-    Array,
     AxisName,
     Batch,
     Metrics,
@@ -31,6 +30,7 @@ from flax_amp._training.gradients import (
     make_metrics,
     make_options,
     measure_update,
+    select_scaler,
     select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
@@ -44,8 +44,10 @@ from flax_amp._training.precision import (
 from flax_amp._training.scaler import SKIP_COUNTS, Scaler, validate_scaler
 from flax_amp._training.step_call import (
     Step,
+    check_distinct,
     explain_deleted,
     explain_leaves,
+    has_several_devices,
 )
 from flax_amp._training.train_state import (
     AmpTrainState,
@@ -84,6 +86,7 @@ def make_nnx_train_step(
     accum_steps: int = 1,
     axis_name: AxisName = None,
     metrics_fn: UserFn | None = None,
+    check_update: bool = True,
     donate: bool = True,
     jit: bool = True,
 ) -> NnxTrainStep:
@@ -108,6 +111,7 @@ def make_nnx_train_step(
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
         is a copy of the model before the update; `grads` and `updates` are an
         `nnx.State` of what trains, as `nnx.grad` returns it.
+      check_update: see `make_train_step`.
       donate: let the new arrays reuse the memory of the old ones, which are then
         deleted.
       jit: compile the step, with `nnx.jit`.
@@ -154,6 +158,7 @@ def make_nnx_train_step(
         accum_steps=accum_steps,
         axis_name=axis_name,
         metrics_fn=metrics_fn,
+        check_update=check_update,
     )
 
     def pure_step(
@@ -195,8 +200,16 @@ def make_nnx_train_step(
             warn_if_unscaled(precision, scaler, stacklevel=3)
             if not jit:
                 return step(model, optimizer, scaler, batch, *args)
-            with explain_leaves("train_step", {"batch": batch, "args": args}):
+            inputs = {"batch": batch, "args": args}
+            if donate and has_several_devices():
+                _check_distinct(model, optimizer, scaler, inputs)
+            try:
                 return step(model, optimizer, scaler, batch, *args)
+            except (RuntimeError, TypeError, ValueError):
+                with explain_leaves("train_step", inputs):
+                    if donate:
+                        _check_distinct(model, optimizer, scaler, inputs)
+                    raise
 
     return Step(train_step)
 
@@ -248,10 +261,10 @@ def _step(
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=named_after(loss_fn, user_loss_fn))
-    new_scaler, finite, result = compute_gradients(options, state, batch, args)
+    moved_scaler, finite, result = compute_gradients(options, state, batch, args)
     grads = nnx.state(model, optimizer.wrt)
     nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
-    counters = _skip_counters(optimizer, finite)
+    old_counters = pure(optimizer.opt_state)
     old = model if options.metrics_fn is None else nnx.clone(model)
     with explain_update(options.caller, optimizer.tx, optimizer.opt_state, grads):
         optimizer.update(model, grads)
@@ -260,21 +273,36 @@ def _step(
     _set_variables(whole, _tree.combine(result.variables, variables))
 
     after = _copy_state((whole, optimizer))
-    selected = select_update(options.caller, finite, after, before)
+    applied, selected = select_update(options, finite, after, before)
     nnx.update((whole, optimizer), selected)
-    for name, value in counters.items():
-        getattr(optimizer.opt_state, name).set_value(value)
     more = hyperparam_metrics(optimizer.opt_state)
+    new_scaler = select_scaler(applied, finite, moved_scaler, state.scaler)
     if SKIP_COUNTS[0] in scaler:
         in_a_row, total = map(scaler.__getitem__, SKIP_COUNTS)
-        counted = count_skips(in_a_row, total, finite)
+        counted = count_skips(in_a_row, total, applied)
         new_scaler |= dict(zip(SKIP_COUNTS, counted, strict=True))
         more["skipped_total"] = new_scaler["skipped_total"]
-    if counters:
+    if isinstance(old_counters, optax.ApplyIfFiniteState):  # which check_progress reads
+        counters = apply_if_finite_counters(old_counters, applied)
+        for name, value in counters.items():
+            getattr(optimizer.opt_state, name).set_value(value)
         more["skipped_total"] = counters["total_notfinite"]
     return new_scaler, make_metrics(
-        options, new_scaler, finite, result, measured, **more
+        options, new_scaler, applied, result, measured, **more
     )
+
+
+def _check_distinct(
+    model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, inputs: PyTree
+) -> None:
+    """Raises a ValueError if an array that a step donates is among its inputs, too.
+
+    Modules among the inputs may share variables with the model.
+    """
+    nodes = {"model": model, "optimizer": optimizer}
+    states = {name: nnx.to_pure_dict(nnx.state(node)) for name, node in nodes.items()}
+    _, arrays = _take_out((nnx.Pytree, nnx.Variable), inputs)
+    check_distinct("train_step", states | {"scaler": scaler}, arrays)
 
 
 def _skip_counts(scaler: Any) -> Scaler:
@@ -292,13 +320,6 @@ def _with_counts(scaler: Scaler, counts: Scaler) -> Scaler:
         # `count - count` is a zero on the devices of the scaler, without a transfer.
         counts = {key: old - old for key in SKIP_COUNTS} | counts
     return scaler | counts
-
-
-def _skip_counters(optimizer: nnx.Optimizer, finite: Array) -> dict[str, Array]:
-    """Returns the new counters of skipped steps, if `tx` is an `apply_if_finite`."""
-    if not isinstance(optimizer.opt_state, optax.ApplyIfFiniteState):
-        return {}
-    return apply_if_finite_counters(pure(optimizer.opt_state), finite)
 
 
 @jax.tree_util.register_static

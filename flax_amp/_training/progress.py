@@ -171,7 +171,8 @@ def _find_cause(numbers: Mapping[str, Any]) -> _Cause:
         return _Cause(
             "forward",
             "Loss and gradients are finite, but updated variables (for example batch "
-            "statistics) are not.",
+            "statistics) or the update of the optimizer are not. Of that, look "
+            "at its eps and its learning rate.",
         )
     searching = numbers["scaler"] > numbers["min_scaler"]
     if loss is None:

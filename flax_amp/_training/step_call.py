@@ -71,7 +71,7 @@ class JittedStep(Step):
         return self._call(state, *inputs)
 
     def _call(self, state: PyTree, batch: PyTree, *args: PyTree) -> Any:
-        if self._donates and _has_several_devices():
+        if self._donates and has_several_devices():
             self._check_distinct(state, batch, args)
         try:
             return self._jitted(state, batch, *args)
@@ -97,7 +97,7 @@ class JittedStep(Step):
 
 
 @functools.cache
-def _has_several_devices() -> bool:
+def has_several_devices() -> bool:
     """Whether an array that is passed twice has to be found before the call.
 
     With one device, JAX refuses the call before it takes any memory. With several,

@@ -45,6 +45,7 @@ from flax_amp._training.gradients import (
     make_metrics,
     make_options,
     measure_update,
+    select_scaler,
     select_update,
 )
 from flax_amp._training.hyperparams import hyperparam_metrics
@@ -89,6 +90,7 @@ def make_train_step(
     accum_steps: int = 1,
     axis_name: AxisName = None,
     metrics_fn: UserFn | None = None,
+    check_update: bool = True,
     state_shardings: PyTree = None,
     donate: bool = True,
     jit: bool = True,
@@ -127,8 +129,13 @@ def make_train_step(
         metrics, such as norms by layer. It is traced into the step and runs in float32.
         `state` is the one before the update; `grads` are its gradients, unscaled and
         averaged, before `tx`; `updates` is the difference that the update makes to the
-        float32 parameters, where one below their spacing is 0. In a skipped step,
-        `grads` may hold infs and NaNs, and `updates` is what was not applied.
+        float32 parameters, where one below their spacing is 0. In a skipped step, both
+        may hold infs and NaNs.
+      check_update: skip the step if the update would store an inf or a NaN in the
+        state, such as one of `adam(eps=0)` for zeros. The decision then waits for the
+        whole update, which is computed twice: 1.02 of the estimated time of a small ViT
+        on a TPU v5e, 1.22 of that of an MLP of 50 million parameters and a small batch.
+        `False` looks at loss, gradients and variables only.
       state_shardings: the shardings of the new state, as a state of shardings or as one
         sharding for all leaves. On a mesh, pass the shardings that the state was
         created with. Otherwise XLA chooses them, and may move a leaf that was
@@ -142,8 +149,8 @@ def make_train_step(
       metrics are arrays on the device:
 
       - `loss`: float32.
-      - `grads_finite`: False for every skipped step, also if its loss or its updated
-        variables were the cause.
+      - `grads_finite`: False for every skipped step, also if its loss, its updated
+        variables or its update were the cause.
       - `scaler`: the scale of the next step.
       - `grad_norm`: the norm of the unscaled gradients, before any clipping.
       - `skipped_total`: the number of skipped steps.
@@ -192,6 +199,7 @@ def make_train_step(
         accum_steps=accum_steps,
         axis_name=axis_name,
         metrics_fn=metrics_fn,
+        check_update=check_update,
     )
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
@@ -214,14 +222,14 @@ def make_train_step(
                 grads=grads, scaler=scaler, variables=variables
             )
         measured = measure_update(options, state, grads, state.params, new.params)
-        new_state = _select(options, finite, new, state, scaler)
+        applied, new_state = _select(options, finite, new, state, scaler)
         more = hyperparam_metrics(new_state.opt_state)
         more["skipped_total"] = new_state.opt_state.total_notfinite
         if state_shardings is not None:
             _check_shardings(state_shardings, new_state)
         fields = [field.name for field in dataclasses.fields(state)]
         return new_state, make_metrics(
-            options, scaler, finite, result, measured, fields, **more
+            options, new_state.scaler, applied, result, measured, fields, **more
         )
 
     if not jit:
@@ -326,13 +334,13 @@ def make_eval_step(
 
 def _select(
     options: Options, finite: Array, new: StateT, old: StateT, scaler: Scaler
-) -> StateT:
+) -> tuple[Array, StateT]:
     """Selects as `select_update`; step, scaler and skip counters always advance."""
-    selected = select_update(options.caller, finite, new.replace(tx=old.tx), old)
-    counters = apply_if_finite_counters(old.opt_state, finite)
-    return selected.replace(
+    applied, selected = select_update(options, finite, new.replace(tx=old.tx), old)
+    counters = apply_if_finite_counters(old.opt_state, applied)
+    return applied, selected.replace(
         step=new.step,
-        scaler=scaler,
+        scaler=select_scaler(applied, finite, scaler, old.scaler),
         opt_state=selected.opt_state._replace(**counters),
     )
 

@@ -190,7 +190,7 @@ def test_an_entry_with_the_name_of_another_metric(jit):
     # A name that the step does not report is the user's.
     assert run(pair({rate: 1.0}), has_aux=True, jit=jit)()[1][rate] == 1
     twice = pair({"loss": 1.0, "aux/loss": 2.0})
-    message = r"aux with \['loss'\], metrics of the step, and .*'aux/'; .*Rename"
+    message = r"aux with \['loss'\], names of other metrics, and .*as well; .*Rename"
     raised(run(twice, has_aux=True, jit=jit), ValueError, message)
 
 

@@ -11,7 +11,10 @@ from flax import nnx
 
 from flax_amp import (
     AmpTrainState,
+    StuckError,
     all_finite,
+    check_progress,
+    init_scaler,
     make_nnx_train_step,
     make_train_step,
     optim,
@@ -149,57 +152,91 @@ def test_a_step_selects_once():
 # Updates that are not finite, of gradients that are
 
 
-MAKE_NANS = {
-    "adam": optax.adam(0.1, eps=0),
-    "rmsprop": optax.rmsprop(0.1, eps=0),
-    "adagrad": optax.adagrad(0.1, initial_accumulator_value=0, eps=0),
-    "a scheduled division": optax.stateless(
-        lambda grads, _: jax.tree.map(lambda g: -0.1 * g / jnp.abs(g), grads)
+def nan_of_zeros():
+    """The second hidden unit is always off, so its weights have no gradient."""
+    params = {"w": jnp.array([[1.0, -1.0]]), "v": jnp.ones((2, 1))}
+    return params, jnp.ones((4, 1))
+
+
+def overflow():
+    """The square of a gradient overflows, which is an inf in Adam's second moment."""
+    params = {"w": jnp.ones((1, 1)), "v": jnp.ones((1, 1))}
+    return params, jnp.full((1, 1), 1e20)
+
+
+# optimizer, parameters and batch
+NOT_FINITE = {
+    "adam": (optax.adam(0.1, eps=0), nan_of_zeros),
+    "rmsprop": (optax.rmsprop(0.1, eps=0), nan_of_zeros),
+    "division": (
+        optax.stateless(lambda grads, _: jax.tree.map(lambda g: g / abs(g), grads)),
+        nan_of_zeros,
     ),
+    "rate": (optax.sgd(float("nan")), nan_of_zeros),
+    "overflow": (optax.adamw(0.1), overflow),
 }
 
 
-def dead_unit_loss(params, batch):
-    """The second hidden unit is always off, so its weights have no gradient."""
+def relu_loss(params, batch):
     return (jax.nn.relu(batch @ params["w"]) @ params["v"]).mean()
 
 
-def dead_unit():
-    return {"w": jnp.array([[1.0, -1.0]]), "v": jnp.ones((2, 1))}
-
-
-def trained(way, tx):
-    """Returns the leaves of a state after three steps, and their gradients' flag."""
-    batch, finite = jnp.ones((4, 1)), True
+def updated(way, tx, params, batch, **options):
+    """Returns parameters, optimizer state and scaler before and after a step."""
+    scaler, x = init_scaler(scaler=1.0), batch
     if way == "nnx":
-        model = nnx.Dict({name: nnx.Param(x) for name, x in dead_unit().items()})
+        model = nnx.Dict({name: nnx.Param(x) for name, x in params.items()})
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        step, scaler = make_nnx_train_step(dead_unit_loss, precision="bf16-mixed"), None
-        for _ in range(3):
-            scaler, metrics = step(model, optimizer, scaler, batch)
-            finite &= bool(metrics["grads_finite"])
-        return nnx.to_pure_dict(nnx.state(model)), optimizer.opt_state, finite
-    state = AmpTrainState.create(params=dead_unit(), tx=tx, precision="bf16-mixed")
-    step = make_train_step(dead_unit_loss, donate=False)
-    for _ in range(3):
-        if way == "apply_gradients":
-            grads = jax.grad(dead_unit_loss)(state.params, batch)
-            state = state.apply_gradients(grads=grads)
-        else:
-            state, metrics = step(state, batch)
-            finite &= bool(metrics["grads_finite"])
-    return state.params, state.opt_state, finite
+        read = lambda: jax.tree.map(  # noqa: E731
+            jnp.copy,
+            nnx.to_pure_dict((nnx.state(model), nnx.state(optimizer.opt_state))[0]),
+        )
+        before = read()
+        options |= dict(precision="32-true", donate=False)
+        step = make_nnx_train_step(relu_loss, **options)
+        scaler, metrics = step(model, optimizer, scaler, x)
+        return before, read(), scaler, metrics
+    state = AmpTrainState.create(
+        params=params, tx=tx, precision="32-true", scaler=scaler
+    )
+    if way == "apply_gradients":
+        new = state.apply_gradients(grads=jax.grad(relu_loss)(params, x))
+        metrics = {"grads_finite": new.opt_state.last_finite}
+    else:
+        new, metrics = make_train_step(relu_loss, donate=False, **options)(state, x)
+    read = lambda state: (state.params, state.opt_state.inner_state)  # noqa: E731
+    return read(state), read(new), new.scaler, metrics
 
 
 @pytest.mark.parametrize("way", ["linen", "nnx", "apply_gradients"])
-@pytest.mark.parametrize("tx", MAKE_NANS.values(), ids=MAKE_NANS)
-def test_an_optimizer_that_makes_nans_poisons_nothing(tx, way):
-    params, opt_state, finite = trained(way, tx)
-    assert finite and all_finite((params, opt_state))
-    old = dead_unit()
-    for name, dead in {"w": (0, 1), "v": (1, 0)}.items():
-        assert params[name][dead] == old[name][dead]  # keeps its value
-        assert params[name][0, 0] < old[name][0, 0]  # and the others train
+@pytest.mark.parametrize("case", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_an_update_that_is_not_finite_skips_the_step(case, way):
+    tx, make = case
+    before, after, scaler, metrics = updated(way, tx, *make())
+    assert not metrics["grads_finite"]
+    assert_identical(after, before)
+    # No scale mends an optimizer.
+    assert scaler["scaler"] == 1 and scaler["count"] == scaler["total_resets"] == 0
+    if way != "apply_gradients":
+        assert metrics["skipped_total"] == 1
+
+
+@pytest.mark.parametrize("way", ["linen", "nnx"])
+def test_the_check_of_the_update_can_be_left_out(way):
+    tx, make = NOT_FINITE["adam"]
+    before, after, _, metrics = updated(way, tx, *make(), check_update=False)
+    assert metrics["grads_finite"] and not all_finite(after) and all_finite(before)
+    with pytest.raises(TypeError, match="check_update is a int; expected True or F"):
+        updated(way, tx, *make(), check_update=1)
+
+
+def test_check_progress_tells_of_the_optimizer():
+    state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(float("nan")))
+    step = make_train_step(lambda params, x: (params["w"] * x).sum())
+    for _ in range(20):
+        state, metrics = step(state, jnp.ones(2))
+    with pytest.raises(StuckError, match="or the update of the optimizer are not"):
+        check_progress(state, metrics)
 
 
 def test_what_was_not_finite_before_may_stay_so():

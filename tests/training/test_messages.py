@@ -163,6 +163,10 @@ LOSSES = {
         r"aux\['variables'\] with \['cache'\]; expected .* collections \[\]": run(
             pair({"variables": {"cache": 1}}), has_aux=True
         ),
+        r"aux\['variables'\] with \w*Tracer; expected a dict .* collections": run(
+            lambda p, b: (linear_loss(p, b), {"variables": jnp.sum(b["x"])}),
+            has_aux=True,
+        ),
         r"\['batch_stats'\].*aux\['variables'\]": run(
             pair({"batch_stats": {"mean": X}}), statistics, has_aux=True
         ),

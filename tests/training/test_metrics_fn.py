@@ -60,8 +60,7 @@ def test_gradients_are_unscaled_and_updates_are_applied(precision, options):
 def test_a_skipped_step_shows_what_it_did_not_apply():
     state = linear_state(precision="16-mixed", scaler=init_scaler())
     new, found = measured(state, linear_batch(poisoned=True))
-    assert not found["grads_finite"] and not jnp.isfinite(found["grads"]["w"]).all()
-    assert jnp.isfinite(found["updates"]["w"]).all()
+    assert not found["grads_finite"] and not jnp.isfinite(found["updates"]["w"]).all()
     assert_identical(new.params, state.params)
 
 
@@ -125,6 +124,10 @@ def test_names_that_aux_has_too():
     step = make_train_step(loss, has_aux=True, metrics_fn=lambda *_: {"norm": 2.0})
     _, found = step(linear_state(), linear_batch())
     assert found["norm"] == 2 and found["aux/norm"] == 1
+    taken = lambda *_: {"norm": 2.0, "aux/norm": 3.0}  # noqa: E731
+    step = make_train_step(loss, has_aux=True, metrics_fn=taken)
+    message = r"aux with \['norm'\], names of other metrics, and .*taken"
+    raised(lambda: step(linear_state(), linear_batch()), ValueError, message)
 
 
 WRONG = {
@@ -154,14 +157,3 @@ def test_norms_of_what_trains():
     assert float(found["trained_grad_norm"]) == pytest.approx(3**0.5)
     assert float(found["grad_norm"]) == pytest.approx(15**0.5)
     assert float(found["update_norm"]) == pytest.approx(0.1 * 3**0.5)
-
-
-def test_updates_of_a_dead_unit_are_those_that_are_applied():
-    """`adam(eps=0)` makes NaNs of its zero gradients, which nothing stores."""
-    state = AmpTrainState.create(
-        params={"w": jnp.ones(2), "dead": jnp.ones(2)}, tx=optax.adam(0.1, eps=0)
-    )
-    loss = lambda params, x: (x * params["w"]).sum()  # noqa: E731
-    step = make_train_step(loss, metrics_fn=metrics.trained_norms)
-    _, found = step(state, jnp.ones(2))
-    assert float(found["update_norm"]) == pytest.approx(0.1 * 2**0.5, rel=1e-4)

@@ -136,6 +136,7 @@ def test_an_alias_says_the_same(alias, maker):
     name, scaler = WORDS[ALIASES[alias]]
     dtypes, found = MAKERS[maker](None, {"precision": alias})
     assert {x for step in dtypes for dot in step for x in dot} == {name}
+    found = {key: found[key] for key in scaler}  # without what the step counts
     assert jax.tree.map(float, found) == jax.tree.map(float, scaler)
 
 

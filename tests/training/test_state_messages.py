@@ -34,7 +34,7 @@ from flax_amp import (
     optim,
     static_scaler,
 )
-from flax_amp._training import step_call
+from flax_amp._training import nnx_step, step_call
 
 pytestmark = pytest.mark.once
 
@@ -95,7 +95,7 @@ SHARED = {
 def test_an_array_in_two_places(share, devices, monkeypatch):
     # JAX itself refuses on one device, and only then the step looks for the path.
     found = lambda: devices > 1  # noqa: E731
-    monkeypatch.setattr(step_call, "_has_several_devices", found)
+    monkeypatch.setattr(step_call, "has_several_devices", found)
     state = linear_state(optax.adam(0.1))
     if devices > 1:
         mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
@@ -136,6 +136,33 @@ def test_what_an_optimizer_or_a_scaler_shares_is_copied():
         ends.append(model.kernel[...])
         assert scaler["scaler"] == 8
     assert (ends[0] == ends[1]).all() and optimizer.step[...] == 2
+
+
+# what is an array of the model, and how the message names both
+SHARED_BY_NNX = {
+    "batch": (lambda model, scaler: (model.bias[...],), r"model\['bias'\] and batch"),
+    "args": (lambda m, s: (X, m.kernel[...]), r"model\['kernel'\] and args\[0\]"),
+    "scaler": (lambda m, s: (X, s["scaler"]), r"scaler\['scaler'\] and args\[0\]"),
+}
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("share", SHARED_BY_NNX.values(), ids=SHARED_BY_NNX)
+def test_an_array_of_an_nnx_model_in_two_places(share, several, monkeypatch):
+    monkeypatch.setattr(nnx_step, "has_several_devices", lambda: several)
+    model, optimizer = linear_objects()
+
+    def loss(model, x, w=0.0):
+        return model(X).sum() + jnp.sum(x) + jnp.sum(w)
+
+    step = make_nnx_train_step(loss)
+    scaler, _ = step(model, optimizer, None, X)
+    inputs, message = share
+    shared = inputs(model, scaler)
+    message += " are the same array.*jnp.copy"
+    raised(lambda: step(model, optimizer, scaler, *shared), ValueError, message)
+    scaler, _ = step(model, optimizer, scaler, *map(jnp.copy, shared))
+    assert optimizer.step[...] == 2
 
 
 class Subclass(AmpTrainState):
