@@ -171,8 +171,10 @@ def _amp_step(
         loss, others = task.loss(params, state.variables, batch)
         return loss, {"variables": others}
 
+    # The steps by hand look at the gradients only, too.
+    step_options: dict[str, Any] = dict(check_update=False, jit=False, donate=False)
     train_step = flax_amp.make_train_step(
-        loss_fn, has_aux=True, compute_dtype=dtype, jit=False, donate=False, **options
+        loss_fn, has_aux=True, compute_dtype=dtype, **step_options | options
     )
 
     def start(variables):

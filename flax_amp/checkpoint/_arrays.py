@@ -233,7 +233,7 @@ def place(value: np.ndarray, like: Any) -> Any:
     else:
         array = jnp.array(value)
     if _tree.is_key(like):
-        return jax.random.wrap_key_data(array, impl=_key_impl(like))
+        return jax.random.wrap_key_data(array, impl=_tree.key_impl(like))
     return array
 
 
@@ -254,13 +254,6 @@ def commit_like(leaf: Any, like: Any) -> Any:
 def _key_data_or_leaf(leaf: Any) -> Any:
     is_key = isinstance(leaf, jax.Array) and _tree.is_key(leaf)
     return jax.random.key_data(leaf) if is_key else leaf
-
-
-def _key_impl(key: Any) -> Any:
-    """Returns the implementation of a typed key, which may be abstract."""
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
-    return impls[0]
 
 
 def _is_committed(leaf: Any) -> bool:
