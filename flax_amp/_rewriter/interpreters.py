@@ -5,8 +5,10 @@ The rules are for JAX's own primitives, so that a user's `jax.checkpoint` has th
 Those of the primitives of this package for `jet` stand beside each of them.
 """
 
+import contextlib
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,6 +43,23 @@ def _checkpoint_series(
 jet.jet_rules.setdefault(remat_p, _checkpoint_series)  # type: ignore[arg-type]
 if reduce_precision_p not in jet.jet_rules:
     jet.deflinear(reduce_precision_p)
+
+
+@contextlib.contextmanager
+def explain_missing_rules(arrays: Arrays) -> Iterator[None]:
+    """Adds a note to an error under `jet` or `sparsify`, which comes without a cause."""
+    try:
+        yield
+    except Exception as error:
+        found = {type(x).__name__ for x in arrays} & {"JetTracer", "SparseTracer"}
+        if found:
+            error.add_note(
+                "flax_amp: jet and sparsify have no rule for custom derivatives, such "
+                "as the one that amp gives to a softmax whose probabilities a product "
+                "reads. Keep it as it is with flax_amp.amp_stop, or apply them to the "
+                "function before amp. docs/composition.md says what works."
+            )
+        raise
 
 
 def add_sparse_rules() -> None:
