@@ -47,17 +47,16 @@ if reduce_precision_p not in jet.jet_rules:
 
 @contextlib.contextmanager
 def explain_missing_rules(arrays: Arrays) -> Iterator[None]:
-    """Adds a note to an error under `jet` or `sparsify`, which comes without a cause."""
+    """Adds a note to an error under `jet`, which tells no cause."""
     try:
         yield
     except Exception as error:
-        found = {type(x).__name__ for x in arrays} & {"JetTracer", "SparseTracer"}
-        if found:
+        if any(isinstance(x, jet.JetTracer) for x in arrays):
             error.add_note(
-                "flax_amp: jet and sparsify have no rule for custom derivatives, such "
-                "as the one that amp gives to a softmax whose probabilities a product "
-                "reads. Keep it as it is with flax_amp.amp_stop, or apply them to the "
-                "function before amp. docs/composition.md says what works."
+                "flax_amp: jet has no rule for custom derivatives, such as the one "
+                "that amp gives to a softmax whose probabilities a product reads. Keep "
+                "that as it is with flax_amp.amp_stop, or apply jet to the function "
+                "before amp. docs/composition.md says what works."
             )
         raise
 

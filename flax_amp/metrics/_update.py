@@ -66,7 +66,7 @@ def finite_by_leaf(state: Any, grads: Any, updates: Any = None) -> dict[str, jax
       updates: unused, too.
 
     Returns:
-      `{"grads_finite/dense/kernel": bool[], ...}`, on the device.
+      A dict with a bool[] for each gradient, such as `grads_finite/dense/kernel`.
 
     Example:
       >>> grads = {"dense": {"bias": jnp.zeros(2), "kernel": jnp.array([1.0, jnp.inf])}}

@@ -231,6 +231,6 @@ def test_custom_partitioning_stays_as_it_is():
 def test_what_does_not_compose_is_an_error(interpreter, name, error):
     with pytest.raises(error) as caught:
         interpreter(lower(ALL[name], recompute="always"))(W, X)
-    if name == "softmax":
+    if name == "softmax" and interpreter is series:
         notes = " ".join(caught.value.__notes__)
         assert "no rule for custom derivatives" in notes and "amp_stop" in notes
