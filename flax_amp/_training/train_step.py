@@ -164,7 +164,8 @@ def make_train_step(
 
     Raises:
       TypeError: if an argument is of a wrong kind; when called, if the state is not an
-        `AmpTrainState`, or if the loss or `aux` is not what is expected.
+        `AmpTrainState`, if the loss does not take the arguments of the step, or if what
+        it or `metrics_fn` returns is not what is expected.
       ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
         of range, or if `state_shardings` comes with `jit=False`; when called, if the
         batch does not split, if a parameter is not float32, if updated variables, the
@@ -247,7 +248,7 @@ def make_train_step(
         jitted = jax.jit(train_step, **settings)
     except TypeError as error:
         raise TypeError(
-            f"make_train_step: state_shardings is, or holds, what is no sharding "
+            f"make_train_step: state_shardings holds something that is not a sharding "
             f"({error}); expected one for all leaves, such as jax.NamedSharding(mesh, "
             "jax.P()), or a state of them. Pass jax.tree.map(lambda x: x.sharding, "
             "state)."
@@ -278,7 +279,10 @@ def make_eval_step(
       `eval_step(state, batch, *args)`, which returns what `fn` returns.
 
     Raises:
-      TypeError: if an argument is of a wrong kind.
+      TypeError: if an argument is of a wrong kind; when called, if the state is not an
+        `AmpTrainState`, if `fn` does not take the arguments, or if a compiled step
+        cannot return what it returns.
+      ValueError: when called, if `fn` changes modules among its inputs.
 
     Example:
       >>> import jax.numpy as jnp

@@ -390,7 +390,9 @@ def test_shardings_of_another_state(other):
 
 @pytest.mark.parametrize("leaf", ["data", 3, X])
 def test_shardings_that_are_none(leaf):
-    message = r"state_shardings is, or holds, what is no sharding \(.*; expected one fo"
+    message = (
+        r"state_shardings holds something that is not a sharding \(.*; expected one fo"
+    )
     for shardings in (leaf, linear_state().replace(params={"w": leaf})):
         make = functools.partial(make_train_step, state_shardings=shardings)
         raised(
