@@ -111,7 +111,7 @@ def test_further_arguments_of_a_step():
     found = explain(nnx_state(), loss_fn, X, jnp.ones((4, 16)), one)
     plain = explain(nnx_state(), nnx_loss, X)
     assert found.totals.flops == plain.totals.flops + 2 * 4 * 16 * 2
-    with pytest.raises(TypeError, match="got 1 arguments after the batch"):
+    with pytest.raises(TypeError, match="got 1 further arguments after its batch"):
         explain(nnx_state(), loss_fn, X, jnp.ones((4, 16)))
 
 
