@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from flax_amp import compare_precision
-from helpers import both_halves
 
 
 def cancelled(y, w, size=300.0):
@@ -89,7 +88,9 @@ CULPRITS = {
 }
 
 
-@both_halves
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("fun, culprits", CULPRITS.values(), ids=CULPRITS)
 def test_what_mends_comes_first(fun, culprits, dtype):
     keys = jax.random.split(jax.random.key(0), 5)

@@ -145,7 +145,10 @@ EXPECTED = {"checkpointed": lambda w, x: jnp.mean(jnp.sin(x @ w) @ w)}
 
 @pytest.mark.parametrize(
     "recompute, wrap",
-    [("auto", lambda f: f), ("always", jax.jit)],
+    [
+        ("auto", lambda f: f),
+        pytest.param("always", jax.jit, marks=pytest.mark.slow),
+    ],
     ids=["auto", "always-jit"],
 )
 @pytest.mark.parametrize(

@@ -87,6 +87,10 @@ OPTIONS = {
     "not jitted": {"jit": False},
     "accumulated and redone": {"accum_steps": 2, "redo_on_nan": 2},
 }
+OPTION_ROWS = [
+    pytest.param(options, id=name, marks=[pytest.mark.slow] * (name == "not jitted"))
+    for name, options in OPTIONS.items()
+]
 OWN = {"loss", "grads_finite", "scaler", "grad_norm", "skipped_total"}
 
 
@@ -124,7 +128,7 @@ def nnx_loss_of(kind):
     return lambda m, b: (((m(b["x"])[:, 0] - b["y"]) ** 2).mean(), kind(b["x"]))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", OPTION_ROWS)
 @pytest.mark.parametrize("name", [*KINDS, *DICTS])
 @pytest.mark.parametrize("api", ["state", "nnx"])
 @pytest.mark.once

@@ -60,9 +60,9 @@ def check_skip(loop):
 @pytest.mark.parametrize(
     "dtype",
     [
-        jnp.float32,
-        jnp.bfloat16,
-        pytest.param(jnp.float16, marks=pytest.mark.once),
+        jnp.bfloat16,  # beside float32
+        pytest.param(jnp.float32, marks=pytest.mark.slow),
+        pytest.param(jnp.float16, marks=[pytest.mark.slow, pytest.mark.once]),
     ],
     ids=lambda dtype: dtype.__name__,
 )
