@@ -63,7 +63,8 @@ An MLP of {" and ".join(map(str, LAYERS))} layers, {WIDTH} wide, with Adam, in f
 it computes next to nothing. Processor time of the calling thread for a call, in bursts
 of {CALLS}, in turns; the least of the bursts, with its ratio to the first row, and to
 the row above that has a scaler. "one select" checks the gradients and selects;
-"scaler" also has a loss scale and counts skipped steps, as flax_amp does.
+"scaler" also has a loss scale and counts skipped steps, as flax_amp does. The step of
+flax_amp also checks the update, in XLA, unless `check_update=False`.
 
 {markdown_table(["step", "leaves", "µs", "to plain", "to the scaler's"], rows)}
 
@@ -140,12 +141,15 @@ def _ways(layers: int) -> tuple[list[_Way], PyTree]:
         return jax.tree.map(jnp.array, state)  # which the step may donate
 
     guard = dict(scaler=flax_amp.init_scaler(), skipped=0)
-    amp_state = start(flax_amp.AmpTrainState, precision="32-true")
+    amp_states = [start(flax_amp.AmpTrainState, precision="32-true") for _ in range(2)]
+    amp_step = flax_amp.make_train_step(loss_fn)
+    unchecked = flax_amp.make_train_step(loss_fn, check_update=False)
     return [
         _Way("plain", _jitted(plain), start(TrainState)),
         _Way("by hand, one select", _jitted(one_select), start(TrainState)),
         _Way("by hand, scaler", _jitted(with_scaler), start(_Guarded, **guard)),
-        _Way("`make_train_step`", flax_amp.make_train_step(loss_fn), amp_state),
+        _Way("`make_train_step`, `check_update=False`", unchecked, amp_states[0]),
+        _Way("`make_train_step`", amp_step, amp_states[1]),
     ], batch
 
 
