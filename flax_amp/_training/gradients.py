@@ -215,8 +215,8 @@ def select_update(
     """Returns whether an update is applied, and the state after it or the one before.
 
     An optimizer can make an inf or a NaN of finite gradients: `adam(eps=0)` divides
-    zeros, and squares of 1e20 overflow. All that would be stored is checked, unless the
-    user has switched that off.
+    zeros, and squares of 1e20 overflow. What it would store is checked, unless the user
+    has switched that off.
 
     Args:
       options: those of the step.
@@ -234,7 +234,13 @@ def select_update(
             f"same leaves and shapes as before. {_OWN_STATE}"
         )
     if options.check_update:
-        finite = finite & _tree.stays_finite(new, old)
+        # A field of a subclass may become an inf on purpose, such as a best loss that
+        # is reset.
+        pair = [
+            (x.params, x.opt_state) if isinstance(x, AmpTrainState) else x
+            for x in (new, old)
+        ]
+        finite = finite & _tree.stays_finite(*pair)
     return finite, _tree.select(finite, new, old)
 
 

@@ -239,6 +239,21 @@ def test_check_progress_tells_of_the_optimizer():
         check_progress(state, metrics)
 
 
+class Best(AmpTrainState):
+    best: jax.Array
+
+    def apply_gradients(self, **kwargs):
+        return super().apply_gradients(**kwargs).replace(best=jnp.float32(jnp.inf))
+
+
+def test_a_field_of_a_subclass_may_become_an_inf():
+    params = {"w": jnp.ones(2)}
+    state = Best.create(params=params, tx=optax.sgd(0.1), best=jnp.float32(1))
+    step = make_train_step(lambda params, x: (params["w"] * x).sum())
+    state, metrics = step(state, jnp.ones(2))
+    assert metrics["grads_finite"] and state.best == jnp.inf
+
+
 def test_what_was_not_finite_before_may_stay_so():
     params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
     state = AmpTrainState.create(params=params, tx=optax.sgd(0.1))
