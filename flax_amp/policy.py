@@ -263,6 +263,15 @@ KEEP_OPS = """
     scatter-max scatter-min eq ne lt le gt ge eq_to lt_to le_to is_finite
 """.split()
 
+# What gives the very numbers that it is given, in any dtype.
+EXACT_OPS = frozenset((*KEEP_OPS, *"max min clamp neg abs sign".split()))
+
+# Arithmetic whose result may be rounded where it is kept. Of the sums, these are as
+# large as an activation: messages that are added up at the nodes of a graph.
+ARITHMETIC_OPS = frozenset(
+    (*RANGE_OPS, *FOLLOW_OPS, *"scatter-add scatter-sub scatter-mul".split())
+)
+
 # What a scope with `use_compute_precision` may cast to the compute dtype. The rest
 # (casts, random numbers, callbacks, linear algebra, unknown primitives) runs in its
 # original dtypes even there.
@@ -282,12 +291,10 @@ _SPECIAL_SCOPES = {
     "amp_default": use_original_precision,
 }
 
-# The default of `amp`. Extend it with `default_amp_policy | {...}`.
+# The default of `amp`: products are low, and everything else follows the rule of
+# `_rewriter/paint.py`. Extend it with `default_amp_policy | {...}`.
 default_amp_policy: dict[Any, PrecisionFunction] = {
     **_family(LOW_OPS, use_compute_precision),
-    **_family((*RANGE_OPS, *ACCUMULATION_OPS, *LINALG_OPS), use_original_precision),
-    **_family(FOLLOW_OPS, follow_precision),
-    **_family(KEEP_OPS, keep_precision),
     **_SPECIAL_SCOPES,
 }
 

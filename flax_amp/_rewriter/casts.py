@@ -46,7 +46,23 @@ def saturating_cast(x: Array, dtype: DType, headroom: bool = False) -> Array:
     The derivative is that of the plain cast: the backward pass stores no mask, and the
     rule is linear. Arguments as in `cast_constant`.
     """
-    return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=headroom)
+    return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=headroom, rounds=True)
+
+
+def clamped(x: Array, constant: float | None, dtype: DType) -> Array:
+    """Returns a float32 operand of a sum within half of the range of `dtype`.
+
+    Args:
+      x: the operand.
+      constant: the number that all its elements have, if known.
+      dtype: the dtype to which the sum is rounded.
+    """
+    if constant is None:
+        return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=True, rounds=False)
+    largest, limit = _limits(dtype, headroom=True)
+    if not np.isfinite(constant) or abs(constant) <= largest:
+        return x
+    return jnp.full_like(x, np.copysign(limit, constant))
 
 
 def rounded(x: Array) -> Array:
@@ -96,26 +112,28 @@ def _limits(dtype: DType, headroom: bool) -> tuple[float, float]:
 saturate_p = Primitive("flax_amp_saturate")
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "headroom"))
-def _saturate(x: Array, *, dtype: DType, headroom: bool) -> Array:
+@functools.partial(jax.jit, static_argnames=("dtype", "headroom", "rounds"))
+def _saturate(x: Array, *, dtype: DType, headroom: bool, rounds: bool) -> Array:
     # Each function of `jax.numpy` would be one more jit to trace and to lower.
     largest, limit = map(x.dtype.type, _limits(dtype, headroom))
     size = lax.abs(x)
     is_over = lax.bitwise_and(lax.gt(size, largest), lax.ne(size, x.dtype.type(np.inf)))
     saturated = lax.select(is_over, lax.mul(lax.sign(x), limit), x)
-    return lax.convert_element_type(saturated, dtype)
+    return lax.convert_element_type(saturated, dtype) if rounds else saturated
 
 
-def _saturate_tangent(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Array:
-    return lax.convert_element_type(t, dtype)
+def _saturate_tangent(
+    t: Array, x: Array, *, dtype: DType, headroom: bool, rounds: bool
+) -> Array:
+    return lax.convert_element_type(t, dtype) if rounds else t
 
 
-def _saturate_transpose(t: Array, x: Array, *, dtype: DType, headroom: bool) -> Arrays:
+def _saturate_transpose(t: Array, x: Array, **_: Any) -> Arrays:
     return [lax.convert_element_type(t, x.aval.dtype)]
 
 
 def _saturate_series(primals: Arrays, series: Arrays, **params: Any) -> Any:
-    terms = [lax.convert_element_type(t, params["dtype"]) for t in series[0]]
+    terms = [_saturate_tangent(t, *primals, **params) for t in series[0]]
     return saturate_p.bind(*primals, **params), terms
 
 
@@ -125,7 +143,9 @@ def _saturate_batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
 
 saturate_p.def_impl(_saturate)
 saturate_p.def_abstract_eval(
-    lambda x, *, dtype, headroom: x.update(dtype=dtype, weak_type=False)
+    lambda x, *, dtype, headroom, rounds: x.update(
+        dtype=dtype if rounds else x.dtype, weak_type=False
+    )
 )
 ad.deflinear2(saturate_p, _saturate_transpose)  # `jax.linear_transpose` asks for it
 ad.defjvp(saturate_p, _saturate_tangent)

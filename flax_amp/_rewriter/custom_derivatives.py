@@ -19,7 +19,7 @@ with respect to just these operands, for just these cotangents.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -39,12 +39,12 @@ from flax_amp._rewriter.plan import (
     Context,
     EditedJaxpr,
     Mode,
+    Need,
+    Needs,
     Paint,
     Plan,
     Reason,
     Step,
-    Use,
-    Uses,
     Value,
     Values,
     has_paint,
@@ -57,20 +57,64 @@ from flax_amp._tree import fill, pick, split_list
 from flax_amp.policy import LOW_OPS
 
 
+def at_border(needs: Iterable[Need]) -> Needs:
+    """Returns the needs of values that cross the border of a loop or a rule."""
+    return tuple(need.at_border for need in needs)
+
+
 @dataclasses.dataclass(frozen=True)
 class SingleBodyRule:
-    """The paint of a primitive whose one sub-jaxpr takes its operands as they are."""
+    """A primitive whose one sub-jaxpr takes its operands as they are.
+
+    What crosses its border lies in memory.
+    """
 
     param: str  # the parameter that holds the sub-jaxpr
     body_kind: ClassVar[BodyKind | None] = None  # None: that of the surroundings
 
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        body = eqn.params[self.param]
+        return at_border(painter.needs(body, at_border(needs), context))
+
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
+    ) -> Step:
+        return self.paint_body(painter, eqn, ins, at_border(needs), context)
+
+    def paint_body(
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         context = context.inside(self.body_kind or context.body_kind)
-        plan = painter.plan(eqn.params[self.param], ins, uses, context)
+        plan = painter.plan(eqn.params[self.param], ins, needs, context)
         reason = Reason("inside {}", eqn.primitive.name)
-        return Step(Mode.RULE, plan.outs, reason, uses=plan.uses, detail=plan)
+        return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
+
+
+class TransparentRule(SingleBodyRule):
+    """A call whose body is planned as if it stood in the place of the call.
+
+    What only arithmetic reads inside is cast up outside, where all readers share the
+    cast: most of `jax.nn` and `jnp.linalg` are jitted functions. A body with products
+    casts for itself, because its operands are stored for its backward pass.
+    """
+
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        return painter.needs(eqn.params[self.param], needs, context)
+
+    def paint(
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
+    ) -> Step:
+        if not painter.has_product(eqn):
+            reads = self.needs(painter, eqn, needs, context)
+            ins = tuple(
+                FULL if has_paint(v, Paint.LOW) and Need.HALF not in need else v
+                for v, need in zip(ins, reads, strict=True)
+            )
+        return self.paint_body(painter, eqn, ins, needs, context)
 
 
 def tangent_like(value: Value | None) -> Value | None:
@@ -182,28 +226,27 @@ class CustomCall:
         closed = with_captured(made, self.emitter.captured)
         if _is_flax_fp8_product(self.plan):
             closed = _with_default_precision(closed)
-        # The results and their derivatives have the precision of the function. Its
-        # residuals may be multiplied by the cotangent of a statistic, which is as large
-        # as 1 / p after a `log(p)`. So a softmax among them is not rounded if it has
-        # the shape of a statistic.
-        first = [Use.FULL if has_paint(v, Paint.FULL) else Use.LOW for v in outs()]
-        results = zip(self.eqn.outvars, self.plan.outs, strict=True)
-        shapes_of_statistics = {
-            v.aval.shape for v, value in results if value and value.is_statistic
-        }
+        # The results and their derivatives have the precision of the function. So have
+        # its residuals, unless the rule reads them itself: then they are not rounded
+        # before it does.
+        first = [_need_of(v) for v in outs()]
         jaxpr = _compat.open_jaxpr(closed)[0]
         read_inside = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+        is_between_products = any(has_paint(v, Paint.LOW) for v in self.plan.outs)
 
-        def use_of_residual(v: Atom) -> Use:
-            # What the function itself reads is kept in the precision that it reads.
+        def need_of_residual(v: Atom) -> Need:
+            if not is_between_products:
+                return Need.FULL
             is_read = bool(read_inside.intersection(variables([v])))
-            may_meet = is_painted(v.aval) and v.aval.shape in shapes_of_statistics
-            use = Use.NONE if is_read else Use.LOW
-            return use | Use.FULL if may_meet else use
+            return Need.LATER if is_read else Need.LATER.at_border
 
-        rest = map(use_of_residual, jaxpr.outvars[len(first) :])
+        rest = map(need_of_residual, jaxpr.outvars[len(first) :])
         painter = self.emitter.painter
         return painter.plan(closed, ins, (*first, *rest), self.context), shapes
+
+
+def _need_of(value: Value | None) -> Need:
+    return Need.LATER.at_border if has_paint(value, Paint.LOW) else Need.FULL
 
 
 def _is_flax_fp8_product(plan: Plan) -> bool:
@@ -240,13 +283,13 @@ class CustomRule(SingleBodyRule):
     body_kind = BodyKind.OPAQUE
 
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         # A rule that takes a ref cannot be traced through `jax.jvp` or `jax.vjp`.
         if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.invars):
             outs = like(out_avals(eqn), FULL)
-            return Step(Mode.FULL, outs, Reason("its rule takes a ref"), use=Use.FULL)
-        step = super().paint(painter, eqn, ins, uses, context)
+            return Step(Mode.FULL, outs, Reason("its rule takes a ref"))
+        step = super().paint(painter, eqn, ins, needs, context)
         context = context.inside(BodyKind.OPAQUE)
         return dataclasses.replace(step, detail=(step.detail, context))
 
@@ -268,7 +311,7 @@ class CustomRule(SingleBodyRule):
 # --- forward mode --------------------------------------------------------------------
 
 
-class CustomJvp(CustomRule):
+class CustomJvp(CustomRule, TransparentRule):
     """The user's jvp rule is rewritten and attached again."""
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:

@@ -21,7 +21,12 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
-from flax_amp._rewriter.casts import cast_constant, rounded_exp, saturating_cast
+from flax_amp._rewriter.casts import (
+    cast_constant,
+    clamped,
+    rounded_exp,
+    saturating_cast,
+)
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
@@ -186,6 +191,12 @@ class Emitter:
             # alone in `_emit_low`.
             if step.mode in (Mode.FULL, Mode.EXP):
                 arrays = [env.full(v) for v in eqn.invars]
+                arrays = self._within_range(eqn, step, arrays, values)
+            elif step.reads:
+                arrays = [
+                    env.full(v) if has_paint(read, Paint.FULL) else env.array(v)
+                    for v, read in zip(eqn.invars, step.reads, strict=True)
+                ]
             elif step.mode is Mode.LOW:
                 arrays = [env.low(v, self.compute_dtype, index) for v in eqn.invars]
             else:
@@ -197,6 +208,26 @@ class Emitter:
             outs = [env.mark(v, x, index) for v, x in pairs]
         env.write(eqn.outvars, outs, step.outs)
         env.release(eqn.invars)
+
+    def _within_range(
+        self, eqn: Eqn, step: Step, arrays: Arrays, values: Values
+    ) -> Arrays:
+        """Returns the operands of an equation, such that its result can be rounded.
+
+        A mask of -1e9, or of the smallest float32 number, that is added to something
+        would be rounded to an infinity.
+        """
+        is_rounded = eqn.primitive.name in ("add", "sub") and has_paint(
+            step.outs[0], Paint.LOW
+        )
+        if not is_rounded:
+            return arrays
+        return [
+            clamped(x, value.constant, self.compute_dtype)
+            if value is not None and value.paint is Paint.LEAF
+            else x
+            for x, value in zip(arrays, values, strict=True)
+        ]
 
     def _emit_step(
         self, eqn: Eqn, step: Step, arrays: Arrays, values: Values

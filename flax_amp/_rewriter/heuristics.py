@@ -1,21 +1,5 @@
-"""What single equations mean for precision; the rules of `paint.py` ask here.
+"""What single equations mean for precision; the rules of `paint.py` ask here."""
 
-The hardest case is a softmax. Its exponentials are the largest array of a transformer:
-
-    m:f32 = reduce_max x     is_maximum
-    s:f32 = sub x m          maximum_subtracted: s <= 0
-    e:f32 = exp s            0 <= e <= 1
-    n:f32 = reduce_sum e     a reader that takes a statistic ...
-    p:f32 = div e n          ... and one that does not
-
-`e` has to be computed in float32, because `exp` magnifies the error of `s`. But it lies
-between 0 and 1, where half precision has digits enough for a product that reads `p`:
-there `e` is stored rounded, and `n` is the float32 sum of the rounded numbers. It has
-not range enough for a logarithm of `p`: then `e` stays in float32, on whichever side of
-a loop, a branch or a call the logarithm stands (`uses.py`).
-"""
-
-import dataclasses
 import enum
 import math
 from collections import Counter
@@ -26,71 +10,26 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, DType, Eqn, Jaxpr, Var
-from flax_amp._rewriter.casts import cast_constant, finfo
+from flax_amp._rewriter.casts import cast_constant
 from flax_amp._rewriter.plan import (
     Paint,
     Plan,
-    Step,
-    Uses,
     Value,
-    Values,
     has_paint,
     is_painted,
     variables,
 )
 from flax_amp.policy import (
-    KEEP_OPS,
     LOW_OPS,
     MOVE_OPS,
-    Decision,
-    Origin,
-    use_original_precision,
 )
 
-# Each element of the result is one of an operand: nothing is rounded in any dtype.
-_SELECTS = frozenset((*KEEP_OPS, "max", "min", "clamp"))
 _INDEXES = frozenset(("gather", "dynamic_slice"))  # their first operand
-# A constant of this size among activations is a mask. Its last digits mean nothing.
-_MASK = 1e3
 
 
 def is_exact(constant: float, compute_dtype: DType) -> bool:
     """Whether the compute dtype has this very number."""
     return float(cast_constant(constant, compute_dtype)) == constant
-
-
-def constant_survives_cast(eqn: Eqn, constant: float, compute_dtype: DType) -> bool:
-    """Whether an equation means the same when the constant is cast down.
-
-    In float16, `x + 1e-8` guards no division, because the epsilon is rounded to zero;
-    `min(x, 1 - 1e-7)` guards no logarithm, because the bound is rounded to one; and
-    `x * 1e6`, or an outer product, multiplies by 65504. But `x - 1e9` is a mask, which
-    may saturate.
-    """
-    name, size = eqn.primitive.name, abs(constant)
-    limits = finfo(compute_dtype)
-    if not np.isfinite(size) or size == 0:
-        return True
-    if size > float(limits.max):
-        return name not in ("mul", "div", "rem", "atan2", "dot_general")
-    if name in ("max", "min", "clamp"):
-        return is_exact(constant, compute_dtype)
-    return size >= float(limits.smallest_normal)
-
-
-def only_selects(eqn: Eqn, operands: Sequence[Value], compute_dtype: DType) -> bool:
-    """Whether every element of the result is one of an operand, none rounded.
-
-    A mask may be rounded: it is a large constant whose last digits mean nothing.
-    """
-    return eqn.primitive.name in _SELECTS and all(
-        v.paint is Paint.LOW
-        or (
-            v.constant is not None
-            and (is_exact(v.constant, compute_dtype) or abs(v.constant) >= _MASK)
-        )
-        for v in operands
-    )
 
 
 class ProductKind(enum.Enum):
@@ -129,25 +68,6 @@ def product_kind(eqn: Eqn) -> ProductKind | None:
 def is_matrix_product(eqn: Eqn) -> bool:
     """Whether an equation is a matrix product or a convolution."""
     return product_kind(eqn) is ProductKind.MATRIX
-
-
-def is_softmax_numerator(eqn: Eqn, ins: Values, uses: Uses, decision: Decision) -> bool:
-    """Whether an equation is the exponential of `exp(x - max(x)) / sum(...)`.
-
-    The quotient must be read in the compute dtype, and by nothing that wants float32.
-    The policy must run it in float32 by default, not because of a scope: then the user
-    wants the result in float32. Logits that are float32 leaves have all their digits,
-    and so has their softmax.
-    """
-    return (
-        eqn.primitive.name == "exp"
-        and decision.function is use_original_precision
-        and decision.origin is Origin.PRIMITIVE
-        and ins[0] is not None
-        and ins[0].maximum_subtracted
-        and ins[0].paint is not Paint.LEAF
-        and uses[0].is_measured_and_rounded
-    )
 
 
 def may_read_twice(eqn: Eqn) -> bool:
@@ -237,23 +157,6 @@ def numbers_cast_inside(
         and isinstance(x, Literal)
         and np.issubdtype(np.asarray(x.val).dtype, np.integer)
     )
-
-
-def with_maximum_flags(eqn: Eqn, ins: Values, step: Step) -> Step:
-    """Returns a step that says which results are a maximum, or have one subtracted."""
-    name = eqn.primitive.name
-    # jax.nn.softmax also takes the larger one of the maximum and a constant.
-    is_maximum = name == "reduce_max" or (
-        name == "max" and any(v is not None and v.is_maximum for v in ins)
-    )
-    subtracted = name == "sub" and ins[1] is not None and ins[1].is_maximum
-    if not (is_maximum or subtracted):
-        return step
-    outs = tuple(
-        v and v._replace(is_maximum=is_maximum, maximum_subtracted=subtracted)
-        for v in step.outs
-    )
-    return dataclasses.replace(step, outs=outs)
 
 
 def moves_of_inputs(plan: Plan, values: Mapping[Var, Value | None]) -> dict[int, None]:

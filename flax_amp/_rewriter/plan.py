@@ -1,7 +1,7 @@
-"""The plan of a program: its values, their uses, one step for each equation. Data only.
+"""The plan of a program: values, what is needed of them, a step for each equation.
 
-`paint.py` makes plans and `emit.py` follows them. The rules of structured primitives
-(`rules.py`) do both.
+Data only: `keep.py` and `paint.py` make plans and `emit.py` follows them. The
+rules of structured primitives (`rules.py`) do all three.
 """
 
 import dataclasses
@@ -35,27 +35,17 @@ class Value(NamedTuple):
 
     Attributes:
       paint: its precision.
-      statistic_applied: of a `FULL` value: it is low-precision data to which a
-        statistic was applied (`x - mean`), and may return to the compute dtype.
-      loop_state: of a `FULL` value: it is, or was computed from, the float32 carry of a
+      is_state: of a `FULL` value: it is, or was computed from, the float32 carry of a
         loop. It stays `FULL` within the loop, whatever it is combined with.
-      of_data: of a `FULL` value: it is a function of low-precision data, element by
-        element, as the square in a Huber loss is, and no statistic of these data.
       bits: of a `LEAF` value: the bytes of the number that all its elements have, if
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
-      is_maximum: it is the maximum of something.
-      maximum_subtracted: a maximum was subtracted from it: `x - max(x)`.
       read_once: it is an input of the whole program that a single equation reads: a
         gather, or a call in which again a single equation reads it.
     """
 
     paint: Paint
-    statistic_applied: bool = False
-    loop_state: bool = False
-    of_data: bool = False
+    is_state: bool = False
     bits: bytes | None = None
-    is_maximum: bool = False
-    maximum_subtracted: bool = False
     read_once: bool = False
 
     @property
@@ -63,30 +53,19 @@ class Value(NamedTuple):
         """The number that every element has, if known."""
         return None if self.bits is None else float(np.frombuffer(self.bits, "f4")[0])
 
-    @property
-    def is_leaf(self) -> bool:
-        """Whether the value is a float32 array from outside, such as a weight."""
-        return self.paint is Paint.LEAF and self.bits is None
-
-    @property
-    def is_statistic(self) -> bool:
-        """Whether what the value is combined with has to be in full precision, too."""
-        return self.paint is Paint.FULL and not self.statistic_applied
-
     def without_constant(self) -> "Value":
         """Returns the value without what is known of that very array."""
-        return self._replace(bits=None, read_once=False, of_data=False)
+        return self._replace(bits=None, read_once=False)
 
     def after_loop(self) -> "Value":
-        """Returns the value as it leaves a loop, where it is no loop state any more."""
-        return LOW if self.statistic_applied else self._replace(loop_state=False)
+        """Returns the value as it leaves a loop, where it is no state any more."""
+        return self._replace(is_state=False)
 
 
 LEAF = Value(Paint.LEAF)
 LOW = Value(Paint.LOW)
 FULL = Value(Paint.FULL)
-STATISTIC_APPLIED = Value(Paint.FULL, statistic_applied=True)
-LOOP_STATE = Value(Paint.FULL, loop_state=True)
+STATE = Value(Paint.FULL, is_state=True)
 
 
 class BodyKind(enum.Enum):
@@ -99,65 +78,44 @@ class BodyKind(enum.Enum):
     OPAQUE = "a checkpoint or a custom derivative"  # its own rule says what is stored
 
 
-class Use(enum.Flag):
-    """How the readers of a value read it: the union over all of them."""
+class Need(enum.Flag):
+    """What the readers of a value that lead to a product need of it (`keep.py`).
+
+    Readers that lead to no product, such as a loss or a metric, need nothing.
+    """
 
     NONE = 0
-    LOW = enum.auto()  # in the compute dtype
-    FULL = enum.auto()  # in float32
-    MEASURE = enum.auto()  # in float32, for a statistic of it
-    APPLY = enum.auto()  # in float32, to apply a statistic to it
-    UNKNOWN = enum.auto()  # by whoever gets the results of the program
+    LATER = enum.auto()  # a product reads it later, through whatever arithmetic
+    SUMMED = enum.auto()  # such a reader is a sum
+    KEPT = enum.auto()  # it lies in memory on its way to a product
+    HALF = enum.auto()  # a product, or a move in half precision, reads it
+    FULL = enum.auto()  # a reader of any kind reads it in float32
 
     @property
-    def of_known_readers(self) -> "Use":
-        """The use without `UNKNOWN`."""
-        return self & ~Use.UNKNOWN
+    def is_half(self) -> bool:
+        """Whether the value is kept, and in half precision."""
+        return Need.KEPT in self
+
+    def together_with(self, other: "Need") -> "Need":
+        """Returns the need of two readers.
+
+        What a sum reads has to be in memory if something else reads it as well: the
+        exponentials of a softmax are read by their sum, and by the quotient.
+        """
+        both = self | other
+        of_sum = (Need.SUMMED in self and Need.LATER in other) or (
+            Need.SUMMED in other and Need.LATER in self
+        )
+        return both | Need.KEPT if of_sum else both
 
     @property
-    def is_measured_and_rounded(self) -> bool:
-        """Whether a reader takes a statistic of it and all known others round it.
-
-        So are the exponentials of a softmax between two products: by their sum, and by
-        the quotient, which hands on how the product reads it. A logarithm would read it
-        in float32: in float16, a probability below 3e-8 is zero.
-        """
-        return self.of_known_readers is Use.MEASURE | Use.LOW
-
-    @property
-    def wants_digits(self) -> bool:
-        """Whether a bounded function should run in full precision for these readers.
-
-        It should for a float32 reader, and for one that applies a statistic of other
-        values, or a cotangent, to it: `ct * p * (1 - p)` in a backward pass. A norm,
-        which applies a statistic of the value itself, needs no more digits.
-        """
-        return Use.FULL in self or (Use.APPLY in self and Use.MEASURE not in self)
-
-    def wants_full(self, operands: Sequence[Value]) -> bool:
-        """Whether the equation that computes the value should run in full precision.
-
-        Args:
-          operands: what is known of its operands.
-        """
-        if self is Use.UNKNOWN:
-            # A result is float32 anyway: a rounded one would only be cast up again.
-            return all(v.paint is not Paint.LOW for v in operands)
-        if self.of_known_readers is Use.NONE or Use.LOW in self:
-            return False
-        # The readers are a norm, which takes its statistics in float32 anyway. If this
-        # asked for float32, the sum before the norm would run in it, then the sum
-        # before that one, and so on back to the first layer.
-        if Use.MEASURE in self and Use.APPLY in self:
-            return False
-        # A statistic that is only applied comes from elsewhere, such as the running
-        # averages of a BatchNorm. Only a float32 operand would lose digits by a cast.
-        has_float32 = any(v.is_leaf or v.statistic_applied for v in operands)
-        return has_float32 or self.of_known_readers is not Use.APPLY
+    def at_border(self) -> "Need":
+        """Returns the need of a value that crosses the border of a loop or a rule."""
+        return self | Need.KEPT if Need.LATER in self else self
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is
-Uses = tuple[Use, ...]
+Needs = tuple[Need, ...]
 
 
 class Mode(enum.Enum):
@@ -165,7 +123,7 @@ class Mode(enum.Enum):
 
     LOW = "low"  # float32 operands cast to the compute dtype
     FULL = "full"  # float32 operands restored to float32
-    EXP = "exp"  # in float32, and its result rounded to the compute dtype
+    EXP = "exp"  # in float32, and its result rounded; so is what its derivative reads
     KEEP = "keep"  # operands as they arrive
     LOOKUP = "lookup"  # a gather as it is, with a gradient of its own (`lookup.py`)
     CALL = "call"  # a user's precision function decides
@@ -197,11 +155,12 @@ class Reason(NamedTuple):
 
 
 PRECISION = "precision={}"
-CONSTANT = "constant {:g} would not survive"
 NO_OPERAND = Reason("no float32 operand")
-SUM_OF_PRODUCTS = Reason("an inner product is a sum")
-LEAVES_ONLY = Reason("float32 leaves only")
-KEEPS_DTYPE = Reason("keeps its operand's dtype")
+LEAVES_ONLY = Reason("computed from arguments and constants alone")
+MOVES = Reason("moves data")
+ARITHMETIC = Reason("arithmetic")
+SUM = Reason("a sum")
+STATE_OF_LOOP = Reason("the state of a loop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +171,8 @@ class Step:
       mode: how it is emitted.
       outs: the values of its results.
       reason: the deciding rule.
-      use: how it reads its operands; `None` means as the results are read.
-      uses: of a structured primitive: how it reads each operand.
+      reads: of a structured primitive: the values as which it reads its operands, if
+        it does not take them as they are.
       detail: what the mode needs: the user's decision, the plans of sub-jaxprs, or the
         dtype to which the gradient of a lookup may be rounded.
     """
@@ -221,8 +180,7 @@ class Step:
     mode: Mode
     outs: Values
     reason: Reason
-    use: Use | None = Use.FULL
-    uses: Uses = ()
+    reads: Values = ()
     detail: Any = None
 
 
@@ -249,7 +207,6 @@ class Plan:
       const_ins: their values.
       ins: the values of its inputs.
       outs: the values of its results.
-      uses: how each input is read.
       steps: one `Step` for each equation.
       body_kind: what the jaxpr is the body of.
       exports: the variables that the rules of custom derivatives inside close over.
@@ -260,7 +217,6 @@ class Plan:
     const_ins: Values
     ins: Values
     outs: Values
-    uses: Uses
     steps: tuple[Step, ...]
     body_kind: BodyKind
     exports: frozenset[Var] = frozenset()
@@ -306,10 +262,14 @@ class Context:
 
 
 class Rule(Protocol):
-    """How a structured primitive is painted and emitted (see `rules.py`)."""
+    """How a structured primitive is planned and emitted (see `rules.py`)."""
+
+    def needs(
+        self, painter: Any, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs: ...
 
     def paint(
-        self, painter: Any, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Any, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step: ...
 
     def emit(self, emitter: Any, eqn: Eqn, step: Step, operands: Arrays) -> Arrays: ...
@@ -341,18 +301,15 @@ def out_avals(eqn: Eqn) -> list[Aval]:
 
 
 def join(values: Iterable[Value | None]) -> Value | None:
-    """Returns one value for what several branches or iterations give.
+    """Returns one value for what several branches give.
 
     `FULL` wins over `LOW`, and `LOW` over `LEAF`.
     """
-    present = [LOW if v.statistic_applied else v for v in values if v is not None]
-    if not present:
-        return None
-    loop_state = any(v.loop_state for v in present)
+    present = [v for v in values if v is not None]
     for paint in (Paint.FULL, Paint.LOW):
         if any(v.paint is paint for v in present):
-            return Value(paint, loop_state=loop_state)
-    return present[0] if len(set(present)) == 1 else LEAF
+            return Value(paint, is_state=any(v.is_state for v in present))
+    return present[0] if len(set(present)) == 1 else (LEAF if present else None)
 
 
 def const_values(jaxpr: Jaxpr, consts: Arrays) -> Values:

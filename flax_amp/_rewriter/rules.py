@@ -25,6 +25,8 @@ from flax_amp._rewriter.custom_derivatives import (
     CustomRule,
     CustomVjp,
     SingleBodyRule,
+    TransparentRule,
+    at_border,
     tangent_like,
 )
 from flax_amp._rewriter.emit import Emitter
@@ -33,17 +35,18 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
     LEAF,
-    LOOP_STATE,
+    LOW,
+    STATE,
     BodyKind,
     Context,
     Mode,
+    Need,
+    Needs,
     Paint,
     Plan,
     Reason,
     Rule,
     Step,
-    Use,
-    Uses,
     Value,
     Values,
     has_paint,
@@ -52,7 +55,6 @@ from flax_amp._rewriter.plan import (
     like,
     out_avals,
 )
-from flax_amp._rewriter.uses import through_loop
 from flax_amp._tree import split_list
 
 
@@ -63,15 +65,15 @@ def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
     return emitter.cached("body", plan, lambda: trace(*operands), *types)
 
 
-class _Jit(SingleBodyRule):
+class _Jit(TransparentRule):
     """A jit stays a jit: same name, shardings, layouts, donation."""
 
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         numbers = numbers_cast_inside(eqn.params[self.param], eqn.invars)
         context = dataclasses.replace(context, numbers=numbers)
-        return super().paint(painter, eqn, ins, uses, context)
+        return super().paint(painter, eqn, ins, needs, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         body = _rewrite_body(emitter, step.detail, operands)
@@ -95,14 +97,14 @@ class _Checkpoint(SingleBodyRule):
         return _compat.bind(eqn, [*consts, *operands], params)
 
 
-class _Call(SingleBodyRule):
+class _Call(TransparentRule):
     """A plain call is evaluated in place."""
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         return emitter.emit(step.detail, operands)
 
 
-class _ShardMap(SingleBodyRule):
+class _ShardMap(TransparentRule):
     """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
@@ -137,19 +139,20 @@ class _LoopPlan:
     condition: Plan | None = None
 
 
-def _initial_carry(value: Value | None, is_layer_stack: bool) -> Value | None:
-    """Returns the first guess for the value of a carry.
+def _value_of_carry(
+    value: Value | None, need: Need, is_layer_stack: bool
+) -> Value | None:
+    """Returns the value of a carry that the body changes.
 
     A carry that starts as a constant is an accumulator or a recurrent state. A carry to
     which each step applies the same weights is an iterate. Small terms add up in both,
-    and both stay in float32. The stream through a stack of layers becomes what the
-    layers make it.
+    and both stay in float32. The stream through a stack of layers is kept in half
+    precision if a product reads it.
     """
     if value is None:
         return None
-    if value.constant is not None or not is_layer_stack:
-        return FULL
-    return LEAF if value.paint is Paint.FULL else value
+    is_state = value.constant is not None or not is_layer_stack
+    return FULL if is_state or not need.is_half else LOW
 
 
 def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value | None:
@@ -162,15 +165,49 @@ def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value |
     return LEAF if is_low and is_indexed(jaxpr, position) else value
 
 
+def _stacked(value: Value | None, need: Need) -> Value | None:
+    """Returns the value of what the iterations of a loop give, stacked."""
+    is_half = value is not None and Need.LATER in need
+    return LOW if is_half else value and value.after_loop()
+
+
 def _value_in_body(value: Value | None) -> Value | None:
     # In the body, a float32 carry is data, not a statistic of something.
-    return LOOP_STATE if has_paint(value, Paint.FULL) else value
+    return STATE if has_paint(value, Paint.FULL) else value
 
 
 def _value_after_loop(value: Value | None, init: Value | None) -> Value | None:
     # A state of an outer loop is still one after the inner loop.
-    is_outer_state = init is not None and init.loop_state
+    is_outer_state = init is not None and init.is_state
     return _value_in_body(value) if is_outer_state else value
+
+
+def _loop_needs(
+    painter: Painter,
+    jaxpr: Jaxpr,
+    needs: Needs,
+    count_consts: int,
+    count_carry: int,
+    context: Context,
+) -> tuple[Needs, Needs]:
+    """Returns what a loop needs of its operands, and what is needed of its carry.
+
+    The next iteration is one more reader of the carry, so the search ends when the body
+    needs nothing of it that was not known to be needed.
+    """
+    carry, ys = at_border(needs[:count_carry]), needs[count_carry:]
+    while True:
+        # What crosses the border is rounded there, not inside.
+        reads = painter.needs(jaxpr, (*map(_unkept, (*carry, *ys)),), context)
+        consts, again, xs = split_list(at_border(reads), count_consts, count_carry)
+        new = tuple(map(operator.or_, carry, again))
+        if new == carry:
+            return (*consts, *carry, *xs), carry
+        carry = new
+
+
+def _unkept(need: Need) -> Need:
+    return need & (Need.LATER | Need.FULL)
 
 
 def _plan_loop(
@@ -179,24 +216,13 @@ def _plan_loop(
     consts: Values,
     carry: Values,
     xs: Values,
-    uses: Uses,
+    needs: Needs,
     context: Context,
-) -> tuple[Plan, Values, Uses]:
+) -> tuple[Plan, Values]:
     """Plans a loop body whose carry has the same values before and after an iteration.
 
-    For `lambda x w. tanh(x @ w)`, scanned over the weights of a stack of layers, and an
-    argument of the program as `x`, the search is
-
-        carry in    carry out    joined
-        LEAF        LOW          LOW       not equal: once more
-        LOW         LOW          LOW       found
-
-    A carry only ever moves from LEAF to LOW to FULL, so the search ends. The demands
-    on it only grow, too: the next iteration reads it, and who reads it outside.
-
     Returns:
-      The plan, the values of the carry, and how the loop reads its constants, the first
-      carry and `xs`.
+      The plan, and the values of the carry.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
     _, states, inputs = split_list(body.invars, len(consts), len(carry))
@@ -205,25 +231,20 @@ def _plan_loop(
         has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
         for x, v in zip(xs, inputs, strict=True)
     )
+    sizes = len(consts), len(carry)
+    _, of_carry = _loop_needs(painter, jaxpr, needs, *sizes, context)
     carry = tuple(
         # What the body returns untouched, such as weights, is what it was.
         (value and value.after_loop())
         if out is state
-        else _initial_carry(value, is_layer_stack)
-        for value, state, out in zip(carry, states, body.outvars, strict=False)
+        else _value_of_carry(value, need, is_layer_stack)
+        for value, need, state, out in zip(
+            carry, of_carry, states, body.outvars, strict=False
+        )
     )
-    uses = through_loop(uses)
-    while True:
-        ins = (*consts, *map(_value_in_body, carry), *xs)
-        plan = painter.plan(jaxpr, ins, uses, context)
-        joined = map(join, zip(carry, plan.outs[: len(carry)], strict=True))
-        new_carry = tuple(v and v.after_loop() for v in joined)
-        reads = through_loop(plan.uses)
-        of_consts, of_carry, of_xs = split_list(reads, len(consts), len(carry))
-        new_uses = (*map(operator.or_, uses, of_carry), *uses[len(carry) :])
-        if (new_carry, new_uses) == (carry, uses):
-            return plan, carry, (*of_consts, *uses[: len(carry)], *of_xs)
-        carry, uses = new_carry, new_uses
+    ins = (*consts, *map(_value_in_body, carry), *xs)
+    out_needs = (*map(_unkept, (*of_carry, *needs[len(carry) :])),)
+    return painter.plan(jaxpr, ins, out_needs, context), carry
 
 
 def _strongly_typed(arrays: Arrays) -> list[Array]:
@@ -240,29 +261,29 @@ def _scan_kind(init: Values) -> BodyKind:
 class _Scan:
     """A scan casts its weights inside the body, at each use."""
 
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        jaxpr, counts = eqn.params["jaxpr"], _compat.scan_counts(eqn)
+        return _loop_needs(painter, jaxpr, needs, *counts, context)[0]
+
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         consts, init, xs = split_list(ins, *_compat.scan_counts(eqn))
         consts = tuple(
             _value_of_const(value, eqn.params["jaxpr"], i)
             for i, value in enumerate(consts)
         )
-        plan, carry, reads = _plan_loop(
-            painter,
-            eqn.params["jaxpr"],
-            consts,
-            init,
-            xs,
-            uses,
-            context.inside(_scan_kind(init)),
+        context = context.inside(_scan_kind(init))
+        plan, carry = _plan_loop(
+            painter, eqn.params["jaxpr"], consts, init, xs, needs, context
         )
-        ys = tuple(v and v.after_loop() for v in plan.outs[len(carry) :])
+        ys = map(_stacked, plan.outs[len(carry) :], needs[len(carry) :])
         return Step(
             Mode.RULE,
             (*map(_value_after_loop, carry, init), *ys),
             Reason("inside scan"),
-            uses=reads,
             detail=_LoopPlan(plan, init, carry),
         )
 
@@ -285,30 +306,31 @@ class _Scan:
 class _While:
     """A while loop; its condition sees the carry in the body's dtypes."""
 
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        of_cond, of_body = self._counts(eqn)
+        reads, carry = _loop_needs(
+            painter, eqn.params["body_jaxpr"], needs, of_body, len(needs), context
+        )
+        # The condition decides about nothing.
+        return (*(Need.FULL,) * of_cond, *reads[:of_body], *carry)
+
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         of_cond, of_body, init = split_list(ins, *self._counts(eqn))
         context = context.inside(BodyKind.OPAQUE)  # it has no backward pass
-        # The condition is one more reader of what an iteration gives.
-        asked, is_found = through_loop(uses), False
-        while not is_found:
-            body, carry, reads = _plan_loop(
-                painter, eqn.params["body_jaxpr"], of_body, init, (), asked, context
-            )
-            condition = painter.plan(
-                eqn.params["cond_jaxpr"], (*of_cond, *carry), None, context
-            )
-            reads_of_cond, of_carry = split_list(
-                through_loop(condition.uses), len(of_cond)
-            )
-            all_asked = tuple(map(operator.or_, asked, of_carry))
-            asked, is_found = all_asked, all_asked == asked
+        body, carry = _plan_loop(
+            painter, eqn.params["body_jaxpr"], of_body, init, (), needs, context
+        )
+        condition = painter.plan(
+            eqn.params["cond_jaxpr"], (*of_cond, *carry), (), context
+        )
         return Step(
             Mode.RULE,
             tuple(map(_value_after_loop, carry, init)),
             Reason("inside while"),
-            uses=(*reads_of_cond, *reads),
             detail=_LoopPlan(body, init, carry, condition),
         )
 
@@ -340,24 +362,28 @@ class _While:
 class _Cond:
     """Branches agree on the dtype of each result."""
 
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        reads = [
+            painter.needs(branch, at_border(needs), context)
+            for branch in eqn.params["branches"]
+        ]
+        together = (
+            functools.reduce(operator.or_, of) for of in zip(*reads, strict=True)
+        )
+        return (Need.NONE, *at_border(together))
+
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         plans = [
-            painter.plan(branch, ins[1:], uses, context)
+            painter.plan(branch, ins[1:], at_border(needs), context)
             for branch in eqn.params["branches"]
         ]
         # A result has the precision of all branches: full if it is full in one of them.
         outs = tuple(map(join, zip(*(plan.outs for plan in plans), strict=True)))
-        reads = zip(*(plan.uses for plan in plans), strict=True)
-        together = [functools.reduce(operator.or_, read) for read in reads]
-        return Step(
-            Mode.RULE,
-            outs,
-            Reason("inside cond"),
-            uses=(Use.NONE, *together),
-            detail=plans,
-        )
+        return Step(Mode.RULE, outs, Reason("inside cond"), detail=plans)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         def branch(plan: Plan, *xs: Array) -> Any:
@@ -389,8 +415,21 @@ class _LinearSolve:
     loop. Products in the map and in the solver run low like everywhere else.
     """
 
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+        reads: list[Need] = []
+        for jaxpr, length in zip(jaxprs, lengths, strict=True):
+            count = len(_compat.open_jaxpr(jaxpr)[0].outvars) if jaxpr else 0
+            asked = (Need.LATER,) * count
+            of_all = painter.needs(jaxpr, asked, context) if jaxpr else ()
+            reads += of_all[:length]
+        vectors = len(eqn.invars) - len(reads)
+        return (*at_border(reads), *(Need.FULL | Need.LATER,) * vectors)
+
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
         *consts, vectors = split_list(ins, *lengths)
@@ -400,16 +439,10 @@ class _LinearSolve:
         # Its own derivative says what is stored.
         inner = context.inside(BodyKind.OPAQUE)
         plans = tuple(
-            jaxpr and painter.plan(jaxpr, (*values, *state), None, inner)
+            jaxpr and painter.plan(jaxpr, (*values, *state), (), inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)
         )
-        return Step(
-            Mode.RULE,
-            outs,
-            Reason("inside custom_linear_solve"),
-            uses=(*(Use.LOW,) * sum(lengths), *(Use.FULL,) * len(vectors)),
-            detail=plans,
-        )
+        return Step(Mode.RULE, outs, Reason("inside custom_linear_solve"), detail=plans)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         jaxprs = eqn.params["jaxprs"]
@@ -434,12 +467,12 @@ class _LinearCall(CustomRule):
     """The function and the user's transpose of it are rewritten."""
 
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         count = self._count_fixed(eqn)
         # A leaf is cast down by saturation, which is not linear.
         linear = map(tangent_like, ins[count:])
-        return super().paint(painter, eqn, (*ins[:count], *linear), uses, context)
+        return super().paint(painter, eqn, (*ins[:count], *linear), needs, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call, count = self.call(emitter, eqn, step), self._count_fixed(eqn)
@@ -505,24 +538,27 @@ class _CustomVmap(CustomRule):
 class _ConvertElementType:
     """The user's own casts are obeyed; one from float32 to float32 moves data only."""
 
+    def needs(
+        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
+    ) -> Needs:
+        if is_painted(eqn.outvars[0].aval):
+            return needs
+        # What is rounded here may be rounded before.
+        is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
+        kept = Need.LATER | Need.KEPT | Need.HALF
+        return (kept if is_rounded else Need.FULL,)
+
     def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, uses: Uses, context: Context
+        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
         operand = eqn.invars[0].aval
         if is_painted(operand) and is_painted(eqn.outvars[0].aval):
-            return Step(Mode.RULE, ins, Reason("weak type only"), uses=uses)
-        # Zeros and ones are exact in any dtype: a mask follows what it is applied to.
-        if operand.dtype == jnp.bool_:
-            return Step(Mode.FULL, like(out_avals(eqn), LEAF), Reason("mask"))
+            return Step(Mode.RULE, ins, Reason("weak type only"))
+        value = LEAF
         for variable, number in context.numbers:
             if variable is eqn.invars[0]:
                 value = LEAF._replace(bits=np.float32(number).tobytes())
-                return Step(Mode.FULL, like(out_avals(eqn), value), Reason("number"))
-        # What is rounded here may be rounded before, such as a softmax's numerator.
-        is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
-        use = Use.LOW if is_rounded and has_paint(ins[0], Paint.FULL) else Use.FULL
-        outs = like(out_avals(eqn), FULL)
-        return Step(Mode.FULL, outs, Reason("explicit cast"), use=use)
+        return Step(Mode.FULL, like(out_avals(eqn), value), Reason("explicit cast"))
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         (x,) = operands

@@ -17,7 +17,7 @@ from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.interpreters import add_sparse_rules, explain_missing_rules
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import LEAF, Plan, Use, Values, like
+from flax_amp._rewriter.plan import LEAF, Need, Plan, Values, like
 from flax_amp._rewriter.policy_warnings import (
     HalfParameterCheck,
     warn_of_policy,
@@ -248,10 +248,8 @@ def plan_call(
     # The painter takes the flag away from what is read otherwise.
     leaf = LEAF._replace(read_once=compute_dtype != jnp.float32)
     ins = like([v.aval for v in jaxpr.invars], leaf)
-    # Results ask for no precision: a linear layer under `amp` equals the layer that
-    # was written by hand in half precision.
-    uses = (Use.UNKNOWN,) * (len(jaxpr.outvars) + len(exports))
-    plan = dataclasses.replace(painter.plan(traced, ins, uses), exports=exports)
+    needs = (Need.FULL,) * (len(jaxpr.outvars) + len(exports))
+    plan = dataclasses.replace(painter.plan(traced, ins, needs), exports=exports)
     if compute_dtype != jnp.float32:
         warn_of_precision(plan)
     outs = like([v.aval for v in jaxpr.outvars], LEAF)

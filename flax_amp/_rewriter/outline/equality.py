@@ -139,6 +139,7 @@ class EquationIds:
             tuple(value_of(atom, values) for atom in eqn.invars),
             step.mode,
             tuple(step.outs),
+            tuple(step.reads),
             self._part_key(map_plans(step.detail, self._plan_key)),
         )
 

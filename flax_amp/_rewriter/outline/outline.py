@@ -138,14 +138,12 @@ class _Layers:
             outs += filter(self._is_read_outside, eqn.outvars)
         values = program.values
         invars = list(ins.values())
-        # Nothing asks for `uses`: the layer is planned already, and is only emitted.
         plan = Plan(
             jaxpr=EditedJaxpr(invars, outs, eqns),
             consts=(),
             const_ins=(),
             ins=tuple(values.get(v) for v in invars),
             outs=tuple(values[v] for v in outs),
-            uses=(),
             steps=tuple(steps),
             body_kind=BodyKind.REPEATED_LAYER,
         )

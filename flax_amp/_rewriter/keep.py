@@ -1,0 +1,97 @@
+"""What is kept in half precision: a sweep over a program, from its end to its start.
+
+All arithmetic runs in float32. A value is *kept* if it lies in memory, whatever the
+compiler fuses, on its way to a product (a matrix product or a convolution):
+
+- a product reads it, or a move of data (a transpose, a slice, a selection) to one;
+- it is read on the other side of a product, such as a residual stream;
+- a sum reads it, and something else reads it as well, such as the exponentials of a
+  softmax;
+- it crosses the border of a loop, a branch, a checkpoint or a rule.
+
+It is then rounded to half precision, once, where it is computed. Only readers that lead
+to a product count: what a loss or a metric reads changes nothing. In
+
+    h:f32 = add (dot x w) b         a product reads it           -> half
+    m:f32 = mean h                  a sum                        -> float32
+    d:f32 = sub h m                 arithmetic alone reads it    -> float32
+    y:f32 = mul d s                 a product reads it           -> half
+    z:f32 = dot y v
+
+`h` is kept because a sum and something else read it, and `d` leads to a product. With
+`loss = mean(d)` in the place of the last two lines, nothing would be kept.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jax.extend.core import Literal, jaxprs_in_params
+
+from flax_amp import _compat
+from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._rewriter.heuristics import is_matrix_product
+from flax_amp._rewriter.plan import Need, Needs, variables
+
+
+class HasProduct:
+    """Whether an equation is a product or has one inside."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Jaxpr, bool]] = {}
+
+    def __call__(self, eqn: Eqn) -> bool:
+        if is_matrix_product(eqn):
+            return True
+        return any(map(self._inside, jaxprs_in_params(eqn.params)))
+
+    def _inside(self, jaxpr: Jaxpr) -> bool:
+        if id(jaxpr) not in self._found:  # the jaxpr is held: its id is unique
+            found = any(map(self, _compat.open_jaxpr(jaxpr)[0].eqns))
+            self._found[id(jaxpr)] = jaxpr, found
+        return self._found[id(jaxpr)][1]
+
+
+def find_needs(
+    jaxpr: Jaxpr,
+    out_needs: Needs,
+    has_product: Callable[[Eqn], bool],
+    reads: Callable[[Eqn, Needs], Sequence[Need]],
+) -> dict[Var, Need]:
+    """Returns what is needed of each variable.
+
+    Args:
+      jaxpr: an open jaxpr.
+      out_needs: what is needed of its results.
+      has_product: whether an equation is a product or has one inside.
+      reads: returns what an equation needs of each operand, from what is needed of its
+        results.
+    """
+    needs: dict[Var, Need] = {}
+    levels = _levels(jaxpr, has_product)
+
+    def read(atom: Atom, need: Need) -> None:
+        if not isinstance(atom, Literal):
+            before = needs.get(atom)
+            needs[atom] = need if before is None else before.together_with(need)
+
+    for v, need in zip(jaxpr.outvars, out_needs, strict=True):
+        read(v, need)
+    for eqn in reversed(jaxpr.eqns):
+        results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
+        level = _level(eqn, levels)
+        for v, need in zip(eqn.invars, reads(eqn, results), strict=True):
+            is_behind = not isinstance(v, Literal) and level > levels.get(v, 0)
+            read(v, need.at_border if is_behind else need)
+    return needs
+
+
+def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:
+    """Returns the largest number of products on a path to each variable, if not 0."""
+    levels: dict[Var, int] = {}
+    for eqn in jaxpr.eqns:
+        if level := _level(eqn, levels) + has_product(eqn):
+            levels |= dict.fromkeys(eqn.outvars, level)
+    return levels
+
+
+def _level(eqn: Eqn, levels: Mapping[Var, int]) -> int:
+    return max((levels.get(v, 0) for v in variables(eqn.invars)), default=0)
