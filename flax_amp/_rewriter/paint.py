@@ -49,6 +49,7 @@ from flax_amp._rewriter.keep import HasProduct, find_needs
 from flax_amp._rewriter.plan import (
     ARITHMETIC,
     FULL,
+    HALVES,
     LEAF,
     LEAVES_ONLY,
     LOW,
@@ -386,6 +387,8 @@ class Painter:
             return _full(eqn, STATE, STATE_OF_LOOP)
         if eqn.outvars[0] in self._states:
             return _full(eqn, STATE, STATE_OF_LOOP)
+        if Need.LATER in needs[0] and _adds_halves(eqn, ins):
+            return Step(Mode.LOW, like(out_avals(eqn), LOW), HALVES)
         outs = _rounded(eqn, needs)
         is_exp = eqn.primitive.name == "exp" and has_paint(outs[0], Paint.LOW)
         return Step(Mode.EXP if is_exp else Mode.FULL, outs, choice.reason)
@@ -488,6 +491,23 @@ def _takes_no_data(ins: Values) -> bool:
 
 def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
     return Step(Mode.FULL, like(out_avals(eqn), value), reason)
+
+
+def _adds_halves(eqn: Eqn, ins: Values) -> bool:
+    """Whether an equation adds half-precision values, or a bias to one.
+
+    Added in float32 and rounded, two half-precision numbers give the same. But XLA then
+    goes on with the float32 sum, and writes it to memory beside the rounded one.
+    """
+    return (
+        eqn.primitive.name in ("add", "sub", "add_any")
+        and any(has_paint(v, Paint.LOW) for v in ins)
+        and all(
+            v.paint is Paint.LOW or (v.paint is Paint.LEAF and v.constant is None)
+            for v in ins
+            if v is not None
+        )
+    )
 
 
 def _rounded(eqn: Eqn, needs: Needs) -> Values:

@@ -160,6 +160,7 @@ LEAVES_ONLY = Reason("computed from arguments and constants alone")
 MOVES = Reason("moves data")
 ARITHMETIC = Reason("arithmetic")
 SUM = Reason("a sum")
+HALVES = Reason("adds half-precision values")
 STATE_OF_LOOP = Reason("the state of a loop")
 
 
