@@ -23,6 +23,7 @@ to a product count: what a loss or a metric reads changes nothing. In
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.core import Literal, jaxprs_in_params
 
@@ -30,6 +31,26 @@ from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.plan import Need, Needs, variables
+
+
+class Flow(NamedTuple):
+    """What a sweep finds.
+
+    Attributes:
+      needs: what is needed of each variable.
+      levels: the largest number of products on a path to each variable, if not 0.
+    """
+
+    needs: dict[Var, Need]
+    levels: dict[Var, int]
+
+    def need(self, v: Var) -> Need:
+        """Returns what is needed of a variable."""
+        return self.needs.get(v, Need.NONE)
+
+    def joins(self, eqn: Eqn, v: Var) -> bool:
+        """Whether an equation reads a variable on the other side of a product."""
+        return _level(eqn, self.levels) > self.levels.get(v, 0)
 
 
 class HasProduct:
@@ -50,13 +71,13 @@ class HasProduct:
         return self._found[id(jaxpr)][1]
 
 
-def find_needs(
+def find_flow(
     jaxpr: Jaxpr,
     out_needs: Needs,
     has_product: Callable[[Eqn], bool],
     reads: Callable[[Eqn, Needs], Sequence[Need]],
-) -> dict[Var, Need]:
-    """Returns what is needed of each variable.
+) -> Flow:
+    """Returns what is needed of each variable, and how it is computed.
 
     Args:
       jaxpr: an open jaxpr.
@@ -66,7 +87,7 @@ def find_needs(
         results.
     """
     needs: dict[Var, Need] = {}
-    levels = _levels(jaxpr, has_product)
+    flow = Flow(needs, _levels(jaxpr, has_product))
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):
@@ -77,15 +98,13 @@ def find_needs(
         read(v, need)
     for eqn in reversed(jaxpr.eqns):
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
-        level = _level(eqn, levels)
         for v, need in zip(eqn.invars, reads(eqn, results), strict=True):
-            is_behind = not isinstance(v, Literal) and level > levels.get(v, 0)
+            is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
             read(v, need.at_border if is_behind else need)
-    return needs
+    return flow
 
 
 def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:
-    """Returns the largest number of products on a path to each variable, if not 0."""
     levels: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
         if level := _level(eqn, levels) + has_product(eqn):

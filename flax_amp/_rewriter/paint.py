@@ -45,7 +45,7 @@ from flax_amp._rewriter.heuristics import (
     only_looked_up,
     product_kind,
 )
-from flax_amp._rewriter.keep import HasProduct, find_needs
+from flax_amp._rewriter.keep import Flow, HasProduct, find_flow
 from flax_amp._rewriter.plan import (
     ARITHMETIC,
     FULL,
@@ -148,7 +148,7 @@ class Painter:
         self.rules = rules
         self._emits_all = emits_all
         self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
-        self._needs: dict[Any, tuple[Jaxpr, dict[Var, Need]]] = {}
+        self._flows: dict[Any, tuple[Jaxpr, Flow]] = {}
         # The variables that hold states of unrolled recurrences, and the jaxprs that
         # were searched for them, by id.
         self._states: set[Var] = set()
@@ -175,32 +175,29 @@ class Painter:
         key = (id(jaxpr), ins, out_needs, context)
         if key not in self._plans:
             self._find_states(jaxpr_)
-            needs = self._all_needs(jaxpr, out_needs, context)
-            plan = self._plan(jaxpr_, consts, ins, needs, context)
+            flow = self._flow(jaxpr, out_needs, context)
+            plan = self._plan(jaxpr_, consts, ins, flow, context)
             # The jaxpr is stored with its plan: its id is unique while it lives.
             self._plans[key] = (jaxpr, plan)
         return self._plans[key][1]
 
     def needs(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Needs:
         """Returns what is needed of each input; arguments as in `plan`."""
-        needs = self._all_needs(jaxpr, out_needs, context)
-        invars = _compat.open_jaxpr(jaxpr)[0].invars
-        return tuple(needs.get(v, Need.NONE) for v in invars)
+        flow = self._flow(jaxpr, out_needs, context)
+        return tuple(map(flow.need, _compat.open_jaxpr(jaxpr)[0].invars))
 
-    def _all_needs(
-        self, jaxpr: Jaxpr, out_needs: Needs, context: Context
-    ) -> dict[Var, Need]:
+    def _flow(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Flow:
         key = (id(jaxpr), out_needs, context.scopes, context.forced)
-        if key not in self._needs:
+        if key not in self._flows:
             jaxpr_ = _compat.open_jaxpr(jaxpr)[0]
-            found = find_needs(
+            found = find_flow(
                 jaxpr_,
                 out_needs or (Need.NONE,) * len(jaxpr_.outvars),
                 self.has_product,
                 functools.partial(self._reads, context=context),
             )
-            self._needs[key] = (jaxpr, found)
-        return self._needs[key][1]
+            self._flows[key] = (jaxpr, found)
+        return self._flows[key][1]
 
     def _find_states(self, jaxpr: Jaxpr) -> None:
         """Finds the states of recurrences in a jaxpr and in what it calls."""
@@ -214,7 +211,7 @@ class Painter:
         jaxpr: Jaxpr,
         consts: Arrays,
         ins: Values,
-        needs: Mapping[Var, Need],
+        flow: Flow,
         context: Context,
     ) -> Plan:
         const_ins = const_values(jaxpr, consts)
@@ -229,8 +226,7 @@ class Painter:
         steps = []
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
-            results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
-            step = self._paint(eqn, operands, results, context)
+            step = self._paint(eqn, operands, flow, context)
             values.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         return Plan(
@@ -343,6 +339,8 @@ class Painter:
             pairs = zip(results, eqn.outvars, strict=True)
             moved = (need for need, v in pairs if is_painted(v.aval))
             union = functools.reduce(lambda a, b: a | b, moved, Need.NONE)
+            if eqn.primitive.name.startswith("reduce_") and Need.LATER in union:
+                union |= Need.SUMMED
             return (union,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
         need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
@@ -352,8 +350,9 @@ class Painter:
 
     # --- forward: the paint of its results -------------------------------------------
 
-    def _paint(self, eqn: Eqn, ins: Values, needs: Needs, context: Context) -> Step:
+    def _paint(self, eqn: Eqn, ins: Values, flow: Flow, context: Context) -> Step:
         choice = self._choose(eqn, context)
+        needs = tuple(map(flow.need, eqn.outvars))
         kind, reason = choice.kind, choice.reason
         if kind is _Kind.STRUCTURED:
             if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
@@ -372,10 +371,10 @@ class Painter:
             return self._paint_move(eqn, ins, needs)
         if kind is _Kind.FOLLOW:
             return _paint_follow(eqn, ins, reason)
-        return self._paint_arithmetic(eqn, ins, needs, choice)
+        return self._paint_arithmetic(eqn, ins, flow, choice)
 
     def _paint_arithmetic(
-        self, eqn: Eqn, ins: Values, needs: Needs, choice: _Choice
+        self, eqn: Eqn, ins: Values, flow: Flow, choice: _Choice
     ) -> Step:
         if choice.kind is _Kind.SUM:
             return _full(eqn, FULL, choice.reason)
@@ -387,9 +386,9 @@ class Painter:
             return _full(eqn, STATE, STATE_OF_LOOP)
         if eqn.outvars[0] in self._states:
             return _full(eqn, STATE, STATE_OF_LOOP)
-        if Need.LATER in needs[0] and _adds_halves(eqn, ins):
+        if _adds_halves(eqn, ins, flow):
             return Step(Mode.LOW, like(out_avals(eqn), LOW), HALVES)
-        outs = _rounded(eqn, needs)
+        outs = _rounded(eqn, tuple(map(flow.need, eqn.outvars)))
         is_exp = eqn.primitive.name == "exp" and has_paint(outs[0], Paint.LOW)
         return Step(Mode.EXP if is_exp else Mode.FULL, outs, choice.reason)
 
@@ -493,20 +492,22 @@ def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
     return Step(Mode.FULL, like(out_avals(eqn), value), reason)
 
 
-def _adds_halves(eqn: Eqn, ins: Values) -> bool:
-    """Whether an equation adds half-precision values, or a bias to one.
+def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
+    """Whether an equation adds a bias to a product, or is a residual connection.
 
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
     goes on with the float32 sum, and writes it to memory beside the rounded one.
     """
-    return (
-        eqn.primitive.name in ("add", "sub", "add_any")
-        and any(has_paint(v, Paint.LOW) for v in ins)
-        and all(
-            v.paint is Paint.LOW or (v.paint is Paint.LEAF and v.constant is None)
-            for v in ins
-            if v is not None
-        )
+    need = flow.need(eqn.outvars[0])
+    if eqn.primitive.name not in ("add", "sub", "add_any") or Need.LATER not in need:
+        return False
+    lows = [v for v, x in zip(eqn.invars, ins, strict=True) if has_paint(x, Paint.LOW)]
+    if need.is_half and any(flow.joins(eqn, v) for v in lows):
+        return True
+    return bool(lows) and all(
+        v.paint is Paint.LOW or (v.paint is Paint.LEAF and v.constant is None)
+        for v in ins
+        if v is not None
     )
 
 
