@@ -335,12 +335,16 @@ class Painter:
         if choice.kind is _Kind.MOVE:
             if _is_one_to_one(eqn):
                 return results
+            if _gathers_once(eqn):
+                return (Need.HALF | results[0],) * len(eqn.invars)
             # A comparison moves no floats: it reads them in whatever precision.
             pairs = zip(results, eqn.outvars, strict=True)
             moved = (need for need, v in pairs if is_painted(v.aval))
             union = functools.reduce(lambda a, b: a | b, moved, Need.NONE)
             if eqn.primitive.name.startswith("reduce_") and Need.LATER in union:
                 union |= Need.SUMMED
+            if union.is_half:  # the move runs in half precision
+                union |= Need.HALF
             return (union,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
         need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
@@ -407,6 +411,8 @@ class Painter:
             # cotangents of an element that is read twice are added in float32.
             mode = Mode.FULL if may_read_twice(eqn) else Mode.LOW
             return Step(mode, like(avals, LOW), MOVES)
+        if has_low and _gathers_once(eqn):
+            return Step(Mode.LOW, like(avals, LOW), MOVES)
         is_state = any(v.is_state for v in operands)
         return _full(eqn, STATE if is_state else FULL, MOVES)
 
@@ -480,6 +486,15 @@ def _is_one_to_one(eqn: Eqn) -> bool:
         and eqn.primitive.name in EXACT_OPS
         and len(eqn.invars) == len(eqn.outvars)
     )
+
+
+def _gathers_once(eqn: Eqn) -> bool:
+    """Whether an equation gathers, and reads each element at most once.
+
+    In float32, the gradient would be a float32 array of the size of the operand: of all
+    logits, where a loss takes those of the labels.
+    """
+    return eqn.primitive.name == "gather" and not may_read_twice(eqn)
 
 
 def _takes_no_data(ins: Values) -> bool:
