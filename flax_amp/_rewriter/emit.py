@@ -210,8 +210,8 @@ class Emitter:
         env.release(eqn.invars)
 
     def _within_range(
-        self, eqn: Eqn, step: Step, arrays: Arrays, values: Values
-    ) -> Arrays:
+        self, eqn: Eqn, step: Step, arrays: list[Array], values: Values
+    ) -> list[Array]:
         """Returns the operands of an equation, such that its result can be rounded.
 
         A mask of -1e9, or of the smallest float32 number, that is added to something

@@ -39,10 +39,12 @@ class Flow(NamedTuple):
     Attributes:
       needs: what is needed of each variable.
       levels: the largest number of products on a path to each variable, if not 0.
+      broadcast: what was broadcast to its shape, such as a bias.
     """
 
     needs: dict[Var, Need]
     levels: dict[Var, int]
+    broadcast: frozenset[Var]
 
     def need(self, v: Var) -> Need:
         """Returns what is needed of a variable."""
@@ -51,6 +53,10 @@ class Flow(NamedTuple):
     def joins(self, eqn: Eqn, v: Var) -> bool:
         """Whether an equation reads a variable on the other side of a product."""
         return _level(eqn, self.levels) > self.levels.get(v, 0)
+
+    def is_broadcast(self, v: Var, shape: tuple[int, ...]) -> bool:
+        """Whether a variable repeats numbers, as an operand of a result of `shape`."""
+        return v in self.broadcast or v.aval.shape != shape
 
 
 class HasProduct:
@@ -87,7 +93,13 @@ def find_flow(
         results.
     """
     needs: dict[Var, Need] = {}
-    flow = Flow(needs, _levels(jaxpr, has_product))
+    broadcast = frozenset(
+        v
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "broadcast_in_dim"
+        for v in eqn.outvars
+    )
+    flow = Flow(needs, _levels(jaxpr, has_product), broadcast)
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):

@@ -508,21 +508,24 @@ def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
 
 
 def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
-    """Whether an equation adds a bias to a product, or is a residual connection.
+    """Whether an equation adds a bias, two halves, or is a residual connection.
 
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
     goes on with the float32 sum, and writes it to memory beside the rounded one.
     """
-    need = flow.need(eqn.outvars[0])
-    if eqn.primitive.name not in ("add", "sub", "add_any") or Need.LATER not in need:
+    if eqn.primitive.name not in ("add", "sub", "add_any"):
         return False
-    lows = [v for v, x in zip(eqn.invars, ins, strict=True) if has_paint(x, Paint.LOW)]
-    if need.is_half and any(flow.joins(eqn, v) for v in lows):
+    pairs = list(zip(eqn.invars, ins, strict=True))
+    low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
+    need, shape = flow.need(eqn.outvars[0]), eqn.outvars[0].aval.shape
+    if len(low) == 2:
+        return Need.LATER in need
+    if low and need.is_half and flow.joins(eqn, low[0]):
         return True
-    return bool(lows) and all(
-        v.paint is Paint.LOW or (v.paint is Paint.LEAF and v.constant is None)
-        for v in ins
-        if v is not None
+    return bool(low) and all(
+        x.paint is Paint.LEAF and x.constant is None and flow.is_broadcast(v, shape)
+        for v, x in pairs
+        if x is not None and x.paint is not Paint.LOW
     )
 
 
