@@ -11,8 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
-from benchmarks.products import in_float32, is_float, with_products
+from benchmarks.products import PRODUCTS, in_float32, is_float, with_products
+from flax_amp import _compat
 
 
 def cast_products(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
@@ -28,8 +30,19 @@ def cast_products(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     return with_products(fun, functools.partial(_cast, dtype=dtype))
 
 
+def count_cast(closed: Any) -> int:
+    """Returns how many products of a jaxpr are cast, each time that they run."""
+    count = 0
+    for eqn in _compat.open_jaxpr(closed)[0].eqns:
+        count += eqn.primitive.name in PRODUCTS and _is_cast(eqn)
+        params = {} if eqn.primitive.name == "pallas_call" else eqn.params
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        count += times * sum(map(count_cast, jaxprs_in_params(params)))
+    return count
+
+
 def _cast(eqn: Any, operands: Sequence[Any], dtype: Any) -> Any:
-    if not (_is_default(eqn) and _is_product(eqn)):
+    if not _is_cast(eqn):
         return None
     low = [_rounded(x, dtype) if is_float(x) else x for x in operands]
     return _rounded(in_float32(eqn, low), dtype).astype(jnp.float32)
@@ -43,15 +56,17 @@ def _rounded(x: Any, dtype: Any) -> Any:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def _is_default(eqn: Any) -> bool:
+def _is_cast(eqn: Any) -> bool:
     default = lax.Precision.DEFAULT
     floats = (*eqn.invars[:2], *eqn.outvars)
-    return all(v.aval.dtype == jnp.float32 for v in floats) and eqn.params[
-        "precision"
-    ] in (None, default, (default, default))
+    return (
+        all(v.aval.dtype == jnp.float32 for v in floats)
+        and eqn.params["precision"] in (None, default, (default, default))
+        and _is_matrix_product(eqn)
+    )
 
 
-def _is_product(eqn: Any) -> bool:
+def _is_matrix_product(eqn: Any) -> bool:
     """Whether it is neither a sum nor a multiplication."""
     if eqn.primitive.name != "dot_general":
         return True
