@@ -70,10 +70,11 @@ def ordinal(y):
 
 
 def jensen_shannon(y):
-    p, q = map(softmax, parts(y))
-    middle = (p + q) / 2
-    terms = (a * (jnp.log(a) - jnp.log(middle)) for a in (p, q))
-    return sum(t.sum(-1) for t in terms).mean()
+    """Between the classes of neighbouring rows."""
+    p = softmax(y)
+    q = jnp.roll(p, 1, axis=0)
+    of_p, of_q, of_both = ((a * jnp.log(a)).sum(-1) for a in (p, q, (p + q) / 2))
+    return ((of_p + of_q) / 2 - of_both).mean()
 
 
 def triplet(y):
@@ -159,9 +160,8 @@ def spread_and_covariance(y):
 
 # By how much the last layer is larger than at first. The cotangents of one value cancel
 # where points are near the border of the ball, and where classes are unlikely.
-LOSSES = {poincare: 8, moebius: 8, ordinal: 8} | dict.fromkeys(
+LOSSES = dict.fromkeys([poincare, moebius, ordinal, jensen_shannon], 8) | dict.fromkeys(
     [
-        jensen_shannon,
         triplet,
         cosine_contrastive,
         mixture_density,
