@@ -28,16 +28,8 @@ from _fuzz_language import (
     arguments,
     run,
 )
-from benchmarks.exact import with_exact_products
-from benchmarks.twin import cast_products, count_cast
 from flax_amp import amp
-from helpers import (
-    MATMULS,
-    assert_identical,
-    assert_same_avals,
-    relative_error,
-    rewritten_in_float32,
-)
+from helpers import MATMULS, assert_identical, assert_same_avals, rewritten_in_float32
 
 # --- generation ----------------------------------------------------------------------
 
@@ -163,7 +155,7 @@ TRANSFORMS = {
     ),
 }  # fmt: skip
 
-_FORWARD_MODE = ("jvp", "linearize", "hessian-vector product", "hvp of checkpoint")
+FORWARD_MODE = ("jvp", "linearize", "hessian-vector product", "hvp of checkpoint")
 # What JAX cannot do, by words of a program: it need not be tried.
 _CANNOT = (
     (("'while'",), {"forward", "jvp", "vmap"}),
@@ -243,7 +235,7 @@ def check(program, transform, dtype, options, extra=""):
     Returns:
       The names of the primitives in the program, transformed.
     """
-    if transform in _FORWARD_MODE:
+    if transform in FORWARD_MODE:
         options = options | {"reduce_dtype": None}  # it has no forward mode
     case = made(program, transform)
     if dtype == jnp.float32:
@@ -510,31 +502,3 @@ _EXTRA_CHECKS = {
     "export": check_exported,
     "explain": check_explained,
 }
-
-# --- errors beside those of twins ----------------------------------------------------
-
-GRADIENTS = ("grad", "vmap of grad", "grad of checkpoint", "jvp", "linearize")
-
-
-def beside_twin(program, transform, dtype, options):
-    """Returns the error of a derivative beside that of its twin.
-
-    It gives up programs whose products, if there are any, make no error, and those
-    that the twin cannot run: it calls no rule that closes over a value.
-    """
-    if transform in _FORWARD_MODE:
-        options = options | {"reduce_dtype": None}
-    case = made(program, transform)
-    assume(count_cast(jax.make_jaxpr(case.function)(*case.args)))
-
-    def error(fn):
-        closed, _ = case.trace(fn, with_exact_products)
-        return relative_error(case.evaluate(closed)[0], case.reference())
-
-    try:
-        theirs = error(cast_products(case.function, dtype))
-    except jax.errors.UnexpectedTracerError:
-        assume(False)
-    ours = error(amp(case.function, compute_dtype=dtype, **options))
-    assume(np.isfinite(theirs) and max(ours, theirs) > jnp.finfo(dtype).eps / 16)
-    return ours / max(theirs, jnp.finfo(dtype).eps / 64)

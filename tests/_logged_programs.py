@@ -11,44 +11,14 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
+from _metrics import entropy, histogram, length, saturated, silent, spread
+
 BATCH, TIME, DIM, HEADS = 3, 5, 8, 2
 
 
 def normal(seed, *shape):
     values = np.random.default_rng(seed).normal(size=shape) / 2
     return jnp.asarray(values, jnp.float32)
-
-
-# --- what is logged ------------------------------------------------------------------
-
-
-def silent(metric, value):
-    return ()
-
-
-def logged(metric, value):
-    """Of a flat array, so that no equation of a metric is like one of a program."""
-    return metric(lax.stop_gradient(value).ravel())
-
-
-def entropy(p):
-    return -jnp.sum(p * jnp.log(p + 1e-9))
-
-
-def length(x):
-    return jnp.sqrt(jnp.sum(x * x))
-
-
-def histogram(x):
-    return jnp.sum(x[:, None] < jnp.linspace(-3.0, 3.0, 9)[None], 0)
-
-
-def spread(x):
-    return jnp.std(x) / (jnp.max(x) - jnp.min(x) + 1e-6)
-
-
-def saturated(gate):
-    return jnp.mean((gate < 0.05) | (gate > 0.95))
 
 
 # --- programs ------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from _fuzz_checks import GRADIENTS, beside_twin, check, examples, options, programs
+from _fuzz_checks import check, examples, options, programs
 from _fuzz_language import In, Layers, Op, names
+from _fuzz_twins import GRADIENTS, beside_twin
 from flax_amp._rewriter.outline import repeats
 from helpers import HALVES
 

@@ -6,7 +6,8 @@ from collections import Counter
 import jax
 import pytest
 
-from _logged_programs import PROGRAMS, logged, silent
+from _logged_programs import PROGRAMS
+from _metrics import logged, silent
 from flax_amp import amp
 from helpers import equations
 
