@@ -93,7 +93,7 @@ def test_errors_beside_those_of_twins():
     found = []
 
     @seed(SEED)
-    @settings(_settings, max_examples=COUNT // 4 or 50)
+    @settings(_settings, max_examples=COUNT // 4 or 80)
     @given(st.tuples(programs(), *map(st.sampled_from, (GRADIENTS, HALVES)), options))
     def run(example):
         found.append((beside_twin(*example), example))
