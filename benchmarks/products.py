@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from flax_amp import _compat
 
@@ -124,23 +125,28 @@ class _Replaced:
         return function
 
     def _custom_vjp(self, eqn: Any) -> Callable[..., Any]:
-        captured = eqn.params["num_consts"]  # a rule has no derivative by them
-        mask = [i >= captured and x for i, x in enumerate(_floats(eqn.invars))]
         out_mask = _floats(eqn.outvars)
         function = jax.custom_vjp(_body_of(self, eqn))
 
-        @functools.partial(with_products, product=self.product)
-        def forward(*operands: Any) -> Any:
-            original, floats = _of_floats(eqn, operands, mask, out_mask)
-            outs, backward, rest = jax.vjp(original, *floats, has_aux=True)
-            return _merge(out_mask, outs, rest), backward
+        def rule(*operands: Any) -> Any:
+            # A rule may refuse derivatives by what nobody differentiates by.
+            mask = [x.perturbed and is_float(x.value) for x in operands]
 
-        def pull(backward: Any, cotangents: Any) -> Any:
-            call = with_products(lambda f, cts: f(cts), self.product)
-            found = call(backward, _pick(cotangents, out_mask))
-            return _merge(mask, found, [None] * mask.count(False))
+            @functools.partial(with_products, product=self.product)
+            def forward(*operands: Any) -> Any:
+                original, floats = _of_floats(eqn, operands, mask, out_mask)
+                outs, backward, rest = jax.vjp(original, *floats, has_aux=True)
+                return _merge(out_mask, outs, rest), backward
 
-        function.defvjp(forward, pull)
+            def pull(backward: Any, cotangents: Any) -> Any:
+                call = with_products(lambda f, cts: f(cts), self.product)
+                found = call(backward, tuple(map(_array, _pick(cotangents, out_mask))))
+                return _merge(mask, found, [None] * mask.count(False))
+
+            outs, backward = forward(*(x.value for x in operands))
+            return outs, jax.tree_util.Partial(pull, backward)
+
+        function.defvjp(rule, lambda pull, cts: pull(cts), symbolic_zeros=True)
         return function
 
 
@@ -175,6 +181,11 @@ def _floats(variables: Any) -> list[bool]:
 def is_float(x: Any) -> bool:
     """Whether something has a derivative."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _array(cotangent: Any) -> Any:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
 
 
 def _no_tangent(x: Any) -> Any:

@@ -150,6 +150,24 @@ def test_integers_in_rules():
     assert 0 < relative_error(found, plain) < 1e-2
 
 
+def test_a_rule_sees_what_nobody_differentiates_by():
+    """Some refuse to run otherwise."""
+
+    @jax.custom_vjp
+    def fn(w, x):
+        return x @ w
+
+    def forward(w, x):
+        assert w.perturbed and not x.perturbed
+        return fn(w.value, x.value), x.value
+
+    fn.defvjp(forward, lambda x, g: (x.T @ g, None), symbolic_zeros=True)
+    twin = cast_products(loss_of(fn), jnp.bfloat16)
+    wanted = cast_products(loss_of(lambda w, x: x @ w), jnp.bfloat16)
+    found, wanted = (jit(jax.grad(f))(WEIGHT, DATA) for f in (twin, wanted))
+    assert_identical(found, wanted)
+
+
 TRANSFORMS = {
     "jvp of grad": lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (jnp.cos(w),))[1],
     "grad of grad": lambda f: jax.grad(lambda w: jax.grad(f)(w).sum()),
