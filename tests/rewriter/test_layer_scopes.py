@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -106,7 +107,7 @@ HIDDEN = {
     "more scopes": ["N Dense_1, N", "N Dense_2 inner, N"],
     "more names in a scope": ["N layers/1, N", "N layers/2/fc, N"],
     "one module and two": ["N D_1, N B, N D_1", "N D_2, N B, N D_3"],
-    "characters of a list": ["N a,b_1, N", "N a,b_2, N"],
+    "characters of a list": ["N a.b:c/1, N", "N a.b:c/2, N"],
     "a place of a list": ["N D_1, N head#1", "N D_2, N head#1"],
     "layers in layers": ["N D_#1, N D_1", "N D_#2, N D_2"],
 }
@@ -299,20 +300,28 @@ def test_a_profile_tells_layers_apart():
             assert re.search(pattern, compiled)
 
 
+NORMS = {"*/LayerNorm_*": jnp.float32, "*/LayerNorm_4": jnp.bfloat16}
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("remat", "nnx")]
 
 
-@pytest.mark.parametrize("name", ["two towers", *OTHERS])
-def test_explain_names_the_layers(name):
+@pytest.mark.parametrize("name", ["inline", "two towers", *OTHERS])
+def test_explain_shows_what_it_shows_of_layers_apart(name):
     loss, args, options = MODELS[name][0]()
+    if name == "inline":  # the second key loses
+        options["amp_policy"] = default_amp_policy | NORMS
     merged, apart = (
         explain(loss, **options, merge_layers=merges)(*args) for merges in (True, False)
     )
     found, expected = (
-        sorted((row.path, row.primitive, row.after) for row in report.equations)
+        Counter(
+            (row.path, row.primitive, row.after, row.casts_down, row.casts_up)
+            for row in report.equations
+        )
         for report in (merged, apart)
     )
     assert found == expected
+    assert merged.problems == apart.problems
+    assert len(merged.problems) == (name == "inline")
 
 
 @pytest.mark.parametrize("number", [4, pytest.param(9, marks=pytest.mark.slow)])
