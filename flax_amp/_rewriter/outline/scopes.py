@@ -24,9 +24,9 @@ Scopes = tuple[Any, ...]
 Name = TypeVar("Name", bound=str)
 
 # `Dense_3`, `layer.3`, and with a method, `Embed_3.attend`.
-_NUMBERED = re.compile(r"([\w.-]*?)(\d+)((?:\.[^\W\d]\w*)?)")
-_LIST = re.compile(r"\[([\w.-]*\d(?:,[\w.-]*\d)*)\]")
-_PLACE = re.compile(r"#(\d+)")
+_NUMBERED = re.compile(r"([\w.-]*?)([0-9]+)((?:\.[^\W\d]\w*)?)")
+_LIST = re.compile(r"\[([\w.-]*[0-9](?:,[\w.-]*[0-9])*)\]")
+_PLACE = re.compile(r"#([0-9]+)")
 
 
 class LayerScopes(NamedTuple):
@@ -108,9 +108,9 @@ def _stand_in(scopes: Scopes, listed: dict[Sequence[str], int]) -> Any:
     """
     paths = [scope.name.split("/") for scope in scopes]
     # The names that JAX's transformations add are no scopes.
-    if {type(scope).__name__ for scope in scopes} != {"Scope"} or len(
-        set(map(len, paths))
-    ) > 1:
+    if any(type(scope).__name__ != "Scope" for scope in scopes):
+        return None
+    if len(set(map(len, paths))) > 1:
         return None
     parts: list[str] = []
     for depth, names in enumerate(zip(*paths, strict=True)):
