@@ -155,7 +155,7 @@ TRANSFORMS = {
     ),
 }  # fmt: skip
 
-_FORWARD_MODE = ("jvp", "linearize", "hessian-vector product", "hvp of checkpoint")
+FORWARD_MODE = ("jvp", "linearize", "hessian-vector product", "hvp of checkpoint")
 # What JAX cannot do, by words of a program: it need not be tried.
 _CANNOT = (
     (("'while'",), {"forward", "jvp", "vmap"}),
@@ -200,10 +200,11 @@ class Case:
     def function(self, params, x, ints):
         return run(self.program, params, x, ints)
 
-    def trace(self, fn):
+    def trace(self, fn, around=lambda fn: fn):
         def transformed(p, x, ints):
             return self.transform(lambda p, x: fn(p, x, ints))(p, x)
 
+        transformed = around(transformed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", flax_amp.PolicyWarning)
             return jax.make_jaxpr(transformed, return_shape=True)(*self.args)
@@ -234,7 +235,7 @@ def check(program, transform, dtype, options, extra=""):
     Returns:
       The names of the primitives in the program, transformed.
     """
-    if transform in _FORWARD_MODE:
+    if transform in FORWARD_MODE:
         options = options | {"reduce_dtype": None}  # it has no forward mode
     case = made(program, transform)
     if dtype == jnp.float32:

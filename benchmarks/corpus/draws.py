@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.corpus.program import Case, Loss
+from benchmarks.exact import with_exact_products
 
 WORSE = 1.1  # a ratio above it is a shortfall
 MOST = 32
@@ -87,7 +88,8 @@ class Draws:
                 return program(params, *args).astype(jnp.float32) * scale
 
             # JAX traces and compiles a jitted function once.
-            self._gradients[loss] = jax.jit(jax.value_and_grad(scaled, allow_int=True))
+            gradient = jax.value_and_grad(scaled, allow_int=True)
+            self._gradients[loss] = jax.jit(with_exact_products(gradient))
         return self._gradients[loss]
 
     def works(self, loss: Loss) -> bool:

@@ -4,33 +4,19 @@ import dataclasses
 import math
 import resource
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, primitives
 
 import flax_amp
 from benchmarks.corpus import draws
 from benchmarks.corpus.draws import Draws
 from benchmarks.corpus.program import Case, Loss
-from benchmarks.corpus.table import ARITHMETIC, BY_HAND
-from flax_amp.policy import FOLLOW_OPS, LOW_OPS
+from benchmarks.products import PRODUCTS
+from benchmarks.twin import cast_products, count_cast
 
 HALVES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
-
-
-def _policy(names: Iterable[str], function: Any) -> dict[Any, Any]:
-    found = (p for p in vars(primitives).values() if isinstance(p, Primitive))
-    return {p: function for p in found if p.name in set(names)}
-
-
-_PRODUCTS_ONLY = _policy(LOW_OPS, flax_amp.use_compute_precision) | {
-    "amp_default": flax_amp.use_original_precision
-}
-# What rounds most often: with it in float32, the rest of the error is that of products.
-_WIDE_ARITHMETIC = _policy((*FOLLOW_OPS, "exp"), flax_amp.use_original_precision)
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -41,7 +27,7 @@ def measure(case: Case) -> dict[str, Any]:
     runs = Draws(case)
     if not draws.finite(next(iter(runs))[1]):
         return {"problems": ["not finite without amp"]}
-    found["twin"] = "hand-set" if case.hand else "products only"
+    found["twin"] = "hand-set" if case.hand else "cast products"
     for name, dtype in HALVES.items():
         try:
             found |= _half(case, runs, name, dtype, problems)
@@ -61,11 +47,8 @@ def _half(
     lowered = flax_amp.amp(case.loss, compute_dtype=dtype)
     if _shapes(runs, lowered) != _shapes(runs, case.loss):
         problems.append(f"{name}: other dtypes than without amp")
-    found = _products(_explain(case, dtype, None))
-    if found["share"] is not None and found["share"] < 1:
-        only = _explain(case, dtype, _PRODUCTS_ONLY)
-        found["share_of_products_only"] = only.totals.low_share
-    twin = case.hand(dtype) if case.hand else _with(case.loss, dtype, _PRODUCTS_ONLY)
+    found = _products(case, dtype)
+    twin = case.hand(dtype) if case.hand else cast_products(case.loss, dtype)
     works = runs.works(twin)
     try:
         compared = runs.compare(lowered, twin if works else None, dtype)
@@ -74,26 +57,19 @@ def _half(
         return found
     found |= {f"{name}_{k}": v for k, v in dataclasses.asdict(compared).items()}
     if compared.is_worse:
-        found[f"{name}_why"] = dict(_experiments(case, runs, dtype, twin))
+        found[f"{name}_by_hand"] = _by_hand(case, runs, dtype, twin)
     return found
 
 
-def _experiments(
-    case: Case, runs: Draws, dtype: Any, twin: Loss
-) -> Iterator[tuple[str, float]]:
-    """Yields the ratio with all arithmetic in float32, and without `amp`, by hand."""
-    policy = flax_amp.default_amp_policy | _WIDE_ARITHMETIC
-
-    def ratio(loss: Loss) -> float:
-        try:
-            return runs.compare(loss, twin, dtype, draws.STEP).ratio
-        except draws.NotFiniteError:
-            return math.inf
-
-    yield ARITHMETIC, ratio(_with(case.loss, dtype, policy))
+def _by_hand(case: Case, runs: Draws, dtype: Any, twin: Loss) -> float | None:
+    """Returns the ratio of the program without `amp`, cast by hand, if it works."""
     by_hand = _cast(case.loss, dtype)
-    if not case.hand and runs.works(by_hand):
-        yield BY_HAND, ratio(by_hand)
+    if case.hand or not runs.works(by_hand):
+        return None
+    try:
+        return runs.compare(by_hand, twin, dtype, draws.STEP).ratio
+    except draws.NotFiniteError:
+        return math.inf
 
 
 def _cast(loss: Loss, dtype: Any) -> Loss:
@@ -106,22 +82,19 @@ def _cast(loss: Loss, dtype: Any) -> Loss:
     return lambda *args: loss(*jax.tree.map(lower, args))
 
 
-def _with(loss: Loss, dtype: Any, policy: Any) -> Loss:
-    return flax_amp.amp(loss, compute_dtype=dtype, amp_policy=policy)
-
-
-def _explain(case: Case, dtype: Any, policy: Any) -> flax_amp.debug.Explanation:
-    explained: Any = flax_amp.explain(
-        case.loss, compute_dtype=dtype, amp_policy=policy, backward=False
-    )
-    return explained(case.params, *case.args)
-
-
-def _products(explained: flax_amp.debug.Explanation) -> dict[str, Any]:
-    """Returns the share of products in half precision, and why the others are not."""
+def _products(case: Case, dtype: Any) -> dict[str, Any]:
+    """Returns how many products are in half precision, and why the others are not."""
+    explain: Any = flax_amp.explain(case.loss, compute_dtype=dtype, backward=False)
+    explained: flax_amp.debug.Explanation = explain(case.params, *case.args)
     wide = [p for p in explained.problems if p.kind == "float32 product"]
     reasons = sorted({p.message for p in wide} | set(explained.notes))
-    return {"share": explained.totals.low_share, "wide_products": reasons}
+    low = [e for e in explained.equations if e.primitive in PRODUCTS and e.is_low]
+    return {
+        "share": explained.totals.low_share,
+        "wide_products": reasons,
+        "low": sum(e.times for e in low),
+        "low_in_twin": count_cast(jax.make_jaxpr(case.loss)(case.params, *case.args)),
+    }
 
 
 def _same_in_float32(case: Case, runs: Draws, problems: list[str]) -> None:

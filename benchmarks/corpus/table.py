@@ -21,9 +21,6 @@ _HEAD = (
     "| --- | --- | --: | --: | --: | --: | --: | --: | --: |\n"
 )
 _ALL = 0.995  # a share that rounds to 1.00
-# The experiments that look for the reason of a ratio.
-ARITHMETIC, BY_HAND = "arithmetic in float32", "by hand"
-_ROUNDED = "rounded arithmetic"
 Row = dict[str, Any]
 
 
@@ -51,8 +48,11 @@ def page(rows: dict[str, Row], left_out: Sequence[str] = ()) -> str:
         "its gradient: *products low* is the share of the FLOPs of matrix products in "
         "half precision, the others are relative L2 distances to the gradient without "
         "amp. The twin is the same model with the `dtype=` that its authors provide, "
-        "or else amp with a policy that lowers products and nothing else. A ratio "
-        "above 1 says that amp is farther from float32 than the twin.",
+        "or else the program with its products cast, by an interpreter that knows "
+        "nothing of amp (`benchmarks/twin.py`): their operands and results are rounded "
+        "to half precision, forward and backward, and nothing else is. A ratio above 1 "
+        "says that amp is farther from float32 than the twin. All products of half "
+        "precision are added up in float32, which XLA for the CPU does not always do.",
         "",
         f"{len(rows)} programs, {len(ran)} ran in both dtypes, "
         f"{sum(bool(row['problems']) for row in rows.values())} with a problem; "
@@ -63,9 +63,8 @@ def page(rows: dict[str, Row], left_out: Sequence[str] = ()) -> str:
         f"geometric means: {draws.STEP} draws, up to {draws.MOST} where the ratio is "
         f"near {draws.WORSE}. A program is not at its best if its ratio is above "
         f"{draws.WORSE} and more than two standard errors above 1, or if a product "
-        "is in float32 that amp with products only has in half. Two experiments look "
-        "for the reason: the ratio with all elementwise arithmetic in float32, and "
-        "that *by hand*, where parameters and data are cast to half, without amp.",
+        "is in float32 that the twin casts. The ratio *by hand* is that of the program "
+        "without amp, whose parameters and data are cast to half.",
         "",
         f"The run took {sum(row.get('seconds', 0) for row in rows.values()) / 60:.0f} "
         "minutes of CPU and "
@@ -82,8 +81,6 @@ def page(rows: dict[str, Row], left_out: Sequence[str] = ()) -> str:
         *(f"| {key} | {why} | {_why(key, rows[key])} |" for key, why in below.items()),
         "",
         "## Products that stay in float32",
-        "",
-        "Of these programs, amp with products only leaves the same in float32.",
         "",
         "| program | products low | why |",
         "| --- | --: | --- |",
@@ -102,19 +99,20 @@ def page(rows: dict[str, Row], left_out: Sequence[str] = ()) -> str:
 def shortfalls(row: Row) -> str:
     """Returns what is below its best in a program: a problem, a share, a ratio."""
     found = [problem.replace("|", "/") for problem in row["problems"]]
-    if _share(row) < _share(row, "share_of_products_only") - 1e-3:
-        found.append(f"products low {row['share']:.2f}")
+    missing = row.get("low_in_twin", 0) - row.get("low", 0)
+    if missing > 0:
+        found.append(f"{missing} products in float32 that the twin casts")
     for name in ("bf16", "fp16"):
-        if row.get(f"{name}_why") is not None:
+        if f"{name}_by_hand" in row:
             ratio, spread = row[f"{name}_ratio"], row[f"{name}_spread"]
             error = ratio * (math.exp(spread) - 1)
             found.append(f"{name} error {ratio:.2f} ± {error:.2f} of its twin's")
     return "; ".join(found)
 
 
-def _share(row: Row, name: str = "share") -> float:
-    """Returns a share of products; 1 if there are none, or if nobody asked."""
-    share = row.get(name, row.get("share"))
+def _share(row: Row) -> float:
+    """Returns the share of products in half; 1 if there are none, or it did not run."""
+    share = row.get("share")
     return 1.0 if share is None else float(share)
 
 
@@ -133,44 +131,29 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _counts(below: Sequence[str], rows: dict[str, Row]) -> list[str]:
-    """Returns what the reasons are, and how many programs have each."""
-    rounded = [key for key in below if _is_rounded(rows[key])]
+    """Returns how programs that are not at their best fare by hand."""
     by_hand = [
-        why[BY_HAND] >= rows[key][f"{name}_ratio"]
-        for key in rounded
-        for name, why in _experiments(rows[key])
-        if BY_HAND in why
+        row[f"{name}_by_hand"] >= row[f"{name}_ratio"]
+        for row in (rows[key] for key in below)
+        for name in ("bf16", "fp16")
+        if row.get(f"{name}_by_hand") is not None
     ]
-    open_ = [key for key in below if key not in rounded and key not in REASONS]
+    open_ = [key for key in below if key not in REASONS]
     return [
-        f"{len(rounded)} of {len(below)} are of *{_ROUNDED}*: amp rounds what stands "
-        "between the products to half precision, and the twin rounds less of it; with "
-        f"that in float32, the ratio is at most {draws.WORSE}. By hand, which rounds "
-        f"it, too, the error is at least that of amp in {sum(by_hand)} of "
-        f"{len(by_hand)} comparisons.",
+        "amp rounds the values that it keeps between products, and the twin none. By "
+        f"hand, which rounds more, the error is at least that of amp in {sum(by_hand)} "
+        f"of {len(by_hand)} comparisons.",
         "",
         f"Not explained: {', '.join(open_) or 'none'}.",
     ]
 
 
-def _experiments(row: Row) -> list[tuple[str, dict[str, float]]]:
-    pairs = ((name, row.get(f"{name}_why")) for name in ("bf16", "fp16"))
-    return [(name, why) for name, why in pairs if why is not None]
-
-
-def _is_rounded(row: Row) -> bool:
-    """Whether elementwise arithmetic in float32 ends all shortfalls of a program."""
-    found = [why.get(ARITHMETIC, math.inf) for _, why in _experiments(row)]
-    share = _share(row) >= _share(row, "share_of_products_only") - 1e-3
-    return bool(found and share and not row["problems"]) and max(found) <= draws.WORSE
-
-
 def _why(key: str, row: Row) -> str:
-    """Returns what explains a shortfall: a note, experiments."""
+    """Returns what explains a shortfall: a note, and the ratio by hand."""
     found = [REASONS[key]] if key in REASONS else []
-    found += [_ROUNDED] if _is_rounded(row) else []
-    for name, why in _experiments(row):
-        found += [f"{name} {ratio:.2f} {how}" for how, ratio in why.items()]
+    for name in ("bf16", "fp16"):
+        if row.get(f"{name}_by_hand") is not None:
+            found.append(f"{name} {row[f'{name}_by_hand']:.2f} by hand")
     return "; ".join(found).replace("|", "/")
 
 

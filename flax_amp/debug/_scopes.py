@@ -16,6 +16,7 @@ from flax.linen import module as linen_module
 from flax_amp import _compat
 from flax_amp._compat import Eqn
 from flax_amp._rewriter import nnx_scopes
+from flax_amp._rewriter.outline.scopes import resolved
 
 # Where Flax's modules, and those of NNX here, call the methods that users have written.
 _CALLERS = (linen_module.__file__, nnx_scopes.__file__)
@@ -76,7 +77,7 @@ def module_path(scopes: tuple[str, ...]) -> str:
     """Returns the path of modules that scopes mean, without the names of methods."""
     names: list[str] = []
     was_method = False
-    for scope in scopes:
+    for scope in resolved(scopes):
         is_method = isinstance(scope, _Method)
         for name in (scope.rpartition(".")[0] if is_method else scope).split("/"):
             if "->" in name:  # `jnp.einsum` opens a scope with its formula

@@ -22,6 +22,7 @@ from flax_amp._compat import Atom, Eqn
 from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
+from flax_amp._rewriter.outline.scopes import resolved
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
@@ -130,7 +131,7 @@ class Walk:
         self, eqn: Eqn, step: Step, values: Values, place: Place, after: Dtypes
     ) -> None:
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
-        scopes = place.scopes + scopes_of(eqn)
+        scopes = resolved(place.scopes + scopes_of(eqn))
         row = Equation(
             path=module_path(scopes),
             primitive=eqn.primitive.name,

@@ -12,11 +12,14 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 
-from _fuzz_checks import check, examples
+from _fuzz_checks import check, examples, options, programs
 from _fuzz_language import In, Layers, Op, names
+from _fuzz_twins import GRADIENTS, beside_twin
 from flax_amp._rewriter.outline import repeats
 from helpers import HALVES
 
@@ -77,6 +80,34 @@ def test_generated_programs(part):
         print(f"{transforms.total()} programs of FLAX_AMP_FUZZ_SEED={SEED + part}")
         for drawn in (transforms, nodes, primitives):
             print(dict(drawn.most_common()))
+
+
+@pytest.mark.slow
+@pytest.mark.once
+@pytest.mark.usefixtures("clear_caches")
+def test_errors_beside_those_of_twins():
+    """Derivatives are as near to float32 as if products alone were cast, on average.
+
+    The arrays have sixteen elements, so one program tells little.
+    """
+    found = []
+
+    @seed(SEED)
+    @settings(_settings, max_examples=COUNT // 4 or 80)
+    @given(st.tuples(programs(), *map(st.sampled_from, (GRADIENTS, HALVES)), options))
+    def run(example):
+        found.append((beside_twin(*example), example))
+
+    run()
+    ratios = np.array([ratio for ratio, _ in found])
+    mean = np.exp(np.mean(np.log(ratios)))
+    print(
+        f"{len(found)} programs of FLAX_AMP_FUZZ_SEED={SEED}: {mean:.3f} of the twins"
+    )
+    for ratio, example in sorted(found, key=lambda pair: -pair[0])[:5]:
+        print(f"{ratio:.2f}: {example}")
+    assert mean <= 1.1
+    assert np.mean(ratios > 2) <= 0.05
 
 
 FOUND = {

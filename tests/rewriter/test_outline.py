@@ -179,10 +179,10 @@ def printing(w, x):
     return jnp.mean(x**2)
 
 
-def scopes_inside(w, x):
+def scopes_inside(name, w, x):
     for i in range(LAYERS):
         x = x + 1
-        with jax.named_scope(f"dense_{i}"):
+        with jax.named_scope(name(i)):
             x = dense(w[i], x)
     return jnp.mean(x**2)
 
@@ -207,7 +207,11 @@ PATTERNS = {  # name: (program, how many calls at least; None: none at all)
     "two kinds that alternate": (alternating, SOME),
     "in a loop and behind it": (in_another_program, SOME),
     "effects": (printing, None),
-    "different scopes inside": (scopes_inside, None),
+    "other numbers inside": (functools.partial(scopes_inside, "dense_{}".format), ALL),
+    "other names inside": (
+        functools.partial(scopes_inside, "abcdef".__getitem__),
+        None,
+    ),
 }
 
 

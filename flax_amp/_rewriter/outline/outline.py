@@ -13,21 +13,16 @@ optimizes, so the compiled program is the same.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 
 from jax.extend.core import Literal, Primitive, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.outline.equality import bits, map_plans
-from flax_amp._rewriter.outline.repeats import (
-    Key,
-    Program,
-    Run,
-    common_prefix,
-    find,
-    substitution,
-)
+from flax_amp._rewriter.outline.equality import bits, map_plans, plans_in
+from flax_amp._rewriter.outline.repeats import EqualLayers, Key, Program, find
+from flax_amp._rewriter.outline.scopes import LayerScopes, Scopes
 from flax_amp._rewriter.plan import (
     BodyKind,
     EditedJaxpr,
@@ -61,10 +56,11 @@ def outline(plan: Plan, has_user_rule: Callable[[Eqn], bool]) -> Plan:
     eqns: list[Eqn] = []
     steps: list[Step] = []
     done = 0
-    for run in find(program):
+    for layers in find(program):
+        run = layers.run
         eqns += program.eqns[done : run.start]
         steps += program.steps[done : run.start]
-        calls, step = _Layers(program, run).calls()
+        calls, step = _Calls(program, layers).calls()
         eqns += calls
         steps += [step] * run.copies
         done = run.stop
@@ -81,36 +77,31 @@ def _with_equations(plan: Plan, eqns: Sequence[Eqn], steps: Sequence[Step]) -> P
     return dataclasses.replace(plan, jaxpr=edited, steps=tuple(steps))
 
 
-class _Layers:
-    """The layers of a run, and the calls that take their places.
+class _Calls:
+    """The calls that take the places of equal layers.
 
-    The layers differ in variables, in integer literals, and in the first scopes around
-    them. What they call is the first one, with what differs as inputs.
+    The layers differ in variables, in integer literals, and in scopes (`scopes.py`).
+    What they call is the first one, with what differs as inputs.
     """
 
-    def __init__(self, program: Program, run: Run):
+    def __init__(self, program: Program, layers: EqualLayers):
         self._program = program
-        self._run = run
-        # What the keys of the first layer are in each layer, the first one included.
-        self._substitutions = [
-            substitution(program, run, start) or {} for start in run.starts
-        ]
+        self._run, self._substitutions, self._scopes = layers
 
     def calls(self) -> tuple[list[Eqn], Step]:
         """Returns the calls, and the step of all of them."""
         program, run = self._program, self._run
         layer, keys = self._layer()
         calls = []
-        for start, found in zip(run.starts, self._substitutions, strict=True):
-            # A call takes its source line from the first equation of its layer, and the
-            # scopes that all of the layer shares.
+        layers = zip(run.starts, self._substitutions, self._scopes.calls, strict=True)
+        for start, found, scopes in layers:
+            # A call takes its source line from the first equation of its layer.
             call = program.eqns[start].replace(
                 primitive=repeat_p,
                 invars=[found[key] for key in keys],
                 outvars=[found[v] for v in layer.jaxpr.outvars],
                 params={},
             )
-            scopes = common_prefix(program.scopes(start, run))
             calls.append(_compat.with_scopes(call, scopes))
         reason = Reason("one of equal layers")
         return calls, Step(Mode.REPEAT, layer.outs, reason, detail=layer)
@@ -118,7 +109,6 @@ class _Layers:
     def _layer(self) -> tuple[Plan, list[Key]]:
         """Returns the plan of the first layer, and the keys of its inputs."""
         program, run = self._program, self._run
-        depth = len(common_prefix(program.scopes(run.start, run)))
         indices = range(run.start, run.start + run.period)
         made = {v for i in indices for v in program.eqns[i].outvars}
         ins: dict[Key, Var] = {}
@@ -126,7 +116,7 @@ class _Layers:
         steps: list[Step] = []
         outs: list[Var] = []
         for i in indices:
-            eqn, step = _without_scopes(program.eqns[i], program.steps[i], depth)
+            eqn, step = _renamed(program.eqns[i], program.steps[i], self._scopes)
             # In the order in which they are read: it is the same in every process.
             ins |= {v: v for v in variables(eqn.invars) if v not in made}
             keys = [(i - run.start, k) for k in range(len(eqn.invars))]
@@ -174,20 +164,32 @@ class _Layers:
         )
 
 
-def _without_scopes(eqn: Eqn, step: Step, depth: int) -> tuple[Eqn, Step]:
-    """Returns an equation and its step without the first scopes around them."""
-    own = _compat.scopes(eqn)
-    eqn = _compat.with_scopes(eqn, own[depth:])
-    if depth <= len(own):
+def _renamed(
+    eqn: Eqn, step: Step, scopes: LayerScopes, outer: Scopes = ()
+) -> tuple[Eqn, Step]:
+    """Returns an equation of the first layer, and its step, with other scopes.
+
+    Args:
+      eqn: the equation.
+      step: its step.
+      scopes: those of the layers.
+      outer: the scopes around the jaxpr with the equation, which begin at its border.
+    """
+    path = outer + _compat.scopes(eqn)
+    new = scopes.inside(path)[len(scopes.inside(outer)) :]
+    if new != _compat.scopes(eqn):
+        eqn = _compat.with_scopes(eqn, new)
+
+    def renamed(plan: Plan) -> Plan:
+        pairs = [_renamed(*pair, scopes, path) for pair in plan.pairs()]
+        eqns, steps = [eqn for eqn, _ in pairs], [step for _, step in pairs]
+        is_same = all(map(operator.is_, eqns, plan.jaxpr.eqns))
+        # Whoever calls the same body calls the same plan, so it is rewritten once.
+        if is_same and all(map(operator.is_, steps, plan.steps)):
+            return plan
+        return _with_equations(plan, eqns, steps)
+
+    detail = map_plans(step.detail, renamed)
+    if all(map(operator.is_, plans_in(detail), plans_in(step.detail))):
         return eqn, step
-    # The scopes of equations in a body begin at its border. If the layer shares more
-    # scopes than the call has, the others are inside.
-    detail = map_plans(
-        step.detail, lambda plan: _plan_without_scopes(plan, depth - len(own))
-    )
     return eqn, dataclasses.replace(step, detail=detail)
-
-
-def _plan_without_scopes(plan: Plan, depth: int) -> Plan:
-    pairs = [_without_scopes(eqn, step, depth) for eqn, step in plan.pairs()]
-    return _with_equations(plan, [e for e, _ in pairs], [step for _, step in pairs])

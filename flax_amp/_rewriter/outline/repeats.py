@@ -8,11 +8,10 @@ the numbers of equal equations beside them,
     b = tanh a      2        d = tanh c      2        f = tanh e      2
 
 is a run of period 2. Its layers could as well begin at the `tanh`. The offset is chosen
-such that few values pass from layer to layer, and such that all layers have the same
-scopes below a prefix of their own (`Model/layers_0`, `Model/layers_1`).
+such that few values pass from layer to layer, and if possible such that all layers have
+the same scopes below a prefix of their own (`Model/layers_0`, `Model/layers_1`).
 """
 
-import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._rewriter.heuristics import moves_of_inputs
 from flax_amp._rewriter.outline.equality import EquationIds, plans_in
+from flax_amp._rewriter.outline.scopes import LayerScopes, Scopes, layer_scopes
 from flax_amp._rewriter.plan import Plan, Step, variables
 
 _MIN_SAVED = 48  # equations that need not be rewritten; calls do not pay for fewer
@@ -35,7 +35,6 @@ _MIN_COPIES = 5
 _MAX_PERIODS = 16  # that are tried
 _MAX_OFFSETS = 8  # that are tried in each period
 
-Scopes = tuple[Any, ...]
 # Variables by themselves, literals by the equation and operand where they stand.
 Key = Var | tuple[int, int]
 Substitution = dict[Key, Atom]
@@ -61,6 +60,20 @@ class Run(NamedTuple):
     @property
     def starts(self) -> range:
         return range(self.start, self.stop, self.period)
+
+
+class EqualLayers(NamedTuple):
+    """A run, and how its layers differ.
+
+    Attributes:
+      run: the run.
+      substitutions: for each layer, what the variables of the first one are in it.
+      scopes: the scopes of the layers.
+    """
+
+    run: Run
+    substitutions: list[Substitution]
+    scopes: LayerScopes
 
 
 class _Stretch(NamedTuple):
@@ -167,19 +180,19 @@ def _weight(eqn: Eqn, step: Step) -> int:
     return 1 + sum(_weight(*pair) for plan in inside for pair in plan.pairs())
 
 
-def find(program: Program) -> list[Run]:
-    """Returns runs that are worth it and do not overlap, in order."""
+def find(program: Program) -> list[EqualLayers]:
+    """Returns equal layers that are worth it and do not overlap, in order."""
     return list(_runs(program, 0, len(program.eqns)))
 
 
-def _runs(program: Program, start: int, stop: int) -> Iterator[Run]:
+def _runs(program: Program, start: int, stop: int) -> Iterator[EqualLayers]:
     """Yields the best run between two indices, and those before and behind it."""
     for stretch in _stretches(program, start, stop):
-        run = _best_run(program, stretch)
-        if run is not None:
-            yield from _runs(program, start, run.start)
-            yield run
-            yield from _runs(program, run.stop, stop)
+        layers = _best_layers(program, stretch)
+        if layers is not None:
+            yield from _runs(program, start, layers.run.start)
+            yield layers
+            yield from _runs(program, layers.run.stop, stop)
             return
 
 
@@ -212,17 +225,37 @@ def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
     return sorted(worth, key=lambda stretch: -program.saved(stretch.run()))
 
 
-def _best_run(program: Program, stretch: _Stretch) -> Run | None:
-    """Returns the run in a stretch whose layers pass on the fewest values."""
+def _best_layers(program: Program, stretch: _Stretch) -> EqualLayers | None:
+    """Returns the layers in a stretch that pass on the fewest values.
+
+    Those that begin where modules do, so that their scopes are equal, come first.
+    """
     start, _, period = stretch
     # In the second layer: what the first one reads may come from before the stretch.
     passing = _passing(program, start, start + 2 * period)[period:]
     offsets = sorted(range(period), key=lambda offset: passing[offset])
+    found = None
     for offset in offsets[:_MAX_OFFSETS]:
         run = stretch.run(offset)
-        if program.is_worth_it(run) and _is_sound(program, run):
-            return run
-    return None
+        layers = _equal_layers(program, run) if program.is_worth_it(run) else None
+        if layers is not None and not layers.scopes.renamed:
+            return layers
+        found = found or layers
+    return found
+
+
+def _equal_layers(program: Program, run: Run) -> EqualLayers | None:
+    """Returns how the layers of a run differ, `None` if they are not equal.
+
+    They are if they are connected alike, and their scopes differ in numbers only.
+    """
+    scopes = layer_scopes([program.scopes(start, run) for start in run.starts])
+    if scopes is None:
+        return None
+    found = [_substitution(program, run, start) for start in run.starts]
+    if None in found:
+        return None
+    return EqualLayers(run, [one for one in found if one is not None], scopes)
 
 
 def _passing(program: Program, start: int, stop: int) -> list[int]:
@@ -242,21 +275,7 @@ def _passing(program: Program, start: int, stop: int) -> list[int]:
     return list(itertools.accumulate(changes))
 
 
-def _is_sound(program: Program, run: Run) -> bool:
-    """Whether all layers are connected alike and have the same scopes inside."""
-    # A call has the scopes that all of its layer shares, such as `layers_0`. The others
-    # stand in the one function of all calls, so they must be equal.
-    inside = []
-    for start in run.starts:
-        scopes = program.scopes(start, run)
-        depth = len(common_prefix(scopes))
-        inside.append([scope[depth:] for scope in scopes])
-    if any(scopes != inside[0] for scopes in inside):
-        return False
-    return all(substitution(program, run, start) is not None for start in run.starts)
-
-
-def substitution(program: Program, run: Run, start: int) -> Substitution | None:
+def _substitution(program: Program, run: Run, start: int) -> Substitution | None:
     """Maps what the first layer reads and makes to its counterpart in another layer.
 
     The other layer begins at `start`. The result is `None` if the two are connected
@@ -296,15 +315,3 @@ def _scopes(eqn: Eqn, step: Step) -> list[Scopes]:
         for scopes in _scopes(*pair)
     ]
     return [own + scopes for scopes in inside] or [own]
-
-
-def common_prefix(scopes: Sequence[Scopes]) -> Scopes:
-    """Returns the longest common prefix of some paths."""
-    return functools.reduce(_common_of_two, set(scopes))
-
-
-def _common_of_two(scopes: Scopes, others: Scopes) -> Scopes:
-    pairs = zip(scopes, others, strict=False)
-    return tuple(
-        a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-    )

@@ -1,0 +1,213 @@
+"""The twin rounds what goes into products and comes out of them, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import flax_amp
+from _programs import PROGRAMS, WITHIN, loss_of, with_jvp, with_vjp
+from _programs import W as WEIGHT
+from _programs import X as DATA
+from benchmarks.exact import with_exact_products
+from benchmarks.products import with_products
+from benchmarks.twin import cast_products, count_cast
+from flax_amp.policy import LOW_OPS
+from helpers import (
+    HALVES,
+    assert_identical,
+    assert_same_avals,
+    equations_of,
+    jit,
+    relative_error,
+)
+
+HIGHEST = (lax.Precision.HIGHEST,) * 2
+
+
+def rounded(x, dtype):
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(dtype), np.float64)
+
+
+def product(w, x):
+    return x @ w
+
+
+def test_a_product_and_its_derivatives_are_rounded():
+    """Operands, cotangents and results: compared with NumPy, in float64."""
+    rng = np.random.default_rng(0)
+    w, x, ct = (rng.normal(size=s).astype(np.float32) for s in ((5, 3), (4, 5), (4, 3)))
+    for dtype in HALVES:
+        out, pull = jit(
+            lambda dtype=dtype: jax.vjp(cast_products(product, dtype), w, x)
+        )()
+        low_w, low_x, low_ct = (rounded(v, dtype) for v in (w, x, ct))
+        found = (out, *jit(pull)(ct))
+        wanted = (low_x @ low_w, low_x.T @ low_ct, low_ct @ low_w.T)
+        for a, b in zip(found, wanted, strict=True):
+            assert a.dtype == jnp.float32
+            np.testing.assert_array_equal(np.asarray(a, np.float64), rounded(b, dtype))
+
+
+NOT_CAST = {
+    "a sum": lambda w, x: jnp.vdot(x[0], x[1]),
+    "a sum for each row": lambda w, x: jnp.einsum("bi,bi->b", x, x).sum(),
+    "a multiplication": lambda w, x: jnp.outer(x[0], w[0]).sum(),
+    "of one term": lambda w, x: (x[:, :1] @ w[:1]).sum(),
+    "a precise one": lambda w, x: jnp.matmul(x, w, precision="highest").sum(),
+    "the user's own half": lambda w, x: (
+        (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32).sum()
+    ),
+    "integers": lambda w, x: (x.astype(int) @ w.astype(int)).sum() * w.sum(),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CAST)
+def test_what_is_not_cast(name):
+    fn = NOT_CAST[name]
+    twin = cast_products(fn, jnp.bfloat16)
+    assert count_cast(jax.make_jaxpr(fn)(WEIGHT, DATA)) == 0
+    assert "bf16" not in str(jax.make_jaxpr(twin)(WEIGHT, DATA))
+    found = jit(jax.grad(twin))(WEIGHT, DATA)
+    assert_identical(found, jit(jax.grad(fn))(WEIGHT, DATA))
+
+
+AROUND = (
+    WITHIN
+    | {"custom_jvp": with_jvp, "custom_vjp": with_vjp}
+    | {
+        "while": lambda fn: (
+            lambda w, x: lax.while_loop(
+                lambda c: c[0] < 1, lambda c: (c[0] + 1, fn(w, x)), (0, fn(w, x))
+            )[1]
+        ),
+        "linear solve": lambda fn: (
+            lambda w, x: lax.custom_linear_solve(
+                lambda y: y @ jnp.eye(y.shape[-1]),
+                fn(w, x),
+                lambda _, b: b,
+                symmetric=True,
+            )
+        ),
+    }
+)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_products_in_other_code_are_cast(around):
+    """They are the same bits as without it, and as many as in half under `amp`."""
+    fn = loss_of(AROUND[around](PROGRAMS["mlp"]))
+    twin = cast_products(fn, jnp.bfloat16)
+    derivative = jax.value_and_grad if around != "while" else lambda fn: fn
+    plain, found = (jit(derivative(f))(WEIGHT, DATA) for f in (fn, twin))
+    assert_same_avals(found, plain)
+    assert 1e-4 < relative_error(found, plain) < 2e-2
+    made = jax.make_jaxpr(fn)(WEIGHT, DATA)
+    explained = flax_amp.explain(fn, backward=False)(WEIGHT, DATA)
+    low = [e.times for e in explained.equations if e.primitive in LOW_OPS and e.is_low]
+    assert count_cast(made) == sum(low) > 0
+
+
+@pytest.mark.parametrize("rule", [with_jvp, with_vjp])
+def test_the_rule_of_the_user_is_kept_and_cast(rule):
+    """It is that of another function here, with a product in it."""
+    fn = rule(lambda w, x: x @ w)
+    other = lambda w, x: jnp.sin(x @ w) @ w  # noqa: E731
+    if rule is with_jvp:
+        fn.defjvp(lambda p, t: (fn(*p), jax.jvp(other, p, t)[1]))
+    else:
+        fn.defvjp(lambda *a: (fn(*a), a), lambda a, g: jax.vjp(other, *a)[1](g))
+    twin, wanted = (cast_products(f, jnp.bfloat16) for f in (fn, other))
+    cotangent = jnp.cos(jnp.arange(float(DATA.size))).reshape(DATA.shape)
+    found, wanted = (
+        jit(lambda f=f: jax.vjp(f, WEIGHT, DATA)[1](cotangent))()
+        for f in (twin, wanted)
+    )
+    assert_identical(found, wanted)
+
+
+def integers(w, x):
+    """A rule with integers among operands and results."""
+
+    @jax.custom_vjp
+    def shifted(x, n):
+        return x @ jnp.eye(x.shape[1]), n + 1
+
+    shifted.defvjp(lambda x, n: (shifted(x, n), n), lambda n, g: (g[0] * n, None))
+    y, n = shifted(x @ w, jnp.int32(3))
+    bent = jax.custom_jvp(lambda y, n: (jnp.sin(y), n))
+    bent.defjvp(lambda p, t: (bent(*p), (jnp.cos(p[0]) * t[0] * p[1], t[1])))
+    z, n = bent(y, n)
+    return (z * n).sum()
+
+
+def test_integers_in_rules():
+    found, plain = (
+        jit(jax.grad(f))(WEIGHT, DATA)
+        for f in (cast_products(integers, jnp.float16), integers)
+    )
+    assert 0 < relative_error(found, plain) < 1e-2
+
+
+def test_a_rule_sees_what_nobody_differentiates_by():
+    """Some refuse to run otherwise."""
+
+    @jax.custom_vjp
+    def fn(w, x):
+        return x @ w
+
+    def forward(w, x):
+        assert w.perturbed and not x.perturbed
+        return fn(w.value, x.value), x.value
+
+    fn.defvjp(forward, lambda x, g: (x.T @ g, None), symbolic_zeros=True)
+    twin = cast_products(loss_of(fn), jnp.bfloat16)
+    wanted = cast_products(loss_of(lambda w, x: x @ w), jnp.bfloat16)
+    found, wanted = (jit(jax.grad(f))(WEIGHT, DATA) for f in (twin, wanted))
+    assert_identical(found, wanted)
+
+
+TRANSFORMS = {
+    "jvp of grad": lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (jnp.cos(w),))[1],
+    "grad of grad": lambda f: jax.grad(lambda w: jax.grad(f)(w).sum()),
+    "vmap of grad": lambda f: lambda w: jax.vmap(jax.grad(f))(jnp.stack([w, w / 2])),
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transformations(transform):
+    loss = lambda w: loss_of(PROGRAMS["mlp"])(w, DATA)  # noqa: E731
+    apply = TRANSFORMS[transform]
+    found, plain = (
+        jit(apply(f))(WEIGHT) for f in (cast_products(loss, jnp.float16), loss)
+    )
+    assert 0 < relative_error(found, plain) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_exact_products(dtype):
+    """Sums in float32, also in loops; all other equations are as they were."""
+
+    def fn(w, x):
+        low_x, low_w = x.astype(dtype), w.astype(dtype)
+        y = lax.scan(lambda c, row: (c, jnp.tanh(row @ low_w)), 0, low_x)[1]
+        return (y @ low_w).astype(jnp.float32).sum() + (x @ w).sum()
+
+    exact = with_exact_products(jax.grad(fn))
+    products = equations_of(exact, WEIGHT, DATA, primitive="dot_general")
+    assert {str(v.aval.dtype) for eqn in products for v in eqn.invars} == {"float32"}
+    low = [eqn for eqn in products if eqn.params["precision"] == HIGHEST]
+    assert len(products) == len(low) + 2 > 5  # two are those of `x @ w`
+    found, plain = (jit(f)(WEIGHT, DATA) for f in (exact, jax.grad(fn)))
+    assert_same_avals(found, plain)
+    assert relative_error(found, plain) < 2 * jnp.finfo(dtype).eps
+
+
+def test_nothing_else_changes():
+    """With products that are left as they are, a gradient has the same jaxpr."""
+    fn = jax.grad(loss_of(PROGRAMS["attention"]))
+    same = with_products(fn, lambda eqn, operands: None)
+    found, plain = (jax.make_jaxpr(f)(WEIGHT, DATA) for f in (same, fn))
+    assert str(found) == str(plain)
