@@ -5,6 +5,7 @@ from benchmarks.models import (
     convnext,
     dlrm,
     efficientnet,
+    gat,
     gpt,
     griffin,
     llama,
@@ -40,6 +41,7 @@ _MODULES = {
     "convnext": convnext,
     "efficientnet": efficientnet,
     "unet": unet,
+    "gat": gat,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
