@@ -3,6 +3,7 @@
 from benchmarks.models import (
     bert,
     convnext,
+    dit,
     dlrm,
     efficientnet,
     gat,
@@ -42,6 +43,7 @@ _MODULES = {
     "efficientnet": efficientnet,
     "unet": unet,
     "gat": gat,
+    "dit": dit,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
