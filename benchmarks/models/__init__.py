@@ -13,6 +13,7 @@ from benchmarks.models import (
     moe,
     resnet,
     small,
+    swin,
     t5,
     unet,
     vit,
@@ -44,6 +45,7 @@ _MODULES = {
     "unet": unet,
     "gat": gat,
     "dit": dit,
+    "swin": swin,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
