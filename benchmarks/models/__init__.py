@@ -2,6 +2,7 @@
 
 from benchmarks.models import (
     bert,
+    clip,
     convnext,
     dit,
     dlrm,
@@ -46,6 +47,7 @@ _MODULES = {
     "gat": gat,
     "dit": dit,
     "swin": swin,
+    "clip": clip,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
