@@ -11,6 +11,7 @@ from benchmarks.models import (
     gpt,
     griffin,
     llama,
+    mamba,
     moe,
     resnet,
     small,
@@ -48,6 +49,8 @@ _MODULES = {
     "dit": dit,
     "swin": swin,
     "clip": clip,
+    "mamba": mamba,
+    "mamba_loop": mamba,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
