@@ -12,6 +12,7 @@ from benchmarks.models import (
     griffin,
     llama,
     mamba,
+    mixer,
     moe,
     resnet,
     small,
@@ -51,6 +52,7 @@ _MODULES = {
     "clip": clip,
     "mamba": mamba,
     "mamba_loop": mamba,
+    "mixer": mixer,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
