@@ -20,6 +20,7 @@ from benchmarks.models import (
     t5,
     unet,
     vit,
+    wavenet,
 )
 from benchmarks.models.base import DType, Problem
 
@@ -53,6 +54,7 @@ _MODULES = {
     "mamba": mamba,
     "mamba_loop": mamba,
     "mixer": mixer,
+    "wavenet": wavenet,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
