@@ -10,6 +10,7 @@ from benchmarks.models import (
     gat,
     gpt,
     griffin,
+    linear_attention,
     llama,
     mamba,
     mixer,
@@ -55,6 +56,7 @@ _MODULES = {
     "mamba_loop": mamba,
     "mixer": mixer,
     "wavenet": wavenet,
+    "linear_attention": linear_attention,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
