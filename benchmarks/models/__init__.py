@@ -57,6 +57,7 @@ _MODULES = {
     "mixer": mixer,
     "wavenet": wavenet,
     "linear_attention": linear_attention,
+    "nnx_gpt": gpt,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
