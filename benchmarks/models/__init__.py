@@ -58,6 +58,7 @@ _MODULES = {
     "wavenet": wavenet,
     "linear_attention": linear_attention,
     "nnx_gpt": gpt,
+    "nnx_resnet50": resnet,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
