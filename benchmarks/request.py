@@ -21,7 +21,7 @@ MODELS = tuple(name for name in models.NAMES if name not in ("gpt_24", "gpt_fsdp
 FLOAT16 = ("hand_fp16", "amp_fp16")
 BFLOAT16 = tuple(name for name in variants.NAMES if name not in FLOAT16)
 # The others have no softmax in the model, or one that is in float32 as it is.
-_SOFTMAX = ("vit_small", "vit_s16", "gpt_")
+_SOFTMAX = ("vit_small", "vit_s16", "gpt_", "gat", "dit", "swin", "clip")
 
 Figures = dict[str, Any]
 Cells = list[tuple[str, list[str]]]  # models with their variants

@@ -2,18 +2,26 @@
 
 from benchmarks.models import (
     bert,
+    clip,
     convnext,
+    dit,
     dlrm,
     efficientnet,
+    gat,
     gpt,
     griffin,
+    linear_attention,
     llama,
+    mamba,
+    mixer,
     moe,
     resnet,
     small,
+    swin,
     t5,
     unet,
     vit,
+    wavenet,
 )
 from benchmarks.models.base import DType, Problem
 
@@ -40,6 +48,17 @@ _MODULES = {
     "convnext": convnext,
     "efficientnet": efficientnet,
     "unet": unet,
+    "gat": gat,
+    "dit": dit,
+    "swin": swin,
+    "clip": clip,
+    "mamba": mamba,
+    "mamba_loop": mamba,
+    "mixer": mixer,
+    "wavenet": wavenet,
+    "linear_attention": linear_attention,
+    "nnx_gpt": gpt,
+    "nnx_resnet50": resnet,
 }
 NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")

@@ -39,6 +39,14 @@ def cast(x: jax.Array, dtype: DType) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
+def softmax(scores: jax.Array, dtype: DType) -> jax.Array:
+    """Returns the softmax of scores, computed in a dtype of its own unless it is None.
+
+    This is the expert's cast in a hand-set model: up before the softmax, down after it.
+    """
+    return nn.softmax(cast(scores, dtype)).astype(scores.dtype)
+
+
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the mean cross entropy, in float32 whatever the dtype of the logits."""
     logits = logits.astype(jnp.float32)
@@ -88,16 +96,23 @@ def linen(model: nn.Module, batch: MakeBatch, loss_of: Loss = cross_entropy) -> 
 
 
 def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Problem:
-    """Makes the problem of an NNX classifier; its state is parameters only."""
+    """Makes the problem of an NNX classifier, which may have batch statistics."""
+    kinds = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
     # The structure alone: `nnx.Rngs` of a tracer must not leak into it.
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
+    abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    graphdef, *_ = nnx.split(abstract, *kinds.values())
+
+    def states(model):
+        found = {name: nnx.state(model, kind) for name, kind in kinds.items()}
+        return {name: nnx.to_pure_dict(state) for name, state in found.items() if state}
 
     def init(key):
-        return {"params": nnx.to_pure_dict(nnx.state(make(key)))}
+        return states(make(key))
 
     def loss(params, others, batch):
-        model: Any = nnx.merge(graphdef, params)
-        return cross_entropy(model(batch["inputs"]), batch["labels"]), others
+        model: Any = nnx.merge(graphdef, params, *others.values())
+        value = cross_entropy(model(batch["inputs"]), batch["labels"])
+        return value, {name: states(model)[name] for name in others}
 
     return Problem(init, loss, batch)
 

@@ -1,4 +1,7 @@
-"""A GPT in Linen: scanned or unrolled over its layers, with or without remat."""
+"""A GPT in Linen: scanned or unrolled over its layers, with or without remat.
+
+`nnx_gpt` is in NNX, unrolled, without remat.
+"""
 
 import dataclasses
 from typing import Any
@@ -6,10 +9,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from benchmarks.models import base
-from benchmarks.models.vit import Block
+from benchmarks.models.vit import Block, NNXBlock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gpt_24": dict(layers=24, scan=False, remat=False),
     # For 256 chips: a sequence for each.
     "gpt_fsdp": dict(width=1024, layers=8, heads=16, batch=256),
+    "nnx_gpt": dict(layers=6, scan=False, remat=False),
 }
 
 
@@ -92,7 +97,32 @@ class GPT(nn.Module):
         return base.scan(step, config.layers)(*arguments)(x, mask)[0]
 
 
+class NNXGPT(nnx.Module):
+    """`GPT` in NNX."""
+
+    def __init__(self, config: Config, dtype: base.DType, rngs: nnx.Rngs):
+        width = config.width
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        self.embed = nnx.Embed(config.vocab, width, **options)
+        self.positions = nnx.Embed(config.length, width, **options)
+        self.blocks = nnx.List(
+            [NNXBlock(width, config.heads, **options) for _ in range(config.layers)]
+        )
+        self.norm = nnx.LayerNorm(width, **options)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        mask = nnx.make_causal_mask(tokens[:1], dtype=bool)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.embed.attend(self.norm(x))
+
+
 def problem(name, size, dtype, softmax_dtype):
     config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {})))
     data = base.tokens(config.batch, config.length, config.vocab)
+    if name == "nnx_gpt":
+        return base.nnx_problem(
+            lambda key: NNXGPT(config, dtype, nnx.Rngs(params=key)), data
+        )
     return base.linen(GPT(config, dtype, softmax_dtype), data)

@@ -79,18 +79,15 @@ class ViT(nn.Module):
 class NNXBlock(nnx.Module):
     """`Block` in NNX."""
 
-    def __init__(self, config: Config, **options: Any):
-        width = config.width
+    def __init__(self, width: int, heads: int, **options: Any):
         self.norm1 = nnx.LayerNorm(width, **options)
-        self.attention = nnx.MultiHeadAttention(
-            config.heads, width, decode=False, **options
-        )
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, **options)
         self.norm2 = nnx.LayerNorm(width, **options)
         self.up = nnx.Linear(width, 4 * width, **options)
         self.down = nnx.Linear(4 * width, width, **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x))
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        x = x + self.attention(self.norm1(x), mask=mask)
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
 
@@ -107,7 +104,7 @@ class NNXViT(nnx.Module):
         self.token = nnx.Param(jnp.zeros((1, 1, width)))
         self.positions = nnx.Param(normal(rngs.params(), (1, length, width)))
         self.blocks = nnx.List(
-            [NNXBlock(config, **options) for _ in range(config.layers)]
+            [NNXBlock(width, config.heads, **options) for _ in range(config.layers)]
         )
         self.norm = nnx.LayerNorm(width, **options)
         self.head = nnx.Linear(width, config.classes, **options)

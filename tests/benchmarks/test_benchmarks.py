@@ -14,21 +14,30 @@ from benchmarks import models, plots, report, request, variants
 from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
 from benchmarks.models import (
     bert,
+    clip,
     convnext,
+    dit,
     efficientnet,
+    gat,
     gpt,
     griffin,
+    linear_attention,
     llama,
+    mamba,
+    mixer,
     moe,
     resnet,
+    swin,
     t5,
     unet,
     vit,
+    wavenet,
 )
 from benchmarks.optimizers import overhead
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
 from benchmarks.sections import SECTIONS
+from helpers import MATMULS, dtypes_of
 
 INSTALLED = [name for name in variants.NAMES if variants.reason_missing(name) is None]
 
@@ -46,10 +55,13 @@ def shallow(monkeypatch):
     monkeypatch.setattr(gpt, "TINY", gpt.TINY | {"layers": 1})
     monkeypatch.setattr(resnet, "STAGES", (1,))
     monkeypatch.setattr(efficientnet, "STAGES", ((1, 3, 2, 1, 16), (2, 5, 2, 6, 24)))
-    layers = dict.fromkeys((vit, llama, moe, bert, t5, griffin), {"layers": 1})
+    equal = vit, llama, moe, bert, t5, griffin, gat, dit, clip, mamba, mixer
+    equal += wavenet, linear_attention
+    layers = dict.fromkeys(equal, {"layers": 1})
     stages = {
         convnext: {"depths": (1, 0, 1, 0)},
         unet: {"factors": (1,), "attended": 0},
+        swin: {"depths": (2, 1), "heads": (3, 6)},
     }
     for module, fewer in (layers | stages).items():
         sizes = vars(module)["CONFIGS" if module is vit else "SIZES"]
@@ -76,13 +88,51 @@ def test_steps_keep_their_carries(model, shallow):
         assert (loss.shape, loss.dtype) == ((), jnp.float32), name
 
 
-def test_sizes_differ_in_shapes_only():
-    for model in ("gpt_scan", "lstm", "llama", "bert", "dlrm", "t5"):
-        tiny, full = (
-            jax.eval_shape(models.problem(model, size).init, jax.random.key(0))
-            for size in models.SIZES
-        )
-        assert jax.tree.structure(tiny) == jax.tree.structure(full), model
+SCANNED = "gpt_scan lstm llama bert dlrm t5 mamba mamba_loop".split()
+UNROLLED = "gat dit swin clip mixer wavenet linear_attention nnx_gpt".split()
+
+
+@pytest.mark.parametrize(
+    "model", SCANNED + [pytest.param(m, marks=pytest.mark.slow) for m in UNROLLED]
+)
+def test_sizes_differ_in_shapes_only(model):
+    tiny, full = (
+        jax.eval_shape(models.problem(model, size).init, jax.random.key(0))
+        for size in models.SIZES
+    )
+    assert jax.tree.structure(tiny) == jax.tree.structure(full)
+
+
+def dtypes(model, primitive, *hand_set):
+    """Returns the dtypes of the first operands of equations in a forward pass."""
+    task, key = models.problem(model, "tiny", *hand_set), jax.random.key(0)
+    variables = dict(jax.eval_shape(task.init, key))
+    args = variables.pop("params"), variables, jax.eval_shape(task.batch, key)
+    return [first for first, *_ in dtypes_of(task.loss, *args, primitive=primitive)]
+
+
+@pytest.mark.once
+class TestHandSet:
+    """A layer to which a hand-set model forgot to give its dtype is a false twin."""
+
+    # The router with its gates, and the states, are in float32 in public ones, too.
+    WIDE = dict(moe=2, mamba=1, mamba_loop=1)
+
+    @pytest.mark.parametrize("model", models.NAMES)
+    def test_products_are_in_half(self, model, shallow):
+        found = dtypes(model, MATMULS, jnp.bfloat16)
+        assert found.count("float32") == self.WIDE.get(model, 0)
+        assert {*found} - {"float32"} == {"bfloat16"}
+
+    @pytest.mark.parametrize("model", models.NAMES)
+    def test_the_softmax_of_the_expert_is_in_float32(self, model, shallow):
+        """The other models have none, or one that is in float32 as it is."""
+        ((_, names),) = Request((model,)).cells((), ["smcast_bf16"])
+        plain = dtypes(model, ("exp",), jnp.bfloat16)
+        expert = dtypes(model, ("exp",), jnp.bfloat16, jnp.float32)
+        assert (plain != expert) == bool(names)
+        if names:
+            assert set(expert) == {"float32"}
 
 
 def test_a_mixture_of_experts_sows_a_term_of_its_loss(shallow):

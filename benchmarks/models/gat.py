@@ -1,0 +1,95 @@
+"""A graph attention network (GATv2) in Linen, as public ones are written.
+
+Nodes are gathered for each edge, a softmax over the edges of each receiver is made of
+segment operations, and messages are added up by `jax.ops.segment_sum`.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a graph network and of its graph."""
+
+    nodes: int
+    edges: int
+    features: int
+    heads: int
+    size: int  # of a head
+    classes: int
+    layers: int = 4
+
+
+SIZES = {
+    "full": Config(20_000, 100_000, 128, 4, 64, 40),
+    "tiny": Config(64, 256, 24, 4, 12, 10),
+}
+
+
+def segment_softmax(scores: jax.Array, segments: jax.Array, count: int) -> jax.Array:
+    """Returns the softmax of scores over the edges of each segment."""
+    highest = jax.ops.segment_max(scores, segments, count)
+    scores = jnp.exp(scores - highest[segments])
+    return scores / jax.ops.segment_sum(scores, segments, count)[segments]
+
+
+class Layer(nn.Module):
+    """Attention of each node to those that send to it."""
+
+    heads: int
+    size: int
+    dtype: base.DType = None
+    softmax_dtype: base.DType = None
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, senders: jax.Array, receivers: jax.Array
+    ) -> jax.Array:
+        count, shape = x.shape[0], (self.heads, self.size)
+        sent = nn.DenseGeneral(shape, dtype=self.dtype, name="sent")(x)[senders]
+        received = nn.DenseGeneral(shape, dtype=self.dtype, name="received")(x)
+        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
+        query = base.cast(self.param("query", init, shape), self.dtype)
+        y = nn.leaky_relu(sent + received[receivers], 0.2)
+        scores = base.cast(jnp.einsum("ehd,hd->eh", y, query), self.softmax_dtype)
+        weights = segment_softmax(scores, receivers, count).astype(sent.dtype)
+        y = jax.ops.segment_sum(sent * weights[..., None], receivers, count)
+        return y.reshape(count, -1)
+
+
+class GAT(nn.Module):
+    """Layers of graph attention with shortcuts, and a head for each node."""
+
+    config: Config
+    dtype: base.DType = None
+    softmax_dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, graph: dict[str, jax.Array]) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        edges = graph["senders"], graph["receivers"]
+        x = nn.Dense(config.heads * config.size, dtype=dtype)(graph["nodes"])
+        for _ in range(config.layers):
+            layer = Layer(config.heads, config.size, dtype, self.softmax_dtype)
+            x = x + nn.elu(layer(nn.LayerNorm(dtype=dtype)(x), *edges))
+        return nn.Dense(config.classes, dtype=dtype)(x)
+
+
+def problem(name, size, dtype, softmax_dtype):
+    config = SIZES[size]
+
+    def batch(key):
+        keys = jax.random.split(key, 3)
+        ends = jax.random.randint(keys[0], (2, config.edges), 0, config.nodes)
+        nodes = jax.random.normal(keys[1], (config.nodes, config.features))
+        labels = jax.random.randint(keys[2], (config.nodes,), 0, config.classes)
+        graph = {"nodes": nodes, "senders": ends[0], "receivers": ends[1]}
+        return {"inputs": graph, "labels": labels}
+
+    return base.linen(GAT(config, dtype, softmax_dtype), batch)

@@ -1,0 +1,80 @@
+"""MLP-Mixer-S/16 in Linen, a module for each part, as public ones are written."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+
+from benchmarks.models import base
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a Mixer and of its batch."""
+
+    image: int
+    patch: int
+    width: int
+    tokens_hidden: int
+    channels_hidden: int
+    classes: int
+    batch: int
+    layers: int = 8
+
+
+SIZES = {
+    "full": Config(224, 16, 512, 256, 2048, 1000, 64),
+    "tiny": Config(64, 16, 48, 24, 96, 10, 8),
+}
+
+
+class MLP(nn.Module):
+    """Two dense layers over the last axis."""
+
+    hidden: int
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.gelu(nn.Dense(self.hidden, dtype=self.dtype)(x))
+        return nn.Dense(x.shape[-1], dtype=self.dtype)(y)
+
+
+class Block(nn.Module):
+    """An MLP over the patches, then one over the channels."""
+
+    config: Config
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        y = nn.LayerNorm(dtype=dtype)(x).swapaxes(1, 2)
+        y = MLP(config.tokens_hidden, dtype, name="tokens")(y)
+        x = x + y.swapaxes(1, 2)
+        y = nn.LayerNorm(dtype=dtype)(x)
+        return x + MLP(config.channels_hidden, dtype, name="channels")(y)
+
+
+class Mixer(nn.Module):
+    """Patches, blocks, and a head on the mean of the patches."""
+
+    config: Config
+    dtype: base.DType = None
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        patch = (config.patch, config.patch)
+        x = nn.Conv(config.width, patch, patch, dtype=dtype)(images)
+        x = x.reshape(x.shape[0], -1, config.width)
+        for _ in range(config.layers):
+            x = Block(config, dtype)(x)
+        x = nn.LayerNorm(dtype=dtype)(x).mean(axis=1)
+        return nn.Dense(config.classes, dtype=dtype)(x)
+
+
+def problem(name, size, dtype, softmax_dtype):
+    config = SIZES[size]
+    images = (config.batch, config.image, config.image, 3)
+    return base.linen(Mixer(config, dtype), base.vectors(images, config.classes))
