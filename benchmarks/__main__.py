@@ -15,8 +15,8 @@ from benchmarks import models, request, results, variants
 
 # command: (module, function, help)
 COMMANDS = {
-    "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU v5e (needs libtpu)"),
-    "gpu-aot": ("commands.compiled", "run_gpu", "compiled for an H200 (CUDA plugin)"),
+    "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
+    "gpu-aot": ("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
     "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips"),
     "gpu": ("commands.gpu", "run", "measured on the GPU that is here"),
     "host": ("commands.host", "run", "tracing and lowering on the CPU"),
@@ -31,6 +31,8 @@ COMMANDS = {
 }
 # Options of one command: flag, type, default, help
 _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
+    "tpu": [("--target", str, "v5e", "v5e, v6e or tpu7x")],
+    "gpu-aot": [("--target", str, "h200", "h200 or b200")],
     "gpu": [
         ("--platform", str, "cuda", "cpu tries the command out"),
         ("--rounds", int, 30, "turns of each variant"),
