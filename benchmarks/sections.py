@@ -227,11 +227,12 @@ SECTIONS = {
         title="Error of the gradients",
         note="Relative L2 error over all parameters against the float32 gradients, "
         "same data and weights, tiny sizes on the CPU: mean and standard error over "
-        "seeds, and the ratio to hand_bf16 (of float16 to hand_fp16), paired by seed. "
-        "XLA may keep more digits than a program asks for; it is told not to "
+        "seeds, and the ratio to hand_bf16, and to smcast_bf16 where there is a "
+        "softmax in half precision; of float16 to hand_fp16, paired by seed. XLA may "
+        "keep more digits than a program asks for; it is told not to "
         "(`--xla_allow_excess_precision=false`), so that every rounding in a program "
-        "happens. The CPU multiplies half-precision matrices in float32 and rounds the "
-        "product, as accelerators do.",
+        "happens. Products of half-precision arrays add in float32 and are rounded "
+        "once, as on accelerators; XLA on the CPU by itself adds some in bfloat16.",
         columns=(
             Column("error %", "errors", of=_percent),
             PairedRatio("ratio", "errors"),

@@ -133,7 +133,8 @@ def _scaled(
 ) -> Training:
     """A loss with Flax's `DynamicScale`, as in its ImageNet example.
 
-    Unlike there, batch statistics are restored too when a step is skipped.
+    Unlike there, batch statistics are restored too when a step is skipped. The
+    gradients to compare are those of the first scale at which they are finite.
     """
     task = problem(model, size, dtype)
     scaled = wrap(task.loss, **options)
@@ -148,7 +149,19 @@ def _scaled(
         scale = jnp.asarray(DynamicScale().scale, jnp.float32)
         return DynamicScale().replace(fin_steps=jnp.zeros((), jnp.int32), scale=scale)
 
-    return _training(task, gradients, scaler)
+    def compared(params, others, batch):
+        def step(carry):
+            result = gradients(params, others, carry[-1], batch)
+            return result.grads, result.finite, result.scaler
+
+        def is_to_repeat(carry):
+            _, finite, scale = carry
+            return ~finite & (scale.scale >= 1)
+
+        start = jax.tree.map(jnp.zeros_like, params), jnp.asarray(False), scaler()
+        return jax.lax.while_loop(is_to_repeat, step, start)[0]
+
+    return _training(task, gradients, scaler)._replace(gradients=compared)
 
 
 def _mpx(model: str, size: str) -> Training:
