@@ -8,10 +8,11 @@ tables.
 import argparse
 import importlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from benchmarks import models, request, results, variants
+from benchmarks.commands import compiled
 
 # command: (module, function, help)
 COMMANDS = {
@@ -29,10 +30,22 @@ COMMANDS = {
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
+
+
+def _one_of(known: Collection[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in known:
+            expected = ", ".join(known)
+            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {expected}")
+        return text
+
+    return parse
+
+
 # Options of one command: flag, type, default, help
 _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
-    "tpu": [("--target", str, "v5e", "v5e, v6e or tpu7x")],
-    "gpu-aot": [("--target", str, "h200", "h200 or b200")],
+    "tpu": [("--target", _one_of(compiled.TPUS), "v5e", ", ".join(compiled.TPUS))],
+    "gpu-aot": [("--target", _one_of(compiled.GPUS), "h200", ", ".join(compiled.GPUS))],
     "gpu": [
         ("--platform", str, "cuda", "cpu tries the command out"),
         ("--rounds", int, 30, "turns of each variant"),

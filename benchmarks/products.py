@@ -1,7 +1,7 @@
 """Products of half-precision arrays whose sums are in float32, rounded once.
 
-XLA on the CPU adds some of these products in bfloat16, depending on the layout of their
-operands. Accelerators add in float32.
+XLA adds some of these products in bfloat16 on some processors, depending on the layout
+of their operands. Accelerators add in float32.
 """
 
 import functools

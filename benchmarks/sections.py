@@ -232,7 +232,7 @@ SECTIONS = {
         "keep more digits than a program asks for; it is told not to "
         "(`--xla_allow_excess_precision=false`), so that every rounding in a program "
         "happens. Products of half-precision arrays add in float32 and are rounded "
-        "once, as on accelerators; XLA on the CPU by itself adds some in bfloat16.",
+        "once, as on accelerators; on some processors XLA adds some in bfloat16.",
         columns=(
             Column("error %", "errors", of=_percent),
             PairedRatio("ratio", "errors"),
