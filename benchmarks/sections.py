@@ -56,6 +56,8 @@ class EstimatedTime(Column):
         return figures.get("estimated_ms") or figures.get("estimated_mcycles")
 
     def text(self, figures: Figures, baselines: Sequence[Figures] = ()) -> str:
+        if self.value(figures) is None:
+            return ""
         unit = "ms" if figures.get("estimated_ms") else "Mcycles"
         unknown = figures.get("unknown_cycles")
         value = f"{self.value(figures):.{self.digits}f} {unit}"
