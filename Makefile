@@ -84,8 +84,10 @@ docs: $(DOCS_READY) ## The documentation as a site; warnings are errors.
 	$(BIN)/python -m sphinx -W --keep-going -E -q -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html"
 
-bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and plots.
+bench: $(BENCH)/.ready-bench ## Costs for three TPUs and on the CPU; tables and plots.
 	$(BENCH)/bin/python -m benchmarks tpu $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks tpu --target v6e $(BENCH_ARGS)
+	$(BENCH)/bin/python -m benchmarks tpu --target tpu7x $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks mesh $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks host $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks error $(BENCH_ARGS)
@@ -96,8 +98,9 @@ bench: $(BENCH)/.ready-bench ## Costs for a TPU v5e and on the CPU; tables and p
 	$(BENCH)/bin/python -m benchmarks call
 	$(BENCH)/bin/python -m benchmarks report
 
-bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200, without one.
+bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200 and a B200, without one.
 	$(BENCH_GPU)/bin/python -m benchmarks gpu-aot $(BENCH_ARGS)
+	$(BENCH_GPU)/bin/python -m benchmarks gpu-aot --target b200 $(BENCH_ARGS)
 	$(BENCH_GPU)/bin/python -m benchmarks report
 
 soak: $(RUN_READY) ## 50,000 steps in float16 with faults, kills and restarts.
@@ -147,7 +150,7 @@ $(BENCH)/.made $(BENCH_GPU)/.made:
 	echo "  make BENCH_PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
 	exit 1
 
-# jax[tpu] and jax[cuda12] bring the plugin that fits their JAX.
+# jax[cuda12] brings the plugin that fits its JAX; libtpu is the newest.
 $(BENCH)/.ready-bench: pyproject.toml | $(BENCH)/.made
 $(BENCH_GPU)/.ready-bench-gpu: pyproject.toml | $(BENCH_GPU)/.made
 $(CORPUS)/.ready-corpus: pyproject.toml | $(CORPUS)/.made

@@ -8,15 +8,16 @@ tables.
 import argparse
 import importlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from benchmarks import models, request, results, variants
+from benchmarks.commands import compiled
 
 # command: (module, function, help)
 COMMANDS = {
-    "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU v5e (needs libtpu)"),
-    "gpu-aot": ("commands.compiled", "run_gpu", "compiled for an H200 (CUDA plugin)"),
+    "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
+    "gpu-aot": ("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
     "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips"),
     "gpu": ("commands.gpu", "run", "measured on the GPU that is here"),
     "host": ("commands.host", "run", "tracing and lowering on the CPU"),
@@ -29,8 +30,22 @@ COMMANDS = {
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
+
+
+def _one_of(known: Collection[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in known:
+            expected = ", ".join(known)
+            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {expected}")
+        return text
+
+    return parse
+
+
 # Options of one command: flag, type, default, help
 _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
+    "tpu": [("--target", _one_of(compiled.TPUS), "v5e", ", ".join(compiled.TPUS))],
+    "gpu-aot": [("--target", _one_of(compiled.GPUS), "h200", ", ".join(compiled.GPUS))],
     "gpu": [
         ("--platform", str, "cuda", "cpu tries the command out"),
         ("--rounds", int, 30, "turns of each variant"),

@@ -13,7 +13,8 @@ import jax
 
 from benchmarks.hlo_text import FUSIONS, VIEWS, Instruction, Module, Shape, parse
 
-_V5E_HZ = 1.5e9
+# XLA writes it where it does not know the cycles (on a TPU7x's sparse core).
+_UNKNOWN = 2**63 - 1
 _COLLECTIVES = (
     "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all "
     "collective-permute collective-broadcast".split()
@@ -44,19 +45,22 @@ def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
 def figures(text: str) -> dict[str, Any]:
     """Returns the figures of one run of a program, from its text.
 
-    `estimated_ms` is XLA's estimate for a v5e (`None` where it made none),
+    `estimated_mcycles` is XLA's estimate in 1e6 cycles (`None` where it made none),
+    without the operations of `unknown_cycles`, whose cycles it does not know;
     `gb_accessed` 1e9 bytes read and written, `converts` the casts, `kernels` the
     launches: of a fusion, a custom call, a copy.
     """
     module = parse(text)
     launched = [(i, count) for i, count in module.instructions() if not _is_free(i)]
-    cycles = sum(
-        count * int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0)
+    estimates = [
+        (int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0), count)
         for instruction, count in module.instructions()
-    )
+    ]
+    cycles = sum(count * each for each, count in estimates if each != _UNKNOWN)
     every = module.instructions(fused=True)
     return {
-        "estimated_ms": cycles / _V5E_HZ * 1e3 or None,
+        "estimated_mcycles": cycles / 1e6 or None,
+        "unknown_cycles": sum(n for each, n in estimates if each == _UNKNOWN),
         "gb_accessed": sum(count * _bytes(i) for i, count in launched) / 1e9,
         "converts": sum(count for i, count in every if i.opcode == "convert"),
         "kernels": sum(count for _, count in launched),

@@ -21,7 +21,7 @@ _COLOURS = {
 _HIGHEST = 2.5  # bars that go further are cut and say how far
 
 _TEXTS = {
-    "est. ms": "estimated time",
+    "est. time": "estimated time",
     "GB": "bytes accessed",
     "temp MB": "temporary memory",
 }
@@ -41,7 +41,7 @@ _GAIN_VARIANTS = {
 }
 # By the name of the file: command, title, and a column for each panel
 _PLOTS = {
-    "tpu-v5e": ("tpu", "Compiled for a TPU v5e", ("est. ms", "GB", "temp MB")),
+    "tpu-v5e": ("tpu", "Compiled for a TPU v5e", ("est. time", "GB", "temp MB")),
     "h200-memory": ("gpu-aot", "Compiled for an H200", ("temp MB",)),
 }
 
@@ -56,13 +56,14 @@ def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
     matplotlib.use("svg")
     names = []
     for name, (command, title, columns) in _PLOTS.items():
-        for results in found:  # of several targets the last one is drawn
-            if results.command == command and results.size == "full":
+        for results in found:  # of several versions the last one is drawn
+            drawn = results.command == command and results.target in name
+            if drawn and results.size == "full":
                 ratios = {column: _ratios(results, column) for column in columns}
                 if any(ratios.values()):
                     _draw(folder / f"{name}.png", title, ratios)
                     names.append(f"{name}.png")
-                if command == "tpu" and _gains(results, "est. ms"):
+                if command == "tpu" and _gains(results, "est. time"):
                     _draw_gain(folder / "gain.png", results)
                     names.append("gain.png")
     return list(dict.fromkeys(names))
@@ -72,8 +73,8 @@ def _ratios(results: Results, column: str) -> Ratios:
     """Returns the ratios to the hand-set model."""
     section, found = SECTIONS[results.command], {}
     for model, cells in results.models():
-        row = {v: section.ratio(column, v, cells) for v in _COLOURS}
-        found[model] = {v: ratio for v, ratio in row.items() if ratio is not None}
+        row = {v: section.ratios(column, v, cells) for v in _COLOURS}
+        found[model] = {v: ratios[0] for v, ratios in row.items() if ratios}
     return {model: row for model, row in found.items() if row}
 
 
@@ -132,7 +133,7 @@ def _draw_gain(path: pathlib.Path, results: Results) -> None:
 
     figure = plt.figure(figsize=(9.6, 4.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    panels = {"est. ms": "estimated time of a step", "temp MB": "temporary memory"}
+    panels = {"est. time": "estimated time of a step", "temp MB": "temporary memory"}
     for axis, (column, title) in zip(axes, panels.items(), strict=True):
         _gain_bars(axis, _gains(results, column))
         axis.set_title(f"{title}, % of float32", fontsize=11, loc="left")

@@ -14,14 +14,13 @@ import jax
 from benchmarks import models, variants
 from benchmarks.results import Results
 from benchmarks.sections import SECTIONS
+from benchmarks.softmax import is_in_half
 from benchmarks.variants import Training
 
 # gpt_24 is for tracing and gpt_fsdp for many chips, each in a command of its own.
 MODELS = tuple(name for name in models.NAMES if name not in ("gpt_24", "gpt_fsdp"))
 FLOAT16 = ("hand_fp16", "amp_fp16")
 BFLOAT16 = tuple(name for name in variants.NAMES if name not in FLOAT16)
-# The others have no softmax in the model, or one that is in float32 as it is.
-_SOFTMAX = ("vit_small", "vit_s16", "gpt_", "gat", "dit", "swin", "clip")
 
 Figures = dict[str, Any]
 Cells = list[tuple[str, list[str]]]  # models with their variants
@@ -41,6 +40,9 @@ class Request:
     def cells(self, models: Iterable[str], names: Iterable[str]) -> Cells:
         """Returns the variants of each model that are asked for and can be made here.
 
+        A model whose hand-set form has no softmax in half precision has no
+        `smcast_bf16`.
+
         `models` and `names` are the command's own choice.
         """
         missing = {v: variants.reason_missing(v) for v in self.variants or names}
@@ -50,7 +52,7 @@ class Request:
         found = [name for name, why in missing.items() if why is None]
         without = [name for name in found if name != "smcast_bf16"]
         return [
-            (model, found if model.startswith(_SOFTMAX) else without)
+            (model, without if without == found or not is_in_half(model) else found)
             for model in self.models or models
         ]
 

@@ -28,55 +28,75 @@ class Column:
         figure = figures.get(self.key)
         return None if figure is None else self.of(figure)
 
-    def text(self, figures: Figures, baseline: Figures | None = None) -> str:
-        """Returns the value as text, with its ratio to the baseline."""
+    def text(self, figures: Figures, baselines: Sequence[Figures] = ()) -> str:
+        """Returns the value as text, with its ratios to the baselines."""
         value = self.value(figures)
         if value is None or isinstance(value, str):
             return value or ""
-        ratio = self.ratio_to(figures, baseline)
-        return f"{value:.{self.digits}f}" + ("" if ratio is None else f" ({ratio:.2f})")
+        return f"{value:.{self.digits}f}" + self.ratios_text(figures, baselines)
 
-    def ratio_to(self, figures: Figures, baseline: Figures | None) -> float | None:
-        """Returns the ratio of the value to the baseline's, where there is one."""
-        if not self.ratio or baseline is None:
+    def ratios_text(self, figures: Figures, baselines: Sequence[Figures]) -> str:
+        """Returns the ratios to the baselines in brackets, if there are any."""
+        ratios = [self.ratio_to(figures, baseline) for baseline in baselines]
+        texts = [f"{ratio:.2f}" for ratio in ratios if ratio is not None]
+        return f" ({', '.join(texts)})" if texts else ""
+
+    def ratio_to(self, figures: Figures, baseline: Figures) -> float | None:
+        """Returns the ratio of the value to a baseline's, where there is one."""
+        if not self.ratio:
             return None
         value, other = self.value(figures), self.value(baseline)
         return None if value is None or not other else value / other
 
 
+class EstimatedTime(Column):
+    """XLA's estimate: in milliseconds if the clock is known, else in 1e6 cycles."""
+
+    def value(self, figures: Figures) -> Any:
+        return figures.get("estimated_ms") or figures.get("estimated_mcycles")
+
+    def text(self, figures: Figures, baselines: Sequence[Figures] = ()) -> str:
+        if self.value(figures) is None:
+            return ""
+        unit = "ms" if figures.get("estimated_ms") else "Mcycles"
+        unknown = figures.get("unknown_cycles")
+        value = f"{self.value(figures):.{self.digits}f} {unit}"
+        value += f" and {unknown} unknown" if unknown else ""
+        return value + self.ratios_text(figures, baselines)
+
+
 class PairedRatio(Column):
-    """The mean ratio of samples to those of the baseline, paired by seed."""
+    """The mean ratio of samples to those of a baseline, paired by seed."""
 
-    def text(self, figures: Figures, baseline: Figures | None = None) -> str:
-        ratios = self._ratios(figures, baseline)
-        return _mean_with_error(ratios) if ratios else ""
+    def text(self, figures: Figures, baselines: Sequence[Figures] = ()) -> str:
+        ratios = [self._ratios(figures, baseline) for baseline in baselines]
+        return ", ".join(_mean_with_error(found) for found in ratios if found)
 
-    def ratio_to(self, figures: Figures, baseline: Figures | None) -> float | None:
+    def ratio_to(self, figures: Figures, baseline: Figures) -> float | None:
         ratios = self._ratios(figures, baseline)
         return statistics.fmean(ratios) if ratios else None
 
-    def _ratios(self, figures: Figures, baseline: Figures | None) -> list[float]:
-        others = baseline[self.key] if baseline else ()
-        pairs = zip(figures[self.key], others, strict=False)
+    def _ratios(self, figures: Figures, baseline: Figures) -> list[float]:
+        pairs = zip(figures[self.key], baseline[self.key], strict=False)
         return [sample / other for sample, other in pairs if other]
 
 
-def _hand(label: str) -> str:
-    return "hand_fp16" if "fp16" in label else "hand_bf16"
+def _hand(label: str) -> tuple[str, ...]:
+    return ("hand_fp16",) if "fp16" in label else ("hand_bf16", "smcast_bf16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
     """The table of a command in the report.
 
-    `baseline` names the variant that a variant is compared with. Figures that are
+    `baselines` names the variants that a variant is compared with. Figures that are
     `timed` are measured times, of which a ratio needs both from one run.
     """
 
     title: str
     note: str
     columns: tuple[Column, ...]
-    baseline: Callable[[str], str] = _hand
+    baselines: Callable[[str], tuple[str, ...]] = _hand
     timed: bool = False
 
     def line(self, figures: Figures) -> str:
@@ -96,25 +116,30 @@ class Section:
         for model, cells in models:
             for label, figures in cells.items():
                 if "error" not in figures:
-                    other = self._compared_with(label, cells)
-                    texts = [column.text(figures, other) for column in self.columns]
+                    others = self._compared_with(label, cells)
+                    texts = [column.text(figures, others) for column in self.columns]
                     rows.append([model, label, *texts])
         return rows
 
-    def ratio(self, title: str, label: str, cells: Cells) -> float | None:
-        """Returns the ratio in one column of a variant to its baseline."""
+    def ratios(self, title: str, label: str, cells: Cells) -> list[float]:
+        """Returns the ratios in one column of a variant to its baselines."""
         figures = cells.get(label, {"error": "not measured"})
         if "error" in figures:
-            return None
+            return []
         column = next(column for column in self.columns if column.title == title)
-        return column.ratio_to(figures, self._compared_with(label, cells))
+        others = self._compared_with(label, cells)
+        found = [column.ratio_to(figures, other) for other in others]
+        return [ratio for ratio in found if ratio is not None]
 
-    def _compared_with(self, label: str, cells: Cells) -> Figures | None:
-        """Returns the figures of a variant's baseline, if they can be compared."""
-        other = cells.get(self.baseline(label), {"error": "not measured"})
-        if "error" in other or (self.timed and other["run"] != cells[label]["run"]):
-            return None
-        return other
+    def _compared_with(self, label: str, cells: Cells) -> list[Figures]:
+        """Returns the figures of a variant's baselines that can be compared."""
+        others = [cells.get(name, {"error": "none"}) for name in self.baselines(label)]
+        run = cells[label]["run"]
+        return [
+            other
+            for other in others
+            if "error" not in other and (other["run"] == run or not self.timed)
+        ]
 
 
 def _quartiles(samples: Sequence[float]) -> str:
@@ -139,7 +164,7 @@ _PEAK = Column("peak MB", "peak_mb", ratio=True)
 _CONVERTS = Column("converts", "converts")
 _KERNELS = Column("kernels", "kernels", ratio=True)
 _TPU = (
-    Column("est. ms", "estimated_ms", 3, ratio=True),
+    EstimatedTime("est. time", "", 3, ratio=True),
     _GB,
     _TEMP,
     _PEAK,
@@ -149,10 +174,13 @@ _TPU = (
 SECTIONS = {
     "tpu": Section(
         title="Compiled for a TPU",
-        note="XLA's estimate of the time, bytes read and written (loops counted), "
-        "temporary memory, and casts executed. `temp MB` may exceed what a program "
-        "needs; `peak MB`, arguments included, is the most that lives at one time. In "
-        "brackets: the ratio to hand_bf16.",
+        note="XLA's estimate of the time (in cycles where the clock is not known), "
+        "bytes read and written (loops counted), temporary memory, and casts executed. "
+        "`temp MB` may exceed what a program needs; `peak MB`, arguments included, is "
+        'the most that lives at one time. "N unknown": XLA does not know the cycles '
+        "of N operations that a TPU7x's sparse core runs; the sum is without them. In "
+        "brackets: the ratio to hand_bf16, and to smcast_bf16 where there is a softmax "
+        "in half precision.",
         columns=_TPU,
     ),
     "gpu-aot": Section(
@@ -160,7 +188,8 @@ SECTIONS = {
         note="Without the GPU, and so without its autotuning: temporary memory, "
         "kernels launched, casts executed, bytes read and written by the kernels. "
         "`peak MB`, arguments included, is not known of five earlier runs. "
-        "In brackets: the ratio to hand_bf16, of float16 to hand_fp16.",
+        "In brackets: the ratio to hand_bf16, and to smcast_bf16 where there is a "
+        "softmax in half precision; of float16 to hand_fp16.",
         columns=(_TEMP, _PEAK, _GB, _KERNELS, _CONVERTS),
     ),
     "gpu": Section(
@@ -168,7 +197,8 @@ SECTIONS = {
         note="Milliseconds of a step: the median over rounds in which all the variants "
         "of a model take turns, each with a burst of steps that ends with the device "
         "idle; then the quartiles. `peak MB` is arguments, results and temporaries by "
-        "XLA's buffer assignment. In brackets: the ratio to hand_bf16, of float16 to "
+        "XLA's buffer assignment. In brackets: the ratio to hand_bf16, and to "
+        "smcast_bf16 where there is a softmax in half precision; of float16 to "
         "hand_fp16.",
         columns=(
             Column("ms", "step_ms", 3, ratio=True, of=statistics.median),
@@ -192,18 +222,19 @@ SECTIONS = {
             Column("least CPU s", "cpu_s", 3, ratio=True, of=min),
             Column("StableHLO ops", "ops", ratio=True),
         ),
-        baseline=lambda label: "float32",
+        baselines=lambda label: ("float32",),
         timed=True,
     ),
     "error": Section(
         title="Error of the gradients",
         note="Relative L2 error over all parameters against the float32 gradients, "
         "same data and weights, tiny sizes on the CPU: mean and standard error over "
-        "seeds, and the ratio to hand_bf16 (of float16 to hand_fp16), paired by seed. "
-        "XLA may keep more digits than a program asks for; it is told not to "
+        "seeds, and the ratio to hand_bf16, and to smcast_bf16 where there is a "
+        "softmax in half precision; of float16 to hand_fp16, paired by seed. XLA may "
+        "keep more digits than a program asks for; it is told not to "
         "(`--xla_allow_excess_precision=false`), so that every rounding in a program "
-        "happens. The CPU multiplies half-precision matrices in float32 and rounds the "
-        "product, as accelerators do.",
+        "happens. Products of half-precision arrays add in float32 and are rounded "
+        "once, as on accelerators; on some processors XLA adds some in bfloat16.",
         columns=(
             Column("error %", "errors", of=_percent),
             PairedRatio("ratio", "errors"),
@@ -215,7 +246,7 @@ SECTIONS = {
         note="The scanned GPT (d 1024, 8 layers, batch 256), every parameter sharded "
         "over its largest axis that divides, the batch and the residual stream over "
         "their examples. Per chip; weights may travel as all-reduces too. In brackets: "
-        "the ratio to hand_bf16.",
+        "the ratio to hand_bf16, and to smcast_bf16 if it was measured.",
         columns=_TPU,
     ),
 }

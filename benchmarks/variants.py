@@ -15,7 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.typing import DTypeLike
 
 import flax_amp
-from benchmarks import peers
+from benchmarks import peers, softmax
 from benchmarks.models import Problem, problem
 
 PyTree = Any
@@ -43,8 +43,7 @@ class Training(NamedTuple):
         variants of a model.
       step: `step(carry, batch) -> (carry, loss)`.
       start: `start(variables) -> carry`, where `variables` is what `init` gives.
-      gradients: `gradients(params, others, batch) -> grads`, to compare variants; the
-        step of `flax_amp` raises.
+      gradients: `gradients(params, others, batch) -> grads`, to compare variants.
     """
 
     problem: Problem
@@ -68,10 +67,6 @@ def training(variant: str, model: str, size: str = "full", **options: Any) -> Tr
     if variant not in _BUILDERS:
         raise ValueError(f"training: got {variant!r}; expected one of {NAMES}.")
     return _BUILDERS[variant](model, size, **options)
-
-
-def _no_gradients(*args: PyTree) -> PyTree:
-    raise ValueError("this variant is a whole step, without gradients to compare")
 
 
 def reason_missing(variant: str) -> str | None:
@@ -114,12 +109,12 @@ def _training(
 def _of_loss(
     model: str,
     size: str,
-    dtypes: tuple[DTypeLike, ...] = (),
+    dtype: DTypeLike | None = None,
     wrap: Callable[..., Any] = lambda loss: loss,
     **options: Any,
 ) -> Training:
     """Differentiates the loss of a model, as it is or in a package's function."""
-    task = problem(model, size, *dtypes)
+    task = problem(model, size, dtype)
     grad = jax.value_and_grad(wrap(task.loss, **options), has_aux=True)
 
     def gradients(params, others, _, batch):
@@ -129,15 +124,23 @@ def _of_loss(
     return _training(task, gradients)
 
 
-def _hand_fp16(model: str, size: str) -> Training:
-    """A hand-set float16 model with Flax's `DynamicScale`, as in its ImageNet example.
+def _scaled(
+    model: str,
+    size: str,
+    dtype: DTypeLike | None = None,
+    wrap: Callable[..., Any] = lambda loss: loss,
+    **options: Any,
+) -> Training:
+    """A loss with Flax's `DynamicScale`, as in its ImageNet example.
 
-    Unlike there, batch statistics are restored too when a step is skipped.
+    Unlike there, batch statistics are restored too when a step is skipped. The
+    gradients to compare are those of the first scale at which they are finite.
     """
-    task = problem(model, size, jnp.float16)
+    task = problem(model, size, dtype)
+    scaled = wrap(task.loss, **options)
 
     def gradients(params, others, scaler, batch):
-        grad = scaler.value_and_grad(task.loss, has_aux=True)
+        grad = scaler.value_and_grad(scaled, has_aux=True)
         scaler, finite, (loss, others), grads = grad(params, others, batch)
         return Result(loss, others, grads, finite, scaler)
 
@@ -146,7 +149,19 @@ def _hand_fp16(model: str, size: str) -> Training:
         scale = jnp.asarray(DynamicScale().scale, jnp.float32)
         return DynamicScale().replace(fin_steps=jnp.zeros((), jnp.int32), scale=scale)
 
-    return _training(task, gradients, scaler)
+    def compared(params, others, batch):
+        def step(carry):
+            result = gradients(params, others, carry[-1], batch)
+            return result.grads, result.finite, result.scaler
+
+        def is_to_repeat(carry):
+            _, finite, scale = carry
+            return ~finite & (scale.scale >= 1)
+
+        start = jax.tree.map(jnp.zeros_like, params), jnp.asarray(False), scaler()
+        return jax.lax.while_loop(is_to_repeat, step, start)[0]
+
+    return _training(task, gradients, scaler)._replace(gradients=compared)
 
 
 def _mpx(model: str, size: str) -> Training:
@@ -162,8 +177,13 @@ def _mpx(model: str, size: str) -> Training:
 def _amp_step(
     model: str, size: str, dtype: DTypeLike, scaling: bool, **options: Any
 ) -> Training:
-    """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry."""
+    """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry.
+
+    The step keeps its gradients; those to compare are of the same loss, scaled as the
+    hand-set model's.
+    """
     task = problem(model, size)
+    compared = _scaled if scaling else _of_loss
 
     # With `state` and `variables` the same function serves Linen and NNX: both are
     # pure functions of dicts here.
@@ -190,7 +210,11 @@ def _amp_step(
         carry, metrics = train_step(carry, batch)
         return carry, metrics["loss"]
 
-    return Training(task, step, start, _no_gradients)
+    def gradients(*args):
+        made = compared(model, size, wrap=flax_amp.amp, compute_dtype=dtype, **options)
+        return made.gradients(*args)
+
+    return Training(task, step, start, gradients)
 
 
 _BF16, _F16 = jnp.bfloat16, jnp.float16
@@ -198,14 +222,14 @@ _partial = functools.partial
 
 _BUILDERS: dict[str, Callable[..., Training]] = {
     "float32": _of_loss,
-    "hand_bf16": _partial(_of_loss, dtypes=(_BF16,)),
-    "smcast_bf16": _partial(_of_loss, dtypes=(_BF16, jnp.float32)),
+    "hand_bf16": _partial(_of_loss, dtype=_BF16),
+    "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
     "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
     "amp_step_bf16": _partial(_amp_step, dtype=_BF16, scaling=False),
-    "jmp_bf16": _partial(_of_loss, wrap=peers.jmp_loss, dtype=_BF16),
+    "jmp_bf16": _partial(_of_loss, wrap=_partial(peers.jmp_loss, dtype=_BF16)),
     "mpx_bf16": _mpx,
-    "jaxamp_bf16": _partial(_of_loss, wrap=peers.jaxamp_loss, dtype=_BF16),
-    "hand_fp16": _hand_fp16,
+    "jaxamp_bf16": _partial(_of_loss, wrap=_partial(peers.jaxamp_loss, dtype=_BF16)),
+    "hand_fp16": _partial(_scaled, dtype=_F16),
     "amp_fp16": _partial(_amp_step, dtype=_F16, scaling=True),
 }
 NAMES = tuple(_BUILDERS)

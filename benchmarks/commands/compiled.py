@@ -1,7 +1,7 @@
 """`tpu`, `gpu-aot` and `mesh`: the step as XLA compiles it for devices not here.
 
 XLA compiles ahead of time for a described device: for a TPU through libtpu, for a GPU
-through the plugin `jax-cuda12-plugin[with-cuda]`.
+through the plugin `jax-cuda12-plugin[with-cuda]`, which carries descriptions of GPUs.
 
 `mesh` is the scanned GPT under FSDP: each parameter is sharded over its largest axis
 that the chips divide, and stays whole where there is none. The optimizer's state lies
@@ -9,8 +9,10 @@ as the parameters do. The batch is sharded over its examples, and the model asks
 same of its residual stream.
 """
 
+import importlib.util
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +28,11 @@ from benchmarks.variants import Training
 
 _CHIPS = "v5e:16x16"
 _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".split()
-_H200 = pathlib.Path(__file__).parents[1] / "h200.txtpb"
+# By the name of the target: its topology
+TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+# By the name of the target: how the plugin names it
+GPUS = {"h200": "NVIDIA H200 141GB HBM3e", "b200": "NVIDIA B200"}
+_V5E_GHZ = 1.5  # the clocks of the other TPUs are not known here
 # They keep libtpu from looking for a TPU.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -39,17 +45,17 @@ PyTree = Any
 Compile = Callable[[Training], jax.stages.Compiled]
 
 
-def run_tpu(asked: Request) -> None:
-    """Compiles every cell for a TPU v5e."""
+def run_tpu(asked: Request, target: str = "v5e") -> None:
+    """Compiles every cell for a TPU."""
     cells = asked.cells(request.MODELS, request.BFLOAT16)
-    _run(asked, "tpu", "v5e", cells, _for_one(_tpu_devices("v5e:2x2")))
+    _run(asked, "tpu", target, cells, _for_one(_tpu_devices(TPUS[target])))
 
 
-def run_gpu(asked: Request) -> None:
-    """Compiles every cell for an H200."""
-    h200 = dict(target_config=_H200.read_text(), topology="1x1x1")
+def run_gpu(asked: Request, target: str = "h200") -> None:
+    """Compiles every cell for a GPU."""
+    options = dict(target_config=_description(GPUS[target]), topology="1x1x1")
     cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
-    _run(asked, "gpu-aot", "h200", cells, _for_one(_devices("gpu", "cuda", **h200)))
+    _run(asked, "gpu-aot", target, cells, _for_one(_devices("gpu", "cuda", **options)))
 
 
 def run_mesh(asked: Request) -> None:
@@ -111,6 +117,19 @@ def _tpu_devices(topology: str) -> list[jax.Device]:
     return _devices(topology, "tpu")
 
 
+def _description(name: str) -> str:
+    """Returns the description of a GPU, a text in XLA's plugin, which reads it."""
+    spec = importlib.util.find_spec("jax_plugins.xla_cuda12")
+    if spec is None or spec.origin is None:
+        sys.exit("error: no plugin; pip install 'jax-cuda12-plugin[with-cuda]'")
+    plugin = pathlib.Path(spec.origin).with_name("xla_cuda_plugin.so").read_bytes()
+    end = f'device_description_str: "{name}"\n'.encode()
+    head, found, _ = plugin.partition(end)
+    if not found:
+        sys.exit(f"error: the plugin that is installed does not describe {name}")
+    return (head[head.rindex(b"gpu_device_info {") :] + end).decode()
+
+
 def _devices(name: str, platform: str, **options: Any) -> list[jax.Device]:
     """Describes devices; JAX itself computes on the CPU."""
     jax.config.update("jax_platforms", "cpu")
@@ -119,7 +138,10 @@ def _devices(name: str, platform: str, **options: Any) -> list[jax.Device]:
 
 def _run(asked: Request, command: str, target: str, cells: Any, build: Compile) -> None:
     def figures(variant: str, model: str) -> Figures:
-        return hlo.measure(build(asked.training(variant, model)))
+        found = hlo.measure(build(asked.training(variant, model)))
+        if target.startswith("v5e"):
+            found["estimated_ms"] = found.pop("estimated_mcycles") / _V5E_GHZ
+        return found
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
         for name in names:

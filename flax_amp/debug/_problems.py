@@ -16,7 +16,6 @@ from flax_amp import _compat
 from flax_amp._compat import Eqn
 from flax_amp._rewriter.heuristics import ProductKind, is_matrix_product, product_kind
 from flax_amp._rewriter.plan import (
-    CONSTANT,
     PRECISION,
     Mode,
     Paint,
@@ -35,7 +34,6 @@ KINDS = (
     "float32 product",
     "own dtype",
     "unknown primitive",
-    "constant",
     "risk",
 )
 _CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
@@ -130,13 +128,6 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
             f"the policy says nothing about {row.primitive}, so it stays as written. "
             "If it is safe in half precision, add it to amp_policy.",
         )
-    elif reason.text == CONSTANT:
-        yield (
-            "constant",
-            f"{_of_constant(reason.value, compute_dtype)}, so this {row.primitive} "
-            "stays in float32. If its digits do not matter, use a number that the "
-            "dtype has.",
-        )
     elif row.is_low:
         yield from _of_reduction(visit)
         yield from _of_range(visit.row)
@@ -151,16 +142,6 @@ def _is_by_default(reason: Reason) -> bool:
     decision = reason.decision
     is_default = decision is not None and decision.origin is Origin.DEFAULT
     return is_default and not reason.inside
-
-
-def _of_constant(number: float, dtype: str) -> str:
-    """Says what a cast would do to a constant."""
-    info = jnp.finfo(dtype)
-    if abs(number) > float(info.max):
-        return f"{number:g} is above {dtype}'s largest number, {float(info.max):g}"
-    if 0 < abs(number) < float(info.smallest_subnormal):
-        return f"{number:g} rounds to 0 in {dtype}"
-    return f"{number:g} loses digits in {dtype}"
 
 
 def _choice(visit: Visit) -> str:

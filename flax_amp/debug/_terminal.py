@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_amp._rewriter.plan import KEEPS_DTYPE, LEAVES_ONLY, NO_OPERAND
+from flax_amp._rewriter.plan import LEAVES_ONLY, MOVES, NO_OPERAND
 from flax_amp.debug._model import (
     Equation,
     Explanation,
@@ -34,7 +34,7 @@ _LINES = 26  # of the tree, so that it fits a screen with all else
 _NAME = 0.32  # the share of the width that a name may take with steps of its path
 _WIDE = 100  # columns from which on there is room for what is lifted
 # Equations with these reasons are in float32, but nothing was lifted for them.
-_NOT_LIFTED = {*map(str, (LEAVES_ONLY, KEEPS_DTYPE, NO_OPERAND))}
+_NOT_LIFTED = {*map(str, (LEAVES_ONLY, MOVES, NO_OPERAND))}
 
 
 def as_text(found: Explanation, *, depth: int | None, only: str | None) -> str:

@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+import re
 import sys
+import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import models, plots, report, request, variants
+from benchmarks import models, plots, products, report, request, softmax, variants
 from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
 from benchmarks.models import (
     bert,
@@ -158,6 +161,8 @@ def test_cells_labels_and_reasons():
     assert asked.cells((), hand) == [("mlp", hand[:1]), ("vit_small", hand)]
     assert asked.label("amp_bf16") == "amp_bf16[recompute=never]"
     assert asked.label("hand_bf16") == "hand_bf16"
+    asked = Request(models=("llama", "t5"))  # the one casts its scores itself
+    assert asked.cells((), hand) == [("llama", hand[:1]), ("t5", hand)]
     text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
     assert text == "RuntimeError: no x.so: f32[8]/2"
     assert len(request.reason(ValueError("a" * 1000))) == 240
@@ -169,13 +174,94 @@ def test_command_line(capsys):
     assert parsed.models == ("mlp", "lstm")
     assert parsed.option == [("recompute", "never")]
     assert (parsed.platform, parsed.resume, parsed.size) == ("cpu", True, "full")
-    for line in ("", "tpus", "tpu --models moon", "tpu --option recompute"):
+    assert cli.parser().parse_args(["tpu", "--target", "v6e"]).target == "v6e"
+    for line in (
+        "",
+        "tpu --target v4",
+        "tpus",
+        "tpu --models moon",
+        "tpu --option recompute",
+    ):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
     assert {*SECTIONS, *"call casts faults optim save soak report".split()} == {
         *cli.COMMANDS
     }
+
+
+class TestSoftmax:
+    def test_of_the_expert(self):
+        """Scores are cast up and probabilities back; other softmaxes stay."""
+
+        def loss(scores):
+            narrow = scores.astype(jnp.bfloat16)
+            parts = (nn.softmax(narrow), jax.nn.softmax(narrow, axis=0))
+            return sum(parts).astype(jnp.float32) + jax.nn.softmax(scores)
+
+        scores, seen = jnp.linspace(-3.0, 3.0, 12).reshape(3, 4), []
+        narrow = scores.astype(jnp.bfloat16).astype(jnp.float32)
+        made = softmax.in_float32(loss, lambda: seen.append(True))(scores)
+        parts = (jax.nn.softmax(narrow, axis).astype(jnp.bfloat16) for axis in (-1, 0))
+        wanted = sum(parts).astype(jnp.float32) + jax.nn.softmax(scores)
+        np.testing.assert_array_equal(made, wanted)
+        assert len(seen) == 2 and not np.array_equal(loss(scores), wanted)
+
+    @pytest.mark.parametrize("model", ["vit_small", "t5"])
+    def test_of_models(self, model, shallow):
+        """An exponential in half precision remains in the plain model alone."""
+        found = {}
+        for name in ("hand_bf16", "smcast_bf16"):
+            training = variants.training(name, model, "tiny")
+            (params, others, *_), batch = training.shapes()
+            loss = training.gradients
+            found[name] = str(jax.make_jaxpr(loss)(params, others, batch))
+        exponential = re.compile(r":bf16\[[^\]]*\] = exp ")
+        assert exponential.search(found["hand_bf16"])
+        assert not exponential.search(found["smcast_bf16"])
+
+
+class TestProducts:
+    def test_sums_are_in_float32(self):
+        """Also in a loop, a branch, a jit, under remat, and in the gradients."""
+
+        def loss(w, x):
+            def layer(x, w):
+                y = jnp.tanh(x @ w)
+                return jax.lax.cond(y[0, 0] > 9, jnp.add, jax.jit(jnp.dot), y, w)
+
+            def scanned(x, w):
+                return jax.checkpoint(layer)(x, w), None
+
+            y = jax.lax.scan(scanned, x, jnp.stack([w, w]))[0]
+            y = jax.lax.conv_general_dilated(y[None], w[None], (1,), "SAME")
+            return y.astype(jnp.float32).sum()
+
+        grad = jax.value_and_grad(loss)
+        for dtype in (jnp.bfloat16, jnp.float16):
+            args = jnp.full((4, 4), 0.3, dtype), jnp.ones((4, 4), dtype)
+            plain = jax.make_jaxpr(grad)(*args)
+            made = jax.make_jaxpr(products.sums_in_float32(grad))(*args)
+            assert made.out_avals == plain.out_avals
+            kinds = re.compile(r"preferred_element_type=(\w+)")
+            before, after = (kinds.findall(str(jaxpr)) for jaxpr in (plain, made))
+            assert len(after) == len(before) > 8
+            assert {*after} == {"float32"} and dtype.__name__ in before
+            assert str(made).count("optimization_barrier") >= len(after)
+
+    def test_a_product_is_rounded_once(self):
+        keys = jax.random.split(jax.random.key(0))
+        a, b = (jax.random.normal(k, (64, 64)).astype(jnp.bfloat16) for k in keys)
+        made = jax.jit(products.sums_in_float32(jnp.matmul))(a, b)
+        exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+        wanted = jnp.asarray(exact.astype(np.float32)).astype(jnp.bfloat16)
+        assert (np.asarray(made != wanted)).mean() < 0.002
+        assert made.dtype == jnp.bfloat16
+
+    def test_other_products_stay(self):
+        x = jnp.ones((2, 2))
+        made = jax.make_jaxpr(products.sums_in_float32(jnp.matmul))(x, x)
+        assert str(made) == str(jax.make_jaxpr(jnp.matmul)(x, x))
 
 
 class TestCasts:
@@ -261,6 +347,7 @@ def figures(tmp_path):
     """A folder with results of every command."""
     cells = {
         "hand_bf16": compiled_cell(2, 4, 100),
+        "smcast_bf16": compiled_cell(4, 6, 88),
         "amp_bf16": compiled_cell(1, 3, 110),
         "jmp_bf16": {"run": 0, "error": "XlaRuntimeError: no room"},
     }
@@ -275,8 +362,12 @@ def figures(tmp_path):
         "hand_bf16": {"run": 0, "errors": [0.02, 0.04]},
         "amp_bf16": {"run": 0, "errors": [0.01, 0.04]},
     }
+    cycles = {"estimated_ms": None, "estimated_mcycles": 6.0, "unknown_cycles": 2}
+    other_clock = {name: cells[name] | cycles for name in ("hand_bf16", "amp_bf16")}
+    other_clock["amp_bf16"] |= {"estimated_mcycles": 3.0, "unknown_cycles": 0}
     for command, target, model, of_model in (
         ("tpu", "v5e", "mlp", cells),
+        ("tpu", "tpu7x", "mlp", other_clock),
         ("gpu-aot", "h200", "mlp", cells),
         ("mesh", "v5e:16x16", "mlp", cells),
         ("gpu", "NVIDIA H200", "mlp", times),
@@ -285,7 +376,7 @@ def figures(tmp_path):
     ):
         content = {"command": command, "target": target, "size": "full"}
         content |= {"runs": [RUN] * 2, "cells": {model: of_model}}
-        (tmp_path / f"{command}.json").write_text(json.dumps(content))
+        (tmp_path / f"{command}-{target[:4]}.json").write_text(json.dumps(content))
     (tmp_path / "convergence.json").write_text('{"made": [], "runs": {}}')  # not read
     return tmp_path
 
@@ -294,7 +385,10 @@ def test_tables(figures, capsys, monkeypatch):
     monkeypatch.setattr(plots, "draw_all", lambda *args: [])
     report.run(Request(folder=figures))
     text = (figures / "README.md").read_text()
-    assert "| mlp | amp_bf16 | 1.000 (0.50) | 3.00 (0.75) | 110 (1.10) |" in text
+    row = "| mlp | amp_bf16 | 1.000 ms (0.50, 0.25) | 3.00 (0.75, 0.50) | 110 (1.10, "
+    assert row in text
+    assert "| mlp | hand_bf16 | 6.000 Mcycles and 2 unknown (1.00) |" in text
+    assert "| mlp | amp_bf16 | 3.000 Mcycles (0.50) |" in text
     assert "- No figures for mlp jmp_bf16: `XlaRuntimeError: no room`" in text
     assert "| mlp | amp_fp16 | 1.000 (0.50) | 1.000 to 3.000 | 1 (1.00) |" in text
     assert "| mlp | amp_fp16[a=1] | 1.000 | 1.000 to 1.000 | 1 |" in text  # other run
@@ -303,8 +397,15 @@ def test_tables(figures, capsys, monkeypatch):
     assert "`python -m benchmarks tpu`, 2026-01-01T00:00:00+00:00" in text
     for section in SECTIONS.values():
         assert section.title in text and section.note in text
-    summary = "| mlp | 0.50 | 0.75 | 1.10 | 0.75 | 1.10 | 0.50 | 0.75 |  |"
-    assert summary in text and summary in capsys.readouterr().out
+    summary = text.split("## ")[1].removeprefix("Summary")
+    assert summary.strip() in capsys.readouterr().out
+    lines = [
+        line.strip("| ").split(" | ") for line in summary.splitlines() if "|" in line
+    ]
+    row = dict(zip(lines[0], lines[2], strict=False))
+    assert row["v5e time"] == "0.50, 0.25" and row["tpu7x time"] == "0.50"
+    assert row["v5e memory"] == row["h200 compiled memory"] == "1.10, 1.25"
+    assert row["NVIDIA H200 time, float16 step"] == "0.50" and row["error"] == "0.75"
 
 
 def test_plots(figures):
@@ -325,12 +426,12 @@ class TestCommands:
     def test_error(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("XLA_FLAGS", error._EXACT)  # what the command would add
         monkeypatch.setattr(error, "SEEDS", 1)
-        asked = Request(("mlp",), ("amp_bf16", "amp_step_bf16"), folder=tmp_path)
+        asked = Request(("mlp",), ("amp_bf16", "amp_fp16"), folder=tmp_path)
         error.run(asked)
         (found,) = read_all(tmp_path)
         (wrong,) = found.cells["mlp"]["amp_bf16"]["errors"]
-        assert 0 < wrong < 0.3
-        assert "without gradients" in found.cells["mlp"]["amp_step_bf16"]["error"]
+        (in_float16,) = found.cells["mlp"]["amp_fp16"]["errors"]
+        assert 0 < in_float16 < wrong < 0.3
         error.run(dataclasses.replace(asked, resume=True))
         assert capsys.readouterr().out.count("amp_bf16") == 1
 
@@ -366,6 +467,21 @@ class TestCommands:
             cell = cells[name]
             assert len(cell["step_ms"]) == 2 and min(cell["step_ms"]) > 0
             assert cell["peak_mb"] > 0 and np.isfinite(cell["loss"])
+
+    def test_gpus_are_described_by_the_plugin(self, tmp_path, monkeypatch):
+        texts = [
+            f'gpu_device_info {{ {n} }}\ndevice_description_str: "{name}"\n'
+            for n, name in enumerate(("A", compiled.GPUS["b200"]))
+        ]
+        (tmp_path / "xla_cuda_plugin.so").write_bytes("\0 # \n".join(texts).encode())
+        spec = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+        assert compiled._description(compiled.GPUS["b200"]) == texts[1]
+        with pytest.raises(SystemExit, match="does not describe NVIDIA H200"):
+            compiled._description(compiled.GPUS["h200"])
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(SystemExit, match="pip install 'jax-cuda12-plugin"):
+            compiled._description("A")
 
     def test_fsdp_takes_the_largest_axis_that_divides(self):
         over = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,0 +1,53 @@
+"""The softmax of an expert's hand-set model: scores in float32, probabilities back."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.models import problem
+
+Loss = Callable[..., Any]
+
+
+def in_float32(loss: Loss, seen: Callable[[], None] = lambda: None) -> Loss:
+    """Makes each softmax of half-precision scores compute in float32.
+
+    `seen` is called at each of them. One that is written out, or that casts its scores
+    itself, stays as it is.
+    """
+    softmax = jax.nn.softmax
+
+    def cast(scores: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        if scores.dtype not in (jnp.bfloat16, jnp.float16):
+            return softmax(scores, *args, **kwargs)
+        seen()
+        wide = softmax(scores.astype(jnp.float32), *args, **kwargs)
+        return wide.astype(scores.dtype)
+
+    def changed(*args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for module in (jax.nn, nn, nnx):
+                stack.enter_context(mock.patch.object(module, "softmax", cast))
+            return loss(*args)
+
+    return changed
+
+
+@functools.cache
+def is_in_half(model: str) -> bool:
+    """Returns whether a hand-set model computes a softmax in half precision."""
+    found: list[bool] = []
+    task = problem(model, "tiny", jnp.bfloat16)
+    key = jax.random.key(0)
+    variables = dict(jax.eval_shape(task.init, key))
+    batch = jax.eval_shape(task.batch, key)
+    loss = in_float32(task.loss, lambda: found.append(True))
+    jax.eval_shape(loss, variables.pop("params"), variables, batch)
+    return bool(found)
