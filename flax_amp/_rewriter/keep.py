@@ -32,6 +32,8 @@ from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.plan import Need, Needs, variables
 
+ADDITIONS = frozenset("add sub add_any".split())
+
 
 class Flow(NamedTuple):
     """What a sweep finds.
@@ -53,6 +55,11 @@ class Flow(NamedTuple):
     def joins(self, eqn: Eqn, v: Var) -> bool:
         """Whether an equation reads a variable on the other side of a product."""
         return _level(eqn, self.levels) > self.levels.get(v, 0)
+
+    def is_residual(self, eqn: Eqn) -> bool:
+        """Whether an equation adds values from both sides of a product."""
+        levels = {self.levels.get(v, 0) for v in variables(eqn.invars)}
+        return eqn.primitive.name in ADDITIONS and len(levels - {0}) > 1
 
     def is_broadcast(self, v: Var, shape: tuple[int, ...]) -> bool:
         """Whether a variable repeats numbers, as an operand of a result of `shape`."""
@@ -81,7 +88,7 @@ def find_flow(
     jaxpr: Jaxpr,
     out_needs: Needs,
     has_product: Callable[[Eqn], bool],
-    reads: Callable[[Eqn, Needs], Sequence[Need]],
+    reads: Callable[[Eqn, Needs, Flow], Sequence[Need]],
 ) -> Flow:
     """Returns what is needed of each variable, and how it is computed.
 
@@ -90,7 +97,7 @@ def find_flow(
       out_needs: what is needed of its results.
       has_product: whether an equation is a product or has one inside.
       reads: returns what an equation needs of each operand, from what is needed of its
-        results.
+        results and of the flow.
     """
     needs: dict[Var, Need] = {}
     broadcast = frozenset(
@@ -110,7 +117,7 @@ def find_flow(
         read(v, need)
     for eqn in reversed(jaxpr.eqns):
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
-        for v, need in zip(eqn.invars, reads(eqn, results), strict=True):
+        for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
             read(v, need.at_border if is_behind else need)
     return flow

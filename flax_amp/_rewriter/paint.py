@@ -45,7 +45,7 @@ from flax_amp._rewriter.heuristics import (
     only_looked_up,
     product_kind,
 )
-from flax_amp._rewriter.keep import Flow, HasProduct, find_flow
+from flax_amp._rewriter.keep import ADDITIONS, Flow, HasProduct, find_flow
 from flax_amp._rewriter.plan import (
     ARITHMETIC,
     FULL,
@@ -324,7 +324,9 @@ class Painter:
 
     # --- backward: what an equation needs of its operands ----------------------------
 
-    def _reads(self, eqn: Eqn, results: Needs, context: Context) -> Sequence[Need]:
+    def _reads(
+        self, eqn: Eqn, results: Needs, flow: Flow, context: Context
+    ) -> Sequence[Need]:
         choice = self._choose(eqn, context)
         if choice.kind is _Kind.STRUCTURED:
             rule = self.rules[eqn.primitive.name]
@@ -346,6 +348,8 @@ class Painter:
             if union.is_half:  # the move runs in half precision
                 union |= Need.HALF
             return (union,) * len(eqn.invars)
+        if flow.is_residual(eqn) and results[0].is_half:
+            return (Need.LATER | Need.KEPT | Need.HALF,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
         need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
         if leads_on and choice.kind is _Kind.SUM:
@@ -513,15 +517,13 @@ def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
     goes on with the float32 sum, and writes it to memory beside the rounded one.
     """
-    if eqn.primitive.name not in ("add", "sub", "add_any"):
+    if eqn.primitive.name not in ADDITIONS:
         return False
     pairs = list(zip(eqn.invars, ins, strict=True))
     low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
-    need, shape = flow.need(eqn.outvars[0]), eqn.outvars[0].aval.shape
     if len(low) == 2:
-        return Need.LATER in need
-    if low and need.is_half and flow.joins(eqn, low[0]):
-        return True
+        return Need.LATER in flow.need(eqn.outvars[0])
+    shape = eqn.outvars[0].aval.shape
     return bool(low) and all(
         x.paint is Paint.LEAF and x.constant is None and flow.is_broadcast(v, shape)
         for v, x in pairs
