@@ -173,8 +173,6 @@ def test_a_comparison_is_low_only_if_it_is_exact(limit, mode):
         return x @ w > (x if limit is None else limit)
 
     assert modes(compare, "gt", W, X) == [mode]
-        mode
-    ]
 
 
 def test_exponentials_are_rounded_for_their_derivative():
