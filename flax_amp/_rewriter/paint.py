@@ -96,6 +96,8 @@ from flax_amp.policy import (
     use_widest_precision,
 )
 
+FLOAT32_UPDATE = Reason("its update function is a float32 one")
+
 # Data movement whose result has no element that its operand does not have. A gather
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
 _MOVES_ALL = frozenset(
@@ -266,12 +268,12 @@ class Painter:
         function = self._built_in(eqn, decision.function)
         if function is None and not isinstance(decision.function, use_precision):
             return _Kind.CALL, because
-        if eqn.params.get("update_jaxpr") is not None:  # of a scatter
-            return _Kind.ORIGINAL, Reason("its update function is a float32 one")
         if function in (use_original_precision, use_widest_precision):
             if decision.origin is not Origin.DEFAULT:
                 return _Kind.ORIGINAL, because
             return _kind_by_default(eqn, decision)
+        if _has_update(eqn):
+            return _Kind.ORIGINAL, FLOAT32_UPDATE
         if function is None:
             return _Kind.CALL, because
         if function is not use_compute_precision:
@@ -474,13 +476,19 @@ def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
     """Returns what an equation is that no key of the policy names."""
     name = eqn.primitive.name
     if name in EXACT_OPS:
-        return _Kind.MOVE, MOVES
+        is_float32 = _has_update(eqn)
+        return (_Kind.ORIGINAL, FLOAT32_UPDATE) if is_float32 else (_Kind.MOVE, MOVES)
     if name in ARITHMETIC_OPS:
         return _Kind.ARITHMETIC, ARITHMETIC
     if name in CASTABLE_OPS:
         return _Kind.SUM, SUM
     # Random numbers, linear algebra, and primitives that are not known here.
     return _Kind.SUM, Reason("{0.origin.value} {0.key}", decision)
+
+
+def _has_update(eqn: Eqn) -> bool:
+    """Whether an equation is a scatter that holds its update function."""
+    return eqn.params.get("update_jaxpr") is not None
 
 
 def _is_one_to_one(eqn: Eqn) -> bool:

@@ -242,9 +242,16 @@ def _plan_loop(
             carry, of_carry, states, body.outvars, strict=False
         )
     )
-    ins = (*consts, *map(_value_in_body, carry), *xs)
     out_needs = (*map(_unkept, (*of_carry, *needs[len(carry) :])),)
-    return painter.plan(jaxpr, ins, out_needs, context), carry
+    while True:
+        ins = (*consts, *map(_value_in_body, carry), *xs)
+        plan = painter.plan(jaxpr, ins, out_needs, context)
+        # What is a state in the body is one from iteration to iteration, too.
+        pairs = zip(carry, plan.outs, strict=False)
+        new = tuple(FULL if out and out.is_state else value for value, out in pairs)
+        if new == carry:
+            return plan, carry
+        carry = new
 
 
 def _strongly_typed(arrays: Arrays) -> list[Array]:

@@ -15,20 +15,13 @@ from jax import lax
 from jax.experimental import sparse
 from jax.lax import linalg
 
-LOW, FULL, FOLLOW, KEEP = "low", "full", "follow", "keep"
+PRODUCT, ARITHMETIC, SUM, MOVE = "product", "arithmetic", "sum", "move"
 STRUCTURED, OPAQUE = "structured", "opaque"
 HALF, FLOAT32 = "half", "float32"
 
-# What an equation of each class reads and returns: where its operands are float32
-# arguments of the program, and where they are the results of products.
-DTYPES = {
-    LOW: (HALF, HALF),
-    FULL: (FLOAT32, FLOAT32),
-    FOLLOW: (FLOAT32, HALF),
-    KEEP: (FLOAT32, HALF),
-    STRUCTURED: (HALF, HALF),
-    OPAQUE: (FLOAT32, FLOAT32),
-}
+# The classes that run in half precision between products. All others run in float32;
+# of these, the results of arithmetic are then rounded.
+IN_HALF = (PRODUCT, MOVE, STRUCTURED)
 
 
 class Row(NamedTuple):
@@ -39,8 +32,8 @@ class Row(NamedTuple):
       why: why it is in that class.
       call: a public function that gives the primitive.
       args: its arguments. Every number of them is exact in bfloat16.
-      dtypes: of its equation, if they are not those of the class.
-      note: why they are not.
+      dtype: of its equation between products, if it is not that of the class.
+      note: why it is not.
       versions: of JAX, in which the function gives it; empty for all that have it.
     """
 
@@ -48,7 +41,7 @@ class Row(NamedTuple):
     why: str
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    dtypes: tuple[str, str] | None = None
+    dtype: str = ""
     note: str = ""
     versions: tuple[str, ...] = ()
 
@@ -68,9 +61,9 @@ def only_in(name: str, *versions: str) -> None:
     ROWS[name] = ROWS[name]._replace(versions=versions)
 
 
-def differs(name: str, dtypes: tuple[str, str], note: str) -> None:
-    """Says that one row has other dtypes than its class."""
-    ROWS[name] = ROWS[name]._replace(dtypes=dtypes, note=note)
+def differs(name: str, dtype: str, note: str) -> None:
+    """Says that one row runs in another dtype than its class."""
+    ROWS[name] = ROWS[name]._replace(dtype=dtype, note=note)
 
 
 def array(*numbers: Any) -> np.ndarray:
@@ -92,10 +85,10 @@ IMAGE = np.arange(16, dtype=np.float32).reshape(1, 4, 4, 1)[:, ::-1] / 8
 KERNEL = array([0.5, -1], [0.25, 2]).reshape(2, 2, 1, 1)
 KEY = jax.random.key(0)
 
-# --- low -----------------------------------------------------------------------------
+# --- products ------------------------------------------------------------------------
 
 rows(
-    LOW,
+    PRODUCT,
     "the hardware multiplies halves faster, and accumulates in float32",
     dot_general=(jnp.matmul, A, W),
     conv_general_dilated=(
@@ -112,11 +105,11 @@ rows(
     ),
 )
 
-# --- full ----------------------------------------------------------------------------
+# --- arithmetic and sums -------------------------------------------------------------
 
 rows(
-    FULL,
-    "the result is larger than the operand, or digits are lost near a pole",
+    ARITHMETIC,
+    "rounded where it is kept; the result may be much larger than the operand",
     exp=(lax.exp, A),
     exp2=(lax.exp2, A),
     expm1=(lax.expm1, A),
@@ -149,7 +142,7 @@ rows(
     polynomial=(lambda x: jnp.polyval(np.ones(3, x.dtype), x), A),
 )
 rows(
-    FULL,
+    SUM,
     "a long sum loses small terms",
     reduce_sum=(lambda x: x.sum(0), A),
     reduce_prod=(lambda x: x.prod(0), A),
@@ -160,14 +153,9 @@ rows(
         lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
         A,
     ),
-    scatter_add=(lambda x, y: x.at[0].add(y[1]), A, B),
-    scatter_sub=(lambda x, y: x.at[0].subtract(y[1]), A, B),
-    scatter_mul=(lambda x, y: x.at[0].multiply(y[1]), A, B),
 )
-for name in ("add", "sub", "mul"):
-    ROWS[f"scatter-{name}"] = ROWS.pop(f"scatter_{name}")
 rows(
-    FULL,
+    SUM,
     "no kernels for halves, and conditioning needs the digits",
     cholesky=(linalg.cholesky, SYMMETRIC),
     cholesky_update=(linalg.cholesky_update, SYMMETRIC, LINE[:3]),
@@ -192,29 +180,21 @@ rows(
     fft=(lambda x: jnp.fft.rfft(x), LINE),
 )  # fmt: skip
 
-# --- follow --------------------------------------------------------------------------
-
 
 def max_pool(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "VALID")
 
 
 rows(
-    FOLLOW,
-    "as safe as its operands are",
+    ARITHMETIC,
+    "rounded where it is kept",
     add=(lax.add, A, B),
     sub=(lax.sub, A, B),
     mul=(lax.mul, A, B),
     div=(lax.div, A, B),
-    neg=(lax.neg, A),
-    max=(lax.max, A, B),
-    min=(lax.min, A, B),
-    abs=(lax.abs, SIGNED),
-    sign=(lax.sign, SIGNED),
     floor=(lax.floor, SIGNED),
     ceil=(lax.ceil, SIGNED),
     round=(lax.round, SIGNED),
-    clamp=(lax.clamp, A * 0.25, B, A + 0.125),
     tanh=(lax.tanh, A),
     logistic=(lax.logistic, A),
     erf=(lax.erf, A),
@@ -230,9 +210,16 @@ rows(
     add_any=(lambda x: jax.vjp(lambda x: jnp.sin(x) * x, x)[1](x), A),
     select_and_scatter_add=(lambda x: jax.vjp(max_pool, x)[1](x[:, 1:, 1:]), IMAGE),
     select_and_gather_add=(lambda x: jax.jvp(max_pool, (x,), (x,))[1], IMAGE),
+    scatter_add=(lambda x, y: x.at[0].add(y[1]), A, B),
+    scatter_sub=(lambda x, y: x.at[0].subtract(y[1]), A, B),
+    scatter_mul=(lambda x, y: x.at[0].multiply(y[1]), A, B),
 )
+for name in ("add", "sub", "mul"):
+    ROWS[f"scatter-{name}"] = ROWS.pop(f"scatter_{name}")
+for name in ("add", "sub"):
+    differs(name, HALF, "two halves are added in half precision")
 
-# --- keep ----------------------------------------------------------------------------
+# --- moves ---------------------------------------------------------------------------
 
 
 def reduce_window(operation, init):
@@ -240,7 +227,7 @@ def reduce_window(operation, init):
 
 
 rows(
-    KEEP,
+    MOVE,
     "moves data: exact in any dtype",
     reshape=(lambda x: x.reshape(3, 2), A),
     squeeze=(lambda x: x.squeeze(0), A[:1]),
@@ -274,7 +261,7 @@ rows(
     approx_top_k=(lambda x: lax.approx_max_k(x, 2)[0], B),
 )
 rows(
-    KEEP,
+    MOVE,
     "chooses or compares: nothing is rounded",
     reduce_max=(lambda x: x.max(1), B),
     reduce_min=(lambda x: x.min(1), B),
@@ -292,14 +279,20 @@ rows(
     ge=(lax.ge, A, B),
     is_finite=(lax.is_finite, A),
     le_to=(jnp.searchsorted, LINE, A),
+    neg=(lax.neg, A),
+    max=(lax.max, A, B),
+    min=(lax.min, A, B),
+    abs=(lax.abs, SIGNED),
+    sign=(lax.sign, SIGNED),
+    clamp=(lax.clamp, A * 0.25, B, A + 0.125),
 )
-differs("le_to", (FLOAT32, FLOAT32), "what each step of the search indexes is a leaf")
+differs("le_to", FLOAT32, "what each step of the search indexes is a leaf")
 only_in("le_to", "0.10", "0.11")
-ROWS["scatter-max"] = Row(KEEP, "chooses", lambda x, y: x.at[0].max(y[1]), (A, B))
-ROWS["scatter-min"] = Row(KEEP, "chooses", lambda x, y: x.at[0].min(y[1]), (A, B))
+ROWS["scatter-max"] = Row(MOVE, "chooses", lambda x, y: x.at[0].max(y[1]), (A, B))
+ROWS["scatter-min"] = Row(MOVE, "chooses", lambda x, y: x.at[0].min(y[1]), (A, B))
 
 for name in ("scatter-max", "scatter-min"):
-    differs(name, (FLOAT32, FLOAT32), "with the float32 update function in its jaxpr")
+    differs(name, FLOAT32, "with the float32 update function in its jaxpr")
 
 # --- opaque: numbers -----------------------------------------------------------------
 

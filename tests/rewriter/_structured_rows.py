@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from _primitive_rows import (
     FLOAT32,
-    FULL,
-    HALF,
-    KEEP,
     LINE,
+    MOVE,
     OPAQUE,
     ROWS,
     STRUCTURED,
+    SUM,
     SYMMETRIC,
     A,
     W,
@@ -100,9 +99,9 @@ rows(
     eval_jaxpr=(checkpointed, W, np.tile(A, (8, 1))),
     **{"while": (while_loop, W, A)},
 )  # fmt: skip
-differs("custom_linear_solve", (FLOAT32, FLOAT32), "the vectors of a solver are state")
-differs("scan", (HALF, FLOAT32), "weights that were computed are no stack of layers")
-differs("while", (FLOAT32, FLOAT32), "each iteration applies the same weights")
+differs("custom_linear_solve", FLOAT32, "the vectors of a solver are state")
+differs("scan", FLOAT32, "weights that were computed are no stack of layers")
+differs("while", FLOAT32, "each iteration applies the same weights")
 
 # --- opaque: functions ---------------------------------------------------------------
 
@@ -318,7 +317,7 @@ def relaid(x):
 
 
 rows(
-    FULL,
+    SUM,
     "a sum over devices",
     psum=(on_devices(lambda x: lax.psum(x, "data"), check_vma=False), ON_DEVICES),
     psum_invariant=(
@@ -331,7 +330,7 @@ rows(
     ),
 )
 rows(
-    KEEP,
+    MOVE,
     "moves or chooses between devices",
     all_gather=(on_devices(lambda x: lax.all_gather(x, "data")), ON_DEVICES),
     all_to_all=(
@@ -355,7 +354,7 @@ rows(
 )
 ragged = np.ones(8, np.int32)
 rows(
-    KEEP,
+    MOVE,
     "moves or chooses between devices, experimental",
     all_gather_invariant=(
         on_devices(lambda x: lax.all_gather(x, "data", to="invarying"), out_spec=P()),
@@ -391,7 +390,7 @@ rows(
     relayout=(relaid, A),
 )
 rows(
-    FULL,
+    SUM,
     "a sum over devices, or on its way to be one",
     unreduced_psum=(unreduced(lax.psum), ON_DEVICES),
     unreduced_reduce_scatter=(

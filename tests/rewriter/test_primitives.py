@@ -12,21 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _primitive_rows import (
-    DTYPES,
+    ARITHMETIC,
     FLOAT32,
-    FOLLOW,
-    FULL,
-    KEEP,
-    LOW,
+    HALF,
+    IN_HALF,
+    MOVE,
     OPAQUE,
+    PRODUCT,
     ROWS,
     STRUCTURED,
+    SUM,
 )
 from _structured_rows import NOT_BATCHED, NOT_RUN, OTHER_VERSIONS, UNREACHABLE
 from jax import lax
 from jax.extend.core import Primitive
 
 from flax_amp import amp, policy
+from flax_amp._rewriter.plan import Paint
 from flax_amp._rewriter.rules import RULES
 from helpers import (
     MATMULS,
@@ -35,7 +37,9 @@ from helpers import (
     both_halves,
     equations,
     jit,
+    plan_of,
     scoped_equations,
+    steps_of,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is deprecated")
@@ -100,17 +104,25 @@ def test_each_primitive_has_a_row():
 def low(x):
     """The same array as the result of a matrix product, which adds its two halves."""
     halves = lax.broadcast_in_dim(x, (*x.shape, 2), range(x.ndim))
-    return lax.squeeze(halves @ np.full((2, 1), 0.5, x.dtype), [x.ndim])
+    return halves @ np.full(2, 0.5, x.dtype)
 
 
-def program(row, is_low=False):
+def program(row, is_behind=False, is_before=False):
+    """Calls a row behind products, on their results, and before those that read it."""
+
+    def maybe_low(tree, is_low):
+        return jax.tree.map(lambda x: low(x) if is_low and is_float32(x) else x, tree)
+
     def run(*args):
-        if is_low:
-            args = [low(x) if is_float32(x) else x for x in args]
+        args = maybe_low(args, is_behind)
         with jax.named_scope("row"):
-            return row.call(*args)
+            results = row.call(*args)
+        return maybe_low(results, is_before)
 
     return run
+
+
+between = functools.partial(program, is_behind=True, is_before=True)
 
 
 def equations_of_row(fn, name, args):
@@ -128,17 +140,23 @@ def float_dtypes(variables):
     return names & {"float32", "float16", "bfloat16"}
 
 
+def dtype_between(row):
+    return row.dtype or (HALF if row.family in IN_HALF else FLOAT32)
+
+
 @both_halves
-@pytest.mark.parametrize("is_low", [False, True], ids=["leaves", "low"])
+@pytest.mark.parametrize("is_between", [False, True], ids=["alone", "between"])
 @each_float_row
-def test_dtypes(name, is_low, dtype):
+def test_dtypes(name, is_between, dtype):
+    """Alone, all but products is float32; between products, moves are in half."""
     row = ROWS[name]
-    lowered = amp(program(row, is_low), compute_dtype=dtype)
+    fn = between(row) if is_between else program(row)
+    lowered = amp(fn, compute_dtype=dtype)
     eqns, inside = equations_of_row(lowered, name, row.args)
-    wanted = (row.dtypes or DTYPES[row.family])[is_low]
+    wanted = dtype_between(row) if is_between or row.family == PRODUCT else FLOAT32
     wanted = wanted if wanted == FLOAT32 else dtype.__name__
     is_structured = row.family == STRUCTURED
-    for eqn in eqns:
+    for eqn in eqns if is_between or not is_structured else ():
         operands = () if is_structured else eqn.invars
         assert float_dtypes((*operands, *eqn.outvars)) <= {wanted}
     for eqn in inside if is_structured else ():
@@ -146,11 +164,24 @@ def test_dtypes(name, is_low, dtype):
             assert float_dtypes(eqn.invars) == {dtype.__name__}
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in HERE if ROWS[name].family in (ARITHMETIC, SUM)]
+)
+def test_what_is_rounded(name):
+    """Before a product, the results of arithmetic are; those of sums are never."""
+    row = ROWS[name]
+    steps = steps_of(plan_of(between(row), *row.args))
+    own = [step for eqn, step in steps if eqn.primitive.name == name]
+    found = {value.paint for step in own for value in step.outs if value}
+    assert (Paint.LOW in found) == (row.family == ARITHMETIC)
+    assert own
+
+
 CLASSES = {
-    LOW: policy.LOW_OPS,
-    FULL: (*policy.RANGE_OPS, *policy.ACCUMULATION_OPS, *policy.LINALG_OPS),
-    FOLLOW: policy.FOLLOW_OPS,
-    KEEP: policy.KEEP_OPS,
+    PRODUCT: policy.LOW_OPS,
+    MOVE: policy.EXACT_OPS,
+    ARITHMETIC: policy.ARITHMETIC_OPS - policy.EXACT_OPS,
+    SUM: {*policy.ACCUMULATION_OPS, *policy.LINALG_OPS} - policy.ARITHMETIC_OPS,
     STRUCTURED: RULES.keys() - {"convert_element_type"},
 }
 
@@ -228,7 +259,7 @@ def test_what_takes_no_float32_is_left_alone(name):
 
 @each_float_row
 def test_float32_arguments_are_left_alone(name):
-    if ROWS[name].family not in (LOW, STRUCTURED):
+    if ROWS[name].family not in (PRODUCT, STRUCTURED):
         assert_unchanged(name, ROWS[name].args)
 
 
@@ -282,25 +313,28 @@ def exact(name):
         return jax.tree.map(np.asarray, with_gradient(row.call, row, args))
 
 
-def precision(row, dtype):
-    """The precision of the results for operands of a dtype."""
-    is_exact = (row.dtypes or DTYPES[row.family])[1] == FLOAT32
-    return jnp.float32 if is_exact and row.family != STRUCTURED else dtype
-
-
 @pytest.mark.slow
 @both_halves
 @each_run
 def test_values_and_gradients(name, dtype):
+    """Nothing is rounded but for products."""
     row = ROWS[name]
-    lowered = amp(program(row, is_low=True), compute_dtype=dtype)
+    behind, on_both_sides = (
+        amp(program(row, True, is_before), compute_dtype=dtype)
+        for is_before in (False, True)
+    )
     if row.family == OPAQUE:
-        assert_identical(results(lowered, row.args), results(row.call, row.args))
+        assert_identical(results(behind, row.args), results(row.call, row.args))
         return
-    actual, actual_grads = with_gradient(lowered, row, row.args)
+    is_rounded = row.family in (PRODUCT, STRUCTURED)
     expected, grads = exact(name)
-    assert_close(actual, expected, precision(row, dtype))
-    assert_close(actual_grads, grads, dtype, gradient=True)
+    for fn, bound in (
+        (behind, dtype if is_rounded else jnp.float32),
+        (on_both_sides, dtype),
+    ):
+        actual, actual_grads = with_gradient(fn, row, row.args)
+        assert_close(actual, expected, bound)
+        assert_close(actual_grads, grads, dtype, gradient=True)
 
 
 @pytest.mark.slow
@@ -309,9 +343,9 @@ def test_vmap_of_amp_is_amp_of_vmap(name):
     row, dtype = ROWS[name], jnp.bfloat16
     axes = [0 if is_float32(x) else None for x in row.args]
     args = [np.stack([x, np.flip(x)]) if is_float32(x) else x for x in row.args]
-    fn = program(row, is_low=True)
+    fn = between(row)
     if name not in NOT_BATCHED and is_defined(jax.vmap(fn, axes), args):
         lowered = functools.partial(amp, compute_dtype=dtype)
         inside, outside = jax.vmap(lowered(fn), axes), lowered(jax.vmap(fn, axes))
         pair = jit(lambda *args: (numbers(inside(*args)), numbers(outside(*args))))
-        assert_close(*pair(*args), precision(row, dtype))
+        assert_close(*pair(*args), dtype)

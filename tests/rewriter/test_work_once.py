@@ -8,8 +8,9 @@ import pytest
 
 from _programs import PROGRAMS, W, X, loss_of
 from flax_amp import amp
-from flax_amp._rewriter import captures, paint, uses
+from flax_amp._rewriter import captures, paint
 from flax_amp._rewriter.outline import repeats
+from helpers import plan_of
 
 
 def relus(w, x):
@@ -32,25 +33,22 @@ def test_each_rule_is_searched_once(monkeypatch):
     monkeypatch.setattr(captures, "_reaches_user_code", record)
     gradient(relus)
     assert len(searched) == len({id(rule) for rule in searched})
-    assert len(searched) == 6  # five calls, and those in the rules
+    assert len(searched) == 7  # five calls, and those in the rules of two plans
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_second_pass_paints_what_a_whole_one_would(name, monkeypatch):
-    """Equations that the first pass has painted already are not painted again."""
-    painted = []
-    method = paint.Painter._paint_plain
+def test_each_flow_is_found_once(name, monkeypatch):
+    """Of a jaxpr for given needs, however many equations call it."""
+    found, find = [], paint.find_flow
 
-    def count(*args):
-        painted.append(args[1])
-        return method(*args)
+    def record(jaxpr, out_needs, has_product, reads):
+        found.append((jaxpr, out_needs))
+        return find(jaxpr, out_needs, has_product, reads)
 
-    monkeypatch.setattr(paint.Painter, "_paint_plain", count)
-    found = str(gradient(PROGRAMS[name]))
-    once, painted[:] = len(painted), []
-    monkeypatch.setattr(uses.Forward, "holds_for", lambda *_: False)
-    assert found == str(gradient(PROGRAMS[name]))
-    assert once < len(painted)
+    monkeypatch.setattr(paint, "find_flow", record)
+    plan_of(loss_of(PROGRAMS[name]), W, X)
+    assert found
+    assert len(found) == len({(id(jaxpr), needs) for jaxpr, needs in found})
 
 
 def _is_in_a_run(kinds, i, copies):
