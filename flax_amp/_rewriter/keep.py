@@ -112,8 +112,19 @@ def find_flow(
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results), strict=True):
             is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
-            read(v, need.at_border if is_behind else need)
+            read(v, need.at_border if is_behind and not _repeats(eqn, v) else need)
     return flow
+
+
+def _repeats(eqn: Eqn, v: Var) -> bool:
+    """Whether arithmetic repeats an operand, such as the sum of each row, along an axis.
+
+    It is small, and the error of its rounding would be the same in the whole row.
+    """
+    shapes = v.aval.shape, eqn.outvars[0].aval.shape
+    return len(shapes[0]) == len(shapes[1]) and any(
+        n == 1 != m for n, m in zip(*shapes, strict=True)
+    )
 
 
 def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:
