@@ -4,7 +4,8 @@ All arithmetic runs in float32. A value is *kept* if it lies in memory, whatever
 compiler fuses, on its way to a product (a matrix product or a convolution):
 
 - a product reads it, or a move of data (a transpose, a slice, a selection) to one;
-- it is read on the other side of a product, such as a residual stream;
+- it is read on the other side of a product, such as a residual stream, and not
+  repeated along an axis, such as the sums of the rows of a softmax;
 - a sum reads it, and something else reads it as well, such as the exponentials of a
   softmax;
 - it crosses the border of a loop, a branch, a checkpoint or a rule.
@@ -117,7 +118,7 @@ def find_flow(
 
 
 def _repeats(eqn: Eqn, v: Var) -> bool:
-    """Whether arithmetic repeats an operand, such as the sum of each row, along an axis.
+    """Whether an equation repeats an operand, such as the sum of each row.
 
     It is small, and the error of its rounding would be the same in the whole row.
     """

@@ -9,7 +9,8 @@ exactly as they are. The rule:
 - **All other arithmetic** runs in float32, as written. Its result is rounded to half
   precision if it is *kept* (`keep.py`), and is float32 otherwise.
 - **Moves** (reshapes, slices, selections, maxima) round nothing: they run in half
-  precision where their result is kept in it, and on the float32 values otherwise.
+  precision where their result is kept in it, and on the float32 values otherwise. A
+  maximum or minimum with a number that half precision does not have is float32.
 - **Never in half precision**: the results of sums, the states of loops, and what is
   computed from arguments and constants alone, such as a parameter, which is cast at
   each use.
