@@ -31,7 +31,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import is_matrix_product
-from flax_amp._rewriter.plan import Need, Needs, variables
+from flax_amp._rewriter.plan import Need, Needs, is_painted, variables
 
 
 class Flow(NamedTuple):
@@ -122,9 +122,11 @@ def _repeats(eqn: Eqn, v: Var) -> bool:
 
     It is small, and the error of its rounding would be the same in the whole row.
     """
-    shapes = v.aval.shape, eqn.outvars[0].aval.shape
-    return len(shapes[0]) == len(shapes[1]) and any(
-        n == 1 != m for n, m in zip(*shapes, strict=True)
+    shapes = [out.aval.shape for out in eqn.outvars if is_painted(out.aval)]
+    return is_painted(v.aval) and any(
+        len(shape) == v.aval.ndim
+        and any(n == 1 != m for n, m in zip(v.aval.shape, shape, strict=True))
+        for shape in shapes
     )
 
 
