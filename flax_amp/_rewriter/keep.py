@@ -4,7 +4,8 @@ All arithmetic runs in float32. A value is *kept* if it lies in memory, whatever
 compiler fuses, on its way to a product (a matrix product or a convolution):
 
 - a product reads it, or a move of data (a transpose, a slice, a selection) to one;
-- it is read on the other side of a product, such as a residual stream;
+- it is read on the other side of a product, such as a residual stream, and not
+  repeated along an axis, such as the sums of the rows of a softmax;
 - a sum reads it, and something else reads it as well, such as the exponentials of a
   softmax;
 - it crosses the border of a loop, a branch, a checkpoint or a rule.
@@ -30,7 +31,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._rewriter.heuristics import is_matrix_product
-from flax_amp._rewriter.plan import Need, Needs, variables
+from flax_amp._rewriter.plan import Need, Needs, is_painted, variables
 
 ADDITIONS = frozenset("add sub add_any".split())
 
@@ -119,8 +120,21 @@ def find_flow(
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
-            read(v, need.at_border if is_behind else need)
+            read(v, need.at_border if is_behind and not _repeats(eqn, v) else need)
     return flow
+
+
+def _repeats(eqn: Eqn, v: Var) -> bool:
+    """Whether an equation repeats an operand, such as the sum of each row.
+
+    It is small, and the error of its rounding would be the same in the whole row.
+    """
+    shapes = [out.aval.shape for out in eqn.outvars if is_painted(out.aval)]
+    return is_painted(v.aval) and any(
+        len(shape) == v.aval.ndim
+        and any(n == 1 != m for n, m in zip(v.aval.shape, shape, strict=True))
+        for shape in shapes
+    )
 
 
 def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:

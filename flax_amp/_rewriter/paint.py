@@ -9,7 +9,8 @@ exactly as they are. The rule:
 - **All other arithmetic** runs in float32, as written. Its result is rounded to half
   precision if it is *kept* (`keep.py`), and is float32 otherwise.
 - **Moves** (reshapes, slices, selections, maxima) round nothing: they run in half
-  precision where their result is kept in it, and on the float32 values otherwise.
+  precision where their result is kept in it, and on the float32 values otherwise. A
+  maximum or minimum with a number that half precision does not have is float32.
 - **Never in half precision**: the results of sums, the states of loops, and what is
   computed from arguments and constants alone, such as a parameter, which is cast at
   each use.
@@ -412,7 +413,8 @@ class Painter:
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
         has_low = any(v.paint is Paint.LOW for v in operands)
-        if has_low and any(need.is_half for need in needs):
+        is_half = any(need.is_half for need in needs)
+        if has_low and is_half and not self._is_unrounded_bound(eqn, operands):
             # Gathered in float32 and rounded again, the result is the same, but the
             # cotangents of an element that is read twice are added in float32.
             mode = Mode.FULL if may_read_twice(eqn) else Mode.LOW
@@ -436,14 +438,26 @@ class Painter:
         dtype = self.compute_dtype if is_rounded else None
         return Step(Mode.LOOKUP, outs, LEAVES_ONLY, detail=dtype)
 
-    def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
-        # A constant that the cast rounds could change the answer: `x > 0.1`.
-        exact = all(
+    def _are_rounded(self, operands: Sequence[Value]) -> bool:
+        """Whether a cast to the compute dtype changes none of the operands."""
+        return all(
             v.paint is Paint.LOW
             or (v.constant is not None and is_exact(v.constant, self.compute_dtype))
             for v in operands
         )
-        mode = Mode.LOW if exact else Mode.FULL
+
+    def _is_unrounded_bound(self, eqn: Eqn, operands: Sequence[Value]) -> bool:
+        """Whether an equation bounds a value by what is not in half precision.
+
+        Such as `clip(p, 1e-7, 1 - 1e-7)`, for a logarithm. And the derivative of a
+        maximum asks which operand it is: a rounded one would be none of them.
+        """
+        bounds = ("max", "min", "clamp")
+        return eqn.primitive.name in bounds and not self._are_rounded(operands)
+
+    def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
+        # A constant that the cast rounds could change the answer: `x > 0.1`.
+        mode = Mode.LOW if self._are_rounded(operands) else Mode.FULL
         return Step(mode, (None,) * len(eqn.outvars), Reason("a comparison"))
 
     def _paint_call(

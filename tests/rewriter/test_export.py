@@ -53,7 +53,11 @@ def assert_exports(function, make, symbolic):
         expected = jax.tree.leaves(exact_jit(function)(*args))
         for actual, desired in zip(found, expected, strict=True):
             np.testing.assert_allclose(
-                number(actual), number(desired), rtol=1e-4, atol=1e-5
+                # A compiler may add up the gradient of a bias in half or in float32.
+                number(actual),
+                number(desired),
+                rtol=2e-3,
+                atol=1e-5,
             )
 
 

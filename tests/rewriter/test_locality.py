@@ -4,12 +4,13 @@ import functools
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from _logged_programs import PROGRAMS
 from _metrics import logged, silent
 from flax_amp import amp
-from helpers import equations
+from helpers import assert_identical, equations
 
 
 def traced(name, log):
@@ -55,3 +56,23 @@ def test_a_metric_changes_no_other_equation(name):
     assert plain - with_metrics == Counter()
     # No value is rounded for the sake of a metric.
     assert casts_down(plain) == casts_down(with_metrics)
+
+
+def test_a_callback_may_read_both_sides_of_a_product():
+    """It has no result whose shape could be compared with those of its operands."""
+
+    def fn(log, w):
+        total = jnp.sin(w).sum(-1, keepdims=True) * (w @ w)[:, :1]
+        y = jnp.tanh(w @ w @ w)
+        log(total, y)
+        return ((y @ w) * total).sum()
+
+    w = jnp.eye(2)
+    silent, logged = (
+        jax.grad(amp(functools.partial(fn, log)))(w)
+        for log in (
+            lambda *_: None,
+            lambda *xs: jax.debug.callback(lambda *_: None, *xs),
+        )
+    )
+    assert_identical(logged, silent)

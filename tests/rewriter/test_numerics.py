@@ -221,8 +221,6 @@ def test_leaves_saturate_and_results_overflow(dtype):
     overflow = amp(lambda w, x: (x @ w) @ w, compute_dtype=dtype)
     root = 300.0 if dtype == jnp.float16 else 2e19
     assert float(overflow(matrix(root), one)[0, 0]) == np.inf
-    twice = amp(lambda w, x: (x @ w) * 2.0 * (x @ w), compute_dtype=dtype)
-    assert float(twice(matrix(root), one)[0, 0]) == np.inf
     grad = jax.grad(lambda w: dot(w, one)[0, 0] * 2.0)(matrix(big))
     assert float(grad[0, 0]) == 2.0
 
