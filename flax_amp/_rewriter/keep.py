@@ -112,7 +112,7 @@ def find_flow(
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results), strict=True):
             is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
-            read(v, need.at_border if is_behind else need)
+            read(v, need.kept_for(Need.BEHIND) if is_behind else need)
     return flow
 
 

@@ -27,6 +27,7 @@ primitives (scan, jit, custom derivatives, ...) have rules of their own in `rule
 which are handed to the `Painter`.
 """
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,7 @@ from flax_amp._rewriter.plan import (
     LEAVES_ONLY,
     LOW,
     MOVES,
+    MULTIPLICATION,
     NO_OPERAND,
     PRECISION,
     STATE,
@@ -226,7 +228,9 @@ class Painter:
         steps = []
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
+            needs = tuple(map(flow.need, eqn.outvars))
             step = self._paint(eqn, operands, flow, context)
+            step = dataclasses.replace(step, needs=needs)
             values.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         return Plan(
@@ -281,7 +285,7 @@ class Painter:
             return _Kind.ORIGINAL, obstacle
         kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
-            return _Kind.ARITHMETIC, Reason("an outer product is a multiplication")
+            return _Kind.ARITHMETIC, MULTIPLICATION
         if kind is ProductKind.SUM:
             return _Kind.SUM, Reason("an inner product is a sum")
         return _Kind.PRODUCT, because
@@ -330,7 +334,7 @@ class Painter:
             rule = self.rules[eqn.primitive.name]
             return rule.needs(self, eqn, results, choice.context)
         if choice.kind is _Kind.PRODUCT:
-            need = Need.LATER | Need.KEPT | Need.HALF
+            need = Need.LATER | Need.PRODUCT | Need.HALF
             return (need,) * len(eqn.invars)
         if choice.kind is _Kind.MOVE:
             if _is_one_to_one(eqn):

@@ -545,7 +545,7 @@ class _ConvertElementType:
             return needs
         # What is rounded here may be rounded before.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
-        kept = Need.LATER | Need.KEPT | Need.HALF
+        kept = Need.LATER | Need.CAST | Need.HALF
         return (kept if is_rounded else Need.FULL,)
 
     def paint(
