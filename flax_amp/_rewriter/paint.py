@@ -86,6 +86,7 @@ from flax_amp.policy import (
     BUILT_IN,
     CASTABLE_OPS,
     EXACT_OPS,
+    LINALG_OPS,
     LOW_OPS,
     Decision,
     Origin,
@@ -102,6 +103,12 @@ from flax_amp.policy import (
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
 _MOVES_ALL = frozenset(
     "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
+)
+
+
+# What gives its one operand as it is, such as `checkpoint_name`. It keeps its dtype.
+_IDENTITIES = frozenset(
+    "name sharding_constraint layout_constraint copy reshard xla_metadata_value".split()
 )
 
 
@@ -477,16 +484,18 @@ def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
         return _Kind.MOVE, MOVES
     if name in ARITHMETIC_OPS:
         return _Kind.ARITHMETIC, ARITHMETIC
-    if name in CASTABLE_OPS:
+    if name in LINALG_OPS:
+        return _Kind.SUM, Reason("linear algebra")
+    if name in CASTABLE_OPS and name not in LOW_OPS:
         return _Kind.SUM, SUM
-    # Random numbers, linear algebra, and primitives that are not known here.
+    # Random numbers, primitives that are not known here, and products without a key.
     return _Kind.SUM, Reason("{0.origin.value} {0.key}", decision)
 
 
 def _is_one_to_one(eqn: Eqn) -> bool:
     """Whether each result is one of the operands, moved."""
     return (
-        eqn.primitive.multiple_results
+        (eqn.primitive.multiple_results or eqn.primitive.name in _IDENTITIES)
         and eqn.primitive.name in EXACT_OPS
         and len(eqn.invars) == len(eqn.outvars)
     )
