@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
+from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import (
     CustomJvp,
@@ -56,6 +56,7 @@ from flax_amp._rewriter.plan import (
     out_avals,
 )
 from flax_amp._tree import split_list
+from flax_amp.policy import Origin
 
 
 def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
@@ -242,9 +243,33 @@ def _plan_loop(
             carry, of_carry, states, body.outvars, strict=False
         )
     )
-    ins = (*consts, *map(_value_in_body, carry), *xs)
     out_needs = (*map(_unkept, (*of_carry, *needs[len(carry) :])),)
-    return painter.plan(jaxpr, ins, out_needs, context), carry
+
+    def plan_with(carry: Values) -> Plan:
+        ins = (*consts, *map(_value_in_body, carry), *xs)
+        return painter.plan(jaxpr, ins, out_needs, context)
+
+    plan = plan_with(carry)
+    chosen = tuple(
+        FULL if has_paint(value, Paint.LOW) and _is_chosen(plan, out) else value
+        for value, out in zip(carry, body.outvars, strict=False)
+    )
+    return (plan, carry) if chosen == carry else (plan_with(chosen), chosen)
+
+
+def _is_chosen(plan: Plan, result: Atom) -> bool:
+    """Whether a key of the user's policy makes a result float32, such as a residual."""
+    for eqn, step in plan.pairs():
+        if any(v is result for v in eqn.outvars):
+            inside = step.detail
+            if isinstance(inside, Plan):
+                return _is_chosen(
+                    inside, inside.jaxpr.outvars[eqn.outvars.index(result)]
+                )
+            decision = step.reason.decision
+            is_users = decision is not None and decision.origin is not Origin.DEFAULT
+            return is_users and step.mode is Mode.FULL
+    return False
 
 
 def _strongly_typed(arrays: Arrays) -> list[Array]:
