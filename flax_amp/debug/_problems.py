@@ -262,8 +262,8 @@ def _of_factor(visit: Visit) -> Iterator[Finding]:
             limit = "become 0 below 6e-8" if size < 1 else "overflow at 65504"
             yield (
                 "risk",
-                f"{row.primitive} by {constant:g}, kept in float16: results or gradients "
-                f"{limit}. Move the factor into the loss or into float32.",
+                f"{row.primitive} by {constant:g}, kept in float16: results, or "
+                f"gradients, {limit}. Move the factor into the loss or into float32.",
             )
 
 

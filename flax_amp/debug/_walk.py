@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import flax
 import optax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
@@ -27,6 +27,7 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
     LOW,
+    STATE_OF_LOOP,
     Mode,
     Paint,
     Plan,
@@ -34,9 +35,9 @@ from flax_amp._rewriter.plan import (
     Value,
     Values,
     has_paint,
+    join,
     like,
     value_of,
-    variables,
 )
 from flax_amp._rewriter.rules import RULES
 from flax_amp.debug._kept import CROSSES, Kept, kept
@@ -81,8 +82,8 @@ class Walk:
     merge_layers: bool
     visits: list[Visit] = dataclasses.field(default_factory=list)
     _outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
-    # What the bodies of loops return in float32, and their borders round.
-    _rounded: set[Var] = dataclasses.field(default_factory=set)
+    # What the bodies of loops return, with the values that it has outside of them.
+    _returned: dict[Var, Value | None] = dataclasses.field(default_factory=dict)
 
     def plan(self, plan: Plan, place: Place) -> None:
         """Walks a plan and all that it calls."""
@@ -98,7 +99,7 @@ class Walk:
     def _equation(self, eqn: Eqn, step: Step, values: Values, place: Place) -> None:
         name = eqn.primitive.name
         if step.mode in (Mode.RULE, Mode.REPEAT):
-            self._find_rounded(eqn, step)
+            self._find_returned(eqn, step)
             for plan in plans_in(step.detail):
                 self.plan(plan, place.within(eqn))
             if name == _CONVERT:  # from float32 to float32: it moves data only
@@ -111,11 +112,12 @@ class Walk:
             after = Dtypes(*(self._dtypes(*side) for side in sides))
             self._note(eqn, step, values, place, after)
 
-    def _find_rounded(self, eqn: Eqn, step: Step) -> None:
+    def _find_returned(self, eqn: Eqn, step: Step) -> None:
         if eqn.primitive.name in ("scan", "while"):
             pairs = zip(step.detail.body.jaxpr.outvars, step.outs, strict=True)
-            low = (v for v, value in pairs if has_paint(value, Paint.LOW))
-            self._rounded.update(variables(low))
+            for v, value in pairs:
+                if not isinstance(v, Literal):
+                    self._returned[v] = join([value, self._returned.get(v)])
 
     def _untouched(self, around: Eqn, step: Step, place: Place) -> None:
         """Walks the bodies of an equation that runs in its original dtypes."""
@@ -147,8 +149,11 @@ class Walk:
         scopes = resolved(place.scopes + scopes_of(eqn))
         before, found = dtypes_of(eqn), kept(eqn, step) or Kept(False, "")
         dtype = after.results[before.results.index("float32")] if found.is_kept else ""
-        if self._rounded.intersection(eqn.outvars) and not is_half(dtype):
+        returned = [self._returned[v] for v in eqn.outvars if v in self._returned]
+        if not is_half(dtype) and any(has_paint(x, Paint.LOW) for x in returned):
             dtype, found = self.painter.compute_dtype.name, Kept(True, CROSSES)
+        elif any(returned) and not found.is_kept:
+            dtype, found = "float32", Kept(True, str(STATE_OF_LOOP))
         row = Equation(
             path=module_path(scopes),
             primitive=eqn.primitive.name,

@@ -367,7 +367,7 @@ def test_settings_stand_side_by_side():
     assert as_is.gradient_error < bf16.gradient_error
     assert wide.gradient_error < 1.1 * as_is.gradient_error
     assert full.gradient_error < 2e-3 and full.low_share < as_is.low_share == 1
-    assert full.stored > as_is.stored
+    assert full.stored != as_is.stored
     assert "wide sums" in str(found)
 
 
