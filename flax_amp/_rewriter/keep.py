@@ -120,7 +120,8 @@ def find_flow(
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
-            read(v, need.at_border if is_behind and not _repeats(eqn, v) else need)
+            is_kept = is_behind and not _repeats(eqn, v)
+            read(v, need.kept_for(Need.BEHIND) if is_kept else need)
     return flow
 
 

@@ -28,6 +28,7 @@ primitives (scan, jit, custom derivatives, ...) have rules of their own in `rule
 which are handed to the `Painter`.
 """
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ from flax_amp._rewriter.plan import (
     LEAVES_ONLY,
     LOW,
     MOVES,
+    MULTIPLICATION,
     NO_OPERAND,
     PRECISION,
     STATE,
@@ -85,6 +87,7 @@ from flax_amp.policy import (
     BUILT_IN,
     CASTABLE_OPS,
     EXACT_OPS,
+    LINALG_OPS,
     LOW_OPS,
     Decision,
     Origin,
@@ -103,6 +106,12 @@ FLOAT32_UPDATE = Reason("its update function is a float32 one")
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
 _MOVES_ALL = frozenset(
     "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
+)
+
+
+# What gives its one operand as it is, such as `checkpoint_name`. It keeps its dtype.
+_IDENTITIES = frozenset(
+    "name sharding_constraint layout_constraint copy reshard xla_metadata_value".split()
 )
 
 
@@ -229,7 +238,9 @@ class Painter:
         steps = []
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
+            needs = tuple(map(flow.need, eqn.outvars))
             step = self._paint(eqn, operands, flow, context)
+            step = dataclasses.replace(step, needs=needs)
             values.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         return Plan(
@@ -284,7 +295,7 @@ class Painter:
             return _Kind.ORIGINAL, obstacle
         kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
-            return _Kind.ARITHMETIC, Reason("an outer product is a multiplication")
+            return _Kind.ARITHMETIC, MULTIPLICATION
         if kind is ProductKind.SUM:
             return _Kind.SUM, Reason("an inner product is a sum")
         return _Kind.PRODUCT, because
@@ -335,7 +346,7 @@ class Painter:
             rule = self.rules[eqn.primitive.name]
             return rule.needs(self, eqn, results, choice.context)
         if choice.kind is _Kind.PRODUCT:
-            need = Need.LATER | Need.KEPT | Need.HALF
+            need = Need.LATER | Need.PRODUCT | Need.HALF
             return (need,) * len(eqn.invars)
         if choice.kind is _Kind.MOVE:
             if _is_one_to_one(eqn):
@@ -352,7 +363,7 @@ class Painter:
                 union |= Need.HALF
             return (union,) * len(eqn.invars)
         if flow.is_residual(eqn) and results[0].is_half:
-            return (Need.LATER | Need.KEPT | Need.HALF,) * len(eqn.invars)
+            return (Need.LATER | Need.BEHIND | Need.HALF,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
         need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
         if leads_on and choice.kind is _Kind.SUM:
@@ -494,9 +505,11 @@ def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
         return (_Kind.ORIGINAL, FLOAT32_UPDATE) if is_float32 else (_Kind.MOVE, MOVES)
     if name in ARITHMETIC_OPS:
         return _Kind.ARITHMETIC, ARITHMETIC
-    if name in CASTABLE_OPS:
+    if name in LINALG_OPS:
+        return _Kind.SUM, Reason("linear algebra")
+    if name in CASTABLE_OPS and name not in LOW_OPS:
         return _Kind.SUM, SUM
-    # Random numbers, linear algebra, and primitives that are not known here.
+    # Random numbers, primitives that are not known here, and products without a key.
     return _Kind.SUM, Reason("{0.origin.value} {0.key}", decision)
 
 
@@ -508,7 +521,7 @@ def _has_update(eqn: Eqn) -> bool:
 def _is_one_to_one(eqn: Eqn) -> bool:
     """Whether each result is one of the operands, moved."""
     return (
-        eqn.primitive.multiple_results
+        (eqn.primitive.multiple_results or eqn.primitive.name in _IDENTITIES)
         and eqn.primitive.name in EXACT_OPS
         and len(eqn.invars) == len(eqn.outvars)
     )

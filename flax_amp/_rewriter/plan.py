@@ -87,14 +87,20 @@ class Need(enum.Flag):
     NONE = 0
     LATER = enum.auto()  # a product reads it later, through whatever arithmetic
     SUMMED = enum.auto()  # such a reader is a sum
-    KEPT = enum.auto()  # it lies in memory on its way to a product
+    # What it is kept for, in half precision:
+    PRODUCT = enum.auto()  # a product reads it, or a move to one
+    BEHIND = enum.auto()  # it is read on the other side of a product
+    SHARED = enum.auto()  # a sum and something else read it
+    BORDER = enum.auto()  # it crosses the border of a loop, a branch or a rule
+    CAST = enum.auto()  # the program itself casts it to the compute dtype
+    KEPT = PRODUCT | BEHIND | SHARED | BORDER | CAST
     HALF = enum.auto()  # a product, or a move in half precision, reads it
     FULL = enum.auto()  # a reader of any kind reads it in float32
 
     @property
     def is_half(self) -> bool:
         """Whether the value is kept, and in half precision."""
-        return Need.KEPT in self
+        return bool(self & Need.KEPT)
 
     def together_with(self, other: "Need") -> "Need":
         """Returns the need of two readers.
@@ -106,12 +112,20 @@ class Need(enum.Flag):
         of_sum = (Need.SUMMED in self and Need.LATER in other) or (
             Need.SUMMED in other and Need.LATER in self
         )
-        return both | Need.KEPT if of_sum else both
+        return both.kept_for(Need.SHARED) if of_sum else both
+
+    def kept_for(self, reason: "Need") -> "Need":
+        """Returns the need of a value that a reason keeps, if it leads to a product.
+
+        The first reason stays.
+        """
+        leads_on = Need.LATER in self and not self.is_half
+        return self | reason if leads_on else self
 
     @property
     def at_border(self) -> "Need":
         """Returns the need of a value that crosses the border of a loop or a rule."""
-        return self | Need.KEPT if Need.LATER in self else self
+        return self.kept_for(Need.BORDER)
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is
@@ -160,6 +174,7 @@ LEAVES_ONLY = Reason("computed from arguments and constants alone")
 MOVES = Reason("moves data")
 ARITHMETIC = Reason("arithmetic")
 SUM = Reason("a sum")
+MULTIPLICATION = Reason("an outer product is a multiplication")
 HALVES = Reason("adds half-precision values")
 STATE_OF_LOOP = Reason("the state of a loop")
 
@@ -171,11 +186,12 @@ class Step:
     Attributes:
       mode: how it is emitted.
       outs: the values of its results.
-      reason: the deciding rule.
+      reason: the rule that decided what it computes in.
       reads: of a structured primitive: the values as which it reads its operands, if
         it does not take them as they are.
       detail: what the mode needs: the user's decision, the plans of sub-jaxprs, or the
         dtype to which the gradient of a lookup may be rounded.
+      needs: what is needed of its results, for `explain`.
     """
 
     mode: Mode
@@ -183,6 +199,7 @@ class Step:
     reason: Reason
     reads: Values = ()
     detail: Any = None
+    needs: Needs = ()
 
 
 # Neither this nor a plan has a repr of its parts: JAX writes the repr of callables into

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
+from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import (
     CustomJvp,
@@ -56,6 +56,7 @@ from flax_amp._rewriter.plan import (
     out_avals,
 )
 from flax_amp._tree import split_list
+from flax_amp.policy import Origin
 
 
 def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
@@ -247,11 +248,32 @@ def _plan_loop(
         ins = (*consts, *map(_value_in_body, carry), *xs)
         plan = painter.plan(jaxpr, ins, out_needs, context)
         # What is a state in the body is one from iteration to iteration, too.
-        pairs = zip(carry, plan.outs, strict=False)
-        new = tuple(FULL if out and out.is_state else value for value, out in pairs)
+        triples = zip(carry, plan.outs, body.outvars, strict=False)
+        new = tuple(
+            FULL if has_paint(value, Paint.LOW) and _stays_full(plan, out, v) else value
+            for value, out, v in triples
+        )
         if new == carry:
             return plan, carry
         carry = new
+
+
+def _stays_full(plan: Plan, value: Value | None, result: Atom) -> bool:
+    """Whether a result is a state, or float32 by a key of the user's policy."""
+    if value is None or value.is_state:
+        return value is not None
+    for eqn, step in plan.pairs():
+        if any(v is result for v in eqn.outvars):
+            inside = step.detail
+            if isinstance(inside, Plan):
+                index = eqn.outvars.index(result)
+                return _stays_full(
+                    inside, inside.outs[index], inside.jaxpr.outvars[index]
+                )
+            decision = step.reason.decision
+            is_users = decision is not None and decision.origin is not Origin.DEFAULT
+            return is_users and step.mode is Mode.FULL
+    return False
 
 
 def _strongly_typed(arrays: Arrays) -> list[Array]:
@@ -552,7 +574,7 @@ class _ConvertElementType:
             return needs
         # What is rounded here may be rounded before.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
-        kept = Need.LATER | Need.KEPT | Need.HALF
+        kept = Need.LATER | Need.CAST | Need.HALF
         return (kept if is_rounded else Need.FULL,)
 
     def paint(

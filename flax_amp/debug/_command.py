@@ -15,7 +15,7 @@ from rich.console import Console
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._explain import explain
 from flax_amp.debug._measure import measure
-from flax_amp.debug._terminal import render
+from flax_amp.debug._terminal import ONLY, render
 
 
 def add_explain(commands: Any) -> None:
@@ -28,7 +28,7 @@ def add_explain(commands: Any) -> None:
     dtypes = ("bfloat16", "float16", "float32")
     add("--dtype", choices=dtypes, help="by default that of the state, or bfloat16")
     add("--depth", type=int, help="levels of modules to show")
-    add("--only", choices=["problems"])
+    add("--only", choices=ONLY)
     add("--html", type=Path, metavar="FILE", help="write a page, too")
     command.set_defaults(run=_explain)
 

@@ -42,6 +42,7 @@ def attach_emitted(
         for row in called.rows(path, eqn):
             if row.primitive == eqn.primitive.name:
                 row.after = dtypes_of(eqn)
+                row.kept = row.after.results[0]
         direction = eqn.primitive.name in _CASTS and _direction(dtypes_of(eqn))
         if direction:
             # A cast in a function of this package belongs to the call.

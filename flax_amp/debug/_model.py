@@ -68,7 +68,10 @@ class Equation:
       primitive: the name of its primitive.
       before: its dtypes as the user wrote it.
       after: its dtypes under `amp`.
-      reason: the rule or the policy key that decided.
+      reason: the rule or the policy key that decided what it computes in.
+      kept: the dtype in which its first float32 result is kept; empty if it is used in
+        passing, or if there is none.
+      kept_by: the rule that decided about this result; empty if there is none.
       shape: the shape of its first result, such as `8x1024x768`.
       times: how often it runs. The body of a `while` counts once.
       casts_down: the casts to a narrower float that are put in for it.
@@ -84,6 +87,8 @@ class Equation:
     before: Dtypes
     after: Dtypes
     reason: str
+    kept: str = ""
+    kept_by: str = ""
     shape: str = ""
     times: int = 1
     casts_down: int = 0
@@ -92,6 +97,21 @@ class Equation:
     stored: Counter[str] = dataclasses.field(default_factory=Counter)
     source: str = ""
     inside: tuple[str, ...] = ()
+
+    @property
+    def computes_in(self) -> str:
+        """The dtype that it computes in: that of its floats, as it reads them."""
+        operands, results = self.after
+        floats = [dtype for dtype in (*operands, *results) if "float" in dtype]
+        return next(iter((*floats, *results, *operands)), "")
+
+    @property
+    def result(self) -> str:
+        """What becomes of its first float32 result, as words."""
+        if not self.kept_by:
+            return ""
+        what = f"kept in {short(self.kept)}" if self.kept else "not kept"
+        return f"{what}: {self.kept_by}"
 
     @property
     def is_low(self) -> bool:
@@ -243,7 +263,8 @@ class Explanation:
 
         Args:
           depth: how many levels of modules to show. `None`: as many as fit a screen.
-          only: `"problems"` to leave out the modules.
+          only: `"problems"` to leave out the modules; `"equations"` for a list of all
+            equations, with what each computes in and what becomes of its result.
 
         Raises:
           ValueError: if `only` is something else, or `depth` is negative.
@@ -303,6 +324,7 @@ def _equation_dict(equation: Equation) -> dict[str, Any]:
         for name, dtypes in (("before", equation.before), ("after", equation.after))
     }
     others = {
+        "computes_in": equation.computes_in,
         "low_flops": equation.low_flops,
         "stored": dict(equation.stored),
         "inside": list(equation.inside),

@@ -131,7 +131,7 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     elif row.is_low:
         yield from _of_reduction(visit)
         yield from _of_range(visit.row)
-        yield from _of_factor(visit)
+    yield from _of_factor(visit)
     if row.primitive in ("scan", "while") and visit.step.mode is Mode.RULE:
         yield from _of_carry(visit)
         yield from _of_sum_in_carry(visit)
@@ -251,7 +251,7 @@ def _of_range(row: Equation) -> Iterator[Finding]:
 
 def _of_factor(visit: Visit) -> Iterator[Finding]:
     row = visit.row
-    if "float16" not in row.after.operands or row.primitive not in ("mul", "div"):
+    if row.kept != "float16" or row.primitive not in ("mul", "div"):
         return
     for position, value in enumerate(visit.values):
         constant = None if value is None else value.constant
@@ -262,8 +262,8 @@ def _of_factor(visit: Visit) -> Iterator[Finding]:
             limit = "become 0 below 6e-8" if size < 1 else "overflow at 65504"
             yield (
                 "risk",
-                f"{row.primitive} by {constant:g} in float16: results, or gradients, "
-                f"{limit}. Move the factor into the loss or into float32.",
+                f"{row.primitive} by {constant:g}, kept in float16: results, or "
+                f"gradients, {limit}. Move the factor into the loss or into float32.",
             )
 
 

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_amp._rewriter.plan import LEAVES_ONLY, MOVES, NO_OPERAND
+from flax_amp._rewriter.plan import LEAVES_ONLY, NO_OPERAND
 from flax_amp.debug._model import (
     Equation,
     Explanation,
@@ -30,11 +30,13 @@ from flax_amp.debug._model import (
 )
 from flax_amp.debug._problems import fold, where
 
+ONLY = ("problems", "equations")
+
 _LINES = 26  # of the tree, so that it fits a screen with all else
 _NAME = 0.32  # the share of the width that a name may take with steps of its path
-_WIDE = 100  # columns from which on there is room for what is lifted
-# Equations with these reasons are in float32, but nothing was lifted for them.
-_NOT_LIFTED = {*map(str, (LEAVES_ONLY, MOVES, NO_OPERAND))}
+_WIDE = 100  # columns from which on there is room for what is kept in float32
+# What has these reasons has nothing to round.
+_NO_DATA = {*map(str, (LEAVES_ONLY, NO_OPERAND))}
 
 
 def as_text(found: Explanation, *, depth: int | None, only: str | None) -> str:
@@ -65,10 +67,13 @@ def render(
     found: Explanation, *, depth: int | None = None, only: str | None = None
 ) -> RenderableType:
     """Returns the report for a console of rich; arguments as in `report`."""
-    if only not in (None, "problems"):
-        raise ValueError(f"report: got only={only!r}; expected 'problems' or None.")
+    if only not in (None, *ONLY):
+        expected = f"{' or '.join(map(repr, ONLY))}, or None"
+        raise ValueError(f"report: got only={only!r}; expected {expected}.")
     if depth is not None and (type(depth) is not int or depth < 0):
         raise ValueError(f"report: got {depth=!r}; expected a number of levels.")
+    if only == "equations":
+        return _equations(found.root)
     parts = [_header(found), *_problems(found)]
     if only is None:
         parts.append(_tree(found, depth))
@@ -130,6 +135,23 @@ def _problem(problem: Problem, totals: Totals) -> Text:
         text.append(f"\n  {inside}{where(problem)}")
         text.append(f", {problem.source}" if problem.source else "", style="dim")
     return text
+
+
+def _equations(root: Module) -> RenderableType:
+    """Returns a table of what each equation computes in and of what it gives."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for header in ("equation", "computes in", "result"):
+        table.add_column(header, overflow="fold")
+    modules = [root]
+    while modules:
+        module = modules.pop(0)
+        modules = [*module.children.values(), *modules]
+        if module.equations:
+            table.add_row(Text(module.path or module.name, style="bold"))
+        for row in module.equations:
+            dtype = short(row.computes_in)
+            table.add_row(Text(f"  {row.primitive}"), Text(dtype), Text(row.result))
+    return table
 
 
 # --- the tree ------------------------------------------------------------------------
@@ -268,7 +290,7 @@ class _Tree:
             # rich narrows those columns that may wrap, the widest first.
             table.add_column(header, justify="right" if i else "left", no_wrap=bool(i))
         if is_wide:
-            table.add_column("\nin float32", style="dim")
+            table.add_column("kept in\nfloat32", style="dim")
         for line, row in zip(self.lines, self.rows, strict=True):
             totals = line.totals
             style = "red" if totals.low_flops < totals.flops else ""
@@ -277,13 +299,15 @@ class _Tree:
                 len(name.strip()) > _NAME * options.max_width
             ):  # without mere steps of the path
                 name = re.sub(r"\S+/", "…/", name)
-            lifted = [_lifted(line.equations)] if is_wide else []
-            cells = [name, *figures, *lifted]
+            kept = [_kept_in_float32(line.equations)] if is_wide else []
+            cells = [name, *figures, *kept]
             texts = (Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells)
             table.add_row(*texts, style=style)
         yield table
         if not is_wide:
-            yield Text("The column 'in float32' takes a wider terminal.", style="dim")
+            yield Text(
+                "The column 'kept in float32' takes a wider terminal.", style="dim"
+            )
 
 
 def _cells(line: Line, has_stored: bool) -> list[str]:
@@ -300,12 +324,12 @@ def _cells(line: Line, has_stored: bool) -> list[str]:
     return cells
 
 
-def _lifted(equations: Sequence[Equation]) -> str:
-    """Names the primitives that run in float32 for a reason."""
+def _kept_in_float32(equations: Sequence[Equation]) -> str:
+    """Names the primitives whose results stay in float32 by a rule."""
     names = Counter(
         e.primitive
         for e in equations
-        if "float32" in e.after.operands and e.reason not in _NOT_LIFTED
+        if e.kept == "float32" and e.kept_by not in _NO_DATA
     )
     return " ".join(name for name, _ in names.most_common(3))
 

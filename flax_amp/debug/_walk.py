@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import flax
 import optax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
-from flax_amp._compat import Atom, Eqn
+from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
@@ -27,16 +27,21 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
     LOW,
+    STATE_OF_LOOP,
     Mode,
+    Paint,
     Plan,
     Step,
     Value,
     Values,
+    has_paint,
+    join,
     like,
     value_of,
 )
 from flax_amp._rewriter.rules import RULES
-from flax_amp.debug._model import Dtypes, Equation, float_factors
+from flax_amp.debug._kept import CROSSES, Kept, kept
+from flax_amp.debug._model import Dtypes, Equation, float_factors, is_half
 from flax_amp.debug._scopes import Place, known_size, module_path, scopes_of
 from flax_amp.policy import CASTABLE_OPS
 
@@ -77,6 +82,8 @@ class Walk:
     merge_layers: bool
     visits: list[Visit] = dataclasses.field(default_factory=list)
     _outlined: dict[Plan, Plan] = dataclasses.field(default_factory=dict)
+    # What the bodies of loops return, with the values that it has outside of them.
+    _returned: dict[Var, Value | None] = dataclasses.field(default_factory=dict)
 
     def plan(self, plan: Plan, place: Place) -> None:
         """Walks a plan and all that it calls."""
@@ -92,6 +99,7 @@ class Walk:
     def _equation(self, eqn: Eqn, step: Step, values: Values, place: Place) -> None:
         name = eqn.primitive.name
         if step.mode in (Mode.RULE, Mode.REPEAT):
+            self._find_returned(eqn, step)
             for plan in plans_in(step.detail):
                 self.plan(plan, place.within(eqn))
             if name == _CONVERT:  # from float32 to float32: it moves data only
@@ -103,6 +111,13 @@ class Walk:
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
             self._note(eqn, step, values, place, after)
+
+    def _find_returned(self, eqn: Eqn, step: Step) -> None:
+        if eqn.primitive.name in ("scan", "while"):
+            pairs = zip(step.detail.body.jaxpr.outvars, step.outs, strict=True)
+            for v, value in pairs:
+                if not isinstance(v, Literal):
+                    self._returned[v] = join([value, self._returned.get(v)])
 
     def _untouched(self, around: Eqn, step: Step, place: Place) -> None:
         """Walks the bodies of an equation that runs in its original dtypes."""
@@ -132,12 +147,21 @@ class Walk:
     ) -> None:
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
         scopes = resolved(place.scopes + scopes_of(eqn))
+        before, found = dtypes_of(eqn), kept(eqn, step) or Kept(False, "")
+        dtype = after.results[before.results.index("float32")] if found.is_kept else ""
+        returned = [self._returned[v] for v in eqn.outvars if v in self._returned]
+        if not is_half(dtype) and any(has_paint(x, Paint.LOW) for x in returned):
+            dtype, found = self.painter.compute_dtype.name, Kept(True, CROSSES)
+        elif any(returned) and not found.is_kept:
+            dtype, found = "float32", Kept(True, str(STATE_OF_LOOP))
         row = Equation(
             path=module_path(scopes),
             primitive=eqn.primitive.name,
-            before=dtypes_of(eqn),
+            before=before,
             after=after,
             reason=str(step.reason),
+            kept=dtype,
+            kept_by=found.rule,
             shape="x".join(map(str, shapes[0])),
             times=place.times,
             flops=flops(eqn) * place.times,

@@ -265,9 +265,9 @@ def test_the_report_folds_equal_layers(found):
     lines = text.splitlines()
     assert len(lines) < 40 and max(map(len, lines)) <= 120, text
     assert lines[0].split() == ["linen_loss", "in", "bfloat16"]
-    assert [line.split()[:2] for line in lines if "Block_" in line] == [
-        ["Block_0..5", "x6"]
-    ]
+    # The first one reads the embedding, which is float32.
+    blocks = [line.split()[0] for line in lines if "Block_" in line]
+    assert blocks == ["Block_0", "Block_1..5"] and "Block_1..5  x5" in text
     assert "Dense_0..1  x2" in text
     assert "100 %" in text and "LayerNorm_0" in text
 
@@ -301,9 +301,9 @@ def test_no_width_drops_figures(width):
     rows = [text.partition("\n")[2] for text in texts]
     figures = [re.findall(r"\d[\d.]* [kMG%]?B?", text) for text in rows]
     assert figures[0] == figures[1], texts[1]
-    assert "float32" in texts[1] and "rsqrt" in texts[0]
+    assert "float32" in texts[1] and "reduce_sum" in texts[0]
     assert max(map(len, texts[1].splitlines())) <= width
-    assert ("a wider terminal" in texts[1]) == ("mul" not in texts[1])
+    assert ("a wider terminal" in texts[1]) == ("reduce_sum" not in texts[1])
 
 
 def test_a_narrow_report_leaves_out_steps_of_a_path(monkeypatch):

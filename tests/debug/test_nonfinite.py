@@ -111,9 +111,10 @@ def test_exp_in_one_module_of_a_gpt():
     assert found.finding.result.dtype == "float16"
     assert found.finding.kind == "inf" and found.finding.finite_in_float32
     assert found.verdict == "precision"
-    assert found.policy == (("GPT/Block_1/gate", "float32"),)
-    assert 'amp_policy=your_policy | {"GPT/Block_1/gate": jnp.float32}' in str(found)
-    policy["GPT/Block_1/gate"] = jnp.float32
+    # With the gate alone, the residual stream overflows, which is kept in half.
+    assert found.policy == (("GPT/Block_1", "float32"),)
+    assert 'amp_policy=your_policy | {"GPT/Block_1": jnp.float32}' in str(found)
+    policy["GPT/Block_1"] = jnp.float32
     found = find_nonfinite(state, cross_entropy, TOKENS, amp_policy=policy)
     assert found.verdict == "nothing" and not found.reached and not found.finding
     assert str(found).startswith("cross_entropy in float16, scale 32768: nothing\n")

@@ -13,7 +13,8 @@ X = jax.random.normal(jax.random.key(1), (8, 16))
 
 def rounded_to_zero(y, w):
     """Float16 has no number between 3000 and 3002."""
-    return (jnp.maximum(y @ w, 0.25) + 3000.0) - 3000.0
+    y = jnp.maximum(y @ w, 0.25) + 3000.0
+    return y @ jnp.eye(16) - 3000.0  # a product reads and gives half precision
 
 
 def victim_behind(w, x):
@@ -70,8 +71,8 @@ def overflows(w, x):
 
 # A program, where its fault is found, and the modules that mend it.
 PROGRAMS = {
-    "a victim behind": (victim_behind, "victim", ["mixes"]),
-    "two culprits": (two_culprits, "victim", ["mixes", "mixes_too"]),
+    "a victim behind": (victim_behind, "victim", ["cancels"]),
+    "two culprits": (two_culprits, "victim", ["first", "second"]),
     "a victim in front": (victim_in_front, "culprit", ["in_front", "culprit"]),
     "in the backward pass": (backward_alone, "overflows", ["overflows"]),
     "in the forward pass": (overflows, "overflows", ["overflows", "too"]),

@@ -83,14 +83,6 @@ PLANTED = {
         "runs in bf16 without amp",
         ["Dense"],
     ),
-    "constant": (
-        lambda w, x: x @ w + 1e-9,
-        {},
-        "constant",
-        "1e-09 rounds to 0 in float16, so this add",
-        [""],
-    ),
-    "large": (lambda w, x: x @ w * 1e6, {}, "constant", "largest number, 65504", [""]),
     "opaque": (
         opaque,
         {},
@@ -100,8 +92,8 @@ PLANTED = {
     ),
     "reduction": (reduced, LOW, "risk", "adds 4000 numbers in float16", ["low"]),
     "inner product": (inner_product, LOW, "risk", "adds 4000 numbers", ["low"]),
-    "tiny factor": (lambda w, x: (x @ w) * 1e-4, {}, "risk", "become 0", [""]),
-    "large factor": (lambda w, x: (x @ w) / 1e-4, {}, "risk", "overflow", [""]),
+    "tiny factor": (lambda w, x: ((x @ w) * 1e-4) @ w, {}, "risk", "become 0", [""]),
+    "large factor": (lambda w, x: ((x @ w) / 1e-4) @ w, {}, "risk", "overflow", [""]),
     "own factor": (
         lambda w, x: x @ w.astype(jnp.bfloat16),
         {},
@@ -289,8 +281,8 @@ def test_long_sums_in_half(fun, length):
 
 
 def summed(w, x, length):
-    xs = jnp.broadcast_to(x, (length, *x.shape))
-    return jax.lax.scan(lambda c, x: (c + x @ w, None), x @ w, xs)[0].mean()
+    layers = jnp.broadcast_to(w, (length, *w.shape))
+    return jax.lax.scan(lambda c, w: (c + c @ w, None), x @ w, layers)[0].mean()
 
 
 def counted(w, x):
@@ -350,7 +342,7 @@ def test_equal_findings_are_one_problem():
 
 def test_products_come_first_and_a_sound_model_has_no_problems():
     def fun(w, x):
-        return layers(w, x * 1.0 + 0) @ w * 1e-4
+        return (layers(w, x * 1.0 + 0) @ w * 1e-4) @ w
 
     kinds = [p.kind for p in in_float16(fun)(W, X).problems]
     assert kinds == ["float32 product", "risk"]
