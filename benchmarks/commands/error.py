@@ -3,7 +3,7 @@
 XLA may skip a rounding to half precision between two operations that it fuses. Here it
 is told not to, so that what is compared is the rounding that a program asks for. And
 every product of half-precision arrays adds in float32 and is rounded once, whatever the
-CPU would do (`products`).
+CPU would do (`exact`).
 """
 
 import dataclasses

@@ -64,20 +64,16 @@ NAMES = tuple(_MODULES)
 SIZES = ("full", "tiny")
 
 
-def problem(
-    name: str, size: str = "full", dtype: DType = None, softmax_dtype: DType = None
-) -> Problem:
+def problem(name: str, size: str = "full", dtype: DType = None) -> Problem:
     """Makes the problem of a model; parameters are float32 in all of them.
 
     Args:
       name: one of `NAMES`.
       size: "full" for the tables; "tiny" has as many leaves and runs on a CPU.
       dtype: that of every layer of a hand-set model; `None` leaves the model as it is.
-      softmax_dtype: `jnp.float32` for a float32 softmax in attention, in models whose
-        softmax is not in float32 as it is.
     """
     if name not in _MODULES or size not in SIZES:
         raise ValueError(
             f"problem: got {name!r}, {size!r}; expected one of {NAMES} and of {SIZES}."
         )
-    return _MODULES[name].problem(name, size, dtype, softmax_dtype)
+    return _MODULES[name].problem(name, size, dtype)

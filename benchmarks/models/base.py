@@ -39,14 +39,6 @@ def cast(x: jax.Array, dtype: DType) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def softmax(scores: jax.Array, dtype: DType) -> jax.Array:
-    """Returns the softmax of scores, computed in a dtype of its own unless it is None.
-
-    This is the expert's cast in a hand-set model: up before the softmax, down after it.
-    """
-    return nn.softmax(cast(scores, dtype)).astype(scores.dtype)
-
-
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns the mean cross entropy, in float32 whatever the dtype of the logits."""
     logits = logits.astype(jnp.float32)

@@ -96,7 +96,7 @@ class BERT(nn.Module):
         return x + base.cast(bias, dtype)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     shape = (config.batch, config.length)
 

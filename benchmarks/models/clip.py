@@ -42,7 +42,6 @@ class Tower(nn.Module):
     layers: int
     head: int
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -56,7 +55,7 @@ class Tower(nn.Module):
             scores = jnp.einsum("bqhd,bkhd->bhqk", query * self.head**-0.5, key)
             if mask is not None:
                 scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-            weights = base.softmax(scores, self.softmax_dtype)
+            weights = nn.softmax(scores)
             y = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
             x = x + dense(width)(y.reshape(x.shape))
             y = dense(4 * width)(norm()(x))
@@ -69,12 +68,11 @@ class CLIP(nn.Module):
 
     config: Config
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
         config, dtype = self.config, self.dtype
-        small, dtypes = nn.initializers.normal(0.02), (dtype, self.softmax_dtype)
+        small = nn.initializers.normal(0.02)
 
         width, patch = config.image_width, (config.patch, config.patch)
         x = nn.Conv(width, patch, patch, use_bias=False, dtype=dtype)(inputs["images"])
@@ -84,14 +82,14 @@ class CLIP(nn.Module):
         x = jnp.concatenate([token, x], axis=1)
         positions = self.param("image_positions", small, x.shape[1:])
         x = nn.LayerNorm(dtype=dtype)(x + base.cast(positions, dtype))
-        x = Tower(config.layers, config.head, *dtypes, name="image")(x)[:, 0]
+        x = Tower(config.layers, config.head, dtype, name="image")(x)[:, 0]
 
         texts = inputs["texts"]
         y = nn.Embed(config.vocab, config.text_width, dtype=dtype)(texts)
         positions = self.param("text_positions", small, y.shape[1:])
         y = y + base.cast(positions, dtype)
         mask = nn.make_causal_mask(texts[:1], dtype=bool)
-        y = Tower(config.layers, config.head, *dtypes, name="text")(y, mask)
+        y = Tower(config.layers, config.head, dtype, name="text")(y, mask)
         y = y[jnp.arange(y.shape[0]), jnp.argmax(texts, axis=-1)]  # the end of a text
 
         x = nn.Dense(config.embedding, use_bias=False, dtype=dtype)(x)
@@ -110,7 +108,7 @@ def contrast(similar: jax.Array, labels: jax.Array) -> jax.Array:
     ) / 2
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
 
     def batch(key):
@@ -123,4 +121,4 @@ def problem(name, size, dtype, softmax_dtype):
         }
         return {"inputs": inputs, "labels": jnp.arange(config.batch)}
 
-    return base.linen(CLIP(config, dtype, softmax_dtype), batch, contrast)
+    return base.linen(CLIP(config, dtype), batch, contrast)

@@ -71,7 +71,7 @@ class ConvNeXt(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     images = (config.batch, config.image, config.image, 3)
     data = base.vectors(images, config.classes)

@@ -45,7 +45,6 @@ class DiT(nn.Module):
 
     config: Config
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -78,7 +77,7 @@ class DiT(nn.Module):
             query, key, value = y[:, :, 0], y[:, :, 1], y[:, :, 2]
             scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
             scores = scores * (width // heads) ** -0.5
-            weights = base.softmax(scores, self.softmax_dtype)
+            weights = nn.softmax(scores)
             y = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape)
             x = x + gate1[:, None] * dense(width)(y)
             y = nn.gelu(dense(4 * width)(modulate(norm()(x), shift2, scale2)))
@@ -92,7 +91,7 @@ class DiT(nn.Module):
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(inputs["images"].shape)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     shape = (config.batch, config.image, config.image, config.channels)
 
@@ -109,4 +108,4 @@ def problem(name, size, dtype, softmax_dtype):
         }
         return {"inputs": inputs, "labels": noise}
 
-    return base.linen(DiT(config, dtype, softmax_dtype), batch, base.squared_error)
+    return base.linen(DiT(config, dtype), batch, base.squared_error)

@@ -61,7 +61,7 @@ def clicks(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
 
     def batch(key):

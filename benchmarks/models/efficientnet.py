@@ -89,7 +89,7 @@ class EfficientNet(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     images = (config.batch, config.image, config.image, 3)
     data = base.vectors(images, config.classes)

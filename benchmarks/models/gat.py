@@ -45,7 +45,6 @@ class Layer(nn.Module):
     heads: int
     size: int
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(
@@ -57,8 +56,8 @@ class Layer(nn.Module):
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         query = base.cast(self.param("query", init, shape), self.dtype)
         y = nn.leaky_relu(sent + received[receivers], 0.2)
-        scores = base.cast(jnp.einsum("ehd,hd->eh", y, query), self.softmax_dtype)
-        weights = segment_softmax(scores, receivers, count).astype(sent.dtype)
+        scores = jnp.einsum("ehd,hd->eh", y, query)
+        weights = segment_softmax(scores, receivers, count)
         y = jax.ops.segment_sum(sent * weights[..., None], receivers, count)
         return y.reshape(count, -1)
 
@@ -68,7 +67,6 @@ class GAT(nn.Module):
 
     config: Config
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, graph: dict[str, jax.Array]) -> jax.Array:
@@ -76,12 +74,12 @@ class GAT(nn.Module):
         edges = graph["senders"], graph["receivers"]
         x = nn.Dense(config.heads * config.size, dtype=dtype)(graph["nodes"])
         for _ in range(config.layers):
-            layer = Layer(config.heads, config.size, dtype, self.softmax_dtype)
+            layer = Layer(config.heads, config.size, dtype)
             x = x + nn.elu(layer(nn.LayerNorm(dtype=dtype)(x), *edges))
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
 
     def batch(key):
@@ -92,4 +90,4 @@ def problem(name, size, dtype, softmax_dtype):
         graph = {"nodes": nodes, "senders": ends[0], "receivers": ends[1]}
         return {"inputs": graph, "labels": labels}
 
-    return base.linen(GAT(config, dtype, softmax_dtype), batch)
+    return base.linen(GAT(config, dtype), batch)

@@ -56,12 +56,11 @@ class Step(nn.Module):
 
     heads: int
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, None]:
         x = over_chips(x)
-        return Block(self.heads, self.dtype, self.softmax_dtype)(x, mask), None
+        return Block(self.heads, self.dtype)(x, mask), None
 
 
 class GPT(nn.Module):
@@ -69,7 +68,6 @@ class GPT(nn.Module):
 
     config: Config
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -86,7 +84,7 @@ class GPT(nn.Module):
 
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config = self.config
-        arguments = config.heads, self.dtype, self.softmax_dtype
+        arguments = config.heads, self.dtype
         step: Any = Step
         if config.remat:
             step = nn.remat(Step, prevent_cse=not config.scan)
@@ -118,11 +116,11 @@ class NNXGPT(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {})))
     data = base.tokens(config.batch, config.length, config.vocab)
     if name == "nnx_gpt":
         return base.nnx_problem(
             lambda key: NNXGPT(config, dtype, nnx.Rngs(params=key)), data
         )
-    return base.linen(GPT(config, dtype, softmax_dtype), data)
+    return base.linen(GPT(config, dtype), data)

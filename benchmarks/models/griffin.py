@@ -134,7 +134,7 @@ class Griffin(nn.Module):
         return embed.attend(RMSNorm(dtype)(x))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(Griffin(config, name == "griffin_loop", dtype), data)

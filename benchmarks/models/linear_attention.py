@@ -64,7 +64,7 @@ class LinearTransformer(nn.Module):
         return dense(config.classes)(norm()(x).mean(axis=1))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
 
     def batch(key):

@@ -115,7 +115,7 @@ class Llama(nn.Module):
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = dataclasses.replace(SIZES[size], remat=name == "llama")
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(Llama(config, dtype), data)

@@ -135,7 +135,7 @@ class Mamba(nn.Module):
         return embed.attend(RMSNorm(dtype)(x))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(Mamba(config, name == "mamba_loop", dtype), data)

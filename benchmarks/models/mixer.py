@@ -74,7 +74,7 @@ class Mixer(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     images = (config.batch, config.image, config.image, 3)
     return base.linen(Mixer(config, dtype), base.vectors(images, config.classes))

@@ -87,7 +87,7 @@ class MoE(gpt.GPT):
         return x
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
     return base.linen(MoE(config, dtype), data)

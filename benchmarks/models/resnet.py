@@ -108,7 +108,7 @@ class NNXResNet(nnx.Module):
         return self.head(jnp.mean(x, axis=(1, 2)))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     image, width, classes, batch = CONFIGS[size]
     data = base.vectors((batch, image, image, 3), classes)
     if name == "nnx_resnet50":

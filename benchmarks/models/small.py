@@ -39,7 +39,7 @@ class LSTM(nn.Module):
         return nn.Dense(self.vocab, dtype=self.dtype)(x)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     if name == "mlp":
         width, classes, batch = MLP_SIZES[size]
         data = base.vectors((batch, width), classes)

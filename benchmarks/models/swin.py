@@ -72,7 +72,6 @@ class Swin(nn.Module):
 
     config: Config
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -110,7 +109,7 @@ class Swin(nn.Module):
                     mask = mask[None, :, None]
                     split = scores.reshape(-1, mask.shape[1], *scores.shape[1:])
                     scores = (split + mask).reshape(scores.shape)
-                y = base.softmax(scores, self.softmax_dtype) @ value
+                y = nn.softmax(scores) @ value
                 y = y.swapaxes(1, 2).reshape(y.shape[0], size * size, width)
                 y = from_windows(dense(width)(y), size, side)
                 if shift:
@@ -121,8 +120,8 @@ class Swin(nn.Module):
         return dense(config.classes)(norm()(x).mean(axis=(1, 2)))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     images = (config.batch, config.image, config.image, 3)
     data = base.vectors(images, config.classes)
-    return base.linen(Swin(config, dtype, softmax_dtype), data)
+    return base.linen(Swin(config, dtype), data)

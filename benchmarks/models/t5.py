@@ -137,7 +137,7 @@ class T5(nn.Module):
         return words.attend(x * config.width**-0.5)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.vocab)
 

@@ -115,7 +115,7 @@ class UNet(nn.Module):
         return Attention(config.groups, self.dtype)(x)
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     shape = (config.batch, config.image, config.image, 3)
 

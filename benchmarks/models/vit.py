@@ -37,16 +37,11 @@ class Block(nn.Module):
 
     heads: int
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         dtype, width = self.dtype, x.shape[-1]
-        attention = nn.MultiHeadDotProductAttention(
-            num_heads=self.heads,
-            dtype=dtype,
-            force_fp32_for_softmax=self.softmax_dtype == jnp.float32,
-        )
+        attention = nn.MultiHeadDotProductAttention(num_heads=self.heads, dtype=dtype)
         x = x + attention(nn.LayerNorm(dtype=dtype)(x), mask=mask)
         y = nn.Dense(4 * width, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x))
         return x + nn.Dense(width, dtype=dtype)(nn.gelu(y))
@@ -57,7 +52,6 @@ class ViT(nn.Module):
 
     config: Config
     dtype: base.DType = None
-    softmax_dtype: base.DType = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -71,7 +65,7 @@ class ViT(nn.Module):
         token = jnp.broadcast_to(base.cast(token, dtype), (x.shape[0], 1, width))
         x = jnp.concatenate([token, x], axis=1) + base.cast(positions, dtype)
         for _ in range(config.layers):
-            x = Block(config.heads, dtype, self.softmax_dtype)(x)
+            x = Block(config.heads, dtype)(x)
         x = nn.LayerNorm(dtype=dtype)(x[:, 0])
         return nn.Dense(config.classes, dtype=dtype)(x)
 
@@ -121,12 +115,12 @@ class NNXViT(nnx.Module):
         return self.head(self.norm(x[:, 0]))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = CONFIGS[name.replace("nnx_vit", "vit_s16"), size]
     images = (config.batch, config.image, config.image, 3)
     data = base.vectors(images, config.classes)
-    if name == "nnx_vit":  # its softmax is in float32 as it is
+    if name == "nnx_vit":
         return base.nnx_problem(
             lambda key: NNXViT(config, dtype, nnx.Rngs(params=key)), data
         )
-    return base.linen(ViT(config, dtype, softmax_dtype), data)
+    return base.linen(ViT(config, dtype), data)

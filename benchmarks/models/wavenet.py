@@ -57,7 +57,7 @@ class WaveNet(nn.Module):
         return conv(config.levels, (1,))(nn.relu(y))
 
 
-def problem(name, size, dtype, softmax_dtype):
+def problem(name, size, dtype):
     config = SIZES[size]
     data = base.tokens(config.batch, config.length, config.levels)
     return base.linen(WaveNet(config, dtype), data)

@@ -57,8 +57,9 @@ def test_a_twin_that_fails_is_no_problem_of_amp():
 
 
 def far(w, x):
-    """Loses digits between its products, which its twin keeps."""
-    h = (x @ w + 64) - 64
+    """Adds products in half, and loses digits that its twin keeps."""
+    large = 64 * x @ w
+    h = (x @ w + large) - large
     return jnp.mean((h @ w.T) ** 2)
 
 

@@ -11,7 +11,7 @@ from _programs import PROGRAMS, WITHIN, loss_of, with_jvp, with_vjp
 from _programs import W as WEIGHT
 from _programs import X as DATA
 from benchmarks.exact import with_exact_products
-from benchmarks.products import with_products
+from benchmarks.products import PRODUCTS, with_products
 from benchmarks.twin import cast_products, count_cast
 from flax_amp.policy import LOW_OPS
 from helpers import (
@@ -186,23 +186,42 @@ def test_transformations(transform):
     assert 0 < relative_error(found, plain) < 1e-2
 
 
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_exact_products(dtype):
-    """Sums in float32, also in loops; all other equations are as they were."""
+def test_exact_products(dtype, around):
+    """Sums in float32, wherever they are; all other products are as they were."""
 
-    def fn(w, x):
-        low_x, low_w = x.astype(dtype), w.astype(dtype)
-        y = lax.scan(lambda c, row: (c, jnp.tanh(row @ low_w)), 0, low_x)[1]
-        return (y @ low_w).astype(jnp.float32).sum() + (x @ w).sum()
+    def products(w, x):
+        y, low_w = jnp.tanh(x.astype(dtype) @ w.astype(dtype)), w.astype(dtype)
+        z = lax.conv_general_dilated(y.T[None], low_w[None], (1,), "SAME")
+        return (y @ low_w + z[0].T).astype(jnp.float32) + x @ w
 
-    exact = with_exact_products(jax.grad(fn))
-    products = equations_of(exact, WEIGHT, DATA, primitive="dot_general")
-    assert {str(v.aval.dtype) for eqn in products for v in eqn.invars} == {"float32"}
-    low = [eqn for eqn in products if eqn.params["precision"] == HIGHEST]
-    assert len(products) == len(low) + 2 > 5  # two are those of `x @ w`
-    found, plain = (jit(f)(WEIGHT, DATA) for f in (exact, jax.grad(fn)))
+    fn = loss_of(AROUND[around](products))
+    fn = jax.grad(fn) if around != "while" else fn
+    exact = with_exact_products(fn)
+    before, after = (
+        equations_of(f, WEIGHT, DATA, primitive=PRODUCTS) for f in (fn, exact)
+    )
+    low = [eqn for eqn in before if eqn.invars[0].aval.dtype == dtype]
+    summed = [eqn for eqn in after if eqn.params["precision"] == HIGHEST]
+    assert len(before) - len(low) == len(after) - len(summed) > 0
+    assert len(summed) == len(low) > 2
+    assert {v.aval.dtype for eqn in after for v in eqn.invars} == {jnp.dtype("float32")}
+    found, plain = (jit(f)(WEIGHT, DATA) for f in (exact, fn))
     assert_same_avals(found, plain)
     assert relative_error(found, plain) < 2 * jnp.finfo(dtype).eps
+
+
+def test_an_exact_product_is_rounded_once():
+    """Compared with NumPy, in float64; but for what lies between two halves."""
+    w, x = np.random.default_rng(0).normal(size=(2, 64, 64))
+    for dtype in HALVES:
+        found = jit(with_exact_products(product))(
+            *(jnp.asarray(v, dtype) for v in (w, x))
+        )
+        wanted = rounded(rounded(x, dtype) @ rounded(w, dtype), dtype)
+        assert found.dtype == dtype
+        assert np.mean(np.asarray(found, np.float64) != wanted) < 0.002
 
 
 def test_nothing_else_changes():
