@@ -40,9 +40,13 @@ def test_default_policy_is_a_plain_dict_of_functions():
         assert all(callable(fn) for fn in entries.values())
         assert entries["amp_stop"] is flax_amp.use_original_precision
         assert entries["amp_default"] is flax_amp.use_original_precision
-    assert flax_amp.default_amp_policy[jax.lax.dot_general_p] is (
-        flax_amp.use_compute_precision
-    )
+    low = {
+        key.name
+        for key, fn in flax_amp.default_amp_policy.items()
+        if fn is flax_amp.use_compute_precision
+    }
+    assert low == set(policy.LOW_OPS)
+    assert len(flax_amp.default_amp_policy) == len(low) + 2
 
 
 # --- precision functions, called as the seed calls them -------------------------------

@@ -223,9 +223,11 @@ WRAPS = [straight, pytest.param(in_layers, marks=pytest.mark.slow)]
 def test_other_dtypes(name, wrap):
     """What cannot be stored is not.
 
-    In a loop the low cotangents of what a layer reads add up in another order.
+    The low cotangents of what two layers of a loop read add up in another order, as do
+    those of what regions on both sides of float8 values read.
     """
-    bound = 1e-6 if wrap is straight else 1e-2
+    is_added_low = wrap is in_layers or name == "float8"
+    bound = 1e-2 if is_added_low else 1e-6
     assert_modes_agree(wrap(OF_DTYPES[name]), gradient, bound)
 
 

@@ -15,23 +15,32 @@ def paints(fn, primitive):
     """The letters of the results of all equations of a primitive: low, full, leaf."""
     args = (W, X, B)[: fn.__code__.co_argcount]
     found = steps_of(plan_of(fn, *args))
-    values = [s.outs[0] for eqn, s in found if eqn.primitive.name == primitive]
+    values = [v for eqn, s in found if eqn.primitive.name == primitive for v in s.outs]
     return [value and value.paint.value for value in values]
 
 
-def in_loop(body):
-    return lambda w, x: jax.lax.scan(
-        lambda c, _: (c, body(c @ w)), x, None, length=2
-    )[1] @ w  # fmt: skip
+def behind_a_loop(w, x):
+    step = lambda c, _: (jnp.sin(c @ w), jnp.sin(c))  # noqa: E731
+    return jnp.cos(jax.lax.scan(step, x, None, length=2)[1]) @ w
 
 
-def in_branch(w, x):
-    return jax.lax.cond(x[0, 0] > 0, lambda y: jnp.sin(y), lambda y: y, x @ w) @ w
+def behind_a_branch(w, x):
+    return jnp.cos(jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.tanh, x @ w)) @ w
 
 
 def residual(w, x):
     h = jnp.sin(x @ w)
-    return h * (h @ w)
+    return (h * (jnp.cos(h) @ w)) @ w
+
+
+def last_residual(w, x):
+    h = jnp.sin(x @ w)
+    return h * (jnp.cos(h) @ w)
+
+
+def with_a_logged_mean(w, x):
+    h = jnp.sin(x @ w)
+    return h.mean(), jnp.cos(h) @ w
 
 
 def softmax(w, x):
@@ -61,7 +70,7 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     ),
     # Across products, and sums beside other readers.
     "across a product": (residual, "sin", "low"),
-    "the result across it": (residual, "mul", "full"),
+    "across the last product": (last_residual, "sin", "full"),
     "a sum and another reader": (centered, "sin", "low"),
     "a sum alone": (lambda w, x: jnp.sin(x @ w).mean(0) @ w, "sin", "full"),
     "the exponentials of a softmax": (softmax, "exp", "low"),
@@ -69,13 +78,10 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     # Locality: what leads to no product changes nothing.
     "read low and logged": (logged, "sin", "low"),
     "what is logged": (logged, "cos", "full"),
-    "a sum that is logged": (
-        lambda w, x: (jnp.sin(x @ w).sum(), jnp.cos(jnp.sin(x @ w)) @ w),
-        "sin", "full full",
-    ),
+    "a mean that is logged": (with_a_logged_mean, "sin", "full"),
     # Borders.
-    "out of a loop to a product": (in_loop(jnp.sin), "scan", "low"),
-    "out of a branch to a product": (in_branch, "cond", "low"),
+    "out of a loop": (behind_a_loop, "scan", "full low"),
+    "out of a branch": (behind_a_branch, "cond", "low"),
     "out of a checkpoint to a product": (
         lambda w, x: jax.checkpoint(jnp.sin)(x @ w) @ w, "sin", "low"
     ),
