@@ -42,7 +42,9 @@ def attach_emitted(
         for row in called.rows(path, eqn):
             if row.primitive == eqn.primitive.name:
                 row.after = dtypes_of(eqn)
-                row.kept = row.after.results[0]
+                if row.kept:
+                    first = row.before.results.index("float32")
+                    row.kept = row.after.results[first]
         direction = eqn.primitive.name in _CASTS and _direction(dtypes_of(eqn))
         if direction:
             # A cast in a function of this package belongs to the call.

@@ -44,6 +44,22 @@ def straight(w, x):
     return jnp.mean(jax.nn.log_softmax(scoped("c", w, y))[:, 0])
 
 
+def biased(w, x):
+    """Modules begin with what depends on whether its operand is half: biases, moves."""
+    with jax.named_scope("product"):
+        y = x @ w
+    with jax.named_scope("bias"):
+        y = jnp.tanh(y + w[:1])
+    with jax.named_scope("residual"):
+        y = y + scoped("inside", W, y)
+    with jax.named_scope("last"):
+        z = y @ w
+    with jax.named_scope("moves"):
+        z = jax.nn.relu(z[1:])
+    with jax.named_scope("loss"):
+        return jnp.mean(z + w[1:])
+
+
 def looped(w, x):
     def body(y, v):
         return scoped("out", v, scoped("in", w, y)) + y, jnp.sum(y)
@@ -110,6 +126,7 @@ def linen(w, x):
 # name: function, how many edges of it are found at least
 PROGRAMS = {
     "straight": (straight, 4),
+    "biased": (biased, 5),
     "looped": (looped, 4),
     "nested": (nested, 2),
     "branched": (branched, 5),

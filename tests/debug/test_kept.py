@@ -117,11 +117,17 @@ def test_a_users_function_decides():
     def to_float16(compute_dtype, original_dtypes, *operands, **params):
         return [x.astype(jnp.float16) for x in operands], params
 
-    policy = flax_amp.default_amp_policy | {jax.lax.sin_p: to_float16}
+    policy = flax_amp.default_amp_policy | {
+        jax.lax.sin_p: to_float16,
+        jax.lax.argmax_p: to_float16,
+    }
     found = explain(lambda w, x: jnp.sin(x @ w).sum(), amp_policy=policy)(W, X)
     (row,) = [e for e in found.equations if e.primitive == "sin"]
     assert row.computes_in == "float16" and row.after.results == ("float16",)
     assert row.result == "kept in f16: primitive sin"
+    found = explain(lambda w, x: jnp.argmax(x @ w), amp_policy=policy)(W, X)
+    (row,) = [e for e in found.equations if e.primitive == "argmax"]
+    assert row.computes_in == "float16" and row.kept == row.result == ""
 
 
 def test_the_list_of_equations():
