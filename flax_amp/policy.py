@@ -1,4 +1,4 @@
-"""Which equation runs in which precision: precision functions, families, policies.
+"""Which equation runs in which precision: precision functions, tables, policies.
 
 A *policy* is a plain dict. Its keys are JAX primitives and scope strings, its values
 *precision functions*
@@ -172,13 +172,10 @@ def follow_precision(
     *invars: Array,
     **bind_params: Any,
 ) -> BindArguments:
-    """Runs the equation in the precision of its operands.
+    """Runs the equation by the rule of `amp`, as if no key named it.
 
-    In a policy, the equation runs in float32 if one operand was computed in full
-    precision. Otherwise it runs in the compute dtype if one operand is in it, and
-    float32 parameters and constants are then cast down. Called on its own, the function
-    knows dtypes only, and promotes to the widest of them. Arguments and result as in
-    `use_compute_precision`.
+    Called on its own, the function knows dtypes only, and promotes to the widest of
+    them. Arguments and result as in `use_compute_precision`.
     """
     del compute_dtype
     floats = [x.dtype for x in invars if _is_float(x)]
@@ -188,18 +185,7 @@ def follow_precision(
     return use_compute_precision(widest, original_dtypes, *invars, **bind_params)
 
 
-def keep_precision(
-    compute_dtype: DTypeLike,
-    original_dtypes: Sequence[DType],
-    *invars: Array,
-    **bind_params: Any,
-) -> BindArguments:
-    """Moves or compares data in whatever precision it arrives.
-
-    Arguments and result as in `use_compute_precision`.
-    """
-    return follow_precision(compute_dtype, original_dtypes, *invars, **bind_params)
-
+keep_precision = follow_precision  # the name that moves of data had
 
 # The functions that the analysis understands; any other is called equation by equation.
 BUILT_IN = (
@@ -207,7 +193,6 @@ BUILT_IN = (
     use_original_precision,
     use_widest_precision,
     follow_precision,
-    keep_precision,
 )
 
 # --- families of primitives ----------------------------------------------------------
@@ -217,14 +202,15 @@ BUILT_IN = (
 # inner or an outer product: see `product_kind` in `_rewriter/heuristics.py`.
 LOW_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
-# |f(x)| is much larger than |x|, or digits are lost near a pole.
+# Functions. The rule does not tell them from other arithmetic; `residuals.py` and the
+# diagnostics do: |f(x)| may be much larger than |x|, or digits are lost near a pole.
 RANGE_OPS = """
     exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt sinh cosh tan asin acos
     asinh acosh atanh erf_inv lgamma digamma polygamma zeta igamma igammac
     igamma_grad_a bessel_i0e bessel_i1e regularized_incomplete_beta polynomial
 """.split()
 
-# Long sums lose small terms: 70 000 ones add up to inf in float16.
+# Sums. 70 000 ones add up to inf in float16. The scatters are in `ARITHMETIC_OPS`, too.
 ACCUMULATION_OPS = """
     reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum scatter-add
     scatter-sub scatter-mul psum psum_invariant unreduced_psum reduce_scatter
@@ -237,7 +223,7 @@ LINALG_OPS = """
     schur hessenberg triangular_solve tridiagonal tridiagonal_solve fft
 """.split()
 
-# Elementwise arithmetic that is as safe as its operands are.
+# Other elementwise arithmetic, and functions that are as safe as their operands are.
 FOLLOW_OPS = """
     add sub mul div neg max min abs sign floor ceil round clamp tanh logistic erf erfc
     sin cos atan atan2 sqrt cbrt rem add_any one_minus_square select_and_scatter_add

@@ -19,7 +19,7 @@ with respect to just these operands, for just these cotangents.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -47,6 +47,7 @@ from flax_amp._rewriter.plan import (
     Step,
     Value,
     Values,
+    at_border,
     has_paint,
     is_painted,
     like,
@@ -57,64 +58,43 @@ from flax_amp._tree import fill, pick, split_list
 from flax_amp.policy import LOW_OPS
 
 
-def at_border(needs: Iterable[Need]) -> Needs:
-    """Returns the needs of values that cross the border of a loop or a rule."""
-    return tuple(need.at_border for need in needs)
-
-
 @dataclasses.dataclass(frozen=True)
 class SingleBodyRule:
     """A primitive whose one sub-jaxpr takes its operands as they are.
 
-    What crosses its border lies in memory.
+    What crosses its border lies in memory. Without a border, the body is planned as if
+    it stood in the place of the call: what only arithmetic reads inside is cast up
+    outside, where all readers share the cast (most of `jax.nn` and `jnp.linalg` are
+    jitted functions). A body with products casts for itself, because its operands are
+    stored for its backward pass.
     """
 
     param: str  # the parameter that holds the sub-jaxpr
     body_kind: ClassVar[BodyKind | None] = None  # None: that of the surroundings
+    has_border: ClassVar[bool] = True
 
     def needs(
         self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
     ) -> Needs:
+        crossing: Any = at_border if self.has_border else tuple
         body = eqn.params[self.param]
-        return at_border(painter.needs(body, at_border(needs), context))
+        return crossing(painter.needs(body, crossing(needs), context))
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
-        return self.paint_body(painter, eqn, ins, at_border(needs), context)
-
-    def paint_body(
-        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
-    ) -> Step:
-        context = context.inside(self.body_kind or context.body_kind)
-        plan = painter.plan(eqn.params[self.param], ins, needs, context)
-        reason = Reason("inside {}", eqn.primitive.name)
-        return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
-
-
-class TransparentRule(SingleBodyRule):
-    """A call whose body is planned as if it stood in the place of the call.
-
-    What only arithmetic reads inside is cast up outside, where all readers share the
-    cast: most of `jax.nn` and `jnp.linalg` are jitted functions. A body with products
-    casts for itself, because its operands are stored for its backward pass.
-    """
-
-    def needs(
-        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
-    ) -> Needs:
-        return painter.needs(eqn.params[self.param], needs, context)
-
-    def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
-    ) -> Step:
-        if not painter.has_product(eqn):
+        if self.has_border:
+            needs = at_border(needs)
+        elif not painter.has_product(eqn):
             reads = self.needs(painter, eqn, needs, context)
             ins = tuple(
                 FULL if has_paint(v, Paint.LOW) and Need.HALF not in need else v
                 for v, need in zip(ins, reads, strict=True)
             )
-        return self.paint_body(painter, eqn, ins, needs, context)
+        context = context.inside(self.body_kind or context.body_kind)
+        plan = painter.plan(eqn.params[self.param], ins, needs, context)
+        reason = Reason("inside {}", eqn.primitive.name)
+        return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
 
 
 def tangent_like(value: Value | None) -> Value | None:
@@ -238,7 +218,7 @@ class CustomCall:
             if not is_between_products:
                 return Need.FULL
             is_read = bool(read_inside.intersection(variables([v])))
-            return Need.LATER if is_read else Need.LATER.at_border
+            return Need.LATER if is_read else Need.LATER | Need.BORDER
 
         rest = map(need_of_residual, jaxpr.outvars[len(first) :])
         painter = self.emitter.painter
@@ -246,7 +226,7 @@ class CustomCall:
 
 
 def _need_of(value: Value | None) -> Need:
-    return Need.LATER.at_border if has_paint(value, Paint.LOW) else Need.FULL
+    return Need.LATER | Need.BORDER if has_paint(value, Paint.LOW) else Need.FULL
 
 
 def _is_flax_fp8_product(plan: Plan) -> bool:
@@ -311,8 +291,10 @@ class CustomRule(SingleBodyRule):
 # --- forward mode --------------------------------------------------------------------
 
 
-class CustomJvp(CustomRule, TransparentRule):
+class CustomJvp(CustomRule):
     """The user's jvp rule is rewritten and attached again."""
+
+    has_border = False
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         if emitter.wide_gradients:

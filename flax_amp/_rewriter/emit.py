@@ -189,7 +189,7 @@ class Emitter:
         with _compat.equation_context(eqn):
             # First the casts that readers share; what is left is cast for this reader
             # alone in `_emit_low`.
-            if step.mode in (Mode.FULL, Mode.EXP):
+            if step.mode is Mode.FULL:
                 arrays = [env.full(v) for v in eqn.invars]
                 arrays = self._within_range(eqn, step, arrays, values)
             elif step.reads:
@@ -217,10 +217,7 @@ class Emitter:
         A mask of -1e9, or of the smallest float32 number, that is added to something
         would be rounded to an infinity.
         """
-        is_rounded = eqn.primitive.name in ("add", "sub") and has_paint(
-            step.outs[0], Paint.LOW
-        )
-        if not is_rounded:
+        if eqn.primitive.name not in ("add", "sub") or not _is_rounded(step):
             return arrays
         return [
             clamped(x, value.constant, self.compute_dtype)
@@ -238,7 +235,8 @@ class Emitter:
         if step.mode is Mode.REPEAT:
             layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
             return layer(*arrays)
-        if step.mode is Mode.EXP:
+        # The derivative of a rounded exponential reads the rounded result.
+        if eqn.primitive.name == "exp" and _is_rounded(step):
             return [rounded_exp(arrays[0], self.compute_dtype)]
         if step.mode is Mode.CALL:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
@@ -316,6 +314,11 @@ class Emitter:
             else _to_float32(x, value)
             for x, value, origin in zip(arrays, values, origins, strict=True)
         ]
+
+
+def _is_rounded(step: Step) -> bool:
+    """Whether a result that is computed in float32 is rounded."""
+    return step.mode is Mode.FULL and has_paint(step.outs[0], Paint.LOW)
 
 
 def _to_float32(x: Array, value: Value | None) -> Array:

@@ -6,9 +6,10 @@ compiler fuses, on its way to a product (a matrix product or a convolution):
 - a product reads it, or a move of data (a transpose, a slice, a selection) to one;
 - it is read on the other side of a product, such as a residual stream, and not
   repeated along an axis, such as the sums of the rows of a softmax;
-- a sum reads it, and something else reads it as well, such as the exponentials of a
-  softmax;
-- it crosses the border of a loop, a branch, a checkpoint or a rule.
+- a sum or a maximum reads it, and something else reads it as well, such as the
+  exponentials of a softmax;
+- it crosses the border of a loop, a branch, a checkpoint or a rule;
+- the program itself casts it to the compute dtype.
 
 It is then rounded to half precision, once, where it is computed. Only readers that lead
 to a product count: what a loss or a metric reads changes nothing. In
@@ -41,7 +42,7 @@ class Flow(NamedTuple):
 
     Attributes:
       needs: what is needed of each variable.
-      levels: the largest number of products on a path to each variable, if not 0.
+      levels: how many products lie before each variable, at most; absent if none.
       broadcast: what was broadcast to its shape, such as a bias.
     """
 
@@ -53,8 +54,10 @@ class Flow(NamedTuple):
         """Returns what is needed of a variable."""
         return self.needs.get(v, Need.NONE)
 
-    def joins(self, eqn: Eqn, v: Var) -> bool:
+    def is_behind(self, eqn: Eqn, v: Atom) -> bool:
         """Whether an equation reads a variable on the other side of a product."""
+        if isinstance(v, Literal) or _is_repeated(eqn, v):
+            return False
         return _level(eqn, self.levels) > self.levels.get(v, 0)
 
     def is_residual(self, eqn: Eqn) -> bool:
@@ -119,13 +122,11 @@ def find_flow(
     for eqn in reversed(jaxpr.eqns):
         results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
-            is_behind = not isinstance(v, Literal) and flow.joins(eqn, v)
-            is_kept = is_behind and not _repeats(eqn, v)
-            read(v, need.kept_for(Need.BEHIND) if is_kept else need)
+            read(v, need.kept_for(Need.BEHIND) if flow.is_behind(eqn, v) else need)
     return flow
 
 
-def _repeats(eqn: Eqn, v: Var) -> bool:
+def _is_repeated(eqn: Eqn, v: Var) -> bool:
     """Whether an equation repeats an operand, such as the sum of each row.
 
     It is small, and the error of its rounding would be the same in the whole row.

@@ -11,9 +11,9 @@ exactly as they are. The rule:
 - **Moves** (reshapes, slices, selections, maxima) round nothing: they run in half
   precision where their result is kept in it, and on the float32 values otherwise. A
   maximum or minimum with a number that half precision does not have is float32.
-- **Never in half precision**: the results of sums, the states of loops, and what is
-  computed from arguments and constants alone, such as a parameter, which is cast at
-  each use.
+- **Never in half precision**: the results of sums, the states of loops and arithmetic
+  on them inside of the loop, and what is computed from arguments and constants alone,
+  such as a parameter, which is cast at each use.
 
 An example, centering between two products with the weight `w`:
 
@@ -83,6 +83,7 @@ from flax_amp._rewriter.plan import (
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
 from flax_amp.policy import (
+    ACCUMULATION_OPS,
     ARITHMETIC_OPS,
     BUILT_IN,
     CASTABLE_OPS,
@@ -93,7 +94,7 @@ from flax_amp.policy import (
     Origin,
     Policy,
     PrecisionFunction,
-    keep_precision,
+    follow_precision,
     use_compute_precision,
     use_original_precision,
     use_precision,
@@ -123,7 +124,6 @@ class _Kind(enum.Enum):
     ARITHMETIC = "arithmetic"
     SUM = "a sum, or what else is never rounded"
     ORIGINAL = "in float32 by the policy"
-    FOLLOW = "in the precision of its operands by the policy"
     CALL = "by a user's precision function"
     STRUCTURED = "by the rule of a structured primitive"
 
@@ -280,17 +280,15 @@ class Painter:
         function = self._built_in(eqn, decision.function)
         if function is None and not isinstance(decision.function, use_precision):
             return _Kind.CALL, because
-        if function in (use_original_precision, use_widest_precision):
-            if decision.origin is not Origin.DEFAULT:
-                return _Kind.ORIGINAL, because
+        is_original = function in (use_original_precision, use_widest_precision)
+        if is_original and decision.origin is not Origin.DEFAULT:
+            return _Kind.ORIGINAL, because
+        if is_original or function is follow_precision:
             return _kind_by_default(eqn, decision)
         if _has_update(eqn):
             return _Kind.ORIGINAL, FLOAT32_UPDATE
         if function is None:
             return _Kind.CALL, because
-        if function is not use_compute_precision:
-            is_move = function is keep_precision and eqn.primitive.name in EXACT_OPS
-            return (_Kind.MOVE, MOVES) if is_move else (_Kind.FOLLOW, because)
         if obstacle := self._obstacle_to_low(eqn):
             return _Kind.ORIGINAL, obstacle
         kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
@@ -359,10 +357,10 @@ class Painter:
             union = functools.reduce(lambda a, b: a | b, moved, Need.NONE)
             if eqn.primitive.name.startswith("reduce_") and Need.LATER in union:
                 union |= Need.SUMMED
-            if union.is_half:  # the move runs in half precision
+            if union.is_kept:  # the move runs in half precision
                 union |= Need.HALF
             return (union,) * len(eqn.invars)
-        if flow.is_residual(eqn) and results[0].is_half:
+        if flow.is_residual(eqn) and results[0].is_kept:
             return (Need.LATER | Need.BEHIND | Need.HALF,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
         need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
@@ -391,8 +389,6 @@ class Painter:
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
         if kind is _Kind.MOVE:
             return self._paint_move(eqn, ins, needs)
-        if kind is _Kind.FOLLOW:
-            return _paint_follow(eqn, ins, reason)
         return self._paint_arithmetic(eqn, ins, flow, choice)
 
     def _paint_arithmetic(
@@ -400,19 +396,19 @@ class Painter:
     ) -> Step:
         if choice.kind is _Kind.SUM:
             return _full(eqn, FULL, choice.reason)
-        has_data = any(has_paint(v, Paint.LOW, Paint.FULL) for v in ins)
-        if not has_data:
+        if not any(has_paint(v, Paint.LOW, Paint.FULL) for v in ins):
             # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, LEAVES_ONLY)
-        if any(v is not None and v.is_state for v in ins):
-            return _full(eqn, STATE, STATE_OF_LOOP)
-        if eqn.outvars[0] in self._states:
+        reads_state = any(v is not None and v.is_state for v in ins)
+        if reads_state or eqn.outvars[0] in self._states:
             return _full(eqn, STATE, STATE_OF_LOOP)
         if _adds_halves(eqn, ins, flow):
             return Step(Mode.LOW, like(out_avals(eqn), LOW), HALVES)
-        outs = _rounded(eqn, tuple(map(flow.need, eqn.outvars)))
-        is_exp = eqn.primitive.name == "exp" and has_paint(outs[0], Paint.LOW)
-        return Step(Mode.EXP if is_exp else Mode.FULL, outs, choice.reason)
+        outs = tuple(
+            (LOW if flow.need(v).is_kept else FULL) if is_painted(v.aval) else None
+            for v in eqn.outvars
+        )
+        return Step(Mode.FULL, outs, choice.reason)
 
     def _paint_move(self, eqn: Eqn, ins: Values, needs: Needs) -> Step:
         operands = [v for v in ins if v is not None]
@@ -424,7 +420,7 @@ class Painter:
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
         has_low = any(v.paint is Paint.LOW for v in operands)
-        is_half = any(need.is_half for need in needs)
+        is_half = any(need.is_kept for need in needs)
         if has_low and is_half and not self._is_unrounded_bound(eqn, operands):
             # Gathered in float32 and rounded again, the result is the same, but the
             # cotangents of an element that is read twice are added in float32.
@@ -443,7 +439,7 @@ class Painter:
             (value,) = operands
         outs = like(out_avals(eqn), value)
         if name != "gather" or not operands[0].read_once:
-            return Step(Mode.KEEP, outs, LEAVES_ONLY)
+            return Step(Mode.FULL, outs, LEAVES_ONLY)
         # Where all readers round the rows, the gradient may be rounded, too.
         is_rounded = Need.HALF in needs[0] and Need.FULL not in needs[0]
         dtype = self.compute_dtype if is_rounded else None
@@ -507,7 +503,7 @@ def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
         return _Kind.ARITHMETIC, ARITHMETIC
     if name in LINALG_OPS:
         return _Kind.SUM, Reason("linear algebra")
-    if name in CASTABLE_OPS and name not in LOW_OPS:
+    if name in ACCUMULATION_OPS:
         return _Kind.SUM, SUM
     # Random numbers, primitives that are not known here, and products without a key.
     return _Kind.SUM, Reason("{0.origin.value} {0.key}", decision)
@@ -564,23 +560,6 @@ def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
         for v, x in pairs
         if x is not None and x.paint is not Paint.LOW
     )
-
-
-def _rounded(eqn: Eqn, needs: Needs) -> Values:
-    """Returns the values of results that are rounded where they are kept."""
-    return tuple(
-        (LOW if need.is_half else FULL) if is_painted(v.aval) else None
-        for v, need in zip(eqn.outvars, needs, strict=True)
-    )
-
-
-def _paint_follow(eqn: Eqn, ins: Values, reason: Reason) -> Step:
-    paints = {v.paint for v in ins if v is not None}
-    if Paint.FULL in paints:
-        return _full(eqn, FULL, reason)
-    if Paint.LOW in paints:
-        return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
-    return _full(eqn, LEAF, reason)
 
 
 def _is_default_precision(precision: Any) -> bool:

@@ -98,7 +98,7 @@ class Need(enum.Flag):
     FULL = enum.auto()  # a reader of any kind reads it in float32
 
     @property
-    def is_half(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether the value is kept, and in half precision."""
         return bool(self & Need.KEPT)
 
@@ -117,19 +117,19 @@ class Need(enum.Flag):
     def kept_for(self, reason: "Need") -> "Need":
         """Returns the need of a value that a reason keeps, if it leads to a product.
 
-        The first reason stays.
+        A value that is kept already stays as it is.
         """
-        leads_on = Need.LATER in self and not self.is_half
+        leads_on = Need.LATER in self and not self.is_kept
         return self | reason if leads_on else self
-
-    @property
-    def at_border(self) -> "Need":
-        """Returns the need of a value that crosses the border of a loop or a rule."""
-        return self.kept_for(Need.BORDER)
 
 
 Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is
 Needs = tuple[Need, ...]
+
+
+def at_border(needs: Iterable[Need]) -> Needs:
+    """Returns the needs of values that cross the border of a loop or a rule."""
+    return tuple(need.kept_for(Need.BORDER) for need in needs)
 
 
 class Mode(enum.Enum):
@@ -137,7 +137,6 @@ class Mode(enum.Enum):
 
     LOW = "low"  # float32 operands cast to the compute dtype
     FULL = "full"  # float32 operands restored to float32
-    EXP = "exp"  # in float32, and its result rounded; so is what its derivative reads
     KEEP = "keep"  # operands as they arrive
     LOOKUP = "lookup"  # a gather as it is, with a gradient of its own (`lookup.py`)
     CALL = "call"  # a user's precision function decides

@@ -1,4 +1,4 @@
-"""Structured primitives: a class for each, with its `paint` and its `emit` together.
+"""Structured primitives: a class for each, with `needs`, `paint` and `emit`.
 
 Paints flow into a sub-jaxpr and out of it; nothing is cast back to float32 at its
 border. Each rule changes only what it has to (the sub-jaxpr and the dtypes at its
@@ -25,8 +25,6 @@ from flax_amp._rewriter.custom_derivatives import (
     CustomRule,
     CustomVjp,
     SingleBodyRule,
-    TransparentRule,
-    at_border,
     tangent_like,
 )
 from flax_amp._rewriter.emit import Emitter
@@ -49,6 +47,7 @@ from flax_amp._rewriter.plan import (
     Step,
     Value,
     Values,
+    at_border,
     has_paint,
     is_painted,
     join,
@@ -66,8 +65,10 @@ def _rewrite_body(emitter: Emitter, plan: Plan, operands: Arrays) -> Jaxpr:
     return emitter.cached("body", plan, lambda: trace(*operands), *types)
 
 
-class _Jit(TransparentRule):
+class _Jit(SingleBodyRule):
     """A jit stays a jit: same name, shardings, layouts, donation."""
+
+    has_border = False
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
@@ -98,15 +99,19 @@ class _Checkpoint(SingleBodyRule):
         return _compat.bind(eqn, [*consts, *operands], params)
 
 
-class _Call(TransparentRule):
+class _Call(SingleBodyRule):
     """A plain call is evaluated in place."""
+
+    has_border = False
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         return emitter.emit(step.detail, operands)
 
 
-class _ShardMap(TransparentRule):
+class _ShardMap(SingleBodyRule):
     """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
+
+    has_border = False
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         params = eqn.params
@@ -153,7 +158,7 @@ def _value_of_carry(
     if value is None:
         return None
     is_state = value.constant is not None or not is_layer_stack
-    return FULL if is_state or not need.is_half else LOW
+    return FULL if is_state or not need.is_kept else LOW
 
 
 def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value | None:
@@ -173,7 +178,7 @@ def _stacked(value: Value | None, need: Need) -> Value | None:
 
 
 def _value_in_body(value: Value | None) -> Value | None:
-    # In the body, a float32 carry is data, not a statistic of something.
+    # In the body, a float32 carry is a state.
     return STATE if has_paint(value, Paint.FULL) else value
 
 
@@ -208,6 +213,7 @@ def _loop_needs(
 
 
 def _unkept(need: Need) -> Need:
+    """Returns the need inside of a loop, which rounds at its border."""
     return need & (Need.LATER | Need.FULL)
 
 

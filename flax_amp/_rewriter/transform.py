@@ -63,11 +63,11 @@ def amp(
 ) -> Any:
     """Transforms a float32 function into one that computes in mixed precision.
 
-    Matrix products and convolutions run in `compute_dtype`. Sums, exponentials and
-    other operations that need the range or the digits stay in float32. The rest follows
-    its operands. The rewriting reaches into `jit`, `scan`, `while_loop`, `cond`,
-    `checkpoint`, `shard_map` and custom derivatives. Arguments and results keep their
-    structure and dtypes, and so do gradients through the transformed function.
+    Matrix products and convolutions run in `compute_dtype`. All other arithmetic runs
+    in float32, and its result is rounded where it is kept on its way to a product
+    (`docs/policies.md`). The rewriting reaches into `jit`, `scan`, `while_loop`,
+    `cond`, `checkpoint`, `shard_map` and custom derivatives. Arguments and results keep
+    their structure and dtypes, and so do gradients through the transformed function.
 
     Put `amp` inside `grad` (`jax.grad(amp(loss))`): parameters stay float32 and their
     gradients add up in float32.

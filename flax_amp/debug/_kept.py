@@ -50,7 +50,7 @@ def kept(eqn: Eqn, step: Step) -> Kept | None:
     if value is not None and value.paint is Paint.LOW:
         if step.mode is Mode.LOW and is_matrix_product(eqn):
             return Kept(True, GIVEN)
-        if reason.decision is None and need.is_half:
+        if reason.decision is None and need.is_kept:
             return Kept(True, next(_READERS[bit] for bit in _READERS if bit in need))
         is_border = step.mode is Mode.RULE
         return Kept(True, CROSSES if is_border else str(reason))
@@ -62,4 +62,4 @@ def kept(eqn: Eqn, step: Step) -> Kept | None:
         return Kept(True, str(reason))  # a rule of what is never rounded
     if Need.LATER not in need:
         return Kept(True, LEADS_NOWHERE)
-    return Kept(True, MOVED) if need.is_half else Kept(False, IN_PASSING)
+    return Kept(True, MOVED) if need.is_kept else Kept(False, IN_PASSING)
