@@ -78,28 +78,22 @@ def rounded(x: Array) -> Array:
     return lax.reduce_precision(x, limits.nexp, limits.nmant)
 
 
-def rounded_exp(x: Array, dtype: DType) -> Array:
-    """Returns `exp(x)`, computed in float32 and rounded to `dtype`.
+# The tangents of functions whose derivative is one of their result `y`. They are such
+# that the backward pass reads `y` itself, not a float32 array that was made of it.
+DERIVATIVES: dict[str, Callable[[Array, Array], Array]] = {
+    "exp": lambda t, y: t * y,
+    "tanh": lambda t, y: t - (t * y) * y,
+    "logistic": lambda t, y: t * y - (t * y) * y,
+}
+
+
+def rounded_function(name: str, x: Array, dtype: DType) -> Array:
+    """Returns a function of `DERIVATIVES`, computed in float32 and rounded to `dtype`.
 
     The derivative reads the rounded result, so that the float32 one need not be stored
     for the backward pass.
     """
-    return _rounded_exp(jnp.dtype(dtype))(x)
-
-
-@functools.cache
-def _rounded_exp(dtype: DType) -> Callable[[Array], Array]:
-    @jax.custom_jvp
-    @jax.jit
-    def rounded_exp(x: Array) -> Array:
-        return jnp.exp(x).astype(dtype)
-
-    @rounded_exp.defjvp
-    def _jvp(primals: Arrays, tangents: Arrays) -> tuple[Array, Array]:
-        y = rounded_exp(*primals)
-        return y, (tangents[0] * y.astype(tangents[0].dtype)).astype(dtype)
-
-    return rounded_exp
+    return rounded_function_p.bind(x, name=name, dtype=jnp.dtype(dtype))
 
 
 def _limits(dtype: DType, headroom: bool) -> tuple[float, float]:
@@ -152,3 +146,39 @@ ad.defjvp(saturate_p, _saturate_tangent)
 batching.primitive_batchers[saturate_p] = _saturate_batch
 jet.jet_rules[saturate_p] = _saturate_series  # type: ignore[assignment]
 mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))
+
+
+rounded_function_p = Primitive("flax_amp_rounded_function")
+
+
+def _round_function(x: Array, *, name: str, dtype: DType) -> Array:
+    return lax.convert_element_type(getattr(lax, name)(x), dtype)
+
+
+def _tangent_of_function(
+    t: Array, y: Array, x: Array, *, name: str, dtype: DType
+) -> Array:
+    tangent = DERIVATIVES[name](t, lax.convert_element_type(y, t.dtype))
+    return lax.convert_element_type(tangent, dtype)
+
+
+def _batch_function(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
+    return rounded_function_p.bind(*args, **params), dims[0]
+
+
+def _series_of_function(primals: Arrays, series: Arrays, **params: Any) -> Any:
+    function = functools.partial(_round_function, **params)
+    # Rules get the terms of the series without their factorials.
+    return jet.jet(function, primals, series, factorial_scaled=False)
+
+
+rounded_function_p.def_impl(_round_function)
+rounded_function_p.def_abstract_eval(
+    lambda x, *, name, dtype: x.update(dtype=dtype, weak_type=False)
+)
+ad.defjvp2(rounded_function_p, _tangent_of_function)
+batching.primitive_batchers[rounded_function_p] = _batch_function
+jet.jet_rules[rounded_function_p] = _series_of_function  # type: ignore[assignment]
+mlir.register_lowering(
+    rounded_function_p, mlir.lower_fun(_round_function, multiple_results=False)
+)

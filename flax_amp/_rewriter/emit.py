@@ -22,9 +22,10 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
 from flax_amp._rewriter.casts import (
+    DERIVATIVES,
     cast_constant,
     clamped,
-    rounded_exp,
+    rounded_function,
     saturating_cast,
 )
 from flax_amp._rewriter.lookup import lookup_p
@@ -235,9 +236,9 @@ class Emitter:
         if step.mode is Mode.REPEAT:
             layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
             return layer(*arrays)
-        # The derivative of a rounded exponential reads the rounded result.
-        if eqn.primitive.name == "exp" and _is_rounded(step):
-            return [rounded_exp(arrays[0], self.compute_dtype)]
+        if eqn.primitive.name in DERIVATIVES and _is_rounded(step):
+            name = eqn.primitive.name
+            return [rounded_function(name, arrays[0], self.compute_dtype)]
         if step.mode is Mode.CALL:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
         if step.mode is Mode.LOW:

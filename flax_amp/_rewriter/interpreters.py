@@ -17,9 +17,11 @@ from jax.extend.core.primitives import reduce_precision_p, remat_p
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Jaxpr
-from flax_amp._rewriter.casts import saturate_p
+from flax_amp._rewriter.casts import rounded_function_p, saturate_p
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.recompute.stored import stored_p
+
+_ELEMENTWISE = saturate_p, rounded_function_p, stored_p, reduce_precision_p
 
 
 def _checkpoint_series(
@@ -87,6 +89,6 @@ def add_sparse_rules() -> None:
 
     for rules in (bcoo, bcsr):
         rules.setdefault(remat_p, checkpoint)
-        for primitive in (saturate_p, stored_p, reduce_precision_p):
+        for primitive in _ELEMENTWISE:
             rules.setdefault(primitive, functools.partial(elementwise, primitive))
     bcoo.setdefault(lookup_p, lookup)  # JAX has no rule for a gather from a BCSR array

@@ -543,7 +543,7 @@ def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
 
 
 def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
-    """Whether an equation adds a bias, two halves, or is a residual connection.
+    """Whether an equation adds a bias or another half to a half, before a product.
 
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
     goes on with the float32 sum, and writes it to memory beside the rounded one.
@@ -552,10 +552,11 @@ def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
         return False
     pairs = list(zip(eqn.invars, ins, strict=True))
     low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
-    if len(low) == 2:
-        return Need.LATER in flow.need(eqn.outvars[0])
+    need = flow.need(eqn.outvars[0])
+    if not low or Need.LATER not in need:
+        return False
     shape = eqn.outvars[0].aval.shape
-    return bool(low) and all(
+    return all(
         x.paint is Paint.LEAF and x.constant is None and flow.is_broadcast(v, shape)
         for v, x in pairs
         if x is not None and x.paint is not Paint.LOW

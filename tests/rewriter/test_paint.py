@@ -181,9 +181,9 @@ def test_a_comparison_is_low_only_if_it_is_exact(limit, mode):
 
 
 def test_exponentials_are_rounded_for_their_derivative():
-    assert "rounded_exp" in str(jax.make_jaxpr(flax_amp.amp(softmax))(W, X))
+    assert "rounded_function" in str(jax.make_jaxpr(flax_amp.amp(softmax))(W, X))
     alone = flax_amp.amp(lambda w, x: jnp.exp(x @ w))
-    assert "rounded_exp" not in str(jax.make_jaxpr(alone)(W, X))
+    assert "rounded_function" not in str(jax.make_jaxpr(alone)(W, X))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
