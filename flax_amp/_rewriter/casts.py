@@ -158,8 +158,8 @@ def _round_function(x: Array, *, name: str, dtype: DType) -> Array:
 def _tangent_of_function(
     t: Array, y: Array, x: Array, *, name: str, dtype: DType
 ) -> Array:
-    tangent = DERIVATIVES[name](t, lax.convert_element_type(y, t.dtype))
-    return lax.convert_element_type(tangent, dtype)
+    t, y = (lax.convert_element_type(a, jnp.float32) for a in (t, y))
+    return lax.convert_element_type(DERIVATIVES[name](t, y), dtype)
 
 
 def _batch_function(args: Arrays, dims: Sequence[int], **params: Any) -> Any:

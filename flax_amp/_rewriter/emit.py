@@ -237,8 +237,12 @@ class Emitter:
             layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
             return layer(*arrays)
         if eqn.primitive.name in DERIVATIVES and _is_rounded(step):
-            name = eqn.primitive.name
-            return [rounded_function(name, arrays[0], self.compute_dtype)]
+            # Of a half-precision operand, XLA computes it in float32 by itself, and its
+            # rounded result is all that there is to store.
+            (x,) = arrays
+            if has_paint(values[0], Paint.LOW):
+                x = x.astype(self.compute_dtype)
+            return [rounded_function(eqn.primitive.name, x, self.compute_dtype)]
         if step.mode is Mode.CALL:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
         if step.mode is Mode.LOW:

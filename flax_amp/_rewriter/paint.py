@@ -31,6 +31,7 @@ which are handed to the `Painter`.
 import dataclasses
 import enum
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -114,6 +115,10 @@ _MOVES_ALL = frozenset(
 _IDENTITIES = frozenset(
     "name sharding_constraint layout_constraint copy reshard xla_metadata_value".split()
 )
+
+
+# A rounding of what these read makes equals of neighbors, and so another choice.
+_CHOICES = frozenset("sort top_k approx_top_k argmax argmin".split())
 
 
 class _Kind(enum.Enum):
@@ -351,19 +356,13 @@ class Painter:
                 return results
             if _gathers_once(eqn):
                 return (Need.HALF | results[0],) * len(eqn.invars)
-            # A comparison moves no floats: it reads them in whatever precision.
-            pairs = zip(results, eqn.outvars, strict=True)
-            moved = (need for need, v in pairs if is_painted(v.aval))
-            union = functools.reduce(lambda a, b: a | b, moved, Need.NONE)
-            if eqn.primitive.name.startswith("reduce_") and Need.LATER in union:
-                union |= Need.SUMMED
-            if union.is_kept:  # the move runs in half precision
-                union |= Need.HALF
-            return (union,) * len(eqn.invars)
+            return (_read_by_move(eqn, results),) * len(eqn.invars)
         if flow.is_residual(eqn) and results[0].is_kept:
             return (Need.LATER | Need.BEHIND | Need.HALF,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
         need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
+        if any(Need.CHOICE in need for need in results):
+            need |= Need.CHOICE
         if leads_on and choice.kind is _Kind.SUM:
             need |= Need.SUMMED
         return (need,) * len(eqn.invars)
@@ -420,7 +419,10 @@ class Painter:
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
         has_low = any(v.paint is Paint.LOW for v in operands)
-        is_half = any(need.is_kept for need in needs)
+        is_exact = all(v.paint is not Paint.FULL for v in operands)
+        is_half = any(
+            need.is_kept or (is_exact and Need.COMPARED in need) for need in needs
+        )
         if has_low and is_half and not self._is_unrounded_bound(eqn, operands):
             # Gathered in float32 and rounded again, the result is the same, but the
             # cotangents of an element that is read twice are added in float32.
@@ -521,6 +523,24 @@ def _is_one_to_one(eqn: Eqn) -> bool:
         and eqn.primitive.name in EXACT_OPS
         and len(eqn.invars) == len(eqn.outvars)
     )
+
+
+def _read_by_move(eqn: Eqn, results: Needs) -> Need:
+    """Returns what a move needs of its operands: what is needed of its results."""
+    # A comparison moves no floats: it reads them in whatever precision.
+    pairs = list(zip(results, eqn.outvars, strict=True))
+    moved = [need for need, v in pairs if is_painted(v.aval)]
+    union = functools.reduce(operator.or_, moved, Need.NONE)
+    leads_on = any(Need.LATER in need for need in results)
+    if leads_on and eqn.primitive.name in _CHOICES:
+        return union | Need.LATER | Need.CHOICE | Need.FULL
+    if not moved:
+        return Need.LATER if leads_on else Need.NONE
+    if leads_on and eqn.primitive.name == "reduce_max":
+        union = (union & ~Need.COMPARED) | Need.MAXIMUM
+    if union.is_kept or Need.COMPARED in union:  # the move runs in half precision
+        union |= Need.HALF
+    return union
 
 
 def _gathers_once(eqn: Eqn) -> bool:

@@ -87,6 +87,8 @@ class Need(enum.Flag):
     NONE = 0
     LATER = enum.auto()  # a product reads it later, through whatever arithmetic
     SUMMED = enum.auto()  # such a reader is a sum
+    MAXIMUM = enum.auto()  # such a reader is a maximum
+    CHOICE = enum.auto()  # a sort, an argmax or a top_k reads it, before a product
     # What it is kept for, in half precision:
     PRODUCT = enum.auto()  # a product reads it, or a move to one
     BEHIND = enum.auto()  # it is read on the other side of a product
@@ -94,13 +96,16 @@ class Need(enum.Flag):
     BORDER = enum.auto()  # it crosses the border of a loop, a branch or a rule
     CAST = enum.auto()  # the program itself casts it to the compute dtype
     KEPT = PRODUCT | BEHIND | SHARED | BORDER | CAST
+    # A maximum and something else read it. Moves run in half precision for them,
+    # because they round nothing: the masked scores of a softmax are as large as it.
+    COMPARED = enum.auto()
     HALF = enum.auto()  # a product, or a move in half precision, reads it
     FULL = enum.auto()  # a reader of any kind reads it in float32
 
     @property
     def is_kept(self) -> bool:
         """Whether the value is kept, and in half precision."""
-        return bool(self & Need.KEPT)
+        return bool(self & Need.KEPT) and Need.CHOICE not in self
 
     def together_with(self, other: "Need") -> "Need":
         """Returns the need of two readers.
@@ -109,10 +114,11 @@ class Need(enum.Flag):
         exponentials of a softmax are read by their sum, and by the quotient.
         """
         both = self | other
-        of_sum = (Need.SUMMED in self and Need.LATER in other) or (
-            Need.SUMMED in other and Need.LATER in self
-        )
-        return both.kept_for(Need.SHARED) if of_sum else both
+        if Need.LATER not in self or Need.LATER not in other:
+            return both
+        if Need.MAXIMUM in both:
+            both |= Need.COMPARED
+        return both.kept_for(Need.SHARED) if Need.SUMMED in both else both
 
     def kept_for(self, reason: "Need") -> "Need":
         """Returns the need of a value that a reason keeps, if it leads to a product.

@@ -214,7 +214,7 @@ def _loop_needs(
 
 def _unkept(need: Need) -> Need:
     """Returns the need inside of a loop, which rounds at its border."""
-    return need & (Need.LATER | Need.FULL)
+    return need & (Need.LATER | Need.FULL | Need.CHOICE)
 
 
 def _plan_loop(

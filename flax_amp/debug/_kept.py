@@ -29,6 +29,8 @@ _READERS = {
 GIVEN = "a product gives it"
 LEADS_NOWHERE = "leads to no product"
 IN_PASSING = "arithmetic alone reads it"
+COMPARED = "a maximum and something else read it"
+CHOICE = "a sort, an argmax or a top_k reads it"
 MOVED = "moves a float32 value"
 
 
@@ -52,6 +54,8 @@ def kept(eqn: Eqn, step: Step) -> Kept | None:
             return Kept(True, GIVEN)
         if reason.decision is None and need.is_kept:
             return Kept(True, next(_READERS[bit] for bit in _READERS if bit in need))
+        if Need.COMPARED in need:
+            return Kept(True, COMPARED)
         is_border = step.mode is Mode.RULE
         return Kept(True, CROSSES if is_border else str(reason))
     if value is not None and value.paint is Paint.LEAF and reason == MOVES:
@@ -60,6 +64,8 @@ def kept(eqn: Eqn, step: Step) -> Kept | None:
         return Kept(True, str(STATE_OF_LOOP))
     if reason not in (ARITHMETIC, MULTIPLICATION, MOVES):
         return Kept(True, str(reason))  # a rule of what is never rounded
+    if Need.CHOICE in need:
+        return Kept(True, CHOICE)
     if Need.LATER not in need:
         return Kept(True, LEADS_NOWHERE)
     return Kept(True, MOVED) if need.is_kept else Kept(False, IN_PASSING)

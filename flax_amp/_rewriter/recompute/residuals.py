@@ -47,7 +47,8 @@ _LONG = 8
 
 _SELECTS = """
     dynamic_slice select_n stop_gradient convert_element_type bitcast_convert_type
-    reduce_precision iota real imag pvary flax_amp_saturate flax_amp_rounded_function flax_amp_lookup
+    reduce_precision iota real imag pvary flax_amp_saturate flax_amp_rounded_function
+    flax_amp_lookup
     eq ne lt le gt ge is_finite not and or xor shift_left shift_right_logical
     shift_right_arithmetic
 """.split()
