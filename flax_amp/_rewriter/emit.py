@@ -236,7 +236,8 @@ class Emitter:
         if step.mode is Mode.REPEAT:
             layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
             return layer(*arrays)
-        if eqn.primitive.name in DERIVATIVES and _is_rounded(step):
+        is_half = self.compute_dtype != jnp.float32
+        if is_half and eqn.primitive.name in DERIVATIVES and _is_rounded(step):
             # Of a half-precision operand, XLA computes it in float32 by itself, and its
             # rounded result is all that there is to store.
             (x,) = arrays

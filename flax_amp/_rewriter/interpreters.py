@@ -5,10 +5,8 @@ The rules are for JAX's own primitives, so that a user's `jax.checkpoint` has th
 Those of the primitives of this package for `jet` stand beside each of them.
 """
 
-import contextlib
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,22 +43,6 @@ def _checkpoint_series(
 jet.jet_rules.setdefault(remat_p, _checkpoint_series)  # type: ignore[arg-type]
 if reduce_precision_p not in jet.jet_rules:
     jet.deflinear(reduce_precision_p)
-
-
-@contextlib.contextmanager
-def explain_missing_rules(arrays: Arrays) -> Iterator[None]:
-    """Adds a note to an error under `jet`, which tells no cause."""
-    try:
-        yield
-    except Exception as error:
-        if any(isinstance(x, jet.JetTracer) for x in arrays):
-            error.add_note(
-                "flax_amp: jet has no rule for custom derivatives, such as the one "
-                "that amp gives to a softmax whose probabilities a product reads. Keep "
-                "that as it is with flax_amp.amp_stop, or apply jet to the function "
-                "before amp. docs/composition.md says what works."
-            )
-        raise
 
 
 def add_sparse_rules() -> None:

@@ -14,7 +14,7 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.interpreters import add_sparse_rules, explain_missing_rules
+from flax_amp._rewriter.interpreters import add_sparse_rules
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import LEAF, Need, Plan, Values, like
@@ -188,8 +188,7 @@ def rewrite(
         check_parameters(call)
         planned = plan_call(call, policy, compute_dtype)
         arrays = [x for x in call.inputs if _tree.is_array(x)]
-        with explain_missing_rules(arrays):
-            outs = planned.emit(arrays, recompute, wide_gradients, merge_layers)
+        outs = planned.emit(arrays, recompute, wide_gradients, merge_layers)
         return call.finish(planned.rebuild(outs))
 
     return transformed

@@ -104,7 +104,14 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     # Additions of halves.
     "two halves": (lambda w, x: (x @ w + x @ w) @ w, "add", "low"),
     "two halves in a loss": (lambda w, x: (x @ w + x @ w).sum(), "add", "full"),
-    "a bias": (lambda w, x: x @ w + w[:1], "add", "low"),
+    "a bias": (lambda w, x: (x @ w + w[:1]) @ w, "add", "low"),
+    "a bias before a loss": (lambda w, x: x @ w + w[:1], "add", "full"),
+    "a choice": (lambda w, x: jax.lax.top_k(jnp.sin(x @ w), 4)[0] @ w, "sin", "full"),
+    "a logged choice": (
+        lambda w, x: (jnp.argmax(h := jnp.sin(x @ w)), h @ w),
+        "sin",
+        "low",
+    ),
     "an argument that is no bias": (lambda w, x, b: x @ w + b, "add", "full"),
     # What is never rounded.
     "arguments alone": (lambda w, x: jnp.sin(w) @ w, "sin", "leaf"),

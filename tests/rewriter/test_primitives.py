@@ -28,6 +28,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from flax_amp import amp, policy
+from flax_amp._rewriter.casts import DERIVATIVES
 from flax_amp._rewriter.plan import Paint
 from flax_amp._rewriter.rules import RULES
 from helpers import (
@@ -152,6 +153,11 @@ def test_dtypes(name, is_between, dtype):
     row = ROWS[name]
     fn = between(row) if is_between else program(row)
     lowered = amp(fn, compute_dtype=dtype)
+    if is_between and name in DERIVATIVES:  # computed in float32, and rounded
+        found = equations(jax.make_jaxpr(lowered)(*row.args))
+        names = [eqn.params.get("name") for _, eqn in found]
+        assert name in names
+        return
     eqns, inside = equations_of_row(lowered, name, row.args)
     wanted = dtype_between(row) if is_between or row.family == PRODUCT else FLOAT32
     wanted = wanted if wanted == FLOAT32 else dtype.__name__
