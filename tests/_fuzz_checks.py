@@ -469,6 +469,9 @@ def check_explained(case, options):
         dtypes = [str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)]
         if name in ("convert_element_type", "flax_amp_saturate"):
             emitted_casts[_direction(*dtypes)] += times
+        elif name == "flax_amp_rounded_function":  # computed in float32
+            if eqn.params["name"] in _COUNTED:
+                emitted[eqn.params["name"], ("float32",)] += times
         elif name in _COUNTED:
             emitted[name, tuple(dtypes[: len(eqn.invars)])] += times
     for both in (casts, emitted_casts):

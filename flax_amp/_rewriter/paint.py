@@ -573,11 +573,16 @@ def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
     pairs = list(zip(eqn.invars, ins, strict=True))
     low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
     need = flow.need(eqn.outvars[0])
-    if not low or Need.LATER not in need:
+    # A layer alone gives what the same layer with a half dtype gives.
+    is_returned = len(low) == 1 and eqn.outvars[0] in flow.returned
+    if not low or not (Need.LATER in need or is_returned):
         return False
     shape = eqn.outvars[0].aval.shape
     return all(
-        x.paint is Paint.LEAF and x.constant is None and flow.is_broadcast(v, shape)
+        x.paint is Paint.LEAF
+        and x.constant is None
+        and (is_returned or flow.is_broadcast(v, shape))
+        and eqn.primitive.name == "add"  # not a running mean that is subtracted
         for v, x in pairs
         if x is not None and x.paint is not Paint.LOW
     )

@@ -105,14 +105,15 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "two halves": (lambda w, x: (x @ w + x @ w) @ w, "add", "low"),
     "two halves in a loss": (lambda w, x: (x @ w + x @ w).sum(), "add", "full"),
     "a bias": (lambda w, x: (x @ w + w[:1]) @ w, "add", "low"),
-    "a bias before a loss": (lambda w, x: x @ w + w[:1], "add", "full"),
+    "a bias before a loss": (lambda w, x: jnp.sin(x @ w + w[:1]), "add", "full"),
+    "a returned bias": (lambda w, x, b: x @ w + b, "add", "low"),
     "a choice": (lambda w, x: jax.lax.top_k(jnp.sin(x @ w), 4)[0] @ w, "sin", "full"),
     "a logged choice": (
         lambda w, x: (jnp.argmax(h := jnp.sin(x @ w)), h @ w),
         "sin",
         "low",
     ),
-    "an argument that is no bias": (lambda w, x, b: x @ w + b, "add", "full"),
+    "an argument that is no bias": (lambda w, x, b: (x @ w + b) @ w, "add", "low"),
     # What is never rounded.
     "arguments alone": (lambda w, x: jnp.sin(w) @ w, "sin", "leaf"),
     "a sum": (lambda w, x: (x @ w).sum(0) @ w, "reduce_sum", "full"),
