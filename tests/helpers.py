@@ -13,7 +13,7 @@ import pytest
 
 from flax_amp import _compat, amp, default_amp_policy
 from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import LEAF, Plan, Step, like
+from flax_amp._rewriter.plan import LEAF, Need, Plan, Step, like
 from flax_amp._rewriter.rules import RULES
 from flax_amp.policy import Policy
 
@@ -104,10 +104,11 @@ def plan_of(
     policy: Any = None,
     dtype: Any = jnp.bfloat16,
 ) -> Plan:
-    """Returns the plan of `fn(*args)`."""
+    """Returns the plan of `fn(*args)`, whose caller gets the results."""
     closed = jax.make_jaxpr(fn)(*args)
     ins = like([v.aval for v in closed.jaxpr.invars], LEAF)
-    return Painter(Policy(policy), dtype, RULES).plan(closed, ins)
+    needs = (Need.RETURNED,) * len(closed.jaxpr.outvars)
+    return Painter(Policy(policy), dtype, RULES).plan(closed, ins, needs)
 
 
 def steps_of(plan: Plan) -> Iterator[tuple[Any, Step]]:

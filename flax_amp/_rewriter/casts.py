@@ -152,7 +152,11 @@ rounded_function_p = Primitive("flax_amp_rounded_function")
 
 
 def _round_function(x: Array, *, name: str, dtype: DType) -> Array:
-    return lax.convert_element_type(getattr(lax, name)(x), dtype)
+    y = getattr(lax, name)(lax.convert_element_type(x, jnp.float32))
+    y = lax.convert_element_type(y, dtype)
+    # Of a half-precision operand, what is stored is the result. XLA would store the
+    # float32 one, and go on with that.
+    return rounded(y) if x.dtype == dtype else y
 
 
 def _tangent_of_function(

@@ -238,8 +238,6 @@ class Emitter:
             return layer(*arrays)
         is_half = self.compute_dtype != jnp.float32
         if is_half and eqn.primitive.name in DERIVATIVES and _is_rounded(step):
-            # Of a half-precision operand, XLA computes it in float32 by itself, and its
-            # rounded result is all that there is to store.
             (x,) = arrays
             if has_paint(values[0], Paint.LOW):
                 x = x.astype(self.compute_dtype)

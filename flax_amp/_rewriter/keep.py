@@ -44,13 +44,11 @@ class Flow(NamedTuple):
       needs: what is needed of each variable.
       levels: how many products lie before each variable, at most; absent if none.
       broadcast: what was broadcast to its shape, such as a bias.
-      returned: the results of the program.
     """
 
     needs: dict[Var, Need]
     levels: dict[Var, int]
     broadcast: frozenset[Var]
-    returned: frozenset[Var]
 
     def need(self, v: Var) -> Need:
         """Returns what is needed of a variable."""
@@ -106,14 +104,13 @@ def find_flow(
         results and of the flow.
     """
     needs: dict[Var, Need] = {}
-    returned = frozenset(variables(jaxpr.outvars))
     broadcast = frozenset(
         v
         for eqn in jaxpr.eqns
         if eqn.primitive.name == "broadcast_in_dim"
         for v in eqn.outvars
     )
-    flow = Flow(needs, _levels(jaxpr, has_product), broadcast, returned)
+    flow = Flow(needs, _levels(jaxpr, has_product), broadcast)
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):

@@ -443,7 +443,9 @@ class Painter:
         if name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)
         # Where all readers round the rows, the gradient may be rounded, too.
-        is_rounded = Need.HALF in needs[0] and Need.FULL not in needs[0]
+        is_rounded = Need.HALF in needs[0] and not (
+            needs[0] & (Need.FULL | Need.RETURNED)
+        )
         dtype = self.compute_dtype if is_rounded else None
         return Step(Mode.LOOKUP, outs, LEAVES_ONLY, detail=dtype)
 
@@ -574,7 +576,7 @@ def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
     low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
     need = flow.need(eqn.outvars[0])
     # A layer alone gives what the same layer with a half dtype gives.
-    is_returned = len(low) == 1 and eqn.outvars[0] in flow.returned
+    is_returned = len(low) == 1 and need == Need.RETURNED
     if not low or not (Need.LATER in need or is_returned):
         return False
     shape = eqn.outvars[0].aval.shape

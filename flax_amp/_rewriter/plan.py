@@ -101,6 +101,7 @@ class Need(enum.Flag):
     COMPARED = enum.auto()
     HALF = enum.auto()  # a product, or a move in half precision, reads it
     FULL = enum.auto()  # a reader of any kind reads it in float32
+    RETURNED = enum.auto()  # whoever calls the program gets it
 
     @property
     def is_kept(self) -> bool:

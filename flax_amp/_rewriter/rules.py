@@ -173,7 +173,7 @@ def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value |
 
 def _stacked(value: Value | None, need: Need) -> Value | None:
     """Returns the value of what the iterations of a loop give, stacked."""
-    is_half = value is not None and Need.LATER in need
+    is_half = value is not None and need.kept_for(Need.BORDER).is_kept
     return LOW if is_half else value and value.after_loop()
 
 

@@ -24,6 +24,12 @@ def behind_a_loop(w, x):
     return jnp.cos(jax.lax.scan(step, x, None, length=2)[1]) @ w
 
 
+def choice_behind_a_loop(w, x):
+    layer = lambda _, w: (None, jnp.sin(x @ w))  # noqa: E731
+    found = jax.lax.scan(layer, None, jnp.stack([w, w]))[1]
+    return jax.lax.top_k(found, 2)[0].sum(0) @ w[:2]
+
+
 def behind_a_branch(w, x):
     return jnp.cos(jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.tanh, x @ w)) @ w
 
@@ -106,6 +112,22 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "two halves in a loss": (lambda w, x: (x @ w + x @ w).sum(), "add", "full"),
     "a bias": (lambda w, x: (x @ w + w[:1]) @ w, "add", "low"),
     "a bias before a loss": (lambda w, x: jnp.sin(x @ w + w[:1]), "add", "full"),
+    "a bias returned beside a loss": (
+        lambda w, x: (jnp.sin(y := x @ w + w[:1]), y),
+        "add",
+        "full",
+    ),
+    "a jitted layer before a loss": (
+        lambda w, x: jnp.sin(jax.jit(lambda x: x @ w + w[:1])(x)),
+        "add",
+        "full",
+    ),
+    "a jitted layer alone": (
+        lambda w, x: jax.jit(lambda x: x @ w + w[:1])(x),
+        "add",
+        "low",
+    ),
+    "a choice behind a loop": (choice_behind_a_loop, "scan", "full"),
     "a returned bias": (lambda w, x, b: x @ w + b, "add", "low"),
     "a choice": (lambda w, x: jax.lax.top_k(jnp.sin(x @ w), 4)[0] @ w, "sin", "full"),
     "a logged choice": (

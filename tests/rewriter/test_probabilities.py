@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from flax_amp import amp
-from helpers import assert_close, both_halves, equations, jit
+from flax_amp._rewriter.casts import DERIVATIVES, rounded_function
+from helpers import assert_close, assert_identical, both_halves, equations, jit
 
 SIZE, CLASSES = 4, 5
 TARGET = jnp.roll(jnp.eye(SIZE, CLASSES), 1, axis=1)  # never the first class
@@ -179,3 +180,14 @@ def test_bounded_functions(name, is_multiplied, dtype):
             exact = jit(jax.value_and_grad(fn))(z)
             assert_close(value, exact[0], jnp.float32)
             assert_close(gradient, exact[1], dtype, gradient=True)
+
+
+@both_halves
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_function_of_halves_is_computed_in_float32(name, dtype):
+    """For every number: XLA computes a sigmoid of halves in halves."""
+    x = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
+    function = getattr(lax, name)
+    expected = jax.jit(lambda x: function(x.astype(jnp.float32)).astype(dtype))(x)
+    actual = jax.jit(lambda x: rounded_function(name, x, dtype))(x)
+    assert_identical(actual, expected)
