@@ -88,7 +88,7 @@ class SingleBodyRule:
         elif not painter.has_product(eqn):
             reads = self.needs(painter, eqn, needs, context)
             ins = tuple(
-                FULL if has_paint(v, Paint.LOW) and Need.HALF not in need else v
+                FULL if has_paint(v, Paint.LOW) and Need.READ_IN_HALF not in need else v
                 for v, need in zip(ins, reads, strict=True)
             )
         context = context.inside(self.body_kind or context.body_kind)
@@ -216,7 +216,7 @@ class CustomCall:
 
         def need_of_residual(v: Atom) -> Need:
             if not is_between_products:
-                return Need.FULL
+                return Need.READ_IN_FLOAT32
             is_read = bool(read_inside.intersection(variables([v])))
             return Need.LATER if is_read else Need.LATER | Need.BORDER
 
@@ -226,7 +226,11 @@ class CustomCall:
 
 
 def _need_of(value: Value | None) -> Need:
-    return Need.LATER | Need.BORDER if has_paint(value, Paint.LOW) else Need.FULL
+    return (
+        Need.LATER | Need.BORDER
+        if has_paint(value, Paint.LOW)
+        else Need.READ_IN_FLOAT32
+    )
 
 
 def _is_flax_fp8_product(plan: Plan) -> bool:

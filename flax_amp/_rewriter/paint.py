@@ -127,7 +127,7 @@ class _Kind(enum.Enum):
     PRODUCT = "a product"
     MOVE = "a move"
     ARITHMETIC = "arithmetic"
-    SUM = "a sum, or what else is never rounded"
+    UNROUNDED = "a sum, or what else is never rounded"
     ORIGINAL = "in float32 by the policy"
     CALL = "by a user's precision function"
     STRUCTURED = "by the rule of a structured primitive"
@@ -244,7 +244,7 @@ class Painter:
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
             needs = tuple(map(flow.need, eqn.outvars))
-            step = self._paint(eqn, operands, flow, context)
+            step = self._paint(eqn, operands, needs, flow, context)
             step = dataclasses.replace(step, needs=needs)
             values.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
@@ -300,7 +300,7 @@ class Painter:
         if kind is ProductKind.MULTIPLICATION:
             return _Kind.ARITHMETIC, MULTIPLICATION
         if kind is ProductKind.SUM:
-            return _Kind.SUM, Reason("an inner product is a sum")
+            return _Kind.UNROUNDED, Reason("an inner product is a sum")
         return _Kind.PRODUCT, because
 
     def _built_in(self, eqn: Eqn, function: PrecisionFunction) -> Any:
@@ -349,29 +349,30 @@ class Painter:
             rule = self.rules[eqn.primitive.name]
             return rule.needs(self, eqn, results, choice.context)
         if choice.kind is _Kind.PRODUCT:
-            need = Need.LATER | Need.PRODUCT | Need.HALF
+            need = Need.LATER | Need.PRODUCT | Need.READ_IN_HALF
             return (need,) * len(eqn.invars)
         if choice.kind is _Kind.MOVE:
             if _is_one_to_one(eqn):
                 return results
             if _gathers_once(eqn):
-                return (Need.HALF | results[0],) * len(eqn.invars)
+                return (Need.READ_IN_HALF | results[0],) * len(eqn.invars)
             return (_read_by_move(eqn, results),) * len(eqn.invars)
         if flow.is_residual(eqn) and results[0].is_kept:
-            return (Need.LATER | Need.BEHIND | Need.HALF,) * len(eqn.invars)
+            return (Need.LATER | Need.BEHIND | Need.READ_IN_HALF,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
-        need = Need.FULL | (Need.LATER if leads_on else Need.NONE)
+        need = Need.READ_IN_FLOAT32 | (Need.LATER if leads_on else Need.NONE)
         if any(Need.CHOICE in need for need in results):
             need |= Need.CHOICE
-        if leads_on and choice.kind is _Kind.SUM:
+        if leads_on and choice.kind is _Kind.UNROUNDED:
             need |= Need.SUMMED
         return (need,) * len(eqn.invars)
 
     # --- forward: the paint of its results -------------------------------------------
 
-    def _paint(self, eqn: Eqn, ins: Values, flow: Flow, context: Context) -> Step:
+    def _paint(
+        self, eqn: Eqn, ins: Values, needs: Needs, flow: Flow, context: Context
+    ) -> Step:
         choice = self._choose(eqn, context)
-        needs = tuple(map(flow.need, eqn.outvars))
         kind, reason = choice.kind, choice.reason
         if kind is _Kind.STRUCTURED:
             if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
@@ -382,32 +383,30 @@ class Painter:
             return self._paint_call(eqn, ins, choice.decision, reason)
         if not any(ins):
             return _full(eqn, LEAF, NO_OPERAND)
-        if kind is _Kind.ORIGINAL:
+        if kind in (_Kind.ORIGINAL, _Kind.UNROUNDED):
             return _full(eqn, FULL, reason)
         if kind is _Kind.PRODUCT:
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
         if kind is _Kind.MOVE:
             return self._paint_move(eqn, ins, needs)
-        return self._paint_arithmetic(eqn, ins, flow, choice)
+        return self._paint_arithmetic(eqn, ins, needs, flow, reason)
 
     def _paint_arithmetic(
-        self, eqn: Eqn, ins: Values, flow: Flow, choice: _Choice
+        self, eqn: Eqn, ins: Values, needs: Needs, flow: Flow, reason: Reason
     ) -> Step:
-        if choice.kind is _Kind.SUM:
-            return _full(eqn, FULL, choice.reason)
         if not any(has_paint(v, Paint.LOW, Paint.FULL) for v in ins):
             # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, LEAVES_ONLY)
         reads_state = any(v is not None and v.is_state for v in ins)
         if reads_state or eqn.outvars[0] in self._states:
             return _full(eqn, STATE, STATE_OF_LOOP)
-        if _adds_halves(eqn, ins, flow):
+        if _adds_halves(eqn, ins, needs[0], flow):
             return Step(Mode.LOW, like(out_avals(eqn), LOW), HALVES)
         outs = tuple(
-            (LOW if flow.need(v).is_kept else FULL) if is_painted(v.aval) else None
-            for v in eqn.outvars
+            (LOW if need.is_kept else FULL) if is_painted(v.aval) else None
+            for v, need in zip(eqn.outvars, needs, strict=True)
         )
-        return Step(Mode.FULL, outs, choice.reason)
+        return Step(Mode.FULL, outs, reason)
 
     def _paint_move(self, eqn: Eqn, ins: Values, needs: Needs) -> Step:
         operands = [v for v in ins if v is not None]
@@ -419,19 +418,24 @@ class Painter:
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
         has_low = any(v.paint is Paint.LOW for v in operands)
-        is_exact = all(v.paint is not Paint.FULL for v in operands)
-        is_half = any(
-            need.is_kept or (is_exact and Need.COMPARED in need) for need in needs
-        )
-        if has_low and is_half and not self._is_unrounded_bound(eqn, operands):
+        if has_low and self._moves_halves(eqn, operands, needs):
             # Gathered in float32 and rounded again, the result is the same, but the
             # cotangents of an element that is read twice are added in float32.
             mode = Mode.FULL if may_read_twice(eqn) else Mode.LOW
             return Step(mode, like(avals, LOW), MOVES)
-        if has_low and _gathers_once(eqn):
-            return Step(Mode.LOW, like(avals, LOW), MOVES)
         is_state = any(v.is_state for v in operands)
         return _full(eqn, STATE if is_state else FULL, MOVES)
+
+    def _moves_halves(self, eqn: Eqn, operands: Sequence[Value], needs: Needs) -> bool:
+        """Whether a move of half-precision values gives half-precision values."""
+        if _gathers_once(eqn):
+            return True
+        if self._is_unrounded_bound(eqn, operands):
+            return False
+        is_exact = all(v.paint is not Paint.FULL for v in operands)
+        return any(
+            need.is_kept or (is_exact and Need.COMPARED in need) for need in needs
+        )
 
     def _paint_leaf_move(
         self, eqn: Eqn, operands: Sequence[Value], needs: Needs
@@ -443,13 +447,13 @@ class Painter:
         if name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)
         # Where all readers round the rows, the gradient may be rounded, too.
-        is_rounded = Need.HALF in needs[0] and not (
-            needs[0] & (Need.FULL | Need.RETURNED)
+        is_rounded = Need.READ_IN_HALF in needs[0] and not (
+            needs[0] & (Need.READ_IN_FLOAT32 | Need.RETURNED)
         )
         dtype = self.compute_dtype if is_rounded else None
         return Step(Mode.LOOKUP, outs, LEAVES_ONLY, detail=dtype)
 
-    def _are_rounded(self, operands: Sequence[Value]) -> bool:
+    def _are_exact(self, operands: Sequence[Value]) -> bool:
         """Whether a cast to the compute dtype changes none of the operands."""
         return all(
             v.paint is Paint.LOW
@@ -464,11 +468,11 @@ class Painter:
         maximum asks which operand it is: a rounded one would be none of them.
         """
         bounds = ("max", "min", "clamp")
-        return eqn.primitive.name in bounds and not self._are_rounded(operands)
+        return eqn.primitive.name in bounds and not self._are_exact(operands)
 
     def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.
-        mode = Mode.LOW if self._are_rounded(operands) else Mode.FULL
+        mode = Mode.LOW if self._are_exact(operands) else Mode.FULL
         return Step(mode, (None,) * len(eqn.outvars), Reason("a comparison"))
 
     def _paint_call(
@@ -506,11 +510,11 @@ def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
     if name in ARITHMETIC_OPS:
         return _Kind.ARITHMETIC, ARITHMETIC
     if name in LINALG_OPS:
-        return _Kind.SUM, Reason("linear algebra")
+        return _Kind.UNROUNDED, Reason("linear algebra")
     if name in ACCUMULATION_OPS:
-        return _Kind.SUM, SUM
+        return _Kind.UNROUNDED, SUM
     # Random numbers, primitives that are not known here, and products without a key.
-    return _Kind.SUM, Reason("{0.origin.value} {0.key}", decision)
+    return _Kind.UNROUNDED, Reason("{0.origin.value} {0.key}", decision)
 
 
 def _has_update(eqn: Eqn) -> bool:
@@ -535,13 +539,13 @@ def _read_by_move(eqn: Eqn, results: Needs) -> Need:
     union = functools.reduce(operator.or_, moved, Need.NONE)
     leads_on = any(Need.LATER in need for need in results)
     if leads_on and eqn.primitive.name in _CHOICES:
-        return union | Need.LATER | Need.CHOICE | Need.FULL
+        return union | Need.LATER | Need.CHOICE | Need.READ_IN_FLOAT32
     if not moved:
         return Need.LATER if leads_on else Need.NONE
     if leads_on and eqn.primitive.name == "reduce_max":
         union = (union & ~Need.COMPARED) | Need.MAXIMUM
     if union.is_kept or Need.COMPARED in union:  # the move runs in half precision
-        union |= Need.HALF
+        union |= Need.READ_IN_HALF
     return union
 
 
@@ -564,7 +568,7 @@ def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
     return Step(Mode.FULL, like(out_avals(eqn), value), reason)
 
 
-def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
+def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
     """Whether an equation adds a bias or another half to a half, before a product.
 
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
@@ -574,7 +578,6 @@ def _adds_halves(eqn: Eqn, ins: Values, flow: Flow) -> bool:
         return False
     pairs = list(zip(eqn.invars, ins, strict=True))
     low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
-    need = flow.need(eqn.outvars[0])
     # A layer alone gives what the same layer with a half dtype gives.
     is_returned = len(low) == 1 and need == Need.RETURNED
     if not low or not (Need.LATER in need or is_returned):

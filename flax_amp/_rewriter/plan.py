@@ -86,7 +86,7 @@ class Need(enum.Flag):
 
     NONE = 0
     LATER = enum.auto()  # a product reads it later, through whatever arithmetic
-    SUMMED = enum.auto()  # such a reader is a sum
+    SUMMED = enum.auto()  # such a reader is a sum, or what else is never rounded
     MAXIMUM = enum.auto()  # such a reader is a maximum
     CHOICE = enum.auto()  # a sort, an argmax or a top_k reads it, before a product
     # What it is kept for, in half precision:
@@ -99,8 +99,8 @@ class Need(enum.Flag):
     # A maximum and something else read it. Moves run in half precision for them,
     # because they round nothing: the masked scores of a softmax are as large as it.
     COMPARED = enum.auto()
-    HALF = enum.auto()  # a product, or a move in half precision, reads it
-    FULL = enum.auto()  # a reader of any kind reads it in float32
+    READ_IN_HALF = enum.auto()  # a product, or a move in half precision, reads it
+    READ_IN_FLOAT32 = enum.auto()  # a reader of any kind does
     RETURNED = enum.auto()  # whoever calls the program gets it
 
     @property

@@ -214,7 +214,9 @@ def _loop_needs(
 
 def _unkept(need: Need) -> Need:
     """Returns the need inside of a loop, which rounds at its border."""
-    return need & (Need.LATER | Need.FULL | Need.CHOICE)
+    inside = need & (Need.LATER | Need.READ_IN_FLOAT32 | Need.CHOICE)
+    # What is returned leaves the body in float32, for the loop to stack.
+    return inside | Need.READ_IN_FLOAT32 if Need.RETURNED in need else inside
 
 
 def _plan_loop(
@@ -349,7 +351,7 @@ class _While:
             painter, eqn.params["body_jaxpr"], needs, of_body, len(needs), context
         )
         # The condition decides about nothing.
-        return (*(Need.FULL,) * of_cond, *reads[:of_body], *carry)
+        return (*(Need.READ_IN_FLOAT32,) * of_cond, *reads[:of_body], *carry)
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
@@ -461,7 +463,7 @@ class _LinearSolve:
             of_all = painter.needs(jaxpr, asked, context) if jaxpr else ()
             reads += of_all[:length]
         vectors = len(eqn.invars) - len(reads)
-        return (*at_border(reads), *(Need.FULL | Need.LATER,) * vectors)
+        return (*at_border(reads), *(Need.READ_IN_FLOAT32 | Need.LATER,) * vectors)
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
@@ -580,8 +582,8 @@ class _ConvertElementType:
             return needs
         # What is rounded here may be rounded before.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
-        kept = Need.LATER | Need.CAST | Need.HALF
-        return (kept if is_rounded else Need.FULL,)
+        kept = Need.LATER | Need.CAST | Need.READ_IN_HALF
+        return (kept if is_rounded else Need.READ_IN_FLOAT32,)
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context

@@ -13,7 +13,9 @@ from flax_amp._rewriter.plan import (
     Mode,
     Need,
     Paint,
+    Reason,
     Step,
+    has_paint,
     is_painted,
 )
 
@@ -48,20 +50,26 @@ def kept(eqn: Eqn, step: Step) -> Kept | None:
         return None
     value = step.outs[painted[0]]
     need = step.needs[painted[0]] if step.needs else Need.NONE
-    reason = step.reason
-    if value is not None and value.paint is Paint.LOW:
-        if step.mode is Mode.LOW and is_matrix_product(eqn):
-            return Kept(True, GIVEN)
-        if reason.decision is None and need.is_kept:
-            return Kept(True, next(_READERS[bit] for bit in _READERS if bit in need))
-        if Need.COMPARED in need:
-            return Kept(True, COMPARED)
-        is_border = step.mode is Mode.RULE
-        return Kept(True, CROSSES if is_border else str(reason))
-    if value is not None and value.paint is Paint.LEAF and reason == MOVES:
+    if has_paint(value, Paint.LOW):
+        return Kept(True, _rule_of_half(eqn, step, need))
+    if has_paint(value, Paint.LEAF) and step.reason == MOVES:
         return Kept(True, str(LEAVES_ONLY))
     if step.mode is Mode.RULE and eqn.primitive.name in ("scan", "while"):
         return Kept(True, str(STATE_OF_LOOP))
+    return _kept_in_float32(step.reason, need)
+
+
+def _rule_of_half(eqn: Eqn, step: Step, need: Need) -> str:
+    if step.mode is Mode.LOW and is_matrix_product(eqn):
+        return GIVEN
+    if step.reason.decision is None and need.is_kept:
+        return next(rule for bit, rule in _READERS.items() if bit in need)
+    if Need.COMPARED in need:
+        return COMPARED
+    return CROSSES if step.mode is Mode.RULE else str(step.reason)
+
+
+def _kept_in_float32(reason: Reason, need: Need) -> Kept:
     if reason not in (ARITHMETIC, MULTIPLICATION, MOVES):
         return Kept(True, str(reason))  # a rule of what is never rounded
     if Need.CHOICE in need:

@@ -34,7 +34,7 @@ def product(w, x):
     return x @ w
 
 
-def test_a_product_and_its_derivatives_are_rounded():
+def test_a_product_and_its_derivatives_are_exact():
     """Operands, cotangents and results: compared with NumPy, in float64."""
     rng = np.random.default_rng(0)
     w, x, ct = (rng.normal(size=s).astype(np.float32) for s in ((5, 3), (4, 5), (4, 3)))

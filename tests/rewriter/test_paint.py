@@ -162,7 +162,7 @@ LATER, SUMMED = Need.LATER, Need.SUMMED
         (LATER | SUMMED, Need.NONE, False),
         (LATER | SUMMED, LATER, True),
         (LATER | SUMMED, LATER | SUMMED, True),
-        (Need.FULL, LATER | SUMMED, False),  # a metric
+        (Need.READ_IN_FLOAT32, LATER | SUMMED, False),  # a metric
         (Need.NONE, LATER | Need.PRODUCT, False),
     ],
 )
@@ -172,7 +172,10 @@ def test_needs_of_two_readers(one, other, is_kept):
 
 
 def test_need_at_a_border():
-    assert at_border((LATER, Need.FULL)) == (LATER | Need.BORDER, Need.FULL)
+    assert at_border((LATER, Need.READ_IN_FLOAT32)) == (
+        LATER | Need.BORDER,
+        Need.READ_IN_FLOAT32,
+    )
 
 
 # --- modes ---------------------------------------------------------------------------
@@ -210,7 +213,7 @@ def test_a_comparison_is_low_only_if_it_is_exact(limit, mode):
     assert modes(compare, "gt", W, X) == [mode]
 
 
-def test_exponentials_are_rounded_for_their_derivative():
+def test_exponentials_are_exact_for_their_derivative():
     assert "rounded_function" in str(jax.make_jaxpr(flax_amp.amp(softmax))(W, X))
     alone = flax_amp.amp(lambda w, x: jnp.exp(x @ w))
     assert "rounded_function" not in str(jax.make_jaxpr(alone)(W, X))
