@@ -195,7 +195,7 @@ BUILT_IN = (
     follow_precision,
 )
 
-# --- families of primitives ----------------------------------------------------------
+# --- tables of primitives -------------------------------------------------------------
 
 # Matrix products and convolutions: what the hardware speeds up in half precision. It
 # accumulates in float32 whatever the dtype of the result. `dot_general` may also be an
