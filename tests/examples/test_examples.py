@@ -263,5 +263,6 @@ def test_a_planted_overflow_is_explained(tmp_path, capsys):
     _, summary = train.train_and_evaluate(config, tmp_path)
     assert summary["skipped"] == 2
     found = capsys.readouterr().out
-    assert "mul made inf" in found and "ConvNet/gain, " in found
+    # Arithmetic runs in float32: what overflows is the rounding of its result.
+    assert "convert_element_type made inf" in found and "ConvNet/gain, " in found
     assert '{"ConvNet/gain": jnp.float32}' in found
