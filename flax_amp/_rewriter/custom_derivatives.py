@@ -86,15 +86,24 @@ class SingleBodyRule:
         if self.has_border:
             needs = at_border(needs)
         elif not painter.has_product(eqn):
-            reads = self.needs(painter, eqn, needs, context)
-            ins = tuple(
-                FULL if has_paint(v, Paint.LOW) and Need.READ_IN_HALF not in need else v
-                for v, need in zip(ins, reads, strict=True)
-            )
+            ins = cast_outside(ins, self.needs(painter, eqn, needs, context))
         context = context.inside(self.body_kind or context.body_kind)
         plan = painter.plan(eqn.params[self.param], ins, needs, context)
         reason = Reason("inside {}", eqn.primitive.name)
         return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
+
+
+def cast_outside(ins: Values, needs: Needs) -> Values:
+    """Returns the values as which a body reads its operands, if others cast them up.
+
+    All readers of a value, inside and outside, then share one cast.
+    """
+    return tuple(
+        FULL
+        if has_paint(v, Paint.LOW) and not need & (Need.READ_IN_HALF | Need.KEPT)
+        else v
+        for v, need in zip(ins, needs, strict=True)
+    )
 
 
 def tangent_like(value: Value | None) -> Value | None:

@@ -4,15 +4,16 @@ All arithmetic runs in float32. A value is *kept* if it lies in memory, whatever
 compiler fuses, on its way to a product (a matrix product or a convolution):
 
 - a product reads it, or a move of data (a transpose, a slice, a selection) to one;
-- it is read on the other side of a product, such as a residual stream, and not
-  repeated along an axis, such as the sums of the rows of a softmax;
+- it is read on the other side of a product, such as a residual stream, and neither
+  repeated along an axis, such as the sums of the rows of a softmax, nor a divisor;
 - a sum reads it, and something else reads it as well, such as the exponentials of a
   softmax;
 - it crosses the border of a loop, a branch, a checkpoint or a rule;
 - the program itself casts it to the compute dtype.
 
-It is then rounded to half precision, once, where it is computed. Only readers that lead
-to a product count: what a loss or a metric reads changes nothing. In
+It is then rounded to half precision, once, where it is computed, unless it is a scalar.
+Only readers that lead to a product in half precision count: what a loss, a metric or
+linear algebra reads changes nothing. In
 
     h:f32 = add (dot x w) b         a product reads it           -> half
     m:f32 = mean h                  a sum                        -> float32
@@ -51,12 +52,16 @@ class Flow(NamedTuple):
     broadcast: frozenset[Var]
 
     def need(self, v: Var) -> Need:
-        """Returns what is needed of a variable."""
-        return self.needs.get(v, Need.NONE)
+        """Returns what is needed of a variable. A scalar takes no memory to keep."""
+        need = self.needs.get(v, Need.NONE)
+        return need if getattr(v.aval, "shape", ()) else need & ~Need.KEPT
 
     def is_behind(self, eqn: Eqn, v: Atom) -> bool:
-        """Whether an equation reads a variable on the other side of a product."""
-        if isinstance(v, Literal) or _is_repeated(eqn, v):
+        """Whether an equation reads a variable on the other side of a product.
+
+        A divisor does not count: one that float16 rounds to zero gives an infinity.
+        """
+        if isinstance(v, Literal) or _is_repeated(eqn, v) or _divides(eqn, v):
             return False
         return _level(eqn, self.levels) > self.levels.get(v, 0)
 
@@ -137,6 +142,10 @@ def _is_repeated(eqn: Eqn, v: Var) -> bool:
         and any(n == 1 != m for n, m in zip(v.aval.shape, shape, strict=True))
         for shape in shapes
     )
+
+
+def _divides(eqn: Eqn, v: Var) -> bool:
+    return eqn.primitive.name == "div" and v is eqn.invars[1]
 
 
 def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:

@@ -121,6 +121,11 @@ _IDENTITIES = frozenset(
 _CHOICES = frozenset("sort top_k approx_top_k argmax argmin".split())
 
 
+# Nothing is rounded for what these lead to, unless a product in half precision reads it.
+# They are linear algebra, and products that the user keeps in float32.
+_FULL_PRECISION = frozenset((*LINALG_OPS, *LOW_OPS))
+
+
 class _Kind(enum.Enum):
     """What an equation is for the rule."""
 
@@ -357,6 +362,8 @@ class Painter:
             if _gathers_once(eqn):
                 return (Need.READ_IN_HALF | results[0],) * len(eqn.invars)
             return (_read_by_move(eqn, results),) * len(eqn.invars)
+        if choice.kind is not _Kind.ARITHMETIC and eqn.primitive.name in _FULL_PRECISION:
+            return (Need.READ_IN_FLOAT32,) * len(eqn.invars)
         if flow.is_residual(eqn) and results[0].is_kept:
             return (Need.LATER | Need.BEHIND | Need.READ_IN_HALF,) * len(eqn.invars)
         leads_on = any(Need.LATER in need for need in results)
@@ -569,27 +576,24 @@ def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
 
 
 def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
-    """Whether an equation adds a bias or another half to a half, before a product.
+    """Whether an equation adds a bias to a half, or two halves before a product.
 
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
     goes on with the float32 sum, and writes it to memory beside the rounded one.
     """
     if eqn.primitive.name not in ADDITIONS:
         return False
-    pairs = list(zip(eqn.invars, ins, strict=True))
-    low = [v for v, x in pairs if has_paint(x, Paint.LOW)]
-    # A layer alone gives what the same layer with a half dtype gives.
-    is_returned = len(low) == 1 and need == Need.RETURNED
-    if not low or not (Need.LATER in need or is_returned):
-        return False
+    operands = [(v, x) for v, x in zip(eqn.invars, ins, strict=True) if x is not None]
+    others = [(v, x) for v, x in operands if x.paint is not Paint.LOW]
+    if not others:
+        return Need.LATER in need
     shape = eqn.outvars[0].aval.shape
-    return all(
+    return len(others) < len(operands) and all(
         x.paint is Paint.LEAF
         and x.constant is None
-        and (is_returned or flow.is_broadcast(v, shape))
+        and flow.is_broadcast(v, shape)
         and eqn.primitive.name == "add"  # not a running mean that is subtracted
-        for v, x in pairs
-        if x is not None and x.paint is not Paint.LOW
+        for v, x in others
     )
 
 

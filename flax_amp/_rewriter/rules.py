@@ -25,6 +25,7 @@ from flax_amp._rewriter.custom_derivatives import (
     CustomRule,
     CustomVjp,
     SingleBodyRule,
+    cast_outside,
     tangent_like,
 )
 from flax_amp._rewriter.emit import Emitter
@@ -414,13 +415,15 @@ class _Cond:
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
+        if not painter.has_product(eqn):
+            ins = cast_outside(ins, self.needs(painter, eqn, needs, context))
         plans = [
             painter.plan(branch, ins[1:], at_border(needs), context)
             for branch in eqn.params["branches"]
         ]
         # A result has the precision of all branches: full if it is full in one of them.
         outs = tuple(map(join, zip(*(plan.outs for plan in plans), strict=True)))
-        return Step(Mode.RULE, outs, Reason("inside cond"), detail=plans)
+        return Step(Mode.RULE, outs, Reason("inside cond"), reads=ins, detail=plans)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         def branch(plan: Plan, *xs: Array) -> Any:
@@ -459,11 +462,11 @@ class _LinearSolve:
         reads: list[Need] = []
         for jaxpr, length in zip(jaxprs, lengths, strict=True):
             count = len(_compat.open_jaxpr(jaxpr)[0].outvars) if jaxpr else 0
-            asked = (Need.LATER,) * count
+            asked = (Need.READ_IN_FLOAT32,) * count
             of_all = painter.needs(jaxpr, asked, context) if jaxpr else ()
             reads += of_all[:length]
         vectors = len(eqn.invars) - len(reads)
-        return (*at_border(reads), *(Need.READ_IN_FLOAT32 | Need.LATER,) * vectors)
+        return (*at_border(reads), *(Need.READ_IN_FLOAT32,) * vectors)
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context

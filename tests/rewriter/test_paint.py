@@ -12,7 +12,7 @@ W, X, B = jnp.ones((4, 4)), jnp.ones((3, 4)), jnp.ones((3, 4))
 
 
 def paints(fn, primitive):
-    """The letters of the results of all equations of a primitive: low, full, leaf."""
+    """The paints of the results of all equations of a primitive: low, full, leaf."""
     args = (W, X, B)[: fn.__code__.co_argcount]
     found = steps_of(plan_of(fn, *args))
     values = [v for eqn, s in found if eqn.primitive.name == primitive for v in s.outs]
@@ -51,6 +51,22 @@ def with_a_logged_mean(w, x):
 
 def softmax(w, x):
     return jax.nn.softmax(x @ w) @ w
+
+
+def scaled(w, x):  # the scalar is read on the other side of a product
+    h = x @ w
+    s = jnp.sqrt(jnp.vdot(h, h))
+    return ((h * s) @ w * s) @ w
+
+
+def divided(w, x):
+    s = jnp.sin(x @ w)
+    return (jnp.cos(x @ w) @ w / s) @ w
+
+
+def solved(w, x):  # `h` is read twice, and so would be kept
+    h = jnp.sin((x @ w)[:3, :3])
+    return jnp.linalg.cholesky(h + h.mean()) @ x
 
 
 def centered(w, x):
@@ -111,24 +127,14 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "two halves": (lambda w, x: (x @ w + x @ w) @ w, "add", "low"),
     "two halves in a loss": (lambda w, x: (x @ w + x @ w).sum(), "add", "full"),
     "a bias": (lambda w, x: (x @ w + w[:1]) @ w, "add", "low"),
-    "a bias before a loss": (lambda w, x: jnp.sin(x @ w + w[:1]), "add", "full"),
-    "a bias returned beside a loss": (
-        lambda w, x: (jnp.sin(y := x @ w + w[:1]), y),
-        "add",
-        "full",
-    ),
-    "a jitted layer before a loss": (
+    "a bias before a loss": (lambda w, x: jnp.sin(x @ w + w[:1]), "add", "low"),
+    "a bias that is returned": (lambda w, x: x @ w + w[:1], "add", "low"),
+    "a bias in a jitted layer": (
         lambda w, x: jnp.sin(jax.jit(lambda x: x @ w + w[:1])(x)),
-        "add",
-        "full",
-    ),
-    "a jitted layer alone": (
-        lambda w, x: jax.jit(lambda x: x @ w + w[:1])(x),
         "add",
         "low",
     ),
     "a choice behind a loop": (choice_behind_a_loop, "scan", "full"),
-    "a returned bias": (lambda w, x, b: x @ w + b, "add", "low"),
     "a choice": (lambda w, x: jax.lax.top_k(jnp.sin(x @ w), 4)[0] @ w, "sin", "full"),
     "a logged choice": (
         lambda w, x: (jnp.argmax(h := jnp.sin(x @ w)), h @ w),
@@ -136,9 +142,18 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
         "low",
     ),
     "an argument that is no bias": (lambda w, x, b: (x @ w + b) @ w, "add", "low"),
+    "a returned sum with an argument": (lambda w, x, b: x @ w + b, "add", "full"),
     # What is never rounded.
     "arguments alone": (lambda w, x: jnp.sin(w) @ w, "sin", "leaf"),
     "a sum": (lambda w, x: (x @ w).sum(0) @ w, "reduce_sum", "full"),
+    "a scalar": (scaled, "sqrt", "full"),
+    "a divisor across a product": (divided, "sin", "full"),
+    "what linear algebra reads": (solved, "sin", "full"),
+    "what a product in float32 reads": (
+        lambda w, x: jnp.matmul(jnp.sin(x @ w), w, precision="highest") @ w,
+        "sin",
+        "full",
+    ),
     "an inner product": (lambda w, x: jnp.vdot(x @ w, x) * w @ w, "dot_general",
                          "low full low"),
 }  # fmt: skip
