@@ -25,6 +25,7 @@ from flax_amp._rewriter.casts import (
     DERIVATIVES,
     cast_constant,
     clamped,
+    rounded,
     rounded_function,
     saturating_cast,
 )
@@ -34,6 +35,7 @@ from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     Mode,
+    Need,
     Paint,
     Plan,
     Step,
@@ -205,6 +207,10 @@ class Emitter:
             outs = self._emit_step(eqn, step, arrays, values)
             # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
+            if _is_rounded(step) and step.needs[0] & (Need.SHARED | Need.BEHIND):
+                # XLA drops a cast that is cast up again at once. It would write the
+                # float32 array to memory, and in the backward pass that of cotangents.
+                outs = [rounded(x) for x in outs]
             pairs = zip(eqn.outvars, outs, strict=True)
             outs = [env.mark(v, x, index) for v, x in pairs]
         env.write(eqn.outvars, outs, step.outs)
@@ -322,7 +328,7 @@ class Emitter:
 
 def _is_rounded(step: Step) -> bool:
     """Whether a result that is computed in float32 is rounded."""
-    return step.mode is Mode.FULL and has_paint(step.outs[0], Paint.LOW)
+    return step.mode is Mode.FULL and any(has_paint(v, Paint.LOW) for v in step.outs)
 
 
 def _to_float32(x: Array, value: Value | None) -> Array:

@@ -6,8 +6,8 @@ compiler fuses, on its way to a product (a matrix product or a convolution):
 - a product reads it, or a move of data (a transpose, a slice, a selection) to one;
 - it is read on the other side of a product, such as a residual stream, and neither
   repeated along an axis, such as the sums of the rows of a softmax, nor a divisor;
-- a sum reads it, and something else reads it as well, such as the exponentials of a
-  softmax;
+- a sum or a sigmoid reads it, and something else reads it as well, such as the
+  exponentials of a softmax;
 - it crosses the border of a loop, a branch, a checkpoint or a rule;
 - the program itself casts it to the compute dtype.
 

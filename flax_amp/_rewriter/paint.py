@@ -121,8 +121,11 @@ _IDENTITIES = frozenset(
 _CHOICES = frozenset("sort top_k approx_top_k argmax argmin".split())
 
 
-# Nothing is rounded for what these lead to, unless a product in half precision reads it.
-# They are linear algebra, and products that the user keeps in float32.
+# What a compiler does not compute again for each reader, besides sums.
+_SIGMOIDS = frozenset("logistic tanh erf".split())
+
+# Linear algebra, and products that the user keeps in float32: nothing is rounded for
+# what leads to these alone.
 _FULL_PRECISION = frozenset((*LINALG_OPS, *LOW_OPS))
 
 
@@ -362,7 +365,10 @@ class Painter:
             if _gathers_once(eqn):
                 return (Need.READ_IN_HALF | results[0],) * len(eqn.invars)
             return (_read_by_move(eqn, results),) * len(eqn.invars)
-        if choice.kind is not _Kind.ARITHMETIC and eqn.primitive.name in _FULL_PRECISION:
+        if (
+            choice.kind is not _Kind.ARITHMETIC
+            and eqn.primitive.name in _FULL_PRECISION
+        ):
             return (Need.READ_IN_FLOAT32,) * len(eqn.invars)
         if flow.is_residual(eqn) and results[0].is_kept:
             return (Need.LATER | Need.BEHIND | Need.READ_IN_HALF,) * len(eqn.invars)
@@ -370,8 +376,10 @@ class Painter:
         need = Need.READ_IN_FLOAT32 | (Need.LATER if leads_on else Need.NONE)
         if any(Need.CHOICE in need for need in results):
             need |= Need.CHOICE
-        if leads_on and choice.kind is _Kind.UNROUNDED:
-            need |= Need.SUMMED
+        if leads_on and (
+            choice.kind is _Kind.UNROUNDED or eqn.primitive.name in _SIGMOIDS
+        ):
+            need |= Need.COSTLY
         return (need,) * len(eqn.invars)
 
     # --- forward: the paint of its results -------------------------------------------

@@ -86,13 +86,13 @@ class Need(enum.Flag):
 
     NONE = 0
     LATER = enum.auto()  # a product reads it later, through whatever arithmetic
-    SUMMED = enum.auto()  # such a reader is a sum, or what else is never rounded
+    COSTLY = enum.auto()  # such a reader is a sum, a sigmoid, or what is never rounded
     MAXIMUM = enum.auto()  # such a reader is a maximum
     CHOICE = enum.auto()  # a sort, an argmax or a top_k reads it, before a product
     # What it is kept for, in half precision:
     PRODUCT = enum.auto()  # a product reads it, or a move to one
     BEHIND = enum.auto()  # it is read on the other side of a product
-    SHARED = enum.auto()  # a sum and something else read it
+    SHARED = enum.auto()  # a sum or a sigmoid, and something else, read it
     BORDER = enum.auto()  # it crosses the border of a loop, a branch or a rule
     CAST = enum.auto()  # the program itself casts it to the compute dtype
     KEPT = PRODUCT | BEHIND | SHARED | BORDER | CAST
@@ -112,14 +112,16 @@ class Need(enum.Flag):
         """Returns the need of two readers.
 
         What a sum reads has to be in memory if something else reads it as well: the
-        exponentials of a softmax are read by their sum, and by the quotient.
+        exponentials of a softmax are read by their sum, and by the quotient. What a
+        sigmoid reads, and its cotangent, need not be, but a compiler puts them there
+        rather than compute the sigmoid again for each reader.
         """
         both = self | other
         if Need.LATER not in self or Need.LATER not in other:
             return both
         if Need.MAXIMUM in both:
             both |= Need.COMPARED
-        return both.kept_for(Need.SHARED) if Need.SUMMED in both else both
+        return both.kept_for(Need.SHARED) if Need.COSTLY in both else both
 
     def kept_for(self, reason: "Need") -> "Need":
         """Returns the need of a value that a reason keeps, if it leads to a product.

@@ -167,17 +167,17 @@ def test_equations(name):
 
 # --- needs ---------------------------------------------------------------------------
 
-LATER, SUMMED = Need.LATER, Need.SUMMED
+LATER, COSTLY = Need.LATER, Need.COSTLY
 
 
 @pytest.mark.parametrize(
     ("one", "other", "is_kept"),
     [
         (LATER, LATER, False),
-        (LATER | SUMMED, Need.NONE, False),
-        (LATER | SUMMED, LATER, True),
-        (LATER | SUMMED, LATER | SUMMED, True),
-        (Need.READ_IN_FLOAT32, LATER | SUMMED, False),  # a metric
+        (LATER | COSTLY, Need.NONE, False),
+        (LATER | COSTLY, LATER, True),
+        (LATER | COSTLY, LATER | COSTLY, True),
+        (Need.READ_IN_FLOAT32, LATER | COSTLY, False),  # a metric
         (Need.NONE, LATER | Need.PRODUCT, False),
     ],
 )
