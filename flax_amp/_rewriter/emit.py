@@ -207,7 +207,7 @@ class Emitter:
             outs = self._emit_step(eqn, step, arrays, values)
             # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
-            if _is_rounded(step) and step.needs[0] & (Need.SHARED | Need.BEHIND):
+            if _is_rounded(step) and _is_read_in_float32(eqn, step):
                 # XLA drops a cast that is cast up again at once. It would write the
                 # float32 array to memory, and in the backward pass that of cotangents.
                 outs = [rounded(x) for x in outs]
@@ -329,6 +329,15 @@ class Emitter:
 def _is_rounded(step: Step) -> bool:
     """Whether a result that is computed in float32 is rounded."""
     return step.mode is Mode.FULL and any(has_paint(v, Paint.LOW) for v in step.outs)
+
+
+def _is_read_in_float32(eqn: Eqn, step: Step) -> bool:
+    """Whether a kept result is cast up again: for a sum, a sigmoid, or a later layer.
+
+    The functions of `DERIVATIVES` round their result themselves.
+    """
+    is_kept_for = step.needs[0] & (Need.SHARED | Need.BEHIND)
+    return bool(is_kept_for) and eqn.primitive.name not in DERIVATIVES
 
 
 def _to_float32(x: Array, value: Value | None) -> Array:

@@ -236,11 +236,20 @@ def activated_norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):
 
 
 @pytest.mark.parametrize("mode", ["auto", "always"])
-@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jnp.tanh])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jnp.tanh])
 def test_what_is_not_rounded(activation, mode):
     """Only a product reads the activation, and a norm is not ill-conditioned."""
     fn = functools.partial(activated_norm, activation=activation)
     assert "reduce_precision" not in check(fn, jax.jit, recompute=mode)
+
+
+def test_what_a_sigmoid_and_something_else_read_is_rounded():
+    """Forward and backward: XLA would write both arrays in float32."""
+    step = jax.grad(amp(activated_norm, compute_dtype=jnp.bfloat16, recompute="never"))
+    lowered = jax.jit(step).lower(KERNELS).as_text()
+    shape = "x".join(map(str, (X @ QUERY).shape))
+    found = re.findall(rf"reduce_precision .*tensor<{shape}x(\w+)>", lowered)
+    assert found == ["bf16", "bf16"]
 
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu])

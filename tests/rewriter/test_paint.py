@@ -95,6 +95,10 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "across the last product": (last_residual, "sin", "full"),
     "a sum and another reader": (centered, "sin", "low"),
     "a sum alone": (lambda w, x: jnp.sin(x @ w).mean(0) @ w, "sin", "full"),
+    "a sigmoid and another reader": (
+        lambda w, x: jax.nn.silu(jnp.sin(x @ w)) @ w, "sin", "low"
+    ),
+    "a sigmoid alone": (lambda w, x: jax.nn.sigmoid(jnp.sin(x @ w)) @ w, "sin", "full"),
     "the exponentials of a softmax": (softmax, "exp", "low"),
     "the sum of a softmax": (softmax, "reduce_sum", "full"),
     # Locality: what leads to no product changes nothing.
