@@ -100,7 +100,7 @@ def cast_outside(ins: Values, needs: Needs) -> Values:
     """
     return tuple(
         FULL
-        if has_paint(v, Paint.LOW) and not need & (Need.READ_IN_HALF | Need.KEPT)
+        if has_paint(v, Paint.LOW) and not need & (Need.READ_IN_HALF | Need.BORDER)
         else v
         for v, need in zip(ins, needs, strict=True)
     )

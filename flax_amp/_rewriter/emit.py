@@ -29,11 +29,13 @@ from flax_amp._rewriter.casts import (
     rounded_function,
     saturating_cast,
 )
+from flax_amp._rewriter.keep import ADDITIONS
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
+    LEAF,
     Mode,
     Need,
     Paint,
@@ -263,6 +265,8 @@ class Emitter:
         widens = self.wide_gradients and name in LOW_OPS and len(values) == 2
         # Computed factors are no weights: their gradients go on in the compute dtype.
         wide = [widens and has_paint(value, Paint.LEAF) for value in values]
+        if name in ADDITIONS and self.compute_dtype == jnp.float16:
+            arrays = self._broadcast_biases(eqn, arrays, values)
         # A weight enters in float32, so that its gradient leaves in float32.
         operands = [
             x if is_wide else self.to_compute_dtype(x, value, name)
@@ -271,6 +275,23 @@ class Emitter:
         if not any(wide):
             return _compat.bind(eqn, operands, params)
         return [product(eqn, params, self.compute_dtype, operands, wide)]
+
+    def _broadcast_biases(
+        self, eqn: Eqn, arrays: Arrays, values: Values
+    ) -> list[Array]:
+        """Returns the operands of a sum, with leaves in the shape of its result.
+
+        The gradient of a bias is a sum of cotangents. It is one in float32 if the bias
+        is cast after it was broadcast. In bfloat16, XLA adds up in float32 itself, and
+        this would cost a float32 array of cotangents.
+        """
+        shape, dtype = eqn.outvars[0].aval.shape, self.compute_dtype
+        return [
+            jnp.broadcast_to(clamped(x, None, dtype), shape)
+            if x.shape != shape and value == LEAF
+            else x
+            for x, value in zip(arrays, values, strict=True)
+        ]
 
     def _layer(self, plan: Plan) -> Callable[..., Arrays]:
         """Returns the jitted function of a repeated layer."""

@@ -6,6 +6,7 @@ what the last one gives is cast to float32 once.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -249,3 +250,22 @@ def compare(loss, dtype):
 def test_no_farther_than_by_hand(loss, dtype):
     ratio = compare(loss, dtype)
     assert ratio <= 1.1, f"{ratio:.2f} times the error of a model cast by hand"
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
+def test_the_gradient_of_a_bias_is_a_sum_in_float32(dtype):
+    """It was one in float16: 1.7e-3 from float32, and infinite for large batches.
+
+    XLA adds up bfloat16 in float32, and does what it is told with float16.
+    """
+
+    def loss(bias, y):
+        return jnp.sum((y @ jnp.eye(4) + bias[None]) ** 2)
+
+    def sums(fn):
+        text = str(jax.make_jaxpr(jax.grad(amp(fn, compute_dtype=dtype)))(*args))
+        return set(re.findall(r":(\w+)\[\S*\] = reduce_sum", text))
+
+    args = jnp.ones(4), jnp.ones((8, 4))
+    assert ("bf16" in sums(loss)) == (dtype == jnp.bfloat16)
+    assert "f16" not in sums(loss)
