@@ -143,9 +143,9 @@ def _draw_gain(path: pathlib.Path, results: Results) -> None:
 
 
 def _gains(results: Results, column: str) -> Ratios:
-    """Returns the ratios of the models of the figure that were run in float32, too."""
-    ratios = _ratios(results, column)
-    return {m: ratios[m] for m in _GAIN_MODELS if "float32" in ratios.get(m, {})}
+    """Returns the ratios of the models of the figure that have all of its variants."""
+    ratios, variants = _ratios(results, column), {"float32", "amp_bf16"}
+    return {m: ratios[m] for m in _GAIN_MODELS if variants <= ratios.get(m, {}).keys()}
 
 
 def _gain_bars(axis: Any, ratios: Ratios) -> None:

@@ -168,33 +168,19 @@ def _version(package: str) -> str:
         return "(not installed)"
 
 
-_SOFTMAX = "a softmax stores its exponentials in half; in float32, the ratio is 1"
 _STREAM = "the authors' dtype= leaves the residual stream in float32, amp does not"
-_MEASURED = (
-    "a value that is summed and also meets a float32 one is read as by a norm: in half"
+_FOREIGN = "a product inside of a primitive of lineax, which runs as it is written"
+_LABELS = (
+    "the gradient of the labels' logits is rounded before it is added to the others"
 )
-_MOVED = (
-    "float32 reads a product through transposes or broadcasts in half, each of which "
-    "rounds its gradient before they are added"
-)
-_OUTER = "outer products follow their factors, which are in float32 in the twin"
 # Why a program is not at its best, for those that were looked at.
 REASONS = {
-    "jax.scipy/interpolate.RegularGridInterpolator": "coordinates of 8 in half",
-    "dm_pix/rgb_to_grayscale": "the sigmoid before it stays in half",
-    "distrax/Dirichlet": _MEASURED,
-    "numpyro/Dirichlet": _MEASURED,
-    "dm_pix/simse": _MEASURED,
-    "optax.losses/binary_dice_loss": _MEASURED,
-    "numpyro/MultivariateStudentT": _MOVED,
-    "tinygp/Matern32": _MOVED,
-    "tinygp/Matern52": _MOVED,
-    "e3nn-jax/tensor_product": _OUTER,
+    "optax.losses/softmax_cross_entropy_with_integer_labels": _LABELS,
     "transformers/ViTModel": _STREAM,
     "transformers/ViTForImageClassification": _STREAM,
+    "diffrax/Kvaerno3": _FOREIGN,
 } | {
-    f"optax.losses/{name}": _SOFTMAX
-    for name in "convex_kl_divergence generalized_kl_divergence kl_divergence "
-    "multiclass_generalized_dice_loss poly_loss_cross_entropy "
-    "ranking_softmax_loss".split()
+    f"optimistix/{name}": _FOREIGN
+    for name in "root_find(Newton) root_find(Chord) least_squares(LevenbergMarquardt) "
+    "least_squares(GaussNewton) least_squares(Dogleg)".split()
 }

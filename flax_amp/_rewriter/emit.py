@@ -35,7 +35,6 @@ from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
-    LEAF,
     Mode,
     Need,
     Paint,
@@ -288,7 +287,7 @@ class Emitter:
         shape, dtype = eqn.outvars[0].aval.shape, self.compute_dtype
         return [
             jnp.broadcast_to(clamped(x, None, dtype), shape)
-            if x.shape != shape and value == LEAF
+            if x.shape != shape and value is not None and value.may_be_bias
             else x
             for x, value in zip(arrays, values, strict=True)
         ]

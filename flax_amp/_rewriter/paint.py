@@ -597,9 +597,8 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
         return Need.LATER in need
     shape = eqn.outvars[0].aval.shape
     return len(others) < len(operands) and all(
-        x.paint is Paint.LEAF
-        and x.constant is None
-        and flow.is_broadcast(v, shape)
+        x.may_be_bias
+        and (flow.is_broadcast(v, shape) or len(shape) == 1)
         and eqn.primitive.name == "add"  # not a running mean that is subtracted
         for v, x in others
     )

@@ -24,7 +24,7 @@ CROSSES = "crosses a border"
 _READERS = {
     Need.PRODUCT: "a product reads it",
     Need.BEHIND: "read on the other side of a product",
-    Need.SHARED: "a sum or a sigmoid, and something else, read it",
+    Need.SHARED: "a sum or a sigmoid shares it",
     Need.BORDER: CROSSES,
     Need.CAST: "the program casts it",
 }

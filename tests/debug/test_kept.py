@@ -56,7 +56,14 @@ BF16, F32 = "bfloat16", "float32"
 ROWS = {
     "product": (softmax, W, "dot_general", BF16, BF16, "a product gives it"),
     "for a product": (softmax, W, "div", F32, BF16, "a product reads it"),
-    "shared": (softmax, W, "exp", F32, BF16, "a sum and something else read it"),
+    "shared": (
+        softmax,
+        W,
+        "exp",
+        F32,
+        BF16,
+        "a sum or a sigmoid shares it",
+    ),
     "sum": (softmax, W, "reduce_sum", F32, F32, "a sum"),
     "behind": (
         residual,
@@ -141,7 +148,7 @@ def test_the_list_of_equations():
     text = explain(softmax)(W, X).report(only="equations")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "equation computes in result"
-    assert "exp f32 kept in bf16: a sum and something else read it" in lines
+    assert "exp f32 kept in bf16: a sum or a sigmoid shares it" in lines
     assert "broadcast_in_dim f32 not kept: arithmetic alone reads it" in lines
 
 
@@ -149,7 +156,7 @@ def test_a_dict_has_the_rules():
     rows = explain(softmax)(W, X).to_dict()["modules"]["equations"]
     (row,) = [row for row in rows if row["primitive"] == "exp"]
     assert (row["computes_in"], row["kept"]) == (F32, BF16)
-    assert row["kept_by"] == "a sum and something else read it"
+    assert row["kept_by"] == "a sum or a sigmoid shares it"
 
 
 @pytest.mark.parametrize("fun, w", [(softmax, W), (layers, STACK), (recurrent, W)])

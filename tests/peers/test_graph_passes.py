@@ -290,7 +290,7 @@ CONVERTS = {  # name: (function, arguments, casts down, casts up, what runs in w
     # rounding of a recurrent state adds up; TVM lowers them.
     "lstm": (lstm, GATES, 3, 1, "dot_general:16 tanh:32 tanh:32"),
     "lstm_unrolled": (
-        lstm_unrolled, GATES, 10, 4,
+        lstm_unrolled, GATES, 11, 4,
         "dot_general:16 tanh:32 tanh:32 " * 3,
     ),
     # Input, two kernels, and what goes into the second one; two results go up: the

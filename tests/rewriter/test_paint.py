@@ -131,6 +131,9 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "two halves": (lambda w, x: (x @ w + x @ w) @ w, "add", "low"),
     "two halves in a loss": (lambda w, x: (x @ w + x @ w).sum(), "add", "full"),
     "a bias": (lambda w, x: (x @ w + w[:1]) @ w, "add", "low"),
+    "a computed offset": (
+        lambda w, x: jnp.sin(x @ w + 100 * jnp.arange(4.0)[None]), "add", "full"
+    ),
     "a bias before a loss": (lambda w, x: jnp.sin(x @ w + w[:1]), "add", "low"),
     "a bias that is returned": (lambda w, x: x @ w + w[:1], "add", "low"),
     "a bias in a jitted layer": (
@@ -167,6 +170,12 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
 def test_equations(name):
     fn, primitive, wanted = EQUATIONS[name]
     assert " ".join(paints(fn, primitive)) == wanted
+
+
+def test_a_scalar_argument_is_no_bias():
+    plan = plan_of(lambda w, x, c: jnp.sin(x @ w + c), W, X, jnp.float32(50.3))
+    (step,) = [s for eqn, s in steps_of(plan) if eqn.primitive.name == "add"]
+    assert step.outs == (FULL,)
 
 
 # --- needs ---------------------------------------------------------------------------
