@@ -107,7 +107,8 @@ FLOAT32_UPDATE = Reason("its update function is a float32 one")
 # Data movement whose result has no element that its operand does not have. A gather
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
 _MOVES_ALL = frozenset(
-    "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
+    """reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient
+    pvary""".split()
 )
 
 

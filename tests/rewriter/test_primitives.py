@@ -179,7 +179,10 @@ def test_what_is_rounded(name):
     steps = steps_of(plan_of(between(row), *row.args))
     own = [step for eqn, step in steps if eqn.primitive.name == name]
     found = {value.paint for step in own for value in step.outs if value}
-    assert (Paint.LOW in found) == (row.family == ARITHMETIC)
+    is_kept = any(need.is_kept for step in own for need in step.needs)
+    # A row may do more behind its primitive, so that no product reads its result.
+    assert is_kept or name == "one_minus_square"
+    assert (Paint.LOW in found) == (row.family == ARITHMETIC and is_kept)
     assert own
 
 
