@@ -114,7 +114,8 @@ _MOVES_ALL = frozenset(
 
 # What gives its one operand as it is, such as `checkpoint_name`. It keeps its dtype.
 _IDENTITIES = frozenset(
-    "name sharding_constraint layout_constraint copy reshard xla_metadata_value".split()
+    """name sharding_constraint layout_constraint relayout copy reshard
+    xla_metadata_value""".split()
 )
 
 
