@@ -208,10 +208,7 @@ class Emitter:
             outs = self._emit_step(eqn, step, arrays, values)
             # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
-            if _is_rounded(step) and _is_read_in_float32(eqn, step):
-                # XLA drops a cast that is cast up again at once. It would write the
-                # float32 array to memory, and in the backward pass that of cotangents.
-                outs = [rounded(x) for x in outs]
+            outs = _round_for_good(eqn, step, outs)
             pairs = zip(eqn.outvars, outs, strict=True)
             outs = [env.mark(v, x, index) for v, x in pairs]
         env.write(eqn.outvars, outs, step.outs)
@@ -351,13 +348,19 @@ def _is_rounded(step: Step) -> bool:
     return step.mode is Mode.FULL and any(has_paint(v, Paint.LOW) for v in step.outs)
 
 
-def _is_read_in_float32(eqn: Eqn, step: Step) -> bool:
-    """Whether a kept result is cast up again: for a sum, a sigmoid, or a later layer.
+def _round_for_good(eqn: Eqn, step: Step, outs: list[Array]) -> list[Array]:
+    """Rounds kept results that a sum, a sigmoid or a later layer reads in float32.
 
-    The functions of `DERIVATIVES` round their result themselves.
+    XLA drops a cast that is cast up again at once. It would write the float32 array to
+    memory, and in the backward pass that of cotangents. The functions of `DERIVATIVES`
+    round their result themselves.
     """
-    is_kept_for = step.needs[0] & (Need.SHARED | Need.BEHIND)
-    return bool(is_kept_for) and eqn.primitive.name not in DERIVATIVES
+    if not _is_rounded(step) or eqn.primitive.name in DERIVATIVES:
+        return outs
+    return [
+        rounded(x) if need & (Need.SHARED | Need.BEHIND) else x
+        for x, need in zip(outs, step.needs, strict=True)
+    ]
 
 
 def _to_float32(x: Array, value: Value | None) -> Array:

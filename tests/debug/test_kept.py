@@ -56,14 +56,7 @@ BF16, F32 = "bfloat16", "float32"
 ROWS = {
     "product": (softmax, W, "dot_general", BF16, BF16, "a product gives it"),
     "for a product": (softmax, W, "div", F32, BF16, "a product reads it"),
-    "shared": (
-        softmax,
-        W,
-        "exp",
-        F32,
-        BF16,
-        "a sum or a sigmoid shares it",
-    ),
+    "shared": (softmax, W, "exp", F32, BF16, "a sum or a sigmoid shares it"),
     "sum": (softmax, W, "reduce_sum", F32, F32, "a sum"),
     "behind": (
         residual,
