@@ -13,7 +13,7 @@ import pytest
 
 from flax_amp import _compat, amp, default_amp_policy
 from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import Need, Plan, Step, argument_values
+from flax_amp._rewriter.plan import ARGUMENT, Need, Plan, Step, like
 from flax_amp._rewriter.rules import RULES
 from flax_amp.policy import Policy
 
@@ -106,7 +106,7 @@ def plan_of(
 ) -> Plan:
     """Returns the plan of `fn(*args)`, whose caller gets the results."""
     closed = jax.make_jaxpr(fn)(*args)
-    ins = argument_values([v.aval for v in closed.jaxpr.invars])
+    ins = like([v.aval for v in closed.jaxpr.invars], ARGUMENT)
     needs = (Need.RETURNED,) * len(closed.jaxpr.outvars)
     return Painter(Policy(policy), dtype, RULES).plan(closed, ins, needs)
 

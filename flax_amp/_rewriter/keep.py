@@ -11,9 +11,9 @@ compiler fuses, on its way to a product (a matrix product or a convolution):
 - it crosses the border of a loop, a branch, a checkpoint or a rule;
 - the program itself casts it to the compute dtype.
 
-It is then rounded to half precision, once, where it is computed, unless it is a scalar.
-Only readers that lead to a product in half precision count: what a loss, a metric or
-linear algebra reads changes nothing. In
+It is then rounded to half precision, once, where it is computed. Of scalars, only the
+carries of a scan over layers are. Only readers that lead to a product in half precision
+count: what a loss, a metric or linear algebra reads changes nothing. In
 
     h:f32 = add (dot x w) b         a product reads it           -> half
     m:f32 = mean h                  a sum                        -> float32

@@ -107,8 +107,7 @@ FLOAT32_UPDATE = Reason("its update function is a float32 one")
 # Data movement whose result has no element that its operand does not have. A gather
 # fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
 _MOVES_ALL = frozenset(
-    """reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient
-    pvary""".split()
+    "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
 )
 
 
@@ -125,10 +124,6 @@ _CHOICES = frozenset("sort top_k approx_top_k argmax argmin".split())
 
 # What a compiler does not compute again for each reader, besides sums.
 _SIGMOIDS = frozenset("logistic tanh erf".split())
-
-# Linear algebra, and products that the user keeps in float32: nothing is rounded for
-# what leads to these alone.
-_FULL_PRECISION = frozenset((*LINALG_OPS, *LOW_OPS))
 
 
 class _Kind(enum.Enum):
@@ -367,10 +362,7 @@ class Painter:
             if _gathers_once(eqn):
                 return (Need.READ_IN_HALF | results[0],) * len(eqn.invars)
             return (_read_by_move(eqn, results),) * len(eqn.invars)
-        if (
-            choice.kind is not _Kind.ARITHMETIC
-            and eqn.primitive.name in _FULL_PRECISION
-        ):
+        if _is_kept_in_float32(eqn, choice.kind):
             return (Need.READ_IN_FLOAT32,) * len(eqn.invars)
         if flow.is_residual(eqn) and results[0].is_kept:
             return (Need.LATER | Need.BEHIND | Need.READ_IN_HALF,) * len(eqn.invars)
@@ -460,6 +452,11 @@ class Painter:
         value, name = LEAF, eqn.primitive.name
         if len(operands) == 1 and name in _MOVES_ALL:
             (value,) = operands
+            if not eqn.invars[0].aval.shape:
+                value = value._replace(may_be_bias=False)
+        elif name == "pvary":
+            # A number in its place would not vary over the devices.
+            value = operands[0].without_constant()
         outs = like(out_avals(eqn), value)
         if name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)
@@ -528,10 +525,21 @@ def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
         return _Kind.ARITHMETIC, ARITHMETIC
     if name in LINALG_OPS:
         return _Kind.UNROUNDED, Reason("linear algebra")
+    if name in LOW_OPS:  # a product without a key
+        return _Kind.ORIGINAL, Reason("{0.origin.value} {0.key}", decision)
     if name in ACCUMULATION_OPS:
         return _Kind.UNROUNDED, SUM
-    # Random numbers, primitives that are not known here, and products without a key.
+    # Random numbers, and primitives that are not known here.
     return _Kind.UNROUNDED, Reason("{0.origin.value} {0.key}", decision)
+
+
+def _is_kept_in_float32(eqn: Eqn, kind: _Kind) -> bool:
+    """Whether an equation is linear algebra, or a matrix product in float32.
+
+    Nothing is rounded for what leads to these alone.
+    """
+    name = eqn.primitive.name
+    return name in LINALG_OPS or (name in LOW_OPS and kind is _Kind.ORIGINAL)
 
 
 def _has_update(eqn: Eqn) -> bool:
@@ -600,6 +608,7 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
     shape = eqn.outvars[0].aval.shape
     return len(others) < len(operands) and all(
         x.may_be_bias
+        and v.aval.shape  # not a scalar
         and (flow.is_broadcast(v, shape) or len(shape) == 1)
         and eqn.primitive.name == "add"  # not a running mean that is subtracted
         for v, x in others

@@ -41,8 +41,8 @@ class Value(NamedTuple):
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       read_once: it is an input of the whole program that a single equation reads: a
         gather, or a call in which again a single equation reads it.
-      may_be_bias: of a `LEAF` value: it is an input of the whole program with at least
-        one axis, moved at most. Neither constants nor computed values are.
+      may_be_bias: of a `LEAF` value: it is an input of the whole program, moved at
+        most, and was never a scalar. Neither constants nor computed values are.
     """
 
     paint: Paint
@@ -66,6 +66,7 @@ class Value(NamedTuple):
 
 
 LEAF = Value(Paint.LEAF)
+ARGUMENT = Value(Paint.LEAF, may_be_bias=True)
 LOW = Value(Paint.LOW)
 FULL = Value(Paint.FULL)
 STATE = Value(Paint.FULL, is_state=True)
@@ -95,7 +96,7 @@ class Need(enum.Flag):
     # What it is kept for, in half precision:
     PRODUCT = enum.auto()  # a product reads it, or a move to one
     BEHIND = enum.auto()  # it is read on the other side of a product
-    SHARED = enum.auto()  # a sum or a sigmoid shares it
+    SHARED = enum.auto()  # a sum or a sigmoid, and something else, read it
     BORDER = enum.auto()  # it crosses the border of a loop, a branch or a rule
     CAST = enum.auto()  # the program itself casts it to the compute dtype
     KEPT = PRODUCT | BEHIND | SHARED | BORDER | CAST
@@ -322,16 +323,6 @@ def is_painted(aval: Aval) -> bool:
 def like(avals: Iterable[Aval], value: Value) -> Values:
     """Returns `value` for every painted aval, `None` for the others."""
     return tuple(value if is_painted(aval) else None for aval in avals)
-
-
-def argument_values(avals: Iterable[Aval], read_once: bool = False) -> Values:
-    """Returns the values of the inputs of a whole program."""
-    return tuple(
-        LEAF._replace(read_once=read_once, may_be_bias=aval.ndim > 0)
-        if is_painted(aval)
-        else None
-        for aval in avals
-    )
 
 
 def out_avals(eqn: Eqn) -> list[Aval]:

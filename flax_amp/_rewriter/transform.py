@@ -17,7 +17,7 @@ from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.interpreters import add_sparse_rules
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import LEAF, Need, Plan, Values, argument_values, like
+from flax_amp._rewriter.plan import ARGUMENT, LEAF, Need, Plan, Values, like
 from flax_amp._rewriter.policy_warnings import (
     HalfParameterCheck,
     warn_of_policy,
@@ -245,8 +245,8 @@ def plan_call(
     traced, exports = with_captured_outputs(closed)
     painter = Painter(policy, compute_dtype, RULES, emits_all=bool(exports))
     # The painter takes the flag away from what is read otherwise.
-    is_half = compute_dtype != jnp.float32
-    ins = argument_values([v.aval for v in jaxpr.invars], read_once=is_half)
+    argument = ARGUMENT._replace(read_once=compute_dtype != jnp.float32)
+    ins = like([v.aval for v in jaxpr.invars], argument)
     needs = (Need.RETURNED,) * (len(jaxpr.outvars) + len(exports))
     plan = dataclasses.replace(painter.plan(traced, ins, needs), exports=exports)
     if compute_dtype != jnp.float32:

@@ -103,7 +103,8 @@ def compare_precision(
       ...     with jax.named_scope("head"):
       ...         return jnp.mean(y @ w)
       >>> x, w = jnp.linspace(0, 1, 32).reshape(4, 8), jnp.ones((8, 8))
-      >>> found = flax_amp.compare_precision(loss)(w, x, jnp.array(300.0))
+      >>> offset = jnp.full((1, 8), 300.0)  # added as a bias is, in half precision
+      >>> found = flax_amp.compare_precision(loss)(w, x, offset)
       >>> found.modules[0].path, found.remedies[0].policy
       ('rounded', '"rounded": jnp.float32')
     """

@@ -6,7 +6,7 @@ import pytest
 
 import flax_amp
 from flax_amp._rewriter.plan import FULL, LEAF, LOW, Mode, Need, at_border, join
-from helpers import plan_of, steps_of
+from helpers import equations, plan_of, steps_of
 
 W, X, B = jnp.ones((4, 4)), jnp.ones((3, 4)), jnp.ones((3, 4))
 
@@ -69,6 +69,18 @@ def solved(w, x):  # `h` is read twice, and so would be kept
     return jnp.linalg.cholesky(h + h.mean()) @ x
 
 
+def inner_product(w, x):
+    h = jnp.sin(x @ w)
+    return (h * jnp.einsum("bi,bi->b", h, h)[:, None]) @ w
+
+
+def scalar_carry(w, x):  # of a stack of layers
+    layer = lambda c, w: ((jnp.sin(c[0] @ w), 1.01 * c[1]), None)  # noqa: E731
+    h = x @ w
+    (h, t), _ = jax.lax.scan(layer, (h, h.mean()), jnp.stack([w, w]))
+    return (h * t) @ w
+
+
 def centered(w, x):
     h = jnp.sin(x @ w)
     return (h - h.mean()) @ w
@@ -94,6 +106,7 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "across a product": (residual, "sin", "low"),
     "across the last product": (last_residual, "sin", "full"),
     "a sum and another reader": (centered, "sin", "low"),
+    "an inner product and another reader": (inner_product, "sin", "low"),
     "a sum alone": (lambda w, x: jnp.sin(x @ w).mean(0) @ w, "sin", "full"),
     "a sigmoid and another reader": (
         lambda w, x: jax.nn.silu(jnp.sin(x @ w)) @ w, "sin", "low"
@@ -154,6 +167,7 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "arguments alone": (lambda w, x: jnp.sin(w) @ w, "sin", "leaf"),
     "a sum": (lambda w, x: (x @ w).sum(0) @ w, "reduce_sum", "full"),
     "a scalar": (scaled, "sqrt", "full"),
+    "a scalar carry": (scalar_carry, "scan", "low low"),
     "a divisor across a product": (divided, "sin", "full"),
     "what linear algebra reads": (solved, "sin", "full"),
     "what a product in float32 reads": (
@@ -172,10 +186,30 @@ def test_equations(name):
     assert " ".join(paints(fn, primitive)) == wanted
 
 
-def test_a_scalar_argument_is_no_bias():
-    plan = plan_of(lambda w, x, c: jnp.sin(x @ w + c), W, X, jnp.float32(50.3))
-    (step,) = [s for eqn, s in steps_of(plan) if eqn.primitive.name == "add"]
-    assert step.outs == (FULL,)
+def in_a_scan(w, x, c):
+    add = lambda _, c: (None, jnp.sin(x @ w + c))  # noqa: E731
+    return jax.lax.scan(add, None, c)[1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (lambda w, x, c: jnp.sin(x @ w + c), ()),
+        (lambda w, x, c: jnp.sin(x @ w + c[1]), (8,)),
+        (lambda w, x, c: jnp.sin(x @ w + jnp.broadcast_to(c[1], (3, 4))), (8,)),
+        (in_a_scan, (8,)),
+    ],
+    ids=["argument", "of an array", "broadcast", "in a scan"],
+)
+def test_a_scalar_is_no_bias(fn, shape):
+    lowered = flax_amp.amp(fn, compute_dtype=jnp.bfloat16)
+    found = equations(jax.make_jaxpr(lowered)(W, X, jnp.ones(shape)))
+    dtypes = {
+        eqn.outvars[0].aval.dtype
+        for _, eqn in found
+        if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape == (3, 4)
+    }
+    assert dtypes == {jnp.dtype(jnp.float32)}
 
 
 # --- needs ---------------------------------------------------------------------------
