@@ -452,11 +452,9 @@ class Painter:
         value, name = LEAF, eqn.primitive.name
         if len(operands) == 1 and name in _MOVES_ALL:
             (value,) = operands
-            if not eqn.invars[0].aval.shape:
-                value = value._replace(may_be_bias=False)
-        elif name == "pvary":
-            # A number in its place would not vary over the devices.
-            value = operands[0].without_constant()
+        has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
+        may_be_bias = not has_scalar and all(v.may_be_bias for v in operands)
+        value = value._replace(may_be_bias=may_be_bias)
         outs = like(out_avals(eqn), value)
         if name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)

@@ -149,6 +149,11 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     ),
     "a bias before a loss": (lambda w, x: jnp.sin(x @ w + w[:1]), "add", "low"),
     "a bias that is returned": (lambda w, x: x @ w + w[:1], "add", "low"),
+    "a bias of several parts": (
+        lambda w, x: jnp.sin(x @ w + jnp.concatenate([w[:1, 2:], w[:1, :2]], 1)),
+        "add",
+        "low",
+    ),
     "a bias in a jitted layer": (
         lambda w, x: jnp.sin(jax.jit(lambda x: x @ w + w[:1])(x)),
         "add",
