@@ -18,6 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from flax_amp import _compat
+from flax_amp._jaxpr.evaluate import evaluate
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 # What is entered; a kernel, for example, is not.
@@ -67,7 +68,7 @@ class _Replaced:
     bodies: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, closed: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        return _compat.evaluate(closed, operands, self._equation)
+        return evaluate(closed, operands, self._equation)
 
     def _equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         with _compat.equation_context(eqn):

@@ -1,4 +1,4 @@
-"""Which equation runs in which precision: precision functions, tables, policies.
+"""Which equation runs in which precision: precision functions and policies.
 
 A *policy* is a plain dict. Its keys are JAX primitives and scope strings, its values
 *precision functions*
@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Params
+from flax_amp._jaxpr.traits import Kind, names_of
 from flax_amp._scope_paths import names_method, paths, pattern
 
 BindArguments = tuple[Arrays, Params]  # what a primitive is bound to
@@ -195,75 +196,7 @@ BUILT_IN = (
     follow_precision,
 )
 
-# --- tables of primitives -------------------------------------------------------------
-
-# Matrix products and convolutions: what the hardware speeds up in half precision. It
-# accumulates in float32 whatever the dtype of the result. `dot_general` may also be an
-# inner or an outer product: see `product_kind` in `_rewriter/heuristics.py`.
-LOW_OPS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-
-# Functions. The rule does not tell them from other arithmetic; `residuals.py` and the
-# diagnostics do: |f(x)| may be much larger than |x|, or digits are lost near a pole.
-RANGE_OPS = """
-    exp exp2 expm1 log log1p log2 pow integer_pow square rsqrt sinh cosh tan asin acos
-    asinh acosh atanh erf_inv lgamma digamma polygamma zeta igamma igammac
-    igamma_grad_a bessel_i0e bessel_i1e regularized_incomplete_beta polynomial
-""".split()
-
-# Sums. 70 000 ones add up to inf in float16. The scatters are in `ARITHMETIC_OPS`, too.
-ACCUMULATION_OPS = """
-    reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum scatter-add
-    scatter-sub scatter-mul psum psum_invariant unreduced_psum reduce_scatter
-    unreduced_reduce_scatter
-""".split()
-
-# No half-precision kernels exist, and conditioning needs the digits.
-LINALG_OPS = """
-    cholesky cholesky_update lu qr geqrf geqp3 ormqr householder_product eig eigh svd
-    schur hessenberg triangular_solve tridiagonal tridiagonal_solve fft
-""".split()
-
-# Other elementwise arithmetic, and functions that are as safe as their operands are.
-FOLLOW_OPS = """
-    add sub mul div neg max min abs sign floor ceil round clamp tanh logistic erf erfc
-    sin cos atan atan2 sqrt cbrt rem add_any one_minus_square select_and_scatter_add
-    select_and_gather_add
-""".split()
-
-# Data movement without choice by indices.
-MOVE_OPS = frozenset(
-    """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile copy
-    concatenate pad stack""".split()
-)
-
-# Data movement, selection and comparison: exact in any dtype.
-KEEP_OPS = """
-    reshape squeeze broadcast_in_dim transpose rev slice dynamic_slice gather split
-    unstack tile copy reduce_max reduce_min reduce_window_max reduce_window_min
-    cummax cummin argmax argmin sort top_k approx_top_k stop_gradient
-    optimization_barrier sharding_constraint layout_constraint relayout reshard
-    device_put name xla_metadata_value all_gather all_gather_invariant
-    all_gather_reduced all_to_all ragged_all_to_all ppermute pmax pmin unreduced_pmax
-    unreduced_pmin pvary preduced reduced_vary_cast reduced_vary_cast_p pbroadcast
-    pbroadcast_dynamic concatenate pad stack select_n dynamic_update_slice scatter
-    scatter-max scatter-min eq ne lt le gt ge eq_to lt_to le_to is_finite
-""".split()
-
-# What gives the very numbers that it is given, in any dtype.
-EXACT_OPS = frozenset((*KEEP_OPS, *"max min clamp neg abs sign".split()))
-
-# Arithmetic whose result may be rounded where it is kept. Of the sums, these are as
-# large as an activation: messages that are added up at the nodes of a graph.
-ARITHMETIC_OPS = frozenset(
-    (*RANGE_OPS, *FOLLOW_OPS, *"scatter-add scatter-sub scatter-mul".split())
-)
-
-# What a scope with `use_compute_precision` may cast to the compute dtype. The rest
-# (casts, random numbers, callbacks, linear algebra, unknown primitives) runs in its
-# original dtypes even there.
-CASTABLE_OPS = frozenset(
-    (*LOW_OPS, *RANGE_OPS, *ACCUMULATION_OPS, *FOLLOW_OPS, *KEEP_OPS)
-)
+# --- policies ------------------------------------------------------------------------
 
 
 def _family(names: Sequence[str], fn: PrecisionFunction) -> dict[Any, Any]:
@@ -280,7 +213,7 @@ _SPECIAL_SCOPES = {
 # The default of `amp`: products are low, and everything else follows the rule of
 # `_rewriter/paint.py`. Extend it with `default_amp_policy | {...}`.
 default_amp_policy: dict[Any, PrecisionFunction] = {
-    **_family(LOW_OPS, use_compute_precision),
+    **_family(names_of((Kind.PRODUCT,)), use_compute_precision),
     **_SPECIAL_SCOPES,
 }
 

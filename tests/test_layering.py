@@ -29,7 +29,8 @@ BELOW = {
     "_compat": set(),
     "_tree": {"_compat"},
     "_scope_paths": set(),
-    "policy": {"_tree", "_scope_paths"},
+    "_jaxpr": {"_compat"},
+    "policy": {"_jaxpr", "_tree", "_scope_paths"},
     "_rewriter": {"policy"},
     "optim": {"_tree"},
     "_training": {"_rewriter", "optim"},
@@ -43,7 +44,8 @@ BRIDGES = {"nnx_bridge", "nnx_scopes", "policy_warnings"}
 CORE = [
     path
     for path in PACKAGE
-    if room_of(path) in {"_tree", "policy", "_rewriter"} and path.stem not in BRIDGES
+    if room_of(path) in {"_tree", "_jaxpr", "policy", "_rewriter"}
+    and path.stem not in BRIDGES
 ]
 FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
 

@@ -8,30 +8,15 @@ import numpy as np
 import pytest
 
 import flax_amp
-from flax_amp import _compat, policy
-from flax_amp.policy import Origin, Policy
+from flax_amp import _compat
+from flax_amp._jaxpr.traits import Kind, names_of
+from flax_amp.policy import Origin, Policy, check_compute_dtype
 
-FAMILIES = {
-    name: getattr(policy, name)
-    for name in (
-        "LOW_OPS",
-        "RANGE_OPS",
-        "ACCUMULATION_OPS",
-        "LINALG_OPS",
-        "FOLLOW_OPS",
-        "KEEP_OPS",
-    )
-}
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 
 
 def decide(entries, primitive, *scopes):
     return Policy(entries).decide(_compat.primitives()[primitive], scopes)
-
-
-def test_families_do_not_overlap():
-    names = [name for family in FAMILIES.values() for name in family]
-    assert len(names) == len(set(names))
 
 
 def test_default_policy_is_a_plain_dict_of_functions():
@@ -45,7 +30,7 @@ def test_default_policy_is_a_plain_dict_of_functions():
         for key, fn in flax_amp.default_amp_policy.items()
         if fn is flax_amp.use_compute_precision
     }
-    assert low == set(policy.LOW_OPS)
+    assert low == set(names_of([Kind.PRODUCT]))
     assert len(flax_amp.default_amp_policy) == len(low) + 2
 
 
@@ -200,4 +185,4 @@ def test_wrong_entries_are_listed_together():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype(jnp.bfloat16)])
 def test_known_compute_dtype(dtype):
-    assert policy.check_compute_dtype(dtype) == jnp.bfloat16
+    assert check_compute_dtype(dtype) == jnp.bfloat16

@@ -25,10 +25,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Eqn, Jaxpr, Var
+from flax_amp._jaxpr.walk import walk
 from flax_amp._rewriter.plan import EditedJaxpr
 
 # Parameters of equations that hold functions which JAX calls later.
@@ -104,7 +104,7 @@ def with_captured_outputs(closed: Jaxpr) -> tuple[Jaxpr, frozenset[Var]]:
       The jaxpr, and these variables.
     """
     jaxpr, consts = _compat.open_jaxpr(closed)
-    captured = {v for eqn in _equations(jaxpr) for v in captured_by(eqn)}
+    captured = {v for eqn, *_ in walk(jaxpr) for v in captured_by(eqn)}
     if not captured:
         return closed, frozenset()
     made = [v for eqn in jaxpr.eqns for v in eqn.outvars]
@@ -132,20 +132,6 @@ def _captured(const: Any, arrays: Mapping[Var, Array]) -> Any:
         return number
     variable = _compat.variable_of(const)
     return const if variable is None else arrays.get(variable, const)
-
-
-def _equations(jaxpr: Jaxpr) -> Iterator[Eqn]:
-    """Yields the equations of a jaxpr and of all jaxprs inside, each once."""
-    seen: set[int] = set()
-    remaining = [jaxpr]
-    while remaining:
-        jaxpr = remaining.pop()
-        if id(jaxpr) in seen:
-            continue
-        seen.add(id(jaxpr))
-        for eqn in jaxpr.eqns:
-            yield eqn
-            remaining += jaxprs_in_params(eqn.params)
 
 
 def _reachable(objects: Sequence[Any]) -> Iterator[Any]:

@@ -40,6 +40,11 @@ def cast_constant(value: Any, dtype: DType, headroom: bool = False) -> np.ndarra
     return constant.astype(dtype)
 
 
+def is_exact(constant: float, dtype: DType) -> bool:
+    """Whether a dtype has this very number."""
+    return float(cast_constant(constant, dtype)) == constant
+
+
 def saturating_cast(x: Array, dtype: DType, headroom: bool = False) -> Array:
     """Casts a float32 array down; finite values out of range become the limit.
 

@@ -30,6 +30,8 @@ from jax.interpreters import ad
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, Aval, Eqn, Jaxpr, Var
+from flax_amp._jaxpr.traits import Kind, kind_of
+from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.captures import captured_by, with_captured
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
@@ -52,10 +54,8 @@ from flax_amp._rewriter.plan import (
     is_painted,
     like,
     out_avals,
-    variables,
 )
 from flax_amp._tree import fill, pick, split_list
-from flax_amp.policy import LOW_OPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _is_flax_fp8_product(plan: Plan) -> bool:
     """
     return any(
         step.mode is Mode.LOW
-        and eqn.primitive.name in LOW_OPS
+        and kind_of(eqn) is Kind.PRODUCT
         and _compat.user_file(eqn).endswith(_FLAX_FP8_FILE)
         for eqn, step in plan.pairs()
     )
@@ -263,7 +263,7 @@ def _with_default_precision(closed: Jaxpr) -> EditedJaxpr:
     jaxpr, consts = _compat.open_jaxpr(closed)
     eqns = [
         eqn.replace(params={**eqn.params, "precision": _DEFAULT_PRECISION})
-        if eqn.primitive.name in LOW_OPS and all(is_painted(v.aval) for v in eqn.invars)
+        if kind_of(eqn) is Kind.PRODUCT and all(is_painted(v.aval) for v in eqn.invars)
         else eqn
         for eqn in jaxpr.eqns
     ]

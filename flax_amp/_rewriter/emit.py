@@ -21,6 +21,8 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
+from flax_amp._jaxpr.traits import Kind, Trait, has, kind_of
+from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.casts import (
     DERIVATIVES,
     cast_constant,
@@ -29,7 +31,6 @@ from flax_amp._rewriter.casts import (
     rounded_function,
     saturating_cast,
 )
-from flax_amp._rewriter.keep import ADDITIONS
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
@@ -44,13 +45,12 @@ from flax_amp._rewriter.plan import (
     Values,
     has_paint,
     value_of,
-    variables,
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recompute.regions import Recompute, Region, group_into_regions
 from flax_amp._rewriter.recompute.residuals import LowCopy, Node, is_stored
 from flax_amp._rewriter.wide_grad import product
-from flax_amp.policy import LOW_OPS, with_result_dtype
+from flax_amp.policy import with_result_dtype
 
 T = TypeVar("T")
 
@@ -256,16 +256,17 @@ class Emitter:
         return _compat.bind(eqn, arrays, eqn.params)
 
     def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
-        name = eqn.primitive.name
         params = with_result_dtype(eqn.params, self.compute_dtype)
-        widens = self.wide_gradients and name in LOW_OPS and len(values) == 2
+        widens = (
+            self.wide_gradients and kind_of(eqn) is Kind.PRODUCT and len(values) == 2
+        )
         # Computed factors are no weights: their gradients go on in the compute dtype.
         wide = [widens and has_paint(value, Paint.LEAF) for value in values]
-        if name in ADDITIONS and self.compute_dtype == jnp.float16:
+        if has(eqn, Trait.ADDITION) and self.compute_dtype == jnp.float16:
             arrays = self._broadcast_biases(eqn, arrays, values)
         # A weight enters in float32, so that its gradient leaves in float32.
         operands = [
-            x if is_wide else self.to_compute_dtype(x, value, name)
+            x if is_wide else self.to_compute_dtype(x, value, eqn.primitive.name)
             for x, value, is_wide in zip(arrays, values, wide, strict=True)
         ]
         if not any(wide):
@@ -319,7 +320,9 @@ class Emitter:
         # bfloat16 has the range of float32, except for the numbers next to the largest
         # one, which round up to infinity. Masks may be that large, weights are not:
         # they get a plain convert, which XLA can move across an all-gather.
-        is_weight = primitive in LOW_OPS and self.compute_dtype == jnp.bfloat16
+        is_weight = (
+            kind_of(primitive) is Kind.PRODUCT and self.compute_dtype == jnp.bfloat16
+        )
         if value.paint is Paint.LEAF and not is_weight:
             return saturating_cast(x, self.compute_dtype, headroom)
         return jax.lax.convert_element_type(x, self.compute_dtype)

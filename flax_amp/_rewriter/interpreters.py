@@ -13,8 +13,8 @@ import jax
 from jax.experimental import jet
 from jax.extend.core.primitives import reduce_precision_p, remat_p
 
-from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Jaxpr
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._rewriter.casts import rounded_function_p, saturate_p
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.recompute.stored import stored_p
@@ -32,7 +32,7 @@ def _checkpoint_series(
     **_: Any,
 ) -> Any:
     def call(*operands: Array) -> Arrays:
-        return _compat.evaluate(jaxpr, operands, _compat.bind_in_context)
+        return evaluate(jaxpr, operands)
 
     # Rules get the terms of the series without their factorials.
     expand = functools.partial(jet.jet, call, factorial_scaled=False)

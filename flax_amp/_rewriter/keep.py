@@ -32,10 +32,9 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
-from flax_amp._rewriter.heuristics import is_matrix_product
-from flax_amp._rewriter.plan import Need, Needs, is_painted, variables
-
-ADDITIONS = frozenset("add sub add_any".split())
+from flax_amp._jaxpr.traits import Trait, has, is_matrix_product
+from flax_amp._jaxpr.walk import variables
+from flax_amp._rewriter.plan import Need, Needs, is_painted
 
 
 class Flow(NamedTuple):
@@ -68,7 +67,7 @@ class Flow(NamedTuple):
     def is_residual(self, eqn: Eqn) -> bool:
         """Whether an equation adds values from both sides of a product."""
         levels = {self.levels.get(v, 0) for v in variables(eqn.invars)}
-        return eqn.primitive.name in ADDITIONS and len(levels - {0}) > 1
+        return has(eqn, Trait.ADDITION) and len(levels - {0}) > 1
 
     def is_broadcast(self, v: Var, shape: tuple[int, ...]) -> bool:
         """Whether a variable repeats numbers, as an operand of a result of `shape`."""

@@ -40,15 +40,23 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
-from flax_amp._rewriter.captures import HasUserRule
-from flax_amp._rewriter.heuristics import (
+from flax_amp._jaxpr.traits import (
+    CASTABLE,
+    Kind,
     ProductKind,
-    is_exact,
+    Trait,
+    gathers_once,
+    gives_operands,
+    has,
+    has_update,
+    kind_of,
     may_read_twice,
-    only_looked_up,
     product_kind,
 )
-from flax_amp._rewriter.keep import ADDITIONS, Flow, HasProduct, find_flow
+from flax_amp._jaxpr.walk import only_looked_up
+from flax_amp._rewriter.captures import HasUserRule
+from flax_amp._rewriter.casts import is_exact
+from flax_amp._rewriter.keep import Flow, HasProduct, find_flow
 from flax_amp._rewriter.plan import (
     ARITHMETIC,
     FULL,
@@ -84,13 +92,7 @@ from flax_amp._rewriter.plan import (
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
 from flax_amp.policy import (
-    ACCUMULATION_OPS,
-    ARITHMETIC_OPS,
     BUILT_IN,
-    CASTABLE_OPS,
-    EXACT_OPS,
-    LINALG_OPS,
-    LOW_OPS,
     Decision,
     Origin,
     Policy,
@@ -103,27 +105,6 @@ from flax_amp.policy import (
 )
 
 FLOAT32_UPDATE = Reason("its update function is a float32 one")
-
-# Data movement whose result has no element that its operand does not have. A gather
-# fills in where it is out of bounds; a ppermute leaves zeros where nobody sends.
-_MOVES_ALL = frozenset(
-    "reshape squeeze broadcast_in_dim transpose rev slice copy stop_gradient".split()
-)
-
-
-# What gives its one operand as it is, such as `checkpoint_name`. It keeps its dtype.
-_IDENTITIES = frozenset(
-    """name sharding_constraint layout_constraint relayout copy reshard
-    xla_metadata_value""".split()
-)
-
-
-# A rounding of what these read makes equals of neighbors, and so another choice.
-_CHOICES = frozenset("sort top_k approx_top_k argmax argmin".split())
-
-
-# What a compiler does not compute again for each reader, besides sums.
-_SIGMOIDS = frozenset("logistic tanh erf".split())
 
 
 class _Kind(enum.Enum):
@@ -295,7 +276,7 @@ class Painter:
             return _Kind.ORIGINAL, because
         if is_original or function is follow_precision:
             return _kind_by_default(eqn, decision)
-        if _has_update(eqn):
+        if has_update(eqn):
             return _Kind.ORIGINAL, FLOAT32_UPDATE
         if function is None:
             return _Kind.CALL, because
@@ -318,13 +299,13 @@ class Painter:
             return function if function in BUILT_IN else None
         if function.dtype == self.compute_dtype:
             return use_compute_precision
-        is_castable = eqn.primitive.name in CASTABLE_OPS
+        is_castable = kind_of(eqn) in CASTABLE
         is_float32 = function.dtype == jnp.float32
         return use_original_precision if is_float32 or not is_castable else None
 
     def _obstacle_to_low(self, eqn: Eqn) -> Reason | None:
         """Says why an equation cannot run in the compute dtype, if it cannot."""
-        if eqn.primitive.name not in CASTABLE_OPS:
+        if kind_of(eqn) not in CASTABLE:
             return Reason("{} runs in its original dtypes only", eqn.primitive.name)
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:
@@ -332,7 +313,7 @@ class Painter:
             is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
             if is_inexact and dtype not in (jnp.float32, self.compute_dtype):
                 return Reason("{} operand", dtype)
-        if eqn.primitive.name in LOW_OPS:
+        if kind_of(eqn) is Kind.PRODUCT:
             # A quantized weight has a range of its own, which a half may not have.
             for dtype in dtypes[:2]:
                 if not jnp.issubdtype(dtype, jnp.floating):
@@ -357,9 +338,9 @@ class Painter:
             need = Need.LATER | Need.PRODUCT | Need.READ_IN_HALF
             return (need,) * len(eqn.invars)
         if choice.kind is _Kind.MOVE:
-            if _is_one_to_one(eqn):
+            if gives_operands(eqn):
                 return results
-            if _gathers_once(eqn):
+            if gathers_once(eqn):
                 return (Need.READ_IN_HALF | results[0],) * len(eqn.invars)
             return (_read_by_move(eqn, results),) * len(eqn.invars)
         if _is_kept_in_float32(eqn, choice.kind):
@@ -370,9 +351,7 @@ class Painter:
         need = Need.READ_IN_FLOAT32 | (Need.LATER if leads_on else Need.NONE)
         if any(Need.CHOICE in need for need in results):
             need |= Need.CHOICE
-        if leads_on and (
-            choice.kind is _Kind.UNROUNDED or eqn.primitive.name in _SIGMOIDS
-        ):
+        if leads_on and (choice.kind is _Kind.UNROUNDED or has(eqn, Trait.SIGMOID)):
             need |= Need.COSTLY
         return (need,) * len(eqn.invars)
 
@@ -422,7 +401,7 @@ class Painter:
         avals = out_avals(eqn)
         if not any(map(is_painted, avals)):
             return self._paint_compare(eqn, operands)
-        if _is_one_to_one(eqn):
+        if gives_operands(eqn):
             return Step(Mode.KEEP, ins, MOVES)
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
@@ -437,7 +416,7 @@ class Painter:
 
     def _moves_halves(self, eqn: Eqn, operands: Sequence[Value], needs: Needs) -> bool:
         """Whether a move of half-precision values gives half-precision values."""
-        if _gathers_once(eqn):
+        if gathers_once(eqn):
             return True
         if self._is_unrounded_bound(eqn, operands):
             return False
@@ -450,7 +429,7 @@ class Painter:
         self, eqn: Eqn, operands: Sequence[Value], needs: Needs
     ) -> Step:
         value, name = LEAF, eqn.primitive.name
-        if len(operands) == 1 and name in _MOVES_ALL:
+        if len(operands) == 1 and has(eqn, Trait.LAYOUT):
             (value,) = operands
         has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
         may_be_bias = not has_scalar and all(v.may_be_bias for v in operands)
@@ -479,8 +458,7 @@ class Painter:
         Such as `clip(p, 1e-7, 1 - 1e-7)`, for a logarithm. And the derivative of a
         maximum asks which operand it is: a rounded one would be none of them.
         """
-        bounds = ("max", "min", "clamp")
-        return eqn.primitive.name in bounds and not self._are_exact(operands)
+        return has(eqn, Trait.BOUND) and not self._are_exact(operands)
 
     def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.
@@ -515,20 +493,22 @@ class Painter:
 
 def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
     """Returns what an equation is that no key of the policy names."""
-    name = eqn.primitive.name
-    if name in EXACT_OPS:
-        is_float32 = _has_update(eqn)
-        return (_Kind.ORIGINAL, FLOAT32_UPDATE) if is_float32 else (_Kind.MOVE, MOVES)
-    if name in ARITHMETIC_OPS:
-        return _Kind.ARITHMETIC, ARITHMETIC
-    if name in LINALG_OPS:
-        return _Kind.UNROUNDED, Reason("linear algebra")
-    if name in LOW_OPS:  # a product without a key
-        return _Kind.ORIGINAL, Reason("{0.origin.value} {0.key}", decision)
-    if name in ACCUMULATION_OPS:
-        return _Kind.UNROUNDED, SUM
+    because = Reason("{0.origin.value} {0.key}", decision)
+    match kind_of(eqn):
+        case Kind.MOVE if has_update(eqn):
+            return _Kind.ORIGINAL, FLOAT32_UPDATE
+        case Kind.MOVE:
+            return _Kind.MOVE, MOVES
+        case Kind.ARITHMETIC:
+            return _Kind.ARITHMETIC, ARITHMETIC
+        case Kind.LINEAR_ALGEBRA:
+            return _Kind.UNROUNDED, Reason("linear algebra")
+        case Kind.PRODUCT:  # without a key
+            return _Kind.ORIGINAL, because
+        case Kind.SUM:
+            return _Kind.UNROUNDED, SUM
     # Random numbers, and primitives that are not known here.
-    return _Kind.UNROUNDED, Reason("{0.origin.value} {0.key}", decision)
+    return _Kind.UNROUNDED, because
 
 
 def _is_kept_in_float32(eqn: Eqn, kind: _Kind) -> bool:
@@ -536,22 +516,9 @@ def _is_kept_in_float32(eqn: Eqn, kind: _Kind) -> bool:
 
     Nothing is rounded for what leads to these alone.
     """
-    name = eqn.primitive.name
-    return name in LINALG_OPS or (name in LOW_OPS and kind is _Kind.ORIGINAL)
-
-
-def _has_update(eqn: Eqn) -> bool:
-    """Whether an equation is a scatter that holds its update function."""
-    return eqn.params.get("update_jaxpr") is not None
-
-
-def _is_one_to_one(eqn: Eqn) -> bool:
-    """Whether each result is one of the operands, moved."""
-    return (
-        (eqn.primitive.multiple_results or eqn.primitive.name in _IDENTITIES)
-        and eqn.primitive.name in EXACT_OPS
-        and len(eqn.invars) == len(eqn.outvars)
-    )
+    if kind_of(eqn) is Kind.PRODUCT:
+        return kind is _Kind.ORIGINAL
+    return kind_of(eqn) is Kind.LINEAR_ALGEBRA
 
 
 def _read_by_move(eqn: Eqn, results: Needs) -> Need:
@@ -561,7 +528,7 @@ def _read_by_move(eqn: Eqn, results: Needs) -> Need:
     moved = [need for need, v in pairs if is_painted(v.aval)]
     union = functools.reduce(operator.or_, moved, Need.NONE)
     leads_on = any(Need.LATER in need for need in results)
-    if leads_on and eqn.primitive.name in _CHOICES:
+    if leads_on and has(eqn, Trait.CHOICE):
         return union | Need.LATER | Need.CHOICE | Need.READ_IN_FLOAT32
     if not moved:
         return Need.LATER if leads_on else Need.NONE
@@ -570,15 +537,6 @@ def _read_by_move(eqn: Eqn, results: Needs) -> Need:
     if union.is_kept or Need.COMPARED in union:  # the move runs in half precision
         union |= Need.READ_IN_HALF
     return union
-
-
-def _gathers_once(eqn: Eqn) -> bool:
-    """Whether an equation gathers, and reads each element at most once.
-
-    In float32, the gradient would be a float32 array of the size of the operand: of all
-    logits, where a loss takes those of the labels.
-    """
-    return eqn.primitive.name == "gather" and not may_read_twice(eqn)
 
 
 def _takes_no_data(ins: Values) -> bool:
@@ -597,7 +555,7 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
     Added in float32 and rounded, two half-precision numbers give the same. But XLA then
     goes on with the float32 sum, and writes it to memory beside the rounded one.
     """
-    if eqn.primitive.name not in ADDITIONS:
+    if not has(eqn, Trait.ADDITION):
         return False
     operands = [(v, x) for v, x in zip(eqn.invars, ins, strict=True) if x is not None]
     others = [(v, x) for v, x in operands if x.paint is not Paint.LOW]

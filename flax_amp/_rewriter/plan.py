@@ -15,6 +15,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flax_amp._compat import Array, Arrays, Atom, Aval, Eqn, Jaxpr, Var
+from flax_amp._jaxpr.traits import Trait, has
+from flax_amp._jaxpr.walk import variables
 from flax_amp.policy import Decision
 
 
@@ -305,11 +307,6 @@ class Rule(Protocol):
     def emit(self, emitter: Any, eqn: Eqn, step: Step, operands: Arrays) -> Arrays: ...
 
 
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Returns those operands or results of an equation that are not literals."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
 def has_paint(value: Value | None, *paints: Paint) -> bool:
     """Whether a value is painted with one of the paints."""
     return value is not None and value.paint in paints
@@ -367,3 +364,26 @@ def value_of(atom: Atom, values: Mapping[Var, Value | None]) -> Value | None:
     if not is_painted(atom.aval):
         return None
     return Value(Paint.LEAF, bits=np.float32(atom.val).tobytes())
+
+
+def moves_of_inputs(plan: Plan, values: Mapping[Var, Value | None]) -> dict[int, None]:
+    """Returns the equations that only move the data of parameters and other inputs.
+
+    They can run before all others, and that is better: JAX hoists what is the same at
+    each step out of a loop, and the layers that read the results become equal. In
+
+        w0 = slice w; y0 = dot x w0; w1 = slice w; y1 = dot y0 w1
+
+    the two products are next to each other once the slices have gone ahead. Their
+    indices are returned in order, as keys.
+    """
+    inputs = {*plan.jaxpr.invars, *plan.jaxpr.constvars}
+    moves: dict[int, None] = {}  # an ordered set
+    for i, eqn in enumerate(plan.jaxpr.eqns):
+        if has(eqn, Trait.LAYOUT) and all(
+            v in inputs and has_paint(values[v], Paint.LEAF)
+            for v in variables(eqn.invars)
+        ):
+            moves[i] = None
+            inputs.update(eqn.outvars)
+    return moves

@@ -9,17 +9,17 @@ import difflib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
+from flax_amp._jaxpr.traits import is_matrix_product
+from flax_amp._jaxpr.walk import Visit, walk
 from flax_amp._rewriter.casts import finfo
-from flax_amp._rewriter.heuristics import is_matrix_product
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.plan import PRECISION, Plan
@@ -51,20 +51,6 @@ _HIGH = (
 
 class PolicyWarning(UserWarning):
     """A policy, or a part of it, has no effect on the program that `amp` was given."""
-
-
-class Equation(NamedTuple):
-    """An equation and all scopes around it, those of outer jaxprs included."""
-
-    eqn: Eqn
-    scopes: tuple[str, ...]
-
-    @property
-    def is_product(self) -> bool:
-        return is_matrix_product(self.eqn)
-
-    def has_factors_in(self, dtypes: Sequence[Any]) -> bool:
-        return all(v.aval.dtype in dtypes for v in self.eqn.invars[:2])
 
 
 def warn_of_policy(
@@ -173,32 +159,18 @@ def _count_precise(plan: Plan, seen: set[int]) -> int:
     return own + sum(_count_precise(p, seen) for p in inner)
 
 
-def _equations(jaxpr: Jaxpr, scopes: tuple[str, ...] = ()) -> list[Equation]:
-    """Returns the equations of a jaxpr and of all jaxprs inside of it.
-
-    A jaxpr that is called again in the same scope is not repeated.
-    """
-    found: list[Equation] = []
-    seen = set()
-
-    def walk(jaxpr: Jaxpr, outer: tuple[str, ...]) -> None:
-        if (id(jaxpr), outer) in seen:
-            return
-        seen.add((id(jaxpr), outer))
-        for eqn in jaxpr.eqns:
-            names = _compat.scope_names(eqn)
-            inside = outer + names if names else outer
-            found.append(Equation(eqn, inside))
-            if eqn.primitive.name != "pallas_call":  # a kernel has its own precision
-                for inner in jaxprs_in_params(eqn.params):
-                    walk(inner, inside)
-
-    walk(jaxpr, scopes)
-    return found
+def _equations(jaxpr: Jaxpr, scopes: tuple[str, ...] = ()) -> list[Visit]:
+    """Returns the equations of a jaxpr and of all jaxprs inside of it."""
+    return [
+        visit
+        for visit in walk(jaxpr, scopes)
+        # A kernel has its own precision.
+        if all(eqn.primitive.name != "pallas_call" for eqn in visit.around)
+    ]
 
 
 def _nothing_in_compute_dtype(
-    policy: Policy, equations: Sequence[Equation], compute_dtype: DType
+    policy: Policy, equations: Sequence[Visit], compute_dtype: DType
 ) -> str | None:
     deciding: list[str] = []
     for equation in equations:
@@ -206,7 +178,7 @@ def _nothing_in_compute_dtype(
         if decision.function not in _HIGH:
             return None
         is_asked = decision.origin is not Origin.SCOPE  # a scope is meant to be high
-        if equation.is_product and is_asked and equation.has_factors_in((jnp.float32,)):
+        if is_asked and _is_product_in(equation.eqn, (jnp.float32,)):
             deciding.append(decision.key)
     if not deciding:
         return None
@@ -219,17 +191,23 @@ def _nothing_in_compute_dtype(
     )
 
 
-def _half_already(policy: Policy, equations: Sequence[Equation]) -> str | None:
+def _is_product_in(eqn: Eqn, dtypes: Sequence[Any]) -> bool:
+    """Whether an equation is a matrix product of factors in some dtypes."""
+    factors = eqn.invars[:2]
+    return is_matrix_product(eqn) and all(v.aval.dtype in dtypes for v in factors)
+
+
+def _half_already(policy: Policy, equations: Sequence[Visit]) -> str | None:
     if any(e.eqn.primitive.name.startswith("flax_amp_") for e in equations):
         return None  # amp has transformed it before
     products = [
         equation
         for equation in equations
-        if equation.is_product
+        if is_matrix_product(equation.eqn)
         if policy.decide(equation.eqn.primitive, equation.scopes).origin
         is not Origin.SCOPE
     ]
-    halves = [equation for equation in products if equation.has_factors_in(_HALVES)]
+    halves = [e for e in products if _is_product_in(e.eqn, _HALVES)]
     layers = [equation for equation in halves if _is_of_flax(equation.eqn)]
     if not layers or 2 * len(halves) < len(products):
         return None
@@ -254,7 +232,7 @@ def _is_of_flax(eqn: Eqn) -> bool:
 
 def _unmatched(
     policy: Policy,
-    equations: Sequence[Equation],
+    equations: Sequence[Visit],
     jaxpr: Jaxpr,
     paths_of_inputs: Callable[[], Sequence[str]],
 ) -> str | None:
@@ -289,7 +267,7 @@ def _idle_modules(jaxpr: Jaxpr, paths: Sequence[str]) -> set[tuple[str, ...]]:
     return {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
 
 
-def _scopes_of_rule(equation: Equation) -> set[tuple[str, ...]] | None:
+def _scopes_of_rule(equation: Visit) -> set[tuple[str, ...]] | None:
     """Returns the scopes in the derivative of a call with a custom one."""
     eqn = equation.eqn
     # JAX does not differentiate with respect to what a `custom_vjp` closes over.

@@ -36,14 +36,9 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, Var
-from flax_amp._rewriter.heuristics import is_multiplied
-from flax_amp.policy import FOLLOW_OPS, LOW_OPS
+from flax_amp._jaxpr.traits import Kind, Trait, bodies, has, kind_of
+from flax_amp._jaxpr.walk import is_multiplied
 
-# Calls of a function whose inputs are the operands of the call.
-_INLINED = frozenset(
-    """jit remat2 shard_map closed_call eval_jaxpr custom_jvp_call
-    custom_vjp_call""".split()
-)
 # Equations with all calls inlined. A few calls within calls may make millions.
 _MAX_EQUATIONS = 50_000
 
@@ -125,12 +120,11 @@ class _InlinedProgram:
         name = eqn.primitive.name
         if len(self.equations) > _MAX_EQUATIONS:
             raise _TooLongError
-        if name in _INLINED:
-            body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            return self.inline(_compat.open_jaxpr(body)[0], ins)
+        inside = [_compat.open_jaxpr(body)[0] for body in bodies(eqn)]
+        if kind_of(eqn) is Kind.CALL:
+            return self.inline(inside[0], ins)
         if name == "cond":
-            branches = [_compat.open_jaxpr(b)[0] for b in eqn.params["branches"]]
-            results = [self.inline(branch, ins[1:]) for branch in branches]
+            results = [self.inline(branch, ins[1:]) for branch in inside]
             return [self._merge(outs) for outs in zip(*results, strict=True)]
         for key, data in self._weights_applied(eqn, ins):
             application = len(self.equations), data
@@ -149,7 +143,7 @@ class _InlinedProgram:
     def _results(self, eqn: Eqn, ins: Sequence[int]) -> Sequence[int]:
         """Returns the results. Equal computations from weights give equal weights."""
         outs = [self.new_value() for _ in eqn.outvars]
-        is_plain = eqn.primitive.name not in LOW_OPS and not eqn.effects
+        is_plain = kind_of(eqn) is not Kind.PRODUCT and not eqn.effects
         if not (is_plain and all(map(self.is_weight, ins))):
             return outs
         weights = tuple(self._weights[value] for value in ins)
@@ -173,7 +167,7 @@ class _InlinedProgram:
     ) -> Iterable[tuple[Any, Sequence[int]]]:
         """Yields the ways in which an equation applies a weight, and to what."""
         name = eqn.primitive.name
-        if name in LOW_OPS:
+        if kind_of(eqn) is Kind.PRODUCT:
             # A product over another axis of the weight, as in a backward pass, is
             # another way.
             way = [str(v) for k, v in eqn.params.items() if "dimension_numbers" in k]
@@ -230,8 +224,13 @@ class _States:
                 for b in eqn.ins
             )
 
-        adds = (eqn for eqn in self._equations if eqn.name in FOLLOW_OPS)
-        return {eqn.outvar for eqn in adds if is_state(eqn)}
+        # A function of a state, such as its exponential, is another value.
+        steps = (
+            eqn
+            for eqn in self._equations
+            if has(eqn.name, Trait.ELEMENTWISE) and not has(eqn.name, Trait.WIDE_RANGE)
+        )
+        return {eqn.outvar for eqn in steps if is_state(eqn)}
 
     def _computed_from(self) -> dict[int, int]:
         """Returns the applications that each value was computed from."""
@@ -251,7 +250,7 @@ class _States:
         """
         later_uses, next_uses = dict(self._readers_of), dict(self._readers_of)
         for eqn in reversed(self._equations):
-            if eqn.name in LOW_OPS or eqn.name in ("scan", "while"):
+            if kind_of(eqn.name) is Kind.PRODUCT or eqn.name in ("scan", "while"):
                 continue
             for out in eqn.outs:
                 for value in eqn.ins:

@@ -19,6 +19,8 @@ import numpy as np
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
+from flax_amp._jaxpr.evaluate import evaluate
+from flax_amp._jaxpr.walk import integers_cast_inside, is_indexed
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import (
     CustomJvp,
@@ -29,7 +31,6 @@ from flax_amp._rewriter.custom_derivatives import (
     tangent_like,
 )
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.heuristics import is_indexed, numbers_cast_inside
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
@@ -74,7 +75,7 @@ class _Jit(SingleBodyRule):
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
-        numbers = numbers_cast_inside(eqn.params[self.param], eqn.invars)
+        numbers = integers_cast_inside(eqn.params[self.param], eqn.invars)
         context = dataclasses.replace(context, numbers=numbers)
         return super().paint(painter, eqn, ins, needs, context)
 
@@ -523,7 +524,7 @@ class _LinearCall(CustomRule):
 
         def original(*xs: Array) -> Arrays:
             closed, consts = eqn.params["transpose_thunk"]()
-            return _compat.evaluate(closed, [*consts, *xs], _compat.bind_in_context)
+            return evaluate(closed, [*consts, *xs])
 
         def transpose(fixed: Arrays, cotangents: Arrays) -> list[Array]:
             residuals = call.structs(operands)[first:count]

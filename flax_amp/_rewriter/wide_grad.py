@@ -21,7 +21,8 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Eqn
-from flax_amp.policy import LOW_OPS
+from flax_amp._jaxpr.evaluate import evaluate
+from flax_amp._jaxpr.traits import Kind, kind_of
 
 
 def product(
@@ -71,12 +72,12 @@ def product(
 def _in_float32(transpose: Callable[[Array], Any], g: Array) -> Array:
     """Calls a transpose, which is one product and data movement, in float32."""
     closed = jax.make_jaxpr(transpose)(g)
-    (out,) = _compat.evaluate(closed, [g], _bind_wide)
+    (out,) = evaluate(closed, [g], _bind_wide)
     return out.astype(jnp.float32)
 
 
 def _bind_wide(eqn: Eqn, operands: Arrays) -> Arrays:
-    if eqn.primitive.name not in LOW_OPS:
+    if kind_of(eqn) is not Kind.PRODUCT:
         return _compat.bind(eqn, operands, eqn.params)
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
 

@@ -24,16 +24,15 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._jaxpr.traits import Trait, has
 from flax_amp._rewriter.plan import EditedJaxpr
 from flax_amp._tree import split_list
 from flax_amp.debug._scopes import Place, module_path, scopes_of
-from flax_amp.policy import MOVE_OPS
 
 _PREFIX = "flax_amp edge "
 # What can carry more operands and results. All else is left alone, and its module has
 # what leaves the equation.
 _BODIES = {"jit": "jaxpr", "remat2": "jaxpr", "scan": "jaxpr", "cond": "branches"}
-_MOVES = MOVE_OPS | {"convert_element_type", "copy"}
 
 
 class Edge(NamedTuple):
@@ -71,6 +70,11 @@ def edge_name(eqn: Eqn) -> str:
     """Returns the name of an edge, if an equation marks one."""
     name = eqn.params["name"] if eqn.primitive.name == "name" else ""
     return name if name.startswith(_PREFIX) else ""
+
+
+def _only_moves(eqn: Eqn) -> bool:
+    """Whether a result is an operand, moved or in another dtype."""
+    return has(eqn, Trait.LAYOUT) or eqn.primitive.name == "convert_element_type"
 
 
 def bodies(eqn: Eqn) -> tuple[Jaxpr, ...]:
@@ -140,7 +144,7 @@ class _Body:
             known = [source for source in sources if source is not None]
             indices = sum(known, ())
             invars = [self.read(v, path) for v in eqn.invars]
-            moves = eqn.primitive.name in _MOVES
+            moves = _only_moves(eqn)
             if moves and known and len(known) == len(sources):
                 self.leaves |= dict.fromkeys(eqn.outvars, indices)
             elif eqn.primitive.name in _BODIES:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Jaxpr
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._rewriter.transform import amp
 from flax_amp.debug._compare_edges import Marked, mark
 from flax_amp.debug._compare_model import Errors, ModuleErrors
@@ -78,7 +79,7 @@ class Programs:
         """Returns what `amp` makes of a program, each layer by itself."""
 
         def run(*arrays: Array) -> Any:
-            return _compat.evaluate(jaxpr, arrays, _compat.bind_in_context)
+            return evaluate(jaxpr, arrays)
 
         # Layers do not equal each other: their edges have names of their own.
         low = amp(run, **{**options, "merge_layers": False})

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._tree import split_list
 from flax_amp.debug._compare_edges import bodies, edge_name
 
@@ -143,7 +144,7 @@ def run_tapped(
         values.update(found)
         return outs
 
-    return _compat.evaluate(closed, operands, bind), values
+    return evaluate(closed, operands, bind), values
 
 
 def _run_jit(eqn: Eqn, xs: Arrays, feeds: dict[str, Feed]) -> Any:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.heuristics import is_matrix_product
+from flax_amp._jaxpr.traits import is_matrix_product
 from flax_amp._rewriter.plan import (
     ARITHMETIC,
     LEAVES_ONLY,

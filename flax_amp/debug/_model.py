@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from flax_amp.policy import LOW_OPS
+from flax_amp._jaxpr.traits import Kind, kind_of
 
 
 class Dtypes(NamedTuple):
@@ -116,7 +116,7 @@ class Equation:
     @property
     def is_low(self) -> bool:
         """Whether an operand arrives in half precision; of a product, all factors."""
-        if self.primitive in LOW_OPS:
+        if kind_of(self.primitive) is Kind.PRODUCT:
             factors = float_factors(self.after.operands)
             return bool(factors) and all(map(is_half, factors))
         return any(map(is_half, self.after.operands))

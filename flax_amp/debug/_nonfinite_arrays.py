@@ -9,14 +9,8 @@ import numpy as np
 
 from flax_amp import _tree
 from flax_amp._compat import Array
+from flax_amp._jaxpr.traits import Trait, has
 from flax_amp.debug._nonfinite_model import Operand
-from flax_amp.policy import FOLLOW_OPS, RANGE_OPS
-
-# Operations whose operands and result, at one position, tell what happened.
-_ELEMENTWISE = {*FOLLOW_OPS, *RANGE_OPS, "convert_element_type"} - {
-    "select_and_scatter_add",
-    "select_and_gather_add",
-}
 
 
 @jax.jit
@@ -58,7 +52,7 @@ def operand(x: Array, lead: int) -> Operand:
 
 def as_text(name: str, arrays: Sequence[Array], x: Array, fresh: Any) -> str:
     """Returns what an elementwise operation did first, such as `log(0) = -inf`."""
-    if name not in _ELEMENTWISE:
+    if not has(name, Trait.ELEMENTWISE):
         return ""
     # As Python numbers, because a bfloat16 has no format.
     *numbers, made = (

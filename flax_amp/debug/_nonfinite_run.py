@@ -30,7 +30,9 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
-from flax_amp._rewriter.plan import variables
+from flax_amp._jaxpr.evaluate import evaluate
+from flax_amp._jaxpr.traits import Kind, bodies, kind_of
+from flax_amp._jaxpr.walk import variables
 from flax_amp._tree import split_list
 from flax_amp.debug._model import is_half
 from flax_amp.debug._nonfinite_arrays import as_text, is_finite, kinds, operand
@@ -40,12 +42,6 @@ from flax_amp.debug._scopes import mark_methods, module_path
 from flax_amp.debug._walk import source_line
 from flax_amp.policy import with_result_dtype
 
-_CALLS = frozenset(
-    """jit closed_call eval_jaxpr remat2 checkpoint custom_jvp_call custom_vjp_call
-    custom_vmap_call""".split()
-)
-# JAX lists the scopes around one of these twice in a backward pass.
-_REMATS = ("remat2", "checkpoint")
 # Scopes that JAX opens around what a backward pass computes again.
 _REMAT_SCOPES = ("checkpoint", "rematted_computation")
 
@@ -143,7 +139,7 @@ def _scopes(eqn: Eqn) -> tuple[str, ...]:
         scopes = group if group[: len(scopes)] == scopes else scopes + group
         group = []
     half = len(scopes) // 2
-    if eqn.primitive.name in _REMATS and scopes[:half] == scopes[half:]:
+    if eqn.primitive.name == "remat2" and scopes[:half] == scopes[half:]:
         scopes = scopes[:half]
     return mark_methods(tuple(scopes), eqn)
 
@@ -251,7 +247,7 @@ class Runner:
 
     def _whole(self, body: Jaxpr, values: Sequence[Value], place: Place) -> list[Array]:
         def run(*arrays: Array) -> Sequence[Array]:
-            return _compat.evaluate(body, arrays, _compat.bind_in_context)
+            return evaluate(body, arrays)
 
         jaxpr, _ = _compat.open_jaxpr(body)
         return self._compiled(run, jaxpr, [value.array for value in values], place)
@@ -404,11 +400,10 @@ class Runner:
 
 def _called(eqn: Eqn) -> Jaxpr | None:
     """Returns the body of an equation that is a call."""
-    if eqn.primitive.name not in _CALLS:
+    if kind_of(eqn) is not Kind.CALL or eqn.primitive.name == "shard_map":
         return None
-    # With its constants, which `jaxprs_in_params` leaves out.
-    found = [eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "call")]
-    return next(filter(_compat.is_jaxpr, found), None)
+    (body,) = bodies(eqn)
+    return body
 
 
 def _numbers_only(value: Value) -> Array:

@@ -14,7 +14,15 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._rewriter.heuristics import ProductKind, is_matrix_product, product_kind
+from flax_amp._jaxpr.traits import (
+    Kind,
+    ProductKind,
+    Trait,
+    has,
+    is_matrix_product,
+    kind_of,
+    product_kind,
+)
 from flax_amp._rewriter.plan import (
     PRECISION,
     Mode,
@@ -25,7 +33,7 @@ from flax_amp._rewriter.plan import (
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._shadowed import shadowed_keys
 from flax_amp.debug._walk import Visit
-from flax_amp.policy import ACCUMULATION_OPS, LOW_OPS, RANGE_OPS, Origin, Policy
+from flax_amp.policy import Origin, Policy
 
 # The most important first.
 KINDS = (
@@ -116,7 +124,7 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
 
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row, reason = visit.row, visit.step.reason
-    if row.primitive in LOW_OPS:
+    if kind_of(row.primitive) is Kind.PRODUCT:
         yield from _of_product(visit, compute_dtype)
     elif (
         _is_by_default(reason)
@@ -221,7 +229,7 @@ def _terms(eqn: Eqn) -> Any:
     if product_kind(eqn) is ProductKind.SUM:
         (contracted, _), _ = params["dimension_numbers"]
         return math.prod(shape[axis] for axis in contracted)
-    if name not in ACCUMULATION_OPS and not (
+    if not has(eqn, Trait.ADDS_UP) and not (
         name in ("reduce", "reduce_window") and _adds_up(params)
     ):
         return 1
@@ -241,7 +249,7 @@ def _adds_up(params: dict[str, Any]) -> bool:
 
 
 def _of_range(row: Equation) -> Iterator[Finding]:
-    if "float16" in row.after.operands and row.primitive in RANGE_OPS:
+    if "float16" in row.after.operands and has(row.primitive, Trait.WIDE_RANGE):
         yield (
             "risk",
             f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 and "

@@ -23,12 +23,12 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
+from flax_amp._jaxpr.traits import Trait, has
 from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp._tree import fill, pick
 from flax_amp.debug._model import Dtypes, Equation
 from flax_amp.debug._scopes import Place
 from flax_amp.debug._walk import Matching, Visit, source_line
-from flax_amp.policy import MOVE_OPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +120,9 @@ def _moves_inputs(eqn: Eqn, frame: _Frame) -> bool:
     # Asked once for each equation: of what is rolled 30 times, each one reads the one
     # before twice.
     if id(eqn) not in frame.moves:
-        frame.moves[id(eqn)] = eqn.primitive.name in (*MOVE_OPS, "pvary") and all(
-            _origin(v, frame) is None for v in eqn.invars
-        )
+        frame.moves[id(eqn)] = (
+            has(eqn, Trait.LAYOUT) or eqn.primitive.name == "pvary"
+        ) and all(_origin(v, frame) is None for v in eqn.invars)
     return frame.moves[id(eqn)]
 
 

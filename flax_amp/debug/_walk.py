@@ -19,7 +19,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
-from flax_amp._rewriter.heuristics import is_matrix_product
+from flax_amp._jaxpr.traits import CASTABLE, Kind, is_matrix_product, kind_of
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.outline.scopes import resolved
@@ -43,13 +43,7 @@ from flax_amp._rewriter.rules import RULES
 from flax_amp.debug._kept import CROSSES, Kept, kept
 from flax_amp.debug._model import Dtypes, Equation, float_factors, is_half
 from flax_amp.debug._scopes import Place, known_size, module_path, scopes_of
-from flax_amp.policy import CASTABLE_OPS
 
-# Their own dtypes say nothing that those of the equations inside do not say.
-_CALLS = frozenset(
-    """jit closed_call eval_jaxpr remat2 shard_map custom_jvp_call custom_vjp_call
-    custom_vmap_call flax_amp_repeat""".split()
-)
 _CONVERT = "convert_element_type"
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
@@ -106,7 +100,7 @@ class Walk:
                 return
         elif step.mode is not Mode.CALL and _has_untouched_bodies(eqn):
             self._untouched(eqn, step, place)
-        if name not in _CALLS:
+        if not _is_call(eqn):
             operands = [_operand_value(value, step) for value in values]
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
@@ -128,7 +122,7 @@ class Walk:
                 full = like([v.aval for v in eqn.invars], FULL)
                 outs = like([v.aval for v in eqn.outvars], FULL)
                 own = Step(Mode.FULL, outs, reason)
-                if eqn.primitive.name not in _CALLS:
+                if not _is_call(eqn):
                     self._note(eqn, own, full, place, dtypes_of(eqn))
                 if _has_untouched_bodies(eqn):
                     self._untouched(eqn, step, place)
@@ -171,10 +165,15 @@ class Walk:
         self.visits.append(Visit(row, eqn, step, values, scopes))
 
 
+def _is_call(eqn: Eqn) -> bool:
+    """Whether an equation's dtypes say nothing that those inside do not say."""
+    return kind_of(eqn) is Kind.CALL
+
+
 def _has_untouched_bodies(eqn: Eqn) -> bool:
     """Whether an equation has bodies that a reader takes for a part of the program."""
     name = eqn.primitive.name
-    return name in RULES or not (name in CASTABLE_OPS or name == "pallas_call")
+    return name in RULES or not (kind_of(eqn) in CASTABLE or name == "pallas_call")
 
 
 def _operand_value(value: Value | None, step: Step) -> Value | None:

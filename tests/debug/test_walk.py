@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flax_amp
 from flax_amp import explain
 from flax_amp._compat import open_jaxpr
-from flax_amp._rewriter.heuristics import is_matrix_product
+from flax_amp._jaxpr.traits import is_matrix_product
 from helpers import MATMULS
 
 X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)

@@ -27,7 +27,8 @@ from _structured_rows import NOT_BATCHED, NOT_RUN, OTHER_VERSIONS, UNREACHABLE
 from jax import lax
 from jax.extend.core import Primitive
 
-from flax_amp import amp, policy
+from flax_amp import amp
+from flax_amp._jaxpr.traits import Kind, names_of
 from flax_amp._rewriter.casts import DERIVATIVES
 from flax_amp._rewriter.plan import Paint
 from flax_amp._rewriter.rules import RULES
@@ -187,10 +188,10 @@ def test_what_is_rounded(name):
 
 
 CLASSES = {
-    PRODUCT: policy.LOW_OPS,
-    MOVE: policy.EXACT_OPS,
-    ARITHMETIC: policy.ARITHMETIC_OPS - policy.EXACT_OPS,
-    SUM: {*policy.ACCUMULATION_OPS, *policy.LINALG_OPS} - policy.ARITHMETIC_OPS,
+    PRODUCT: names_of([Kind.PRODUCT]),
+    MOVE: names_of([Kind.MOVE]),
+    ARITHMETIC: names_of([Kind.ARITHMETIC]),
+    SUM: names_of([Kind.SUM, Kind.LINEAR_ALGEBRA]),
     STRUCTURED: RULES.keys() - {"convert_element_type"},
 }
 

@@ -20,6 +20,7 @@ from jax.extend.core import Literal, Primitive, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
+from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.outline.equality import bits, map_plans, plans_in
 from flax_amp._rewriter.outline.repeats import EqualLayers, Key, Program, find
 from flax_amp._rewriter.outline.scopes import LayerScopes, Scopes
@@ -30,7 +31,6 @@ from flax_amp._rewriter.plan import (
     Plan,
     Reason,
     Step,
-    variables,
 )
 
 # The primitive of the calls in an outlined plan. It is never bound.

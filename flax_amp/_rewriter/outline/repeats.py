@@ -21,10 +21,10 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
-from flax_amp._rewriter.heuristics import moves_of_inputs
+from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.outline.equality import EquationIds, plans_in
 from flax_amp._rewriter.outline.scopes import LayerScopes, Scopes, layer_scopes
-from flax_amp._rewriter.plan import Plan, Step, variables
+from flax_amp._rewriter.plan import Plan, Step, moves_of_inputs
 
 _MIN_SAVED = 48  # equations that need not be rewritten; calls do not pay for fewer
 # A few layers save little time, and XLA fuses otherwise where calls were. ResNet-50 has

@@ -16,8 +16,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from flax_amp._compat import Array, DType, Eqn, Var
-from flax_amp._rewriter.heuristics import is_matrix_product, moves_of_inputs
-from flax_amp._rewriter.plan import BodyKind, Paint, Plan, has_paint, variables
+from flax_amp._jaxpr.traits import is_matrix_product
+from flax_amp._jaxpr.walk import variables
+from flax_amp._rewriter.plan import (
+    BodyKind,
+    Paint,
+    Plan,
+    has_paint,
+    moves_of_inputs,
+)
 from flax_amp._rewriter.recompute.residuals import (
     LowCopy,
     Node,

@@ -32,81 +32,43 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Aval, DType, Eqn, Var
-from flax_amp._rewriter.heuristics import is_matrix_product
-from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint, variables
+from flax_amp._jaxpr.traits import (
+    Kind,
+    Reads,
+    Trait,
+    bodies,
+    has,
+    is_matrix_product,
+    kind_of,
+    traits_of,
+)
+from flax_amp._jaxpr.walk import variables
+from flax_amp._rewriter.plan import LOW, Mode, Paint, Step, Value, has_paint
 from flax_amp._rewriter.recompute.mincut import min_cut
 from flax_amp._rewriter.recompute.stored import stored_p
-from flax_amp.policy import FOLLOW_OPS, LOW_OPS, MOVE_OPS, RANGE_OPS
 
-_REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
-)
 # From this length on, the result of a reduction is small beside its operand: it is
 # stored. Then all that is computed again is elementwise, and fuses.
 _LONG = 8
 
-_SELECTS = """
-    dynamic_slice select_n stop_gradient convert_element_type bitcast_convert_type
-    reduce_precision iota real imag pvary flax_amp_saturate flax_amp_rounded_function
-    flax_amp_lookup
-    eq ne lt le gt ge is_finite not and or xor shift_left shift_right_logical
-    shift_right_arithmetic
-""".split()
-_CHEAP = (
-    frozenset((*MOVE_OPS, *_SELECTS, *FOLLOW_OPS, *RANGE_OPS, *_REDUCTIONS))
-    - frozenset("select_and_scatter_add select_and_gather_add".split())
-    # Series and continued fractions: hundreds of operations per element.
-    - frozenset(
-        """lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e
-        bessel_i1e regularized_incomplete_beta""".split()
-    )
-)
-# Functions that XLA does not compute again by itself. Other cheap arithmetic it repeats
-# in each fusion that reads the result.
-_FUNCTIONS = frozenset(
-    (*RANGE_OPS, *"div rem tanh logistic erf erfc sin cos atan atan2 sqrt cbrt".split())
-) - frozenset(("square", "integer_pow"))
-# Ill-conditioned functions: a small relative error of the operand makes a large one of
-# the result. The derivative of a maximum is not even continuous.
-_ILL_CONDITIONED = frozenset(
-    "exp exp2 expm1 sinh cosh reduce_max reduce_min scatter-max scatter-min".split()
-)
-# A sigmoid is nearly `exp(x)` far below zero, and a tangent has poles.
-_ILL_CONDITIONED_IF_SUMMED = frozenset("pow integer_pow logistic tan".split())
-# Calls that are cheap if all that they call is cheap.
-_CALLS = frozenset("jit closed_call eval_jaxpr custom_jvp_call".split())
-# Primitives with bodies that have regions, or rules, of their own.
-_STRUCTURED = frozenset(
-    "scan while cond remat2 shard_map custom_vjp_call flax_amp_repeat".split()
-)
-
 _STORABLE = frozenset(
     map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 )
-
-# What the derivative of a primitive reads, where it is not all of its operands and
-# results.
-_READS_NOTHING = MOVE_OPS | frozenset(
-    """add sub neg add_any reduce_sum convert_element_type reduce_precision real imag
-    pvary psum cumsum""".split()
-)
-_READS_RESULT = frozenset("exp exp2 expm1 tanh logistic sqrt cbrt".split())
-_READS_FACTORS = frozenset(("mul", *LOW_OPS))
 
 
 def is_stored(primitive: Any, *avals: Any, **params: Any) -> bool:
     """The policy of `jax.checkpoint`: whether a result is stored if it is needed."""
     if primitive is stored_p:
         return True
-    return not _is_cheap(primitive.name, avals, params)
+    return not _is_cheap(primitive, avals, params)
 
 
 def is_cheap(eqn: Eqn) -> bool:
     """Whether an equation without effects may be computed again."""
-    if eqn.primitive.name in _CALLS:
-        return all(is_cheap(inner) for inner in _body(eqn))
     avals = [v.aval for v in eqn.invars]
-    return _is_cheap(eqn.primitive.name, avals, eqn.params)
+    return _is_cheap(eqn.primitive, avals, eqn.params) and all(
+        map(is_cheap, _called(eqn))
+    )
 
 
 def is_light(eqn: Eqn, has_user_rule: Callable[[Eqn], bool]) -> bool:
@@ -116,16 +78,14 @@ def is_light(eqn: Eqn, has_user_rule: Callable[[Eqn], bool]) -> bool:
     of its operands or results, or if a rule of it may read what is computed in the
     region: it is traced when the region is over.
     """
-    name = eqn.primitive.name
-    if eqn.effects or name in _STRUCTURED or has_user_rule(eqn):
+    has_body = kind_of(eqn) in (Kind.CALL, Kind.STRUCTURED)
+    if eqn.effects or has_user_rule(eqn) or (has_body and not has(eqn, Trait.CHEAP)):
         return False
     if not all(_can_be_stored(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return False
-    if name not in _CALLS:
-        return True
-    inner = _body(eqn)
     return all(
-        is_light(e, has_user_rule) and e.primitive.name not in LOW_OPS for e in inner
+        is_light(inner, has_user_rule) and kind_of(inner) is not Kind.PRODUCT
+        for inner in _called(eqn)
     )
 
 
@@ -138,26 +98,30 @@ def _can_be_stored(aval: Aval) -> bool:
     return not _is_inexact(aval) or aval.dtype in _STORABLE
 
 
-def _computes(functions: Collection[str], eqn: Eqn) -> bool:
-    """Whether an equation, or one in what it calls, is one of `functions`."""
+def _computes(trait: Trait, eqn: Eqn) -> bool:
+    """Whether an equation, or one in what it calls, has a trait."""
     name = eqn.primitive.name
-    if name in _CALLS:
-        return any(_computes(functions, inner) for inner in _body(eqn))
     if name == "integer_pow" and eqn.params["y"] == 2:
         name = "square"  # which norms and losses sum
-    return name in functions
+    return has(name, trait) or any(_computes(trait, inner) for inner in _called(eqn))
 
 
-def _body(eqn: Eqn) -> Sequence[Eqn]:
-    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return _compat.open_jaxpr(body)[0].eqns
+def _is_cheap_call(eqn: Eqn) -> bool:
+    """Whether an equation is a call that is cheap if what it calls is."""
+    return kind_of(eqn) is Kind.CALL and has(eqn, Trait.CHEAP)
 
 
-def _is_cheap(name: str, avals: Sequence[Aval], params: Mapping[str, Any]) -> bool:
-    if name in _REDUCTIONS:
+def _called(eqn: Eqn) -> Sequence[Eqn]:
+    """Returns the equations that such a call runs."""
+    body = bodies(eqn) if _is_cheap_call(eqn) else ()
+    return [inner for jaxpr in body for inner in _compat.open_jaxpr(jaxpr)[0].eqns]
+
+
+def _is_cheap(primitive: Any, avals: Sequence[Aval], params: Mapping[str, Any]) -> bool:
+    if has(primitive, Trait.REDUCTION):
         length = math.prod(avals[0].shape[axis] for axis in params["axes"])
         return isinstance(length, int) and length < _LONG  # a symbol may be long
-    return name in _CHEAP or name in _CALLS
+    return has(primitive, Trait.CHEAP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +149,8 @@ class Residuals:
       stored: the variables to store, and the `LowCopy` of variables.
       stored_bytes: their size.
       recomputed_bytes: the size of what derivatives read that is computed again.
-      function_bytes: the size of the results of `_FUNCTIONS` that are computed again.
+      function_bytes: the size of the results of functions (`Trait.FUNCTION`) that are
+        computed again.
       called_bytes: the size of the results of cheap calls. What is inside of them is
         computed again, too, but it is not known what they would store.
     """
@@ -249,10 +214,10 @@ def _functions(eqns: Sequence[Eqn], stored: Collection[Node]) -> set[Var]:
     return {
         v
         for eqn in eqns
-        if is_cheap(eqn) and _computes(_FUNCTIONS, eqn)
+        if is_cheap(eqn) and _computes(Trait.FUNCTION, eqn)
         for v in eqn.outvars
         # Inside of a call, such as silu, there is more than its result.
-        if v not in stored or eqn.primitive.name in _CALLS
+        if v not in stored or _is_cheap_call(eqn)
     }
 
 
@@ -295,8 +260,8 @@ def read_by_ill_conditioned(eqns: Sequence[Eqn], outs: Collection[Var]) -> set[V
             summed.update(operands)
         if (
             leads_on
-            or _computes(_ILL_CONDITIONED, eqn)
-            or (may_be_summed and _computes(_ILL_CONDITIONED_IF_SUMMED, eqn))
+            or _computes(Trait.ILL_CONDITIONED, eqn)
+            or (may_be_summed and _computes(Trait.ILL_CONDITIONED_IF_SUMMED, eqn))
         ):
             found.update(operands)
     return found
@@ -345,14 +310,14 @@ def _cut(
 
 
 def _called_bytes(eqn: Eqn) -> int:
-    if eqn.primitive.name not in _CALLS or not is_cheap(eqn):
+    if not _is_cheap_call(eqn) or not is_cheap(eqn):
         return 0
     return sum(_bytes(v.aval, None, None) for v in eqn.outvars if _is_inexact(v.aval))
 
 
 def is_low_product(eqn: Eqn, step: Step) -> bool:
     """Whether a product or a convolution runs in the compute dtype."""
-    return eqn.primitive.name in LOW_OPS and step.mode is Mode.LOW
+    return kind_of(eqn) is Kind.PRODUCT and step.mode is Mode.LOW
 
 
 def _reads(
@@ -384,18 +349,17 @@ def _reads(
 
 def _read_by_derivative(eqn: Eqn, step: Step, active: Collection[Var]) -> Iterator[Var]:
     """Yields what one derivative reads; too much where nothing is known of it."""
-    name = eqn.primitive.name
-    if name in _READS_NOTHING:
+    reads = traits_of(eqn).reads
+    if reads is Reads.NOTHING:
         return
-    if name in _READS_RESULT:
+    if reads is Reads.RESULT:
         yield from eqn.outvars
-    elif name in _READS_FACTORS and len(eqn.invars) == 2:
+    elif reads is Reads.FACTORS and len(eqn.invars) == 2:
         # One factor is read for the derivative with respect to the other.
         for factor, other in (eqn.invars, eqn.invars[::-1]):
             if not isinstance(other, Literal) and other in active:
                 yield from variables([factor])
-    elif name == "select_n":
-        # The predicate: it says which case gets the cotangent.
+    elif reads is Reads.PREDICATE:  # it says which case gets the cotangent
         yield from variables(eqn.invars[:1])
     else:
         yield from variables(eqn.invars)

@@ -1,0 +1,1 @@
+"""Jaxprs: facts about primitives, a walk over equations, an interpreter."""
