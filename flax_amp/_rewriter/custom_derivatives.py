@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,61 +49,13 @@ from flax_amp._rewriter.plan import (
     Step,
     Value,
     Values,
-    at_border,
     has_paint,
     is_painted,
     like,
     out_avals,
 )
+from flax_amp._rewriter.single_body import SingleBodyRule
 from flax_amp._tree import fill, pick, split_list
-
-
-@dataclasses.dataclass(frozen=True)
-class SingleBodyRule:
-    """A primitive whose one sub-jaxpr takes its operands as they are.
-
-    What crosses its border lies in memory. Without a border, the body is planned as if
-    it stood in the place of the call: what only arithmetic reads inside is cast up
-    outside, where all readers share the cast (most of `jax.nn` and `jnp.linalg` are
-    jitted functions). A body with products casts for itself, because its operands are
-    stored for its backward pass.
-    """
-
-    param: str  # the parameter that holds the sub-jaxpr
-    body_kind: ClassVar[BodyKind | None] = None  # None: that of the surroundings
-    has_border: ClassVar[bool] = True
-
-    def needs(
-        self, painter: Painter, eqn: Eqn, needs: Needs, context: Context
-    ) -> Needs:
-        crossing: Any = at_border if self.has_border else tuple
-        body = eqn.params[self.param]
-        return crossing(painter.needs(body, crossing(needs), context))
-
-    def paint(
-        self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
-    ) -> Step:
-        if self.has_border:
-            needs = at_border(needs)
-        elif not painter.has_product(eqn):
-            ins = cast_outside(ins, self.needs(painter, eqn, needs, context))
-        context = context.inside(self.body_kind or context.body_kind)
-        plan = painter.plan(eqn.params[self.param], ins, needs, context)
-        reason = Reason("inside {}", eqn.primitive.name)
-        return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
-
-
-def cast_outside(ins: Values, needs: Needs) -> Values:
-    """Returns the values as which a body reads its operands, if others cast them up.
-
-    All readers of a value, inside and outside, then share one cast.
-    """
-    return tuple(
-        FULL
-        if has_paint(v, Paint.LOW) and not need & (Need.READ_IN_HALF | Need.BORDER)
-        else v
-        for v, need in zip(ins, needs, strict=True)
-    )
 
 
 def tangent_like(value: Value | None) -> Value | None:

@@ -25,15 +25,26 @@ count: what a loss, a metric or linear algebra reads changes nothing. In
 `loss = mean(d)` in the place of the last two lines, nothing would be kept.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
-from flax_amp._jaxpr.traits import Trait, has, is_matrix_product
+from flax_amp._jaxpr.traits import (
+    Kind,
+    Trait,
+    gathers_once,
+    gives_operands,
+    has,
+    is_matrix_product,
+    kind_of,
+)
 from flax_amp._jaxpr.walk import variables
+from flax_amp._rewriter.choice import Role
 from flax_amp._rewriter.plan import Need, Needs, is_painted
 
 
@@ -128,6 +139,62 @@ def find_flow(
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             read(v, need.kept_for(Need.BEHIND) if flow.is_behind(eqn, v) else need)
     return flow
+
+
+def operand_needs(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Needs:
+    """Returns what an equation without a rule of its own needs of each operand.
+
+    Args:
+      eqn: the equation.
+      role: what it is for the rule.
+      results: what is needed of its results.
+      flow: the flow of its jaxpr, as far as the sweep has come.
+    """
+    if role is Role.MOVE and gives_operands(eqn):
+        return results
+    return (_operand_need(eqn, role, results, flow),) * len(eqn.invars)
+
+
+def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
+    """Returns what an equation needs of its operands, which is the same for all."""
+    if role is Role.PRODUCT:
+        return Need.LATER | Need.PRODUCT | Need.READ_IN_HALF
+    if role is Role.MOVE:
+        if gathers_once(eqn):
+            # In float32, the gradient would be a float32 array of the size of the
+            # operand: of all logits, where a loss takes those of the labels.
+            return Need.READ_IN_HALF | results[0]
+        return _need_of_move(eqn, results)
+    is_product = kind_of(eqn) is Kind.PRODUCT and role is Role.ORIGINAL
+    if is_product or kind_of(eqn) is Kind.LINEAR_ALGEBRA:
+        return Need.READ_IN_FLOAT32  # nothing is rounded for what leads to these alone
+    if flow.is_residual(eqn) and results[0].is_kept:
+        return Need.LATER | Need.BEHIND | Need.READ_IN_HALF
+    need = Need.READ_IN_FLOAT32 | (_union(results) & (Need.LATER | Need.CHOICE))
+    if Need.LATER in need and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
+        need |= Need.COSTLY
+    return need
+
+
+def _need_of_move(eqn: Eqn, results: Needs) -> Need:
+    """Returns what a move needs of its operands: what is needed of its results."""
+    # A comparison moves no floats: it reads them in whatever precision.
+    pairs = list(zip(results, eqn.outvars, strict=True))
+    moved = [need for need, v in pairs if is_painted(v.aval)]
+    need, leads_on = _union(moved), _union(results) & Need.LATER
+    if leads_on and has(eqn, Trait.CHOICE):
+        return need | Need.LATER | Need.CHOICE | Need.READ_IN_FLOAT32
+    if not moved:
+        return leads_on
+    if leads_on and eqn.primitive.name == "reduce_max":
+        need = (need & ~Need.COMPARED) | Need.MAXIMUM
+    if need.is_kept or Need.COMPARED in need:  # the move runs in half precision
+        need |= Need.READ_IN_HALF
+    return need
+
+
+def _union(needs: Iterable[Need]) -> Need:
+    return functools.reduce(operator.or_, needs, Need.NONE)
 
 
 def _is_repeated(eqn: Eqn, v: Var) -> bool:

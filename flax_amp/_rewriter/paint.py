@@ -29,11 +29,9 @@ which are handed to the `Painter`.
 """
 
 import dataclasses
-import enum
 import functools
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,36 +39,27 @@ import jax.numpy as jnp
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._jaxpr.traits import (
-    CASTABLE,
-    Kind,
-    ProductKind,
     Trait,
     gathers_once,
     gives_operands,
     has,
-    has_update,
-    kind_of,
     may_read_twice,
-    product_kind,
 )
 from flax_amp._jaxpr.walk import only_looked_up
 from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.casts import is_exact
-from flax_amp._rewriter.keep import Flow, HasProduct, find_flow
+from flax_amp._rewriter.choice import Chooser, Role
+from flax_amp._rewriter.keep import Flow, HasProduct, find_flow, operand_needs
 from flax_amp._rewriter.plan import (
-    ARITHMETIC,
     FULL,
     HALVES,
     LEAF,
     LEAVES_ONLY,
     LOW,
     MOVES,
-    MULTIPLICATION,
     NO_OPERAND,
-    PRECISION,
     STATE,
     STATE_OF_LOOP,
-    SUM,
     Context,
     Mode,
     Need,
@@ -92,40 +81,10 @@ from flax_amp._rewriter.plan import (
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
 from flax_amp.policy import (
-    BUILT_IN,
     Decision,
     Origin,
     Policy,
-    PrecisionFunction,
-    follow_precision,
-    use_compute_precision,
-    use_original_precision,
-    use_precision,
-    use_widest_precision,
 )
-
-FLOAT32_UPDATE = Reason("its update function is a float32 one")
-
-
-class _Kind(enum.Enum):
-    """What an equation is for the rule."""
-
-    PRODUCT = "a product"
-    MOVE = "a move"
-    ARITHMETIC = "arithmetic"
-    UNROUNDED = "a sum, or what else is never rounded"
-    ORIGINAL = "in float32 by the policy"
-    CALL = "by a user's precision function"
-    STRUCTURED = "by the rule of a structured primitive"
-
-
-class _Choice(NamedTuple):
-    """How an equation runs, as far as it does not depend on its operands."""
-
-    kind: _Kind
-    reason: Reason
-    decision: Decision
-    context: Context  # of the bodies of a structured primitive
 
 
 class Painter:
@@ -147,9 +106,8 @@ class Painter:
         emits_all: bool = False,
     ) -> None:
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self._policy = policy
         self.rules = rules
-        self._emits_all = emits_all
+        self._choose = Chooser(policy, self.compute_dtype, rules.keys(), emits_all)
         self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
         self._flows: dict[Any, tuple[Jaxpr, Flow]] = {}
         # The variables that hold states of unrolled recurrences, and the jaxprs that
@@ -244,116 +202,14 @@ class Painter:
             body_kind=context.body_kind,
         )
 
-    # --- what an equation is ---------------------------------------------------------
-
-    def _choose(self, eqn: Eqn, context: Context) -> _Choice:
-        scopes = context.scopes + _compat.scope_names(eqn)
-        decision = context.forced or self._policy.decide(eqn.primitive, scopes)
-        is_chosen = decision.origin is not Origin.DEFAULT
-        stops = is_chosen and decision.function is use_original_precision
-        # A scope or a key that stops `amp` leaves a structured primitive untouched.
-        # With any other decision, what is inside of it is painted.
-        if eqn.primitive.name in self.rules and (not stops or self._emits_all):
-            if not stops:
-                _check_structured(eqn, decision)
-            body = Context(
-                scopes if self._policy.spans_scopes else (),
-                decision if is_chosen else None,
-                context.body_kind,
-                context.numbers,
-            )
-            return _Choice(_Kind.STRUCTURED, MOVES, decision, body)
-        kind, reason = self._kind(eqn, decision)
-        return _Choice(kind, reason, decision, context)
-
-    def _kind(self, eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
-        because = Reason("{0.origin.value} {0.key}", decision)
-        function = self._built_in(eqn, decision.function)
-        if function is None and not isinstance(decision.function, use_precision):
-            return _Kind.CALL, because
-        is_original = function in (use_original_precision, use_widest_precision)
-        if is_original and decision.origin is not Origin.DEFAULT:
-            return _Kind.ORIGINAL, because
-        if is_original or function is follow_precision:
-            return _kind_by_default(eqn, decision)
-        if has_update(eqn):
-            return _Kind.ORIGINAL, FLOAT32_UPDATE
-        if function is None:
-            return _Kind.CALL, because
-        if obstacle := self._obstacle_to_low(eqn):
-            return _Kind.ORIGINAL, obstacle
-        kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
-        if kind is ProductKind.MULTIPLICATION:
-            return _Kind.ARITHMETIC, MULTIPLICATION
-        if kind is ProductKind.SUM:
-            return _Kind.UNROUNDED, Reason("an inner product is a sum")
-        return _Kind.PRODUCT, because
-
-    def _built_in(self, eqn: Eqn, function: PrecisionFunction) -> Any:
-        """Returns the function of `policy.py` that a function amounts to, if any.
-
-        `use_precision` with a third dtype, such as float16 under bfloat16, amounts to
-        none of them: it is called on the equation, as a user's own function is.
-        """
-        if not isinstance(function, use_precision):
-            return function if function in BUILT_IN else None
-        if function.dtype == self.compute_dtype:
-            return use_compute_precision
-        is_castable = kind_of(eqn) in CASTABLE
-        is_float32 = function.dtype == jnp.float32
-        return use_original_precision if is_float32 or not is_castable else None
-
-    def _obstacle_to_low(self, eqn: Eqn) -> Reason | None:
-        """Says why an equation cannot run in the compute dtype, if it cannot."""
-        if kind_of(eqn) not in CASTABLE:
-            return Reason("{} runs in its original dtypes only", eqn.primitive.name)
-        dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
-        for dtype in dtypes:
-            # float64, complex and the other half are what the user asked for.
-            is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-            if is_inexact and dtype not in (jnp.float32, self.compute_dtype):
-                return Reason("{} operand", dtype)
-        if kind_of(eqn) is Kind.PRODUCT:
-            # A quantized weight has a range of its own, which a half may not have.
-            for dtype in dtypes[:2]:
-                if not jnp.issubdtype(dtype, jnp.floating):
-                    return Reason("{} operand", dtype)
-        if not _is_default_precision(eqn.params.get("precision")):
-            return Reason(PRECISION, eqn.params["precision"])
-        preferred = eqn.params.get("preferred_element_type")
-        if preferred not in (None, jnp.float32, self.compute_dtype):
-            return Reason("preferred_element_type={}", preferred)
-        return None
-
-    # --- backward: what an equation needs of its operands ----------------------------
-
     def _reads(
         self, eqn: Eqn, results: Needs, flow: Flow, context: Context
     ) -> Sequence[Need]:
         choice = self._choose(eqn, context)
-        if choice.kind is _Kind.STRUCTURED:
-            rule = self.rules[eqn.primitive.name]
-            return rule.needs(self, eqn, results, choice.context)
-        if choice.kind is _Kind.PRODUCT:
-            need = Need.LATER | Need.PRODUCT | Need.READ_IN_HALF
-            return (need,) * len(eqn.invars)
-        if choice.kind is _Kind.MOVE:
-            if gives_operands(eqn):
-                return results
-            if gathers_once(eqn):
-                return (Need.READ_IN_HALF | results[0],) * len(eqn.invars)
-            return (_read_by_move(eqn, results),) * len(eqn.invars)
-        if _is_kept_in_float32(eqn, choice.kind):
-            return (Need.READ_IN_FLOAT32,) * len(eqn.invars)
-        if flow.is_residual(eqn) and results[0].is_kept:
-            return (Need.LATER | Need.BEHIND | Need.READ_IN_HALF,) * len(eqn.invars)
-        leads_on = any(Need.LATER in need for need in results)
-        need = Need.READ_IN_FLOAT32 | (Need.LATER if leads_on else Need.NONE)
-        if any(Need.CHOICE in need for need in results):
-            need |= Need.CHOICE
-        if leads_on and (choice.kind is _Kind.UNROUNDED or has(eqn, Trait.SIGMOID)):
-            need |= Need.COSTLY
-        return (need,) * len(eqn.invars)
+        if choice.role is not Role.STRUCTURED:
+            return operand_needs(eqn, choice.role, results, flow)
+        rule = self.rules[eqn.primitive.name]
+        return rule.needs(self, eqn, results, choice.context)
 
     # --- forward: the paint of its results -------------------------------------------
 
@@ -361,21 +217,21 @@ class Painter:
         self, eqn: Eqn, ins: Values, needs: Needs, flow: Flow, context: Context
     ) -> Step:
         choice = self._choose(eqn, context)
-        kind, reason = choice.kind, choice.reason
-        if kind is _Kind.STRUCTURED:
+        role, reason = choice.role, choice.reason
+        if role is Role.STRUCTURED:
             if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]
             return rule.paint(self, eqn, ins, needs, choice.context)
-        if kind is _Kind.CALL:
+        if role is Role.USERS:
             return self._paint_call(eqn, ins, choice.decision, reason)
         if not any(ins):
             return _full(eqn, LEAF, NO_OPERAND)
-        if kind in (_Kind.ORIGINAL, _Kind.UNROUNDED):
+        if role in (Role.ORIGINAL, Role.UNROUNDED):
             return _full(eqn, FULL, reason)
-        if kind is _Kind.PRODUCT:
+        if role is Role.PRODUCT:
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
-        if kind is _Kind.MOVE:
+        if role is Role.MOVE:
             return self._paint_move(eqn, ins, needs)
         return self._paint_arithmetic(eqn, ins, needs, flow, reason)
 
@@ -491,54 +347,6 @@ class Painter:
         return self.compute_dtype if is_low else aval.dtype
 
 
-def _kind_by_default(eqn: Eqn, decision: Decision) -> tuple[_Kind, Reason]:
-    """Returns what an equation is that no key of the policy names."""
-    because = Reason("{0.origin.value} {0.key}", decision)
-    match kind_of(eqn):
-        case Kind.MOVE if has_update(eqn):
-            return _Kind.ORIGINAL, FLOAT32_UPDATE
-        case Kind.MOVE:
-            return _Kind.MOVE, MOVES
-        case Kind.ARITHMETIC:
-            return _Kind.ARITHMETIC, ARITHMETIC
-        case Kind.LINEAR_ALGEBRA:
-            return _Kind.UNROUNDED, Reason("linear algebra")
-        case Kind.PRODUCT:  # without a key
-            return _Kind.ORIGINAL, because
-        case Kind.SUM:
-            return _Kind.UNROUNDED, SUM
-    # Random numbers, and primitives that are not known here.
-    return _Kind.UNROUNDED, because
-
-
-def _is_kept_in_float32(eqn: Eqn, kind: _Kind) -> bool:
-    """Whether an equation is linear algebra, or a matrix product in float32.
-
-    Nothing is rounded for what leads to these alone.
-    """
-    if kind_of(eqn) is Kind.PRODUCT:
-        return kind is _Kind.ORIGINAL
-    return kind_of(eqn) is Kind.LINEAR_ALGEBRA
-
-
-def _read_by_move(eqn: Eqn, results: Needs) -> Need:
-    """Returns what a move needs of its operands: what is needed of its results."""
-    # A comparison moves no floats: it reads them in whatever precision.
-    pairs = list(zip(results, eqn.outvars, strict=True))
-    moved = [need for need, v in pairs if is_painted(v.aval)]
-    union = functools.reduce(operator.or_, moved, Need.NONE)
-    leads_on = any(Need.LATER in need for need in results)
-    if leads_on and has(eqn, Trait.CHOICE):
-        return union | Need.LATER | Need.CHOICE | Need.READ_IN_FLOAT32
-    if not moved:
-        return Need.LATER if leads_on else Need.NONE
-    if leads_on and eqn.primitive.name == "reduce_max":
-        union = (union & ~Need.COMPARED) | Need.MAXIMUM
-    if union.is_kept or Need.COMPARED in union:  # the move runs in half precision
-        union |= Need.READ_IN_HALF
-    return union
-
-
 def _takes_no_data(ins: Values) -> bool:
     # Random numbers and positions: a scope that wants low precision means what is
     # computed with them, not how they are made.
@@ -569,20 +377,3 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
         and eqn.primitive.name == "add"  # not a running mean that is subtracted
         for v, x in others
     )
-
-
-def _is_default_precision(precision: Any) -> bool:
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    defaults = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)
-    return all(part in defaults for part in parts)
-
-
-def _check_structured(eqn: Eqn, decision: Decision) -> None:
-    """Raises a TypeError if a policy sets the precision of a structured primitive."""
-    if decision.origin is Origin.PRIMITIVE:
-        raise TypeError(
-            f"amp_policy: key {decision.key!r} is a structured primitive, and its "
-            f"value is {decision.function!r}; expected "
-            "flax_amp.use_original_precision, which leaves it untouched. To set the "
-            "precision of what is inside, use the primitives inside or a scope as keys."
-        )

@@ -1,6 +1,6 @@
 """The plan of a program: values, what is needed of them, a step for each equation.
 
-Data only: `keep.py` and `paint.py` make plans and `emit.py` follows them. The
+Data only: `choice.py`, `keep.py` and `paint.py` make plans and `emit.py` follows them. The
 rules of structured primitives (`rules.py`) do all three.
 """
 

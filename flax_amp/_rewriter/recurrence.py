@@ -2,7 +2,7 @@
 
 Tracing unrolls `for _ in range(30): y = y + dt * tanh(y @ w)`. In half precision its
 small steps would be rounded away. The carry of a loop stays in float32 for this reason
-(`rules.py`), and so does `y` here. What makes equations the steps of one recurrence is
+(`loops.py`), and so does `y` here. What makes equations the steps of one recurrence is
 that each step applies the same weights.
 
 A *weight* is a value that is computed from the inputs without a matrix product; a
