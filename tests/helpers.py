@@ -107,7 +107,7 @@ def plan_of(
     """Returns the plan of `fn(*args)`, whose caller gets the results."""
     closed = jax.make_jaxpr(fn)(*args)
     ins = like([v.aval for v in closed.jaxpr.invars], ARGUMENT)
-    needs = (Need.RETURNED,) * len(closed.jaxpr.outvars)
+    needs = (Need.READ_IN_FLOAT32,) * len(closed.jaxpr.outvars)
     return Painter(Policy(policy), dtype, RULES).plan(closed, ins, needs)
 
 

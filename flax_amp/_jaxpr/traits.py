@@ -49,8 +49,8 @@ class Trait(enum.Flag):
     # XLA does not compute it again by itself. Other cheap arithmetic it repeats in each
     # fusion that reads the result.
     FUNCTION = enum.auto()
-    # The same for what a compiler computes in several steps of its own: its operand is
-    # put into memory for several readers, as that of a sum is.
+    # A compiler puts what such a function reads into memory if something else reads it
+    # as well, as it does for a sum: the result of a norm before a `silu`.
     SIGMOID = enum.auto()
     ADDITION = enum.auto()  # of two operands
     ADDS_UP = enum.auto()  # its result may be a sum of many terms
@@ -58,11 +58,12 @@ class Trait(enum.Flag):
     # A small relative error of the operand makes a large one of the result. The
     # derivative of a maximum is not even continuous.
     ILL_CONDITIONED = enum.auto()
-    # A sigmoid is nearly `exp(x)` far below zero, and a tangent has poles.
+    # It matters where results are added up, such as `x**4 / sum(x**4)`. A sigmoid is
+    # nearly `exp(x)` far below zero, and a tangent has poles.
     ILL_CONDITIONED_IF_SUMMED = enum.auto()
     LAYOUT = enum.auto()  # each number of the result is one of the operand's
     IDENTITY = enum.auto()  # gives its one operand as it is
-    CHOICE = enum.auto()  # by comparing numbers: a rounding makes equals of neighbors
+    RANKS = enum.auto()  # numbers by their size: a rounding makes equals of neighbors
     BOUND = enum.auto()  # the larger or the smaller of two numbers
 
 
@@ -126,7 +127,7 @@ TRAITS = _table(
         "max min clamp": Traits(Kind.MOVE, _MAP | Trait.BOUND),
         "reduce_max reduce_min": Traits(Kind.MOVE, _REDUCTION | Trait.ILL_CONDITIONED),
         "scatter-max scatter-min": Traits(Kind.MOVE, Trait.ILL_CONDITIONED),
-        "sort top_k approx_top_k argmax argmin": Traits(Kind.MOVE, Trait.CHOICE),
+        "sort top_k approx_top_k argmax argmin": Traits(Kind.MOVE, Trait.RANKS),
         # Arithmetic.
         "add sub add_any": Traits(
             Kind.ARITHMETIC, _MAP | Trait.ADDITION, Reads.NOTHING
@@ -227,7 +228,11 @@ def names_of(kinds: Collection[Kind]) -> list[str]:
 
 
 def bodies(eqn: Eqn) -> tuple[Any, ...]:
-    """Returns the jaxprs in the parameter that the table names."""
+    """Returns the jaxprs in the parameter that the table names.
+
+    These are what the equation runs. `jaxprs_in_params` of JAX finds all jaxprs: those
+    of conditions, and of primitives without a row, too.
+    """
     found = eqn.params.get(traits_of(eqn).body, ())
     return tuple(found) if isinstance(found, tuple | list) else (found,)
 

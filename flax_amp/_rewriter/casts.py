@@ -1,4 +1,4 @@
-"""Casts between float32 and the compute dtype."""
+"""Casts between float32 and the compute dtype, and functions with rounded results."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def rounded(x: Array) -> Array:
     return lax.reduce_precision(x, limits.nexp, limits.nmant)
 
 
-# The tangents of functions whose derivative is one of their result `y`. They are such
+# The tangents of functions whose derivative can be written in their result `y`, such
 # that the backward pass reads `y` itself, not a float32 array that was made of it.
 DERIVATIVES: dict[str, Callable[[Array, Array], Array]] = {
     "exp": lambda t, y: t * y,

@@ -54,6 +54,7 @@ class Role(enum.Enum):
     ARITHMETIC = "arithmetic"
     UNROUNDED = "a sum, or what else is never rounded"
     ORIGINAL = "in float32 by the policy"
+    PRECISE = "linear algebra, or a product in float32: nothing is rounded for it"
     USERS = "by a user's precision function"
     STRUCTURED = "by the rule of a structured primitive"
 
@@ -106,26 +107,37 @@ class Chooser:
                 context.body_kind,
                 context.numbers,
             )
-            return Choice(Role.STRUCTURED, MOVES, decision, body)
+            return Choice(Role.STRUCTURED, Reason("its own rule"), decision, body)
         role, reason = self._role(eqn, decision)
         return Choice(role, reason, decision, context)
 
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, Reason]:
+        role, reason = self._role_by_policy(eqn, decision)
+        kind = kind_of(eqn)
+        is_float32_product = kind is Kind.PRODUCT and role is Role.ORIGINAL
+        is_linear_algebra = kind is Kind.LINEAR_ALGEBRA and role is not Role.USERS
+        is_precise = is_float32_product or is_linear_algebra
+        return (Role.PRECISE, reason) if is_precise else (role, reason)
+
+    def _role_by_policy(self, eqn: Eqn, decision: Decision) -> tuple[Role, Reason]:
         because = Reason("{0.origin.value} {0.key}", decision)
         function = self._built_in(eqn, decision.function)
         if function is None and not isinstance(decision.function, use_precision):
             return Role.USERS, because
-        is_original = function in (use_original_precision, use_widest_precision)
-        if is_original and decision.origin is not Origin.DEFAULT:
+        if function in (use_original_precision, use_widest_precision):
+            if decision.origin is Origin.DEFAULT:
+                return _role_by_traits(eqn, decision)
             return Role.ORIGINAL, because
-        if is_original or function is follow_precision:
+        if function is follow_precision:
             return _role_by_traits(eqn, decision)
+        # What is left is a key that asks for half precision.
         if has_update(eqn):
             return Role.ORIGINAL, FLOAT32_UPDATE
-        if function is None:
+        if function is None:  # a third dtype
             return Role.USERS, because
         if obstacle := self._obstacle_to_low(eqn):
             return Role.ORIGINAL, obstacle
+        # A scope lowers all that is inside of it, inner and outer products too.
         kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
             return Role.ARITHMETIC, MULTIPLICATION

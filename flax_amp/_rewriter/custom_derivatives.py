@@ -37,6 +37,7 @@ from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
+    STATE,
     BodyKind,
     Context,
     EditedJaxpr,
@@ -65,7 +66,7 @@ def tangent_like(value: Value | None) -> Value | None:
     """
     if value is None or value.paint is Paint.LOW:
         return value
-    return value.without_constant()._replace(paint=Paint.FULL)
+    return STATE if value.is_state else FULL
 
 
 Mask = tuple[bool, ...]

@@ -1,12 +1,14 @@
 """The evaluator: runs a plan, equation by equation, on arrays or tracers.
 
-It decides nothing, and it looks at the dtype that an operand really has: a wrong plan
-can cost precision, but it cannot give a value a wrong dtype.
+It decides no dtype, and it looks at the one that an operand really has: a wrong plan
+can cost precision, but it cannot give a value a wrong dtype. What it chooses is how to
+round: by a plain cast, one that saturates, or one that XLA cannot drop (`casts.py`).
 
 A weight is cast down at each use, inside loop bodies too. XLA merges the converts of
 straight code anyway, whereas the cotangents of one shared half-precision copy would add
-up in half precision. For the same reason all readers in a jaxpr share one cast up, and
-one cast down of what was computed, such as the output of a norm.
+up in half precision. For the same reason all readers in a jaxpr share one cast up. What
+was computed is cast down once for all products that read it: three projections of one
+norm would otherwise make a float32 sum of three cotangents.
 """
 
 import dataclasses
@@ -37,7 +39,6 @@ from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     Mode,
-    Need,
     Paint,
     Plan,
     Step,
@@ -193,7 +194,7 @@ class Emitter:
         with _compat.equation_context(eqn):
             # First the casts that readers share; what is left is cast for this reader
             # alone in `_emit_low`.
-            if step.mode is Mode.FULL:
+            if step.mode.is_float32:
                 arrays = [env.full(v) for v in eqn.invars]
                 arrays = self._within_range(eqn, step, arrays, values)
             elif step.reads:
@@ -208,7 +209,10 @@ class Emitter:
             outs = self._emit_step(eqn, step, arrays, values)
             # What a rule or a user's function gives need not be what was planned.
             outs = self.cast_to_plan(outs, step.outs)
-            outs = _round_for_good(eqn, step, outs)
+            # The functions of `DERIVATIVES` round their result themselves.
+            rounds_itself = eqn.primitive.name in DERIVATIVES
+            if step.mode is Mode.ROUNDED_FOR_GOOD and not rounds_itself:
+                outs = list(map(rounded, outs))
             pairs = zip(eqn.outvars, outs, strict=True)
             outs = [env.mark(v, x, index) for v, x in pairs]
         env.write(eqn.outvars, outs, step.outs)
@@ -222,7 +226,7 @@ class Emitter:
         A mask of -1e9, or of the smallest float32 number, that is added to something
         would be rounded to an infinity.
         """
-        if eqn.primitive.name not in ("add", "sub") or not _is_rounded(step):
+        if eqn.primitive.name not in ("add", "sub") or not step.mode.rounds:
             return arrays
         return [
             clamped(x, value.constant, self.compute_dtype)
@@ -241,8 +245,9 @@ class Emitter:
             layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
             return layer(*arrays)
         is_half = self.compute_dtype != jnp.float32
-        if is_half and eqn.primitive.name in DERIVATIVES and _is_rounded(step):
+        if is_half and eqn.primitive.name in DERIVATIVES and step.mode.rounds:
             (x,) = arrays
+            # The function has to see whether its operand is a half (`casts.py`).
             if has_paint(values[0], Paint.LOW):
                 x = x.astype(self.compute_dtype)
             return [rounded_function(eqn.primitive.name, x, self.compute_dtype)]
@@ -257,9 +262,9 @@ class Emitter:
 
     def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
         params = with_result_dtype(eqn.params, self.compute_dtype)
-        widens = (
-            self.wide_gradients and kind_of(eqn) is Kind.PRODUCT and len(values) == 2
-        )
+        # A ragged product has a third operand, the sizes of its groups.
+        is_product = kind_of(eqn) is Kind.PRODUCT and len(values) == 2
+        widens = self.wide_gradients and is_product
         # Computed factors are no weights: their gradients go on in the compute dtype.
         wide = [widens and has_paint(value, Paint.LEAF) for value in values]
         if has(eqn, Trait.ADDITION) and self.compute_dtype == jnp.float16:
@@ -320,10 +325,9 @@ class Emitter:
         # bfloat16 has the range of float32, except for the numbers next to the largest
         # one, which round up to infinity. Masks may be that large, weights are not:
         # they get a plain convert, which XLA can move across an all-gather.
-        is_weight = (
-            kind_of(primitive) is Kind.PRODUCT and self.compute_dtype == jnp.bfloat16
-        )
-        if value.paint is Paint.LEAF and not is_weight:
+        is_product = kind_of(primitive) is Kind.PRODUCT
+        is_plain = is_product and self.compute_dtype == jnp.bfloat16
+        if value.paint is Paint.LEAF and not is_plain:
             return saturating_cast(x, self.compute_dtype, headroom)
         return jax.lax.convert_element_type(x, self.compute_dtype)
 
@@ -335,7 +339,8 @@ class Emitter:
         Args:
           arrays: the arrays.
           values: the values that they become.
-          origins: the values that they are, if they may be leaves, which saturate.
+          origins: the values that they are, if they may be leaves: these saturate,
+            what was computed does not.
         """
         origins = origins or (None,) * len(arrays)
         return [
@@ -344,26 +349,6 @@ class Emitter:
             else _to_float32(x, value)
             for x, value, origin in zip(arrays, values, origins, strict=True)
         ]
-
-
-def _is_rounded(step: Step) -> bool:
-    """Whether a result that is computed in float32 is rounded."""
-    return step.mode is Mode.FULL and any(has_paint(v, Paint.LOW) for v in step.outs)
-
-
-def _round_for_good(eqn: Eqn, step: Step, outs: list[Array]) -> list[Array]:
-    """Rounds kept results that a sum, a sigmoid or a later layer reads in float32.
-
-    XLA drops a cast that is cast up again at once. It would write the float32 array to
-    memory, and in the backward pass that of cotangents. The functions of `DERIVATIVES`
-    round their result themselves.
-    """
-    if not _is_rounded(step) or eqn.primitive.name in DERIVATIVES:
-        return outs
-    return [
-        rounded(x) if need & (Need.SHARED | Need.BEHIND) else x
-        for x, need in zip(outs, step.needs, strict=True)
-    ]
 
 
 def _to_float32(x: Array, value: Value | None) -> Array:

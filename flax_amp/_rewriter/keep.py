@@ -8,21 +8,20 @@ compiler fuses, on its way to a product (a matrix product or a convolution):
   repeated along an axis, such as the sums of the rows of a softmax, nor a divisor;
 - a sum or a sigmoid reads it, and something else reads it as well, such as the
   exponentials of a softmax;
-- it crosses the border of a loop, a branch, a checkpoint or a rule;
+- it crosses the border of a loop, a branch, a checkpoint or a `custom_vjp`;
 - the program itself casts it to the compute dtype.
 
 It is then rounded to half precision, once, where it is computed. Of scalars, only the
 carries of a scan over layers are. Only readers that lead to a product in half precision
 count: what a loss, a metric or linear algebra reads changes nothing. In
 
-    h:f32 = add (dot x w) b         a product reads it           -> half
+    h:f32 = mul (dot x w) g         a sum and `sub` read it      -> half
     m:f32 = mean h                  a sum                        -> float32
     d:f32 = sub h m                 arithmetic alone reads it    -> float32
     y:f32 = mul d s                 a product reads it           -> half
     z:f32 = dot y v
 
-`h` is kept because a sum and something else read it, and `d` leads to a product. With
-`loss = mean(d)` in the place of the last two lines, nothing would be kept.
+With `loss = mean(d)` in the place of the last two lines, nothing would be kept.
 """
 
 import functools
@@ -35,13 +34,11 @@ from jax.extend.core import Literal, jaxprs_in_params
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
 from flax_amp._jaxpr.traits import (
-    Kind,
     Trait,
     gathers_once,
     gives_operands,
     has,
     is_matrix_product,
-    kind_of,
 )
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.choice import Role
@@ -53,7 +50,8 @@ class Flow(NamedTuple):
 
     Attributes:
       needs: what is needed of each variable.
-      levels: how many products lie before each variable, at most; absent if none.
+      levels: how many products of this jaxpr lie before each variable, at most;
+        absent if none. A call with a product inside counts as one.
       broadcast: what was broadcast to its shape, such as a bias.
     """
 
@@ -76,7 +74,10 @@ class Flow(NamedTuple):
         return _level(eqn, self.levels) > self.levels.get(v, 0)
 
     def is_residual(self, eqn: Eqn) -> bool:
-        """Whether an equation adds values from both sides of a product."""
+        """Whether an equation adds values with different numbers of products before.
+
+        What has none before it, such as an input, does not count.
+        """
         levels = {self.levels.get(v, 0) for v in variables(eqn.invars)}
         return has(eqn, Trait.ADDITION) and len(levels - {0}) > 1
 
@@ -150,7 +151,7 @@ def operand_needs(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Needs:
       results: what is needed of its results.
       flow: the flow of its jaxpr, as far as the sweep has come.
     """
-    if role is Role.MOVE and gives_operands(eqn):
+    if role is Role.MOVE and gives_operands(eqn) and not has(eqn, Trait.RANKS):
         return results
     return (_operand_need(eqn, role, results, flow),) * len(eqn.invars)
 
@@ -165,12 +166,11 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
             # operand: of all logits, where a loss takes those of the labels.
             return Need.READ_IN_HALF | results[0]
         return _need_of_move(eqn, results)
-    is_product = kind_of(eqn) is Kind.PRODUCT and role is Role.ORIGINAL
-    if is_product or kind_of(eqn) is Kind.LINEAR_ALGEBRA:
-        return Need.READ_IN_FLOAT32  # nothing is rounded for what leads to these alone
+    if role is Role.PRECISE:
+        return Need.READ_IN_FLOAT32
     if flow.is_residual(eqn) and results[0].is_kept:
         return Need.LATER | Need.BEHIND | Need.READ_IN_HALF
-    need = Need.READ_IN_FLOAT32 | (_union(results) & (Need.LATER | Need.CHOICE))
+    need = Need.READ_IN_FLOAT32 | (_union(results) & (Need.LATER | Need.RANKED))
     if Need.LATER in need and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
         need |= Need.COSTLY
     return need
@@ -182,8 +182,8 @@ def _need_of_move(eqn: Eqn, results: Needs) -> Need:
     pairs = list(zip(results, eqn.outvars, strict=True))
     moved = [need for need, v in pairs if is_painted(v.aval)]
     need, leads_on = _union(moved), _union(results) & Need.LATER
-    if leads_on and has(eqn, Trait.CHOICE):
-        return need | Need.LATER | Need.CHOICE | Need.READ_IN_FLOAT32
+    if leads_on and has(eqn, Trait.RANKS):
+        return need | Need.LATER | Need.RANKED | Need.READ_IN_FLOAT32
     if not moved:
         return leads_on
     if leads_on and eqn.primitive.name == "reduce_max":

@@ -119,7 +119,7 @@ def _loop_needs(
     carry, ys = at_border(needs[:count_carry]), needs[count_carry:]
     while True:
         # What crosses the border is rounded there, not inside.
-        reads = painter.needs(jaxpr, (*map(_unkept, (*carry, *ys)),), context)
+        reads = painter.needs(jaxpr, tuple(map(_unkept, (*carry, *ys))), context)
         consts, again, xs = split_list(at_border(reads), count_consts, count_carry)
         new = tuple(map(operator.or_, carry, again))
         if new == carry:
@@ -129,9 +129,7 @@ def _loop_needs(
 
 def _unkept(need: Need) -> Need:
     """Returns the need inside of a loop, which rounds at its border."""
-    inside = need & (Need.LATER | Need.READ_IN_FLOAT32 | Need.CHOICE)
-    # What is returned leaves the body in float32, for the loop to stack.
-    return inside | Need.READ_IN_FLOAT32 if Need.RETURNED in need else inside
+    return need & (Need.LATER | Need.READ_IN_FLOAT32 | Need.RANKED)
 
 
 def _plan_loop(
@@ -163,15 +161,16 @@ def _plan_loop(
         if out is state
         else _value_of_carry(value, need, is_layer_stack)
         for value, need, state, out in zip(
-            carry, of_carry, states, body.outvars, strict=False
+            carry, of_carry, states, body.outvars[: len(carry)], strict=True
         )
     )
-    out_needs = (*map(_unkept, (*of_carry, *needs[len(carry) :])),)
+    out_needs = tuple(map(_unkept, (*of_carry, *needs[len(carry) :])))
     while True:
         ins = (*consts, *map(_value_in_body, carry), *xs)
         plan = painter.plan(jaxpr, ins, out_needs, context)
         # What is a state in the body is one from iteration to iteration, too.
-        triples = zip(carry, plan.outs, body.outvars, strict=False)
+        count = len(carry)  # what is stacked follows the carry
+        triples = zip(carry, plan.outs[:count], body.outvars[:count], strict=True)
         new = tuple(
             FULL if has_paint(value, Paint.LOW) and _stays_full(plan, out, v) else value
             for value, out, v in triples
@@ -188,14 +187,14 @@ def _stays_full(plan: Plan, value: Value | None, result: Atom) -> bool:
     for eqn, step in plan.pairs():
         if any(v is result for v in eqn.outvars):
             inside = step.detail
-            if isinstance(inside, Plan):
+            if isinstance(inside, Plan):  # the equation that computes it is in a call
                 index = eqn.outvars.index(result)
                 return _stays_full(
                     inside, inside.outs[index], inside.jaxpr.outvars[index]
                 )
             decision = step.reason.decision
             is_users = decision is not None and decision.origin is not Origin.DEFAULT
-            return is_users and step.mode is Mode.FULL
+            return is_users and step.mode.is_float32
     return False
 
 

@@ -148,6 +148,7 @@ class Painter:
         return tuple(map(flow.need, _compat.open_jaxpr(jaxpr)[0].invars))
 
     def _flow(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Flow:
+        # What a body is of, and numbers that it casts, change no need.
         key = (id(jaxpr), out_needs, context.scopes, context.forced)
         if key not in self._flows:
             jaxpr_ = _compat.open_jaxpr(jaxpr)[0]
@@ -227,7 +228,7 @@ class Painter:
             return self._paint_call(eqn, ins, choice.decision, reason)
         if not any(ins):
             return _full(eqn, LEAF, NO_OPERAND)
-        if role in (Role.ORIGINAL, Role.UNROUNDED):
+        if role in (Role.ORIGINAL, Role.PRECISE, Role.UNROUNDED):
             return _full(eqn, FULL, reason)
         if role is Role.PRODUCT:
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
@@ -250,7 +251,8 @@ class Painter:
             (LOW if need.is_kept else FULL) if is_painted(v.aval) else None
             for v, need in zip(eqn.outvars, needs, strict=True)
         )
-        return Step(Mode.FULL, outs, reason)
+        mode = _mode_of_rounding(needs) if LOW in outs else Mode.FULL
+        return Step(mode, outs, reason)
 
     def _paint_move(self, eqn: Eqn, ins: Values, needs: Needs) -> Step:
         operands = [v for v in ins if v is not None]
@@ -258,14 +260,14 @@ class Painter:
         if not any(map(is_painted, avals)):
             return self._paint_compare(eqn, operands)
         if gives_operands(eqn):
-            return Step(Mode.KEEP, ins, MOVES)
+            return Step(Mode.AS_IS, ins, MOVES)
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
         has_low = any(v.paint is Paint.LOW for v in operands)
         if has_low and self._moves_halves(eqn, operands, needs):
             # Gathered in float32 and rounded again, the result is the same, but the
             # cotangents of an element that is read twice are added in float32.
-            mode = Mode.FULL if may_read_twice(eqn) else Mode.LOW
+            mode = _mode_of_rounding(needs) if may_read_twice(eqn) else Mode.LOW
             return Step(mode, like(avals, LOW), MOVES)
         is_state = any(v.is_state for v in operands)
         return _full(eqn, STATE if is_state else FULL, MOVES)
@@ -276,9 +278,9 @@ class Painter:
             return True
         if self._is_unrounded_bound(eqn, operands):
             return False
-        is_exact = all(v.paint is not Paint.FULL for v in operands)
+        has_full = any(v.paint is Paint.FULL for v in operands)
         return any(
-            need.is_kept or (is_exact and Need.COMPARED in need) for need in needs
+            need.is_kept or (Need.COMPARED in need and not has_full) for need in needs
         )
 
     def _paint_leaf_move(
@@ -294,9 +296,8 @@ class Painter:
         if name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)
         # Where all readers round the rows, the gradient may be rounded, too.
-        is_rounded = Need.READ_IN_HALF in needs[0] and not (
-            needs[0] & (Need.READ_IN_FLOAT32 | Need.RETURNED)
-        )
+        read = needs[0] & (Need.READ_IN_HALF | Need.READ_IN_FLOAT32)
+        is_rounded = read == Need.READ_IN_HALF
         dtype = self.compute_dtype if is_rounded else None
         return Step(Mode.LOOKUP, outs, LEAVES_ONLY, detail=dtype)
 
@@ -355,6 +356,15 @@ def _takes_no_data(ins: Values) -> bool:
 
 def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
     return Step(Mode.FULL, like(out_avals(eqn), value), reason)
+
+
+def _mode_of_rounding(needs: Needs) -> Mode:
+    """Returns the mode of an equation in float32 whose result is rounded.
+
+    It is rounded for good where a sum, a sigmoid or a later layer reads it in float32.
+    """
+    is_read = any(need & (Need.SHARED | Need.BEHIND) for need in needs)
+    return Mode.ROUNDED_FOR_GOOD if is_read else Mode.ROUNDED
 
 
 def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:

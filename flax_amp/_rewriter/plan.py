@@ -1,7 +1,8 @@
 """The plan of a program: values, what is needed of them, a step for each equation.
 
-Data only: `choice.py`, `keep.py` and `paint.py` make plans and `emit.py` follows them. The
-rules of structured primitives (`rules.py`) do all three.
+This module decides nothing: `choice.py`, `keep.py` and `paint.py` make plans, and
+`emit.py` follows them. The rules of structured primitives (`rules.py`) have a method
+for each pass: `needs`, `paint` and `emit`.
 """
 
 import dataclasses
@@ -58,10 +59,6 @@ class Value(NamedTuple):
         """The number that every element has, if known."""
         return None if self.bits is None else float(np.frombuffer(self.bits, "f4")[0])
 
-    def without_constant(self) -> "Value":
-        """Returns the value without what is known of that very array."""
-        return self._replace(bits=None, read_once=False)
-
     def after_loop(self) -> "Value":
         """Returns the value as it leaves a loop, where it is no state any more."""
         return self._replace(is_state=False)
@@ -85,16 +82,16 @@ class BodyKind(enum.Enum):
 
 
 class Need(enum.Flag):
-    """What the readers of a value that lead to a product need of it (`keep.py`).
+    """What the readers of a value need of it, and whether they lead to a product.
 
-    Readers that lead to no product, such as a loss or a metric, need nothing.
+    Readers that lead to none, such as a loss or a metric, keep nothing (`keep.py`).
     """
 
     NONE = 0
     LATER = enum.auto()  # a product reads it later, through whatever arithmetic
-    COSTLY = enum.auto()  # such a reader is a sum, a sigmoid, or what is never rounded
+    COSTLY = enum.auto()  # such a reader is a sum, a sigmoid, or of an unknown kind
     MAXIMUM = enum.auto()  # such a reader is a maximum
-    CHOICE = enum.auto()  # a sort, an argmax or a top_k reads it, before a product
+    RANKED = enum.auto()  # a sort, an argmax or a top_k reads it, before a product
     # What it is kept for, in half precision:
     PRODUCT = enum.auto()  # a product reads it, or a move to one
     BEHIND = enum.auto()  # it is read on the other side of a product
@@ -102,17 +99,16 @@ class Need(enum.Flag):
     BORDER = enum.auto()  # it crosses the border of a loop, a branch or a rule
     CAST = enum.auto()  # the program itself casts it to the compute dtype
     KEPT = PRODUCT | BEHIND | SHARED | BORDER | CAST
-    # A maximum and something else read it. Moves run in half precision for them,
-    # because they round nothing: the masked scores of a softmax are as large as it.
+    # A maximum and something else read it, as they do the masked scores of a softmax.
+    # A move of halves then runs in half precision, because it rounds nothing.
     COMPARED = enum.auto()
     READ_IN_HALF = enum.auto()  # a product, or a move in half precision, reads it
     READ_IN_FLOAT32 = enum.auto()  # a reader of any kind does
-    RETURNED = enum.auto()  # whoever calls the program gets it
 
     @property
     def is_kept(self) -> bool:
         """Whether the value is kept, and in half precision."""
-        return bool(self & Need.KEPT) and Need.CHOICE not in self
+        return bool(self & Need.KEPT) and Need.RANKED not in self
 
     def together_with(self, other: "Need") -> "Need":
         """Returns the need of two readers.
@@ -152,11 +148,25 @@ class Mode(enum.Enum):
 
     LOW = "low"  # float32 operands cast to the compute dtype
     FULL = "full"  # float32 operands restored to float32
-    KEEP = "keep"  # operands as they arrive
+    ROUNDED = "rounded"  # the same, and the result cast to the compute dtype
+    # XLA drops a cast that is cast up again at once. It would write the float32 array
+    # to memory, and in the backward pass that of cotangents. This one it cannot drop.
+    ROUNDED_FOR_GOOD = "rounded for good"
+    AS_IS = "as is"  # operands as they arrive
     LOOKUP = "lookup"  # a gather as it is, with a gradient of its own (`lookup.py`)
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
     REPEAT = "repeat"  # a call that stands for a repeated layer (`outline/`)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the equation computes in float32."""
+        return self in (Mode.FULL, Mode.ROUNDED, Mode.ROUNDED_FOR_GOOD)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it computes in float32, and its result is rounded."""
+        return self in (Mode.ROUNDED, Mode.ROUNDED_FOR_GOOD)
 
 
 class Reason(NamedTuple):
@@ -330,7 +340,7 @@ def out_avals(eqn: Eqn) -> list[Aval]:
 def join(values: Iterable[Value | None]) -> Value | None:
     """Returns one value for what several branches give.
 
-    `FULL` wins over `LOW`, and `LOW` over `LEAF`.
+    `FULL` wins over `LOW`, and `LOW` over `LEAF`. Equal leaves stay what they are.
     """
     present = [v for v in values if v is not None]
     for paint in (Paint.FULL, Paint.LOW):

@@ -1,9 +1,10 @@
 """Structured primitives: a class for each, with `needs`, `paint` and `emit`.
 
-Paints flow into a sub-jaxpr and out of it; nothing is cast back to float32 at its
-border. Each rule changes only what it has to (the sub-jaxpr and the dtypes at its
-border) and leaves everything else as it is: names, shardings, donation, policies,
-unrolling, custom derivatives.
+Paints flow into a sub-jaxpr and out of it: its border casts nothing, but what a call
+without products reads, and arrays that the iterations of a loop index. Each rule
+changes only what it has to (the sub-jaxpr and the dtypes at its border) and leaves
+everything else as it is: names, shardings, donation, policies, unrolling, custom
+derivatives.
 
 A structured primitive without a rule here runs untouched in its original dtypes.
 """
@@ -250,7 +251,7 @@ class _ConvertElementType:
     ) -> Needs:
         if is_painted(eqn.outvars[0].aval):
             return needs
-        # What is rounded here may be rounded before.
+        # The program rounds it: so it may be rounded where it is computed.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
         kept = Need.LATER | Need.CAST | Need.READ_IN_HALF
         return (kept if is_rounded else Need.READ_IN_FLOAT32,)
@@ -261,6 +262,7 @@ class _ConvertElementType:
         operand = eqn.invars[0].aval
         if is_painted(operand) and is_painted(eqn.outvars[0].aval):
             return Step(Mode.RULE, ins, Reason("weak type only"))
+        # Like an argument, it is float32 until something reads it in half precision.
         value = LEAF
         for variable, number in context.numbers:
             if variable is eqn.invars[0]:

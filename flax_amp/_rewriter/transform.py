@@ -247,7 +247,7 @@ def plan_call(
     # The painter takes the flag away from what is read otherwise.
     argument = ARGUMENT._replace(read_once=compute_dtype != jnp.float32)
     ins = like([v.aval for v in jaxpr.invars], argument)
-    needs = (Need.RETURNED,) * (len(jaxpr.outvars) + len(exports))
+    needs = (Need.READ_IN_FLOAT32,) * (len(jaxpr.outvars) + len(exports))
     plan = dataclasses.replace(painter.plan(traced, ins, needs), exports=exports)
     if compute_dtype != jnp.float32:
         warn_of_precision(plan)

@@ -72,7 +72,7 @@ def _rule_of_half(eqn: Eqn, step: Step, need: Need) -> str:
 def _kept_in_float32(reason: Reason, need: Need) -> Kept:
     if reason not in (ARITHMETIC, MULTIPLICATION, MOVES):
         return Kept(True, str(reason))  # a rule of what is never rounded
-    if Need.CHOICE in need:
+    if Need.RANKED in need:
         return Kept(True, CHOICE)
     if Need.LATER not in need:
         return Kept(True, LEADS_NOWHERE)

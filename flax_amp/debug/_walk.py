@@ -178,7 +178,7 @@ def _has_untouched_bodies(eqn: Eqn) -> bool:
 
 def _operand_value(value: Value | None, step: Step) -> Value | None:
     """Returns the value of an operand as the equation reads it."""
-    if value is None or step.mode is Mode.FULL:
+    if value is None or step.mode.is_float32:
         return None
     return LOW if step.mode is Mode.LOW else value
 

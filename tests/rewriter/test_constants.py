@@ -99,7 +99,7 @@ def test_one_plan_for_equal_constants():
 
     assert value(float("nan")) == value(float("nan"))
     assert value(0.0) != value(-0.0)
-    assert LEAF.constant is None and value(1.5).without_constant() == LEAF
+    assert LEAF.constant is None and value(1.5).constant == 1.5
 
 
 # --- casts ---------------------------------------------------------------------------

@@ -161,6 +161,14 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     ),
     "a choice behind a loop": (choice_behind_a_loop, "scan", "full"),
     "a choice": (lambda w, x: jax.lax.top_k(jnp.sin(x @ w), 4)[0] @ w, "sin", "full"),
+    "a choice by sorting": (
+        lambda w, x: x[:, jnp.argsort(jnp.sin(x @ w), axis=1)[0]] @ w, "sin", "full"
+    ),
+    "what a choice by sorting and a product read": (
+        lambda w, x: (jnp.argsort(h := jnp.sin(x @ w)).astype(jnp.float32) + h) @ w,
+        "sin",
+        "full",
+    ),
     "a logged choice": (
         lambda w, x: (jnp.argmax(h := jnp.sin(x @ w)), h @ w),
         "sin",
