@@ -30,7 +30,7 @@ from flax_amp.checkpoint._steps import (
     HALF,
     agreed,
     directory_of,
-    known_damaged,
+    found_damaged,
     whole_number,
 )
 
@@ -58,7 +58,6 @@ class Manager(ocp.CheckpointManager):
     best_metric: str | None = None
     interval = 1
     _held: _lock.Lock | None = None
-    _began = False
     _closed = False
     _saving: int | None = None
     _failed: int | None = None
@@ -114,12 +113,11 @@ class Manager(ocp.CheckpointManager):
     def _begin(self) -> None:
         if jax.process_index() != 0:
             return
-        if not self._began:
+        if self._held is None:
             try:
                 self._held, is_first = _lock.acquire(self.directory)
             except OSError as error:
                 raise self.failure(error) from error
-            self._began = True
             if is_first:  # Nobody else saves here: these are of runs that were killed.
                 _remove_leftovers(self.directory)
         if self._failed is not None:
@@ -145,7 +143,7 @@ class Manager(ocp.CheckpointManager):
         if step % self.interval and not force:
             return
         newer = {other for other in self.all_steps() if other >= step}
-        if not newer or not newer <= known_damaged(self.directory):
+        if not newer or not newer <= found_damaged[self.directory]:
             return
         self.wait_until_finished()
         self.begin()
@@ -154,7 +152,7 @@ class Manager(ocp.CheckpointManager):
                 _set_aside(self.directory / str(other))
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("flax_amp: damaged steps moved")
-        known_damaged(self.directory).difference_update(newer)
+        found_damaged[self.directory].difference_update(newer)
         self.reload()
         warnings.warn(
             f"checkpoint.save: {self.directory}: the damaged steps {sorted(newer)} are "

@@ -11,10 +11,10 @@ import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint import _steps
 from flax_amp.checkpoint._arrays import check_state, description_of, path_text
 from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
 from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
-from flax_amp.checkpoint._steps import known_steps, record_of, whole_number
 
 
 def save(
@@ -111,7 +111,7 @@ def _save(
     if ours:
         ours.wait_until_finished()
         ours.begin()
-    known_steps(manager.directory).add(step)
+    _steps.met[manager.directory].add(step)
     try:
         saved: bool = manager.save(
             step,
@@ -119,7 +119,7 @@ def _save(
             metrics=metrics,
             force=force,
             # Only our manager lists checksums, as this record promises.
-            custom_metadata=record_of(step) if ours else None,
+            custom_metadata=_steps.record_of(step) if ours else None,
         )
         if not ours:
             finish_at_exit(manager)
@@ -139,7 +139,7 @@ def _why_not(step: int, newest: int, directory: Any) -> str:
             "branch off from an older step, save into another directory."
         )
     # A run that saves its last state again, or resumes at its end, does no harm.
-    if step in known_steps(directory):
+    if step in _steps.met[directory]:
         return ""
     return (
         "which this process neither saved nor restored; it is kept, and the state is "
@@ -158,7 +158,7 @@ def _step_of(state: AmpTrainState) -> int:
         )
     # What is no integer is described as the user has it.
     is_integer = steps.dtype.kind in "iu"
-    return whole_number(steps[0] if is_integer else state.step, name, 0)
+    return _steps.whole_number(steps[0] if is_integer else state.step, name, 0)
 
 
 def _numbers(
