@@ -239,9 +239,8 @@ def _fit_scaler(values: NumpyLeaves, sides: _Sides) -> None:
     if "min_scaler" in target:
         if not found and all(map(_arrays.has_value, target.values())):
             return  # It stays as it is.
-        scaler, _ = _scaler.resume(found, target)
-        scaler = _scaler.limited(scaler, target)
-        _scaler.check(scaler, "checkpoint.migrate: scaler")
+        where = "checkpoint.migrate: scaler"
+        scaler, _ = _scaler.resume(found, target, where, clip=True)
         for key in target:
             values["scaler", key] = np.asarray(scaler[key])
     elif _scaler.kind_of(saved) == "static":

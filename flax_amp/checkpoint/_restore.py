@@ -100,10 +100,10 @@ def _state_like(
             f"{where}: dropped {unknown} of the scaler, unknown to this version."
         )
         saved = {key: saved[key] for key in saved.keys() & _scaler.KEYS}
-    scaler, remark = _scaler.resume(saved, target.scaler)
+    name = f"checkpoint.restore: {where}: scaler"
+    scaler, remark = _scaler.resume(saved, target.scaler, name)
     if remark:
         remarks.append(f"{where}: {remark}; the target's is used.")
-    _scaler.check(scaler, f"checkpoint.restore: {where}: scaler")
     state = _arrays.replace_leaves(target, values).replace(scaler=scaler)
     return state, remarks
 

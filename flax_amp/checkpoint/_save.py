@@ -118,7 +118,8 @@ def _save(
             args=ocp.args.StandardSave(state),
             metrics=metrics,
             force=force,
-            # Only our manager lists checksums, as this record promises.
+            # Only our manager lists checksums, as this record promises. An item of our
+            # own would hold both, but plain Orbax reads no step with a second item.
             custom_metadata=_steps.record_of(step) if ours else None,
         )
         if not ours:
@@ -149,6 +150,7 @@ def _why_not(step: int, newest: int, directory: Any) -> str:
 
 def _step_of(state: AmpTrainState) -> int:
     """Returns the step of a state; that of several runs, which `vmap` makes, is one."""
+    # Runs at one step are one checkpoint, so that nothing else has to know of a sweep.
     name, steps = "checkpoint.save: the state's step", np.unique(state.step)
     if len(steps) > 1:
         raise ValueError(

@@ -48,7 +48,9 @@ def _is_scaler(keys: set[str]) -> bool:
     return jaxamp or keys == set(_OF_DYNAMIC_SCALE)
 
 
-def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
+def resume(
+    saved: Scaler, target: Scaler, where: str, *, clip: bool = False
+) -> tuple[dict[str, Any], str]:
     """Returns the scaler to resume with, and a remark if it is not the saved one.
 
     A run that changes between float16 and bfloat16 changes between a dynamic and a
@@ -57,7 +59,16 @@ def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
 
     What `saved` lacks is taken from `target`, or has its default where `target` is
     abstract or was donated. The scalers of several runs, which are arrays with axes,
-    go on as they were saved.
+    go on as they were saved, unchecked.
+
+    Args:
+      saved: what was saved of a scaler.
+      target: the scaler of the target.
+      where: what a message calls the scaler.
+      clip: whether to bring the scale within its limits; a NaN becomes the target's.
+
+    Raises:
+      ValueError: if a value is out of its range.
     """
     if is_batched(saved) or is_batched(target):
         return {**target, **saved}, ""
@@ -65,28 +76,15 @@ def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
     if was and is_now and was != is_now:
         remark = f"the scaler is {was} on disk and {is_now} in the target"
         saved = {key: saved[key] for key in ("total_resets",) if key in saved}
-    return {**complete_scaler(_with_values(target)), **saved}, remark
-
-
-def limited(scaler: Scaler, target: Scaler) -> dict[str, Any]:
-    """Returns a scaler with its scale within its limits; a NaN is the target's.
-
-    Other libraries have no limits: the scale of jaxamp grows to infinity.
-    """
-    scale = np.asarray(scaler["scaler"])
-    if np.isnan(scale):
-        scale = np.asarray(complete_scaler(_with_values(target))["scaler"])
-    low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
-    return {**scaler, "scaler": np.clip(scale, low, high)}
-
-
-def check(scaler: Scaler, where: str) -> None:
-    """Raises a ValueError if a value of a restored scaler is out of its range.
-
-    The scalers of several runs are not checked.
-    """
-    if not is_batched(scaler):
-        check_scaler(scaler, where)
+    own = complete_scaler(_with_values(target))
+    scaler = {**own, **saved}
+    if clip:
+        # Other libraries have no limits: the scale of jaxamp grows to infinity.
+        scale = own["scaler"] if np.isnan(scaler["scaler"]) else scaler["scaler"]
+        low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
+        scaler["scaler"] = np.clip(np.asarray(scale), low, high)
+    check_scaler(scaler, where)
+    return scaler, remark
 
 
 def kind_of(scaler: Scaler) -> str:
