@@ -94,32 +94,42 @@ def check_state(state: Any, name: str, otherwise: str = "") -> None:
 
 
 @explained
-def read_tree(folder: Any, **how: Any) -> Any:
-    """Returns the arrays of a tree that Orbax saved.
+def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> PyTree:
+    """Returns the arrays of a tree that Orbax saved, in the structure it has on disk.
 
     Args:
       folder: the folder of the tree.
-      **how: arguments of `orbax.checkpoint.args.PyTreeRestore`.
+      metadata: what `read_metadata` returns for it.
+      like: by path, the arrays to whose devices those on disk are read; `None` stands
+        for the default device. Where it has no array, or one of NumPy, arrays are read
+        into the memory of the host.
     """
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def how(path: Path, leaf: Any) -> ocp.RestoreArgs:
+        if not hasattr(leaf, "dtype"):  # a string
+            return ocp.RestoreArgs()
+        on_host = path not in like or isinstance(like[path], np.ndarray | np.generic)
+        if on_host and not _tree.is_key(leaf):  # Orbax makes no NumPy arrays of keys.
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        sharding = getattr(like.get(path), "sharding", None)
+        return ocp.ArrayRestoreArgs(sharding=sharding or here)
+
+    # Orbax is asked for the structure on disk: another empty dict is no difference.
+    leaves = [how(*item) for item in ocp.tree.to_flat_dict(metadata).items()]
+    restore_args = jax.tree.unflatten(jax.tree.structure(metadata), leaves)
     options = _without_other_processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
-        return reader.restore(folder, args=ocp.args.PyTreeRestore(**how))
+        return reader.restore(
+            folder, args=ocp.args.PyTreeRestore(restore_args=restore_args)
+        )
 
 
 @explained
 def read_on_host(folder: Any, metadata: PyTree) -> NumpyLeaves:
     """Reads a tree as NumPy arrays, whatever devices its arrays were saved from."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def how(leaf: Any) -> ocp.RestoreArgs:
-        if not hasattr(leaf, "dtype"):  # a string
-            return ocp.RestoreArgs()
-        if _tree.is_key(leaf):
-            return ocp.ArrayRestoreArgs(sharding=here)
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-
-    return numpy_leaves(read_tree(folder, restore_args=jax.tree.map(how, metadata)))
+    return numpy_leaves(read_tree(folder, metadata, {}))
 
 
 def numpy_leaves(tree: PyTree) -> NumpyLeaves:
@@ -184,16 +194,6 @@ def has_value(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not leaf.is_deleted()
     return not isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def restore_spec(leaf: Any) -> Any:
-    """Tells Orbax the shape, dtype and sharding to restore a leaf to."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def unfit_shardings(wanted: Mapping[Path, Any]) -> list[str]:

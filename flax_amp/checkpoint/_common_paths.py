@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flax_amp.checkpoint._arrays import Path
-from flax_amp.checkpoint._scaler import common_key, scaler_field
+from flax_amp.checkpoint._scaler import SCALER_KEYS, scaler_field
 
 # The first segments of the common paths of hyper-parameters of `flax_amp.optim`.
 HYPERPARAMS = "flax_amp.optim"
@@ -53,7 +53,11 @@ def by_common_path(leaves: Mapping[Path, Any]) -> dict[Path, Leaf]:
 
     Paths that would have one common path keep their own.
     """
-    own = {path: _without_value(path) for path in leaves}
+    # An `nnx.State` adds `value` to the path of each of its Variables.
+    own = {
+        path: path[:-1] if path[-1] == "value" and len(path) > 1 else path
+        for path in leaves
+    }
     wrappers = _unwrap(set(own.values()))
     scaler = scaler_field(own.values())
 
@@ -66,7 +70,7 @@ def by_common_path(leaves: Mapping[Path, Any]) -> dict[Path, Leaf]:
             )
             return (name, *path[len(prefix) :])
         if path[0] == scaler and len(path) == 2:
-            return ("scaler", common_key(path[1]))
+            return ("scaler", SCALER_KEYS.get(path[1], path[1]))
         return path if path[0] in _FIELDS else ("variables", *path)
 
     result = {path: common(plain) for path, plain in own.items()}
@@ -76,11 +80,6 @@ def by_common_path(leaves: Mapping[Path, Any]) -> dict[Path, Leaf]:
             path: new if count[new] == 1 else path for path, new in result.items()
         }
     return {result[path]: Leaf(path, value) for path, value in leaves.items()}
-
-
-def _without_value(path: Path) -> Path:
-    """Removes what `nnx.State` adds to the path of each of its Variables."""
-    return path[:-1] if path[-1] == "value" and len(path) > 1 else path
 
 
 def _unwrap(paths: set[Path]) -> dict[str, Path]:

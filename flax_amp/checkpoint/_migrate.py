@@ -147,6 +147,7 @@ class _Sides(NamedTuple):
 def _values(sides: _Sides, chosen: Set[Path]) -> NumpyLeaves:
     """Returns the arrays for a target by common path, the scaler as it was saved."""
     values = {}
+    # Hyper-parameters do not start afresh: those of the target stay.
     unsaved = WRAPPERS.keys() - _tops(sides.saved) - {HYPERPARAMS}
     for path in chosen & sides.target.keys():
         like = sides.target[path].value
@@ -208,6 +209,7 @@ def _may_be_dropped(path: Path, sides: _Sides, has_rngs: bool) -> bool:
     It may have no scaler or another one, no random keys, and other wrappers.
     """
     if path[0] == "scaler":
+        # What is no key of a scaler may be something else, which must not vanish.
         return path[1] in _scaler.KEYS
     if path[0] == "rngs":
         return not has_rngs
@@ -235,7 +237,7 @@ def _fit_scaler(values: NumpyLeaves, sides: _Sides) -> None:
         for side in sides
     )
     if _scaler.is_batched(found) or _scaler.is_batched(target):
-        return
+        return  # The scalers of several runs go on as they were saved.
     if "min_scaler" in target:
         if not found and all(map(_arrays.has_value, target.values())):
             return  # It stays as it is.

@@ -71,16 +71,9 @@ def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> dict[Path, An
     tree = step.verified_tree((jax.process_index(), jax.process_count()))
     on_disk = ocp.tree.to_flat_dict(tree)
     _check_fit(on_disk, wanted, str(step))
-    # Orbax is asked for the structure on disk: another empty dict is no difference.
-    asked = [
-        _arrays.restore_spec(
-            wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        )
-        for path, leaf in on_disk.items()
-    ]
-    like = jax.tree.unflatten(jax.tree.structure(tree), asked)
-    how = ocp.checkpoint_utils.construct_restore_args(like)
-    read = _arrays.read_tree(step.folder / _steps.ITEM, item=like, restore_args=how)
+    # Keys of the scaler that the target lacks become arrays of JAX as well.
+    like = {**dict.fromkeys(on_disk), **wanted}
+    read = _arrays.read_tree(step.folder / _steps.ITEM, tree, like)
     return dict(zip(on_disk, jax.tree.leaves(read), strict=True))
 
 

@@ -178,17 +178,16 @@ def _numbers(
             f"checkpoint.save: metrics has {names}; expected the best_metric {best!r} "
             f"of the manager. Pass metrics={{{best!r}: ...}}."
         )
-    return None if metrics is None else {k: _number(k, v) for k, v in metrics.items()}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"checkpoint.save: the metric {name!r} is {description_of(value)}; "
-            "expected one number."
-        ) from error
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"checkpoint.save: the metric {name!r} is {description_of(value)}; "
+                "expected one number."
+            ) from error
+    return None if metrics is None else numbers
 
 
 def _problem(leaf: Any) -> str:

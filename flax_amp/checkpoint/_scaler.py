@@ -23,12 +23,8 @@ from flax_amp.checkpoint._arrays import Path, has_value
 Scaler = Mapping[str, Any]
 
 KEYS = set(DynamicScalerState.__annotations__)
-_OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
-
-
-def common_key(key: str) -> str:
-    """Returns the key of flax_amp for a key of another library."""
-    return _OF_DYNAMIC_SCALE.get(key, key)
+# The keys of Flax, and those of flax_amp for them.
+SCALER_KEYS = {"scale": "scaler", "fin_steps": "count"}
 
 
 def scaler_field(paths: Iterable[Path]) -> str | None:
@@ -39,13 +35,14 @@ def scaler_field(paths: Iterable[Path]) -> str | None:
             fields.setdefault(path[0], set()).add(path[1])
     if {"scaler", "count"} <= fields.get("scaler", set()):
         return "scaler"
+    # Other libraries leave the name to the user. Between two fields nobody can tell.
     found = [name for name, keys in fields.items() if _is_scaler(keys)]
     return found[0] if len(found) == 1 else None
 
 
 def _is_scaler(keys: set[str]) -> bool:
     jaxamp = {"scaler", "count", "patience"} <= keys <= KEYS
-    return jaxamp or keys == set(_OF_DYNAMIC_SCALE)
+    return jaxamp or keys == set(SCALER_KEYS)
 
 
 def resume(

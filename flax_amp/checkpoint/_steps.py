@@ -44,7 +44,7 @@ _METRICS = "metrics"
 _STEP_FILE = "_CHECKPOINT_METADATA"
 
 # By directory: the steps that this process found damaged, and those that it saved or
-# restored.
+# restored. A run may restore without the manager that it saves with.
 found_damaged: dict[epath.Path, set[int]] = defaultdict(set)
 met: dict[epath.Path, set[int]] = defaultdict(set)
 
