@@ -3,8 +3,8 @@
 Both sides are brought to common paths first (see `_common_paths`): that is one rule for
 both directions, and messages still name each array by its own path. Then every array of
 the target must have a counterpart on disk, and the reverse; the exceptions are in
-`_may_stay` and `_may_be_dropped`, and wrappers of optimizers that were not saved start
-afresh (`_initial`). One error names all other arrays.
+`_problems`, and wrappers of optimizers that were not saved start afresh (`_initial`).
+One error names all other arrays.
 """
 
 import warnings
@@ -166,6 +166,15 @@ def _problems(
     An array needs a counterpart of its shape and dtype. What stays as it is in the
     target needs none, but a value.
     """
+    # By the first segment of their common paths. Hyper-parameters that were not saved
+    # stay as they are in the target, random keys if there are none on disk, and a
+    # scaler if there is none to resume with.
+    may_stay = {HYPERPARAMS}
+    may_stay |= {"scaler"} - _tops(values)
+    may_stay |= {"rngs"} - _tops(sides.saved)
+    # The target may have other wrappers, no hyper-parameters and no random keys.
+    may_be_dropped = {HYPERPARAMS, *WRAPPERS.keys() - _tops(sides.target)}
+    may_be_dropped |= set() if has_rngs else {"rngs"}
     lines = []
     for path, (own_path, like) in sides.target.items():
         if path in values:
@@ -173,13 +182,16 @@ def _problems(
             lines.append(
                 _arrays.difference(own_path, values[path], like, saved_path=saved_path)
             )
-        elif path in chosen and not _may_stay(path, values, sides):
+        elif path in chosen and path[0] not in may_stay:
             lines.append(_arrays.difference(own_path, None, like))
         elif not _arrays.has_value(like):
             name = _arrays.path_text(own_path)
             lines.append(f"{name}: to stay as in the target, where it has no value")
     for path in chosen - sides.target.keys():
-        if not _may_be_dropped(path, sides, has_rngs):
+        # The target may have no scaler, or another one. What is no key of a scaler may
+        # be something else, which must not vanish.
+        is_of_scaler = path[0] == "scaler" and path[1] in _scaler.KEYS
+        if path[0] not in may_be_dropped and not is_of_scaler:
             own_path, value = sides.saved[path]
             lines.append(_arrays.difference(own_path, value, None))
     return lines
@@ -188,33 +200,6 @@ def _problems(
 def _tops(paths: Iterable[Path]) -> set[str]:
     """Returns the first segments of common paths: fields, and names of wrappers."""
     return {path[0] for path in paths}
-
-
-def _may_stay(path: Path, values: NumpyLeaves, sides: _Sides) -> bool:
-    """Whether an array of the target keeps its value although it was not excluded.
-
-    Hyper-parameters that were not saved do, random keys if there are none on disk, and
-    a scaler if there is none to resume with.
-    """
-    if path[0] == "scaler":
-        return "scaler" not in _tops(values)
-    if path[0] == "rngs":
-        return "rngs" not in _tops(sides.saved)
-    return path[0] == HYPERPARAMS
-
-
-def _may_be_dropped(path: Path, sides: _Sides, has_rngs: bool) -> bool:
-    """Whether the target need not have a place for an array.
-
-    It may have no scaler or another one, no random keys, and other wrappers.
-    """
-    if path[0] == "scaler":
-        # What is no key of a scaler may be something else, which must not vanish.
-        return path[1] in _scaler.KEYS
-    if path[0] == "rngs":
-        return not has_rngs
-    unwrapped = WRAPPERS.keys() - _tops(sides.target)
-    return path[0] == HYPERPARAMS or path[0] in unwrapped
 
 
 def _initial(path: Path, like: Any, saved: Mapping[Path, Leaf]) -> np.ndarray:
