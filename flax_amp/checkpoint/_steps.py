@@ -1,8 +1,8 @@
 """The steps in a directory of checkpoints: where they are, and what each holds.
 
-Everything that reads a directory asks here: `restore`, `verify` and `migrate` list the
-steps, take the newest intact one, and see nothing of a step before its files have been
-checked. Nothing here writes.
+Everything that reads a directory asks here: `restore` and `migrate` try its steps with
+`newest_intact`, `verify` reads all of them, and each sees the arrays of a `Step` after
+the files of the step have been checked. Nothing here writes.
 """
 
 import json
