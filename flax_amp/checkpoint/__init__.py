@@ -12,7 +12,7 @@ from flax_amp.checkpoint._errors import CheckpointWarning as CheckpointWarning
 from flax_amp.checkpoint._errors import CorruptCheckpointError as CorruptCheckpointError
 from flax_amp.checkpoint._manager import manager as manager
 from flax_amp.checkpoint._migrate import migrate as migrate
+from flax_amp.checkpoint._report import StepReport as StepReport
+from flax_amp.checkpoint._report import verify as verify
 from flax_amp.checkpoint._restore import restore as restore
 from flax_amp.checkpoint._save import save as save
-from flax_amp.checkpoint._verify import StepReport as StepReport
-from flax_amp.checkpoint._verify import verify as verify

@@ -7,7 +7,7 @@ here writes.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint._errors import explained
 
 T = TypeVar("T")
 PyTree = Any
@@ -23,23 +24,16 @@ Path = tuple[str, ...]
 NumpyLeaves = dict[Path, np.ndarray]
 
 
-class Spec(NamedTuple):
-    """The shape and dtype of an array on disk; of a typed key, those of its data."""
+def spec_of(leaf: Any) -> str:
+    """Describes an array, a shape or Orbax's metadata: `float32[3]`, `str[]`.
 
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-def spec_of(leaf: Any) -> Spec:
-    """Describes an array, a shape or Orbax's metadata; strings have no shape."""
+    Of a typed key, it describes the data, which is what lies on disk.
+    """
     if not hasattr(leaf, "dtype"):
-        return Spec((), "str")
+        return "str[]"
     if _tree.is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return Spec(tuple(leaf.shape), np.dtype(leaf.dtype).name)
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def description_of(value: Any) -> str:
@@ -47,7 +41,7 @@ def description_of(value: Any) -> str:
     if getattr(value, "is_deleted", bool)():
         return "deleted, its memory was donated"
     if hasattr(value, "dtype"):
-        return str(spec_of(value))
+        return spec_of(value)
     return f"a {type(value).__name__}"
 
 
@@ -56,30 +50,29 @@ def path_text(path: Iterable[str]) -> str:
     return "/".join(path)
 
 
-def differences(
-    on_disk: Mapping[Path, Any],
-    wanted: Mapping[Path, Any],
-    saved_as: Mapping[Path, Path] | None = None,
-) -> list[str]:
-    """Returns a line for every path whose arrays differ, with both sides.
+def difference(
+    path: Path, saved: Any, wanted: Any, saved_path: Path | None = None
+) -> str:
+    """Describes how an array on disk differs from its counterpart, with both sides.
 
     Args:
-      on_disk: the saved arrays, or what describes them, by their paths in the target.
-      wanted: the arrays of the target.
-      saved_as: the paths that arrays have on disk, by their paths in the target.
+      path: the path in the target, or on disk if there is no such path in the target.
+      saved: the array on disk or what describes it; `None` if there is none.
+      wanted: the array of the target; `None` if there is none.
+      saved_path: the path on disk.
+
+    Returns:
+      A line, or the empty string if shape and dtype are the same.
     """
-    lines = []
-    for path in sorted(wanted.keys() | on_disk.keys()):
-        saved = spec_of(on_disk[path]) if path in on_disk else None
-        there = spec_of(wanted[path]) if path in wanted else None
-        if saved == there:
-            continue
-        left = "not on disk" if saved is None else f"{saved} on disk"
-        if saved_as and saved_as.get(path, path) != path:
-            left += f" as {path_text(saved_as[path])}"
-        right = "not in the target" if there is None else f"{there} in the target"
-        lines.append(f"{path_text(path)}: {left}, {right}")
-    return lines
+    there = None if saved is None else spec_of(saved)
+    here = None if wanted is None else spec_of(wanted)
+    if there == here:
+        return ""
+    left = f"{there} on disk" if there else "not on disk"
+    if there and saved_path and saved_path != path:
+        left += f" as {path_text(saved_path)}"
+    right = f"{here} in the target" if here else "not in the target"
+    return f"{path_text(path)}: {left}, {right}"
 
 
 def check_state(state: Any, name: str, otherwise: str = "") -> None:
@@ -100,31 +93,43 @@ def check_state(state: Any, name: str, otherwise: str = "") -> None:
 # Reading
 
 
-def read_tree(folder: Any, **how: Any) -> Any:
-    """Returns the arrays of a tree that Orbax saved.
+@explained
+def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> PyTree:
+    """Returns the arrays of a tree that Orbax saved, in the structure it has on disk.
 
     Args:
       folder: the folder of the tree.
-      **how: arguments of `orbax.checkpoint.args.PyTreeRestore`.
+      metadata: what `read_metadata` returns for it.
+      like: by path, the arrays to whose devices those on disk are read; `None` stands
+        for the default device. Where it has no array, or one of NumPy, arrays are read
+        into the memory of the host.
     """
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def how(path: Path, leaf: Any) -> ocp.RestoreArgs:
+        if not hasattr(leaf, "dtype"):  # a string
+            return ocp.RestoreArgs()
+        on_host = path not in like or isinstance(like[path], np.ndarray | np.generic)
+        if on_host and not _tree.is_key(leaf):  # Orbax makes no NumPy arrays of keys.
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        sharding = getattr(like.get(path), "sharding", None)
+        return ocp.ArrayRestoreArgs(sharding=sharding or here)
+
+    # Orbax is asked for the structure on disk: another empty dict is no difference.
+    leaves = [how(*item) for item in ocp.tree.to_flat_dict(metadata).items()]
+    restore_args = jax.tree.unflatten(jax.tree.structure(metadata), leaves)
     options = _without_other_processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
     with ocp.Checkpointer(handler, multiprocessing_options=options) as reader:
-        return reader.restore(folder, args=ocp.args.PyTreeRestore(**how))
+        return reader.restore(
+            folder, args=ocp.args.PyTreeRestore(restore_args=restore_args)
+        )
 
 
+@explained
 def read_on_host(folder: Any, metadata: PyTree) -> NumpyLeaves:
     """Reads a tree as NumPy arrays, whatever devices its arrays were saved from."""
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def how(leaf: Any) -> ocp.RestoreArgs:
-        if not hasattr(leaf, "dtype"):  # a string
-            return ocp.RestoreArgs()
-        if _tree.is_key(leaf):
-            return ocp.ArrayRestoreArgs(sharding=here)
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-
-    return numpy_leaves(read_tree(folder, restore_args=jax.tree.map(how, metadata)))
+    return numpy_leaves(read_tree(folder, metadata, {}))
 
 
 def numpy_leaves(tree: PyTree) -> NumpyLeaves:
@@ -136,6 +141,7 @@ def numpy_leaves(tree: PyTree) -> NumpyLeaves:
     }
 
 
+@explained
 def read_metadata(folder: Any) -> Any:
     """Returns Orbax's description of the arrays of a tree, as a tree."""
     options = _without_other_processes()
@@ -188,16 +194,6 @@ def has_value(leaf: Any) -> bool:
     if isinstance(leaf, jax.Array):
         return not leaf.is_deleted()
     return not isinstance(leaf, jax.ShapeDtypeStruct)
-
-
-def restore_spec(leaf: Any) -> Any:
-    """Tells Orbax the shape, dtype and sharding to restore a leaf to."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def unfit_shardings(wanted: Mapping[Path, Any]) -> list[str]:

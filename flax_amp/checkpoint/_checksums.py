@@ -9,12 +9,16 @@ has a list. The list gives the size of each file and the CRC-32 of each of its b
 
 A CRC-32 recognizes each change within 32 bits, and misses another change of a block
 with a probability of 2**-32. It guards against broken disks, not against malice.
+
+Sums over files need no rules for dtypes, meshes and processes, and nothing to compile,
+as digests of the arrays on their devices would. The files are read twice by a restore:
+the second time from memory, if they fit into it.
 """
 
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +27,7 @@ from etils import epath
 from flax_amp.checkpoint._errors import (
     CorruptCheckpointError,
     IncompleteError,
-    read_or_explain,
+    explained,
 )
 
 NAME = "flax_amp_checksums.json"
@@ -36,60 +40,68 @@ _SHOWN = 4
 Checksums = dict[str, list[int]]
 
 
+def files_of(folder: epath.Path) -> Iterator[epath.Path]:
+    """Yields all files below a folder. Links are not followed: they may be loops."""
+    for path in folder.iterdir():
+        if path.is_dir() and not os.path.islink(path):
+            yield from files_of(path)
+        else:
+            yield path
+
+
 def write(step: epath.Path) -> None:
-    """Writes the list into the folder of a step that holds a state."""
+    """Writes the list into the folder of a step that holds a state.
+
+    Every file of the state counts, also a small one that Orbax could do without: one
+    rule is worth the step that is lost if such a file is damaged.
+    """
     if (step / ITEM).is_dir():
-        names = sorted(str(path.relative_to(step)) for path in _files(step / ITEM))
+        names = sorted(str(path.relative_to(step)) for path in files_of(step / ITEM))
         found: Any = _checksums(step, names)
         (step / NAME).write_text(
             json.dumps({"files": found, "checksum": _checksum_of(found)})
         )
 
 
-def check(step: epath.Path, part: tuple[int, int] = (0, 1)) -> bool:
+def check(step: epath.Path, part: tuple[int, int] = (0, 1)) -> None:
     """Reads every file of a step and compares it with the list.
 
     Args:
       step: the folder of the step.
       part: (i, n) checks the i-th of n parts of the files: processes share the work.
 
-    Returns:
-      Whether there is a list.
-
     Raises:
       CorruptCheckpointError: if a file changed or is missing; the error names it.
       OSError: if a file cannot be read for another reason.
     """
-    if not (step / NAME).exists():
-        return False
-    listed = read_or_explain(lambda: _listed(step))
+    listed = _listed(step)
     names = sorted(listed)[part[0] :: part[1]]
     missing = [name for name in names if not (step / name).is_file()]
-    found = read_or_explain(lambda: _checksums(step, set(names) - set(missing)))
+    found = _checksums(step, set(names) - set(missing))
     changed = sorted(name for name, sums in found.items() if sums != listed[name])
     if changed:
         raise CorruptCheckpointError(f"{_few(changed)} changed on disk")
     if missing:
         raise IncompleteError(f"{_few(missing)} missing on disk")
-    return True
 
 
+@explained
 def _listed(step: epath.Path) -> Checksums:
     try:
         content = json.loads((step / NAME).read_text())
         files: Checksums = content["files"]
-        intact = content["checksum"] == _checksum_of(files)
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError("its list of checksums is damaged") from error
-    if not intact or not isinstance(files, dict):
-        raise CorruptCheckpointError("its list of checksums is damaged")
-    return files
+        if content["checksum"] == _checksum_of(files) and isinstance(files, dict):
+            return files
+    except (LookupError, TypeError, ValueError, RecursionError):
+        pass  # What is no list, or no text, is as damaged as a list that was changed.
+    raise CorruptCheckpointError("its list of checksums is damaged")
 
 
 def _checksum_of(files: Any) -> int:
     return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
+@explained
 def _checksums(step: epath.Path, names: Iterable[str]) -> Checksums:
     """Returns the size of each file and the checksum of each of its blocks."""
     sizes = {name: (step / name).stat().length for name in names}
@@ -109,6 +121,9 @@ def _checksums(step: epath.Path, names: Iterable[str]) -> Checksums:
 
 def _checksum(path: epath.Path, start: int) -> int:
     """Returns the CRC-32 of the block that begins at `start`."""
+    # Of all sums, this one of zlib (5 GB/s per core) is the fastest that sees every
+    # small change: Adler-32 makes 3, SHA-1 2, SHA-256 1.5, BLAKE2 0.5; a NumPy sum 9.
+    # A `mmap` would gain a fifth, but a failing disk would kill the process.
     value, left = 0, _BLOCK
     with path.open("rb") as file:
         file.seek(start)
@@ -116,14 +131,6 @@ def _checksum(path: epath.Path, start: int) -> int:
         while left and (piece := file.read(min(left, 2**18))):
             value, left = zlib.crc32(piece, value), left - len(piece)
     return value
-
-
-def _files(folder: epath.Path) -> Iterable[epath.Path]:
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
 
 
 def _few(names: list[str]) -> str:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from flax_amp.checkpoint._verify import StepReport, verify
+from flax_amp.checkpoint._report import StepReport, verify
 
 
 def add_checkpoint(commands: Any) -> None:

@@ -18,10 +18,11 @@ optimizer has the same path whether or not it was wrapped.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from flax_amp.checkpoint._arrays import Path
-from flax_amp.checkpoint._scaler import common_key, scaler_field
+from flax_amp.checkpoint._scaler import SCALER_KEYS, scaler_field
 
 # The first segments of the common paths of hyper-parameters of `flax_amp.optim`.
 HYPERPARAMS = "flax_amp.optim"
@@ -40,27 +41,36 @@ WRAPPERS = {
 _FIELDS = {"step", "params", "opt_state", "rngs", "variables"}
 
 
-def by_common_path(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Returns the given paths by their common paths.
+class Leaf(NamedTuple):
+    """A leaf of one side, and its path there."""
+
+    path: Path
+    value: Any
+
+
+def by_common_path(leaves: Mapping[Path, Any]) -> dict[Path, Leaf]:
+    """Returns leaves, given by their own paths, by their common paths.
 
     Paths that would have one common path keep their own.
     """
-    own = {path: _without_value(path) for path in paths}
-    wrappers, inner_path = _unwrap(set(own.values()))
+    # An `nnx.State` adds `value` to the path of each of its Variables.
+    own = {
+        path: path[:-1] if path[-1] == "value" and len(path) > 1 else path
+        for path in leaves
+    }
+    wrappers = _unwrap(set(own.values()))
     scaler = scaler_field(own.values())
 
     def common(path: Path) -> Path:
-        if path[: len(inner_path)] == inner_path:
-            return ("opt_state", *path[len(inner_path) :])
         if path[0] == "opt_state":
-            *_, enclosing = (
-                name
-                for name, prefix in wrappers.items()
-                if path[: len(prefix)] == prefix
+            *_, (name, prefix) = (
+                wrapper
+                for wrapper in wrappers.items()
+                if path[: len(wrapper[1])] == wrapper[1]
             )
-            return (enclosing, *path[len(wrappers[enclosing]) :])
+            return (name, *path[len(prefix) :])
         if path[0] == scaler and len(path) == 2:
-            return ("scaler", common_key(path[1]))
+            return ("scaler", SCALER_KEYS.get(path[1], path[1]))
         return path if path[0] in _FIELDS else ("variables", *path)
 
     result = {path: common(plain) for path, plain in own.items()}
@@ -69,16 +79,11 @@ def by_common_path(paths: Iterable[Path]) -> dict[Path, Path]:
         result = {
             path: new if count[new] == 1 else path for path, new in result.items()
         }
-    return {new: path for path, new in result.items()}
+    return {result[path]: Leaf(path, value) for path, value in leaves.items()}
 
 
-def _without_value(path: Path) -> Path:
-    """Removes what `nnx.State` adds to the path of each of its Variables."""
-    return path[:-1] if path[-1] == "value" and len(path) > 1 else path
-
-
-def _unwrap(paths: set[Path]) -> tuple[dict[str, Path], Path]:
-    """Returns the path of each wrapper of an optimizer, and of the state inside."""
+def _unwrap(paths: set[Path]) -> dict[str, Path]:
+    """Returns the path of each wrapper, the outermost first, then that of the state."""
     wrappers: dict[str, Path] = {}
     inner_path: Path = ("opt_state",)
     while True:
@@ -91,4 +96,4 @@ def _unwrap(paths: set[Path]) -> tuple[dict[str, Path], Path]:
                 inner_path = (*inner_path, field)
                 break
         else:
-            return wrappers, inner_path
+            return {**wrappers, "opt_state": inner_path}

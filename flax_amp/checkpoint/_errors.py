@@ -1,10 +1,12 @@
 """The errors and the warning of this room, and what tells damage from an outage."""
 
 import errno
+import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOT_DAMAGE = (MemoryError, PermissionError, ConnectionError, TimeoutError)
@@ -39,23 +41,28 @@ class CheckpointWarning(UserWarning):
     """Something was passed over, left out, renamed or not saved."""
 
 
-def read_or_explain(read: Callable[[], T]) -> T:
-    """Returns the result of `read` and explains every error that it raises.
+def explained(read: Callable[P, T]) -> Callable[P, T]:
+    """Makes a function that reads files explain every error that it raises.
 
     A step counts as damaged only if its files say so. Without memory, permission, file
     descriptors or a connection the files may be intact, and another step is not what
-    the user wants.
+    the user wants. What has been explained is not explained again.
 
     Raises:
       CorruptCheckpointError: if the files are damaged.
       OSError: if they cannot be read for another reason.
     """
-    try:
-        return read()
-    except CorruptCheckpointError:
-        raise
-    except Exception as error:  # A damaged file makes its reader raise anything.
-        raise _explained(error) from error
+
+    @functools.wraps(read)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except CorruptCheckpointError:
+            raise
+        except Exception as error:  # A damaged file makes its reader raise anything.
+            raise _explained(error) from error
+
+    return wrapped
 
 
 def _explained(error: BaseException) -> Exception:

@@ -3,7 +3,10 @@
 Two runs that save into one directory by mistake delete and hide each other's steps. The
 lock is the operating system's (`flock`), so it ends with the process, however that
 ends. The managers of one process share it: Python releases it with the last reference.
-Remote directories, and systems and file systems without `flock`, have no lock.
+A forked process that outlives its parent holds the lock until it ends.
+
+Systems and file systems without `flock` have no lock, nor have buckets: an object in
+one would still lock out others after a kill, and a lease needs a clock and a thread.
 """
 
 import os

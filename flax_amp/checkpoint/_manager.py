@@ -30,7 +30,7 @@ from flax_amp.checkpoint._steps import (
     HALF,
     agreed,
     directory_of,
-    known_damaged,
+    found_damaged,
     whole_number,
 )
 
@@ -51,25 +51,27 @@ class Manager(ocp.CheckpointManager):
 
     Attributes:
       best_metric: the metric that decides which steps are kept.
-      interval: a step is saved if its number is a multiple of this.
       mutex: held while a step is saved, for several threads.
     """
 
-    best_metric: str | None = None
-    interval = 1
     _held: _lock.Lock | None = None
-    _began = False
     _closed = False
     _saving: int | None = None
     _failed: int | None = None
 
     def __init__(
-        self, directory: epath.Path, options: ocp.CheckpointManagerOptions
+        self,
+        directory: epath.Path,
+        options: ocp.CheckpointManagerOptions,
+        best_metric: str | None,
     ) -> None:
+        self.best_metric = best_metric
         self.mutex = threading.RLock()
+        self._interval = options.save_interval_steps
         self._in_background = options.enable_async_checkpointing
         asked = options.async_options or ocp.AsyncOptions()
         self._then = asked.post_finalization_callback
+        # Orbax has a hook before the commit only where it saves in the background.
         options = dataclasses.replace(
             options,
             enable_async_checkpointing=True,
@@ -80,7 +82,10 @@ class Manager(ocp.CheckpointManager):
         super().__init__(directory, options=options)
 
     def _before_commit(self) -> None:
-        """Lists the checksums of the step that Orbax is about to commit."""
+        """Lists the checksums of the step that Orbax is about to commit.
+
+        A kill between a commit and a list would leave a step that nothing can check.
+        """
         half = self.directory / f"{self._saving}{HALF}"
         # Some remote directories have no half-written steps.
         _checksums.write(half if half.exists() else self.directory / str(self._saving))
@@ -114,12 +119,11 @@ class Manager(ocp.CheckpointManager):
     def _begin(self) -> None:
         if jax.process_index() != 0:
             return
-        if not self._began:
+        if self._held is None:
             try:
                 self._held, is_first = _lock.acquire(self.directory)
             except OSError as error:
                 raise self.failure(error) from error
-            self._began = True
             if is_first:  # Nobody else saves here: these are of runs that were killed.
                 _remove_leftovers(self.directory)
         if self._failed is not None:
@@ -140,12 +144,12 @@ class Manager(ocp.CheckpointManager):
         """Renames damaged steps that are newer than this one, with a warning.
 
         Orbax would save nothing of a run that went on from an older step until the run
-        had passed the damaged steps.
+        had passed the damaged steps. They are not deleted: somebody may need them.
         """
-        if step % self.interval and not force:
+        if step % self._interval and not force:
             return
         newer = {other for other in self.all_steps() if other >= step}
-        if not newer or not newer <= known_damaged(self.directory):
+        if not newer or not newer <= found_damaged[self.directory]:
             return
         self.wait_until_finished()
         self.begin()
@@ -154,7 +158,7 @@ class Manager(ocp.CheckpointManager):
                 _set_aside(self.directory / str(other))
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("flax_amp: damaged steps moved")
-        known_damaged(self.directory).difference_update(newer)
+        found_damaged[self.directory].difference_update(newer)
         self.reload()
         warnings.warn(
             f"checkpoint.save: {self.directory}: the damaged steps {sorted(newer)} are "
@@ -298,13 +302,8 @@ def manager(
     if best_metric is not None:
         settings["best_fn"] = _score(best_metric, best_mode)
         settings.setdefault("preservation_policy", _best_and_newest(settings))
-    opened = Manager(
-        folder,  # Orbax would reject a relative path, but only at the first save.
-        options=ocp.CheckpointManagerOptions(**settings),
-    )
-    opened.best_metric = best_metric
-    opened.interval = interval
-    return opened
+    # Orbax would reject a relative path, but only at the first save.
+    return Manager(folder, ocp.CheckpointManagerOptions(**settings), best_metric)
 
 
 def _best_and_newest(

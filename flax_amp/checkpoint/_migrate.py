@@ -1,31 +1,28 @@
 """Checkpoints of other programs, other optimizers, other models.
 
-Both sides are brought to common paths first (see `_common_paths`). Then every array of
+Both sides are brought to common paths first (see `_common_paths`): that is one rule for
+both directions, and messages still name each array by its own path. Then every array of
 the target must have a counterpart on disk, and the reverse; the exceptions are in
-`_may_stay` and `_may_be_dropped`, and wrappers of optimizers that were not saved start
-afresh (`_initial`). One error names all other arrays.
+`_problems`, and wrappers of optimizers that were not saved start afresh (`_initial`).
+One error names all other arrays.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp.checkpoint import _scaler, _sources
-from flax_amp.checkpoint._arrays import (
-    NumpyLeaves,
-    Path,
-    differences,
-    has_value,
-    leaves_of_target,
-    path_text,
-    place,
-    replace_leaves,
+from flax_amp.checkpoint import _arrays, _scaler, _sources
+from flax_amp.checkpoint._arrays import NumpyLeaves, Path
+from flax_amp.checkpoint._common_paths import (
+    HYPERPARAMS,
+    WRAPPERS,
+    Leaf,
+    by_common_path,
 )
-from flax_amp.checkpoint._common_paths import HYPERPARAMS, WRAPPERS, by_common_path
 from flax_amp.checkpoint._errors import CheckpointWarning
 from flax_amp.checkpoint._patterns import Choice, Patterns, renamed
 
@@ -102,130 +99,102 @@ def migrate(
       >>> state.params["w"].tolist(), float(state.scaler["scaler"])
       ([1.0, 1.0], 1.0)
     """
-    target_leaves = leaves_of_target(target, "checkpoint.migrate")
+    wanted = _arrays.leaves_of_target(target, "checkpoint.migrate")
     choice = Choice(include, exclude)
-    name, saved_leaves = _sources.read(source, step, stacklevel=2)
-    saved_leaves = renamed(saved_leaves, rename or {})
-    choice.check([*saved_leaves, *target_leaves])
+    name, found = _sources.read(source, step, stacklevel=2)
+    found = renamed(found, rename or {})
+    choice.check([*found, *wanted])
 
-    sides = _Sides(
-        target_leaves,
-        saved_leaves,
-        by_common_path(target_leaves),
-        by_common_path(saved_leaves),
-    )
-    paths = sides.chosen(choice)
-    values = _values(sides, paths)
+    sides = _Sides(by_common_path(wanted), by_common_path(found))
+    chosen = sides.chosen(choice)
+    values = _values(sides, chosen)
     _fit_scaler(values, sides)
-    _check_fit(name, sides, paths, values, has_rngs=hasattr(target, "rngs"))
-    for text in _describe_dropped(sides, paths):
+    problems = _problems(sides, chosen, values, has_rngs=hasattr(target, "rngs"))
+    if any(problems):
+        raise ValueError(
+            f"checkpoint.migrate: {name} does not fit the target:\n  "
+            + "\n  ".join(sorted(filter(None, problems)))
+            + "\nexpected a counterpart for everything, on both sides. Map names on "
+            "disk to those of the target with rename=, leave arrays of the target as "
+            "they are with exclude=, or read only some with include=."
+            + _hint(sides, chosen)
+        )
+    for text in _describe_dropped(sides, chosen):
         warnings.warn(
             f"checkpoint.migrate: {name}: {text}.", CheckpointWarning, stacklevel=2
         )
     likes = ocp.tree.to_flat_dict(target)  # with Python numbers as they are
-    found = {sides.target_paths[path]: value for path, value in values.items()}
-    placed = {path: place(value, likes[path]) for path, value in found.items()}
-    return replace_leaves(target, placed)
+    read = {sides.target[path].path: value for path, value in values.items()}
+    placed = {path: _arrays.place(value, likes[path]) for path, value in read.items()}
+    return _arrays.replace_leaves(target, placed)
 
 
 class _Sides(NamedTuple):
-    """The arrays of a target and of a checkpoint.
+    """The leaves of a target and of a checkpoint, each by common path."""
 
-    Attributes:
-      target_leaves: the leaves of the target, by their paths there.
-      saved_leaves: the arrays of the checkpoint, by their paths on disk.
-      target_paths: the paths in the target, by common path.
-      saved_paths: the paths on disk, by common path.
-    """
-
-    target_leaves: Mapping[Path, Any]
-    saved_leaves: NumpyLeaves
-    target_paths: Mapping[Path, Path]
-    saved_paths: Mapping[Path, Path]
-
-    def own_paths(self, path: Path) -> list[Path]:
-        """Returns the path in the target and the path on disk, where there are such."""
-        sides = (self.target_paths, self.saved_paths)
-        return [side[path] for side in sides if path in side]
-
-    def target_leaf(self, path: Path) -> Any:
-        """Returns a leaf of the target by its common path."""
-        return self.target_leaves[self.target_paths[path]]
-
-    def saved_leaf(self, path: Path) -> np.ndarray:
-        """Returns an array of the checkpoint by its common path."""
-        return self.saved_leaves[self.saved_paths[path]]
+    target: Mapping[Path, Leaf]
+    saved: Mapping[Path, Leaf]
 
     def chosen(self, choice: Choice) -> set[Path]:
-        """Returns the common paths that are to be read."""
-        paths = self.target_paths.keys() | self.saved_paths.keys()
-        return {path for path in paths if choice.takes(*self.own_paths(path))}
+        """Returns the common paths that are to be read, by their paths on each side."""
+        return {
+            path
+            for path in self.target.keys() | self.saved.keys()
+            if choice.takes(*(side[path].path for side in self if path in side))
+        }
 
 
-def _values(sides: _Sides, paths: set[Path]) -> NumpyLeaves:
+def _values(sides: _Sides, chosen: Set[Path]) -> NumpyLeaves:
     """Returns the arrays for a target by common path, the scaler as it was saved."""
     values = {}
-    for path in paths & sides.target_paths.keys():
-        like = sides.target_leaf(path)
-        if path in sides.saved_paths:
-            values[path] = _convert(sides.saved_leaf(path), like)
-        elif path[0] in WRAPPERS.keys() - _tops(sides.saved_paths) - {HYPERPARAMS}:
-            values[path] = _initial(path, like, sides)
+    # Hyper-parameters do not start afresh: those of the target stay.
+    unsaved = WRAPPERS.keys() - _tops(sides.saved) - {HYPERPARAMS}
+    for path in chosen & sides.target.keys():
+        like = sides.target[path].value
+        if path in sides.saved:
+            values[path] = _convert(sides.saved[path].value, like)
+        elif path[0] in unsaved:
+            values[path] = _initial(path, like, sides.saved)
     return values
 
 
-def _check_fit(
-    name: str, sides: _Sides, paths: set[Path], values: NumpyLeaves, has_rngs: bool
-) -> None:
-    """Raises one ValueError that lists every array without a counterpart that fits."""
-    kept_paths = {
-        path
-        for path in sides.target_paths.keys() - values.keys()
-        if path not in paths or _may_stay(path, values, sides)
-    }
-    unmatched_paths = {
-        path
-        for path in paths - sides.target_paths.keys()
-        if not _may_be_dropped(path, sides, has_rngs)
-    }
-    if problems := _problems(sides, values, kept_paths, unmatched_paths):
-        raise ValueError(
-            f"checkpoint.migrate: {name} does not fit the target:\n  "
-            + "\n  ".join(sorted(problems))
-            + "\nexpected a counterpart for everything, on both sides. Map names on "
-            "disk to those of the target with rename=, leave arrays of the target as "
-            "they are with exclude=, or read only some with include=."
-            + _hint(sides, paths)
-        )
-
-
 def _problems(
-    sides: _Sides,
-    values: NumpyLeaves,
-    kept_paths: set[Path],
-    unmatched_paths: set[Path],
+    sides: _Sides, chosen: Set[Path], values: NumpyLeaves, has_rngs: bool
 ) -> list[str]:
-    """Returns a line for each array without a counterpart of its shape and dtype.
+    """Returns a line for each array, which is empty if there is no problem with it.
 
-    What stays as it is in the target needs no counterpart, but a value.
+    An array needs a counterpart of its shape and dtype. What stays as it is in the
+    target needs none, but a value.
     """
-    own, saved_as, leaves = sides.target_paths, sides.saved_paths, sides.target_leaves
-    kept = {own[path] for path in kept_paths}
-    matched = differences(
-        {own[path]: value for path, value in values.items()},
-        {path: leaf for path, leaf in leaves.items() if path not in kept},
-        saved_as={own[path]: saved_as[path] for path in own.keys() & saved_as.keys()},
-    )
-    unmatched = {saved_as[path] for path in unmatched_paths}
-    return [
-        *matched,
-        *differences({path: sides.saved_leaves[path] for path in unmatched}, {}),
-        *(
-            f"{path_text(path)}: to stay as in the target, where it has no value"
-            for path in kept
-            if not has_value(leaves[path])
-        ),
-    ]
+    # By the first segment of their common paths. Hyper-parameters that were not saved
+    # stay as they are in the target, random keys if there are none on disk, and a
+    # scaler if there is none to resume with.
+    may_stay = {HYPERPARAMS}
+    may_stay |= {"scaler"} - _tops(values)
+    may_stay |= {"rngs"} - _tops(sides.saved)
+    # The target may have other wrappers, no hyper-parameters and no random keys.
+    may_be_dropped = {HYPERPARAMS, *WRAPPERS.keys() - _tops(sides.target)}
+    may_be_dropped |= set() if has_rngs else {"rngs"}
+    lines = []
+    for path, (own_path, like) in sides.target.items():
+        if path in values:
+            saved_path = sides.saved[path].path if path in sides.saved else None
+            lines.append(
+                _arrays.difference(own_path, values[path], like, saved_path=saved_path)
+            )
+        elif path in chosen and path[0] not in may_stay:
+            lines.append(_arrays.difference(own_path, None, like))
+        elif not _arrays.has_value(like):
+            name = _arrays.path_text(own_path)
+            lines.append(f"{name}: to stay as in the target, where it has no value")
+    for path in chosen - sides.target.keys():
+        # The target may have no scaler, or another one. What is no key of a scaler may
+        # be something else, which must not vanish.
+        is_of_scaler = path[0] == "scaler" and path[1] in _scaler.KEYS
+        if path[0] not in may_be_dropped and not is_of_scaler:
+            own_path, value = sides.saved[path]
+            lines.append(_arrays.difference(own_path, value, None))
+    return lines
 
 
 def _tops(paths: Iterable[Path]) -> set[str]:
@@ -233,62 +202,32 @@ def _tops(paths: Iterable[Path]) -> set[str]:
     return {path[0] for path in paths}
 
 
-def _may_stay(path: Path, values: NumpyLeaves, sides: _Sides) -> bool:
-    """Whether an array of the target keeps its value although it was not excluded.
-
-    Hyper-parameters that were not saved do, random keys if there are none on disk, and
-    a scaler if there is none to resume with.
-    """
-    if path[0] == "scaler":
-        return "scaler" not in _tops(values)
-    if path[0] == "rngs":
-        return "rngs" not in _tops(sides.saved_paths)
-    return path[0] == HYPERPARAMS
-
-
-def _may_be_dropped(path: Path, sides: _Sides, has_rngs: bool) -> bool:
-    """Whether the target need not have a place for an array.
-
-    It may have no scaler or another one, no random keys, and other wrappers.
-    """
-    if path[0] == "scaler":
-        return path[1] in _scaler.KEYS
-    if path[0] == "rngs":
-        return not has_rngs
-    unwrapped = WRAPPERS.keys() - _tops(sides.target_paths)
-    return path[0] == HYPERPARAMS or path[0] in unwrapped
-
-
-def _initial(path: Path, like: Any, sides: _Sides) -> np.ndarray:
+def _initial(path: Path, like: Any, saved: Mapping[Path, Leaf]) -> np.ndarray:
     """Returns what a wrapper of an optimizer that was not saved begins with."""
     if path == ("MultiSteps", "gradient_step"):
         # It counts updates, and the optimizer inside has made some already.
         steps, skipped = (
-            sides.saved_leaf(path) if path in sides.saved_paths else 0
+            saved[path].value if path in saved else 0
             for path in (("step",), ("apply_if_finite", "total_notfinite"))
         )
         return np.maximum(np.subtract(steps, skipped), 0).astype(np.int32)
     return np.full(like.shape, path[-1] == "last_finite", like.dtype)
 
 
-def _scaler_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Returns the scaler among leaves by common path."""
-    return {path[1]: leaf for path, leaf in leaves.items() if path[0] == "scaler"}
-
-
 def _fit_scaler(values: NumpyLeaves, sides: _Sides) -> None:
     """Puts the scaler to resume with among the values by common path."""
-    found = _scaler_of(values)
-    target = _scaler_of({path: sides.target_leaf(path) for path in sides.target_paths})
-    saved = _scaler_of({path: sides.saved_leaf(path) for path in sides.saved_paths})
+    found = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
+    target, saved = (
+        {path[1]: leaf.value for path, leaf in side.items() if path[0] == "scaler"}
+        for side in sides
+    )
     if _scaler.is_batched(found) or _scaler.is_batched(target):
-        return
+        return  # The scalers of several runs go on as they were saved.
     if "min_scaler" in target:
-        if not found and all(map(has_value, target.values())):
+        if not found and all(map(_arrays.has_value, target.values())):
             return  # It stays as it is.
-        scaler, _ = _scaler.resume(found, target)
-        scaler = _scaler.limited(scaler, target)
-        _scaler.check(scaler, "checkpoint.migrate: scaler")
+        where = "checkpoint.migrate: scaler"
+        scaler, _ = _scaler.resume(found, target, where, clip=True)
         for key in target:
             values["scaler", key] = np.asarray(scaler[key])
     elif _scaler.kind_of(saved) == "static":
@@ -297,18 +236,18 @@ def _fit_scaler(values: NumpyLeaves, sides: _Sides) -> None:
             del values["scaler", key]
 
 
-def _describe_dropped(sides: _Sides, paths: set[Path]) -> list[str]:
+def _describe_dropped(sides: _Sides, chosen: Set[Path]) -> list[str]:
     """Describes what was dropped of an optimizer that a user may miss."""
-    dropped = paths - sides.target_paths.keys()
+    dropped = chosen - sides.target.keys()
     texts = []
     summed = ("MultiSteps", "mini_step")
-    if summed in dropped and (steps := np.max(sides.saved_leaf(summed))):
+    if summed in dropped and (steps := np.max(sides.saved[summed].value)):
         texts.append(
             f"dropped the sum of the gradients of {steps} steps that MultiSteps had "
             "not applied yet; the optimizer of the target has no MultiSteps"
         )
     lost = sorted("/".join(path[1:]) for path in dropped if path[0] == HYPERPARAMS)
-    if lost and HYPERPARAMS in _tops(sides.target_paths):
+    if lost and HYPERPARAMS in _tops(sides.target):
         texts.append(
             f"dropped the hyper-parameters {', '.join(lost)}, which the optimizer of "
             "the target does not have as leaves"
@@ -316,11 +255,11 @@ def _describe_dropped(sides: _Sides, paths: set[Path]) -> list[str]:
     return texts
 
 
-def _hint(sides: _Sides, paths: set[Path]) -> str:
+def _hint(sides: _Sides, chosen: Set[Path]) -> str:
     """Returns further advice if every saved array has one axis more."""
     shapes = [
-        (sides.saved_leaf(path).shape, sides.target_leaf(path).shape)
-        for path in paths & sides.target_paths.keys() & sides.saved_paths.keys()
+        (sides.saved[path].value.shape, sides.target[path].value.shape)
+        for path in chosen & sides.target.keys() & sides.saved.keys()
     ]
     if shapes and all(saved[1:] == wanted != saved for saved, wanted in shapes):
         return (

@@ -48,13 +48,11 @@ def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
 
 
 def _any(paths: Iterable[Path], patterns: Iterable[str]) -> bool:
-    return any(_matches(path, pattern) for path in paths for pattern in patterns)
-
-
-def _matches(path: Path, pattern: str) -> bool:
     """Whether a pattern matches a path, or something that the path lies below."""
-    above = ("/".join(path[:depth]) for depth in range(1, len(path) + 1))
-    return any(fnmatch.fnmatchcase(name, pattern) for name in above)
+    names = {path_text(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+    return any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names
+    )
 
 
 def renamed(leaves: Mapping[Path, T], rename: Mapping[str, str]) -> dict[Path, T]:

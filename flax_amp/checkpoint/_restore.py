@@ -11,33 +11,11 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from flax_amp._training.train_state import StateT
-from flax_amp.checkpoint import _scaler
-from flax_amp.checkpoint._arrays import (
-    Path,
-    check_state,
-    commit_like,
-    differences,
-    leaves_of_target,
-    read_tree,
-    replace_leaves,
-    restore_spec,
-    spec_of,
-    unfit_shardings,
-)
-from flax_amp.checkpoint._errors import CheckpointWarning, read_or_explain
-from flax_amp.checkpoint._steps import (
-    ITEM,
-    agreed,
-    candidates,
-    describe,
-    finish_saving,
-    newest_intact,
-    step_name,
-    steps_in,
-)
+from flax_amp.checkpoint import _arrays, _scaler, _steps
+from flax_amp.checkpoint._arrays import Path
+from flax_amp.checkpoint._errors import CheckpointWarning
 
 
 def restore(manager: Any, target: StateT, *, step: Any = None) -> StateT:
@@ -70,65 +48,57 @@ def restore(manager: Any, target: StateT, *, step: Any = None) -> StateT:
       CorruptCheckpointError: if the step, or every step, was damaged on disk.
       OSError: if the files cannot be read for another reason.
     """
-    check_state(target, "checkpoint.restore: target")
-    directory = finish_saving(manager)
+    _arrays.check_state(target, "checkpoint.restore: target")
+    directory = _steps.finish_saving(manager)
+    wanted = _arrays.leaves_of_target(target, "checkpoint.restore")
 
-    def attempt(candidate: int) -> StateT:
-        return _restore_step(directory, candidate, target)
+    def read(found: _steps.Step) -> tuple[StateT, list[str]]:
+        return _state_like(target, _read_arrays(found, wanted), str(found))
 
-    def steps() -> list[int]:
-        return candidates(steps_in(directory), directory, step)
-
-    return newest_intact(steps, attempt, directory, stacklevel=2)
-
-
-def _restore_step(directory: epath.Path, step: int, target: StateT) -> StateT:
-    where = step_name(directory, step)
-    wanted = leaves_of_target(target, "checkpoint.restore")
-    read = agreed(lambda: _read_step(directory, step, wanted))
-    leaves = ocp.tree.to_flat_dict(target)
-    values = {
-        path: commit_like(value, leaves[path]) if path in leaves else value
-        for path, value in read.items()
-    }
-
-    saved = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
-    if unknown := sorted(saved.keys() - _scaler.KEYS):
-        _warn(f"{where}: dropped {unknown} of the scaler, unknown to this version.")
-        saved = {key: saved[key] for key in saved.keys() & _scaler.KEYS}
-    scaler, remark = _scaler.resume(saved, target.scaler)
-    if remark:
-        _warn(f"{where}: {remark}; the target's is used.")
-    _scaler.check(scaler, f"checkpoint.restore: {where}: scaler")
-    return replace_leaves(target, values).replace(scaler=scaler)
+    state, remarks = _steps.newest_intact(
+        directory, _steps.steps_in, read, step, stacklevel=2
+    )
+    for remark in remarks:
+        warnings.warn(f"checkpoint.restore: {remark}", CheckpointWarning, stacklevel=2)
+    return state
 
 
-def _read_step(
-    directory: epath.Path, step: int, wanted: Mapping[Path, Any]
-) -> dict[Path, Any]:
+def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> dict[Path, Any]:
     """Returns the arrays of a step by path, where the target has them.
 
     Each process reads for itself; together they check the files.
     """
-    part = jax.process_index(), jax.process_count()
-    tree, _ = describe(directory, step, part)
+    tree = step.verified_tree((jax.process_index(), jax.process_count()))
     on_disk = ocp.tree.to_flat_dict(tree)
-    _check_fit(on_disk, wanted, step_name(directory, step))
-    # Orbax is asked for the structure on disk: another empty dict is no difference.
-    asked = [
-        restore_spec(wanted.get(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)))
-        for path, leaf in on_disk.items()
-    ]
-    like = jax.tree.unflatten(jax.tree.structure(tree), asked)
-    how = ocp.checkpoint_utils.construct_restore_args(like)
-    folder = directory / str(step) / ITEM
-    read = read_or_explain(lambda: read_tree(folder, item=like, restore_args=how))
+    _check_fit(on_disk, wanted, str(step))
+    # Keys of the scaler that the target lacks become arrays of JAX as well.
+    like = {**dict.fromkeys(on_disk), **wanted}
+    read = _arrays.read_tree(step.folder / _steps.ITEM, tree, like)
     return dict(zip(on_disk, jax.tree.leaves(read), strict=True))
 
 
-def _warn(text: str) -> None:
-    # The warning names the caller of `restore`, some functions further up.
-    warnings.warn(f"checkpoint.restore: {text}", CheckpointWarning, stacklevel=6)
+def _state_like(
+    target: StateT, read: Mapping[Path, Any], where: str
+) -> tuple[StateT, list[str]]:
+    """Returns the target with the arrays that were read, and what to tell of them."""
+    leaves = ocp.tree.to_flat_dict(target)
+    values = {
+        path: _arrays.commit_like(value, leaves[path]) if path in leaves else value
+        for path, value in read.items()
+    }
+    remarks = []
+    saved = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
+    if unknown := sorted(saved.keys() - _scaler.KEYS):
+        remarks.append(
+            f"{where}: dropped {unknown} of the scaler, unknown to this version."
+        )
+        saved = {key: saved[key] for key in saved.keys() & _scaler.KEYS}
+    name = f"checkpoint.restore: {where}: scaler"
+    scaler, remark = _scaler.resume(saved, target.scaler, name)
+    if remark:
+        remarks.append(f"{where}: {remark}; the target's is used.")
+    state = _arrays.replace_leaves(target, values).replace(scaler=scaler)
+    return state, remarks
 
 
 def _check_fit(
@@ -140,12 +110,13 @@ def _check_fit(
     optional = {
         path
         for path in wanted.keys() ^ on_disk.keys()
-        if path[0] == "scaler" and spec_of(all_leaves[path]).shape == ()
+        if path[0] == "scaler" and getattr(all_leaves[path], "shape", ()) == ()
     }
-    problems = differences(
-        {path: leaf for path, leaf in on_disk.items() if path not in optional},
-        {path: leaf for path, leaf in wanted.items() if path not in optional},
-    ) + unfit_shardings(wanted)
+    differences = [
+        _arrays.difference(path, on_disk.get(path), wanted.get(path))
+        for path in sorted(all_leaves.keys() - optional)
+    ]
+    problems = [*filter(None, differences), *_arrays.unfit_shardings(wanted)]
     if problems:
         raise ValueError(
             f"checkpoint.restore: {where} does not fit the target:\n  "

@@ -11,10 +11,10 @@ import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint import _steps
 from flax_amp.checkpoint._arrays import check_state, description_of, path_text
 from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
 from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
-from flax_amp.checkpoint._steps import known_steps, record_of, whole_number
 
 
 def save(
@@ -111,15 +111,16 @@ def _save(
     if ours:
         ours.wait_until_finished()
         ours.begin()
-    known_steps(manager.directory).add(step)
+    _steps.met[manager.directory].add(step)
     try:
         saved: bool = manager.save(
             step,
             args=ocp.args.StandardSave(state),
             metrics=metrics,
             force=force,
-            # Only our manager lists checksums, as this record promises.
-            custom_metadata=record_of(step) if ours else None,
+            # Only our manager lists checksums, as this record promises. An item of our
+            # own would hold both, but plain Orbax reads no step with a second item.
+            custom_metadata=_steps.record_of(step) if ours else None,
         )
         if not ours:
             finish_at_exit(manager)
@@ -139,7 +140,7 @@ def _why_not(step: int, newest: int, directory: Any) -> str:
             "branch off from an older step, save into another directory."
         )
     # A run that saves its last state again, or resumes at its end, does no harm.
-    if step in known_steps(directory):
+    if step in _steps.met[directory]:
         return ""
     return (
         "which this process neither saved nor restored; it is kept, and the state is "
@@ -149,6 +150,7 @@ def _why_not(step: int, newest: int, directory: Any) -> str:
 
 def _step_of(state: AmpTrainState) -> int:
     """Returns the step of a state; that of several runs, which `vmap` makes, is one."""
+    # Runs at one step are one checkpoint, so that nothing else has to know of a sweep.
     name, steps = "checkpoint.save: the state's step", np.unique(state.step)
     if len(steps) > 1:
         raise ValueError(
@@ -158,7 +160,7 @@ def _step_of(state: AmpTrainState) -> int:
         )
     # What is no integer is described as the user has it.
     is_integer = steps.dtype.kind in "iu"
-    return whole_number(steps[0] if is_integer else state.step, name, 0)
+    return _steps.whole_number(steps[0] if is_integer else state.step, name, 0)
 
 
 def _numbers(
@@ -176,17 +178,16 @@ def _numbers(
             f"checkpoint.save: metrics has {names}; expected the best_metric {best!r} "
             f"of the manager. Pass metrics={{{best!r}: ...}}."
         )
-    return None if metrics is None else {k: _number(k, v) for k, v in metrics.items()}
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(
-            f"checkpoint.save: the metric {name!r} is {description_of(value)}; "
-            "expected one number."
-        ) from error
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"checkpoint.save: the metric {name!r} is {description_of(value)}; "
+                "expected one number."
+            ) from error
+    return None if metrics is None else numbers
 
 
 def _problem(leaf: Any) -> str:

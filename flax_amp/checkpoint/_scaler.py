@@ -23,12 +23,8 @@ from flax_amp.checkpoint._arrays import Path, has_value
 Scaler = Mapping[str, Any]
 
 KEYS = set(DynamicScalerState.__annotations__)
-_OF_DYNAMIC_SCALE = {"scale": "scaler", "fin_steps": "count"}
-
-
-def common_key(key: str) -> str:
-    """Returns the key of flax_amp for a key of another library."""
-    return _OF_DYNAMIC_SCALE.get(key, key)
+# The keys of Flax, and those of flax_amp for them.
+SCALER_KEYS = {"scale": "scaler", "fin_steps": "count"}
 
 
 def scaler_field(paths: Iterable[Path]) -> str | None:
@@ -39,16 +35,19 @@ def scaler_field(paths: Iterable[Path]) -> str | None:
             fields.setdefault(path[0], set()).add(path[1])
     if {"scaler", "count"} <= fields.get("scaler", set()):
         return "scaler"
+    # Other libraries leave the name to the user. Between two fields nobody can tell.
     found = [name for name, keys in fields.items() if _is_scaler(keys)]
     return found[0] if len(found) == 1 else None
 
 
 def _is_scaler(keys: set[str]) -> bool:
     jaxamp = {"scaler", "count", "patience"} <= keys <= KEYS
-    return jaxamp or keys == set(_OF_DYNAMIC_SCALE)
+    return jaxamp or keys == set(SCALER_KEYS)
 
 
-def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
+def resume(
+    saved: Scaler, target: Scaler, where: str, *, clip: bool = False
+) -> tuple[dict[str, Any], str]:
     """Returns the scaler to resume with, and a remark if it is not the saved one.
 
     A run that changes between float16 and bfloat16 changes between a dynamic and a
@@ -57,7 +56,16 @@ def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
 
     What `saved` lacks is taken from `target`, or has its default where `target` is
     abstract or was donated. The scalers of several runs, which are arrays with axes,
-    go on as they were saved.
+    go on as they were saved, unchecked.
+
+    Args:
+      saved: what was saved of a scaler.
+      target: the scaler of the target.
+      where: what a message calls the scaler.
+      clip: whether to bring the scale within its limits; a NaN becomes the target's.
+
+    Raises:
+      ValueError: if a value is out of its range.
     """
     if is_batched(saved) or is_batched(target):
         return {**target, **saved}, ""
@@ -65,28 +73,15 @@ def resume(saved: Scaler, target: Scaler) -> tuple[dict[str, Any], str]:
     if was and is_now and was != is_now:
         remark = f"the scaler is {was} on disk and {is_now} in the target"
         saved = {key: saved[key] for key in ("total_resets",) if key in saved}
-    return {**complete_scaler(_with_values(target)), **saved}, remark
-
-
-def limited(scaler: Scaler, target: Scaler) -> dict[str, Any]:
-    """Returns a scaler with its scale within its limits; a NaN is the target's.
-
-    Other libraries have no limits: the scale of jaxamp grows to infinity.
-    """
-    scale = np.asarray(scaler["scaler"])
-    if np.isnan(scale):
-        scale = np.asarray(complete_scaler(_with_values(target))["scaler"])
-    low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
-    return {**scaler, "scaler": np.clip(scale, low, high)}
-
-
-def check(scaler: Scaler, where: str) -> None:
-    """Raises a ValueError if a value of a restored scaler is out of its range.
-
-    The scalers of several runs are not checked.
-    """
-    if not is_batched(scaler):
-        check_scaler(scaler, where)
+    own = complete_scaler(_with_values(target))
+    scaler = {**own, **saved}
+    if clip:
+        # Other libraries have no limits: the scale of jaxamp grows to infinity.
+        scale = own["scaler"] if np.isnan(scaler["scaler"]) else scaler["scaler"]
+        low, high = np.asarray(scaler["min_scaler"]), np.asarray(scaler["max_scaler"])
+        scaler["scaler"] = np.clip(np.asarray(scale), low, high)
+    check_scaler(scaler, where)
+    return scaler, remark
 
 
 def kind_of(scaler: Scaler) -> str:

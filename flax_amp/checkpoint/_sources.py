@@ -21,20 +21,12 @@ from flax_amp.checkpoint._arrays import (
     read_metadata,
     read_on_host,
 )
-from flax_amp.checkpoint._errors import (
-    CorruptCheckpointError,
-    read_or_explain,
-    reason_of,
-)
+from flax_amp.checkpoint._errors import CorruptCheckpointError, reason_of
 from flax_amp.checkpoint._steps import (
     ITEM,
-    agreed,
-    candidates,
-    describe,
+    Step,
     finish_saving,
-    items_of,
     newest_intact,
-    step_name,
     steps_in,
 )
 
@@ -70,21 +62,14 @@ def read(source: Any, step: int | None, stacklevel: int) -> tuple[str, NumpyLeav
             f"checkpoint: {path} does not exist; expected a file or a directory that "
             "Orbax or Flax saved to. Check the path."
         )
-    folders = {} if path.is_file() else _names_of_steps(path)
-    if not folders:
+    if not _steps_of_any_kind(path):
         _reject_step(step, "one tree")
         return str(path), _read_entry(path)
 
-    def steps() -> list[int]:
-        now = _names_of_steps(path)
-        folders.update(now)
-        return candidates(now, path, step)
+    def read_step(found: Step) -> tuple[str, NumpyLeaves]:
+        return str(found), _read_step(found)
 
-    def read_step(number: int) -> tuple[str, NumpyLeaves]:
-        leaves = agreed(lambda: _read_step(path, number, folders[number]))
-        return step_name(path, number), leaves
-
-    return newest_intact(steps, read_step, path, stacklevel + 1)
+    return newest_intact(path, _steps_of_any_kind, read_step, step, stacklevel + 1)
 
 
 def _reject_step(step: int | None, what: str) -> None:
@@ -95,39 +80,36 @@ def _reject_step(step: int | None, what: str) -> None:
         )
 
 
-def _names_of_steps(path: epath.Path) -> dict[int, str]:
-    """Returns the folder name of each step in a directory; none for a single tree.
+def _steps_of_any_kind(path: epath.Path) -> list[Step]:
+    """Returns the steps in a directory; none for a file or a single tree.
 
     If a manager has saved steps there, other names with numbers are no steps.
 
     Raises:
       ValueError: if steps have names of different forms.
     """
-    if _is_tree(path):
-        return {}
+    if path.is_file() or _is_tree(path):
+        return []
     if ours := steps_in(path):
-        return {step: str(step) for step in ours}
-    found = [_STEP.fullmatch(child.name) for child in path.iterdir()]
-    matches = [match for match in found if match]
-    if len(kinds := sorted({match[1] or "" for match in matches})) > 1:
+        return ours
+    found = [(_STEP.fullmatch(child.name), child) for child in path.iterdir()]
+    matches = [(match, child) for match, child in found if match]
+    if len(kinds := sorted({match[1] or "" for match, _ in matches})) > 1:
         raise ValueError(
             f"checkpoint: {path} holds steps with different names, "
             f"{' and '.join(f'`{kind}<number>`' for kind in kinds)}; expected one "
             "form. Pass the path of the step to take."
         )
-    return {int(match[2]): match[0] for match in matches}
+    return [Step(int(match[2]), child) for match, child in matches]
 
 
-def _read_step(path: epath.Path, step: int, name: str) -> NumpyLeaves:
-    folder = path / name
-    is_of_manager = name == str(step) and not folder.is_file()
-    if is_of_manager:
-        items = read_or_explain(lambda: items_of(folder))
+def _read_step(step: Step) -> NumpyLeaves:
+    if step.folder.name == str(step.number) and not step.folder.is_file():
+        items = step.items()
+        # A folder without items is a step of a manager that has lost what it held.
         if ITEM in items or not items:
-            part = jax.process_index(), jax.process_count()
-            tree, _ = describe(path, step, part)
-            return read_or_explain(lambda: read_on_host(folder / ITEM, tree))
-    return _read_entry(folder)
+            return step.arrays((jax.process_index(), jax.process_count()))
+    return _read_entry(step.folder)
 
 
 def _read_entry(path: epath.Path) -> NumpyLeaves:
@@ -137,7 +119,7 @@ def _read_entry(path: epath.Path) -> NumpyLeaves:
     children = [path] if _is_tree(path) else list(path.iterdir())
     trees = sorted(child for child in children if _is_tree(child))
     if len(trees) == 1:
-        return read_or_explain(lambda: read_on_host(trees[0], read_metadata(trees[0])))
+        return read_on_host(trees[0], read_metadata(trees[0]))
     names = [child.name for child in trees or sorted(children)]
     what = f"the trees {names}" if trees else f"{names[:8]}, but no tree"
     raise ValueError(

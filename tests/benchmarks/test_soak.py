@@ -51,7 +51,7 @@ def test_the_model_of_a_restart(then, now):
         return init_scaler() if word == DYNAMIC else no_scaler()
 
     saved = update_scaler(scaler(then), False)
-    resumed, _ = _scaler.resume(saved, scaler(now))
+    resumed, _ = _scaler.resume(saved, scaler(now), "scaler")
     assert of(saved).resumed_as(of(scaler(now))) == of(resumed)
 
 

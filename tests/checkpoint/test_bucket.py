@@ -313,8 +313,9 @@ def test_a_bucket_needs_gcsfs(monkeypatch, capsys):
 def test_a_connection_that_fails_is_no_damage(where, make):
     of = pytest.importorskip(where, reason="pip install -e .[dev]")
 
+    @_errors.explained
     def read():
         raise make(of)
 
     with pytest.raises(OSError, match="they may be intact all the same"):
-        _errors.read_or_explain(read)
+        read()

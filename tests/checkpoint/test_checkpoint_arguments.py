@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import jax
@@ -72,7 +73,7 @@ def test_a_step_of_another_run_is_kept_with_a_warning(tmp_path, monkeypatch):
     with checkpoint.manager(tmp_path) as manager:
         assert checkpoint.save(manager, small())
         assert not checkpoint.save(manager, small())  # silent: it was saved here
-    monkeypatch.setattr(_steps, "_met", {})  # as in another process
+    monkeypatch.setattr(_steps, "met", defaultdict(set))  # as in another process
     other = small().replace(params=jax.tree.map(jnp.zeros_like, small().params))
     with checkpoint.manager(tmp_path) as manager:
         with pytest.warns(

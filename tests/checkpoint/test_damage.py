@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from _models import changed
 from benchmarks.faults.files import empty, flip, truncate
 from flax_amp import AmpTrainState, __main__, checkpoint, init_scaler
-from flax_amp.checkpoint import _checksums, _restore, _verify
+from flax_amp.checkpoint import _checksums, _steps
 
 pytestmark = pytest.mark.once
 
@@ -203,7 +203,8 @@ def test_every_block_of_a_file_is_checked(steps, monkeypatch):
     monkeypatch.setattr(_checksums, "_BLOCK", 1000)
     folder = epath.Path(steps / "2")
     _checksums.write(folder)
-    assert _checksums.check(folder) and _checksums.check(folder, (1, 3))
+    for part in ((0, 1), (1, 3)):
+        _checksums.check(folder, part)
     path = largest_file(steps)
     whole = path.read_bytes()
     for damaged in (whole + b"x", whole[:-1], whole[:-2000], whole[::-1]):
@@ -413,40 +414,33 @@ def test_an_old_step_that_is_half_deleted_is_no_damage(steps, part, capsys):
 
 @pytest.fixture
 def beside_a_writer(steps, monkeypatch):
-    """Removes step 1 for step 2 while `module.name` reads step 1 for the first time."""
-    (steps / "2").rename(steps / "hidden")
+    """A directory where step 1 is removed for step 2 when it is read first."""
+    hidden = (steps / "2").rename(steps / "hidden")
+    read = _steps.Step.verified_tree
 
-    def install(module, name):
-        read = getattr(module, name)
+    def wrapped(*args):
+        if hidden.exists():
+            hidden.rename(steps / "2")
+            shutil.rmtree(steps / "1")
+        return read(*args)
 
-        def wrapped(directory, step, *args):
-            if (steps / "hidden").exists():
-                (steps / "hidden").rename(steps / "2")
-                shutil.rmtree(steps / "1")
-            return read(directory, step, *args)
-
-        monkeypatch.setattr(module, name, wrapped)
-
-    return steps, install
+    monkeypatch.setattr(_steps.Step, "verified_tree", wrapped)
+    return steps
 
 
-def test_a_reader_beside_a_writer_lists_again(beside_a_writer):
-    steps, install = beside_a_writer
-    install(_restore, "_read_step")
-    assert read(steps, checkpoint.restore) == 2
+@pytest.mark.parametrize("reader", [checkpoint.restore, checkpoint.migrate])
+def test_a_reader_beside_a_writer_lists_again(beside_a_writer, reader):
+    assert read(beside_a_writer, reader) == 2
 
 
-def test_a_step_that_was_asked_for_and_has_gone_is_named(beside_a_writer):
-    steps, install = beside_a_writer
-    install(_restore, "_read_step")
+@pytest.mark.parametrize("reader", [checkpoint.restore, checkpoint.migrate])
+def test_a_step_that_was_asked_for_and_has_gone_is_named(beside_a_writer, reader):
     with pytest.raises(FileNotFoundError, match=r"steps \[2\]; expected step 1"):
-        checkpoint.restore(steps, make_state(), step=1)
+        reader(beside_a_writer, make_state(), step=1)
 
 
 def test_verify_beside_a_writer_lists_again(beside_a_writer):
-    steps, install = beside_a_writer
-    install(_verify, "describe")
-    (report,) = checkpoint.verify(steps)
+    (report,) = checkpoint.verify(beside_a_writer)
     assert (report.step, report.problem) == (2, "")
 
 

@@ -1,17 +1,13 @@
 """A report on every step of a directory: is it still what was saved?"""
 
+import contextlib
 import os
 from typing import Any, NamedTuple
 
-from etils import epath
-
-from flax_amp.checkpoint._arrays import NumpyLeaves, read_on_host
-from flax_amp.checkpoint._errors import (
-    CorruptCheckpointError,
-    IncompleteError,
-    read_or_explain,
-)
-from flax_amp.checkpoint._steps import ITEM, describe, finish_saving, steps_in
+from flax_amp.checkpoint._arrays import NumpyLeaves
+from flax_amp.checkpoint._checksums import files_of
+from flax_amp.checkpoint._errors import CorruptCheckpointError, IncompleteError
+from flax_amp.checkpoint._steps import Step, finish_saving, steps_in
 
 
 class StepReport(NamedTuple):
@@ -64,31 +60,29 @@ def verify(manager: Any) -> list[StepReport]:
       ('', True, 1.0)
     """
     directory = finish_saving(manager)
-    reports: dict[int, StepReport] = {}
+    reports: dict[Step, StepReport] = {}
     for _ in range(2):  # Another process may save and remove steps meanwhile.
         for step in steps_in(directory):
             if step not in reports:
-                reports[step] = _report(directory, step)
+                reports[step] = _report(step)
     there = steps_in(directory)
-    newest = max((s for s, report in reports.items() if not report.problem), default=-1)
+    newest = max((s.number for s, of in reports.items() if not of.problem), default=-1)
     return [
-        report._replace(half_deleted=report.half_deleted and step < newest)
+        report._replace(half_deleted=report.half_deleted and step.number < newest)
         for step, report in sorted(reports.items())
         if step in there or not report.problem
     ]
 
 
-def _report(directory: epath.Path, step: int) -> StepReport:
+def _report(step: Step) -> StepReport:
     """Returns the report of a step, `half_deleted` if any of its files are missing."""
-    folder = directory / str(step)
-    size = _size_of(folder)
+    report = StepReport(step.number, _size_of(step), "", False, {})
     try:
-        tree, has_checksums = describe(directory, step)
-        read = read_or_explain(lambda: read_on_host(folder / ITEM, tree))
+        scaler = _scaler_of(step.arrays())
     except (CorruptCheckpointError, OSError, ValueError) as error:
         is_incomplete = isinstance(error, IncompleteError)
-        return StepReport(step, size, str(error), False, {}, is_incomplete)
-    return StepReport(step, size, "", has_checksums, _scaler_of(read))
+        return report._replace(problem=str(error), half_deleted=is_incomplete)
+    return report._replace(has_checksums=step.has_checksums, scaler=scaler)
 
 
 def _scaler_of(read: NumpyLeaves) -> dict[str, float]:
@@ -101,12 +95,9 @@ def _scaler_of(read: NumpyLeaves) -> dict[str, float]:
     }
 
 
-def _size_of(path: epath.Path) -> int:
-    try:
-        if os.path.islink(path):
-            return 0
-        if path.is_dir():
-            return sum(map(_size_of, path.iterdir()))
-        return path.stat().length
-    except OSError:  # It was removed meanwhile.
-        return 0
+def _size_of(step: Step) -> int:
+    size = 0
+    with contextlib.suppress(OSError):  # Another process may remove the step meanwhile.
+        for path in files_of(step.folder):
+            size += 0 if os.path.islink(path) else path.stat().length
+    return size
