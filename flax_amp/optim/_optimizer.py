@@ -257,9 +257,12 @@ def _count(opt_state: PyTree) -> Any:
     `None` if the state has no count, or some optimizers inside do not update at every
     step.
     """
+    # It is read from the state. A record of what a schedule is called with could not
+    # leave the `cond` of `MultiSteps`, and checkpoints of optax have none.
     if opt_state is None:
         return jnp.zeros((), jnp.int32)
-    # Behind a gate around all of it, every count waits alike.
+    # Behind a gate around all of it, every count waits alike. Without one, all counts
+    # are equal, so that the first stands for those of all schedules.
     inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
     if _tree.nodes(inside, _GATES):
         return None
