@@ -1,6 +1,5 @@
 """Metrics as JSON lines: written so that a kill does no harm, and read back."""
 
-import bisect
 import json
 import math
 import os
@@ -81,17 +80,17 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
             f"{path} does not exist; expected a folder with {_NAME}, which "
             "flax_amp.metrics.create_writer writes."
         )
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, dict[int, float]] = {}
     for _, line in _lines(path):
+        if "step" not in line:
+            continue
+        step, _ = line.pop("step"), line.pop("wall_time", None)
         for name, value in line.items():
-            if name in ("step", "wall_time") or "step" not in line:
-                continue
-            series, step = found.setdefault(name, []), line["step"]
-            at = bisect.bisect_left(series, step, key=lambda entry: entry[0])
-            if at < len(series) and series[at][0] == step:
-                del series[at:]
-            series.insert(at, (step, math.nan if value is None else value))
-    return found
+            series = found.setdefault(name, {})
+            if step in series:  # the run was resumed before it
+                found[name] = series = {s: v for s, v in series.items() if s < step}
+            series[step] = math.nan if value is None else value
+    return {name: sorted(series.items()) for name, series in found.items()}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -239,7 +239,7 @@ class FactoryCall:
             for keys, leaf in jax.tree_util.tree_leaves_with_path(
                 tree, is_leaf=is_call
             ):
-                here = "/".join((argument, *names_of(keys)))
+                here = _place(argument, keys)
                 if is_number(leaf) or self._is_schedule(argument, leaf):
                     yield (here,), leaf
                 if isinstance(leaf, nested_types):
@@ -254,7 +254,7 @@ class FactoryCall:
         argument = here.partition("/")[0]
 
         def changed(keys: Any, leaf: Any) -> Any:
-            if "/".join((argument, *names_of(keys))) != here:
+            if _place(argument, keys) != here:
                 return leaf
             return leaf._with_at(inside, value) if inside else value
 
@@ -382,9 +382,9 @@ def callable_name(factory: Any) -> str:
     return getattr(factory, "__name__", type(factory).__name__)
 
 
-def names_of(keys: Any) -> tuple[str, ...]:
-    """Returns the names in a path of JAX."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+def _place(argument: str, keys: Any) -> str:
+    """Returns the name of a part of an argument, such as `args/1`."""
+    return jax.tree_util.keystr((argument, *keys), simple=True, separator="/")
 
 
 def is_call(node: Any) -> bool:

@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp.optim._call import FactoryCall, is_call, is_number, names_of
+from flax_amp.optim._call import FactoryCall, is_call, is_number
 
 PyTree = Any
 
@@ -268,8 +268,8 @@ def _count(opt_state: PyTree) -> Any:
         return None
     counts = [node.count for node in _tree.nodes(inside, optax.ScaleByScheduleState)]
     named = jax.tree_util.tree_leaves_with_path(inside)
-    ends = [(names_of(path)[-1:], leaf) for path, leaf in named]
-    counts += [x for wanted in _COUNTS for name, x in ends if name == (wanted,)]
+    ends = [(jax.tree_util.keystr(path[-1:], simple=True), x) for path, x in named]
+    counts += [x for wanted in _COUNTS for name, x in ends if name == wanted]
     return jnp.maximum(counts[0] - 1, 0) if counts else None
 
 
