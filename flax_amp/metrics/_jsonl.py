@@ -54,6 +54,7 @@ class JsonlWriter(MetricWriter):
     def _write(self, line: Mapping[str, Any]) -> None:
         self._check_open()
         text = json.dumps(_without_nan(line), allow_nan=False, default=str)
+        # A file that stays open would be one that another writer has replaced.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -140,6 +141,7 @@ def _drop_lines(path: Path, first_step: int) -> None:
     os.replace(temporary, path)
 
 
+# `null`, and no string "NaN": a column stays a column of numbers in pandas.
 def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _without_nan(inner) for name, inner in value.items()}
