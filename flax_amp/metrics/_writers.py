@@ -1,7 +1,8 @@
 """Writers of metrics, with the methods of clu's `MetricWriter`.
 
 clu's own class cannot be imported without TensorFlow. So these have its methods and
-signatures, and everything that takes a writer of clu takes these, and the reverse.
+signatures, which a test compares, and everything that takes a writer of clu takes
+these, and the reverse.
 """
 
 import contextlib

@@ -415,9 +415,8 @@ def _rate(value: Any, name: str) -> Any:
         )
     if not is_number(value) or (_tree.is_array(value) and _is_float(value)):
         return value
-    dtype = jax.dtypes.canonicalize_dtype(float)
     # An array of NumPy starts no backend.
-    return value.astype(dtype) if _tree.is_array(value) else np.array(value, dtype)
+    return _as_array_like(np.zeros((), jax.dtypes.canonicalize_dtype(float)), value)
 
 
 def _as_argument(leaf: Any) -> Any:

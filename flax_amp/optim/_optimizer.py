@@ -28,6 +28,9 @@ INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 class Schedule(FactoryCall):
     """A schedule as a pytree: a function of the count of updates.
 
+    A schedule of optax is a function, which is no array, and so a static argument. The
+    arrays in this one are leaves.
+
     Example:
       >>> from flax_amp import optim
       >>> schedule = optim.cosine_decay_schedule(init_value=0.1, decay_steps=100)
@@ -149,6 +152,8 @@ class Optimizer(FactoryCall):
           >>> from flax_amp import optim
           >>> tx = optax.chain(optax.clip(1.0), optim.adam(1e-3).to_optax())
         """
+        # The pytree is the state only on demand: what `inject_hyperparams` around it
+        # computed would else be ignored without a word.
         if in_state:
             return optax.GradientTransformationExtraArgs(self.init, update_state)
         return self.build()
