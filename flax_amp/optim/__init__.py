@@ -118,17 +118,21 @@ def _kind_of(name: str) -> Any:
     return _KINDS.get(declared)
 
 
+# Not kept in `globals()`, where doctest would run the examples of optax.
+@functools.cache
+def _named(name: str) -> Any:
+    make = _make_constructor(_public(name), _kind_of(name))
+    make.__module__, make.__name__, make.__qualname__ = __name__, name, name
+    return make
+
+
 def __getattr__(name: str) -> Callable[..., Optimizer]:
-    kind = _kind_of(name)
-    if kind is None:
+    if _kind_of(name) is None:
         raise AttributeError(
             f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule "
             "of this name. Expected one of dir(optim), or use optim.wrap."
         )
-    make = _make_constructor(_public(name), kind)
-    make.__module__, make.__name__, make.__qualname__ = __name__, name, name
-    globals()[name] = make  # the same function each time
-    return make
+    return _named(name)
 
 
 def __dir__() -> list[str]:
