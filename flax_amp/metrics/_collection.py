@@ -14,12 +14,15 @@ import numpy as np
 from clu import metrics as clu_metrics
 from clu import values as clu_values
 
+from flax_amp.metrics._writers import REAL, is_dtype
+
 # What the step reports -> its name here. The last value counts, of skipped steps too.
 _LAST = {"scaler": "scale", "hyperparams/learning_rate": "learning_rate"}
 _LAST |= {name: name for name in ("skipped_total", "learning_rate")}
 _KINDS = ("means", "last", "counts", "own")
-# After the loss and the user's own.
-_ORDER = ("scale", "grad_norm", "learning_rate", "skip_rate", "skipped_total")
+# The order in which `compute` shows them; "" stands for what the user named.
+_ORDER = ["loss", "", "scale", "grad_norm", "learning_rate", "skip_rate"]
+_ORDER += ["skipped_total", "hyperparams/"]
 
 
 @flax.struct.dataclass
@@ -99,7 +102,9 @@ class StepMetrics(clu_metrics.Collection):
             if kind := _kind_of(name, value):
                 kinds[kind][ours] = value
         means, last, counts, own = kinds.values()
-        # Sorted, in whatever order they are given.
+        # One array for each kind, because each one that a call returns costs time: 13
+        # metrics take 14 µs, and 136 µs if each is a metric of clu. They are sorted, in
+        # whatever order they are given.
         names = tuple(tuple(sorted(kind)) for kind in (means, last, counts))
         values = jnp.float32([means[name] for name in names[0]])
         return cls(
@@ -140,6 +145,8 @@ class StepMetrics(clu_metrics.Collection):
             return other if self.steps is None else self
         _check_same_names(self, other)
 
+        # Only a metric of clu knows what its leaves mean, so they cannot be masked: of
+        # two, one without a finite step is not merged.
         def choose(mine: Any, others: Any, merged: Any) -> Any:
             either = jnp.where(other.steps[0] > 0, others, mine)
             return jnp.where((self.steps[0] > 0) & (other.steps[0] > 0), merged, either)
@@ -179,9 +186,8 @@ class StepMetrics(clu_metrics.Collection):
 
 
 def _rank(name: str) -> int:
-    if name.startswith("hyperparams/"):
-        return len(_ORDER) + 1
-    return _ORDER.index(name) + 1 if name in _ORDER else int(name != "loss") - 1
+    known = "hyperparams/" if name.startswith("hyperparams/") else name
+    return _ORDER.index(known if known in _ORDER else "")
 
 
 def _kind_of(name: str, value: Any) -> str | None:
@@ -197,9 +203,7 @@ def _kind_of(name: str, value: Any) -> str | None:
 
 def _is_real_scalar(value: Any) -> bool:
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        kinds = (np.floating, np.integer, np.bool_)
-        is_real = any(jax.dtypes.issubdtype(value.dtype, kind) for kind in kinds)
-        return is_real and not value.shape
+        return is_dtype(value.dtype, *REAL) and not value.shape
     return isinstance(value, bool | int | float)
 
 

@@ -1,6 +1,5 @@
 """Metrics as JSON lines: written so that a kill does no harm, and read back."""
 
-import bisect
 import json
 import math
 import os
@@ -55,6 +54,7 @@ class JsonlWriter(MetricWriter):
     def _write(self, line: Mapping[str, Any]) -> None:
         self._check_open()
         text = json.dumps(_without_nan(line), allow_nan=False, default=str)
+        # A file that stays open would be one that another writer has replaced.
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 
@@ -81,17 +81,17 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
             f"{path} does not exist; expected a folder with {_NAME}, which "
             "flax_amp.metrics.create_writer writes."
         )
-    found: dict[str, list[tuple[int, float]]] = {}
+    found: dict[str, dict[int, float]] = {}
     for _, line in _lines(path):
+        if "step" not in line:
+            continue
+        step, _ = line.pop("step"), line.pop("wall_time", None)
         for name, value in line.items():
-            if name in ("step", "wall_time") or "step" not in line:
-                continue
-            series, step = found.setdefault(name, []), line["step"]
-            at = bisect.bisect_left(series, step, key=lambda entry: entry[0])
-            if at < len(series) and series[at][0] == step:
-                del series[at:]
-            series.insert(at, (step, math.nan if value is None else value))
-    return found
+            series = found.setdefault(name, {})
+            if step in series:  # the run was resumed before it
+                found[name] = series = {s: v for s, v in series.items() if s < step}
+            series[step] = math.nan if value is None else value
+    return {name: sorted(series.items()) for name, series in found.items()}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -141,6 +141,7 @@ def _drop_lines(path: Path, first_step: int) -> None:
     os.replace(temporary, path)
 
 
+# `null`, and no string "NaN": a column stays a column of numbers in pandas.
 def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _without_nan(inner) for name, inner in value.items()}

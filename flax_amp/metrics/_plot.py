@@ -1,7 +1,11 @@
-"""One picture of a run: loss, scale, gradient norm, learning rate and skip rate."""
+"""One picture of a run: loss, scale, gradient norm, learning rate and skip rate.
+
+It is an image, and no page of widgets, so that it can be pasted anywhere. The lines
+have labels at their ends in the place of a legend.
+"""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,22 +26,22 @@ _PANELS = {
 }
 _GAP = 12  # points between the labels of two lines
 
+Run = str | os.PathLike[str]
+
 
 class Line(NamedTuple):
     """A series of a run, and how it is drawn."""
 
     steps: np.ndarray
     values: np.ndarray
-    color: str
-    style: Any
-    names: tuple[str, str]  # of the run, if there are several, and the prefix
+    look: dict[str, Any]  # color and style, as matplotlib calls them
+    run: str  # its name; empty if there is no other
+    prefix: str  # of the name of the metric
     skipped: np.ndarray  # whether steps were, in each window
     total: int  # of all skipped steps
 
 
-def plot(
-    *runs: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
-) -> Path:
+def plot(*runs: Run, out: Run | None = None) -> Path:
     """Draws what runs have logged, one below the other, over the same steps.
 
     Drawn are all metrics named `loss`, `scale`, `grad_norm`, `learning_rate` or
@@ -77,13 +81,13 @@ def plot(
             f"{', '.join(_PANELS)}; expected one of them at least. Log what "
             "flax_amp.metrics.StepMetrics computes."
         )
-    _picture(Figure, runs, panels).savefig(path, dpi=150)
+    names = _names(runs)
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
+    _picture(Figure, title, panels).savefig(path, dpi=150)
     return path
 
 
-def _target(
-    runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None
-) -> Path:
+def _target(runs: Sequence[Run], out: Run | None) -> Path:
     """Returns the path of the picture, whose folder and format are known to exist."""
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -107,22 +111,16 @@ def _target(
     return path
 
 
-def _picture(
-    figure_class: Any,
-    runs: Sequence[str | os.PathLike[str]],
-    panels: dict[str, list[Line]],
-) -> Any:
+def _picture(figure_class: Any, title: str, panels: dict[str, list[Line]]) -> Any:
     heights = [_PANELS[name][1] for name in panels]
     figure = figure_class(figsize=(9, 0.9 + 1.05 * sum(heights)), layout="constrained")
-    names = _names(runs)
-    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     all_axes = figure.subplots(
         len(panels), sharex=True, squeeze=False, height_ratios=heights
     )[:, 0]
     for axes, (name, lines) in zip(all_axes, panels.items(), strict=True):
-        _draw(axes, name, lines, is_single=len(runs) == 1)
-    _note_skips(all_axes[0], panels, is_single=len(runs) == 1)
+        _draw(axes, name, lines)
+    _note_skips(all_axes[0], panels)
     all_axes[-1].set_xlabel("step", color="#444")
     all_axes[-1].xaxis.set_major_formatter("{x:,.0f}")
     all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
@@ -132,14 +130,14 @@ def _picture(
     return figure
 
 
-def _names(runs: Sequence[str | os.PathLike[str]]) -> list[str]:
+def _names(runs: Sequence[Run]) -> list[str]:
     """Returns the parts of the paths in which they differ."""
     paths = [os.path.abspath(run) for run in runs]
     common = os.path.commonpath(paths) if len(set(paths)) > 1 else None
     return [os.path.relpath(p, common) if common else Path(p).name for p in paths]
 
 
-def _find_lines(runs: Sequence[str | os.PathLike[str]]) -> dict[str, list[Line]]:
+def _find_lines(runs: Sequence[Run]) -> dict[str, list[Line]]:
     """Returns the lines of each panel that has any."""
     panels: dict[str, list[Line]] = {name: [] for name in _PANELS}
     for number, (run, label) in enumerate(zip(runs, _names(runs), strict=True)):
@@ -151,63 +149,67 @@ def _find_lines(runs: Sequence[str | os.PathLike[str]]) -> dict[str, list[Line]]
                 rates = dict(logged.get(f"{prefix}skip_rate", []))
                 steps, values = np.array(logged[name], float).T
                 color = _COLORS[(number if len(runs) > 1 else index) % len(_COLORS)]
-                style = _LINES[index % len(_LINES)]
+                look = dict(color=color, ls=_LINES[index % len(_LINES)])
                 skipped = np.array([rates.get(int(s), 0) > 0 for s in steps])
                 totals = logged.get(f"{prefix}skipped_total", [(0, 0)])
-                names = (label * (len(runs) > 1), prefix.rstrip("/"))
-                look = (color, style, names, skipped, int(totals[-1][1]))
-                lines.append(Line(steps, values, *look))
+                name_of_run = label if len(runs) > 1 else ""
+                names = name_of_run, prefix.rstrip("/")
+                line = Line(steps, values, look, *names, skipped, int(totals[-1][1]))
+                lines.append(line)
     panels = {name: lines for name, lines in panels.items() if lines}
     if len(panels) > 1 and all((x.values == 1).all() for x in panels.get("scale", ())):
         panels.pop("scale", None)  # nothing is scaled
     return panels
 
 
-def _draw(axes: Any, name: str, lines: Sequence[Line], *, is_single: bool) -> None:
+def _draw(axes: Any, name: str, lines: Sequence[Line]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#ddd", linewidth=0.6)
     axes.tick_params(labelsize=8, colors="#444")
     axes.margins(x=0.01, y=0.12)
     axes.set_title(_PANELS[name][0], loc="left", fontsize=10, color="#222")
     for line in lines:
-        few = len(line.steps) <= 40
-        look: dict[str, Any] = dict(ls=line.style, color=line.color, lw=1.3)
-        if name == "skip_rate":  # a rate is that of the steps before
-            look["drawstyle"] = "steps-pre"
-        dots = None if few else _dots(line, name)
-        axes.plot(
-            line.steps, line.values, marker="o", markersize=2.5, markevery=dots, **look
-        )
-        if is_single:
-            spans, across = list(_spans(line)), axes.get_xaxis_transform()
-            axes.broken_barh(
-                spans, (0, 1), transform=across, color=_RED, alpha=0.1, lw=0
-            )
+        # A rate is that of the steps before.
+        look = line.look | ({"ds": "steps-pre"} if name == "skip_rate" else {})
+        dots = None if len(line.steps) <= 40 else _dots(line, name)
+        axes.plot(line.steps, line.values, "o", ms=2.5, markevery=dots, lw=1.3, **look)
+        if not line.run:
+            _shade(axes, line)
         if name == "scale" and line.skipped.any():
             axes.plot(
                 line.steps[line.skipped],
                 line.values[line.skipped],
                 "x",
-                color=_RED if is_single else line.color,
+                color=line.look["color"] if line.run else _RED,
                 markersize=5 if line.skipped.sum() <= 60 else 3,
                 markeredgewidth=1.2,
             )
     _scale(axes, name, np.concatenate([line.values for line in lines]))
 
 
-def _note_skips(axes: Any, panels: dict[str, list[Line]], *, is_single: bool) -> None:
+def _shade(axes: Any, line: Line) -> None:
+    """Makes the background red in each window with skipped steps, which ends there."""
+    widths = np.diff(line.steps)
+    first = widths[:1] if len(widths) else [1]  # as wide as the next one
+    widths = np.concatenate([first, widths])
+    spans = np.stack([line.steps - widths, widths], axis=1)[line.skipped]
+    across = axes.get_xaxis_transform()
+    axes.broken_barh(spans, (0, 1), transform=across, color=_RED, alpha=0.1, lw=0)
+
+
+def _note_skips(axes: Any, panels: dict[str, list[Line]]) -> None:
     """Says what the crosses are, and how many steps were skipped."""
     every = [line for lines in panels.values() for line in lines]
+    if not any(line.skipped.any() for line in every):
+        return
+    is_single = not any(line.run for line in every)
     has_crosses = any(line.skipped.any() for line in panels.get("scale", ()))
     marks = ["red"] * is_single + ["×"] * has_crosses
-    if marks and any(line.skipped.any() for line in every):
-        count = max(line.total for line in every) if is_single else 0
-        what = (
-            f"{count:,} step{'s' * (count > 1)} skipped" if count else "steps skipped"
-        )
-        color = _RED if is_single else "#444"
-        note = f"{', '.join(marks)}: {what}"
-        axes.set_title(note, loc="right", fontsize=8.5, color=color)
+    count = max(line.total for line in every) if is_single else 0
+    what = f"{count:,} step{'s' * (count > 1)} skipped" if count else "steps skipped"
+    note = f"{', '.join(marks)}: {what}" if marks else ""
+    color = _RED if is_single else "#444"
+    axes.set_title(note, loc="right", fontsize=8.5, color=color)
 
 
 def _dots(line: Line, name: str) -> list[int]:
@@ -216,15 +218,6 @@ def _dots(line: Line, name: str) -> list[int]:
     is_alone = ~seen[:-2] & ~seen[2:]
     is_mean = line.skipped & (name in ("loss", "grad_norm"))
     return np.flatnonzero(seen[1:-1] & (is_alone | is_mean)).tolist()
-
-
-def _spans(line: Line) -> Iterator[tuple[float, float]]:
-    """Yields where each stretch of windows with skipped steps begins, and its width."""
-    before = np.concatenate([line.steps[:1] - np.diff(line.steps[:2]), line.steps[:-1]])
-    if len(line.steps) == 1:
-        before = line.steps - 1
-    for start, end in zip(before[line.skipped], line.steps[line.skipped], strict=True):
-        yield start, end - start
 
 
 def _scale(axes: Any, name: str, values: np.ndarray) -> None:
@@ -280,34 +273,29 @@ def _label(axes: Any, name: str, lines: Sequence[Line]) -> None:
             y = axes.transData.transform((0, value))[1] * 72 / axes.figure.dpi
             ends.append((y, value, line))
     ends.sort(key=lambda end: end[0])
-    prefixes = {line.names[1] for line in lines}
+    has_prefixes = len({line.prefix for line in lines}) > 1
     top = axes.bbox.y1 * 72 / axes.figure.dpi
-    places = _spread([y for y, *_ in ends], top)
+    places = _spread(np.array([y for y, *_ in ends]), top)
     for (y, value, line), place in zip(ends, places, strict=True):
-        words = (line.names[0], line.names[1] if len(prefixes) > 1 else "")
+        words = (line.run, line.prefix if has_prefixes else "")
         axes.annotate(
             " ".join([*filter(None, words), _value(name, value)]),
             (1, value),
             xycoords=axes.get_yaxis_transform(),
             xytext=(6, place - y),
             textcoords="offset points",
-            color=line.color,
+            color=line.look["color"],
             fontsize=8.5,
             va="center",
             annotation_clip=False,
         )
 
 
-def _spread(heights: Sequence[float], top: float) -> list[float]:
+def _spread(heights: np.ndarray, top: float) -> np.ndarray:
     """Moves heights, which rise, apart: upward, and back where that is too high."""
-    places: list[float] = []
-    for y in heights:
-        places.append(max([y, *(last + _GAP for last in places[-1:])]))
-    limit = top
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], limit)
-        limit = places[i] - _GAP
-    return places
+    gaps = _GAP * np.arange(len(heights))
+    places = np.maximum.accumulate(heights - gaps) + gaps
+    return np.minimum(places, top - gaps[::-1])
 
 
 def _value(name: str, value: float) -> str:

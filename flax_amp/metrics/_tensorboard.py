@@ -26,7 +26,7 @@ class TensorBoardWriter(MetricWriter):
     """Writes scalars, texts, images and histograms for TensorBoard.
 
     Each call is on disk when it returns. tensorboardX's own `SummaryWriter` keeps
-    events in a queue, which a kill loses.
+    events in a queue, which a kill loses: up to two minutes of them.
 
     Args:
       logdir: a folder; a resumed run adds a file of events to it.
@@ -43,7 +43,8 @@ class TensorBoardWriter(MetricWriter):
         self, logdir: str | os.PathLike[str], *, first_step: int | None = None
     ) -> None:
         os.makedirs(logdir, exist_ok=True)
-        # Files made in the same second must differ in the rest of their names.
+        # Files made in the same second must differ in the rest of their names, which
+        # those of `SummaryWriter` do not.
         prefix = os.path.join(logdir, "events")
         self._events = EventsWriter(prefix, f".{time.time_ns()}.{os.getpid()}")
         if first_step is not None:

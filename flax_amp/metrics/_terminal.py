@@ -54,11 +54,8 @@ class TerminalWriter(MetricWriter):
         if not self._times or step > self._times[-1][0]:
             self._times.append((step, time.monotonic()))
         if not self._console.is_terminal:
-            line = [
-                *self._progress(step),
-                *(f"{g}{text}" for g, text in groups.items()),
-            ]
-            self._console.print("  ".join(line), markup=False, soft_wrap=True)
+            line = "  ".join([*self._progress(step), *groups.values()])
+            self._console.print(line, markup=False, soft_wrap=True)
             return
         self._groups |= groups
         if self._live is None:
@@ -71,10 +68,9 @@ class TerminalWriter(MetricWriter):
 
     def close(self) -> None:
         super().close()
+        atexit.unregister(self.close)
         if self._live is not None:
-            self._live.stop()
-            self._live = None
-            atexit.unregister(self.close)
+            self._live.stop()  # a second time does nothing
 
     def _progress(self, step: int) -> list[str]:
         """Returns the step, the speed and the time left, as far as they are known."""
@@ -97,19 +93,22 @@ class TerminalWriter(MetricWriter):
         if self._total:
             cells.insert(1, ProgressBar(self._total, step, width=20))
         bar.add_row(*cells)
-        lines = (Text(f"{group}{text}") for group, text in self._groups.items())
-        return Group(bar, *lines)
+        return Group(bar, *map(Text, self._groups.values()))
 
 
 def _grouped(numbers: dict[str, float]) -> dict[str, str]:
-    """Returns `{"train: ": "loss 0.25  scale 32768"}`, without hyper-parameters."""
-    groups: dict[str, list[str]] = {}
+    """Returns lines by group, `train: loss 0.25  scale 32768`, for the terminal.
+
+    Hyper-parameters are left out.
+    """
+    groups: dict[str, str] = {}
     for name, value in numbers.items():
         if "hyperparams/" not in name:
             group, _, last = name.rpartition("/")
-            shown = f"{last} {_short(value)}"
-            groups.setdefault(f"{group}: " if group else "", []).append(shown)
-    return {group: "  ".join(shown) for group, shown in groups.items()}
+            title = f"{group}: " if group else ""
+            line = f"{groups[group]}  " if group in groups else title
+            groups[group] = f"{line}{last} {_short(value)}"
+    return groups
 
 
 def _short(value: float) -> str:

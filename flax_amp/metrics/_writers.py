@@ -1,7 +1,8 @@
 """Writers of metrics, with the methods of clu's `MetricWriter`.
 
 clu's own class cannot be imported without TensorFlow. So these have its methods and
-signatures, and everything that takes a writer of clu takes these, and the reverse.
+signatures, which a test compares, and everything that takes a writer of clu takes
+these, and the reverse.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 Scalars = Mapping[str, Any]
+REAL = (np.floating, np.integer, np.bool_)
 
 
 class MetricWriter:
@@ -193,12 +195,14 @@ def to_numbers(scalars: Scalars) -> dict[str, Any]:
     # As a list, since a dict would come back with its keys sorted.
     fetched = jax.device_get(list(scalars.values()))
     return {
-        name: _number(repr(name), value, "a real number", *_REAL)
+        name: _number(repr(name), value, "a real number", *REAL)
         for name, value in zip(scalars, fetched, strict=True)
     }
 
 
-_REAL = (np.floating, np.integer, np.bool_)
+def is_dtype(dtype: Any, *kinds: Any) -> bool:
+    """Whether a dtype, also one that NumPy does not know, is of some of the kinds."""
+    return any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _number(what: str, value: Any, expected: str, *kinds: Any) -> Any:
@@ -208,14 +212,14 @@ def _number(what: str, value: Any, expected: str, *kinds: Any) -> Any:
             f"metrics: {what} has the shape {array.shape}; expected a scalar. "
             "Reduce it, or use write_histograms."
         )
-    if not any(jax.dtypes.issubdtype(array.dtype, kind) for kind in kinds):
+    if not is_dtype(array.dtype, *kinds):
         raise TypeError(
             f"metrics: {what} is {value!r}; expected {expected}. Convert it, or leave "
             "it out."
         )
     number = array.reshape(())[()]
     # The shortest text of a float32: 0.9, not 0.8999999761581421.
-    is_float = jax.dtypes.issubdtype(array.dtype, np.floating)
+    is_float = is_dtype(array.dtype, np.floating)
     return float(str(number)) if is_float else int(number)
 
 

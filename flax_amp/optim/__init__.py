@@ -118,6 +118,7 @@ def _kind_of(name: str) -> Any:
     return _KINDS.get(declared)
 
 
+# Not kept in `globals()`, where doctest would run the examples of optax.
 @functools.cache
 def _named(name: str) -> Any:
     make = _make_constructor(_public(name), _kind_of(name))

@@ -20,6 +20,7 @@ from flax_amp import _tree
 from flax_amp._compat import with_weak_type
 
 PyTree = Any
+# The names of the nested calls and of an argument: `("args/1", "b1")`.
 Path = tuple[str, ...]
 
 
@@ -68,11 +69,10 @@ class FactoryCall:
                 f"{callable_name(factory)}: {error}; expected the arguments {known}."
             ) from None
         bound.apply_defaults()
-        arguments: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            kind = signature.parameters[name].kind
-            is_var_keyword = kind is inspect.Parameter.VAR_KEYWORD
-            arguments |= value if is_var_keyword else {name: value}
+        arguments = dict(bound.arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name)
         if taken := [name for name in arguments if hasattr(type(self), name)]:
             raise TypeError(
                 f"{callable_name(factory)}: its arguments {', '.join(taken)} have the "
@@ -81,7 +81,10 @@ class FactoryCall:
             )
         empty = self._new(factory, {}, Static(dict.fromkeys(arguments)))
         vars(self).update(vars(empty._with(arguments)))
-        self.build()  # optax refuses bad arguments here, where the user can see it
+        # optax refuses bad arguments, and warns, here, where the user can see it. Later
+        # calls warn as Python's filters say, by default not again: to silence them,
+        # `warnings.catch_warnings` would change the filters of all threads.
+        self.build()
 
     @classmethod
     def _new(cls, factory: Any, arrays: dict[str, PyTree], static: Static) -> Self:
@@ -96,7 +99,9 @@ class FactoryCall:
             if name not in static:  # a state
                 arrays[name] = value
                 continue
-            value = self._convert(name, value)
+            # A number in the place of an array becomes one, a learning rate always.
+            value = _match_arrays(getattr(self, name), value)
+            value = _rate(value, self._name) if name == "learning_rate" else value
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
@@ -104,26 +109,19 @@ class FactoryCall:
         order = [n for n in dict.fromkeys([*static, *arrays]) if n in arrays]
         return self._new(self._factory, {name: arrays[name] for name in order}, static)
 
-    def _convert(self, name: str, value: Any) -> Any:
-        """Returns a new argument, with arrays for the numbers that are to be leaves."""
-        value = _match_arrays(getattr(self, name), value)
-        return _rate(value, self._name) if name == "learning_rate" else value
-
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(
             f"{self._name} is frozen; expected a copy: replace({name}=...)."
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is no attribute comes here; a copy in the making has none at all.
-        static, arrays = (vars(self).get(n, {}) for n in ("_static", "_arrays"))
-        if name not in static:
-            known = ", ".join(static)
-            own_name = callable_name(vars(self).get("_factory"))
-            raise AttributeError(f"{own_name} has no {name}; it has {known}")
-        if name not in arrays:
-            return static[name]
-        return _tree.combine(arrays[name], static[name])
+        # Only what is no attribute comes here; an object in the making has none at all.
+        if name in FactoryCall.__annotations__:
+            raise AttributeError(name)
+        if name not in self._static:
+            known = ", ".join(self._static)
+            raise AttributeError(f"{self._name} has no {name}; it has {known}")
+        return _tree.combine(self._arrays.get(name), self._static[name])
 
     @property
     def _name(self) -> str:
@@ -197,10 +195,9 @@ class FactoryCall:
         """
         entries = self._entries(FactoryCall)
         places = {"/".join(path): (path, value) for path, value in entries.values()}
-        places |= entries | self._entries()
         # A name of this call comes before the same one inside.
-        for name in (*self._static, *self._arrays):
-            places[name] = (name,), getattr(self, name)
+        own = dict.fromkeys([*self._static, *self._arrays])
+        places |= entries | {name: ((name,), getattr(self, name)) for name in own}
         if unknown := sorted(changes.keys() - places):
             ends = tuple(f"/{name}" for name in unknown)
             expected = [name for name in places if name.endswith(ends)] or places
@@ -218,26 +215,7 @@ class FactoryCall:
     def _check_change(self, name: str, old: Any, new: Any) -> None:
         """Raises a ValueError if a state may not fit a new argument."""
 
-    def _with_at(self, path: Path, value: Any) -> Self:
-        """Returns a copy with another value at a path."""
-
-        # `here` lacks the name of the argument, which is path[0]. For the path
-        # ("learning_rate", "init_value") it is () at the schedule, which then changes
-        # its own ("init_value",). For ("args", "1", "b1") it is ("0",) at args[0],
-        # which stays, and ("1",) at args[1], which changes its own ("b1",).
-        def changed(keys: Any, leaf: Any) -> Any:
-            here = names_of(keys)
-            if here != path[1 : len(here) + 1]:
-                return leaf
-            inside = path[len(here) + 1 :]
-            return leaf._with_at(inside, value) if inside else value
-
-        argument = getattr(self, path[0])
-        if len(path) > 1:
-            value = jax.tree_util.tree_map_with_path(changed, argument, is_leaf=is_call)
-        return self._with({path[0]: value})
-
-    def _entries(self, nested_types: Any = ()) -> dict[str, tuple[Path, Any]]:
+    def _entries(self, nested_types: Any) -> dict[str, tuple[Path, Any]]:
         """Returns path and value of every number and schedule by name.
 
         Args:
@@ -247,36 +225,57 @@ class FactoryCall:
           Entries by name, or by path where a name occurs twice.
         """
         found = list(self._walk(nested_types))
-        count = Counter(name for name, _, _ in found)
+        count = Counter(path[-1] for path, _ in found)
         return {
-            name if count[name] == 1 else "/".join(path): (path, value)
-            for name, path, value in found
+            path[-1] if count[path[-1]] == 1 else "/".join(path): (path, value)
+            for path, value in found
         }
 
-    def _walk(self, nested_types: Any) -> Iterator[tuple[str, Path, Any]]:
+    def _walk(self, nested_types: Any) -> Iterator[tuple[Path, Any]]:
         for argument, tree in self._arguments().items():
             for keys, leaf in jax.tree_util.tree_leaves_with_path(
                 tree, is_leaf=is_call
             ):
-                path = (argument, *names_of(keys))
+                here = _place(argument, keys)
                 if is_number(leaf) or self._is_schedule(argument, leaf):
-                    yield "/".join(path), path, leaf
+                    yield (here,), leaf
                 if isinstance(leaf, nested_types):
-                    for name, rest, value in leaf._walk(nested_types):
-                        yield name, (*path, *rest), value
+                    for inside, value in leaf._walk(nested_types):
+                        yield (here, *inside), value
+
+    def _with_at(self, path: Path, value: Any) -> Self:
+        """Returns a copy with another value at a path."""
+        here, *inside = path
+        if not inside and (here in self._static or here in self._arrays):
+            return self._with({here: value})
+        argument = here.partition("/")[0]
+
+        def changed(keys: Any, leaf: Any) -> Any:
+            if _place(argument, keys) != here:
+                return leaf
+            return leaf._with_at(inside, value) if inside else value
+
+        tree = getattr(self, argument)
+        tree = jax.tree_util.tree_map_with_path(changed, tree, is_leaf=is_call)
+        return self._with({argument: tree})
 
     def _is_schedule(self, argument: str, value: Any) -> bool:
         """Whether a value is a schedule: by its type, its name or its annotation."""
         if not callable(value):
             return False
+        # To call it with a count tells nothing: `jnp.tanh`, too, gives a float for one.
         declared = _annotation(self._factory, argument)
         is_declared = optax.Schedule in (declared, *typing.get_args(declared))
         return is_call(value) or argument == "learning_rate" or is_declared
 
     # As a pytree, as a copy, and as a dict of arrays
 
+    # The factory is metadata of two types of pytrees. With a class for each factory,
+    # none would ever be freed, as JAX keeps its types of pytrees; and there would be
+    # classes for pickle to find by name.
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
+        # The function without keys takes half the time, at each call of a step.
         jax.tree_util.register_pytree_with_keys(
             cls, cls._flatten_with_keys, cls._unflatten, cls._flatten
         )
@@ -303,18 +302,13 @@ class FactoryCall:
     def __reduce__(self) -> Any:
         # Defaults stay out: some are functions without a name.
         defaults = _defaults(self._factory)
-        values = self._arrays | self._arguments()
         given = {
             name: value
-            for name, value in values.items()
-            if name not in defaults or not _equal_static(value, defaults[name])
+            for name, value in (self._arrays | self._arguments()).items()
+            if name not in defaults or Static(_=value) != Static(_=defaults[name])
         }
         function = _picklable(self._factory)
         return _restored, (type(self), function, [*self._static], given)
-
-
-def _equal_static(a: PyTree, b: PyTree) -> bool:
-    return Static(_=a) == Static(_=b)
 
 
 def _restored(kind: Any, factory: Any, names: list[str], given: dict[str, Any]) -> Any:
@@ -352,7 +346,7 @@ def _defaults(factory: Any) -> dict[str, Any]:
 
 def _to_state(call: FactoryCall) -> dict[str, Any]:
     parts = {name: part for name, part in call._arrays.items() if part is not None}
-    return {name: serialization.to_state_dict(part) for name, part in parts.items()}
+    return serialization.to_state_dict(parts)
 
 
 def _from_state(call: FactoryCall, state: Any) -> Any:
@@ -368,10 +362,8 @@ def _from_state(call: FactoryCall, state: Any) -> Any:
             "optimizer of optax. Make the target with the arguments that were saved, "
             "and call tx = tx.init(params) first."
         )
-    read = {
-        name: serialization.from_state_dict(call._arrays[name], value, name=name)
-        for name, value in state.items()
-    }
+    parts = {name: call._arrays[name] for name in own}
+    read = serialization.from_state_dict(parts, state)
     return call._new(call._factory, call._arrays | read, call._static)
 
 
@@ -388,9 +380,9 @@ def callable_name(factory: Any) -> str:
     return getattr(factory, "__name__", type(factory).__name__)
 
 
-def names_of(keys: Any) -> Path:
-    """Returns the names in a path of JAX."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+def _place(argument: str, keys: Any) -> str:
+    """Returns the name of a part of an argument, such as `args/1`."""
+    return jax.tree_util.keystr((argument, *keys), simple=True, separator="/")
 
 
 def is_call(node: Any) -> bool:
@@ -423,9 +415,8 @@ def _rate(value: Any, name: str) -> Any:
         )
     if not is_number(value) or (_tree.is_array(value) and _is_float(value)):
         return value
-    dtype = jax.dtypes.canonicalize_dtype(float)
     # An array of NumPy starts no backend.
-    return value.astype(dtype) if _tree.is_array(value) else np.array(value, dtype)
+    return _as_array_like(np.zeros((), jax.dtypes.canonicalize_dtype(float)), value)
 
 
 def _as_argument(leaf: Any) -> Any:

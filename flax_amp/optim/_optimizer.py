@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp.optim._call import FactoryCall, is_call, is_number, names_of
+from flax_amp.optim._call import FactoryCall, is_call, is_number
 
 PyTree = Any
 
@@ -27,6 +27,9 @@ INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 class Schedule(FactoryCall):
     """A schedule as a pytree: a function of the count of updates.
+
+    A schedule of optax is a function, which is no array, and so a static argument. The
+    arrays in this one are leaves.
 
     Example:
       >>> from flax_amp import optim
@@ -149,6 +152,8 @@ class Optimizer(FactoryCall):
           >>> from flax_amp import optim
           >>> tx = optax.chain(optax.clip(1.0), optim.adam(1e-3).to_optax())
         """
+        # The pytree is the state only on demand: what `inject_hyperparams` around it
+        # computed would else be ignored without a word.
         if in_state:
             return optax.GradientTransformationExtraArgs(self.init, update_state)
         return self.build()
@@ -257,16 +262,19 @@ def _count(opt_state: PyTree) -> Any:
     `None` if the state has no count, or some optimizers inside do not update at every
     step.
     """
+    # It is read from the state. A record of what a schedule is called with could not
+    # leave the `cond` of `MultiSteps`, and checkpoints of optax have none.
     if opt_state is None:
         return jnp.zeros((), jnp.int32)
-    # Behind a gate around all of it, every count waits alike.
+    # Behind a gate around all of it, every count waits alike. Without one, all counts
+    # are equal, so that the first stands for those of all schedules.
     inside = tuple(opt_state) if isinstance(opt_state, _GATES) else opt_state
     if _tree.nodes(inside, _GATES):
         return None
     counts = [node.count for node in _tree.nodes(inside, optax.ScaleByScheduleState)]
     named = jax.tree_util.tree_leaves_with_path(inside)
-    ends = [(names_of(path)[-1:], leaf) for path, leaf in named]
-    counts += [x for wanted in _COUNTS for name, x in ends if name == (wanted,)]
+    ends = [(jax.tree_util.keystr(path[-1:], simple=True), x) for path, x in named]
+    counts += [x for wanted in _COUNTS for name, x in ends if name == wanted]
     return jnp.maximum(counts[0] - 1, 0) if counts else None
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
 
 from flax_amp import __main__, metrics
@@ -141,6 +142,9 @@ def test_labels_are_apart(tmp_path):
         assert min(gaps) > 10, (value, heights)
     bottom = float(re.search(r'<text [^>]* y="([\d.]+)"[^>]*>step</text>', text)[1])
     assert max(heights) < bottom - 20  # they went up
+    spread = lambda *heights: _plot._spread(np.array(heights), 30).tolist()  # noqa: E731
+    assert spread(0, 1, 30) == [0, 12, 30] and spread(28, 29, 30) == [6, 18, 30]
+    assert spread() == []
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
