@@ -237,7 +237,10 @@ class CustomRule(SingleBodyRule):
             return Step(Mode.FULL, outs, Reason("its rule takes a ref"))
         step = super().paint(painter, eqn, ins, needs, context)
         context = context.inside(BodyKind.OPAQUE)
-        return dataclasses.replace(step, detail=(step.detail, context))
+        again = step.unrounded
+        if again is not None:
+            again = dataclasses.replace(again, detail=(again.detail, context))
+        return dataclasses.replace(step, detail=(step.detail, context), unrounded=again)
 
     def call(self, emitter: Emitter, eqn: Eqn, step: Step) -> CustomCall:
         """Returns the call, with the arrays that its own rules close over and no more.

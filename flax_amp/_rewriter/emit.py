@@ -12,6 +12,7 @@ norm would otherwise make a float32 sum of three cotangents.
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -51,6 +52,7 @@ from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recompute.regions import Recompute, Region, group_into_regions
 from flax_amp._rewriter.recompute.residuals import LowCopy, Node, is_stored
 from flax_amp._rewriter.wide_grad import product
+from flax_amp._tree import split_list
 from flax_amp.policy import with_result_dtype
 
 T = TypeVar("T")
@@ -107,15 +109,19 @@ class Emitter:
         key = "rules", ids.id_of_rules(eqn, step), self.recompute
         return self.cache.setdefault(key, {})
 
-    def emit(self, plan: Plan, operands: Arrays) -> list[Array]:
+    def emit(
+        self, plan: Plan, operands: Arrays, *, unrounded: bool = False
+    ) -> list[Array]:
         """Evaluates a plan.
 
         Args:
           plan: the plan.
           operands: one for each input, in the dtype that `plan.ins` says.
+          unrounded: whether to return results as they were before they were rounded,
+            in float32, where these are at hand.
 
         Returns:
-          The results, in the dtypes that `plan.outs` says.
+          The results, otherwise in the dtypes that `plan.outs` says.
         """
         plan, order = self.cached("order", plan, lambda: self._order(plan))
         jaxpr = plan.jaxpr
@@ -136,7 +142,7 @@ class Emitter:
                 self._emit_equation(plan, item, env)
                 outs = jaxpr.eqns[item].outvars
             self._capture(plan, env, outs)
-        return [env.array(v) for v in jaxpr.outvars]
+        return [env.array(v, unrounded=unrounded) for v in jaxpr.outvars]
 
     def _capture(
         self, plan: Plan, env: "_Environment", variables: Iterable[Var]
@@ -160,6 +166,9 @@ class Emitter:
         # Filled in by the trace of `evaluate`, and read after it.
         values = {v: env.value(v) for v in region.ins}
         eqns = [plan.jaxpr.eqns[i] for i in region.indices]
+        steps = [plan.steps[i] for i in region.indices]
+        twice = [e for e, step in zip(eqns, steps, strict=True) if step.unrounded]
+        again = [v for eqn in twice for v in eqn.outvars if v in region.outs]
         # What is inside of a region is recomputed with it, not by regions of its own.
         inner = dataclasses.replace(self, recompute="never")
 
@@ -175,7 +184,10 @@ class Emitter:
             for i in region.indices:
                 inner._emit_equation(plan, i, inside)
             values.update((v, inside.value(v)) for v in region.outs)
-            return [inside.array(v) for v in region.outs]
+            return [
+                *(inside.array(v) for v in region.outs),
+                *(inside.array(v, unrounded=True) for v in again),
+            ]
 
         # No barriers here: the stored values carry them (`stored.py`).
         recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
@@ -184,31 +196,19 @@ class Emitter:
             outs = _compat.call_or_locate_nan(
                 lambda: recomputed(*arrays), lambda: evaluate(*arrays)
             )
+        outs, more = split_list(outs, len(region.outs))
         env.write(region.outs, outs, [values[v] for v in region.outs])
+        env.write_unrounded(again, more)
         for eqn in eqns:
             env.release(eqn.invars)
 
     def _emit_equation(self, plan: Plan, index: int, env: "_Environment") -> None:
         eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
-        values = tuple(env.value(v) for v in eqn.invars)
         with _compat.equation_context(eqn):
-            # First the casts that readers share; what is left is cast for this reader
-            # alone in `_emit_low`.
-            if step.mode.is_float32:
-                arrays = [env.full(v) for v in eqn.invars]
-                arrays = self._within_range(eqn, step, arrays, values)
-            elif step.reads:
-                arrays = [
-                    env.full(v) if has_paint(read, Paint.FULL) else env.array(v)
-                    for v, read in zip(eqn.invars, step.reads, strict=True)
-                ]
-            elif step.mode is Mode.LOW:
-                arrays = [env.low(v, self.compute_dtype, index) for v in eqn.invars]
-            else:
-                arrays = [env.array(v) for v in eqn.invars]
-            outs = self._emit_step(eqn, step, arrays, values)
-            # What a rule or a user's function gives need not be what was planned.
-            outs = self.cast_to_plan(outs, step.outs)
+            outs = self._results(eqn, step, index, env)
+            if step.unrounded is not None:
+                again = self._results(eqn, step.unrounded, index, env)
+                env.write_unrounded(eqn.outvars, again)
             # The functions of `DERIVATIVES` round their result themselves.
             rounds_itself = eqn.primitive.name in DERIVATIVES
             if step.mode is Mode.ROUNDED_FOR_GOOD and not rounds_itself:
@@ -217,6 +217,30 @@ class Emitter:
             outs = [env.mark(v, x, index) for v, x in pairs]
         env.write(eqn.outvars, outs, step.outs)
         env.release(eqn.invars)
+
+    def _results(
+        self, eqn: Eqn, step: Step, index: int, env: "_Environment"
+    ) -> list[Array]:
+        """Returns the results of an equation, in the dtypes that its step says."""
+        values = tuple(env.value(v) for v in eqn.invars)
+        # First the casts that readers share; what is left is cast for this reader alone
+        # in `_emit_low`.
+        full = functools.partial(env.full, unrounded=not step.leads_on)
+        if step.mode.is_float32:
+            arrays = [full(v) for v in eqn.invars]
+            arrays = self._within_range(eqn, step, arrays, values)
+        elif step.reads:
+            arrays = [
+                full(v) if has_paint(read, Paint.FULL) else env.array(v)
+                for v, read in zip(eqn.invars, step.reads, strict=True)
+            ]
+        elif step.mode is Mode.LOW:
+            arrays = [env.low(v, self.compute_dtype, index) for v in eqn.invars]
+        else:
+            arrays = [env.array(v) for v in eqn.invars]
+        outs = self._emit_step(eqn, step, arrays, values)
+        # What a rule or a user's function gives need not be what was planned.
+        return self.cast_to_plan(outs, step.outs)
 
     def _within_range(
         self, eqn: Eqn, step: Step, arrays: list[Array], values: Values
@@ -381,13 +405,18 @@ class _Environment:
         self._arrays = arrays
         self._values = values
         self._full: dict[Var, Array] = {}
+        self._unrounded: dict[Var, Array] = {}
         self._low: dict[Var, Array] = {}
         self._uses = Counter(variables(reads))
 
-    def array(self, atom: Atom) -> Array:
-        return atom.val if isinstance(atom, Literal) else self._arrays[atom]
+    def array(self, atom: Atom, *, unrounded: bool = False) -> Array:
+        """Returns the array, as it was before it was rounded if that is at hand."""
+        if isinstance(atom, Literal):
+            return atom.val
+        held = self._arrays[atom]
+        return self._unrounded.get(atom, held) if unrounded else held
 
-    def full(self, atom: Atom) -> Array:
+    def full(self, atom: Atom, *, unrounded: bool = False) -> Array:
         """Returns the array in float32; all readers share one cast.
 
         The cotangents of the three places where a norm reads its input then add up in
@@ -395,6 +424,8 @@ class _Environment:
         """
         if isinstance(atom, Literal):
             return atom.val
+        if unrounded and atom in self._unrounded:
+            return self._unrounded[atom]
         if atom not in self._full:
             self._full[atom] = _to_float32(self._arrays[atom], self._values[atom])
         return self._full[atom]
@@ -433,10 +464,21 @@ class _Environment:
             if v in self._uses:
                 self._arrays[v], self._values[v] = array, value
 
+    def write_unrounded(self, variables: Sequence[Var], arrays: Arrays) -> None:
+        """Adds what some results were before they were rounded."""
+        pairs = zip(variables, arrays, strict=True)
+        self._unrounded |= {v: x for v, x in pairs if v in self._uses}
+
     def release(self, atoms: Sequence[Atom]) -> None:
         """Drops the operands of an equation that nothing reads after it."""
         for v in variables(atoms):
             self._uses[v] -= 1
             if not self._uses[v]:
-                for held in (self._arrays, self._values, self._full, self._low):
+                for held in (
+                    self._arrays,
+                    self._values,
+                    self._full,
+                    self._unrounded,
+                    self._low,
+                ):
                     held.pop(v, None)

@@ -27,8 +27,9 @@ With `loss = mean(d)` in the place of the last two lines, nothing would be kept.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
@@ -41,6 +42,7 @@ from flax_amp._jaxpr.traits import (
     is_matrix_product,
 )
 from flax_amp._jaxpr.walk import variables
+from flax_amp._rewriter.casts import is_exact
 from flax_amp._rewriter.choice import Role
 from flax_amp._rewriter.plan import Need, Needs, is_painted
 
@@ -166,12 +168,14 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
             # operand: of all logits, where a loss takes those of the labels.
             return Need.READ_IN_HALF | results[0]
         return _need_of_move(eqn, results)
+    leads_on = _union(results) & Need.LATER
+    alone = Need.NONE if leads_on else Need.UNROUNDED
     if role is Role.PRECISE:
-        return Need.READ_IN_FLOAT32
+        return Need.READ_IN_FLOAT32 | alone
     if flow.is_residual(eqn) and results[0].is_kept:
         return Need.LATER | Need.BEHIND | Need.READ_IN_HALF
-    need = Need.READ_IN_FLOAT32 | (_union(results) & (Need.LATER | Need.RANKED))
-    if Need.LATER in need and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
+    need = Need.READ_IN_FLOAT32 | alone | leads_on | (_union(results) & Need.RANKED)
+    if leads_on and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
         need |= Need.COSTLY
     return need
 
@@ -182,15 +186,30 @@ def _need_of_move(eqn: Eqn, results: Needs) -> Need:
     pairs = list(zip(results, eqn.outvars, strict=True))
     moved = [need for need, v in pairs if is_painted(v.aval)]
     need, leads_on = _union(moved), _union(results) & Need.LATER
-    if leads_on and has(eqn, Trait.RANKS):
-        return need | Need.LATER | Need.RANKED | Need.READ_IN_FLOAT32
+    if has(eqn, Trait.RANKS):
+        found = Need.LATER | Need.RANKED if leads_on else Need.UNROUNDED
+        return need | found | Need.READ_IN_FLOAT32
     if not moved:
-        return leads_on
+        return leads_on or Need.UNROUNDED
+    if has(eqn, Trait.BOUND) and not _has_halves_as_bounds(eqn):
+        kept = Need.LATER | Need.RANKED | Need.UNROUNDED
+        return Need.READ_IN_FLOAT32 | (need & kept)
     if leads_on and eqn.primitive.name == "reduce_max":
         need = (need & ~Need.COMPARED) | Need.MAXIMUM
     if need.is_kept or Need.COMPARED in need:  # the move runs in half precision
         need |= Need.READ_IN_HALF
     return need
+
+
+def _has_halves_as_bounds(eqn: Eqn) -> bool:
+    """Whether half precision has the bounds of a maximum, a minimum or a clamp.
+
+    In `log(clip(p, 1e-7, 1 - 1e-7))`, a `p` that was rounded to one would not be
+    bounded. A bound that is an argument of a call may be any number.
+    """
+    bounds = [v.val for v in eqn.invars if isinstance(v, Literal)]
+    dtypes: tuple[Any, ...] = (jnp.float16, jnp.bfloat16)
+    return bool(bounds) and all(is_exact(b, dtype) for b in bounds for dtype in dtypes)
 
 
 def _union(needs: Iterable[Need]) -> Need:

@@ -39,10 +39,12 @@ import jax.numpy as jnp
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Aval, DType, Eqn, Jaxpr, Var
 from flax_amp._jaxpr.traits import (
+    Kind,
     Trait,
     gathers_once,
     gives_operands,
     has,
+    kind_of,
     may_read_twice,
 )
 from flax_amp._jaxpr.walk import only_looked_up
@@ -190,7 +192,12 @@ class Painter:
             operands = tuple(value_of(v, values) for v in eqn.invars)
             needs = tuple(map(flow.need, eqn.outvars))
             step = self._paint(eqn, operands, needs, flow, context)
-            step = dataclasses.replace(step, needs=needs)
+            step = dataclasses.replace(
+                step,
+                needs=needs,
+                leads_on=any(Need.LATER in need for need in needs),
+                unrounded=self._unrounded(eqn, step, needs),
+            )
             values.update(zip(eqn.outvars, step.outs, strict=True))
             steps.append(step)
         return Plan(
@@ -236,6 +243,25 @@ class Painter:
             return self._paint_move(eqn, ins, needs)
         return self._paint_arithmetic(eqn, ins, needs, flow, reason)
 
+    def _unrounded(self, eqn: Eqn, step: Step, needs: Needs) -> Step | None:
+        """Returns the step of an equation without a rounding of its result.
+
+        There is one if somebody reads the result who leads to no product. In
+
+            t = logistic z;  y = dot t v;  l = log (sub 1 t)
+
+        the product reads a half, which may be one, and the subtraction a float32 number
+        below one. Products, and additions in half precision, have no other result.
+        """
+        is_read = any(Need.UNROUNDED in need for need in needs)
+        if not is_read or LOW not in step.outs or self.compute_dtype == jnp.float32:
+            return None
+        is_move = step.mode is Mode.LOW and kind_of(eqn) is Kind.MOVE
+        if step.mode.rounds or is_move:
+            again = _full(eqn, FULL, step.reason)
+            return dataclasses.replace(again, leads_on=False)
+        return step.unrounded
+
     def _paint_arithmetic(
         self, eqn: Eqn, ins: Values, needs: Needs, flow: Flow, reason: Reason
     ) -> Step:
@@ -258,8 +284,9 @@ class Painter:
         operands = [v for v in ins if v is not None]
         avals = out_avals(eqn)
         if not any(map(is_painted, avals)):
-            return self._paint_compare(eqn, operands)
-        if gives_operands(eqn):
+            return self._paint_compare(eqn, operands, needs)
+        leads_on = any(Need.LATER in need for need in needs)
+        if gives_operands(eqn) and (leads_on or not has(eqn, Trait.RANKS)):
             return Step(Mode.AS_IS, ins, MOVES)
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
@@ -317,9 +344,10 @@ class Painter:
         """
         return has(eqn, Trait.BOUND) and not self._are_exact(operands)
 
-    def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
+    def _paint_compare(self, eqn: Eqn, operands: list[Value], needs: Needs) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.
-        mode = Mode.LOW if self._are_exact(operands) else Mode.FULL
+        leads_on = any(Need.LATER in need for need in needs)
+        mode = Mode.LOW if leads_on and self._are_exact(operands) else Mode.FULL
         return Step(mode, (None,) * len(eqn.outvars), Reason("a comparison"))
 
     def _paint_call(

@@ -104,6 +104,7 @@ class Need(enum.Flag):
     COMPARED = enum.auto()
     READ_IN_HALF = enum.auto()  # a product, or a move in half precision, reads it
     READ_IN_FLOAT32 = enum.auto()  # a reader of any kind does
+    UNROUNDED = enum.auto()  # a reader that leads to no product reads it
 
     @property
     def is_kept(self) -> bool:
@@ -138,9 +139,14 @@ Values = tuple[Value | None, ...]  # None: not a float32 array, left as it is
 Needs = tuple[Need, ...]
 
 
+def rounded_needs(needs: Iterable[Need]) -> Needs:
+    """Returns the needs without those of readers of unrounded numbers."""
+    return tuple(need & ~Need.UNROUNDED for need in needs)
+
+
 def at_border(needs: Iterable[Need]) -> Needs:
     """Returns the needs of values that cross the border of a loop or a rule."""
-    return tuple(need.kept_for(Need.BORDER) for need in needs)
+    return tuple(need.kept_for(Need.BORDER) for need in rounded_needs(needs))
 
 
 class Mode(enum.Enum):
@@ -216,6 +222,10 @@ class Step:
       detail: what the mode needs: the user's decision, the plans of sub-jaxprs, or the
         dtype to which the gradient of a lookup may be rounded.
       needs: what is needed of its results, for `explain`.
+      leads_on: whether it leads to a product. If not, it reads numbers as they were
+        before they were rounded, where these are at hand.
+      unrounded: how it is emitted a second time, without a rounding of its result, for
+        such readers; `None` if it has none, or rounds nothing.
     """
 
     mode: Mode
@@ -224,6 +234,8 @@ class Step:
     reads: Values = ()
     detail: Any = None
     needs: Needs = ()
+    leads_on: bool = True
+    unrounded: "Step | None" = None
 
 
 # Neither this nor a plan has a repr of its parts: JAX writes the repr of callables into

@@ -251,6 +251,8 @@ class _ConvertElementType:
     ) -> Needs:
         if is_painted(eqn.outvars[0].aval):
             return needs
+        if Need.LATER not in needs[0]:
+            return (Need.READ_IN_FLOAT32 | Need.UNROUNDED,)
         # The program rounds it: so it may be rounded where it is computed.
         is_rounded = eqn.outvars[0].aval.dtype == painter.compute_dtype
         kept = Need.LATER | Need.CAST | Need.READ_IN_HALF

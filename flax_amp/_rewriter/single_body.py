@@ -1,5 +1,6 @@
 """What the rules of primitives with a single body have in common."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -22,6 +23,7 @@ from flax_amp._rewriter.plan import (
     Values,
     at_border,
     has_paint,
+    rounded_needs,
 )
 
 
@@ -48,15 +50,23 @@ class SingleBodyRule:
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
-        if self.has_border:
-            needs = at_border(needs)
-        elif not painter.has_product(eqn):
+        is_open = not self.has_border and not painter.has_product(eqn)
+        if is_open:
             ins = cast_outside(ins, self.needs(painter, eqn, needs, context))
-        context = context.inside(self.body_kind or context.body_kind)
+        inside = context.inside(self.body_kind or context.body_kind)
         (body,) = bodies(eqn)
-        plan = painter.plan(body, ins, needs, context)
         reason = Reason("inside {}", eqn.primitive.name)
-        return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
+
+        def step(needs: Needs) -> Step:
+            plan = painter.plan(body, ins, needs, inside)
+            return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
+
+        rounded = step(at_border(needs) if self.has_border else rounded_needs(needs))
+        if not is_open or not any(Need.UNROUNDED in need for need in needs):
+            return rounded
+        again = step((Need.READ_IN_FLOAT32,) * len(needs))
+        again = dataclasses.replace(again, leads_on=False)
+        return dataclasses.replace(rounded, unrounded=again)
 
 
 def cast_outside(ins: Values, needs: Needs) -> Values:

@@ -219,7 +219,7 @@ class PlannedCall(NamedTuple):
     ) -> Arrays:
         """Evaluates the plan; returns the arrays of the function's result."""
         emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
-        outs = emitter.emit(self.plan, arrays)
+        outs = emitter.emit(self.plan, arrays, unrounded=True)
         outs = emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
         avals = [v.aval for v in self.plan.jaxpr.outvars[: len(outs)]]
         return list(map(_as_result, outs, avals))
@@ -247,7 +247,9 @@ def plan_call(
     # The painter takes the flag away from what is read otherwise.
     argument = ARGUMENT._replace(read_once=compute_dtype != jnp.float32)
     ins = like([v.aval for v in jaxpr.invars], argument)
-    needs = (Need.READ_IN_FLOAT32,) * (len(jaxpr.outvars) + len(exports))
+    needs = (Need.READ_IN_FLOAT32 | Need.UNROUNDED,) * (
+        len(jaxpr.outvars) + len(exports)
+    )
     plan = dataclasses.replace(painter.plan(traced, ins, needs), exports=exports)
     if compute_dtype != jnp.float32:
         warn_of_precision(plan)

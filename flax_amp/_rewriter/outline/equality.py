@@ -140,6 +140,8 @@ class EquationIds:
             step.mode,
             tuple(step.outs),
             tuple(step.reads),
+            step.leads_on,
+            step.unrounded is None,
             self._part_key(map_plans(step.detail, self._plan_key)),
         )
 
