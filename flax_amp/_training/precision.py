@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.aliases import UserFn
+from flax_amp._training.arguments import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
 
 # The words that `AmpTrainState.create` and `make_nnx_train_step` take. The first three

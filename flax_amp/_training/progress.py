@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.aliases import check_type, first_of
+from flax_amp._training.arguments import check_type, first_of
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.scaler import SKIP_COUNTS, check_keys, values_out_of_range
 from flax_amp._training.step_call import explain_deleted
