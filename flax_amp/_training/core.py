@@ -202,10 +202,11 @@ def _select(options: Options, finite: Array, update: Update) -> tuple[Array, PyT
     An optimizer can make an inf or a NaN of finite gradients: `adam(eps=0)` divides
     zeros, and squares of 1e20 overflow. What it would store is checked, unless the user
     has switched that off. The decision then has to wait for the whole update, which XLA
-    computes twice. Keeping only the elements that are not finite would cost nothing,
-    but the moments of an optimizer no longer fit each other then: after one gradient of
-    1e20, the second moment of Adam stayed small beside its first, and the next update
-    was 3e16.
+    computes twice: on a v5e 1.22 of the time of a 3 x 4096 MLP and 1.02 of a small ViT,
+    with 1.35 and 1.50 of the kernels. To keep the old value of each element that is not
+    finite would cost nothing. But the moments of an optimizer would no longer fit each
+    other: after one gradient of 1e20, the second moment of Adam stayed small beside its
+    first, and the next update was 3e16.
 
     Raises:
       ValueError: if the update changed structure or shapes. It does not fail if the
@@ -225,8 +226,9 @@ def _select(options: Options, finite: Array, update: Update) -> tuple[Array, PyT
             for x in (new, old)
         ]
         finite = finite & _tree.stays_finite(*pair)
-    # A select, not a `lax.cond` around the update: XLA cannot fuse across a branch or
-    # update in place, and one rule holds for every leaf, keys and -0.0 included.
+    # A select, not a `lax.cond` around the update: one rule holds for every leaf, keys
+    # and -0.0 included, and XLA cannot fuse across a branch or update in place (178 MB
+    # of temporary memory for an MLP on a v5e, 975 MB with the branch).
     return finite, _tree.select(finite, new, old)
 
 

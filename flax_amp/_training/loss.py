@@ -160,6 +160,9 @@ def call_user_fn(
 def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[None]:
     """Adds a note on random numbers if a function may have failed for lack of them.
 
+    It is no error that a loss declares `rngs` and the state has none. Such a loss is
+    right for a model without dropout, and in evaluation.
+
     Args:
       keywords: those that the function declares.
       rngs: the streams of the state.

@@ -180,6 +180,8 @@ def make_nnx_train_step(
         check_nnx(model, optimizer)
         if first and jit and donate:
             _copy_repeated_arrays(model, optimizer)
+        # The word for the precision stands in one place. A scaler could not hold it,
+        # because it is a plain dict of arrays.
         scaler = first_scaler(precision) if scaler is None else scaler
 
         def arguments() -> tuple[dict[str, PyTree], dict[str, PyTree]]:
@@ -309,8 +311,7 @@ class _ModelAdapter:
 def _complete_with_counts(given: Any, *, wait: bool) -> Scaler:
     """Returns a checked scaler with its counts of skipped steps.
 
-    It gets new counts unless it is traced: the keys of a carry must not change. There
-    is no other state of the step's own that a loop carries, and so no other place.
+    It gets new counts unless it is traced: the keys of a carry must not change.
     """
     scaler = validate_scaler(given, "train_step: scaler", wait=wait)
     kept = [key for key in SKIP_COUNTS if key in given]
@@ -345,7 +346,8 @@ def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
     """Copies arrays of the optimizer that are in the model too, or in itself twice.
 
     The first state of some optimizers, such as `optax.contrib.mechanize`, holds the
-    parameters themselves, and a buffer must not be donated twice.
+    parameters themselves, and a buffer must not be donated twice. An error would ask
+    each user to know that.
     """
     seen = set(map(id, jax.tree.leaves(nnx.state(model))))
     state = nnx.state(optimizer)

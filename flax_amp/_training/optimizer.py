@@ -9,7 +9,7 @@ this module skips the update by itself.
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -213,10 +213,9 @@ def collect_hyperparams(opt_state: PyTree) -> dict[str, jax.Array]:
     They are those of `flax_amp.optim`, and of `optax.inject_hyperparams`. The names of
     several optimizers are preceded by their numbers.
     """
-    holders = list(_holders(pure(opt_state)))
     return {
         f"{prefix}{name}": value
-        for prefix, node in zip(_prefixes(holders), holders, strict=True)
+        for prefix, node in _holders(pure(opt_state))
         for name, value in _values(node).items()
     }
 
@@ -236,9 +235,8 @@ def replace_hyperparams(
 
     Those of `optax.inject_hyperparams` cannot be replaced.
     """
-    holders = list(_holders(opt_state))
     nodes, left = [], dict(changes)
-    for prefix, node in zip(_prefixes(holders), holders, strict=True):
+    for prefix, node in _holders(opt_state):
         if isinstance(node, Optimizer):
             of_node = {
                 name.removeprefix(prefix): left.pop(name)
@@ -261,12 +259,20 @@ def replace_hyperparams(
     return _tree.replace_nodes(opt_state, Optimizer, nodes)
 
 
-def _holders(opt_state: PyTree) -> Iterator[Any]:
-    """Yields what has `hyperparams`, from the outside in."""
-    for node in _tree.nodes(opt_state, (Optimizer, *INJECTED)):
-        yield node
-        if not isinstance(node, Optimizer):  # an Optimizer tells those inside of it
-            yield from _holders(node.inner_state)
+def _holders(opt_state: PyTree) -> list[tuple[str, Any]]:
+    """Returns what has `hyperparams`, from the outside in.
+
+    Each comes with what precedes its names where there are several.
+    """
+
+    def find(tree: PyTree) -> Iterator[Any]:
+        for node in _tree.nodes(tree, (Optimizer, *INJECTED)):
+            yield node
+            if not isinstance(node, Optimizer):  # an Optimizer tells those inside of it
+                yield from find(node.inner_state)
+
+    found = list(find(opt_state))
+    return [(f"{i}/" if len(found) > 1 else "", node) for i, node in enumerate(found)]
 
 
 def _values(holder: Any) -> dict[str, jax.Array]:
@@ -275,12 +281,6 @@ def _values(holder: Any) -> dict[str, jax.Array]:
         return holder.hyperparams
     # Copies, because the state may be donated.
     return jax.tree.map(_tree.strong_copy, dict(holder.hyperparams))
-
-
-def _prefixes(holders: Sequence[Any]) -> list[str]:
-    """Returns what precedes the names of each of several optimizers."""
-    several = len(holders) > 1
-    return [f"{number}/" if several else "" for number in range(len(holders))]
 
 
 # Updates that fail

@@ -86,7 +86,8 @@ class UnscaledWarning:
     """Warns once if a step computes in float16 without a scale.
 
     It reads the scaler on the device in the first call only: later, that would wait for
-    the step before. Traced values tell nothing.
+    the step before. Traced values tell nothing. `AmpTrainState.create` cannot warn,
+    because a step may override the dtype.
     """
 
     def __init__(self, compute_dtype: DTypeLike | None) -> None:

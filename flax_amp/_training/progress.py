@@ -1,4 +1,8 @@
-"""Tells a run that skips every step from one that still searches for its scale."""
+"""Tells a run that skips every step from one that still searches for its scale.
+
+The user calls it. An error inside of the step would need a callback or a transfer in
+each step.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias

@@ -1,16 +1,19 @@
 """The dynamic loss scaler: a plain dict of 0-d arrays.
 
-The scaler is data, hyper-parameters included, so it passes through `jit`, `vmap` and
-any checkpoint without losing a field. Whatever happens to the gradients, the scale
-stays a finite, positive number between `min_scaler` and `max_scaler`.
+The scaler is data, hyper-parameters included. So it passes through `jit`, `vmap` and
+any checkpoint without losing a field, and a sweep over settings compiles once. Whatever
+happens to the gradients, the scale stays a finite, positive number between `min_scaler`
+and `max_scaler`.
 
 The scale falls only when a lower scale can help. The forward pass does not see the
 scale: a loss that is not finite comes from the batch or from the activations, and it
-would be the same at every other scale.
+would be the same at every other scale. Flax and jaxamp lower the scale then, too, so a
+few bad batches drive it to its lower limit.
 
 Sharp edges:
   The scale grows on the `patience + 1`-th finite step since it moved, as in jaxamp and
-  in Flax's `DynamicScale`, not on the `patience`-th.
+  in Flax's `DynamicScale`, not on the `patience`-th. A run that is migrated from one of
+  them goes on exactly.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a step, whose messages have paths and say what to do.
+"""The call of a step, and the array to blame if it fails.
 
 A step donates its state: the new state takes over the memory of the old one, which is
 then deleted. JAX reports misuse by the position of a flattened argument only.
@@ -67,7 +67,8 @@ class JittedStep(Step):
         if not any(
             isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)
         ):
-            self._step = self._call  # states of other types are traced again
+            # A state of other types is traced again, and the trace checks it.
+            self._step = self._call
         return self._call(state, *inputs)
 
     def _call(self, state: PyTree, batch: PyTree, *args: PyTree) -> Any:

@@ -115,6 +115,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
     variables: PyTree
     rngs: Rngs
     graphdef: nnx.GraphDef[Any] | None = struct.field(pytree_node=False)
+    # Training and evaluation follow the word without being told, and a compiled step
+    # knows its dtype. A checkpoint has no static fields.
     precision: Precision = struct.field(pytree_node=False)
 
     @classmethod

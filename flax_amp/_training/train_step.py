@@ -213,6 +213,9 @@ def make_train_step(
                 "yourself."
             )
         return Step(train_step)
+    # A traced function does not see where its arguments lie, so it cannot constrain a
+    # new leaf to the sharding of the old one. The `shard_alike` of JAX, which did that,
+    # is gone in JAX 0.11.
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
@@ -265,6 +268,8 @@ def make_eval_step(
       >>> eval_step(state, jnp.ones((4, 3))).shape
       (4, 1)
     """
+    # It evaluates states only. A module tells no precision, and `nnx.jit(amp(fn))` is
+    # the line that the loop of its user has already.
     check_function(fn, "make_eval_step: fn")
     # Nothing is differentiated, so nothing is computed again for a backward pass.
     rewrites = amp_by_precision(
