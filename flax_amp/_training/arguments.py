@@ -139,6 +139,16 @@ def _signature(fn: UserFn) -> inspect.Signature | None:
         return None
 
 
+def _misfit(fn: UserFn, *args: Any, **keywords: Any) -> str:
+    """Says what of the signature of a function does not fit a call; '' if it fits."""
+    if (signature := _signature(fn)) is not None:
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as error:
+            return f"the signature {signature} ({error})"
+    return ""
+
+
 def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> UserFn:
     """Returns `fn`, or raises a TypeError if a step could not call it.
 
@@ -146,9 +156,7 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
     """
     wanted = "a function of (params, batch, *args), or of (model, batch, *args) for NNX"
     check_type(fn, Callable, name, f"{wanted}.")
-    signature = _signature(fn)
-    if signature is None:
-        return fn
+    signature = _signature(fn) or inspect.Signature()
     declared = dict.fromkeys(declared_keywords(fn, keywords))
     # The number of further arguments is known only in a call.
     further = sum(
@@ -157,32 +165,26 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
         and key not in declared
         for key, parameter in signature.parameters.items()
     )
-    try:
-        signature.bind(*[None] * max(further, 2), **declared)
-    except TypeError as error:
+    if misfit := _misfit(fn, *[None] * max(further, 2), **declared):
         allowed = f", with the keywords {' and '.join(keywords)} if it declares them"
         raise TypeError(
-            f"{name} has the signature {signature} ({error}); expected {wanted}"
+            f"{name} has {misfit}; expected {wanted}"
             f"{allowed if keywords else ''}. Take further arguments after the batch "
             "and before keywords: the step hands on what follows its batch. Or bind "
             "them with functools.partial."
-        ) from None
+        )
     return fn
 
 
 def call_checked(fn: UserFn, *args: PyTree, **keywords: Any) -> PyTree:
     """Calls a user's function, after checking that it takes these arguments."""
-    if (signature := _signature(fn)) is not None:
-        try:
-            signature.bind(*args, **keywords)
-        except TypeError as error:
-            raise TypeError(
-                f"{getattr(fn, '__name__', 'loss_fn')} has the signature {signature} "
-                f"({error}); the step got {len(args) - 2} further arguments after its "
-                "batch. Expected those that the function takes there: pass them to the "
-                "step, by position. In the function, the keywords state and rngs come "
-                "after them."
-            ) from None
+    if misfit := _misfit(fn, *args, **keywords):
+        raise TypeError(
+            f"{getattr(fn, '__name__', 'loss_fn')} has {misfit}; the step got "
+            f"{len(args) - 2} further arguments after its batch. Expected those that "
+            "the function takes there: pass them to the step, by position. In the "
+            "function, the keywords state and rngs come after them."
+        )
     return fn(*args, **keywords)
 
 
@@ -192,14 +194,8 @@ def check_metrics_fn(fn: Any, name: str) -> UserFn | None:
         "a function of (state, grads, updates), or of (model, grads, updates) for NNX."
     )
     check_type(fn, Callable | None, name, expected)
-    if fn is not None and (signature := _signature(fn)) is not None:
-        try:
-            signature.bind(None, None, None)
-        except TypeError as error:
-            raise TypeError(
-                f"{name} has the signature {signature} ({error}); expected {expected} "
-                "Declare all three."
-            ) from None
+    if fn is not None and (misfit := _misfit(fn, None, None, None)):
+        raise TypeError(f"{name} has {misfit}; expected {expected} Declare all three.")
     return fn
 
 

@@ -22,6 +22,7 @@ from flax_amp._training.arguments import (
     PyTree,
     check_optimizer,
     check_order,
+    describe,
     differences,
     first_of,
 )
@@ -190,18 +191,13 @@ def resume_opt_state(opt_state: PyTree, tx: Any) -> PyTree:
         return opt_state
     nodes = _tree.nodes(opt_state, Optimizer)
     for node in nodes:
-        new, old = map(_shapes, (node.opt_state, tx.opt_state))
-        if new != old:
+        if differences(node.opt_state, tx.opt_state, describe):
             raise ValueError(
                 f"AmpTrainState.create: tx, {tx._name}, has the state of "
                 "other parameters; expected one of these, or none. Pass it before "
                 "init, or with tx.replace(opt_state=None)."
             )
     return _tree.replace_nodes(opt_state, Optimizer, [tx] * len(nodes))
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
 # The hyper-parameters of all optimizers inside of a state
