@@ -59,6 +59,7 @@ def pure_loss(
         collections = variables if state.graphdef is None else {}
         loss, aux = _split_output(out, options.has_aux, collections, name)
         updates = aux.pop("variables", {})
+        # An empty dict, as `apply` with `mutable=[]` returns it, updates nothing.
         given = not (isinstance(updates, Mapping) and not updates)
         if state.graphdef is not None:
             if given:
@@ -70,6 +71,8 @@ def pure_loss(
             updates = _match_structure(variables, updates, name, hint=_NNX_HINT)
         elif given:
             updates = _match_collections(variables, updates, name)
+        # An array that is still the same object did not change. It is told here, because
+        # afterwards `amp` returns other objects for all of them.
         updates = jax.tree.map(
             lambda new, old: None if new is old else new,
             {**variables, **updates},

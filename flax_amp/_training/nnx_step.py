@@ -277,6 +277,7 @@ class _ModelAdapter:
         model, optimizer, wrt = self._whole.model, self._optimizer, self._optimizer.wrt
         state = nnx.state(model, wrt)
         nnx.replace_by_pure_dict(state, grads["model"])
+        # The update changes the model in place.
         old = nnx.clone(model) if self._measures else model
         tx, opt_state = optimizer.tx, optimizer.opt_state
         with explain_update("make_nnx_train_step", tx, opt_state, state):

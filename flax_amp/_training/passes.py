@@ -63,10 +63,11 @@ def run_passes(
     device = device_index(axis, options.caller)
     params, variables = mark_varying((state.params, state.variables), axis)
     rngs = fold_in(state.rngs, state.step)
-    if device is not None:
+    if device is not None:  # each device draws its own numbers
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
     loss_fn = options.amp[state.precision](pure_loss(options, state))
+    # Integer parameters have no gradient, and JAX refuses to differentiate them.
     floating, rest = _tree.partition(params, _tree.is_inexact_array)
 
     def one_pass(
@@ -79,6 +80,7 @@ def run_passes(
             return loss_fn(params, variables, batch, streams, *args)
 
         result = run_pass(loss_of, floating, scaler, axis)
+        # A sum over micro-batches, and a mean over devices, need more than half precision.
         return result._replace(loss=result.loss.astype(jnp.float32))
 
     if options.accum_steps == 1:
@@ -86,6 +88,7 @@ def run_passes(
     else:
         trained, _ = _tree.partition(state.params, _tree.is_inexact_array)
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(trained)[0])
+        # The carry of a scan must vary over the axes of what is added to it.
         zeros = mark_varying(zeros, axis)
         result = _accumulate(one_pass, zeros, variables, batch, options.accum_steps)
     return average_over_devices(result, axis, state.variables)
