@@ -71,8 +71,8 @@ def pure_loss(
             updates = _match_structure(variables, updates, name, hint=_NNX_HINT)
         elif given:
             updates = _match_collections(variables, updates, name)
-        # An array that is still the same object did not change. It is told here, because
-        # afterwards `amp` returns other objects for all of them.
+        # An array that is still the same object did not change. That is told here: what
+        # `amp` returns are other objects.
         updates = jax.tree.map(
             lambda new, old: None if new is old else new,
             {**variables, **updates},

@@ -80,7 +80,7 @@ def run_passes(
             return loss_fn(params, variables, batch, streams, *args)
 
         result = run_pass(loss_of, floating, scaler, axis)
-        # A sum over micro-batches, and a mean over devices, need more than half precision.
+        # Sums over micro-batches and devices need more than half precision.
         return result._replace(loss=result.loss.astype(jnp.float32))
 
     if options.accum_steps == 1:
