@@ -88,6 +88,7 @@ def dynamic_scale_value_and_grad(
       NameError: when called, if `axis_name` is not bound.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from flax_amp import DynamicScalerState
       >>> grad_fn = dynamic_scale_value_and_grad(lambda w, x: (w * x) ** 2)
       >>> state, (loss, grad) = grad_fn(
@@ -125,6 +126,7 @@ def dynamic_scale_grad(
       TypeError, ValueError, NameError: as `dynamic_scale_value_and_grad`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from flax_amp import init_scaler
       >>> grad_fn = dynamic_scale_grad(lambda w: w**2)
       >>> state, grad = grad_fn(jnp.float32(3), dynamic_scaler_state=init_scaler())

@@ -163,6 +163,7 @@ def make_train_step(
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import optax
       >>> from flax import nnx
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
@@ -261,6 +262,7 @@ def make_eval_step(
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import optax
       >>> from flax import nnx
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
