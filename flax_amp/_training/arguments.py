@@ -217,6 +217,33 @@ class Options(NamedTuple):
     check_update: bool  # whether an update that is not finite skips the step
 
 
+def check_options(
+    loss_fn: object,
+    caller: str,
+    *,
+    keywords: tuple[str, ...] = KEYWORDS,
+    redo_on_nan: object,
+    accum_steps: int,
+    axis_name: AxisName,
+    metrics_fn: UserFn | None,
+    check_update: bool,
+    **others: Any,
+) -> Options:
+    """Checks the arguments of `caller`. The loss may declare `keywords`."""
+    seen = f"{caller}: {accum_steps=}"
+    check_type(check_update, bool, f"{caller}: check_update", "True or False.")
+    return Options(
+        caller=caller,
+        metrics_fn=check_metrics_fn(metrics_fn, f"{caller}: metrics_fn"),
+        loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
+        redo_on_nan=check_retries(redo_on_nan, caller),
+        accum_steps=check_count(accum_steps, seen, "of micro-batches"),
+        axis_name=check_axis_name(axis_name, caller),
+        check_update=check_update,
+        **others,
+    )
+
+
 def check_retries(redo_on_nan: object, caller: str) -> int:
     """Returns `redo_on_nan` as an integer, or raises an error that names `caller`."""
     # The signature of jaxamp annotates this argument as a bool.

@@ -23,29 +23,19 @@ import optax
 
 from flax_amp import _tree
 from flax_amp._training.arguments import (
-    KEYWORDS,
     Array,
-    AxisName,
     Batch,
     Metrics,
     Options,
     PyTree,
-    UserFn,
-    check_axis_name,
-    check_count,
-    check_function,
-    check_metrics_fn,
-    check_retries,
     check_type,
     differences,
 )
 from flax_amp._training.loss import check_returned
 from flax_amp._training.optimizer import OWN_STATE
 from flax_amp._training.passes import PassResult, complete_grads, run_passes
-from flax_amp._training.precision import amp_by_precision
 from flax_amp._training.scaler import Scaler, update_scaler, validate_scaler
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.policy import Policy, PolicyEntries
 
 
 class Update(NamedTuple):
@@ -290,37 +280,3 @@ def _merge_metrics(
             "well; expected other names. Rename them."
         )
     return own | named
-
-
-# Options
-
-
-def make_options(
-    loss_fn: object,
-    caller: str,
-    *,
-    has_aux: bool,
-    redo_on_nan: object,
-    accum_steps: int,
-    axis_name: AxisName,
-    amp_policy: PolicyEntries | None,
-    metrics_fn: UserFn | None,
-    check_update: bool,
-    keywords: tuple[str, ...] = KEYWORDS,
-    **amp_options: Any,
-) -> Options:
-    """Checks the arguments of `caller`. The loss may declare `keywords`."""
-    seen = f"{caller}: {accum_steps=}"
-    check_type(check_update, bool, f"{caller}: check_update", "True or False.")
-    return Options(
-        metrics_fn=check_metrics_fn(metrics_fn, f"{caller}: metrics_fn"),
-        loss_fn=check_function(loss_fn, f"{caller}: loss_fn", keywords),
-        has_aux=has_aux,
-        amp=amp_by_precision(amp_policy=amp_policy, **amp_options),
-        redo_on_nan=check_retries(redo_on_nan, caller),
-        accum_steps=check_count(accum_steps, seen, "of micro-batches"),
-        axis_name=check_axis_name(axis_name, caller),
-        caller=caller,
-        open_scopes=Policy(amp_policy).names_scopes,
-        check_update=check_update,
-    )

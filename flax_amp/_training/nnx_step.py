@@ -26,10 +26,11 @@ from flax_amp._training.arguments import (
     UserFn,
     call_checked,
     check_nnx,
+    check_options,
     check_params,
     check_selection,
 )
-from flax_amp._training.core import Decision, Update, make_options, run_step
+from flax_amp._training.core import Decision, Update, run_step
 from flax_amp._training.loss import named_after
 from flax_amp._training.optimizer import (
     apply_if_finite_counters,
@@ -40,6 +41,7 @@ from flax_amp._training.optimizer import (
 from flax_amp._training.precision import (
     Precision,
     UnscaledWarning,
+    amp_by_precision,
     check_precision,
     first_scaler,
 )
@@ -47,7 +49,7 @@ from flax_amp._training.scaler import SKIP_COUNTS, Scaler, validate_scaler
 from flax_amp._training.step_call import Step, explain_deleted, explain_failure
 from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.optim._optimizer import pure
-from flax_amp.policy import PolicyEntries
+from flax_amp.policy import Policy, PolicyEntries
 
 
 class NnxTrainStep(Protocol):
@@ -135,16 +137,19 @@ def make_nnx_train_step(
       (1, True)
     """
     precision = check_precision(precision, "make_nnx_train_step: precision")
-    options = make_options(
+    options = check_options(
         loss_fn,
         "make_nnx_train_step",
         keywords=(),
         has_aux=has_aux,
-        compute_dtype=compute_dtype,
-        amp_policy=amp_policy,
-        recompute=recompute,
-        reduce_dtype=reduce_dtype,
-        merge_layers=merge_layers,
+        amp=amp_by_precision(
+            compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
+            reduce_dtype=reduce_dtype,
+            merge_layers=merge_layers,
+        ),
+        open_scopes=Policy(amp_policy).names_scopes,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,

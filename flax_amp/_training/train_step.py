@@ -25,11 +25,12 @@ from flax_amp._training.arguments import (
     Rngs,
     UserFn,
     check_function,
+    check_options,
     check_params,
     check_shardings,
     check_state,
 )
-from flax_amp._training.core import Decision, Update, make_options, run_step
+from flax_amp._training.core import Decision, Update, run_step
 from flax_amp._training.loss import (
     call_user_fn,
     check_returned,
@@ -175,15 +176,18 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    options = make_options(
+    options = check_options(
         loss_fn,
         "make_train_step",
         has_aux=has_aux,
-        compute_dtype=compute_dtype,
-        amp_policy=amp_policy,
-        recompute=recompute,
-        reduce_dtype=reduce_dtype,
-        merge_layers=merge_layers,
+        amp=amp_by_precision(
+            compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
+            reduce_dtype=reduce_dtype,
+            merge_layers=merge_layers,
+        ),
+        open_scopes=Policy(amp_policy).names_scopes,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
