@@ -38,7 +38,7 @@ OWN_STATE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ApplyIfFinite:
+class _ApplyIfFinite:
     """An optimizer whose updates are skipped if they are not finite.
 
     It computes them anyway, and then selects. `optax.apply_if_finite` branches instead.
@@ -103,6 +103,20 @@ class ApplyIfFinite:
         return optax.masked(tx, _is_trainable) if self.masked else tx
 
 
+@dataclasses.dataclass(frozen=True)
+class _Method:
+    """A method of the class above that is equal to that of an equal object.
+
+    Python compares bound methods by the identity of their objects.
+    """
+
+    of: _ApplyIfFinite
+    name: str
+
+    def __call__(self, *args: Any, **extra_args: Any) -> Any:
+        return getattr(self.of, self.name)(*args, **extra_args)
+
+
 def _without_integers(param: Any, update: Any) -> Any:
     """Returns zeros for an integer, whatever its gradient: a float, float0, zeros."""
     return update if _tree.is_inexact_array(param) else jnp.zeros_like(param)
@@ -113,10 +127,18 @@ def _is_trainable(tree: PyTree) -> PyTree:
     return jax.tree.map(_tree.is_inexact_array, tree)
 
 
-def apply_if_finite(inner: Any, *, masked: bool = False) -> ApplyIfFinite:
+def apply_if_finite(
+    inner: Any, *, masked: bool = False
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer; with `masked`, integer parameters are kept away from it."""
     takes_extra_args = isinstance(inner, optax.GradientTransformationExtraArgs)
-    return ApplyIfFinite(inner.init, inner.update, takes_extra_args, masked)
+    return _as_optax(_ApplyIfFinite(inner.init, inner.update, takes_extra_args, masked))
+
+
+def _as_optax(of: _ApplyIfFinite) -> optax.GradientTransformationExtraArgs:
+    return optax.GradientTransformationExtraArgs(
+        _Method(of, "init"), _Method(of, "update")
+    )
 
 
 def without_finite_check(tx: Any) -> Any:
@@ -125,9 +147,9 @@ def without_finite_check(tx: Any) -> Any:
     A training step makes the check itself, since it also skips the update of variables.
     Optimizers that `apply_if_finite` did not make are returned unchanged.
     """
-    if not isinstance(tx, ApplyIfFinite):
+    if not isinstance(tx.update, _Method):
         return tx
-    return dataclasses.replace(tx, checks_finite=False)
+    return _as_optax(dataclasses.replace(tx.update.of, checks_finite=False))
 
 
 def apply_if_finite_counters(state: Any, finite: Array) -> dict[str, Array]:
