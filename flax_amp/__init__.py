@@ -20,12 +20,12 @@ from flax_amp._training.scaled_grad import dynamic_scale_grad as dynamic_scale_g
 from flax_amp._training.scaled_grad import (
     dynamic_scale_value_and_grad as dynamic_scale_value_and_grad,
 )
-from flax_amp._training.scaled_grad import scale_loss as scale_loss
-from flax_amp._training.scaled_grad import unscale_grads as unscale_grads
 from flax_amp._training.scaler import DynamicScalerState as DynamicScalerState
 from flax_amp._training.scaler import init_scaler as init_scaler
 from flax_amp._training.scaler import no_scaler as no_scaler
+from flax_amp._training.scaler import scale_loss as scale_loss
 from flax_amp._training.scaler import static_scaler as static_scaler
+from flax_amp._training.scaler import unscale_grads as unscale_grads
 from flax_amp._training.scaler import update_scaler as update_scaler
 from flax_amp._training.train_state import AmpTrainState as AmpTrainState
 from flax_amp._training.train_step import make_eval_step as make_eval_step

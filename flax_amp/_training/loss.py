@@ -8,66 +8,58 @@ updated variables and `aux` out.
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import core, errors, nnx
+from jax.typing import ArrayLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
-from flax_amp._training.aliases import (
+from flax_amp._training.arguments import (
+    KEYWORDS,
     Array,
     Batch,
     Metrics,
+    Options,
     PyTree,
     Rngs,
     UserFn,
+    call_checked,
     check_leaves,
-    check_type,
+    declared_keywords,
     describe,
+    differences,
 )
 from flax_amp._training.train_state import AmpTrainState, variables_of
 
-# The keywords that a user's function may declare.
-KEYWORDS = ("state", "rngs")
-
 
 def pure_loss(
-    loss_fn: UserFn,
-    has_aux: bool,
-    state: AmpTrainState,
-    *,
-    caller: str,
-    open_scopes: bool,
+    options: Options, state: AmpTrainState
 ) -> Callable[..., tuple[Array, PyTree, Metrics]]:
     """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`.
 
     The updates are the new variables, with `None` for those that did not change. The
-    state is for a function that declares the keyword `state`; `open_scopes` opens a
-    named scope around each call of an NNX module.
+    state says what the model is, and is for a function that declares it.
     """
-    name = f"{caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
+    loss_fn = options.loss_fn
+    name = f"{options.caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
 
     def pure(
         params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs, *args: PyTree
     ) -> tuple[Array, PyTree, Metrics]:
+        now = state.replace(params=params, variables=variables)
         with inputs_unchanged(batch, args, name):
             target, out = call_user_fn(
-                loss_fn,
-                state,
-                params,
-                variables,
-                batch,
-                rngs,
-                args,
-                open_scopes=open_scopes,
+                loss_fn, now, batch, rngs, args, open_scopes=options.open_scopes
             )
         collections = variables if state.graphdef is None else {}
-        loss, aux = _split_output(out, has_aux, collections, name)
+        loss, aux = _split_output(out, options.has_aux, collections, name)
         updates = aux.pop("variables", {})
+        # An empty dict, as `apply` with `mutable=[]` returns it, updates nothing.
         given = not (isinstance(updates, Mapping) and not updates)
         if state.graphdef is not None:
             if given:
@@ -79,6 +71,8 @@ def pure_loss(
             updates = _match_structure(variables, updates, name, hint=_NNX_HINT)
         elif given:
             updates = _match_collections(variables, updates, name)
+        # An array that is still the same object did not change. That is told here: what
+        # `amp` returns are other objects.
         updates = jax.tree.map(
             lambda new, old: None if new is old else new,
             {**variables, **updates},
@@ -87,6 +81,11 @@ def pure_loss(
         return loss, updates, aux
 
     return named_after(pure, loss_fn)
+
+
+def fold_in(rngs: Rngs, data: ArrayLike) -> Rngs:
+    """Folds a number into every key."""
+    return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
 
 
 def named_after(pure: UserFn, fn: UserFn) -> UserFn:
@@ -125,8 +124,6 @@ def _leading_names(fn: UserFn) -> list[str]:
 def call_user_fn(
     fn: UserFn,
     state: AmpTrainState,
-    params: PyTree,
-    variables: PyTree,
     batch: Batch,
     rngs: Rngs,
     args: tuple[PyTree, ...] = (),
@@ -134,16 +131,25 @@ def call_user_fn(
     open_scopes: bool,
     evaluate: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Returns the parameters or the module that `fn` was given, and its result."""
-    offered = {
-        "state": state.replace(params=params, variables=variables),
-        "rngs": rngs,
-    }
-    keywords = {name: offered[name] for name in _declared_keywords(fn, KEYWORDS)}
+    """Returns the parameters or the module that `fn` was given, and its result.
+
+    Args:
+      fn: the user's function.
+      state: holds the parameters and the variables of this pass.
+      batch: the second argument of `fn`.
+      rngs: the keys of this pass.
+      args: the further arguments of `fn`.
+      open_scopes: open a named scope around each call of an NNX module.
+      evaluate: call an NNX module in evaluation mode.
+    """
+    offered = {"state": state, "rngs": rngs}
+    keywords = {name: offered[name] for name in declared_keywords(fn)}
     if state.graphdef is None:
         with _explain_random_numbers(keywords, rngs):
-            return params, call_checked(fn, params, batch, *args, **keywords)
-    model = nnx.merge(state.graphdef, params, variables)
+            return state.params, call_checked(
+                fn, state.params, batch, *args, **keywords
+            )
+    model = nnx.merge(state.graphdef, state.params, state.variables)
     if evaluate:
         model.eval()
     with (
@@ -153,25 +159,12 @@ def call_user_fn(
         return model, call_checked(fn, model, batch, *args, **keywords)
 
 
-def call_checked(fn: UserFn, *args: PyTree, **keywords: Any) -> PyTree:
-    """Calls a user's function, after checking that it takes these arguments."""
-    if (signature := _signature(fn)) is not None:
-        try:
-            signature.bind(*args, **keywords)
-        except TypeError as error:
-            raise TypeError(
-                f"{getattr(fn, '__name__', 'loss_fn')} has the signature {signature} "
-                f"({error}); the step got {len(args) - 2} further arguments after its "
-                "batch. Expected those that the function takes there: pass them to the "
-                "step, by position. In the function, the keywords state and rngs come "
-                "after them."
-            ) from None
-    return fn(*args, **keywords)
-
-
 @contextlib.contextmanager
 def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[None]:
     """Adds a note on random numbers if a function may have failed for lack of them.
+
+    It is no error that a loss declares `rngs` and the state has none. Such a loss is
+    right for a model without dropout, and in evaluation.
 
     Args:
       keywords: those that the function declares.
@@ -194,79 +187,6 @@ def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[N
                 "it into the batch of make_nnx_train_step."
             )
         raise
-
-
-def _declared_keywords(fn: UserFn, keywords: Sequence[str]) -> list[str]:
-    """Returns those of the keywords that `fn` declares and the user has not bound."""
-    try:
-        declared = set(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-    # The signature is that of the innermost function, and it also lists the keywords
-    # that functools.partial has bound on the way there.
-    inside: Any = fn
-    while inside is not None:
-        if isinstance(inside, functools.partial):
-            declared -= inside.keywords.keys()
-            inside = inside.func
-        else:
-            inside = getattr(inside, "__wrapped__", None)
-    return [name for name in keywords if name in declared]
-
-
-def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> UserFn:
-    """Returns `fn`, or raises a TypeError if a step could not call it.
-
-    `name` is what the messages call it, `keywords` are those that it may declare.
-    """
-    wanted = "a function of (params, batch, *args), or of (model, batch, *args) for NNX"
-    check_type(fn, Callable, name, f"{wanted}.")
-    signature = _signature(fn)
-    if signature is None:
-        return fn
-    declared = dict.fromkeys(_declared_keywords(fn, keywords))
-    # The number of further arguments is known only in a call.
-    further = sum(
-        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.default is parameter.empty
-        and key not in declared
-        for key, parameter in signature.parameters.items()
-    )
-    try:
-        signature.bind(*[None] * max(further, 2), **declared)
-    except TypeError as error:
-        allowed = f", with the keywords {' and '.join(keywords)} if it declares them"
-        raise TypeError(
-            f"{name} has the signature {signature} ({error}); expected {wanted}"
-            f"{allowed if keywords else ''}. Take further arguments after the batch "
-            "and before keywords: the step hands on what follows its batch. Or bind "
-            "them with functools.partial."
-        ) from None
-    return fn
-
-
-def check_metrics_fn(fn: Any, name: str) -> None:
-    """Raises a TypeError unless `fn` is `None` or takes what a `metrics_fn` gets."""
-    expected = (
-        "a function of (state, grads, updates), or of (model, grads, updates) for NNX."
-    )
-    check_type(fn, Callable | None, name, expected)
-    if fn is not None and (signature := _signature(fn)) is not None:
-        try:
-            signature.bind(None, None, None)
-        except TypeError as error:
-            raise TypeError(
-                f"{name} has the signature {signature} ({error}); expected {expected} "
-                "Declare all three."
-            ) from None
-
-
-def _signature(fn: UserFn) -> inspect.Signature | None:
-    """Returns how a function is called, which a decorator may have changed."""
-    try:
-        return inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return None
 
 
 @contextlib.contextmanager
@@ -390,27 +310,3 @@ def _match_structure(
     return jax.tree.map(
         lambda x, y: x if x is y else jnp.asarray(x).astype(y.dtype), new, old
     )
-
-
-def differences(
-    old: PyTree,
-    new: PyTree,
-    describe: Callable[[Any], Any],
-    prefix: str = "",
-    names: tuple[str, str] = ("before", "now"),
-) -> list[str]:
-    """Lists the leaves that only one tree has, or whose descriptions differ."""
-    of_old, of_new = names
-    before, after = (
-        {
-            f"{prefix}{jax.tree_util.keystr(path)}": describe(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (old, new)
-    )
-    return [
-        f"{path}: {before.get(path, 'absent')} {of_old}, "
-        f"{after.get(path, 'absent')} {of_new}"
-        for path in sorted(before | after)
-        if before.get(path) != after.get(path)
-    ]

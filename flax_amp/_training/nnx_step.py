@@ -1,7 +1,11 @@
-"""The training step for loops with their own `nnx.Optimizer`."""
+"""`make_nnx_train_step`: the step of loops with their own `nnx.Optimizer`.
+
+The step itself is `core.run_step`. This module adapts a model, its optimizer and the
+modules in the batch to it. It lets `run_step` train the model as a state that lives for
+one step, and writes what that selects back into the objects of the user.
+"""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -13,50 +17,39 @@ from jax.typing import DTypeLike
 from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
-from flax_amp._training.aliases import (
+from flax_amp._training.arguments import (
     AxisName,
     Batch,
     Metrics,
+    Options,
     PyTree,
     UserFn,
-    check_type,
+    call_checked,
+    check_nnx,
+    check_options,
+    check_params,
+    check_selection,
 )
-from flax_amp._training.finite import apply_if_finite_counters, count_skips
-from flax_amp._training.gradients import (
-    Options,
-    complete_grads,
-    compute_gradients,
+from flax_amp._training.core import Decision, Update, run_step
+from flax_amp._training.loss import named_after
+from flax_amp._training.optimizer import (
+    apply_if_finite_counters,
+    count_skips,
     explain_update,
-    make_metrics,
-    make_options,
-    measure_update,
-    select_scaler,
-    select_update,
+    hyperparam_metrics,
 )
-from flax_amp._training.hyperparams import hyperparam_metrics
-from flax_amp._training.loss import call_checked, named_after
 from flax_amp._training.precision import (
     Precision,
     UnscaledWarning,
+    amp_by_precision,
     check_precision,
     first_scaler,
 )
 from flax_amp._training.scaler import SKIP_COUNTS, Scaler, validate_scaler
-from flax_amp._training.step_call import (
-    Step,
-    check_distinct,
-    explain_deleted,
-    explain_leaves,
-    has_several_devices,
-)
-from flax_amp._training.train_state import (
-    AmpTrainState,
-    check_params,
-    check_selection,
-    split_model,
-)
+from flax_amp._training.step_call import Step, explain_deleted, explain_failure
+from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.optim._optimizer import pure
-from flax_amp.policy import PolicyEntries
+from flax_amp.policy import Policy, PolicyEntries
 
 
 class NnxTrainStep(Protocol):
@@ -144,16 +137,19 @@ def make_nnx_train_step(
       (1, True)
     """
     precision = check_precision(precision, "make_nnx_train_step: precision")
-    options = make_options(
+    options = check_options(
         loss_fn,
         "make_nnx_train_step",
         keywords=(),
         has_aux=has_aux,
-        compute_dtype=compute_dtype,
-        amp_policy=amp_policy,
-        recompute=recompute,
-        reduce_dtype=reduce_dtype,
-        merge_layers=merge_layers,
+        amp=amp_by_precision(
+            compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
+            reduce_dtype=reduce_dtype,
+            merge_layers=merge_layers,
+        ),
+        open_scopes=Policy(amp_policy).names_scopes,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
@@ -186,30 +182,30 @@ def make_nnx_train_step(
         *args: PyTree,
     ) -> tuple[Scaler, Metrics]:
         nonlocal first
-        _check(model, optimizer)
+        check_nnx(model, optimizer)
         if first and jit and donate:
             _copy_repeated_arrays(model, optimizer)
+        # The word for the precision stands in one place. A scaler could not hold it,
+        # because it is a plain dict of arrays.
         scaler = first_scaler(precision) if scaler is None else scaler
+
+        def arguments() -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+            # Modules among the inputs may share variables with the model.
+            nodes = {"model": model, "optimizer": optimizer}
+            states = {name: nnx.to_pure_dict(nnx.state(nodes[name])) for name in nodes}
+            _, arrays = _take_out(_WHOLE_NODES, {"batch": batch, "args": args})
+            return states | {"scaler": scaler}, arrays
+
         with explain_deleted("train_step", "scaler", scaler):
             # Values on the device are checked in the first step only: later, that would
             # wait for the step before.
-            counts = _skip_counts(scaler)
-            scaler = validate_scaler(scaler, "train_step: scaler", wait=first)
-            scaler = _with_counts(scaler, counts)
+            scaler = _complete_with_counts(scaler, wait=first)
             first = False
             warn_if_unscaled(precision, scaler, stacklevel=3)
             if not jit:
                 return step(model, optimizer, scaler, batch, *args)
-            inputs = {"batch": batch, "args": args}
-            if donate and has_several_devices():
-                _check_distinct(model, optimizer, scaler, inputs)
-            try:
+            with explain_failure("train_step", donate, arguments):
                 return step(model, optimizer, scaler, batch, *args)
-            except (RuntimeError, TypeError, ValueError):
-                with explain_leaves("train_step", inputs):
-                    if donate:
-                        _check_distinct(model, optimizer, scaler, inputs)
-                    raise
 
     return Step(train_step)
 
@@ -224,15 +220,14 @@ def _step(
     args: tuple[PyTree, ...],
 ) -> tuple[Scaler, Metrics]:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
-    whole_nodes = (nnx.Pytree, nnx.Variable)
-    in_batch = whole_nodes if options.accum_steps == 1 else (nnx.Pytree,)
+    in_batch = _WHOLE_NODES if options.accum_steps == 1 else (nnx.Pytree,)
     modules, batch = _take_out(in_batch, batch)
-    more_modules, args = _take_out(whole_nodes, args)
-    modules += more_modules
+    more_modules, args = _take_out(_WHOLE_NODES, args)
     # One Dict holds the model and the modules of the inputs. `model` sorts before
     # `others`, so state that both share gets its path in the model.
-    whole = nnx.Dict(model=model, others=nnx.List(modules))
-    before = _copy_state((whole, optimizer))
+    whole = nnx.Dict(model=model, others=nnx.List(modules + more_modules))
+    measures = options.metrics_fn is not None
+    adapter = _ModelAdapter(whole, optimizer, scaler, measures)
     trained = {
         ("model", *path)
         for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))
@@ -252,7 +247,6 @@ def _step(
         graphdef=graphdef,
         precision=precision,
     )
-
     user_loss_fn = options.loss_fn
 
     def loss_fn(whole: nnx.Dict, batch: Batch, *args: PyTree) -> PyTree:
@@ -261,65 +255,82 @@ def _step(
 
     loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
     options = options._replace(loss_fn=named_after(loss_fn, user_loss_fn))
-    moved_scaler, finite, result = compute_gradients(options, state, batch, args)
-    grads = nnx.state(model, optimizer.wrt)
-    nnx.replace_by_pure_dict(grads, complete_grads(result, params)["model"])
-    old_counters = pure(optimizer.opt_state)
-    old = model if options.metrics_fn is None else nnx.clone(model)
-    with explain_update(options.caller, optimizer.tx, optimizer.opt_state, grads):
-        optimizer.update(model, grads)
-    weights = (nnx.state(node, optimizer.wrt) for node in (old, model))
-    measured = measure_update(options, old, grads, *weights)
-    _set_variables(whole, _tree.combine(result.variables, variables))
-
-    after = _copy_state((whole, optimizer))
-    applied, selected = select_update(options, finite, after, before)
-    nnx.update((whole, optimizer), selected)
-    more = hyperparam_metrics(optimizer.opt_state)
-    new_scaler = select_scaler(applied, finite, moved_scaler, state.scaler)
-    if SKIP_COUNTS[0] in scaler:
-        in_a_row, total = map(scaler.__getitem__, SKIP_COUNTS)
-        counted = count_skips(in_a_row, total, applied)
-        new_scaler |= dict(zip(SKIP_COUNTS, counted, strict=True))
-        more["skipped_total"] = new_scaler["skipped_total"]
-    if isinstance(old_counters, optax.ApplyIfFiniteState):  # which check_progress reads
-        counters = apply_if_finite_counters(old_counters, applied)
-        for name, value in counters.items():
-            getattr(optimizer.opt_state, name).set_value(value)
-        more["skipped_total"] = counters["total_notfinite"]
-    return new_scaler, make_metrics(
-        options, new_scaler, applied, result, measured, **more
-    )
+    return run_step(options, state, batch, args, adapter)
 
 
-def _check_distinct(
-    model: nnx.Module, optimizer: nnx.Optimizer, scaler: Scaler, inputs: PyTree
-) -> None:
-    """Raises a ValueError if an array that a step donates is among its inputs, too.
+class _ModelAdapter:
+    """A model, the modules of its inputs and its optimizer as what `run_step` trains.
 
-    Modules among the inputs may share variables with the model.
+    The step updates them, finite or not, and then writes the selected state into them.
     """
-    nodes = {"model": model, "optimizer": optimizer}
-    states = {name: nnx.to_pure_dict(nnx.state(node)) for name, node in nodes.items()}
-    _, arrays = _take_out((nnx.Pytree, nnx.Variable), inputs)
-    check_distinct("train_step", states | {"scaler": scaler}, arrays)
+
+    fields: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        whole: nnx.Dict,
+        optimizer: nnx.Optimizer,
+        scaler: Scaler,
+        measures: bool,
+    ):
+        self._whole, self._optimizer, self._scaler = whole, optimizer, scaler
+        self._measures = measures  # whether a `metrics_fn` looks at the old model
+        self._before = _copy_state((whole, optimizer))
+        self._opt_state = pure(optimizer.opt_state)
+
+    def update(self, grads: PyTree, variables: PyTree, scaler: Scaler) -> Update:
+        model, optimizer, wrt = self._whole.model, self._optimizer, self._optimizer.wrt
+        state = nnx.state(model, wrt)
+        nnx.replace_by_pure_dict(state, grads["model"])
+        # The update changes the model in place.
+        old = nnx.clone(model) if self._measures else model
+        tx, opt_state = optimizer.tx, optimizer.opt_state
+        with explain_update("make_nnx_train_step", tx, opt_state, state):
+            optimizer.update(model, state)
+        _set_variables(self._whole, variables)
+        after = _copy_state((self._whole, optimizer))
+        params = nnx.state(old, wrt), nnx.state(model, wrt)
+        return Update(self._before, after, old, state, params)
+
+    def finish(
+        self, update: Update, decision: Decision
+    ) -> tuple[Scaler, Scaler, dict[str, PyTree]]:
+        """Writes what was selected; lets scaler and skip counters advance."""
+        nnx.update((self._whole, self._optimizer), decision.selected)
+        opt_state = self._optimizer.opt_state
+        more = hyperparam_metrics(opt_state)
+        scaler = decision.select_scaler(self._scaler)
+        if SKIP_COUNTS[0] in self._scaler:
+            in_a_row, total = map(self._scaler.__getitem__, SKIP_COUNTS)
+            counted = count_skips(in_a_row, total, decision.applied)
+            scaler |= dict(zip(SKIP_COUNTS, counted, strict=True))
+            more["skipped_total"] = scaler["skipped_total"]
+        # `check_progress` reads these counters.
+        if isinstance(self._opt_state, optax.ApplyIfFiniteState):
+            counters = apply_if_finite_counters(self._opt_state, decision.applied)
+            for name, value in counters.items():
+                getattr(opt_state, name).set_value(value)
+            more["skipped_total"] = counters["total_notfinite"]
+        return scaler, scaler, more
 
 
-def _skip_counts(scaler: Any) -> Scaler:
-    """Returns the counts of skipped steps that are in a scaler."""
-    if not isinstance(scaler, Mapping):
-        return {}
-    kept = [key for key in SKIP_COUNTS if key in scaler]
-    return {key: jnp.asarray(scaler[key], jnp.int32) for key in kept}
+def _complete_with_counts(given: Any, *, wait: bool) -> Scaler:
+    """Returns a checked scaler with its counts of skipped steps.
 
-
-def _with_counts(scaler: Scaler, counts: Scaler) -> Scaler:
-    """Returns a scaler with its counts, or with new ones unless it is traced."""
+    It gets new counts unless it is traced: the keys of a carry must not change.
+    """
+    scaler = validate_scaler(given, "train_step: scaler", wait=wait)
+    kept = [key for key in SKIP_COUNTS if key in given]
+    counts = {key: jnp.asarray(given[key], jnp.int32) for key in kept}
     old = scaler["count"]
     if len(counts) < len(SKIP_COUNTS) and not isinstance(old, jax.core.Tracer):
         # `count - count` is a zero on the devices of the scaler, without a transfer.
         counts = {key: old - old for key in SKIP_COUNTS} | counts
     return scaler | counts
+
+
+# What is no batch of examples: it is taken out of the inputs of a loss as it is.
+_WHOLE_NODES = (nnx.Pytree, nnx.Variable)
 
 
 @jax.tree_util.register_static
@@ -341,7 +352,8 @@ def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
     """Copies arrays of the optimizer that are in the model too, or in itself twice.
 
     The first state of some optimizers, such as `optax.contrib.mechanize`, holds the
-    parameters themselves, and a buffer must not be donated twice.
+    parameters themselves, and a buffer must not be donated twice. An error would ask
+    each user to know that.
     """
     seen = set(map(id, jax.tree.leaves(nnx.state(model))))
     state = nnx.state(optimizer)
@@ -366,13 +378,3 @@ def _set_variables(model: nnx.Module, variables: PyTree) -> None:
     state = nnx.state(model, lambda path, _: path in paths)
     nnx.replace_by_pure_dict(state, variables)
     nnx.update(model, state)
-
-
-def _check(model: object, optimizer: object) -> None:
-    expected = "an nnx.Module. For Linen use make_train_step."
-    check_type(model, nnx.Module, "train_step: model", expected)
-    if not isinstance(optimizer, nnx.Optimizer) or hasattr(optimizer, "model"):
-        raise TypeError(
-            f"train_step: optimizer is a {type(optimizer).__name__}; expected an "
-            "nnx.Optimizer. Make it with nnx.Optimizer(model, tx, wrt=nnx.Param)."
-        )

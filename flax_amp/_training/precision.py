@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.aliases import UserFn
+from flax_amp._training.arguments import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
 
 # The words that `AmpTrainState.create` and `make_nnx_train_step` take. The first three
@@ -86,7 +86,8 @@ class UnscaledWarning:
     """Warns once if a step computes in float16 without a scale.
 
     It reads the scaler on the device in the first call only: later, that would wait for
-    the step before. Traced values tell nothing.
+    the step before. Traced values tell nothing. `AmpTrainState.create` cannot warn,
+    because a step may override the dtype.
     """
 
     def __init__(self, compute_dtype: DTypeLike | None) -> None:

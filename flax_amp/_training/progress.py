@@ -1,4 +1,8 @@
-"""Tells a run that skips every step from one that still searches for its scale."""
+"""Tells a run that skips every step from one that still searches for its scale.
+
+The user calls it. An error inside of the step would need a callback or a transfer in
+each step.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -10,7 +14,7 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp._training.aliases import check_type, first_of
+from flax_amp._training.arguments import check_type, first_of
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.scaler import SKIP_COUNTS, check_keys, values_out_of_range
 from flax_amp._training.step_call import explain_deleted

@@ -1,138 +1,40 @@
 """Gradients of a scaled loss, for training loops of the user's own.
 
-The loss is multiplied by the scale in float32. Its gradients are divided in float32 by
-the scale that was used for them, not by the one that `update_scaler` makes from it.
+The third adapter of the core: it has the passes and the retries of a training step, but
+neither an optimizer nor a state.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._training.aliases import (
+from flax_amp._training.arguments import (
     Array,
     AxisName,
     PyTree,
     UserFn,
+    check_argnums,
+    check_axis_name,
+    check_retries,
     check_type,
     describe,
 )
-from flax_amp._training.averaging import (
+from flax_amp._training.core import repeat_until_finite
+from flax_amp._training.loss import split_aux
+from flax_amp._training.passes import (
     PassResult,
     average_over_devices,
-    check_axis_name,
+    cast_like,
     device_index,
     mark_varying,
+    run_pass,
 )
-from flax_amp._training.loss import split_aux
-from flax_amp._training.retry import Attempt, check_retries, retry_until_finite
 from flax_amp._training.scaler import Scaler, validate_scaler
-
-
-def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
-    """Returns `loss * scale`, in float32 at least, which has room for the product.
-
-    Args:
-      loss: a loss of any float dtype.
-      state: a scaler; see `flax_amp.DynamicScalerState`.
-
-    Example:
-      >>> from flax_amp import init_scaler
-      >>> scale_loss(jnp.float16(8), init_scaler())
-      Array(262144., dtype=float32)
-    """
-    scale = validate_scaler(state)["scaler"]
-    if not _tree.is_numeric(loss):
-        raise TypeError(
-            f"scale_loss: loss is {describe(loss)}; expected a number. Scale "
-            "the loss alone, without aux."
-        )
-    return _widen(jnp.asarray(loss)) * scale
-
-
-def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
-    """Divides gradients by the scale they were made with, in float32 at least.
-
-    Args:
-      grads: gradients of `scale_loss(loss, state)`.
-      state: the scaler that was used for them, not the updated one.
-
-    Returns:
-      The gradients; floating leaves are float32, or wider if they were wider.
-
-    Example:
-      Two losses that share one scaler:
-
-      >>> from flax_amp import all_finite, init_scaler, update_scaler
-      >>> scaler = init_scaler()
-      >>> def scaled(w):
-      ...     loss = w**2
-      ...     return scale_loss(loss, scaler), loss
-      >>> first, loss = jax.grad(scaled, has_aux=True)(jnp.float32(3))
-      >>> second, _ = jax.grad(scaled, has_aux=True)(jnp.float32(4))
-      >>> grads = unscale_grads((first, second), scaler)
-      >>> scaler = update_scaler(
-      ...     scaler, all_finite(grads), loss_finite=all_finite(loss)
-      ... )
-      >>> [float(grad) for grad in grads], int(scaler["count"])
-      ([6.0, 8.0], 1)
-    """
-    # XLA fuses one multiplication for each leaf with the cast around it.
-    factor = 1.0 / validate_scaler(state)["scaler"]
-    return jax.tree.map(
-        lambda g: _widen(jnp.asarray(g)) * factor if _tree.is_inexact(g) else g, grads
-    )
-
-
-def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Casts each floating leaf to the dtype of its counterpart in `like`."""
-    return jax.tree.map(
-        lambda x, y: x.astype(jnp.result_type(y)) if _tree.is_inexact_array(x) else x,
-        tree,
-        like,
-    )
-
-
-def run_pass(
-    fn: Callable[[PyTree], tuple[Array, PyTree, PyTree]],
-    wrt: PyTree,
-    scaler: Scaler,
-    axis_name: AxisName,
-    **kwargs: Any,
-) -> PassResult:
-    """Differentiates a loss times the scale, and divides the gradients by the scale.
-
-    Args:
-      fn: takes `wrt`; returns `(loss, updated variables, aux)`.
-      wrt: a pytree of floating arrays.
-      scaler: the scaler.
-      axis_name: the mapped axes of the call.
-      **kwargs: further arguments of `jax.value_and_grad`.
-    """
-
-    def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
-        loss, updates, aux = fn(wrt)
-        loss = mark_varying(jnp.asarray(loss), axis_name)
-        return scale_loss(loss, scaler), (loss, updates, aux)
-
-    (_, outputs), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(wrt)
-    grads, overwrite = split_overwrite(grads)
-    return PassResult(unscale_grads(grads, scaler), overwrite, *outputs)
-
-
-def split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
-    """Takes out Flax's fp8 statistics: unscaled values that replace parameters."""
-    if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
-        return grads, None
-    rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}
-    return rest, grads[OVERWRITE_WITH_GRADIENT]
 
 
 def dynamic_scale_value_and_grad(
@@ -186,6 +88,7 @@ def dynamic_scale_value_and_grad(
       NameError: when called, if `axis_name` is not bound.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from flax_amp import DynamicScalerState
       >>> grad_fn = dynamic_scale_value_and_grad(lambda w, x: (w * x) ** 2)
       >>> state, (loss, grad) = grad_fn(
@@ -223,6 +126,7 @@ def dynamic_scale_grad(
       TypeError, ValueError, NameError: as `dynamic_scale_value_and_grad`.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> from flax_amp import init_scaler
       >>> grad_fn = dynamic_scale_grad(lambda w: w**2)
       >>> state, grad = grad_fn(jnp.float32(3), dynamic_scaler_state=init_scaler())
@@ -267,7 +171,17 @@ def _make_grad_fn(
     def value_and_grad_fn(
         *args: PyTree, dynamic_scaler_state: Any = None, **fun_kwargs: PyTree
     ) -> tuple[Scaler, PyTree]:
-        scaler = _check_call(dynamic_scaler_state, argnums, args, caller)
+        if dynamic_scaler_state is None:
+            raise TypeError(
+                f"{caller}: the keyword argument dynamic_scaler_state is missing; "
+                "expected a scaler. Call grad_fn(..., "
+                "dynamic_scaler_state=init_scaler()) and pass the state it returns to "
+                "the next call."
+            )
+        check_argnums(argnums, args, caller)
+        scaler = validate_scaler(
+            dynamic_scaler_state, "dynamic_scaler_state", wait=True
+        )
         device_index(axis_name, caller)
         call = FunctionalCall(fun, args, fun_kwargs, caller=f"{caller}: {name}")
         indices = _select_inputs(call, argnums, filter)
@@ -283,7 +197,7 @@ def _make_grad_fn(
             loss, aux = split_aux(out, has_aux, name)
             return loss, updates, aux
 
-        def attempt(scaler: Scaler) -> Attempt:
+        def run(scaler: Scaler) -> tuple[PassResult, PyTree]:
             nonlocal updates_def, old
             wrt = mark_varying([call.inputs[index] for index in selected], axis_name)
             result = run_pass(loss_of, wrt, scaler, axis_name, **kwargs)
@@ -297,9 +211,9 @@ def _make_grad_fn(
                 grads=cast_like(result.grads, wrt),
                 variables=_tree.combine(result.variables, old),
             )
-            return Attempt.judge(result, old)
+            return result, old
 
-        scaler, finite, result = retry_until_finite(attempt, scaler, retries)
+        scaler, finite, result = repeat_until_finite(run, scaler, retries)
         updates = _tree.select(finite, result.variables, old)
         call.finish((None, jax.tree.unflatten(updates_def, updates)))
         grad_of = dict(zip(selected, result.grads, strict=True))
@@ -335,12 +249,9 @@ def _select_inputs(call: FunctionalCall, argnums: Any, filter: bool) -> PyTree:
             args[argnum],
         )
 
-    selected = tuple(map(select, _as_sequence(argnums)))
-    return selected if isinstance(argnums, Sequence) else selected[0]
-
-
-def _as_sequence(argnums: Any) -> Sequence[Any]:
-    return argnums if isinstance(argnums, Sequence) else [argnums]
+    if isinstance(argnums, Sequence):
+        return tuple(map(select, argnums))
+    return select(argnums)
 
 
 def _check_variables(new: list[Any], old: list[tuple[str, Any]], caller: str) -> None:
@@ -353,29 +264,3 @@ def _check_variables(new: list[Any], old: list[tuple[str, Any]], caller: str) ->
                 "expected the same shape and dtype after each call. Create it with "
                 "the shape and dtype that it has after the call."
             )
-
-
-def _check_call(scaler: Any, argnums: Any, args: Sequence[Any], caller: str) -> Scaler:
-    """Returns the scaler of a call, after checking it and the arguments."""
-    if scaler is None:
-        raise TypeError(
-            f"{caller}: the keyword argument dynamic_scaler_state is missing; "
-            "expected a scaler. Call grad_fn(..., dynamic_scaler_state=init_scaler()) "
-            "and pass the state it returns to the next call."
-        )
-    nums = [getattr(num, "argnum", num) for num in _as_sequence(argnums)]
-    if not all(isinstance(num, int | np.integer) for num in nums):
-        raise TypeError(
-            f"{caller}: {argnums=}; expected an integer, an nnx.DiffState, or a "
-            "sequence of them. Leave argnums out for the first argument."
-        )
-    if any(not -len(args) <= num < len(args) for num in nums):
-        raise TypeError(
-            f"{caller}: {argnums=} names an argument that was not passed by "
-            f"position; got {len(args)} positional arguments. Pass it by position."
-        )
-    return validate_scaler(scaler, "dynamic_scaler_state", wait=True)
-
-
-def _widen(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

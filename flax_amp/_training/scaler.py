@@ -1,17 +1,19 @@
 """The dynamic loss scaler: a plain dict of 0-d arrays.
 
-The scaler is data, hyper-parameters included, so it passes through `jit`, `vmap` and
-any checkpoint without losing a field. Whatever happens to the gradients, the scale
-stays a finite, positive number between `min_scaler` and `max_scaler`. The functions
-that scale losses with it are in `scaled_grad.py`.
+The scaler is data, hyper-parameters included. So it passes through `jit`, `vmap` and
+any checkpoint without losing a field, and a sweep over settings compiles once. Whatever
+happens to the gradients, the scale stays a finite, positive number between `min_scaler`
+and `max_scaler`.
 
 The scale falls only when a lower scale can help. The forward pass does not see the
 scale: a loss that is not finite comes from the batch or from the activations, and it
-would be the same at every other scale.
+would be the same at every other scale. Flax and jaxamp lower the scale then, too, so a
+few bad batches drive it to its lower limit.
 
 Sharp edges:
   The scale grows on the `patience + 1`-th finite step since it moved, as in jaxamp and
-  in Flax's `DynamicScale`, not on the `patience`-th.
+  in Flax's `DynamicScale`, not on the `patience`-th. A run that is migrated from one of
+  them goes on exactly.
 """
 
 import math
@@ -25,7 +27,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
-from flax_amp._training.aliases import Array, check_type, describe
+from flax_amp._training.arguments import Array, PyTree, check_type, describe
 
 Scaler = dict[str, Array]
 
@@ -195,6 +197,65 @@ def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
         _check_scalar(key, value)
         scaler[key] = jnp.asarray(value, dtype)
     return scaler
+
+
+def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
+    """Returns `loss * scale`, in float32 at least, which has room for the product.
+
+    Args:
+      loss: a loss of any float dtype.
+      state: a scaler; see `flax_amp.DynamicScalerState`.
+
+    Example:
+      >>> from flax_amp import init_scaler
+      >>> scale_loss(jnp.float16(8), init_scaler())
+      Array(262144., dtype=float32)
+    """
+    scale = validate_scaler(state)["scaler"]
+    if not _tree.is_numeric(loss):
+        raise TypeError(
+            f"scale_loss: loss is {describe(loss)}; expected a number. Scale "
+            "the loss alone, without aux."
+        )
+    return _widen(jnp.asarray(loss)) * scale
+
+
+def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
+    """Divides gradients by the scale they were made with, in float32 at least.
+
+    Args:
+      grads: gradients of `scale_loss(loss, state)`.
+      state: the scaler that was used for them, not the updated one.
+
+    Returns:
+      The gradients; floating leaves are float32, or wider if they were wider.
+
+    Example:
+      Two losses that share one scaler:
+
+      >>> from flax_amp import all_finite, init_scaler, update_scaler
+      >>> scaler = init_scaler()
+      >>> def scaled(w):
+      ...     loss = w**2
+      ...     return scale_loss(loss, scaler), loss
+      >>> first, loss = jax.grad(scaled, has_aux=True)(jnp.float32(3))
+      >>> second, _ = jax.grad(scaled, has_aux=True)(jnp.float32(4))
+      >>> grads = unscale_grads((first, second), scaler)
+      >>> scaler = update_scaler(
+      ...     scaler, all_finite(grads), loss_finite=all_finite(loss)
+      ... )
+      >>> [float(grad) for grad in grads], int(scaler["count"])
+      ([6.0, 8.0], 1)
+    """
+    # XLA fuses one multiplication for each leaf with the cast around it.
+    factor = 1.0 / validate_scaler(state)["scaler"]
+    return jax.tree.map(
+        lambda g: _widen(jnp.asarray(g)) * factor if _tree.is_inexact(g) else g, grads
+    )
+
+
+def _widen(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def update_scaler(

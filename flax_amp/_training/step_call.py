@@ -1,4 +1,4 @@
-"""Checks of the arguments of a step, whose messages have paths and say what to do.
+"""The call of a step, and the array to blame if it fails.
 
 A step donates its state: the new state takes over the memory of the old one, which is
 then deleted. JAX reports misuse by the position of a flattened argument only.
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from flax_amp._training.aliases import Array, PyTree, check_leaves
+from flax_amp._training.arguments import Array, PyTree, check_leaves
 
 
 class Step:
@@ -67,33 +67,62 @@ class JittedStep(Step):
         if not any(
             isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)
         ):
-            self._step = self._call  # states of other types are traced again
+            # A state of other types is traced again, and the trace checks it.
+            self._step = self._call
         return self._call(state, *inputs)
 
     def _call(self, state: PyTree, batch: PyTree, *args: PyTree) -> Any:
-        if self._donates and has_several_devices():
-            self._check_distinct(state, batch, args)
-        try:
-            return self._jitted(state, batch, *args)
-        except (RuntimeError, TypeError, ValueError):
-            inputs = {"state": state, "batch": batch, "args": args}
-            with (
-                explain_deleted(self.__name__, "state", state),
-                explain_leaves(self.__name__, inputs),
-            ):
-                if self._donates:
-                    self._check_distinct(state, batch, args)
-                raise
+        def arguments() -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+            return {"state": state}, {"batch": batch, "args": args}
 
-    def _check_distinct(self, state: PyTree, batch: PyTree, args: PyTree) -> None:
-        others = {"batch": batch, "args": args}
-        check_distinct(self.__name__, {"state": state}, others)
+        with (
+            explain_deleted(self.__name__, "state", state),
+            explain_failure(self.__name__, self._donates, arguments),
+        ):
+            return self._jitted(state, batch, *args)
 
     def __getattr__(self, name: str) -> Any:
         """Returns `lower`, `trace` and every other attribute of a jitted function."""
         if name == "_jitted":  # the object is still being copied, and has no attributes
             raise AttributeError(name)
         return getattr(self._jitted, name)
+
+
+@contextlib.contextmanager
+def explain_failure(
+    caller: str,
+    donates: bool,
+    arguments: Callable[[], tuple[dict[str, PyTree], dict[str, PyTree]]],
+) -> Iterator[None]:
+    """Names the leaf of an argument for which a call of a jitted step fails.
+
+    With several devices, it looks for an array that is passed twice before the call.
+    Otherwise the look costs nothing but after a failure: for 160 leaves it takes 28 µs,
+    where the call itself takes 250.
+
+    Args:
+      caller: what the messages call the step.
+      donates: whether the step donates.
+      arguments: returns what it then donates and the other arguments, by name.
+    """
+    if donates and has_several_devices():
+        check_distinct(caller, *arguments())
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        donated, others = arguments()
+        if donates:
+            check_distinct(caller, donated, others)
+        if isinstance(error, TypeError):
+            for name, argument in (donated | others).items():
+                check_leaves(
+                    argument,
+                    name,
+                    f"{caller}: got",
+                    "arrays and numbers, all that a compiled step can take. Drop the "
+                    "others, or make the step with jit=False.",
+                )
+        raise
 
 
 @functools.cache
@@ -154,23 +183,6 @@ def check_not_deleted(
             "that the last step returned. Go on with that, or make the training step "
             "with donate=False."
         ) from cause
-
-
-@contextlib.contextmanager
-def explain_leaves(caller: str, arguments: Mapping[str, PyTree]) -> Iterator[None]:
-    """Names the leaves that a jitted function cannot take if a call fails."""
-    try:
-        yield
-    except TypeError:
-        for name, argument in arguments.items():
-            check_leaves(
-                argument,
-                name,
-                f"{caller}: got",
-                "arrays and numbers, all that a compiled step can take. Drop the "
-                "others, or make the step with jit=False.",
-            )
-        raise
 
 
 def _arrays(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, Array]]:

@@ -12,31 +12,30 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import core, nnx, struct
+from flax import nnx, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
 from flax_amp import _tree
 from flax_amp._training import serialize
-from flax_amp._training.aliases import (
+from flax_amp._training.arguments import (
     Array,
     PyTree,
     Rngs,
-    check_leaves,
-    check_type,
-    first_of,
+    check_collections,
+    check_model,
+    check_params,
+    check_selection,
+    check_streams,
 )
-from flax_amp._training.hyperparams import collect_hyperparams, replace_hyperparams
-from flax_amp._training.precision import Precision, check_precision, first_scaler
-from flax_amp._training.scaler import Scaler, validate_scaler
-from flax_amp._training.wrap import (
-    has_integers,
+from flax_amp._training.optimizer import (
+    collect_hyperparams,
+    replace_hyperparams,
     resume_opt_state,
-    shared_update_fn,
-    unwrapped,
     wrap_optimizer,
 )
-from flax_amp.optim._optimizer import Optimizer
+from flax_amp._training.precision import Precision, check_precision, first_scaler
+from flax_amp._training.scaler import Scaler, validate_scaler
 
 Filter = nnx.filterlib.Filter
 # The user's subclass of the state, which functions return as they got it.
@@ -116,6 +115,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
     variables: PyTree
     rngs: Rngs
     graphdef: nnx.GraphDef[Any] | None = struct.field(pytree_node=False)
+    # Training and evaluation follow the word without being told, and a compiled step
+    # knows its dtype. A checkpoint has no static fields.
     precision: Precision = struct.field(pytree_node=False)
 
     @classmethod
@@ -188,7 +189,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
             )
         graphdef = None
         if model is not None:
-            _check_model(model, params, variables)
+            check_model(model, params, variables)
             graphdef, params, collections = split_model(model, wrt)
             check_selection(params, wrt, "AmpTrainState.create")
         else:
@@ -198,28 +199,28 @@ class AmpTrainState(_StateClass, train_state.TrainState):
                     "an nnx.Module. To train a part of params, pass "
                     "tx=optax.multi_transform(...)."
                 )
-            collections = _as_collections(params, variables)
+            collections = check_collections(params, variables)
         check_params(params, "AmpTrainState.create")
-        tx = unwrapped(tx)
+        # The first makes the state, the second updates it.
+        making, updating = wrap_optimizer(tx, params)
         state = super().create(
             apply_fn=apply_fn,
             params=jax.tree.map(_tree.strong_copy, params),
-            tx=wrap_optimizer(tx, params),
+            tx=making,
             scaler=validate_scaler(
                 first_scaler(precision) if scaler is None else scaler,
                 "AmpTrainState.create: scaler",
                 wait=True,
             ),
             variables=collections,
-            rngs=_as_streams(rngs),
+            rngs=check_streams(rngs),
             graphdef=graphdef,
             precision=precision,
             **kwargs,
         )
-        if isinstance(tx, Optimizer):
-            state = state.replace(tx=shared_update_fn(has_integers(params)))
-            if tx.opt_state is not None:
-                state = state.replace(opt_state=resume_opt_state(state.opt_state, tx))
+        state = state.replace(
+            tx=updating, opt_state=resume_opt_state(state.opt_state, tx)
+        )
         # The `init` of an optimizer may return the parameters themselves. All leaves
         # are copied again, because one buffer must not be donated twice.
         return jax.tree.map(_tree.strong_copy, state).replace(
@@ -318,103 +319,3 @@ def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
     trained = set(nnx.traversals.flatten_mapping(params))
     rest = nnx.state(model, lambda path, _: path not in trained)
     return nnx.to_pure_dict(rest)
-
-
-def _check_model(model: object, params: PyTree, variables: object) -> None:
-    check_type(
-        model,
-        nnx.Module,
-        "AmpTrainState.create: model",
-        "an nnx.Module. For a Linen model pass apply_fn=model.apply and params.",
-    )
-    if params is not None or variables is not None:
-        raise TypeError(
-            "AmpTrainState.create: got model together with params or variables; "
-            "expected model alone, which holds both. Drop the others."
-        )
-
-
-def check_selection(params: PyTree, wrt: Filter, caller: str) -> None:
-    """Raises a ValueError if a filter selects no parameters to train."""
-    if not jax.tree.leaves(params):
-        raise ValueError(
-            f"{caller}: wrt={wrt} selects no variable of the model; "
-            "expected a filter for the parameters to train, such as nnx.Param. "
-            "nnx.state(model) shows what there is."
-        )
-
-
-def check_params(params: PyTree, caller: str) -> None:
-    """Raises a ValueError that names the first three parameters of a wrong dtype."""
-    check_leaves(params, "params", f"{caller}: got", "arrays and numbers.")
-    wrong = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        dtype = getattr(leaf, "dtype", None)
-        if _tree.is_key(leaf):
-            raise ValueError(
-                f"{caller}: the parameter {jax.tree_util.keystr(path)} is a PRNG key; "
-                "expected arrays that can be differentiated. Leave random streams out "
-                "of params, and out of what wrt selects."
-            )
-        floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-        if floating and dtype not in (jnp.float32, jnp.complex64):
-            wrong.append(f"{jax.tree_util.keystr(path)}: {dtype}")
-    if wrong:
-        raise ValueError(
-            f"{caller}: {len(wrong)} parameters are not float32: "
-            f"{first_of(wrong)}; expected float32 master weights, "
-            "which amp casts at each use. Make the model with param_dtype=jnp.float32 "
-            "or cast them with jax.tree.map(lambda x: x.astype(jnp.float32), params)."
-        )
-
-
-def _as_collections(params: PyTree, variables: Any) -> PyTree:
-    """Returns the collections of a Linen model other than its parameters."""
-    if params is None:
-        raise TypeError(
-            "AmpTrainState.create: got neither params nor model; expected params (and "
-            "apply_fn) of a Linen model, or an nnx.Module as model."
-        )
-    check_type(
-        params,
-        Mapping | list | tuple,
-        "AmpTrainState.create: params",
-        "a dict of arrays. Put what you have into a dict of its arrays: {'w': array}.",
-    )
-    expected = "a dict of collections such as {'batch_stats': ...}."
-    variables = {} if variables is None else variables
-    check_type(variables, Mapping, "AmpTrainState.create: variables", expected)
-    if "params" in variables:
-        raise ValueError(
-            "AmpTrainState.create: variables holds the collection 'params'; expected "
-            "the other collections only. Take it out and pass it as params."
-        )
-    check_leaves(
-        variables, "variables", "AmpTrainState.create: got", "arrays and numbers."
-    )
-    return core.unfreeze(dict(variables))
-
-
-def _as_streams(rngs: Any) -> Rngs:
-    rngs = {} if rngs is None else rngs
-    check_type(
-        rngs,
-        Mapping,
-        "AmpTrainState.create: rngs",
-        "a dict of keys by the name of their stream: {'dropout': jax.random.key(0)}.",
-    )
-    return {name: _as_key(name, key) for name, key in rngs.items()}
-
-
-def _as_key(name: str, key: Any) -> Array:
-    dtype = getattr(key, "dtype", None)
-    if _tree.is_key(key):
-        if key.shape == ():
-            return key
-    elif dtype == jnp.uint32 and key.ndim == 1:  # from jax.random.PRNGKey
-        return jax.random.wrap_key_data(jnp.asarray(key))
-    seen = type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"
-    raise TypeError(
-        f"AmpTrainState.create: rngs[{name!r}] is {seen}; expected one PRNG key. "
-        "Make it with jax.random.key(seed)."
-    )

@@ -1,13 +1,7 @@
-"""One training step and one evaluation step in mixed precision.
+"""`make_train_step` and `make_eval_step`: the steps of an `AmpTrainState`.
 
-The order of a step is fixed here, because every other order is wrong somewhere. The
-step scales the loss in float32, differentiates, unscales by the scale that was used,
-averages over micro-batches and devices, and decides once whether everything is finite.
-Only then does it clip and update, which is what `tx` does. A step that is not finite
-changes nothing but `step`, the scaler and the counters of skipped steps. One select
-between the old and the new state does that, so every other leaf keeps its bits. The
-scale falls only if the loss is finite and the gradients are not. A bad batch, or an
-overflow of the activations, would be the same at every scale.
+The step itself is `core.run_step`. This module adapts a train state to it: it applies
+the gradients with `tx`, and lets `step`, the scaler and the skip counters advance.
 
 Sharp edges:
   `state.step` counts skipped steps, but the counts inside `opt_state` do not. After
@@ -15,46 +9,40 @@ Sharp edges:
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Concatenate, Protocol, TypeVar
 
 import jax
-import optax
 from jax.typing import DTypeLike
 
-from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
-from flax_amp._training.aliases import (
-    Array,
+from flax_amp._training.arguments import (
     AxisName,
     Batch,
     Metrics,
     PyTree,
     Rngs,
     UserFn,
-    check_type,
+    check_function,
+    check_options,
+    check_params,
+    check_shardings,
+    check_state,
 )
-from flax_amp._training.finite import apply_if_finite_counters, without_finite_check
-from flax_amp._training.gradients import (
-    Options,
-    complete_grads,
-    compute_gradients,
-    explain_update,
-    fold_in,
-    make_metrics,
-    make_options,
-    measure_update,
-    select_scaler,
-    select_update,
-)
-from flax_amp._training.hyperparams import hyperparam_metrics
+from flax_amp._training.core import Decision, Update, run_step
 from flax_amp._training.loss import (
     call_user_fn,
-    check_function,
     check_returned,
+    fold_in,
     inputs_unchanged,
     named_after,
+)
+from flax_amp._training.optimizer import (
+    apply_if_finite_counters,
+    explain_update,
+    hyperparam_metrics,
+    without_finite_check,
 )
 from flax_amp._training.precision import (
     UnscaledWarning,
@@ -63,7 +51,7 @@ from flax_amp._training.precision import (
 )
 from flax_amp._training.scaler import Scaler, check_keys
 from flax_amp._training.step_call import JittedStep, Step
-from flax_amp._training.train_state import AmpTrainState, StateT, check_params
+from flax_amp._training.train_state import AmpTrainState, StateT
 from flax_amp.policy import Policy, PolicyEntries
 
 ResultT = TypeVar("ResultT")
@@ -176,6 +164,7 @@ def make_train_step(
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import optax
       >>> from flax import nnx
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
@@ -187,15 +176,18 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    options = make_options(
+    options = check_options(
         loss_fn,
         "make_train_step",
         has_aux=has_aux,
-        compute_dtype=compute_dtype,
-        amp_policy=amp_policy,
-        recompute=recompute,
-        reduce_dtype=reduce_dtype,
-        merge_layers=merge_layers,
+        amp=amp_by_precision(
+            compute_dtype,
+            amp_policy=amp_policy,
+            recompute=recompute,
+            reduce_dtype=reduce_dtype,
+            merge_layers=merge_layers,
+        ),
+        open_scopes=Policy(amp_policy).names_scopes,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
@@ -215,23 +207,8 @@ def make_train_step(
     ) -> tuple[StateT, Metrics]:
         check(state)
         check_params(state.params, "train_step")
-        scaler, finite, result = compute_gradients(options, state, batch, args)
-        grads = complete_grads(result, state.params)
-        variables = _tree.combine(result.variables, state.variables)
-        with explain_update(options.caller, state.tx, state.opt_state, state.params):
-            new = state.replace(tx=without_finite_check(state.tx)).apply_gradients(
-                grads=grads, scaler=scaler, variables=variables
-            )
-        measured = measure_update(options, state, grads, state.params, new.params)
-        applied, new_state = _select(options, finite, new, state, scaler)
-        more = hyperparam_metrics(new_state.opt_state)
-        more["skipped_total"] = new_state.opt_state.total_notfinite
-        if state_shardings is not None:
-            _check_shardings(state_shardings, new_state)
-        fields = [field.name for field in dataclasses.fields(state)]
-        return new_state, make_metrics(
-            options, new_state.scaler, applied, result, measured, fields, **more
-        )
+        adapter = _StateAdapter(state, state_shardings)
+        return run_step(options, state, batch, args, adapter)
 
     if not jit:
         if state_shardings is not None:
@@ -241,6 +218,9 @@ def make_train_step(
                 "yourself."
             )
         return Step(train_step)
+    # A traced function does not see where its arguments lie, so it cannot constrain a
+    # new leaf to the sharding of the old one. The `shard_alike` of JAX, which did that,
+    # is gone in JAX 0.11.
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
@@ -286,6 +266,7 @@ def make_eval_step(
 
     Example:
       >>> import jax.numpy as jnp
+      >>> import optax
       >>> from flax import nnx
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
@@ -293,6 +274,8 @@ def make_eval_step(
       >>> eval_step(state, jnp.ones((4, 3))).shape
       (4, 1)
     """
+    # It evaluates states only. A module tells no precision, and `nnx.jit(amp(fn))` is
+    # the line that the loop of its user has already.
     check_function(fn, "make_eval_step: fn")
     # Nothing is differentiated, so nothing is computed again for a backward pass.
     rewrites = amp_by_precision(
@@ -311,17 +294,10 @@ def make_eval_step(
         def pure(
             params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs, *args: PyTree
         ) -> Any:
+            now = state.replace(params=params, variables=variables)
             with inputs_unchanged(batch, args, f"eval_step: {name}", wanted=jit):
                 _, out = call_user_fn(
-                    fn,
-                    state,
-                    params,
-                    variables,
-                    batch,
-                    rngs,
-                    args,
-                    open_scopes=open_scopes,
-                    evaluate=True,
+                    fn, now, batch, rngs, args, open_scopes=open_scopes, evaluate=True
                 )
             if jit:
                 check_returned(out, "", f"eval_step: {name}")
@@ -336,53 +312,45 @@ def make_eval_step(
     return JittedStep(jax.jit(eval_step), donates=False)
 
 
-def _select(
-    options: Options, finite: Array, new: StateT, old: StateT, scaler: Scaler
-) -> tuple[Array, StateT]:
-    """Selects as `select_update`; step, scaler and skip counters always advance."""
-    applied, selected = select_update(options, finite, new.replace(tx=old.tx), old)
-    counters = apply_if_finite_counters(old.opt_state, applied)
-    return applied, selected.replace(
-        step=new.step,
-        scaler=select_scaler(applied, finite, scaler, old.scaler),
-        opt_state=selected.opt_state._replace(**counters),
-    )
+@dataclasses.dataclass(frozen=True)
+class _StateAdapter:
+    """A train state as what `run_step` trains."""
 
+    state: AmpTrainState
+    shardings: PyTree
 
-def _check_shardings(shardings: PyTree, state: AmpTrainState) -> None:
-    """Raises a ValueError unless shardings are a prefix of a state."""
-    try:
-        _tree.map_or_none(lambda *_: None, shardings, state)
-    except ValueError as error:
-        raise ValueError(
-            f"make_train_step: state_shardings do not fit the state: {error} Expected "
-            "one sharding for all leaves, or a state of the same structure: the same "
-            "parameters, the same tx, and the same hyper-parameters where they are "
-            "static numbers. Make the step anew, with "
-            "state_shardings=jax.tree.map(lambda x: x.sharding, state)."
-        ) from error
+    @property
+    def fields(self) -> list[str]:
+        return [field.name for field in dataclasses.fields(self.state)]
+
+    def update(self, grads: PyTree, variables: PyTree, scaler: Scaler) -> Update:
+        old = self.state
+        with explain_update("make_train_step", old.tx, old.opt_state, old.params):
+            new = old.replace(tx=without_finite_check(old.tx)).apply_gradients(
+                grads=grads, scaler=scaler, variables=variables
+            )
+        params = old.params, new.params
+        return Update(old, new.replace(tx=old.tx), old, grads, params)
+
+    def finish(
+        self, update: Update, decision: Decision
+    ) -> tuple[AmpTrainState, Scaler, dict[str, PyTree]]:
+        """Lets the step, the scaler and the skip counters advance in any case."""
+        old, selected = self.state, decision.selected
+        counters = apply_if_finite_counters(old.opt_state, decision.applied)
+        new = selected.replace(
+            step=update.after.step,
+            scaler=decision.select_scaler(old.scaler),
+            opt_state=selected.opt_state._replace(**counters),
+        )
+        more = hyperparam_metrics(new.opt_state)
+        more["skipped_total"] = new.opt_state.total_notfinite
+        if self.shardings is not None:
+            check_shardings(self.shardings, new)
+        return new, new.scaler, more
 
 
 def _check_state(state: Any, caller: str) -> None:
-    check_type(
-        state,
-        AmpTrainState,
-        f"{caller}: state",
-        "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...). Or train "
-        "an nnx.Module of your own with make_nnx_train_step, and evaluate it with "
-        "nnx.jit(flax_amp.amp(fn)).",
-    )
-    for name in ("variables", "rngs"):
-        field = getattr(state, name)
-        check_type(
-            field, Mapping, f"{caller}: state.{name}", "a dict. Pass {} for none."
-        )
-    check_type(
-        state.opt_state,
-        optax.ApplyIfFiniteState,
-        f"{caller}: state.opt_state",
-        "an optax.ApplyIfFiniteState. Make the state with AmpTrainState.create, which "
-        "wraps tx.",
-    )
+    check_state(state, AmpTrainState, caller)
     check_keys(state.scaler, f"{caller}: state.scaler")
     check_precision(state.precision, f"{caller}: state.precision")

@@ -23,8 +23,8 @@ from flax_amp._compat import Array, DType
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
-from flax_amp._training.gradients import fold_in
-from flax_amp._training.loss import call_user_fn, check_function, check_loss
+from flax_amp._training.arguments import check_function
+from flax_amp._training.loss import call_user_fn, check_loss, fold_in
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
 from flax_amp.debug._scopes import known_methods
@@ -115,16 +115,9 @@ def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
     @functools.wraps(loss_fn)
     def pure(params: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
-        variables = state.variables
+        now = state.replace(params=params)
         target, out = call_user_fn(
-            loss_fn,
-            state,
-            params,
-            variables,
-            batch,
-            rngs,
-            args,
-            open_scopes=open_scopes,
+            loss_fn, now, batch, rngs, args, open_scopes=open_scopes
         )
         loss, aux = _split(out)
         # Updated variables are a part of the result of a step.

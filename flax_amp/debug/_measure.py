@@ -15,7 +15,7 @@ import numpy as np
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
-from flax_amp._training.aliases import check_count
+from flax_amp._training.arguments import check_count
 from flax_amp._training.precision import Precision, compute_dtype_of, first_scaler
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_amp._training.loss import check_function
+from flax_amp._training.arguments import check_function
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._nonfinite import find_nonfinite
 from flax_amp.debug._nonfinite_model import NonfiniteReport

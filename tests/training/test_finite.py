@@ -19,7 +19,7 @@ from flax_amp import (
     make_train_step,
     optim,
 )
-from flax_amp._training.finite import apply_if_finite
+from flax_amp._training.optimizer import apply_if_finite
 from helpers import assert_identical, assert_same_avals, equations
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones((), jnp.bfloat16)}

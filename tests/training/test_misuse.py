@@ -35,7 +35,7 @@ from flax_amp import (
     unscale_grads,
     update_scaler,
 )
-from flax_amp._training.loss import KEYWORDS
+from flax_amp._training.arguments import KEYWORDS
 
 pytestmark = pytest.mark.once
 

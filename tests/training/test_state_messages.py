@@ -34,7 +34,7 @@ from flax_amp import (
     optim,
     static_scaler,
 )
-from flax_amp._training import nnx_step, step_call
+from flax_amp._training import step_call
 
 pytestmark = pytest.mark.once
 
@@ -149,7 +149,7 @@ SHARED_BY_NNX = {
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("share", SHARED_BY_NNX.values(), ids=SHARED_BY_NNX)
 def test_an_array_of_an_nnx_model_in_two_places(share, several, monkeypatch):
-    monkeypatch.setattr(nnx_step, "has_several_devices", lambda: several)
+    monkeypatch.setattr(step_call, "has_several_devices", lambda: several)
     model, optimizer = linear_objects()
 
     def loss(model, x, w=0.0):

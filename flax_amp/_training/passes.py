@@ -1,16 +1,33 @@
-"""Averages passes: over micro-batches one after the other, over devices at once."""
+"""One pass over a batch: from the loss to unscaled gradients, the same on all devices.
+
+It reads from top to bottom. The loss is multiplied by the scale in float32, and its
+gradients are divided in float32 by the scale that was used for them, not by the one
+that `update_scaler` makes from it. Then come the averages: over micro-batches one after
+the other, over devices at once.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import is_module
-from flax_amp._training.aliases import Array, AxisName, Batch, Metrics, PyTree
+from flax_amp._training.arguments import (
+    Array,
+    AxisName,
+    Batch,
+    Metrics,
+    Options,
+    PyTree,
+)
+from flax_amp._training.loss import fold_in, pure_loss
+from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
+from flax_amp._training.train_state import AmpTrainState
 
 
 class PassResult(NamedTuple):
@@ -31,10 +48,121 @@ class PassResult(NamedTuple):
     aux: Metrics
 
 
-# Micro-batches
+def run_passes(
+    options: Options,
+    state: AmpTrainState,
+    scaler: Scaler,
+    batch: Batch,
+    args: tuple[PyTree, ...],
+) -> PassResult:
+    """Returns the gradients of one batch, over all micro-batches and devices.
+
+    `args` are the further arguments of the loss, the same for all micro-batches.
+    """
+    axis = options.axis_name
+    device = device_index(axis, options.caller)
+    params, variables = mark_varying((state.params, state.variables), axis)
+    rngs = fold_in(state.rngs, state.step)
+    if device is not None:  # each device draws its own numbers
+        rngs = fold_in(rngs, device)
+        variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
+    loss_fn = options.amp[state.precision](pure_loss(options, state))
+    # Integer parameters have no gradient, and JAX refuses to differentiate them.
+    floating, rest = _tree.partition(params, _tree.is_inexact_array)
+
+    def one_pass(
+        variables: PyTree, batch: Batch, index: Array | None = None
+    ) -> PassResult:
+        streams = rngs if index is None else fold_in(rngs, index)
+
+        def loss_of(floating: PyTree) -> tuple[Array, PyTree, Metrics]:
+            params = _tree.combine(floating, rest)
+            return loss_fn(params, variables, batch, streams, *args)
+
+        result = run_pass(loss_of, floating, scaler, axis)
+        # Sums over micro-batches and devices need more than half precision.
+        return result._replace(loss=result.loss.astype(jnp.float32))
+
+    if options.accum_steps == 1:
+        result = one_pass(variables, batch)
+    else:
+        trained, _ = _tree.partition(state.params, _tree.is_inexact_array)
+        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(trained)[0])
+        # The carry of a scan must vary over the axes of what is added to it.
+        zeros = mark_varying(zeros, axis)
+        result = _accumulate(one_pass, zeros, variables, batch, options.accum_steps)
+    return average_over_devices(result, axis, state.variables)
 
 
-def accumulate(
+def _fold_in_if_key(leaf: Any, data: Array) -> Any:
+    """Folds a number into the keys that NNX keeps among the variables."""
+    if not _tree.is_key(leaf):
+        return leaf
+    folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(leaf.reshape(-1), data)
+    return folded.reshape(leaf.shape)
+
+
+# One micro-batch
+
+
+def run_pass(
+    fn: Callable[[PyTree], tuple[Array, PyTree, PyTree]],
+    wrt: PyTree,
+    scaler: Scaler,
+    axis_name: AxisName,
+    **kwargs: Any,
+) -> PassResult:
+    """Differentiates a loss times the scale, and divides the gradients by the scale.
+
+    Args:
+      fn: takes `wrt`; returns `(loss, updated variables, aux)`.
+      wrt: a pytree of floating arrays.
+      scaler: the scaler.
+      axis_name: the mapped axes of the call.
+      **kwargs: further arguments of `jax.value_and_grad`.
+    """
+
+    def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
+        loss, updates, aux = fn(wrt)
+        loss = mark_varying(jnp.asarray(loss), axis_name)
+        return scale_loss(loss, scaler), (loss, updates, aux)
+
+    (_, outputs), grads = jax.value_and_grad(scaled, has_aux=True, **kwargs)(wrt)
+    grads, overwrite = _split_overwrite(grads)
+    return PassResult(unscale_grads(grads, scaler), overwrite, *outputs)
+
+
+def _split_overwrite(grads: PyTree) -> tuple[PyTree, PyTree]:
+    """Takes out Flax's fp8 statistics: unscaled values that replace parameters."""
+    if not isinstance(grads, Mapping) or OVERWRITE_WITH_GRADIENT not in grads:
+        return grads, None
+    rest = {key: grads[key] for key in grads if key != OVERWRITE_WITH_GRADIENT}
+    return rest, grads[OVERWRITE_WITH_GRADIENT]
+
+
+def complete_grads(result: PassResult, params: PyTree) -> PyTree:
+    """Returns a gradient for every parameter, in its dtype: zeros for integers."""
+    grads = result.grads
+    if result.overwrite is not None:
+        grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
+    _, rest = _tree.partition(params, _tree.is_inexact_array)
+    grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
+    return cast_like(grads, params)
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Casts each floating leaf to the dtype of its counterpart in `like`."""
+    return jax.tree.map(
+        lambda x, y: x.astype(jnp.result_type(y)) if _tree.is_inexact_array(x) else x,
+        tree,
+        like,
+    )
+
+
+# All micro-batches
+
+
+def _accumulate(
     one_pass: Callable[[PyTree, Batch, Array], PassResult],
     zeros: PyTree,
     variables: PyTree,
@@ -122,20 +250,7 @@ def _reduce_aux(stacked: Any) -> Any:
     return stacked.mean() if scalars else stacked
 
 
-# Devices
-
-
-def check_axis_name(axis_name: AxisName, caller: str) -> AxisName:
-    """Returns `axis_name`, or raises a TypeError if it cannot name a mapped axis."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    # JAX takes an integer for a position in the shape, not for the name of an axis.
-    if any(isinstance(name, int | list | dict | set) for name in names):
-        raise TypeError(
-            f"{caller}: {axis_name=}; expected the name of a mapped axis, such as "
-            "'data', or a tuple of names. Pass the axis_name of your jax.vmap or "
-            "jax.pmap, or an axis of the mesh of your jax.shard_map."
-        )
-    return axis_name
+# All devices
 
 
 def device_index(axis_name: AxisName, caller: str) -> Array | None:
