@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as _public_primitives
 
 # What annotations call JAX's objects. Type checkers learn nothing from its classes: an
@@ -151,7 +151,7 @@ def bind(eqn: Eqn, operands: Sequence[Array], params: Params) -> list[Array]:
     def one_by_one() -> None:
         body = params.get("jaxpr", params.get("call_jaxpr"))
         if body is not None:
-            jaxpr_as_fun(ClosedJaxpr(*open_jaxpr(body)))(*operands)
+            evaluate(body, operands, bind_in_context)
 
     outs = call_or_locate_nan(
         lambda: primitive.bind(*operands, **bind_params), one_by_one
@@ -174,6 +174,22 @@ def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -
         message = f"invalid value ({error.ty}) encountered in {error.name}"
     one_by_one()
     raise FloatingPointError(message)
+
+
+def evaluate(
+    closed: Jaxpr, operands: Arrays, run: Callable[[Eqn, Arrays], Arrays]
+) -> Arrays:
+    """Runs a jaxpr (see `flax_amp/_jaxpr/evaluate.py`)."""
+    jaxpr, consts = open_jaxpr(closed)
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= zip(jaxpr.invars, operands, strict=True)
+
+    def read(atoms: Sequence[Atom]) -> Arrays:
+        return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        env |= zip(eqn.outvars, run(eqn, read(eqn.invars)), strict=True)
+    return read(jaxpr.outvars)
 
 
 def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:

@@ -1,11 +1,9 @@
 """An interpreter: runs a jaxpr, with a function of one's own for each equation."""
 
-from collections.abc import Callable, Sequence
-
-from jax.extend.core import Literal
+from collections.abc import Callable
 
 from flax_amp import _compat
-from flax_amp._compat import Arrays, Atom, Eqn, Jaxpr
+from flax_amp._compat import Arrays, Eqn, Jaxpr
 
 
 def evaluate(
@@ -21,13 +19,5 @@ def evaluate(
       run: returns the results of an equation for its operands; by default those that
         JAX computes.
     """
-    jaxpr, consts = _compat.open_jaxpr(closed)
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= zip(jaxpr.invars, operands, strict=True)
-
-    def read(atoms: Sequence[Atom]) -> Arrays:
-        return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
-
-    for eqn in jaxpr.eqns:
-        env |= zip(eqn.outvars, run(eqn, read(eqn.invars)), strict=True)
-    return read(jaxpr.outvars)
+    # It stands in `_compat.py`, because to bind an equation may take to run its body.
+    return _compat.evaluate(closed, operands, run)

@@ -14,7 +14,7 @@ norm would otherwise make a float32 sum of three cotangents.
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -167,8 +167,8 @@ class Emitter:
         values = {v: env.value(v) for v in region.ins}
         eqns = [plan.jaxpr.eqns[i] for i in region.indices]
         steps = [plan.steps[i] for i in region.indices]
-        twice = [e for e, step in zip(eqns, steps, strict=True) if step.unrounded]
-        again = [v for eqn in twice for v in eqn.outvars if v in region.outs]
+        emitted_twice = map(_emitted_twice, eqns, steps)
+        again = [v for found in emitted_twice for v in found if v in region.outs]
         # What is inside of a region is recomputed with it, not by regions of its own.
         inner = dataclasses.replace(self, recompute="never")
 
@@ -198,7 +198,7 @@ class Emitter:
             )
         outs, more = split_list(outs, len(region.outs))
         env.write(region.outs, outs, [values[v] for v in region.outs])
-        env.write_unrounded(again, more)
+        env.write_unrounded(dict(zip(again, more, strict=True)))
         for eqn in eqns:
             env.release(eqn.invars)
 
@@ -207,8 +207,13 @@ class Emitter:
         with _compat.equation_context(eqn):
             outs = self._results(eqn, step, index, env)
             if step.unrounded is not None:
-                again = self._results(eqn, step.unrounded, index, env)
-                env.write_unrounded(eqn.outvars, again)
+                pairs = zip(
+                    eqn.outvars,
+                    self._results(eqn, step.unrounded, index, env),
+                    strict=True,
+                )
+                found = _emitted_twice(eqn, step)
+                env.write_unrounded({v: x for v, x in pairs if v in found})
             # The functions of `DERIVATIVES` round their result themselves.
             rounds_itself = eqn.primitive.name in DERIVATIVES
             if step.mode is Mode.ROUNDED_FOR_GOOD and not rounds_itself:
@@ -225,7 +230,7 @@ class Emitter:
         values = tuple(env.value(v) for v in eqn.invars)
         # First the casts that readers share; what is left is cast for this reader alone
         # in `_emit_low`.
-        full = functools.partial(env.full, unrounded=not step.leads_on)
+        full = functools.partial(env.full, unrounded=step.reads_unrounded)
         if step.mode.is_float32:
             arrays = [full(v) for v in eqn.invars]
             arrays = self._within_range(eqn, step, arrays, values)
@@ -375,6 +380,14 @@ class Emitter:
         ]
 
 
+def _emitted_twice(eqn: Eqn, step: Step) -> list[Var]:
+    """Returns the results of an equation that are also there without a rounding."""
+    if step.unrounded is None:
+        return []
+    pairs = zip(eqn.outvars, step.unrounded.outs, strict=True)
+    return [v for v, value in pairs if has_paint(value, Paint.FULL)]
+
+
 def _to_float32(x: Array, value: Value | None) -> Array:
     """Returns an operand in float32."""
     if value is None or x.dtype == jnp.float32:
@@ -464,10 +477,9 @@ class _Environment:
             if v in self._uses:
                 self._arrays[v], self._values[v] = array, value
 
-    def write_unrounded(self, variables: Sequence[Var], arrays: Arrays) -> None:
+    def write_unrounded(self, arrays: Mapping[Var, Array]) -> None:
         """Adds what some results were before they were rounded."""
-        pairs = zip(variables, arrays, strict=True)
-        self._unrounded |= {v: x for v, x in pairs if v in self._uses}
+        self._unrounded |= {v: x for v, x in arrays.items() if v in self._uses}
 
     def release(self, atoms: Sequence[Atom]) -> None:
         """Drops the operands of an equation that nothing reads after it."""

@@ -173,8 +173,10 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
     if role is Role.PRECISE:
         return Need.READ_IN_FLOAT32 | alone
     if flow.is_residual(eqn) and results[0].is_kept:
-        return Need.LATER | Need.BEHIND | Need.READ_IN_HALF
+        return Need.LATER | Need.BEHIND | Need.READ_IN_HALF | Need.ARITHMETIC
     need = Need.READ_IN_FLOAT32 | alone | leads_on | (_union(results) & Need.RANKED)
+    if leads_on:
+        need |= Need.ARITHMETIC
     if leads_on and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
         need |= Need.COSTLY
     return need
@@ -192,8 +194,9 @@ def _need_of_move(eqn: Eqn, results: Needs) -> Need:
     if not moved:
         return leads_on or Need.UNROUNDED
     if has(eqn, Trait.BOUND) and not _has_halves_as_bounds(eqn):
+        arithmetic = leads_on and Need.ARITHMETIC
         kept = Need.LATER | Need.RANKED | Need.UNROUNDED
-        return Need.READ_IN_FLOAT32 | (need & kept)
+        return Need.READ_IN_FLOAT32 | arithmetic | (need & kept)
     if leads_on and eqn.primitive.name == "reduce_max":
         need = (need & ~Need.COMPARED) | Need.MAXIMUM
     if need.is_kept or Need.COMPARED in need:  # the move runs in half precision

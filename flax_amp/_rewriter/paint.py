@@ -47,7 +47,7 @@ from flax_amp._jaxpr.traits import (
     kind_of,
     may_read_twice,
 )
-from flax_amp._jaxpr.walk import only_looked_up
+from flax_amp._jaxpr.walk import only_looked_up, variables
 from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.casts import is_exact
 from flax_amp._rewriter.choice import Chooser, Role
@@ -188,17 +188,25 @@ class Painter:
         values = dict(zip(jaxpr.invars, ins, strict=True))
         values |= dict(zip(jaxpr.constvars, const_ins, strict=True))
         steps = []
+        unrounded: set[Var] = set()
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
             needs = tuple(map(flow.need, eqn.outvars))
             step = self._paint(eqn, operands, needs, flow, context)
+            reads_unrounded = not (
+                _leads_on(needs) or unrounded.isdisjoint(variables(eqn.invars))
+            )
+            if reads_unrounded and step.mode is Mode.LOW and not any(step.outs):
+                step = dataclasses.replace(step, mode=Mode.FULL)
             step = dataclasses.replace(
                 step,
                 needs=needs,
-                leads_on=any(Need.LATER in need for need in needs),
+                reads_unrounded=reads_unrounded,
                 unrounded=self._unrounded(eqn, step, needs),
             )
             values.update(zip(eqn.outvars, step.outs, strict=True))
+            if step.unrounded is not None:
+                unrounded.update(eqn.outvars)
             steps.append(step)
         return Plan(
             jaxpr=jaxpr,
@@ -246,20 +254,24 @@ class Painter:
     def _unrounded(self, eqn: Eqn, step: Step, needs: Needs) -> Step | None:
         """Returns the step of an equation without a rounding of its result.
 
-        There is one if somebody reads the result who leads to no product. In
+        There is one if products read the result, and arithmetic that leads to none. In
 
             t = logistic z;  y = dot t v;  l = log (sub 1 t)
 
         the product reads a half, which may be one, and the subtraction a float32 number
-        below one. Products, and additions in half precision, have no other result.
+        below one. If arithmetic reads the result that leads to a product, all read the
+        rounded one: `y = x + f(x)` and the loss `y - x` must not read different `x`.
+        Products, and additions in half precision, have no other result.
         """
-        is_read = any(Need.UNROUNDED in need for need in needs)
+        is_read = any(
+            Need.UNROUNDED in need and Need.ARITHMETIC not in need for need in needs
+        )
         if not is_read or LOW not in step.outs or self.compute_dtype == jnp.float32:
             return None
         is_move = step.mode is Mode.LOW and kind_of(eqn) is Kind.MOVE
         if step.mode.rounds or is_move:
             again = _full(eqn, FULL, step.reason)
-            return dataclasses.replace(again, leads_on=False)
+            return dataclasses.replace(again, reads_unrounded=True)
         return step.unrounded
 
     def _paint_arithmetic(
@@ -284,9 +296,8 @@ class Painter:
         operands = [v for v in ins if v is not None]
         avals = out_avals(eqn)
         if not any(map(is_painted, avals)):
-            return self._paint_compare(eqn, operands, needs)
-        leads_on = any(Need.LATER in need for need in needs)
-        if gives_operands(eqn) and (leads_on or not has(eqn, Trait.RANKS)):
+            return self._paint_compare(eqn, operands)
+        if gives_operands(eqn) and (_leads_on(needs) or not has(eqn, Trait.RANKS)):
             return Step(Mode.AS_IS, ins, MOVES)
         if all(v.paint is Paint.LEAF for v in operands):
             return self._paint_leaf_move(eqn, operands, needs)
@@ -344,10 +355,9 @@ class Painter:
         """
         return has(eqn, Trait.BOUND) and not self._are_exact(operands)
 
-    def _paint_compare(self, eqn: Eqn, operands: list[Value], needs: Needs) -> Step:
+    def _paint_compare(self, eqn: Eqn, operands: list[Value]) -> Step:
         # A constant that the cast rounds could change the answer: `x > 0.1`.
-        leads_on = any(Need.LATER in need for need in needs)
-        mode = Mode.LOW if leads_on and self._are_exact(operands) else Mode.FULL
+        mode = Mode.LOW if self._are_exact(operands) else Mode.FULL
         return Step(mode, (None,) * len(eqn.outvars), Reason("a comparison"))
 
     def _paint_call(
@@ -384,6 +394,10 @@ def _takes_no_data(ins: Values) -> bool:
 
 def _full(eqn: Eqn, value: Value, reason: Reason) -> Step:
     return Step(Mode.FULL, like(out_avals(eqn), value), reason)
+
+
+def _leads_on(needs: Needs) -> bool:
+    return any(Need.LATER in need for need in needs)
 
 
 def _mode_of_rounding(needs: Needs) -> Mode:

@@ -104,6 +104,7 @@ class Need(enum.Flag):
     COMPARED = enum.auto()
     READ_IN_HALF = enum.auto()  # a product, or a move in half precision, reads it
     READ_IN_FLOAT32 = enum.auto()  # a reader of any kind does
+    ARITHMETIC = enum.auto()  # arithmetic that leads to a product reads it
     UNROUNDED = enum.auto()  # a reader that leads to no product reads it
 
     @property
@@ -222,8 +223,8 @@ class Step:
       detail: what the mode needs: the user's decision, the plans of sub-jaxprs, or the
         dtype to which the gradient of a lookup may be rounded.
       needs: what is needed of its results, for `explain`.
-      leads_on: whether it leads to a product. If not, it reads numbers as they were
-        before they were rounded, where these are at hand.
+      reads_unrounded: whether it reads operands as they were before they were rounded,
+        where these are at hand. It does if it leads to no product.
       unrounded: how it is emitted a second time, without a rounding of its result, for
         such readers; `None` if it has none, or rounds nothing.
     """
@@ -234,7 +235,7 @@ class Step:
     reads: Values = ()
     detail: Any = None
     needs: Needs = ()
-    leads_on: bool = True
+    reads_unrounded: bool = False
     unrounded: "Step | None" = None
 
 

@@ -65,7 +65,7 @@ class SingleBodyRule:
         if not is_open or not any(Need.UNROUNDED in need for need in needs):
             return rounded
         again = step((Need.READ_IN_FLOAT32,) * len(needs))
-        again = dataclasses.replace(again, leads_on=False)
+        again = dataclasses.replace(again, reads_unrounded=True)
         return dataclasses.replace(rounded, unrounded=again)
 
 

@@ -75,9 +75,9 @@ def test_what_jax_shows_of_a_function_is_short():
     shown = []
 
     class Recorder(emit.Emitter):
-        def emit(self, plan, operands):
+        def emit(self, plan, operands, **options):
             shown.extend(map(repr, (self, plan)))
-            return super().emit(plan, operands)
+            return super().emit(plan, operands, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transform, "Emitter", Recorder)

@@ -140,7 +140,7 @@ class EquationIds:
             step.mode,
             tuple(step.outs),
             tuple(step.reads),
-            step.leads_on,
+            step.reads_unrounded,
             step.unrounded is None,
             self._part_key(map_plans(step.detail, self._plan_key)),
         )
