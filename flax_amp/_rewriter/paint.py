@@ -67,7 +67,6 @@ from flax_amp._rewriter.plan import (
     MOVES,
     MULTIPLICATION,
     NO_OPERAND,
-    PRECISION,
     STATE,
     STATE_OF_LOOP,
     SUM,
@@ -78,6 +77,7 @@ from flax_amp._rewriter.plan import (
     Paint,
     Plan,
     Reason,
+    ReasonKind,
     Rule,
     Step,
     Value,
@@ -319,7 +319,7 @@ class Painter:
                 if not jnp.issubdtype(dtype, jnp.floating):
                     return Reason("{} operand", dtype)
         if not _is_default_precision(eqn.params.get("precision")):
-            return Reason(PRECISION, eqn.params["precision"])
+            return Reason(ReasonKind.PRECISION, eqn.params["precision"])
         preferred = eqn.params.get("preferred_element_type")
         if preferred not in (None, jnp.float32, self.compute_dtype):
             return Reason("preferred_element_type={}", preferred)

@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import math
+import numbers
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -134,7 +135,7 @@ def compare_precision(
 
 
 def _check_budget(budget: Any) -> None:
-    is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if budget is not None and not (is_number and 0 < budget < math.inf):
         raise ValueError(
             f"compare_precision: {budget=}; expected the largest relative error of the "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flax_amp._jaxpr.traits import Kind, kind_of
-from flax_amp.debug._report import Report, fields, report_width
+from flax_amp.debug._report import Report, fields, frame, page, report_width
 
 
 class Dtypes(NamedTuple):
@@ -286,14 +286,10 @@ class Explanation(Report):
 
     def to_html(self) -> str:
         """Returns one page that needs nothing else: a tree to fold, search and sort."""
-        from flax_amp.debug._page import as_page
-
-        return as_page(self)
+        return page(f"{self.name} in {self.compute_dtype}", self.to_dict())
 
     def _repr_html_(self) -> str:
-        from flax_amp.debug._page import as_frame
-
-        return as_frame(self)
+        return frame(self.to_html())
 
     def _summary(self) -> str:
         return f"{self.totals.equations} equations"

@@ -10,6 +10,7 @@ method of that name at the equation, as the traceback tells. All else is one nam
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -211,10 +212,15 @@ def known_size(number: Any, unknown: int = 0) -> int:
 
 def source_line(eqn: Eqn) -> str:
     """Returns the line of the user's code that an equation comes from."""
-    frames = list(_compat.user_frames(eqn))
-    of_users = (frame for frame in frames if not frame[0].startswith(_LIBRARIES))
-    file, line = next(of_users, frames[0] if frames else ("", 0))
-    if not file:
+    frames = _compat.user_frames(eqn)
+    first = next(frames, None)
+    if first is None:
         return ""
+    of_users = (
+        frame
+        for frame in itertools.chain([first], frames)
+        if not frame[0].startswith(_LIBRARIES)
+    )
+    file, line = next(of_users, first)
     relative = os.path.relpath(file)
     return f"{file if relative.startswith('..') else relative}:{line}"

@@ -25,11 +25,11 @@ from flax_amp._jaxpr.traits import (
     product_kind,
 )
 from flax_amp._rewriter.plan import (
-    PRECISION,
     Mode,
     Paint,
     Plan,
     Reason,
+    ReasonKind,
     has_paint,
 )
 from flax_amp._training.aliases import first_of
@@ -163,7 +163,7 @@ def _choice(visit: Visit) -> str:
     ):
         return ""
     reason = visit.step.reason
-    if reason.text == PRECISION and _compat.is_numerics_of_jax(visit.eqn):
+    if reason.kind is ReasonKind.PRECISION and _compat.is_numerics_of_jax(visit.eqn):
         return "by JAX's own numerics"
     decision = reason.decision
     if decision is None or decision.origin is Origin.DEFAULT:
@@ -198,7 +198,7 @@ def _why(visit: Visit, compute_dtype: str) -> str:
     reason = visit.step.reason
     if reason.inside:
         return f"it stands {reason}, and amp does not rewrite what is there."
-    if reason.text == PRECISION:
+    if reason.kind is ReasonKind.PRECISION:
         parts = reason.value if type(reason.value) is tuple else (reason.value,)
         asked = "/".join(dict.fromkeys(getattr(p, "name", str(p)) for p in parts))
         return (

@@ -1,11 +1,17 @@
-"""What the results of all tools share: they print as text, and give plain data."""
+"""What the results of all tools share: text for a terminal, plain data, a page."""
 
 import dataclasses
+import html
+import json
 import math
 import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_HEIGHT = 640  # of the frame in a notebook
 
 
 class Line(NamedTuple):
@@ -155,3 +161,21 @@ def amount(number: float) -> str:
 def size(count: int) -> str:
     """Returns a number of bytes: `1.28 GB`."""
     return f"{amount(count)}B" if count else ""
+
+
+# --- the page ------------------------------------------------------------------------
+
+
+def page(title: str, data: dict[str, Any]) -> str:
+    """Returns one page that needs nothing else: `page.html` with plain data in it."""
+    # A `</script>` in a string would end the script.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return template.replace("{{title}}", html.escape(title)).replace("{{data}}", text)
+
+
+def frame(page: str) -> str:
+    """Returns a page in a frame, so that its styles leave a notebook alone."""
+    source = html.escape(page, quote=True)
+    style = f'width="100%" height="{_HEIGHT}" style="border: 0"'
+    return f'<iframe srcdoc="{source}" {style}></iframe>'

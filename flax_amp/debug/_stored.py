@@ -1,8 +1,9 @@
 """What the backward pass stores, equation by equation.
 
 JAX itself decides that: the gradient of the emitted program is traced, and what its
-forward pass hands to its backward pass is counted. Nothing is compiled or run. Each
-array is followed back to the equation that made it, through loops and calls:
+forward pass hands to its backward pass is counted. Nothing is compiled or run. The
+interpreter goes through that program with the origins of arrays in their place, so that
+each result brings along the equation that made it, also out of loops and calls:
 
     a, s = scan[body={... s = tanh y; return y, s}] x        s: stored
     tanh stands in the body, under the scope `Block` and at the user's line
@@ -55,11 +56,11 @@ class _Origin:
 
 
 def _origins(jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
-    """Returns the origin of each result; for inputs and constants, no `_Origin`.
+    """Returns the origin of each result, or something else for what was given.
 
     Args:
       jaxpr: the program.
-      operands: the origins of its inputs.
+      operands: the origins of its inputs; anything else for inputs of the function.
       place: where it stands.
     """
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_amp._rewriter.plan import LEAVES_ONLY, NO_OPERAND
+from flax_amp._rewriter.plan import ReasonKind
 from flax_amp._training.aliases import check_count
 from flax_amp.debug._model import (
     Equation,
@@ -31,7 +31,7 @@ _LINES = 26  # of the tree, so that it fits a screen with all else
 _NAME = 0.32  # the share of the width that a name may take with steps of its path
 _WIDE = 100  # columns from which on there is room for what is kept in float32
 # What has these reasons has nothing to round.
-_NO_DATA = {*map(str, (LEAVES_ONLY, NO_OPERAND))}
+_NO_DATA = (ReasonKind.LEAVES_ONLY, ReasonKind.NO_OPERAND)
 
 
 def render(

@@ -22,10 +22,10 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
     LOW,
-    STATE_OF_LOOP,
     Mode,
     Paint,
     Plan,
+    ReasonKind,
     Step,
     Value,
     Values,
@@ -137,7 +137,7 @@ class Walk:
         if not is_half(dtype) and any(has_paint(x, Paint.LOW) for x in returned):
             dtype, found = self.painter.compute_dtype.name, Kept(True, CROSSES)
         elif any(returned) and not found.is_kept:
-            dtype, found = "float32", Kept(True, str(STATE_OF_LOOP))
+            dtype, found = "float32", Kept(True, str(ReasonKind.STATE_OF_LOOP))
         row = Equation(
             path=place.path,
             primitive=eqn.primitive.name,

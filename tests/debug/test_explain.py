@@ -290,13 +290,13 @@ def test_no_width_drops_figures(width):
             return (y @ w).sum()
 
     found = explain(fun)(jnp.ones((8, 8)), X)
-    texts = ["\n".join(x.text for x in render(found, w)) for w in (200, width)]
+    texts = [" \n".join(x.text for x in render(found, w)) for w in (200, width)]
     texts = [text.split("\nmodule ")[1] for text in texts]
     rows = [text.partition("\n")[2] for text in texts]
     figures = [re.findall(r"\d[\d.]* [kMG%]?B?", text) for text in rows]
     assert figures[0] == figures[1], texts[1]
     assert "float32" in texts[1] and "reduce_sum" in texts[0]
-    assert max(map(len, texts[1].splitlines())) <= width
+    assert max(len(line.rstrip()) for line in texts[1].splitlines()) <= width
     assert ("a wider terminal" in texts[1]) == ("reduce_sum" not in texts[1])
 
 
