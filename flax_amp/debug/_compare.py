@@ -297,6 +297,8 @@ class _Call:
         yield from found.values()
         if any(map(self._is_enough, found.values())):
             return
+        # What helps alone is the likeliest part of a group that helps: all groups would
+        # be too many runs.
         best = sorted(worst, key=lambda path: found[path].gradient_error)
         least = len(best) if self.budget is None else 2
         for count in range(max(least, 2), len(best) + 1):

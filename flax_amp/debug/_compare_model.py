@@ -131,6 +131,8 @@ class Comparison(Report):
         every = (self.settings[0], *self.remedies)
         within = (run for run in every if run.gradient_error <= (self.budget or -1))
 
+        # Half precision is there for the speed of products. A module in float32 may even
+        # store less, because nothing is cast in it.
         def cost(run: Setting) -> tuple[float, int]:
             return -(run.low_share or 0), run.stored or 0
 

@@ -137,6 +137,7 @@ class Runner:
             for atom, x in zip(atoms, values, strict=True)
         ]
 
+    # A constant is looked at where it is read: only there it can do harm.
     def _constant(self, x: Any, atom: Atom, place: Place) -> Value:
         if isinstance(atom, Literal):
             x = np.asarray(x, getattr(atom.aval, "dtype", None))

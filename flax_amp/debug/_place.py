@@ -63,6 +63,7 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     scopes: list[str] = []
     entries = _compat.scopes(eqn)
     if all(_is_scope(entry) and entry.name != _RECOMPUTED for entry in entries):
+        # As keys of a policy match them: a user's module may be called `checkpoint`.
         scopes = [entry.name for entry in entries]
     else:
         group: list[str] = []

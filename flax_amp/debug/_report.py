@@ -117,6 +117,7 @@ def table(
     """
     rows = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # One character at a time: columns that are both too wide end up equally narrow.
     while sum(widths) + 2 * (len(widths) - 1) > width:
         widest = max(left, key=widths.__getitem__)
         widths[widest] -= 1
