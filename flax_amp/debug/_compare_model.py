@@ -131,8 +131,8 @@ class Comparison(Report):
         every = (self.settings[0], *self.remedies)
         within = (run for run in every if run.gradient_error <= (self.budget or -1))
 
-        # Half precision is there for the speed of products. A module in float32 may even
-        # store less, because nothing is cast in it.
+        # Half precision is there for the speed of products. In memory, a module in
+        # float32 may even cost less: no casts are stored.
         def cost(run: Setting) -> tuple[float, int]:
             return -(run.low_share or 0), run.stored or 0
 
