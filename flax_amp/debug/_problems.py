@@ -24,6 +24,7 @@ from flax_amp._jaxpr.traits import (
     kind_of,
     product_kind,
 )
+from flax_amp._jaxpr.walk import walk
 from flax_amp._rewriter.plan import (
     Mode,
     Paint,
@@ -245,8 +246,8 @@ def _terms(eqn: Eqn) -> Any:
 
 def _adds_up(params: dict[str, Any]) -> bool:
     """Whether the body of a reduction is an addition."""
-    bodies = [_compat.open_jaxpr(body)[0] for body in jaxprs_in_params(params)]
-    return [e.primitive.name for body in bodies for e in body.eqns] == ["add"]
+    visits = (visit for body in jaxprs_in_params(params) for visit in walk(body))
+    return [visit.eqn.primitive.name for visit in visits] == ["add"]
 
 
 def _of_range(row: Equation) -> Iterator[Finding]:
