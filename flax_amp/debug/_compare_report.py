@@ -100,10 +100,11 @@ def _cheapest(found: Comparison) -> Iterator[str]:
     if run is None:
         every = (found.settings[0], *found.remedies)
         least = error(min(run.gradient_error for run in every))
-        yield (
-            f"\nNone of them is within the budget of {budget}: the least error is "
+        text = (
+            f"None of them is within the budget of {budget}: the least error is "
             f"{least}. Try more modules with remedies=, or raise the budget."
         )
+        yield from ("", *wrapped(text, report_width()))
         return
     name, _, gradients, stored, share = _run(run)
     figures = [f"error {gradients}"]
