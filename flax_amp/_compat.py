@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -187,9 +187,19 @@ def evaluate(
     def read(atoms: Sequence[Atom]) -> Arrays:
         return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
-    for eqn in jaxpr.eqns:
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
+    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+    for i, eqn in enumerate(jaxpr.eqns):
         env |= zip(eqn.outvars, run(eqn, read(eqn.invars)), strict=True)
+        # Outside of `jit` an array takes memory for as long as it is held.
+        for v in {*_variables(eqn.invars), *eqn.outvars}:
+            if last.get(v, i) == i:
+                del env[v]
     return read(jaxpr.outvars)
+
+
+def _variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:

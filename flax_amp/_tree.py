@@ -51,6 +51,12 @@ def key_impl(key: Any) -> Any:
     return impls[0]
 
 
+def widen(x: Any) -> jax.Array:
+    """Returns an array, or a Python number, in at least float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def own(leaf: Any) -> Any:
     """Returns a copy of an array as a JAX array: donating it deletes no other one."""
     return jnp.array(leaf, copy=True) if is_array(leaf) else leaf

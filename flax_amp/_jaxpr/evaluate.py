@@ -15,9 +15,9 @@ def evaluate(
 
     Args:
       closed: the jaxpr; if it is open, it must have no constants.
-      operands: one for each input.
+      operands: one for each input, arrays or anything that `run` takes.
       run: returns the results of an equation for its operands; by default those that
-        JAX computes.
+        JAX computes. Literals and constants reach it as they are.
     """
     # It stands in `_compat.py`, because to bind an equation may take to run its body.
     return _compat.evaluate(closed, operands, run)

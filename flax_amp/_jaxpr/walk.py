@@ -27,7 +27,11 @@ class Visit(NamedTuple):
 
 
 def walk(
-    jaxpr: Jaxpr, scopes: tuple[str, ...] = (), *, every_call: bool = False
+    jaxpr: Jaxpr,
+    scopes: tuple[str, ...] = (),
+    *,
+    every_call: bool = False,
+    enter: Callable[[Eqn], bool] = lambda eqn: True,
 ) -> Iterator[Visit]:
     """Yields the equations of a jaxpr, each before those of its bodies.
 
@@ -36,6 +40,7 @@ def walk(
       scopes: the scopes around it.
       every_call: whether a body that is called again in the same scopes is walked
         again. A few calls within calls may make millions of equations.
+      enter: whether the bodies of an equation are walked.
     """
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
@@ -49,7 +54,7 @@ def walk(
         for eqn in open_jaxpr.eqns:
             scopes = outer + _compat.scope_names(eqn)
             yield Visit(eqn, scopes, around)
-            for body in jaxprs_in_params(eqn.params):
+            for body in jaxprs_in_params(eqn.params) if enter(eqn) else ():
                 yield from inside(body, scopes, (*around, eqn))
 
     return inside(jaxpr, scopes, ())

@@ -25,10 +25,10 @@ from flax_amp._rewriter.plan import (
     ARITHMETIC,
     MOVES,
     MULTIPLICATION,
-    PRECISION,
     SUM,
     Context,
     Reason,
+    ReasonKind,
 )
 from flax_amp.policy import (
     BUILT_IN,
@@ -175,7 +175,7 @@ class Chooser:
                 if not jnp.issubdtype(dtype, jnp.floating):
                     return Reason("{} operand", dtype)
         if not _is_default_precision(eqn.params.get("precision")):
-            return Reason(PRECISION, eqn.params["precision"])
+            return Reason(ReasonKind.PRECISION, eqn.params["precision"])
         preferred = eqn.params.get("preferred_element_type")
         if preferred not in (None, jnp.float32, self._compute_dtype):
             return Reason("preferred_element_type={}", preferred)

@@ -202,7 +202,7 @@ class Painter:
                 step,
                 needs=needs,
                 reads_unrounded=reads_unrounded,
-                unrounded=self._unrounded(eqn, step, needs),
+                unrounded=self._unrounded(eqn, step, needs, unrounded),
             )
             values.update(zip(eqn.outvars, step.outs, strict=True))
             if step.unrounded is not None:
@@ -251,7 +251,9 @@ class Painter:
             return self._paint_move(eqn, ins, needs)
         return self._paint_arithmetic(eqn, ins, needs, flow, reason)
 
-    def _unrounded(self, eqn: Eqn, step: Step, needs: Needs) -> Step | None:
+    def _unrounded(
+        self, eqn: Eqn, step: Step, needs: Needs, unrounded: set[Var]
+    ) -> Step | None:
         """Returns the step of an equation without a rounding of its result.
 
         There is one if products read the result, and arithmetic that leads to none. In
@@ -268,7 +270,9 @@ class Painter:
         )
         if not is_read or LOW not in step.outs or self.compute_dtype == jnp.float32:
             return None
+        # A move of what has no other form would only be cast up.
         is_move = step.mode is Mode.LOW and kind_of(eqn) is Kind.MOVE
+        is_move = is_move and not unrounded.isdisjoint(variables(eqn.invars))
         if step.mode.rounds or is_move:
             again = _full(eqn, FULL, step.reason)
             return dataclasses.replace(again, reads_unrounded=True)

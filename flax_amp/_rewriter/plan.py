@@ -176,16 +176,30 @@ class Mode(enum.Enum):
         return self in (Mode.ROUNDED, Mode.ROUNDED_FOR_GOOD)
 
 
+class ReasonKind(enum.StrEnum):
+    """A reason that code asks about. Its text is for people, with `{}` for a value."""
+
+    PRECISION = "precision={}"
+    NO_OPERAND = "no float32 operand"
+    LEAVES_ONLY = "computed from arguments and constants alone"
+    MOVES = "moves data"
+    ARITHMETIC = "arithmetic"
+    SUM = "a sum"
+    MULTIPLICATION = "an outer product is a multiplication"
+    HALVES = "adds half-precision values"
+    STATE_OF_LOOP = "the state of a loop"
+
+
 class Reason(NamedTuple):
     """Why an equation runs in its precision. Its `str` is for people.
 
     Attributes:
-      text: the rule that decided, with `{}` for the value.
+      kind: the rule that decided, or the text of one that no code asks about.
       value: what the rule found: a decision of the policy, a constant, a dtype.
       inside: the structured primitive around it that is left as it is, if that is why.
     """
 
-    text: str
+    kind: ReasonKind | str
     value: Any = None
     inside: str = ""
 
@@ -195,19 +209,18 @@ class Reason(NamedTuple):
         return self.value if isinstance(self.value, Decision) else None
 
     def __str__(self) -> str:
-        text = self.text.format(self.value)
+        text = self.kind.format(self.value)
         return f"inside {self.inside}: {text}" if self.inside else text
 
 
-PRECISION = "precision={}"
-NO_OPERAND = Reason("no float32 operand")
-LEAVES_ONLY = Reason("computed from arguments and constants alone")
-MOVES = Reason("moves data")
-ARITHMETIC = Reason("arithmetic")
-SUM = Reason("a sum")
-MULTIPLICATION = Reason("an outer product is a multiplication")
-HALVES = Reason("adds half-precision values")
-STATE_OF_LOOP = Reason("the state of a loop")
+NO_OPERAND = Reason(ReasonKind.NO_OPERAND)
+LEAVES_ONLY = Reason(ReasonKind.LEAVES_ONLY)
+MOVES = Reason(ReasonKind.MOVES)
+ARITHMETIC = Reason(ReasonKind.ARITHMETIC)
+SUM = Reason(ReasonKind.SUM)
+MULTIPLICATION = Reason(ReasonKind.MULTIPLICATION)
+HALVES = Reason(ReasonKind.HALVES)
+STATE_OF_LOOP = Reason(ReasonKind.STATE_OF_LOOP)
 
 
 @dataclasses.dataclass(frozen=True)

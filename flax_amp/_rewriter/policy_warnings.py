@@ -22,7 +22,7 @@ from flax_amp._jaxpr.walk import Visit, walk
 from flax_amp._rewriter.casts import finfo
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.outline.equality import plans_in
-from flax_amp._rewriter.plan import PRECISION, Plan
+from flax_amp._rewriter.plan import Plan, ReasonKind
 from flax_amp._scope_paths import paths, split_method
 from flax_amp._tree import fill, is_array, is_inexact_array, pick
 from flax_amp.policy import (
@@ -155,7 +155,7 @@ def _count_precise(plan: Plan, seen: set[int]) -> int:
         return 0
     seen.add(id(plan))
     inner = [p for step in plan.steps for p in plans_in(step.detail)]
-    own = sum(step.reason.text == PRECISION for step in plan.steps)
+    own = sum(step.reason.kind is ReasonKind.PRECISION for step in plan.steps)
     return own + sum(_count_precise(p, seen) for p in inner)
 
 

@@ -217,7 +217,7 @@ def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
             f"scale_loss: loss is {describe(loss)}; expected a number. Scale "
             "the loss alone, without aux."
         )
-    return _widen(jnp.asarray(loss)) * scale
+    return _tree.widen(loss) * scale
 
 
 def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
@@ -250,12 +250,8 @@ def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     # XLA fuses one multiplication for each leaf with the cast around it.
     factor = 1.0 / validate_scaler(state)["scaler"]
     return jax.tree.map(
-        lambda g: _widen(jnp.asarray(g)) * factor if _tree.is_inexact(g) else g, grads
+        lambda g: _tree.widen(g) * factor if _tree.is_inexact(g) else g, grads
     )
-
-
-def _widen(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def update_scaler(

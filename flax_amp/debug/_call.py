@@ -27,7 +27,7 @@ from flax_amp._training.arguments import check_function
 from flax_amp._training.loss import call_user_fn, check_loss, fold_in
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
-from flax_amp.debug._scopes import known_methods
+from flax_amp.debug._place import known_methods
 from flax_amp.policy import check_compute_dtype
 
 T = TypeVar("T")
@@ -149,7 +149,20 @@ def _split(out: Any) -> tuple[Any, Any]:
 
 
 class UsersCall(FunctionalCall):
-    """A call of a function in which nothing is rewritten by `amp`."""
+    """A call of a function in which nothing is rewritten by `amp`.
+
+    Attributes:
+      arrays: the arrays among its inputs.
+    """
+
+    @property
+    def arrays(self) -> list[Array]:
+        return list(filter(_tree.is_array, self.inputs))
+
+    def on(self, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns its results for other arrays, and what it has updated."""
+        is_array = [_tree.is_array(x) for x in self.inputs]
+        return self.function(_tree.fill(list(arrays), is_array, self.inputs))
 
     def function(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
         with only_before_amp(self._caller):
@@ -190,7 +203,7 @@ def check_concrete(caller: str, tree: Any) -> None:
 
 
 def with_scopes(
-    use: Callable[[FunctionalCall], T],
+    use: Callable[[UsersCall], T],
     target: Target,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -255,10 +268,10 @@ class FlatLoss:
     arrays: list[Array]
     paths: list[str]
     trained: list[bool]
-    _call: FunctionalCall
+    _call: UsersCall
 
     @classmethod
-    def of(cls, call: FunctionalCall, name: str) -> "FlatLoss":
+    def of(cls, call: UsersCall, name: str) -> "FlatLoss":
         """Returns the loss of a call.
 
         Raises:
@@ -270,8 +283,7 @@ class FlatLoss:
                 f"{name}: the first argument has no float arrays; expected the "
                 "parameters, or a module, to differentiate with respect to."
             )
-        arrays = [x for x in call.inputs if _tree.is_array(x)]
-        return cls(name, arrays, _argument_paths(call), trained, call)
+        return cls(name, call.arrays, _argument_paths(call), trained, call)
 
     def __call__(
         self, arrays: Sequence[Array]
@@ -281,9 +293,7 @@ class FlatLoss:
         Raises:
           TypeError: if the loss is not a scalar float.
         """
-        inputs = self._call.inputs
-        is_array = [_tree.is_array(x) for x in inputs]
-        out, updated = self._call.function(_tree.fill(list(arrays), is_array, inputs))
+        out, updated = self._call.on(arrays)
         loss, aux = _split(out)
         check_loss(loss, self.name)
         aux = aux if isinstance(aux, _StepAux) else _StepAux(aux, ())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
+from rich.text import Text
 
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._explain import explain
@@ -64,10 +65,12 @@ def _or_error(run: Callable[[argparse.Namespace], int]) -> Any:
 def _explain(args: argparse.Namespace) -> int:
     dtype = args.dtype and jnp.dtype(args.dtype)
     found = _call(explain, args.target, compute_dtype=dtype)
-    report = render(found, depth=args.depth, only=args.only)
+    console = Console(highlight=False)
+    lines = list(render(found, console.width, depth=args.depth, only=args.only))
     if args.html:
         args.html.write_text(found.to_html(), encoding="utf-8")
-    Console(highlight=False).print(report)
+    for line in lines:
+        console.print(Text(line.text, style=line.style), soft_wrap=True)
     if args.html:
         print(f"\nwrote {args.html}")
     return int(bool(found.problems))

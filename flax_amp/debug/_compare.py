@@ -3,8 +3,9 @@
 import dataclasses
 import glob
 import math
+import numbers
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp._rewriter.captures import with_captured_outputs
-from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.policy_warnings import PolicyWarning
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.transform import amp
+from flax_amp._training.arguments import check_count
 from flax_amp.debug._call import (
     FlatLoss,
     Target,
+    UsersCall,
     check_concrete,
     read_compute_dtype,
     read_scale,
@@ -29,7 +31,6 @@ from flax_amp.debug._compare_model import (
     Comparison,
     ModuleErrors,
     Setting,
-    check_count,
     helpful_remedies,
 )
 from flax_amp.debug._compare_programs import Programs
@@ -55,6 +56,7 @@ def compare_precision(
     scale: float | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
     remedies: int = 3,
+    budget: float | None = None,
 ) -> Any:
     """Compares a loss and its gradients in half precision with those in float32.
 
@@ -84,6 +86,9 @@ def compare_precision(
         `{"sums in float32": dict(reduce_dtype=jnp.float32)}`. What one leaves out is as
         above.
       remedies: for how many modules a remedy is tried; 0 for none at all.
+      budget: the largest relative error of the gradients that is acceptable, such as
+        0.02. `Comparison.cheapest` is then the cheapest program within it. The remedies
+        are tried until one is: if no module alone is enough, the best two, and so on.
 
     Returns:
       A `Comparison`, or a function that returns one. Print it, or see its methods
@@ -115,16 +120,27 @@ def compare_precision(
         "reduce_dtype": reduce_dtype,
     }
     amp(**options)  # checks them
-    check_count("compare_precision", "remedies", remedies, 0)
+    _check_budget(budget)
+    seen = f"compare_precision: {remedies=}"
+    check_count(remedies, seen, "of modules to try a remedy for", least=0)
     target = read_target("compare_precision", fun, step)
     scale = read_scale("compare_precision", fun, scale)
     others = _read_settings(options, settings)
 
     def compared(*args: Any, **kwargs: Any) -> Comparison:
-        call = _Call(target, args, kwargs, options, scale)
+        call = _Call(target, args, kwargs, options, scale, budget)
         return call.compare(others, remedies)
 
     return compared if target.args is None else compared(*target.args)
+
+
+def _check_budget(budget: Any) -> None:
+    is_number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    if budget is not None and not (is_number and 0 < budget < math.inf):
+        raise ValueError(
+            f"compare_precision: {budget=}; expected the largest relative error of the "
+            "gradients that is acceptable, such as 0.02, or None."
+        )
 
 
 def _read_settings(options: dict[str, Any], settings: Any) -> dict[str, Any]:
@@ -149,6 +165,7 @@ class _Call:
     kwargs: dict[str, Any]
     options: dict[str, Any]
     scale: float
+    budget: float | None
 
     def compare(self, settings: dict[str, Any], remedies: int) -> Comparison:
         programs, notes = self._trace()
@@ -156,11 +173,10 @@ class _Call:
         rows = [first]
         for name, options in settings.items():
             rows.append(self._run(programs, name, options)[0])
-        tried = (
-            tuple(self._remedies(programs, first, modules, remedies))
-            if remedies
-            else ()
-        )
+        is_fine = self.budget is not None and first.gradient_error <= self.budget
+        tried: tuple[Setting, ...] = ()
+        if remedies and not is_fine:
+            tried = tuple(self._remedies(programs, first, modules, remedies))
         # What mends comes first; a large error may matter little to the gradients.
         error_after = {
             run.name: max(run.gradient_error, self._threshold)
@@ -177,11 +193,16 @@ class _Call:
             settings=tuple(rows),
             remedies=tried,
             notes=(*notes, *_notes(programs)),
+            budget=self.budget,
         )
 
     @property
     def _threshold(self) -> float:
         return _STANDS_OUT * float(jnp.finfo(self.options["compute_dtype"]).eps)
+
+    def _is_enough(self, run: Setting) -> bool:
+        limit = self._threshold if self.budget is None else self.budget
+        return run.gradient_error <= limit
 
     def _measure(
         self, programs: Programs, name: str
@@ -197,7 +218,7 @@ class _Call:
         """Returns the user's loss, and a note if its modules have no names."""
         name = f"compare_precision: {self.target.name}"
 
-        def trace(call: FunctionalCall) -> Programs:
+        def trace(call: UsersCall) -> Programs:
             check_concrete(name, call.inputs)
             flat = FlatLoss.of(call, name)
             closed = jax.make_jaxpr(lambda *arrays: flat(arrays))(*flat.arrays)
@@ -235,18 +256,16 @@ class _Call:
             other = dataclasses.replace(self, scale=scale)
             found, others, _ = other._measure(programs, f"loss scale {scale:.8g}")
             yield found
-            if found.gradient_error <= self._threshold:
+            if self._is_enough(found):
                 return
             if found.gradient_error < row.gradient_error:
                 modules, call = others, other
         paths = [m.path for m in modules if m.path]
         # A key for the whole model is no remedy: nothing would be left in half.
-        whole = [p for p in paths if len(_outermost([p, *paths])) == 1 < len(paths)]
-        bad = (
-            m.path
-            for m in modules
-            if m.path and m.path not in whole and m.harm > self._threshold
-        )
+        whole = {p for p in paths if len(_outermost([p, *paths])) == 1 < len(paths)}
+        # Many small errors may exceed a budget.
+        least = self._threshold if self.budget is None else 0
+        bad = (m.path for m in modules if m.harm > least and m.path in {*paths} - whole)
         yield from call._entries(programs, _outermost(bad)[:count])
 
     def _fitting_scale(self, modules: list[ModuleErrors]) -> float:
@@ -269,28 +288,45 @@ class _Call:
         return fitting if is_large or is_small and fitting > self.scale else self.scale
 
     def _entries(self, programs: Programs, worst: list[str]) -> Iterator[Setting]:
-        """Tries float32 for the worst modules, then for all if none is enough."""
+        """Tries float32 for each of the worst modules, then for several.
+
+        If none is enough, all of them are tried together; with a budget, first fewer,
+        beginning with those that help most.
+        """
+        found = {path: self._in_float32(programs, path, [path]) for path in worst}
+        yield from found.values()
+        if any(map(self._is_enough, found.values())):
+            return
+        # What helps alone is the likeliest part of a group that helps: all groups would
+        # be too many runs.
+        best = sorted(worst, key=lambda path: found[path].gradient_error)
+        least = len(best) if self.budget is None else 2
+        for count in range(max(least, 2), len(best) + 1):
+            name = f"best {count}" if count < len(best) else f"all {count}"
+            run = self._in_float32(
+                programs, name, sorted(best[:count], key=worst.index)
+            )
+            yield run
+            if self._is_enough(run):
+                return
+
+    def _in_float32(
+        self, programs: Programs, name: str, paths: Sequence[str]
+    ) -> Setting:
+        """Runs the program with modules in float32."""
         policy = self.options["amp_policy"]
         policy = default_amp_policy if policy is None else policy
-        groups = {path: [path] for path in worst}
-        groups |= {f"all {len(worst)}": worst} if worst[1:] else {}
-        is_enough = False
-        for name, paths in groups.items():
-            if is_enough and len(paths) > 1:
-                break
-            entries = {glob.escape(path): jnp.float32 for path in paths}
-            line = ", ".join(f'"{key}": jnp.float32' for key in entries)
-            scopes = set().union(*(programs.marked.scopes[p] for p in paths))
-            if lost := _stronger(policy, entries, scopes):
-                line += f", without {', '.join(map(repr, sorted(lost)))}"
-            kept = {key: value for key, value in policy.items() if key not in lost}
-            options = {**self.options, "amp_policy": {**entries, **kept}}
-            with warnings.catch_warnings():
-                # The policy is not the user's.
-                warnings.simplefilter("ignore", PolicyWarning)
-                found = self._run(programs, name, options, line)[0]
-            is_enough |= found.gradient_error <= self._threshold
-            yield found
+        entries = {glob.escape(path): jnp.float32 for path in paths}
+        line = ", ".join(f'"{key}": jnp.float32' for key in entries)
+        scopes = set().union(*(programs.marked.scopes[p] for p in paths))
+        if lost := _stronger(policy, entries, scopes):
+            line += f", without {', '.join(map(repr, sorted(lost)))}"
+        kept = {key: value for key, value in policy.items() if key not in lost}
+        options = {**self.options, "amp_policy": {**entries, **kept}}
+        with warnings.catch_warnings():
+            # The policy is not the user's.
+            warnings.simplefilter("ignore", PolicyWarning)
+            return self._run(programs, name, options, line)[0]
 
 
 def _stronger(policy: PolicyEntries, entries: Any, every: Any) -> set[Any]:

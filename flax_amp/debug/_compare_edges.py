@@ -24,15 +24,15 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
-from flax_amp._jaxpr.traits import Trait, has
+from flax_amp._jaxpr import traits
 from flax_amp._rewriter.plan import EditedJaxpr
 from flax_amp._tree import split_list
-from flax_amp.debug._scopes import Place, module_path, scopes_of
+from flax_amp.debug._place import Place
 
 _PREFIX = "flax_amp edge "
 # What can carry more operands and results. All else is left alone, and its module has
 # what leaves the equation.
-_BODIES = {"jit": "jaxpr", "remat2": "jaxpr", "scan": "jaxpr", "cond": "branches"}
+_ENTERED = ("jit", "remat2", "scan", "cond")
 
 
 class Edge(NamedTuple):
@@ -74,13 +74,15 @@ def edge_name(eqn: Eqn) -> str:
 
 def _only_moves(eqn: Eqn) -> bool:
     """Whether a result is an operand, moved or in another dtype."""
-    return has(eqn, Trait.LAYOUT) or eqn.primitive.name == "convert_element_type"
+    return (
+        traits.has(eqn, traits.Trait.LAYOUT)
+        or eqn.primitive.name == "convert_element_type"
+    )
 
 
 def bodies(eqn: Eqn) -> tuple[Jaxpr, ...]:
     """Returns the jaxprs of an equation in which edges are marked."""
-    found = eqn.params.get(_BODIES.get(eqn.primitive.name, ""), ())
-    return found if isinstance(found, tuple) else (found,)
+    return traits.bodies(eqn) if eqn.primitive.name in _ENTERED else ()
 
 
 def mark(closed: Jaxpr, trained: Sequence[bool]) -> Marked:
@@ -128,7 +130,7 @@ class _Body:
 
     def __post_init__(self) -> None:
         # The module around makes the inputs of a body, and reads its results.
-        self.path = module_path(self.place.scopes)
+        self.path = self.place.path
         self.leaves |= dict.fromkeys(self.jaxpr.constvars, ())
         self.paths = dict.fromkeys(self.jaxpr.invars, self.path)
         self.eqns: list[Eqn] = []
@@ -137,9 +139,9 @@ class _Body:
     def mark(self) -> None:
         """Marks each equation."""
         for eqn in self.jaxpr.eqns:
-            scopes = self.place.scopes + scopes_of(eqn)
-            path = module_path(scopes)
-            self.marked.scopes.setdefault(path, set()).add(scopes)
+            at = self.place.of(eqn)
+            path = at.path
+            self.marked.scopes.setdefault(path, set()).add(at.scopes)
             sources = [self._leaf(v) for v in eqn.invars]
             known = [source for source in sources if source is not None]
             indices = sum(known, ())
@@ -147,7 +149,7 @@ class _Body:
             moves = _only_moves(eqn)
             if moves and known and len(known) == len(sources):
                 self.leaves |= dict.fromkeys(eqn.outvars, indices)
-            elif eqn.primitive.name in _BODIES:
+            elif eqn.primitive.name in _ENTERED:
                 eqn = self._with_bodies(eqn, sources)
             else:
                 for index in indices:
@@ -209,5 +211,5 @@ class _Body:
             return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
 
         new = tuple(map(with_marks, bodies(eqn)))
-        one_or_all = new if name == "cond" else new[0]
-        return eqn.replace(params={**eqn.params, _BODIES[name]: one_or_all})
+        changed = {traits.traits_of(eqn).body: new if name == "cond" else new[0]}
+        return eqn.replace(params={**eqn.params, **changed})

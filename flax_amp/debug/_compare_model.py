@@ -1,11 +1,14 @@
 """What `compare_precision` found. Data only."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from flax_amp._training.arguments import check_count
+from flax_amp.debug._report import Report, plain
+
+_MODULES = "of modules"
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
 
 
@@ -84,8 +87,8 @@ class Setting:
     low_share: float | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Comparison:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Comparison(Report):
     """How a program differs from itself in float32. Made by `compare_precision`.
 
     It prints as a report.
@@ -104,6 +107,7 @@ class Comparison:
         worst modules in float32, one by one and, if none of them is enough, all
         together.
       notes: what limits these figures.
+      budget: the largest error of the gradients that is acceptable, if one was given.
     """
 
     name: str
@@ -115,6 +119,24 @@ class Comparison:
     settings: tuple[Setting, ...]
     remedies: tuple[Setting, ...]
     notes: tuple[str, ...]
+    budget: float | None = None
+
+    @property
+    def cheapest(self) -> Setting | None:
+        """The cheapest program within the budget, as it is or with a remedy.
+
+        That is the one with the most products in half precision and, among equals, the
+        fewest bytes stored. `None` if none is within the budget, or without a budget.
+        """
+        every = (self.settings[0], *self.remedies)
+        within = (run for run in every if run.gradient_error <= (self.budget or -1))
+
+        # Half precision is there for the speed of products. In memory, a module in
+        # float32 may even cost less: no casts are stored.
+        def cost(run: Setting) -> tuple[float, int]:
+            return -(run.low_share or 0), run.stored or 0
+
+        return min(within, key=cost, default=None)
 
     @property
     def helpful(self) -> list[Setting]:
@@ -132,16 +154,11 @@ class Comparison:
         """
         from flax_amp.debug._compare_report import as_text
 
-        check_count("report", "top", top, 1)
+        check_count(top, f"report: {top=}", _MODULES)
         return as_text(self, top)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as dicts, lists, strings and numbers, for `json.dump`.
-
-        JSON has no infinity and no NaN: they are the strings `"inf"`, `"-inf"` and
-        `"nan"`, which `float` reads. What there is nothing to compare for is `None`.
-        """
-        return _plain(dataclasses.asdict(self))
+        return super().to_dict() | {"cheapest": plain(self.cheapest)}
 
     def plot(self, path: str | os.PathLike[str], *, top: int = 20) -> None:
         """Draws the errors of the modules, and exponents beside the range of float16.
@@ -156,15 +173,11 @@ class Comparison:
         """
         from flax_amp.debug._compare_plot import draw
 
-        check_count("plot", "top", top, 1)
+        check_count(top, f"plot: {top=}", _MODULES)
         draw(self, path, top)
 
-    def __str__(self) -> str:
-        return self.report()
-
-    def __repr__(self) -> str:
-        count = len(self.modules)
-        return f"<Comparison of {self.name}: {count} modules; print it to read it>"
+    def _summary(self) -> str:
+        return f"{len(self.modules)} modules"
 
 
 def helpful_remedies(
@@ -179,24 +192,3 @@ def helpful_remedies(
         if not run.policy:  # the entries that follow build on a scale that helps
             before = min(before, run.gradient_error)
     return [run for run in found if run.gradient_error <= threshold] or found
-
-
-def check_count(caller: str, name: str, count: Any, least: int) -> None:
-    """Raises a ValueError unless `count` is a number of modules."""
-    if type(count) is not int or count < least:
-        raise ValueError(
-            f"{caller}: got {name}={count!r}; expected a number of modules, {least} or "
-            "more."
-        )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Errors):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [*map(_plain, value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

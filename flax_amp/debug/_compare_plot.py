@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from flax_amp.debug._compare_model import Comparison, ModuleErrors
-from flax_amp.debug._compare_report import error, shortened
+from flax_amp.debug._compare_report import error
 from flax_amp.debug._compare_stats import EXPONENTS, FLUSHED
+from flax_amp.debug._report import shortened
 
 # Up to these exponents float16 has no digits, some, and all of them.
 _BORDERS = (FLUSHED, -14, 16)

@@ -13,6 +13,7 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._rewriter.transform import amp
+from flax_amp._tree import widen
 from flax_amp.debug._compare_edges import Marked, mark
 from flax_amp.debug._compare_model import Errors, ModuleErrors
 from flax_amp.debug._compare_stats import (
@@ -172,7 +173,4 @@ def _compiler_options() -> dict[str, Any]:
 
 @jax.jit
 def _divided(tree: Any, scale: Array) -> Any:
-    def divide(x: Array) -> Array:
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale
-
-    return jax.tree.map(divide, tree)
+    return jax.tree.map(lambda x: widen(x) / scale, tree)

@@ -1,11 +1,10 @@
 """The report of `compare_precision` as text."""
 
 import math
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
-from flax_amp.debug._terminal import report_width, size
+from flax_amp.debug._report import report_width, size, table, wrapped
 
 
 def as_text(found: Comparison, top: int) -> str:
@@ -18,7 +17,7 @@ def as_text(found: Comparison, top: int) -> str:
         *_advice(found),
     ]
     for note in found.notes:
-        lines += textwrap.wrap(f"Note: {note}.", width)
+        lines += wrapped(f"Note: {note}.", width)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -37,7 +36,7 @@ def _modules(found: Comparison, top: int, width: int) -> Iterator[str]:
         ["module", "fwd", "bwd", "param", "total", "f16", "value", "grad"],
     )
     yield "\nFirst the modules whose remedy helps, then by own error:"
-    yield from _table([*headers, *map(_module, found.modules[:top])], width)
+    yield from table([*headers, *map(_module, found.modules[:top])], width)
     more = len(found.modules) - top
     if more > 0:
         yield f"... and {more} more"
@@ -67,7 +66,7 @@ def _runs(found: Comparison, width: int) -> Iterator[str]:
     )
     rows = map(_run, (*found.settings, *found.remedies))
     yield ""
-    yield from _table([*headers, *rows], width)
+    yield from table([*headers, *rows], width)
 
 
 def _run(run: Setting) -> list[str]:
@@ -82,7 +81,10 @@ def _run(run: Setting) -> list[str]:
 
 def _advice(found: Comparison) -> Iterator[str]:
     helpful = found.helpful
-    if found.remedies and not helpful:
+    if found.budget is not None:
+        yield from _cheapest(found)
+        helpful = [found.cheapest] if found.cheapest else []
+    elif found.remedies and not helpful:
         yield "\nNone of them helps: the gradients stay as wrong as they are."
     for scale in {run.scale for run in helpful} - {found.scale}:
         yield f"\nScale the loss: flax_amp.init_scaler(scaler={scale:.8g})."
@@ -93,18 +95,23 @@ def _advice(found: Comparison) -> Iterator[str]:
         yield from (f"  {line}" for line in entries)
 
 
-def _table(rows: Sequence[list[str]], width: int) -> Iterator[str]:
-    """Yields lines; names get the room that the figures leave."""
-    figures = zip(*(row[1:] for row in rows), strict=True)
-    widths = [max(map(len, column)) + 2 for column in figures]
-    room = min(width - sum(widths), max(len(row[0]) for row in rows))
-    for name, *cells in rows:
-        yield shortened(name, room).ljust(room) + "".join(map(str.rjust, cells, widths))
-
-
-def shortened(name: str, room: int) -> str:
-    """Returns the end of a name that is too long."""
-    return name if len(name) <= room else "…" + name[1 - room :]
+def _cheapest(found: Comparison) -> Iterator[str]:
+    budget, run = f"{found.budget:g}", found.cheapest
+    if run is None:
+        every = (found.settings[0], *found.remedies)
+        least = error(min(run.gradient_error for run in every))
+        text = (
+            f"None of them is within the budget of {budget}: the least error is "
+            f"{least}. Try more modules with remedies=, or raise the budget."
+        )
+        yield from ("", *wrapped(text, report_width()))
+        return
+    name, _, gradients, stored, share = _run(run)
+    figures = [f"error {gradients}"]
+    figures += [f"{stored} stored"] if stored else []
+    figures += [f"{share} of the products in half precision"] if share else []
+    yield f"\nThe cheapest within the budget of {budget} is '{name}':"
+    yield f"  {', '.join(figures)}"
 
 
 def error(value: float | None) -> str:

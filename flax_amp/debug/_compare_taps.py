@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
 from flax_amp._jaxpr.evaluate import evaluate
-from flax_amp._tree import split_list
+from flax_amp._jaxpr.walk import walk
+from flax_amp._tree import split_list, widen
 from flax_amp.debug._compare_edges import bodies, edge_name
 
 
@@ -76,8 +77,7 @@ def gradient(
             others = _fit(value, dtype), _fit(cotangent * scale, dtype)
             feeds[name] = Feed(taps[name], others)
         (loss, *_), values = run_tapped(closed, operands, feeds)
-        wide = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-        return wide * scale, (loss, values)
+        return widen(loss) * scale, (loss, values)
 
     taps = {name: jnp.zeros(s.shape, s.dtype) for name, s in taps_of(closed).items()}
     wrt = [arrays[i] for i in chosen]
@@ -107,15 +107,12 @@ _pass.defvjp(lambda x, feed: (_pass(x, feed), feed), _pass_back)
 def taps_of(closed: Jaxpr) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the marked edges of a program, with a leading axis for each loop."""
     found = {}
-    for eqn in _compat.open_jaxpr(closed)[0].eqns:
+    for eqn, _, around in walk(closed):
         if name := edge_name(eqn):
+            scans = (outer for outer in around if outer.primitive.name == "scan")
+            lengths = (scan.params["length"] for scan in scans)
             aval = eqn.invars[0].aval
-            found[name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        length = (eqn.params["length"],) if eqn.primitive.name == "scan" else ()
-        for body in bodies(eqn):
-            for name, inner in taps_of(body).items():
-                shape = (*length, *inner.shape)
-                found[name] = jax.ShapeDtypeStruct(shape, inner.dtype)
+            found[name] = jax.ShapeDtypeStruct((*lengths, *aval.shape), aval.dtype)
     return found
 
 

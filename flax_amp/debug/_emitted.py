@@ -1,16 +1,14 @@
 """What an emitted program tells: its casts, and what a user's function did."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
-from flax_amp import _compat
-from flax_amp._compat import Eqn, Jaxpr
+from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.casts import saturate_p
 from flax_amp._rewriter.plan import Mode
 from flax_amp.debug._model import Dtypes, Equation
-from flax_amp.debug._scopes import Place
+from flax_amp.debug._place import places
 from flax_amp.debug._walk import Matching, Visit, dtypes_of
 
 _CASTS = ("convert_element_type", saturate_p.name)
@@ -37,9 +35,9 @@ def attach_emitted(
         after=Dtypes(low, full),
         reason="results keep their dtypes",
     )
-    for nested, times in _equations(closed, Place()):
-        eqn, path = nested[0]
-        for row in called.rows(path, eqn):
+    for place in places(closed):
+        eqn = place.eqn
+        for row in called.rows(place):
             if row.primitive == eqn.primitive.name:
                 row.after = dtypes_of(eqn)
                 if row.kept:
@@ -48,8 +46,8 @@ def attach_emitted(
         direction = eqn.primitive.name in _CASTS and _direction(dtypes_of(eqn))
         if direction:
             # A cast in a function of this package belongs to the call.
-            found = (matching.rows(path, around) for around, path in nested)
-            _add_cast(next(filter(None, found), [results]), direction, times)
+            found = map(matching.rows, place.chain())
+            _add_cast(next(filter(None, found), [results]), direction, place.times)
     return [results] if results.casts_down + results.casts_up else []
 
 
@@ -63,21 +61,6 @@ def _add_cast(rows: Sequence[Equation], direction: int, times: int) -> None:
         row.casts_down += times
     else:
         row.casts_up += times
-
-
-def _equations(
-    jaxpr: Jaxpr, place: Place, around: tuple[tuple[Eqn, str], ...] = ()
-) -> Iterator[tuple[tuple[tuple[Eqn, str], ...], int]]:
-    """Yields each equation with those around it and their paths, innermost first.
-
-    With them comes how often it runs.
-    """
-    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-        path = place.path(eqn)
-        nested = ((eqn, path), *around)
-        yield nested, place.times
-        for body in jaxprs_in_params(eqn.params):
-            yield from _equations(body, place.within(eqn), nested)
 
 
 def _direction(dtypes: Dtypes) -> int:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.transform import PlannedCall, is_wide, plan_call
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._call import (
     Target,
+    UsersCall,
     on_arrays,
     read_compute_dtype,
     read_target,
@@ -26,8 +26,8 @@ from flax_amp.debug._call import (
 )
 from flax_amp.debug._emitted import attach_emitted
 from flax_amp.debug._model import Equation, Explanation, Module
+from flax_amp.debug._place import Place
 from flax_amp.debug._problems import find_problems
-from flax_amp.debug._scopes import Place
 from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
 from flax_amp.debug._walk import Visit, Walk
 from flax_amp.policy import Policy, PolicyEntries
@@ -161,13 +161,13 @@ def _explain(options: _Options, target: Target, args: Any, kwargs: Any) -> Expla
     return found[0]
 
 
-def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explanation:
+def _explain_call(options: _Options, call: UsersCall, name: str) -> Explanation:
     planned, messages = _plan(options, call)
     walk = Walk(planned.painter, options.merge_layers and not planned.plan.exports)
     walk.plan(planned.plan, Place())
     visits, compute_dtype = walk.visits, options.compute_dtype
-    arrays = list(filter(_tree.is_array, call.inputs))
-    closed = jax.make_jaxpr(_emitted(options, planned, options.recompute))(*arrays)
+    emitted = _emitted(options, planned, options.recompute)
+    closed = jax.make_jaxpr(emitted)(*call.arrays)
     results = attach_emitted(closed, visits, compute_dtype.name)
     never, plain, others, notes = _backward(options, planned, call, visits)
     problems, choices = find_problems(visits, messages, options.policy, compute_dtype)
@@ -185,7 +185,7 @@ def _explain_call(options: _Options, call: FunctionalCall, name: str) -> Explana
     )
 
 
-def _plan(options: _Options, call: FunctionalCall) -> tuple[PlannedCall, list[str]]:
+def _plan(options: _Options, call: UsersCall) -> tuple[PlannedCall, list[str]]:
     """Returns the plan of a call, and what `amp` warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -216,7 +216,7 @@ def _emitted(
 def _backward(
     options: _Options,
     planned: PlannedCall,
-    call: FunctionalCall,
+    call: UsersCall,
     visits: Sequence[Visit],
 ) -> tuple[Counter[str] | None, Counter[str] | None, list[Equation], list[str]]:
     """Adds what the backward pass stores to the equations.
@@ -227,14 +227,11 @@ def _backward(
     """
     if not options.backward:
         return None, None, [], []
-    trained = trained_inputs(call)
-    arrays = list(filter(_tree.is_array, call.inputs))
+    trained, arrays = trained_inputs(call), call.arrays
     cause = "the first argument has no float arrays"
-    is_array = [*map(_tree.is_array, call.inputs)]
 
     def plain(*arrays: Any) -> list[Any]:
-        results = call.function(_tree.fill(list(arrays), is_array, call.inputs))
-        return list(filter(_tree.is_array, jax.tree.leaves(results)))
+        return list(filter(_tree.is_array, jax.tree.leaves(call.on(arrays))))
 
     if any(trained):
         try:

@@ -5,15 +5,11 @@ from typing import NamedTuple
 from flax_amp._compat import Eqn
 from flax_amp._jaxpr.traits import is_matrix_product
 from flax_amp._rewriter.plan import (
-    ARITHMETIC,
-    LEAVES_ONLY,
-    MOVES,
-    MULTIPLICATION,
-    STATE_OF_LOOP,
     Mode,
     Need,
     Paint,
     Reason,
+    ReasonKind,
     Step,
     has_paint,
     is_painted,
@@ -35,6 +31,9 @@ COMPARED = "a maximum and something else read it"
 CHOICE = "a sort, an argmax or a top_k reads it"
 MOVED = "moves a float32 value"
 
+# The rules that leave it to the readers of a result whether it is kept.
+_PASSES_THROUGH = (ReasonKind.ARITHMETIC, ReasonKind.MULTIPLICATION, ReasonKind.MOVES)
+
 
 class Kept(NamedTuple):
     """What becomes of a result: whether it is kept, and the rule that decided."""
@@ -52,10 +51,10 @@ def kept(eqn: Eqn, step: Step) -> Kept | None:
     need = step.needs[painted[0]] if step.needs else Need.NONE
     if has_paint(value, Paint.LOW):
         return Kept(True, _rule_of_half(eqn, step, need))
-    if has_paint(value, Paint.LEAF) and step.reason == MOVES:
-        return Kept(True, str(LEAVES_ONLY))
+    if has_paint(value, Paint.LEAF) and step.reason.kind is ReasonKind.MOVES:
+        return Kept(True, str(ReasonKind.LEAVES_ONLY))
     if step.mode is Mode.RULE and eqn.primitive.name in ("scan", "while"):
-        return Kept(True, str(STATE_OF_LOOP))
+        return Kept(True, str(ReasonKind.STATE_OF_LOOP))
     return _kept_in_float32(step.reason, need)
 
 
@@ -70,7 +69,7 @@ def _rule_of_half(eqn: Eqn, step: Step, need: Need) -> str:
 
 
 def _kept_in_float32(reason: Reason, need: Need) -> Kept:
-    if reason not in (ARITHMETIC, MULTIPLICATION, MOVES):
+    if reason.inside or reason.kind not in _PASSES_THROUGH:
         return Kept(True, str(reason))  # a rule of what is never rounded
     if Need.RANKED in need:
         return Kept(True, CHOICE)

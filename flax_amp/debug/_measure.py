@@ -21,6 +21,7 @@ from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import FlatLoss, Target, UsersCall, on_arrays, read_target
+from flax_amp.debug._report import Report, report_width, table
 from flax_amp.policy import Policy
 
 _PRECISIONS: dict[str, Precision] = {
@@ -53,8 +54,8 @@ class Figures(NamedTuple):
     temp_mb: float | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Measurement(Report):
     """What `flax_amp.debug.measure` found. It prints as a table.
 
     Attributes:
@@ -71,17 +72,16 @@ class Measurement:
     turns: int
     figures: dict[str, Figures]
 
-    def __str__(self) -> str:
+    def _summary(self) -> str:
+        return ", ".join(self.figures)
+
+    def _lines(self) -> Iterator[str]:
         how = f"the least of {self.turns} turns" if self.turns else "not run"
-        return "\n".join(
-            [
-                f"{self.name} on {self.devices}, {how}",
-                *(_ON_A_CPU if self.platform == "cpu" else ()),
-                "",
-                _line("", _HEADERS),
-                *(_line(name, self._cells(name)) for name in self.figures),
-            ]
-        )
+        yield f"{self.name} on {self.devices}, {how}"
+        yield from _ON_A_CPU if self.platform == "cpu" else ()
+        yield ""
+        rows = ([name, *self._cells(name)] for name in self.figures)
+        yield from table([["", *_HEADERS], *rows], report_width())
 
     def _cells(self, name: str) -> Iterator[str]:
         """Yields each figure with its ratio to that of float32."""
@@ -93,10 +93,6 @@ class Measurement:
                 continue
             shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
             yield f"{shown} x{value / base:.2f}" if base else shown
-
-
-def _line(name: str, cells: Any) -> str:
-    return f"{name:10}" + "".join(f"{cell:>17}" for cell in cells)
 
 
 def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:

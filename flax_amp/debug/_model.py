@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flax_amp._jaxpr.traits import Kind, kind_of
+from flax_amp.debug._report import Report, fields, frame, page, report_width
 
 
 class Dtypes(NamedTuple):
@@ -126,6 +127,10 @@ class Equation:
         """Its operations, if they run in half precision."""
         return self.flops if self.is_low else 0
 
+    def to_dict(self) -> dict[str, Any]:
+        computed = {"computes_in": self.computes_in, "low_flops": self.low_flops}
+        return fields(self) | computed
+
 
 @dataclasses.dataclass
 class Module:
@@ -162,6 +167,10 @@ class Module:
         """The sums over all equations."""
         return total(self.walk())
 
+    def to_dict(self) -> dict[str, Any]:
+        children = [child.to_dict() for child in self.children.values()]
+        return fields(self) | {"totals": self.totals.to_dict(), "children": children}
+
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
@@ -180,10 +189,7 @@ class Totals:
         return self.low_flops / self.flops if self.flops else None
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {
-            "low_share": self.low_share,
-            "stored": dict(self.stored),
-        }
+        return fields(self) | {"low_share": self.low_share}
 
 
 def total(equations: Iterable[Equation]) -> Totals:
@@ -221,8 +227,8 @@ class Problem:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Explanation:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Explanation(Report):
     """What mixed precision does to a function, and why. Made by `flax_amp.explain`.
 
     It prints as a report, and shows itself as a page in a notebook.
@@ -269,64 +275,21 @@ class Explanation:
         Raises:
           ValueError: if `only` is something else, or `depth` is negative.
         """
-        from flax_amp.debug._terminal import as_text
+        from flax_amp.debug._terminal import render
 
-        return as_text(self, depth=depth, only=only)
+        lines = render(self, report_width(), depth=depth, only=only)
+        return "\n".join(line.text.rstrip() for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as dicts, lists, strings and numbers, for `json.dump`."""
-        saved, plain = self.stored_without_recompute, self.stored_without_amp
-        return {
-            "name": self.name,
-            "compute_dtype": self.compute_dtype,
-            "totals": self.totals.to_dict(),
-            "stored_without_recompute": None if saved is None else dict(saved),
-            "stored_without_amp": None if plain is None else dict(plain),
-            "problems": [
-                dataclasses.asdict(p) | {"paths": [*p.paths]} for p in self.problems
-            ],
-            "notes": list(self.notes),
-            "modules": _module_dict(self.root),
-        }
+        found = super().to_dict()
+        return found | {"totals": self.totals.to_dict(), "modules": found.pop("root")}
 
     def to_html(self) -> str:
         """Returns one page that needs nothing else: a tree to fold, search and sort."""
-        from flax_amp.debug._page import as_page
-
-        return as_page(self)
+        return page(f"{self.name} in {self.compute_dtype}", self.to_dict())
 
     def _repr_html_(self) -> str:
-        from flax_amp.debug._page import as_frame
+        return frame(self.to_html())
 
-        return as_frame(self)
-
-    def __str__(self) -> str:
-        return self.report()
-
-    def __repr__(self) -> str:
-        count = self.totals.equations
-        return f"<Explanation of {self.name}: {count} equations; print it to read it>"
-
-
-def _module_dict(module: Module) -> dict[str, Any]:
-    return {
-        "name": module.name,
-        "path": module.path,
-        "totals": module.totals.to_dict(),
-        "equations": [_equation_dict(e) for e in module.equations],
-        "children": [_module_dict(child) for child in module.children.values()],
-    }
-
-
-def _equation_dict(equation: Equation) -> dict[str, Any]:
-    sides = {
-        name: {side: list(names) for side, names in dtypes._asdict().items()}
-        for name, dtypes in (("before", equation.before), ("after", equation.after))
-    }
-    others = {
-        "computes_in": equation.computes_in,
-        "low_flops": equation.low_flops,
-        "stored": dict(equation.stored),
-        "inside": list(equation.inside),
-    }
-    return vars(equation) | sides | others
+    def _summary(self) -> str:
+        return f"{self.totals.equations} equations"

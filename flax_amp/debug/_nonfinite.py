@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
-from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.transform import is_wide, rewrite
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug import _nonfinite_advice as advice
 from flax_amp.debug._call import (
     FlatLoss,
+    UsersCall,
     check_concrete,
     read_compute_dtype,
     read_scale,
@@ -120,7 +120,7 @@ def find_nonfinite(
     def found(*args: Any, **kwargs: Any) -> NonfiniteReport:
         check_concrete(f"find_nonfinite: {target.name}", (args, kwargs))
 
-        def use(call: FunctionalCall) -> NonfiniteReport:
+        def use(call: UsersCall) -> NonfiniteReport:
             loss = FlatLoss.of(call, f"find_nonfinite: {target.name}")
             return _Search(target.name, options, loss).report()
 
@@ -235,10 +235,10 @@ class _Search:
         def backward(scale: Array, *arrays: Array) -> Any:
             def scaled(trained: list[Array]) -> Any:
                 loss, updates, _ = rewritten(_tree.fill(trained, mask, arrays))
-                return _widen(loss) * scale, (loss, updates)
+                return _tree.widen(loss) * scale, (loss, updates)
 
             grads, out = jax.grad(scaled, has_aux=True)(_tree.pick(arrays, mask))
-            return out, [_widen(g) / scale for g in grads]
+            return out, [_tree.widen(g) / scale for g in grads]
 
         def trace(fun: Callable[..., Any], last: list[str]) -> _Program:
             closed = jax.make_jaxpr(fun)(jnp.float32(1), *flat.arrays)
@@ -398,8 +398,3 @@ class _Search:
                 return
             found.append(last_first[count])
             yield self._try(found)
-
-
-def _widen(x: Array) -> Array:
-    x = jnp.asarray(x)  # a loss may be a Python number
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

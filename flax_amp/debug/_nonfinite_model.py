@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from flax_amp._training.arguments import first_of
 from flax_amp.debug._model import short
+from flax_amp.debug._report import Report
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
@@ -126,8 +128,8 @@ class BadInput:
         return f"{text} ({count}){where}"
 
 
-@dataclasses.dataclass(frozen=True)
-class NonfiniteReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class NonfiniteReport(Report):
     """Where the inf or the NaN of a loss or its gradient comes from.
 
     Made by `flax_amp.find_nonfinite`. It prints as a short text.
@@ -162,22 +164,16 @@ class NonfiniteReport:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain dicts, lists, numbers and strings, as for `json.dump`."""
-        return dataclasses.asdict(self) | {"policy": dict(self.policy)}
+        return super().to_dict() | {"policy": dict(self.policy)}
 
-    def __repr__(self) -> str:
-        return f"<NonfiniteReport of {self.name}: {self.verdict}; print it to read it>"
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
+    def _summary(self) -> str:
+        return self.verdict
 
     def _lines(self) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
         if self.reached:
-            more = len(self.reached) - 3
-            rest = f" and {more} more" if more > 0 else ""
-            yield f"not finite: {', '.join(self.reached[:3])}{rest}"
+            yield f"not finite: {first_of(self.reached)}"
         yield from (f"argument: {item}" for item in self.inputs)
         if self.finding:
             yield from self.finding.lines()

@@ -32,18 +32,13 @@ from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._jaxpr.traits import Kind, bodies, kind_of
-from flax_amp._jaxpr.walk import variables
 from flax_amp._tree import split_list
 from flax_amp.debug._model import is_half
 from flax_amp.debug._nonfinite_arrays import as_text, is_finite, kinds, operand
 from flax_amp.debug._nonfinite_devices import Devices, compiled
 from flax_amp.debug._nonfinite_model import Finding
-from flax_amp.debug._scopes import mark_methods, module_path
-from flax_amp.debug._walk import source_line
+from flax_amp.debug._place import Place, places
 from flax_amp.policy import with_result_dtype
-
-# Scopes that JAX opens around what a backward pass computes again.
-_REMAT_SCOPES = ("checkpoint", "rematted_computation")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,65 +78,11 @@ def _value(x: Array, cause: Cause | None) -> Value:
     return Value(x, None if cause is None or is_finite(x) else cause)
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a jaxpr stands.
-
-    Attributes:
-      scopes: the scopes around it.
-      inside: the loops and branches around it.
-      source: the line of the equation that holds it.
-      devices: the devices of the `shard_map` around it.
-    """
-
-    scopes: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    source: str = ""
-    devices: Devices | None = None
-
-    @property
-    def lead(self) -> int:
-        """The number of axes that stand before those of the program."""
-        return int(self.devices is not None)
-
-    def of(self, eqn: Eqn) -> "Place":
-        """Returns the place of an equation, which is that of its bodies too."""
-        return dataclasses.replace(
-            self,
-            scopes=self.scopes + _scopes(eqn),
-            source=source_line(eqn) or self.source,
-        )
-
-    def within(self, note: str) -> "Place":
-        """Returns the place of one iteration of a loop, or of one branch."""
-        return dataclasses.replace(self, inside=(*self.inside, note))
-
-
-def module_paths(closed: Jaxpr, place: Place = Place()) -> Iterator[str]:
+def module_paths(closed: Jaxpr) -> Iterator[str]:
     """Yields the modules of a program as it runs, outer ones before those inside."""
-    for eqn in _compat.open_jaxpr(closed)[0].eqns:
-        at = place.of(eqn)
-        names = module_path(at.scopes).split("/")
+    for place in places(closed):
+        names = place.path.split("/")
         yield from filter(None, map("/".join, itertools.accumulate(zip(names))))
-        for body in jaxprs_in_params(eqn.params):
-            yield from module_paths(body, at)
-
-
-def _scopes(eqn: Eqn) -> tuple[str, ...]:
-    """Returns the scopes around an equation; one that JAX repeats is listed once."""
-    scopes: list[str] = []
-    group: list[str] = []
-    for entry in (*_compat.scopes(eqn), None):
-        if type(entry).__name__ == "Scope":
-            group += [entry.name] if entry.name not in _REMAT_SCOPES else []
-            continue
-        # A transformation: what stands inside of it may repeat what is around it.
-        scopes = group if group[: len(scopes)] == scopes else scopes + group
-        group = []
-    half = len(scopes) // 2
-    if eqn.primitive.name == "remat2" and scopes[:half] == scopes[half:]:
-        scopes = scopes[:half]
-    return mark_methods(tuple(scopes), eqn)
 
 
 @dataclasses.dataclass(eq=False)
@@ -178,30 +119,28 @@ class Runner:
         return self._run(closed, values, Place())
 
     def _run(self, closed: Jaxpr, values: Sequence[Value], place: Place) -> list[Value]:
-        """Runs a jaxpr equation by equation; drops each array after its last use."""
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        env = dict(zip(jaxpr.invars, values, strict=True))
-        for v, x in zip(jaxpr.constvars, consts, strict=True):
-            env[v] = self._constant(x, place)
+        """Runs a jaxpr equation by equation."""
 
-        def read(atom: Atom, place: Place) -> Value:
-            if not isinstance(atom, Literal):
-                return env[atom]
-            dtype = getattr(atom.aval, "dtype", None)
-            return self._constant(np.asarray(atom.val, dtype), place)
-
-        last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in variables(eqn.invars)}
-        last |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
-        for i, eqn in enumerate(jaxpr.eqns):
+        def run(eqn: Eqn, operands: Sequence[Any]) -> list[Value]:
             at = place.of(eqn)
-            outs = self._equation(eqn, [read(v, at) for v in eqn.invars], at)
-            env |= {v: x for v, x in zip(eqn.outvars, outs, strict=True) if v in last}
-            for v in set(variables(eqn.invars)):
-                if last[v] == i:
-                    del env[v]
-        return [read(v, place) for v in jaxpr.outvars]
+            return self._equation(eqn, self._lifted(eqn.invars, operands, at), at)
 
-    def _constant(self, x: Array, place: Place) -> Value:
+        outs = evaluate(closed, values, run)
+        return self._lifted(_compat.open_jaxpr(closed)[0].outvars, outs, place)
+
+    def _lifted(
+        self, atoms: Sequence[Atom], values: Sequence[Any], place: Place
+    ) -> list[Value]:
+        """Returns values, also for literals and constants, which have no cause yet."""
+        return [
+            x if isinstance(x, Value) else self._constant(x, atom, place)
+            for atom, x in zip(atoms, values, strict=True)
+        ]
+
+    # A constant is looked at where it is read: only there it can do harm.
+    def _constant(self, x: Any, atom: Atom, place: Place) -> Value:
+        if isinstance(atom, Literal):
+            x = np.asarray(x, getattr(atom.aval, "dtype", None))
         value = x if place.devices is None else place.devices.lift(x)
         if is_finite(x):
             return Value(value)
@@ -218,7 +157,7 @@ class Runner:
             if index is not None:
                 branches = eqn.params["branches"]
                 chosen = min(max(int(index), 0), len(branches) - 1)
-                at = place.within(f"branch {chosen} of {len(branches)}")
+                at = place.noted(f"branch {chosen} of {len(branches)}")
                 return self._run(branches[chosen], values[1:], at)
         outs = self._bind(eqn, arrays, place)
         if all(map(is_finite, outs)):
@@ -292,8 +231,8 @@ class Runner:
         if eqn.params["reverse"]:
             order, note = order[::-1], " (reverse)"
         for count, i in enumerate(order, 1):  # as it runs
-            rows = [_value(_row(x.array, i, place.lead), x.cause) for x in xs]
-            at = place.within(f"scan iteration {count} of {length}{note}")
+            rows = [_value(_row(x.array, i, _lead(place)), x.cause) for x in xs]
+            at = place.noted(f"scan iteration {count} of {length}{note}")
             outs = self._body(eqn.params["jaxpr"], [*consts, *carry, *rows], at)
             carry, ys = split_list(outs, counts[1])
             causes = [first_of((c, y.cause)) for c, y in zip(causes, ys, strict=True)]
@@ -308,7 +247,7 @@ class Runner:
         i = 0
         while bool(self._whole(params["cond_jaxpr"], [*cond_consts, *carry], place)[0]):
             i += 1
-            at = place.within(f"while iteration {i}")
+            at = place.noted(f"while iteration {i}")
             carry = tuple(self._body(params["body_jaxpr"], [*consts, *carry], at))
         return [value.cause for value in carry]
 
@@ -355,8 +294,7 @@ class Runner:
 
     def _finding(self, place: Place, **known: Any) -> Finding:
         known.setdefault("inside", place.inside)
-        path = module_path(place.scopes)
-        return Finding(path, place.source, self.backward, **known)
+        return Finding(place.path, place.source, self.backward, **known)
 
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Array, fresh: Any, place: Place
@@ -373,8 +311,8 @@ class Runner:
             place,
             primitive=eqn.primitive.name,
             kind=kinds(np.asarray(x)[fresh]),
-            operands=tuple(operand(a, place.lead) for a in arrays),
-            result=operand(x, place.lead),
+            operands=tuple(operand(a, _lead(place)) for a in arrays),
+            result=operand(x, _lead(place)),
             bad=int(fresh.sum()),
             size=int(fresh.size),
             finite_in_float32=self._finite_in_float32(eqn, arrays, place),
@@ -404,6 +342,11 @@ def _called(eqn: Eqn) -> Jaxpr | None:
         return None
     (body,) = bodies(eqn)
     return body
+
+
+def _lead(place: Place) -> int:
+    """Returns the number of axes that stand before those of the program."""
+    return int(place.devices is not None)
 
 
 def _numbers_only(value: Value) -> Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_amp._training.arguments import check_function
+from flax_amp._training.arguments import check_count, check_function
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._nonfinite import find_nonfinite
 from flax_amp.debug._nonfinite_model import NonfiniteReport
@@ -186,10 +186,6 @@ def report_nonfinite(
             "a step of flax_amp.make_train_step."
         )
     check_function(loss_fn, "report_nonfinite: loss_fn")
-    if type(limit) is not int or limit < 1:
-        raise ValueError(
-            f"report_nonfinite: {limit=}; expected a positive integer, the number of "
-            "reports."
-        )
+    check_count(limit, f"report_nonfinite: {limit=}", "of reports")
     find_nonfinite(loss_fn, **options)  # checks them
     return ReportingStep(train_step, loss_fn, report, limit, options)

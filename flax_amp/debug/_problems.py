@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._jaxpr.traits import (
     Kind,
     ProductKind,
@@ -23,13 +24,16 @@ from flax_amp._jaxpr.traits import (
     kind_of,
     product_kind,
 )
+from flax_amp._jaxpr.walk import walk
 from flax_amp._rewriter.plan import (
-    PRECISION,
     Mode,
     Paint,
+    Plan,
     Reason,
+    ReasonKind,
     has_paint,
 )
+from flax_amp._training.arguments import first_of
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._shadowed import shadowed_keys
 from flax_amp.debug._walk import Visit
@@ -97,9 +101,7 @@ def _note(chosen: Problem) -> str:
 
 def where(problem: Problem) -> str:
     """Returns the places of a problem as words."""
-    shown = ", ".join(path or "outside of any module" for path in problem.paths[:3])
-    more = len(problem.paths) - 3
-    return shown + (f" and {more} more" if more > 0 else "")
+    return first_of([path or "outside of any module" for path in problem.paths])
 
 
 def fold(path: str) -> str:
@@ -162,7 +164,7 @@ def _choice(visit: Visit) -> str:
     ):
         return ""
     reason = visit.step.reason
-    if reason.text == PRECISION and _compat.is_numerics_of_jax(visit.eqn):
+    if reason.kind is ReasonKind.PRECISION and _compat.is_numerics_of_jax(visit.eqn):
         return "by JAX's own numerics"
     decision = reason.decision
     if decision is None or decision.origin is Origin.DEFAULT:
@@ -197,7 +199,7 @@ def _why(visit: Visit, compute_dtype: str) -> str:
     reason = visit.step.reason
     if reason.inside:
         return f"it stands {reason}, and amp does not rewrite what is there."
-    if reason.text == PRECISION:
+    if reason.kind is ReasonKind.PRECISION:
         parts = reason.value if type(reason.value) is tuple else (reason.value,)
         asked = "/".join(dict.fromkeys(getattr(p, "name", str(p)) for p in parts))
         return (
@@ -244,8 +246,8 @@ def _terms(eqn: Eqn) -> Any:
 
 def _adds_up(params: dict[str, Any]) -> bool:
     """Whether the body of a reduction is an addition."""
-    bodies = [_compat.open_jaxpr(body)[0] for body in jaxprs_in_params(params)]
-    return [e.primitive.name for body in bodies for e in body.eqns] == ["add"]
+    visits = (visit for body in jaxprs_in_params(params) for visit in walk(body))
+    return [visit.eqn.primitive.name for visit in visits] == ["add"]
 
 
 def _of_range(row: Equation) -> Iterator[Finding]:
@@ -277,19 +279,16 @@ def _of_factor(visit: Visit) -> Iterator[Finding]:
 
 def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
     """Finds a carry that `amp` keeps in half and to which each step adds."""
-    row, eqn, jaxpr = visit.row, visit.eqn, visit.step.detail.body.jaxpr
+    row, eqn, body = visit.row, visit.eqn, visit.step.detail.body
     length = eqn.params.get("length")
     is_known = isinstance(length, int)
     if is_known and length <= _STEPS:
         return
     steps = str(length) if is_known else "an unknown number of"
-    first = len(jaxpr.invars) - len(eqn.outvars)
-    if row.primitive == "scan":
-        first = _compat.scan_counts(eqn)[0]
-    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    first, _ = _carry(eqn)
     for i, value in enumerate(visit.step.detail.carry):
-        old, new = jaxpr.invars[first + i], jaxpr.outvars[i]
-        if has_paint(value, Paint.LOW) and old is not new and _adds(new, old, made):
+        old, new = body.jaxpr.invars[first + i], body.jaxpr.outvars[i]
+        if has_paint(value, Paint.LOW) and old is not new and _adds(body, first, i):
             yield (
                 "risk",
                 f"the carry of a {row.primitive} adds up over {steps} steps in half. "
@@ -298,31 +297,41 @@ def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
             )
 
 
-def _adds(new: Any, old: Any, made: dict[Any, Any]) -> bool:
-    """Whether a value is an old one, or that and other terms."""
-    terms, seen = [new], set()  # each once: in `y = x + x; z = y + y`, x is in four
-    while terms:
-        term = terms.pop()
-        if term is old:
-            return True
-        if isinstance(term, Literal) or term in seen or term not in made:
-            continue
-        seen.add(term)
-        eqn = made[term]
-        if eqn.primitive.name in ("add", "add_any"):
-            terms += eqn.invars
-        elif eqn.primitive.name in ("sub", "convert_element_type"):
-            terms.append(eqn.invars[0])
-    return False
+def _adds(body: Plan, first: int, i: int) -> bool:
+    """Whether a carry of a loop becomes itself, or a sum of itself and other terms.
+
+    Args:
+      body: the plan of its body.
+      first: the index of the input that is the first carry.
+      i: the number of the carry.
+    """
+    old = object()
+
+    def run(eqn: Eqn, terms: Sequence[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in ("sub", "convert_element_type"):
+            terms = terms[:1]
+        elif name not in ("add", "add_any"):
+            terms = ()
+        found = old if any(term is old for term in terms) else None
+        return [found] * len(eqn.outvars)
+
+    inputs = range(len(body.jaxpr.invars))
+    operands = [old if n == first + i else None for n in inputs]
+    return evaluate(body, operands, run)[i] is old
+
+
+def _carry(eqn: Eqn) -> tuple[int, int]:
+    """Returns the index of the first carry in the body of a loop, and their number."""
+    if eqn.primitive.name == "scan":
+        return _compat.scan_counts(eqn)
+    return eqn.params["body_nconsts"], len(eqn.outvars)
 
 
 def _of_carry(visit: Visit) -> Iterator[Finding]:
     eqn, row = visit.eqn, visit.row
-    if row.primitive == "scan":
-        first, count = _compat.scan_counts(eqn)
-    else:
-        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        count = len(eqn.outvars)
+    first, count = _carry(eqn)
+    first += eqn.params.get("cond_nconsts", 0)  # of a `while`
     halves = set(filter(is_half, row.before.operands[first : first + count]))
     if halves:
         yield (

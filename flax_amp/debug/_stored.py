@@ -1,8 +1,9 @@
 """What the backward pass stores, equation by equation.
 
 JAX itself decides that: the gradient of the emitted program is traced, and what its
-forward pass hands to its backward pass is counted. Nothing is compiled or run. Each
-array is followed back to the equation that made it, through loops and calls:
+forward pass hands to its backward pass is counted. Nothing is compiled or run. The
+interpreter goes through that program with the origins of arrays in their place, so that
+each result brings along the equation that made it, also out of loops and calls:
 
     a, s = scan[body={... s = tanh y; return y, s}] x        s: stored
     tanh stands in the body, under the scope `Block` and at the user's line
@@ -19,111 +20,85 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Atom, Eqn, Jaxpr, Var
+from flax_amp._compat import Array, Eqn, Jaxpr
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._jaxpr.traits import Trait, has
 from flax_amp._rewriter.recompute.stored import stored_p
 from flax_amp._tree import fill, pick
 from flax_amp.debug._model import Dtypes, Equation
-from flax_amp.debug._scopes import Place
-from flax_amp.debug._walk import Matching, Visit, source_line
+from flax_amp.debug._place import Place
+from flax_amp.debug._walk import Matching, Visit
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """An array that the backward pass stores, with the equation that made it."""
+    """An array that the backward pass stores, and where it is made."""
 
-    eqn: Eqn
-    path: str
+    place: Place
     dtype: str
     bytes: int
 
 
-@dataclasses.dataclass(eq=False)
-class _Frame:
-    """A jaxpr, with the operands that its inputs stand for, and its place."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Origin:
+    """The equation that makes an array. Two of them are different arrays.
 
-    jaxpr: Jaxpr
-    place: Place = Place()
-    outer: "_Frame | None" = None
-    operands: Sequence[Atom] = ()
-    carry: tuple[int, int] = (0, 0)  # the inputs that are the carry of a loop
-
-    def __post_init__(self) -> None:
-        self.inner: dict[int, _Frame] = {}
-        self.moves: dict[int, bool] = {}  # what `_moves_inputs` found
-        self.made = {v: e for e in self.jaxpr.eqns for v in e.outvars}
-        self.inputs = {v: i for i, v in enumerate(self.jaxpr.invars)}
-
-    def body(self, eqn: Eqn) -> "_Frame | None":
-        """Returns the frame of what an equation calls, if it is known to be a call."""
-        if id(eqn) not in self.inner:
-            bodies = list(jaxprs_in_params(eqn.params))
-            name = eqn.primitive.name
-            if not bodies or name in ("while", "pallas_call"):
-                return None
-            jaxpr = _compat.open_jaxpr(bodies[0])[0]
-            if len(jaxpr.outvars) != len(eqn.outvars):
-                return None
-            carry = (0, 0)
-            if name == "scan":
-                start, count = _compat.scan_counts(eqn)
-                carry = start, start + count
-            first = len(eqn.invars) - len(jaxpr.invars)  # behind a predicate
-            self.inner[id(eqn)] = _Frame(
-                jaxpr,
-                self.place.within(eqn),
-                self,
-                eqn.invars[first:],
-                carry,
-            )
-        return self.inner[id(eqn)]
-
-
-def _origin(
-    atom: Atom, frame: _Frame
-) -> tuple[Eqn, Var, _Frame, frozenset[Var]] | None:
-    """Returns the equation that makes a value; `None` for inputs and constants.
-
-    Returned with it are its result, its frame, and the carries of loops on the way:
-    what an iteration before has made is another array than what this one makes.
+    Attributes:
+      eqn: the equation.
+      around: the place of the jaxpr that it stands in.
     """
-    carried: set[Var] = set()
-    while not isinstance(atom, Literal):
-        eqn = frame.made.get(atom)
-        if eqn is None:
-            index = frame.inputs.get(atom)
-            if index is None or frame.outer is None:
-                return None
-            start, stop = frame.carry
-            if start <= index < stop and atom not in carried:  # of the iteration before
-                carried.add(atom)
-                atom = frame.jaxpr.outvars[index - start]
-            else:
-                atom, frame = frame.operands[index], frame.outer
-        elif eqn.primitive is stored_p:
-            atom = eqn.invars[0]
-        else:
-            body = frame.body(eqn)
-            if body is None:
-                if _moves_inputs(eqn, frame):
-                    return None
-                return eqn, atom, frame, frozenset(carried)
-            atom, frame = body.jaxpr.outvars[list(eqn.outvars).index(atom)], body
+
+    eqn: Eqn
+    around: Place
+
+
+def _origins(jaxpr: Jaxpr, operands: Sequence[Any], place: Place) -> list[Any]:
+    """Returns the origin of each result, or something else for what was given.
+
+    Args:
+      jaxpr: the program.
+      operands: the origins of its inputs; anything else for inputs of the function.
+      place: where it stands.
+    """
+
+    def run(eqn: Eqn, given: Sequence[Any]) -> Sequence[Any]:
+        if eqn.primitive is stored_p:
+            return [given[0]] * len(eqn.outvars)
+        body = _called(eqn)
+        if body is not None:
+            return _inside(eqn, body, given, place.within(eqn))
+        moves = has(eqn, Trait.LAYOUT) or eqn.primitive.name == "pvary"
+        if moves and not any(isinstance(x, _Origin) for x in given):
+            return [None] * len(eqn.outvars)
+        return [_Origin(eqn, place) for _ in eqn.outvars]
+
+    return list(evaluate(jaxpr, operands, run))
+
+
+def _inside(eqn: Eqn, body: Jaxpr, given: Sequence[Any], place: Place) -> list[Any]:
+    """Returns the origins of the results of a call, in its body."""
+    inputs = _compat.open_jaxpr(body)[0].invars
+    operands = list(given[len(given) - len(inputs) :])  # behind a predicate
+    if eqn.primitive.name == "scan":
+        # What an iteration gets from the one before was made there, and is another
+        # array than what it makes itself.
+        start, count = _compat.scan_counts(eqn)
+        before = _origins(body, operands, place)[:count]
+        operands[start : start + count] = before
+    return _origins(body, operands, place)
+
+
+def _called(eqn: Eqn) -> Jaxpr | None:
+    """Returns the body of what is known to be a call, with the same results."""
+    for body in jaxprs_in_params(eqn.params):
+        jaxpr = _compat.open_jaxpr(body)[0]
+        has_results = len(jaxpr.outvars) == len(eqn.outvars)
+        is_known = eqn.primitive.name not in ("while", "pallas_call")
+        return body if has_results and is_known else None
     return None
-
-
-def _moves_inputs(eqn: Eqn, frame: _Frame) -> bool:
-    """Whether a result is the data of inputs and constants, in another order."""
-    # Asked once for each equation: of what is rolled 30 times, each one reads the one
-    # before twice.
-    if id(eqn) not in frame.moves:
-        frame.moves[id(eqn)] = (
-            has(eqn, Trait.LAYOUT) or eqn.primitive.name == "pvary"
-        ) and all(_origin(v, frame) is None for v in eqn.invars)
-    return frame.moves[id(eqn)]
 
 
 def stored_arrays(
@@ -150,15 +125,14 @@ def stored_arrays(
         return [x for x in leaves if isinstance(x, jax.Array)]
 
     closed = jax.make_jaxpr(residuals)(*arrays)
-    frame = _Frame(_compat.open_jaxpr(closed)[0])
+    atoms = _compat.open_jaxpr(closed)[0].outvars
     found: dict[Any, Stored] = {}
-    for atom in frame.jaxpr.outvars:
-        origin = _origin(atom, frame)
-        if origin is not None:
-            eqn, variable, at, carried = origin
+    for atom, origin in zip(atoms, _origins(closed, arrays, Place()), strict=True):
+        if isinstance(origin, _Origin):
             size = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-            stored = Stored(eqn, at.place.path(eqn), str(atom.aval.dtype), size)
-            found[variable, id(at), carried, atom.aval.shape] = stored
+            at = origin.around.of(origin.eqn)
+            stored = Stored(at, str(atom.aval.dtype), size)
+            found[origin, atom.aval.shape] = stored
     return list(found.values())
 
 
@@ -185,10 +159,10 @@ def attach(stored: Sequence[Stored], visits: Sequence[Visit]) -> list[Equation]:
         alike[_kind(visit.row.path, visit.eqn)].append(visit.row)
     others: list[Equation] = []
     for item in stored:
-        name = item.eqn.primitive.name
-        found = matching.rows(item.path, item.eqn)
-        same = [row for row in found if row.primitive == name]
-        unused = [row for row in alike[_kind(item.path, item.eqn)] if not row.stored]
+        eqn = item.place.eqn
+        found = matching.rows(item.place)
+        same = [row for row in found if row.primitive == eqn.primitive.name]
+        unused = [r for r in alike[_kind(item.place.path, eqn)] if not r.stored]
         candidates = same or found or unused
         if not candidates:
             candidates = [_rule(item)]
@@ -205,10 +179,10 @@ def _kind(path: str, eqn: Eqn) -> tuple[str, str, Any]:
 def _rule(item: Stored) -> Equation:
     dtypes = Dtypes((), (item.dtype,))
     return Equation(
-        item.path,
-        item.eqn.primitive.name,
+        item.place.path,
+        item.place.eqn.primitive.name,
         before=dtypes,
         after=dtypes,
         reason="stored by the rule of a derivative",
-        source=source_line(item.eqn),
+        source=item.place.source,
     )

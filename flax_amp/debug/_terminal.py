@@ -4,20 +4,14 @@ Twelve equal layers are one line, `Block_0..11  x12`, with the sums of all of th
 """
 
 import dataclasses
-import io
 import itertools
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from flax_amp._rewriter.plan import LEAVES_ONLY, NO_OPERAND
+from flax_amp._rewriter.plan import ReasonKind
+from flax_amp._training.arguments import check_count
 from flax_amp.debug._model import (
     Equation,
     Explanation,
@@ -29,6 +23,7 @@ from flax_amp.debug._model import (
     total,
 )
 from flax_amp.debug._problems import fold, where
+from flax_amp.debug._report import Line, amount, size, table, wrapped
 
 ONLY = ("problems", "equations")
 
@@ -36,74 +31,55 @@ _LINES = 26  # of the tree, so that it fits a screen with all else
 _NAME = 0.32  # the share of the width that a name may take with steps of its path
 _WIDE = 100  # columns from which on there is room for what is kept in float32
 # What has these reasons has nothing to round.
-_NO_DATA = {*map(str, (LEAVES_ONLY, NO_OPERAND))}
-
-
-def as_text(found: Explanation, *, depth: int | None, only: str | None) -> str:
-    """Returns the report without colors."""
-    return text_of(render(found, depth=depth, only=only))
-
-
-def text_of(report: RenderableType) -> str:
-    """Returns what a console of rich prints, without colors."""
-    # In a notebook, rich would show the report itself and leave the file empty.
-    console = Console(
-        file=io.StringIO(),
-        width=report_width(),
-        color_system=None,
-        force_jupyter=False,
-    )
-    console.print(report)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def report_width() -> int:
-    """Returns how many columns a report as text takes."""
-    return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
+_NO_DATA = (ReasonKind.LEAVES_ONLY, ReasonKind.NO_OPERAND)
 
 
 def render(
-    found: Explanation, *, depth: int | None = None, only: str | None = None
-) -> RenderableType:
-    """Returns the report for a console of rich; arguments as in `report`."""
+    found: Explanation,
+    width: int,
+    *,
+    depth: int | None = None,
+    only: str | None = None,
+) -> Iterator[Line]:
+    """Yields the lines of the report; `depth` and `only` as in `Explanation.report`."""
     if only not in (None, *ONLY):
         expected = f"{' or '.join(map(repr, ONLY))}, or None"
         raise ValueError(f"report: got only={only!r}; expected {expected}.")
-    if depth is not None and (type(depth) is not int or depth < 0):
-        raise ValueError(f"report: got {depth=!r}; expected a number of levels.")
+    if depth is not None:
+        check_count(depth, f"report: got {depth=}", "of levels", least=0)
     if only == "equations":
-        return _equations(found.root)
-    parts = [_header(found), *_problems(found)]
+        yield from _equations(found.root)
+        return
+    yield from _header(found, width)
+    yield from _problems(found, width)
     if only is None:
-        parts.append(_tree(found, depth))
-    parts += [Text(f"Note: {note}.", style="dim") for note in found.notes]
-    return Group(*parts)
+        yield Line("")
+        yield from _tree(found, depth, width)
+    for note in found.notes:
+        yield from (Line(x, "dim") for x in wrapped(f"Note: {note}.", width))
 
 
-def _header(found: Explanation) -> RenderableType:
+def _header(found: Explanation, width: int) -> Iterator[Line]:
     totals, dtype = found.totals, short(found.compute_dtype)
-    share = "none"
+    rows = {found.name: f"in {found.compute_dtype}", "products": "none"}
     if totals.flops:
-        share = (
+        rows["products"] = (
             f"{amount(totals.flops)}FLOP forward, {percent(totals)} in half precision"
         )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(Text(found.name, style="bold"), Text(f"in {found.compute_dtype}"))
-    grid.add_row("products", share)
-    grid.add_row(
-        "casts",
+    rows["casts"] = (
         f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} to f32, "
-        f"in a program of {totals.equations:,} equations",
+        f"in a program of {totals.equations:,} equations"
     )
     if found.stored_without_recompute is not None:
         without = size(found.stored_without_recompute.total()) or "nothing"
-        grid.add_row(
-            "stored",
+        rows["stored"] = (
             f"{_by_dtype(totals.stored)}, for the gradient of the first argument; "
-            f"{without} if nothing were recomputed",
+            f"{without} if nothing were recomputed"
         )
-    return grid
+    room = max(map(len, rows)) + 2
+    for label, text in rows.items():
+        lines = wrapped(text, width, label.ljust(room), " " * room)
+        yield from (Line(x, "bold" if label == found.name else "") for x in lines)
 
 
 def _by_dtype(stored: Counter[str]) -> str:
@@ -111,54 +87,52 @@ def _by_dtype(stored: Counter[str]) -> str:
     return " + ".join(shown) or "nothing"
 
 
-def _problems(found: Explanation) -> Iterator[RenderableType]:
+def _problems(found: Explanation, width: int) -> Iterator[Line]:
     count = len(found.problems)
+    yield Line("")
     if not count:
-        yield Text("\nNo problems found.", style="green")
+        yield Line("No problems found.", "green")
         return
-    yield Text(f"\n{count} problem{'s' * (count > 1)}", style="bold red")
+    yield Line(f"{count} problem{'s' * (count > 1)}", "bold red")
     for problem in found.problems:
-        yield Padding(_problem(problem, found.totals), (0, 0, 0, 2))
+        text = _problem(problem, found.totals)
+        yield from (Line(x, "yellow") for x in wrapped(text, width, "  ", "  "))
+        if problem.paths:
+            inside = "" if problem.paths == ("",) else "in "
+            source = f", {problem.source}" if problem.source else ""
+            text = f"  {inside}{where(problem)}{source}"
+            yield from (Line(x, "dim") for x in wrapped(text, width, "  ", "  "))
 
 
-def _problem(problem: Problem, totals: Totals) -> Text:
-    text = Text()
-    text.append(problem.kind, style="bold yellow")
-    if problem.count:
-        text.append(f" x{problem.count}")
+def _problem(problem: Problem, totals: Totals) -> str:
+    count = f" x{problem.count}" if problem.count else ""
+    share = ""
     if problem.flops and totals.flops:
-        share = problem.flops / totals.flops
-        text.append(f", {f'{share:.0%}' if share >= 0.01 else '<1%'} of FLOPs")
-    text.append(f": {problem.message}")
-    if problem.paths:
-        inside = "" if problem.paths == ("",) else "in "
-        text.append(f"\n  {inside}{where(problem)}")
-        text.append(f", {problem.source}" if problem.source else "", style="dim")
-    return text
+        part = problem.flops / totals.flops
+        share = f", {f'{part:.0%}' if part >= 0.01 else '<1%'} of FLOPs"
+    return f"{problem.kind}{count}{share}: {problem.message}"
 
 
-def _equations(root: Module) -> RenderableType:
-    """Returns a table of what each equation computes in and of what it gives."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for header in ("equation", "computes in", "result"):
-        table.add_column(header, overflow="fold")
-    modules = [root]
+def _equations(root: Module) -> Iterator[Line]:
+    """Yields what each equation computes in and what it gives, module by module."""
+    rows, modules = [["equation", "computes in", "result"]], [root]
     while modules:
         module = modules.pop(0)
         modules = [*module.children.values(), *modules]
         if module.equations:
-            table.add_row(Text(module.path or module.name, style="bold"))
+            rows.append([module.path or module.name, "", ""])
         for row in module.equations:
-            dtype = short(row.computes_in)
-            table.add_row(Text(f"  {row.primitive}"), Text(dtype), Text(row.result))
-    return table
+            rows.append([f"  {row.primitive}", short(row.computes_in), row.result])
+    widest = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
+    for text in table(rows, widest, left=(0, 1, 2)):
+        yield Line(text, "" if text.startswith(" ") else "bold")
 
 
 # --- the tree ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
-class Line:
+class Branch:
     """A line of the tree: equal modules, or the equations of a module itself."""
 
     label: str
@@ -173,8 +147,8 @@ class Line:
 
 
 def lines(
-    modules: Sequence[Module], depth: int, above: Line | None = None
-) -> list[Line]:
+    modules: Sequence[Module], depth: int, above: Branch | None = None
+) -> list[Branch]:
     """Returns the lines of equal modules and of what is in them.
 
     Args:
@@ -189,7 +163,7 @@ def lines(
     label += f"  x{copies}" if copies > 1 else ""
     if above and times > above.times > 0:
         label += f"  loop x{times // above.times}"
-    line = Line(label, above.depth + 1 if above else 0, every, len(modules), times)
+    line = Branch(label, above.depth + 1 if above else 0, every, len(modules), times)
     if line.depth >= depth:
         return [line]
     inside = [lines(members, depth, line) for members in _equal_children(modules)]
@@ -211,12 +185,14 @@ def _behind_steps(modules: Sequence[Module]) -> tuple[str, Sequence[Module]]:
     return label, modules
 
 
-def _itself(modules: Sequence[Module], depth: int) -> list[Line]:
+def _itself(modules: Sequence[Module], depth: int) -> list[Branch]:
     """Returns the line of what modules compute beside the modules in them, if any."""
     own = [equation for module in modules for equation in module.equations]
     sums = total(own)
     has_figures = sums.flops or sums.casts_down or sums.casts_up
-    return [Line("(itself)", depth, own)] if modules[0].children and has_figures else []
+    if not (modules[0].children and has_figures):
+        return []
+    return [Branch("(itself)", depth, own)]
 
 
 def _equal_children(modules: Sequence[Module]) -> Iterator[list[Module]]:
@@ -248,72 +224,40 @@ def _common_name(modules: Sequence[Module]) -> str:
     return re.sub(r"\d+", span, names[0])
 
 
-def _tree(found: Explanation, depth: int | None) -> RenderableType:
+def _tree(found: Explanation, depth: int | None, width: int) -> Iterator[Line]:
     root = found.root
-    if depth is None:
-        shown = lines([root], 1)
-        for deeper in itertools.count(2):
-            more = lines([root], deeper)
-            if len(more) == len(shown) or len(more) > _LINES:
-                break
-            shown = more
-    else:
-        shown = lines([root], depth)
-    has_stored = found.stored_without_recompute is not None
-    rows = [_cells(line, has_stored) for line in shown]
-    headers = [
-        "\nmodule",
-        "forward\nFLOP",
-        "in\nhalf",
-        f"casts to\n{short(found.compute_dtype)}/f32",
-    ]
-    headers += ["stored\nhalf", "stored\nother"] if has_stored else []
-    return Padding(_Tree(headers, rows, shown), (1, 0, 0, 0))
+    shown = lines([root], 1 if depth is None else depth)
+    for deeper in itertools.count(2) if depth is None else ():
+        more = lines([root], deeper)
+        if len(more) == len(shown) or len(more) > _LINES:
+            break
+        shown = more
+    has_stored, is_wide = found.stored_without_recompute is not None, width >= _WIDE
+    dtype = short(found.compute_dtype)
+    above = ["", "forward", "in", "casts to"]
+    headers = ["module", "FLOP", "half", f"{dtype}/f32"]
+    if has_stored:
+        above += ["stored", "stored"]
+        headers += ["half", "other"]
+    left = [0]
+    if is_wide:
+        left.append(len(headers))
+        above, headers = [*above, "kept in"], [*headers, "float32"]
+    rows = [_cells(line, has_stored, is_wide, width) for line in shown]
+    lacking = (line.totals.low_flops < line.totals.flops for line in shown)
+    styles = ["bold", "bold", *("red" if lacks else "" for lacks in lacking)]
+    yield from map(Line, table([above, headers, *rows], width, left), styles)
+    if not is_wide:
+        yield Line("The column 'kept in float32' takes a wider terminal.", "dim")
 
 
-@dataclasses.dataclass
-class _Tree:
-    """The table. It drops no figures: names of modules are shortened first."""
-
-    headers: list[str]
-    rows: list[list[str]]
-    lines: list[Line]
-
-    def __rich_console__(
-        self, console: Console, options: ConsoleOptions
-    ) -> Iterator[RenderableType]:
-        is_wide = options.max_width >= _WIDE
-        table = Table(
-            box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False
-        )
-        for i, header in enumerate(self.headers):
-            # rich narrows those columns that may wrap, the widest first.
-            table.add_column(header, justify="right" if i else "left", no_wrap=bool(i))
-        if is_wide:
-            table.add_column("kept in\nfloat32", style="dim")
-        for line, row in zip(self.lines, self.rows, strict=True):
-            totals = line.totals
-            style = "red" if totals.low_flops < totals.flops else ""
-            name, *figures = row
-            if (
-                len(name.strip()) > _NAME * options.max_width
-            ):  # without mere steps of the path
-                name = re.sub(r"\S+/", "…/", name)
-            kept = [_kept_in_float32(line.equations)] if is_wide else []
-            cells = [name, *figures, *kept]
-            texts = (Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells)
-            table.add_row(*texts, style=style)
-        yield table
-        if not is_wide:
-            yield Text(
-                "The column 'kept in float32' takes a wider terminal.", style="dim"
-            )
-
-
-def _cells(line: Line, has_stored: bool) -> list[str]:
-    totals = line.totals
+def _cells(branch: Branch, has_stored: bool, is_wide: bool, width: int) -> list[str]:
+    totals = branch.totals
+    name = "  " * branch.depth + branch.label
+    if len(branch.label) > _NAME * width:  # without mere steps of the path
+        name = re.sub(r"\S+/", "…/", name)
     cells = [
-        "  " * line.depth + line.label,
+        name,
         amount(totals.flops) if totals.flops else "",
         percent(totals),
         f"{totals.casts_down}/{totals.casts_up}",
@@ -321,7 +265,7 @@ def _cells(line: Line, has_stored: bool) -> list[str]:
     if has_stored:
         half = sum(n for d, n in totals.stored.items() if is_half(d))
         cells += [size(half), size(totals.stored.total() - half)]
-    return cells
+    return cells + [_kept_in_float32(branch.equations)] * is_wide
 
 
 def _kept_in_float32(equations: Sequence[Equation]) -> str:
@@ -332,23 +276,6 @@ def _kept_in_float32(equations: Sequence[Equation]) -> str:
         if e.kept == "float32" and e.kept_by not in _NO_DATA
     )
     return " ".join(name for name, _ in names.most_common(3))
-
-
-# --- numbers -------------------------------------------------------------------------
-
-
-def amount(number: float) -> str:
-    """Returns a number with three digits and a prefix of the SI: `262 G`."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if number < 999.5 or prefix == "P":
-            break
-        number /= 1000
-    return f"{number:.3g} {prefix}"
-
-
-def size(count: int) -> str:
-    """Returns a number of bytes: `1.28 GB`."""
-    return f"{amount(count)}B" if count else ""
 
 
 def percent(totals: Totals) -> str:

@@ -7,17 +7,12 @@ program that `amp` emits. The casts are counted in that program (`_emitted.py`).
 
 import dataclasses
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import flax
-import optax
 from jax.extend.core import Literal, jaxprs_in_params
 
-from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._jaxpr.traits import CASTABLE, Kind, is_matrix_product, kind_of
 from flax_amp._rewriter.outline.equality import plans_in
@@ -27,10 +22,10 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
     FULL,
     LOW,
-    STATE_OF_LOOP,
     Mode,
     Paint,
     Plan,
+    ReasonKind,
     Step,
     Value,
     Values,
@@ -42,12 +37,9 @@ from flax_amp._rewriter.plan import (
 from flax_amp._rewriter.rules import RULES
 from flax_amp.debug._kept import CROSSES, Kept, kept
 from flax_amp.debug._model import Dtypes, Equation, float_factors, is_half
-from flax_amp.debug._scopes import Place, known_size, module_path, scopes_of
+from flax_amp.debug._place import Place, known_size, places
 
 _CONVERT = "convert_element_type"
-_LIBRARIES = tuple(
-    str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
-)
 
 
 class Visit(NamedTuple):
@@ -104,7 +96,7 @@ class Walk:
             operands = [_operand_value(value, step) for value in values]
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
-            self._note(eqn, step, values, place, after)
+            self._note(step, values, place.of(eqn), after)
 
     def _find_returned(self, eqn: Eqn, step: Step) -> None:
         if eqn.primitive.name in ("scan", "while"):
@@ -115,17 +107,16 @@ class Walk:
 
     def _untouched(self, around: Eqn, step: Step, place: Place) -> None:
         """Walks the bodies of an equation that runs in its original dtypes."""
-        place = place.within(around)
-        reason = step.reason._replace(inside="".join(place.inside[-1:]))
         for body in jaxprs_in_params(around.params):
-            for eqn in _compat.open_jaxpr(body)[0].eqns:
+            for at in places(body, place.within(around), _has_untouched_bodies):
+                eqn = at.eqn
+                if _is_call(eqn):
+                    continue
+                reason = step.reason._replace(inside="".join(at.inside[-1:]))
                 full = like([v.aval for v in eqn.invars], FULL)
                 outs = like([v.aval for v in eqn.outvars], FULL)
                 own = Step(Mode.FULL, outs, reason)
-                if not _is_call(eqn):
-                    self._note(eqn, own, full, place, dtypes_of(eqn))
-                if _has_untouched_bodies(eqn):
-                    self._untouched(eqn, step, place)
+                self._note(own, full, at, dtypes_of(eqn))
 
     # --- rows --------------------------------------------------------------------
 
@@ -136,20 +127,19 @@ class Walk:
         pairs = zip(atoms, values, strict=True)
         return tuple(str(dtype_of(v, atom.aval) or "") for atom, v in pairs)
 
-    def _note(
-        self, eqn: Eqn, step: Step, values: Values, place: Place, after: Dtypes
-    ) -> None:
+    def _note(self, step: Step, values: Values, place: Place, after: Dtypes) -> None:
+        """Notes the equation of a place."""
+        eqn = place.eqn
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
-        scopes = resolved(place.scopes + scopes_of(eqn))
         before, found = dtypes_of(eqn), kept(eqn, step) or Kept(False, "")
         dtype = after.results[before.results.index("float32")] if found.is_kept else ""
         returned = [self._returned[v] for v in eqn.outvars if v in self._returned]
         if not is_half(dtype) and any(has_paint(x, Paint.LOW) for x in returned):
             dtype, found = self.painter.compute_dtype.name, Kept(True, CROSSES)
         elif any(returned) and not found.is_kept:
-            dtype, found = "float32", Kept(True, str(STATE_OF_LOOP))
+            dtype, found = "float32", Kept(True, str(ReasonKind.STATE_OF_LOOP))
         row = Equation(
-            path=module_path(scopes),
+            path=place.path,
             primitive=eqn.primitive.name,
             before=before,
             after=after,
@@ -159,9 +149,10 @@ class Walk:
             shape="x".join(map(str, shapes[0])),
             times=place.times,
             flops=flops(eqn) * place.times,
-            source=source_line(eqn),
+            source=place.source,
             inside=place.inside,
         )
+        scopes = resolved(place.scopes)
         self.visits.append(Visit(row, eqn, step, values, scopes))
 
 
@@ -197,9 +188,10 @@ class Matching:
         for visit in visits:
             self._rows[id(visit.eqn.source_info.traceback)].append(visit.row)
 
-    def rows(self, path: str, eqn: Eqn) -> list[Equation]:
-        """Returns the equations that may have become `eqn`, which stands in `path`."""
-        rows = self._rows.get(id(eqn.source_info.traceback), [])
+    def rows(self, place: Place) -> list[Equation]:
+        """Returns the equations that may have become the one of a place."""
+        rows = self._rows.get(id(place.eqn.source_info.traceback), [])
+        path = place.path
         found = [row for row in rows if row.path == path]
         # What JAX takes out of a loop has lost the scopes around the loop.
         return found or [row for row in rows if f"/{row.path}".endswith(f"/{path}")]
@@ -238,19 +230,3 @@ def flops(eqn: Eqn) -> int:
         shared = {*contracting, *batch, *numbers.rhs_group_dimensions}
     free = [n for i, n in enumerate(right.shape) if i not in shared]
     return known_size(2 * math.prod(left.shape) * math.prod(free))
-
-
-def source_line(eqn: Eqn) -> str:
-    """Returns the line of the user's code that an equation comes from."""
-    frames = _compat.user_frames(eqn)
-    first = None
-    for file, line in frames:
-        first = first or (file, line)
-        if not file.startswith(_LIBRARIES):
-            first = file, line
-            break
-    if first is None:
-        return ""
-    file, line = first
-    relative = os.path.relpath(file)
-    return f"{file if relative.startswith('..') else relative}:{line}"

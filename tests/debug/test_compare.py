@@ -433,7 +433,9 @@ WRONG = {
     "policy": ({"settings": {"a": {"amp_policy": 1}}}, (W,), r"in settings\['a'\]"),
     "scale": ({"scale": 0.0}, (W,), "positive number"),
     "no scale": ({"scale": "big"}, (W,), "positive number"),
-    "remedies": ({"remedies": -1}, (W,), "number of modules, 0"),
+    "remedies": ({"remedies": -1}, (W,), "at least 0, the number of modules"),
+    "budget": ({"budget": -0.1}, (W,), "budget=-0.1; expected the largest"),
+    "no budget": ({"budget": "2 %"}, (W,), "expected the largest"),
     "recompute": ({"recompute": "no"}, (W,), "recompute"),
     "no loss": ({}, (jnp.ones((2, 3)),), "scalar float"),
 }

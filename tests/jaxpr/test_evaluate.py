@@ -1,0 +1,56 @@
+"""The walk over the equations of a program, and the interpreter."""
+
+import weakref
+
+import jax
+import jax.numpy as jnp
+
+from flax_amp._jaxpr.evaluate import evaluate
+from flax_amp._jaxpr.walk import walk
+
+
+class Held:
+    """Stands for an array."""
+
+
+def test_a_value_is_dropped_after_its_last_use():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)) * x)(1.0)
+    alive, counts = weakref.WeakSet(), []
+
+    def run(eqn, operands):
+        counts.append((eqn.primitive.name, len(alive)))
+        result = Held()
+        alive.add(result)
+        return [result]
+
+    (out,) = evaluate(closed, [Held()], run)
+    assert counts == [("cos", 0), ("sin", 1), ("mul", 1)]
+    assert list(alive) == [out]
+
+
+def test_operands_may_be_anything():
+    """Literals and constants come as they are; an input may be a result."""
+    constant = jnp.arange(2.0)
+    closed = jax.make_jaxpr(lambda x: (x + 2.0, constant * x, x))(constant)
+    operands = []
+
+    def run(eqn, given):
+        operands.extend(x for x in given if not isinstance(x, str))
+        return [eqn.primitive.name]
+
+    assert list(evaluate(closed, ["x"], run)) == ["add", "mul", "x"]
+    assert len(operands) == 2 and float(operands[0]) == 2.0
+
+
+def test_the_walk_enters_the_bodies_that_it_is_told_to():
+    def step(x, _):
+        return jax.jit(jnp.sin)(x), None
+
+    closed = jax.make_jaxpr(lambda x: jax.lax.scan(step, x, length=2)[0])(1.0)
+
+    def names(**options):
+        return [visit.eqn.primitive.name for visit in walk(closed, **options)]
+
+    assert names() == ["scan", "jit", "sin"]
+    assert names(enter=lambda eqn: eqn.primitive.name == "scan") == ["scan", "jit"]
+    assert names(enter=lambda eqn: False) == ["scan"]
