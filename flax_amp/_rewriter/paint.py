@@ -261,13 +261,9 @@ class Painter:
             t = logistic z;  y = dot t v;  l = log (sub 1 t)
 
         the product reads a half, which may be one, and the subtraction a float32 number
-        below one. If arithmetic reads the result that leads to a product, all read the
-        rounded one: `y = x + f(x)` and the loss `y - x` must not read different `x`.
-        Products, and additions in half precision, have no other result.
+        below one. Products, and additions in half precision, have no other result.
         """
-        is_read = any(
-            Need.UNROUNDED in need and Need.ARITHMETIC not in need for need in needs
-        )
+        is_read = any(need.is_read_unrounded for need in needs)
         if not is_read or LOW not in step.outs or self.compute_dtype == jnp.float32:
             return None
         # A move of what has no other form would only be cast up.

@@ -112,6 +112,15 @@ class Need(enum.Flag):
         """Whether the value is kept, and in half precision."""
         return bool(self & Need.KEPT) and Need.RANKED not in self
 
+    @property
+    def is_read_unrounded(self) -> bool:
+        """Whether a reader that leads to no product reads it, and no other arithmetic.
+
+        All arithmetic reads one number: `y = x + f(x)` and the loss `y - x` must not
+        read different forms of `x`.
+        """
+        return Need.UNROUNDED in self and Need.ARITHMETIC not in self
+
     def together_with(self, other: "Need") -> "Need":
         """Returns the need of two readers.
 

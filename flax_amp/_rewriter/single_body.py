@@ -62,9 +62,11 @@ class SingleBodyRule:
             return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
 
         rounded = step(at_border(needs) if self.has_border else rounded_needs(needs))
-        if not is_open or not any(Need.UNROUNDED in need for need in needs):
+        if not is_open or not any(need.is_read_unrounded for need in needs):
             return rounded
         again = step((Need.READ_IN_FLOAT32,) * len(needs))
+        if again.outs == rounded.outs:  # such as the gather of labels' logits
+            return rounded
         again = dataclasses.replace(again, reads_unrounded=True)
         return dataclasses.replace(rounded, unrounded=again)
 
