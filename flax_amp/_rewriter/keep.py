@@ -3,7 +3,8 @@
 All arithmetic runs in float32. A value is *kept* if it lies in memory, whatever the
 compiler fuses, on its way to a product (a matrix product or a convolution):
 
-- a product reads it, or a move of data (a transpose, a slice, a selection) to one;
+- a product reads it, or a move of data (a transpose, a slice, a selection) to one, and
+  no arithmetic on the way to a product does: then the product alone casts it;
 - it is read on the other side of a product, such as a residual stream, and neither
   repeated along an axis, such as the sums of the rows of a softmax, nor a divisor;
 - a sum or a sigmoid reads it, and something else reads it as well, such as the
@@ -63,7 +64,7 @@ class Flow(NamedTuple):
 
     def need(self, v: Var) -> Need:
         """Returns what is needed of a variable. A scalar takes no memory to keep."""
-        need = self.needs.get(v, Need.NONE)
+        need = self.needs.get(v, Need.NONE).settled()
         return need if getattr(v.aval, "shape", ()) else need & ~Need.KEPT
 
     def is_behind(self, eqn: Eqn, v: Atom) -> bool:
@@ -138,7 +139,7 @@ def find_flow(
     for v, need in zip(jaxpr.outvars, out_needs, strict=True):
         read(v, need)
     for eqn in reversed(jaxpr.eqns):
-        results = tuple(needs.get(v, Need.NONE) for v in eqn.outvars)
+        results = tuple(needs.get(v, Need.NONE).settled() for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             read(v, need.kept_for(Need.BEHIND) if flow.is_behind(eqn, v) else need)
     return flow

@@ -112,6 +112,18 @@ class Need(enum.Flag):
         """Whether the value is kept, and in half precision."""
         return bool(self & Need.KEPT) and Need.RANKED not in self
 
+    def settled(self) -> "Need":
+        """Returns the need of a value, once all of its readers are known.
+
+        What a product and arithmetic read, and nothing else keeps, is not kept: the
+        product alone casts it. In `concat([x, sin(64 * x)]) @ w`, a rounded `x` would
+        turn the phase of the sine.
+        """
+        is_kept_alone = self & Need.KEPT == Need.PRODUCT
+        return (
+            self & ~Need.PRODUCT if is_kept_alone and Need.ARITHMETIC in self else self
+        )
+
     @property
     def is_read_unrounded(self) -> bool:
         """Whether a reader that leads to no product reads it, and no other arithmetic.
