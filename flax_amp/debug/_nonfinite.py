@@ -346,7 +346,9 @@ class _Search:
                     policy=tuple((key, "float32") for key in trial.keys),
                     notes=() if trial.left is None else (advice.SCALE_LEFT,),
                 )
-        return self._make("precision", advice.NO_POLICY, fault)
+        is_float16 = self._options.compute_dtype == jnp.float16
+        text = advice.without_policy(is_float16=is_float16)
+        return self._make("precision", text, fault)
 
     def _try(self, modules: Sequence[str]) -> _Trial:
         """Runs the loss with modules in float32."""

@@ -16,11 +16,6 @@ _POLICY = (
     "  amp_policy={policy}"
 )
 SCALE_LEFT = "with this policy only the scale is too large, which the scaler lowers"
-NO_POLICY = (
-    "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, train "
-    "with precision='bf16-mixed', which has the range of float32, or lower its inputs "
-    "(a norm before it, a clip, a smaller learning rate)."
-)
 
 
 def for_scale(scale: float, skips: int, scaler: Mapping[str, float]) -> str:
@@ -44,6 +39,16 @@ def for_policy(keys: Iterable[str], *, own: bool, first: bool) -> str:
     entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
     parts = ["your_policy" if own else "flax_amp.default_amp_policy", f"{{{entries}}}"]
     return _POLICY.format(policy=" | ".join(parts[::-1] if first else parts))
+
+
+def without_policy(*, is_float16: bool) -> str:
+    """Returns what to do where no policy was found that mends it."""
+    wider = "train with precision='bf16-mixed', which has the range of float32, "
+    return (
+        "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, "
+        f"{wider if is_float16 else ''}or lower its inputs (a norm before it, a clip, "
+        "a smaller learning rate)."
+    )
 
 
 def for_input(item: BadInput) -> str:

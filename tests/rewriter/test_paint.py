@@ -133,6 +133,12 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "out of a jit, which is no border": (
         lambda w, x: jnp.cos(jax.jit(jnp.sin)(x @ w)) @ w, "jit", "full"
     ),
+    "to a product and to arithmetic": (
+        lambda w, x: (h := jnp.sin(x @ w)) @ w + jnp.cos(h) @ w, "sin", "full"
+    ),
+    "to a product and to a loss": (
+        lambda w, x: ((h := jnp.sin(x @ w)) @ w).sum() + jnp.log(h).sum(), "sin", "low"
+    ),
     # Moves.
     "moved to a product": (lambda w, x: (x @ w).T @ x, "transpose", "low"),
     "moved to a loss": (lambda w, x: (x @ w).T.sum(), "transpose", "full"),
