@@ -13,17 +13,15 @@ norm would otherwise make a float32 sum of three cotangents.
 
 import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
+from flax_amp._compat import Array, Arrays, DType, Eqn, Var
 from flax_amp._jaxpr.traits import Kind, Trait, has, kind_of
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.casts import (
@@ -34,6 +32,7 @@ from flax_amp._rewriter.casts import (
     rounded_function,
     saturating_cast,
 )
+from flax_amp._rewriter.environment import Environment, to_float32
 from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
@@ -46,11 +45,10 @@ from flax_amp._rewriter.plan import (
     Value,
     Values,
     has_paint,
-    value_of,
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recompute.regions import Recompute, Region, group_into_regions
-from flax_amp._rewriter.recompute.residuals import LowCopy, Node, is_stored
+from flax_amp._rewriter.recompute.residuals import is_stored
 from flax_amp._rewriter.wide_grad import product
 from flax_amp._tree import split_list
 from flax_amp.policy import with_result_dtype
@@ -125,7 +123,7 @@ class Emitter:
         """
         plan, order = self.cached("order", plan, lambda: self._order(plan))
         jaxpr = plan.jaxpr
-        env = _Environment(
+        env = Environment(
             {
                 **dict(zip(jaxpr.invars, operands, strict=True)),
                 **dict(zip(jaxpr.constvars, plan.consts, strict=True)),
@@ -144,9 +142,7 @@ class Emitter:
             self._capture(plan, env, outs)
         return [env.array(v, unrounded=unrounded) for v in jaxpr.outvars]
 
-    def _capture(
-        self, plan: Plan, env: "_Environment", variables: Iterable[Var]
-    ) -> None:
+    def _capture(self, plan: Plan, env: Environment, variables: Iterable[Var]) -> None:
         """Records the float32 arrays of the variables that rules close over."""
         for v in plan.exports and plan.exports.intersection(variables):
             if env.has(v):
@@ -162,17 +158,17 @@ class Emitter:
         )
         return plan, regions
 
-    def _emit_region(self, plan: Plan, region: Region, env: "_Environment") -> None:
+    def _emit_region(self, plan: Plan, region: Region, env: Environment) -> None:
         # Filled in by the trace of `evaluate`, and read after it.
         values = {v: env.value(v) for v in region.ins}
         eqns = [plan.jaxpr.eqns[i] for i in region.indices]
         steps = [plan.steps[i] for i in region.indices]
-        emitted_twice = map(_emitted_twice, eqns, steps)
-        again = [v for found in emitted_twice for v in found if v in region.outs]
+        unrounded = env.unrounded(_read_unrounded(eqns, steps))
+        unrounded_outs = [v for v in _emitted_twice(eqns, steps) if v in region.outs]
         # What is inside of a region is recomputed with it, not by regions of its own.
         inner = dataclasses.replace(self, recompute="never")
 
-        def evaluate(*operands: Array) -> list[Array]:
+        def evaluate(operands: Arrays, unrounded_operands: Arrays) -> list[Array]:
             reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
             # In the order of the inputs: that of the set `stored` differs from process
             # to process, and XLA's compilation cache would not recognize the program.
@@ -180,40 +176,38 @@ class Emitter:
                 v: region.mark(v, x, region.indices[0])
                 for v, x in zip(region.ins, operands, strict=True)
             }
-            inside = _Environment(arrays, dict(values), reads, region)
+            inside = Environment(arrays, dict(values), reads, region)
+            inside.write_unrounded(zip(unrounded, unrounded_operands, strict=True))
             for i in region.indices:
                 inner._emit_equation(plan, i, inside)
             values.update((v, inside.value(v)) for v in region.outs)
             return [
                 *(inside.array(v) for v in region.outs),
-                *(inside.array(v, unrounded=True) for v in again),
+                *(inside.array(v, unrounded=True) for v in unrounded_outs),
             ]
 
         # No barriers here: the stored values carry them (`stored.py`).
         recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
-        arrays = [env.array(v) for v in region.ins]
+        arrays = [env.array(v) for v in region.ins], list(unrounded.values())
         with _compat.source_line(eqns[-1]):
-            outs = _compat.call_or_locate_nan(
+            found = _compat.call_or_locate_nan(
                 lambda: recomputed(*arrays), lambda: evaluate(*arrays)
             )
-        outs, more = split_list(outs, len(region.outs))
+        outs, more = split_list(found, len(region.outs))
         env.write(region.outs, outs, [values[v] for v in region.outs])
-        env.write_unrounded(dict(zip(again, more, strict=True)))
+        env.write_unrounded(zip(unrounded_outs, more, strict=True))
         for eqn in eqns:
             env.release(eqn.invars)
 
-    def _emit_equation(self, plan: Plan, index: int, env: "_Environment") -> None:
+    def _emit_equation(self, plan: Plan, index: int, env: Environment) -> None:
         eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
         with _compat.equation_context(eqn):
             outs = self._results(eqn, step, index, env)
             if step.unrounded is not None:
-                pairs = zip(
-                    eqn.outvars,
-                    self._results(eqn, step.unrounded, index, env),
-                    strict=True,
-                )
-                found = _emitted_twice(eqn, step)
-                env.write_unrounded({v: x for v, x in pairs if v in found})
+                again = self._results(eqn, step.unrounded, index, env)
+                found = dict(zip(eqn.outvars, again, strict=True))
+                twice = _emitted_twice([eqn], [step])
+                env.write_unrounded((v, found[v]) for v in twice)
             # The functions of `DERIVATIVES` round their result themselves.
             rounds_itself = eqn.primitive.name in DERIVATIVES
             if step.mode is Mode.ROUNDED_FOR_GOOD and not rounds_itself:
@@ -224,7 +218,7 @@ class Emitter:
         env.release(eqn.invars)
 
     def _results(
-        self, eqn: Eqn, step: Step, index: int, env: "_Environment"
+        self, eqn: Eqn, step: Step, index: int, env: Environment
     ) -> list[Array]:
         """Returns the results of an equation, in the dtypes that its step says."""
         values = tuple(env.value(v) for v in eqn.invars)
@@ -375,122 +369,24 @@ class Emitter:
         return [
             self.to_compute_dtype(x, origin or value)
             if has_paint(value, Paint.LOW)
-            else _to_float32(x, value)
+            else to_float32(x, value)
             for x, value, origin in zip(arrays, values, origins, strict=True)
         ]
 
 
-def _emitted_twice(eqn: Eqn, step: Step) -> list[Var]:
-    """Returns the results of an equation that are also there without a rounding."""
-    if step.unrounded is None:
-        return []
-    pairs = zip(eqn.outvars, step.unrounded.outs, strict=True)
-    return [v for v, value in pairs if has_paint(value, Paint.FULL)]
+def _read_unrounded(eqns: Sequence[Eqn], steps: Sequence[Step]) -> list[Var]:
+    """Returns what some equations read as it was before it was rounded."""
+    pairs = zip(eqns, steps, strict=True)
+    read = [eqn.invars for eqn, step in pairs if step.reads_unrounded]
+    return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
 
 
-def _to_float32(x: Array, value: Value | None) -> Array:
-    """Returns an operand in float32."""
-    if value is None or x.dtype == jnp.float32:
-        return x
-    return jax.lax.convert_element_type(x, jnp.float32)
-
-
-class _Environment:
-    """The live arrays of a plan and their values.
-
-    An array is dropped after its last use.
-
-    Args:
-      arrays: the arrays of the inputs, by variable.
-      values: their values.
-      reads: every read of a variable, results included.
-      region: the region that is emitted, if it is one.
-    """
-
-    def __init__(
-        self,
-        arrays: dict[Var, Array],
-        values: dict[Var, Value | None],
-        reads: Sequence[Atom],
-        region: Region | None = None,
-    ):
-        self._region = region
-        self._arrays = arrays
-        self._values = values
-        self._full: dict[Var, Array] = {}
-        self._unrounded: dict[Var, Array] = {}
-        self._low: dict[Var, Array] = {}
-        self._uses = Counter(variables(reads))
-
-    def array(self, atom: Atom, *, unrounded: bool = False) -> Array:
-        """Returns the array, as it was before it was rounded if that is at hand."""
-        if isinstance(atom, Literal):
-            return atom.val
-        held = self._arrays[atom]
-        return self._unrounded.get(atom, held) if unrounded else held
-
-    def full(self, atom: Atom, *, unrounded: bool = False) -> Array:
-        """Returns the array in float32; all readers share one cast.
-
-        The cotangents of the three places where a norm reads its input then add up in
-        float32 and are rounded once.
-        """
-        if isinstance(atom, Literal):
-            return atom.val
-        if unrounded and atom in self._unrounded:
-            return self._unrounded[atom]
-        if atom not in self._full:
-            self._full[atom] = _to_float32(self._arrays[atom], self._values[atom])
-        return self._full[atom]
-
-    def low(self, atom: Atom, dtype: DType, index: int) -> Array:
-        """Returns the array that the equation at `index` reads in low precision.
-
-        All readers share the cast of a full value. Leaves stay as they are, because
-        each use of a weight has a cast of its own.
-        """
-        is_full = has_paint(self.value(atom), Paint.FULL)
-        if isinstance(atom, Literal) or not is_full:
-            return self.array(atom)
-        if atom not in self._low:
-            x = jax.lax.convert_element_type(self._arrays[atom], dtype)
-            self._low[atom] = self.mark(LowCopy(atom), x, index)
-        return self._low[atom]
-
-    def mark(self, key: Node, x: Array, index: int) -> Array:
-        """Returns an array, marked if the region stores it (see `Region.mark`)."""
-        return x if self._region is None else self._region.mark(key, x, index)
-
-    def has(self, variable: Var) -> bool:
-        return variable in self._arrays
-
-    def value(self, atom: Atom) -> Value | None:
-        return value_of(atom, self._values)
-
-    def write(
-        self,
-        variables: Sequence[Var],
-        arrays: Arrays,
-        values: Sequence[Value | None],
-    ) -> None:
-        for v, array, value in zip(variables, arrays, values, strict=True):
-            if v in self._uses:
-                self._arrays[v], self._values[v] = array, value
-
-    def write_unrounded(self, arrays: Mapping[Var, Array]) -> None:
-        """Adds what some results were before they were rounded."""
-        self._unrounded |= {v: x for v, x in arrays.items() if v in self._uses}
-
-    def release(self, atoms: Sequence[Atom]) -> None:
-        """Drops the operands of an equation that nothing reads after it."""
-        for v in variables(atoms):
-            self._uses[v] -= 1
-            if not self._uses[v]:
-                for held in (
-                    self._arrays,
-                    self._values,
-                    self._full,
-                    self._unrounded,
-                    self._low,
-                ):
-                    held.pop(v, None)
+def _emitted_twice(eqns: Sequence[Eqn], steps: Sequence[Step]) -> list[Var]:
+    """Returns the results of some equations that are also there without a rounding."""
+    return [
+        v
+        for eqn, step in zip(eqns, steps, strict=True)
+        if step.unrounded is not None
+        for v, value in zip(eqn.outvars, step.unrounded.outs, strict=True)
+        if has_paint(value, Paint.FULL)
+    ]

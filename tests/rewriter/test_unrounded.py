@@ -167,3 +167,17 @@ def test_a_logged_cast_changes_nothing():
         for logs in (True, False)
     )
     assert with_log == without
+
+
+@pytest.mark.parametrize("recompute", ["never", "auto", "always"])
+def test_across_what_is_recomputed(recompute):
+    """The loss reads the number in another region than the one that computes it."""
+
+    def loss(w, x, v):
+        t = gate(x @ w)
+        y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ v), None), t, None, length=2)
+        return (y**2).mean() - 0.1 * jnp.log(1 - t).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(amp(loss, recompute=recompute)))(W, X, V)
+    np.testing.assert_allclose(value, loss(W, X, V), rtol=0.02)
+    assert np.isfinite(grads).all()
