@@ -145,12 +145,13 @@ def test_all_arithmetic_reads_one_number():
     """Small steps are not lost in the difference between two forms of one number."""
 
     def loss(w, x, v):
-        start = jnp.sin(10 * (x @ w))
-        end = start + 1e-4 * jnp.tanh(start @ v)
-        return ((end - start) ** 2).sum() * 1e8
+        start = y = jnp.sin(10 * (x @ w))
+        for step in (1e-3, 2e-3, 3e-3):
+            y = y + step * jnp.tanh(y @ v)
+        return ((y - start) ** 2).sum()
 
     expected = loss(W, X, V)
-    np.testing.assert_allclose(jax.jit(amp(loss))(W, X, V), expected, rtol=0.1)
+    np.testing.assert_allclose(jax.jit(amp(loss))(W, X, V), expected, rtol=0.05)
 
 
 def test_a_logged_cast_changes_nothing():
@@ -174,9 +175,11 @@ def test_across_what_is_recomputed(recompute):
     """The loss reads the number in another region than the one that computes it."""
 
     def loss(w, x, v):
-        t = gate(x @ w)
-        y, _ = jax.lax.scan(lambda y, _: (jnp.tanh(y @ v), None), t, None, length=2)
-        return (y**2).mean() - 0.1 * jnp.log(1 - t).mean()
+        t = open_gate(x @ w / 4)
+        y = jax.lax.scan(lambda y, _: (jnp.tanh(y @ v), None), t, None, length=2)[0]
+        s = jnp.sin(y) * jnp.log(1 - t * jnp.where(y > 5, y, 1.0))
+        e = jnp.exp(s - s.max(-1, keepdims=True))
+        return (y**2).mean() - 0.1 * (e / e.sum(-1, keepdims=True) * s).mean()
 
     value, grads = jax.jit(jax.value_and_grad(amp(loss, recompute=recompute)))(W, X, V)
     np.testing.assert_allclose(value, loss(W, X, V), rtol=0.02)
