@@ -170,14 +170,12 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
             return Need.READ_IN_HALF | results[0]
         return _need_of_move(eqn, results)
     leads_on = _union(results) & Need.LATER
-    alone = Need.NONE if leads_on else Need.UNROUNDED
+    reader = Need.ARITHMETIC if leads_on else Need.UNROUNDED
     if role is Role.PRECISE:
-        return Need.READ_IN_FLOAT32 | alone
+        return Need.READ_IN_FLOAT32 | reader
     if flow.is_residual(eqn) and results[0].is_kept:
         return Need.LATER | Need.BEHIND | Need.READ_IN_HALF | Need.ARITHMETIC
-    need = Need.READ_IN_FLOAT32 | alone | leads_on | (_union(results) & Need.RANKED)
-    if leads_on:
-        need |= Need.ARITHMETIC
+    need = Need.READ_IN_FLOAT32 | reader | leads_on | (_union(results) & Need.RANKED)
     if leads_on and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
         need |= Need.COSTLY
     return need
