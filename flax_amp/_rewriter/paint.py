@@ -11,6 +11,7 @@ exactly as they are. The rule:
 - **Moves** (reshapes, slices, selections, maxima) round nothing: they run in half
   precision where their result is kept in it, and on the float32 values otherwise. A
   maximum or minimum with a number that half precision does not have is float32.
+- **What leads to no product** reads numbers as they were before they were rounded.
 - **Never in half precision**: the results of sums, the states of loops and arithmetic
   on them inside of the loop, and what is computed from arguments and constants alone,
   such as a parameter, which is cast at each use.
