@@ -45,7 +45,7 @@ from flax_amp._jaxpr.traits import (
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.casts import is_exact
 from flax_amp._rewriter.choice import Role
-from flax_amp._rewriter.plan import Need, Needs, is_painted
+from flax_amp._rewriter.plan import Need, Needs, is_painted, rounded_needs
 
 
 class Flow(NamedTuple):
@@ -155,7 +155,7 @@ def operand_needs(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Needs:
       flow: the flow of its jaxpr, as far as the sweep has come.
     """
     if role is Role.MOVE and gives_operands(eqn) and not has(eqn, Trait.RANKS):
-        return results
+        return rounded_needs(results)
     return (_operand_need(eqn, role, results, flow),) * len(eqn.invars)
 
 

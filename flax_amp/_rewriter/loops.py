@@ -116,6 +116,8 @@ def _loop_needs(
     The next iteration is one more reader of the carry, so the search ends when the body
     needs nothing of it that was not known to be needed.
     """
+    # Who reads the result of a loop does not read what it starts with.
+    needs = tuple(need & ~Need.UNROUNDED for need in needs)
     carry, ys = at_border(needs[:count_carry]), needs[count_carry:]
     while True:
         # What crosses the border is rounded there, not inside.
@@ -328,7 +330,8 @@ class LinearSolve:
             of_all = painter.needs(jaxpr, asked, context) if jaxpr else ()
             reads += of_all[:length]
         vectors = len(eqn.invars) - len(reads)
-        return (*at_border(reads), *(Need.READ_IN_FLOAT32,) * vectors)
+        read = Need.READ_IN_FLOAT32 | Need.ROUNDED
+        return (*at_border(reads), *(read,) * vectors)
 
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context

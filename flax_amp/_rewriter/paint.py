@@ -79,6 +79,7 @@ from flax_amp._rewriter.plan import (
     is_painted,
     like,
     out_avals,
+    rounded_needs,
     value_of,
 )
 from flax_amp._rewriter.precision_call import call_precision_function
@@ -226,7 +227,8 @@ class Painter:
         if choice.role is not Role.STRUCTURED:
             return operand_needs(eqn, choice.role, results, flow)
         rule = self.rules[eqn.primitive.name]
-        return rule.needs(self, eqn, results, choice.context)
+        needs = rule.needs(self, eqn, results, choice.context)
+        return rounded_needs(needs) if _leads_on(results) else needs
 
     # --- forward: the paint of its results -------------------------------------------
 

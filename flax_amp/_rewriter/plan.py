@@ -106,6 +106,7 @@ class Need(enum.Flag):
     READ_IN_FLOAT32 = enum.auto()  # a reader of any kind does
     ARITHMETIC = enum.auto()  # arithmetic that leads to a product reads it
     UNROUNDED = enum.auto()  # a reader that leads to no product reads it
+    ROUNDED = enum.auto()  # what is no product, such as a loop, reads it as rounded
 
     @property
     def is_kept(self) -> bool:
@@ -131,7 +132,7 @@ class Need(enum.Flag):
         All arithmetic reads one number: `y = x + f(x)` and the loss `y - x` must not
         read different forms of `x`.
         """
-        return Need.UNROUNDED in self and Need.ARITHMETIC not in self
+        return Need.UNROUNDED in self and not self & (Need.ARITHMETIC | Need.ROUNDED)
 
     def together_with(self, other: "Need") -> "Need":
         """Returns the need of two readers.
@@ -162,8 +163,14 @@ Needs = tuple[Need, ...]
 
 
 def rounded_needs(needs: Iterable[Need]) -> Needs:
-    """Returns the needs without those of readers of unrounded numbers."""
-    return tuple(need & ~Need.UNROUNDED for need in needs)
+    """Returns the needs of readers behind a border, which no unrounded number crosses.
+
+    They read the rounded number, and so must all arithmetic.
+    """
+    return tuple(
+        need & ~Need.UNROUNDED | Need.ROUNDED if Need.UNROUNDED in need else need
+        for need in needs
+    )
 
 
 def at_border(needs: Iterable[Need]) -> Needs:

@@ -23,7 +23,6 @@ from flax_amp._rewriter.plan import (
     Values,
     at_border,
     has_paint,
-    rounded_needs,
 )
 
 
@@ -61,7 +60,8 @@ class SingleBodyRule:
             plan = painter.plan(body, ins, needs, inside)
             return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)
 
-        rounded = step(at_border(needs) if self.has_border else rounded_needs(needs))
+        own = tuple(need & ~Need.UNROUNDED for need in needs)
+        rounded = step(at_border(needs) if self.has_border else own)
         if not is_open or not any(need.is_read_unrounded for need in needs):
             return rounded
         again = step((Need.READ_IN_FLOAT32,) * len(needs))

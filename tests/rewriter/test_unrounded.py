@@ -184,3 +184,21 @@ def test_across_what_is_recomputed(recompute):
     value, grads = jax.jit(jax.value_and_grad(amp(loss, recompute=recompute)))(W, X, V)
     np.testing.assert_allclose(value, loss(W, X, V), rtol=0.02)
     assert np.isfinite(grads).all()
+
+
+@pytest.mark.parametrize("around", ["loop", "checkpoint"])
+def test_a_loop_without_products_reads_the_same_number(around):
+    """The loop reads the rounded number, and so does the loss beside it."""
+
+    def loss(w, x, v):
+        start = jnp.sin(10 * (x @ w))
+        step = lambda y, _: (y + 1e-3 * jnp.tanh(y), None)  # noqa: E731
+        steps = lambda y: jax.lax.scan(step, y, None, length=3)[0]  # noqa: E731
+        move = steps if around == "loop" else jax.checkpoint(step_once)
+        return ((move(start) - start) ** 2).sum() + 1e-9 * ((start @ v) ** 2).sum()
+
+    def step_once(y):
+        return y + 1e-3 * jnp.tanh(y)
+
+    expected = loss(W, X, V)
+    np.testing.assert_allclose(jax.jit(amp(loss))(W, X, V), expected, rtol=0.05)
