@@ -1,5 +1,6 @@
 """Helpers for pytrees and lists. They know nothing of policies, scalers or Flax."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -55,6 +56,15 @@ def widen(x: Any) -> jax.Array:
     """Returns an array, or a Python number, in at least float32."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def wide(leaf: Any) -> Any:
+    """Returns a bfloat16 array, or its shape, in float32; other leaves as they are."""
+    if getattr(leaf, "dtype", None) != jnp.bfloat16:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=jnp.float32)
+    return leaf.astype(jnp.float32)
 
 
 def own(leaf: Any) -> Any:
@@ -162,6 +172,21 @@ def combine(matching: PyTree, rest: PyTree) -> PyTree:
     return map_or_none(
         lambda left, right: right if left is None else left, matching, rest
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method that is equal to the same method of an equal object.
+
+    Python compares bound methods by the identity of their objects. Two states have the
+    same structure, and share a compiled step, only if their static functions are equal.
+    """
+
+    of: Any
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.of, self.name)(*args, **kwargs)
 
 
 # --- lists ---------------------------------------------------------------------------

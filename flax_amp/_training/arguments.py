@@ -361,8 +361,12 @@ def check_selection(params: PyTree, wrt: nnx.filterlib.Filter, caller: str) -> N
         )
 
 
-def check_params(params: PyTree, caller: str) -> None:
-    """Raises a ValueError that names the first three parameters of a wrong dtype."""
+def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> None:
+    """Raises a ValueError that names the first three parameters of a wrong dtype.
+
+    With `may_be_half` they may be bfloat16: the optimizer then rounds their updates.
+    """
+    right = [jnp.float32, jnp.complex64] + [jnp.bfloat16] * may_be_half
     check_leaves(params, "params", f"{caller}: got", "arrays and numbers.")
     wrong = []
     for path, leaf in tree_leaves_with_path(params):
@@ -374,14 +378,15 @@ def check_params(params: PyTree, caller: str) -> None:
                 "of params, and out of what wrt selects."
             )
         floating = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-        if floating and dtype not in (jnp.float32, jnp.complex64):
+        if floating and dtype not in right:
             wrong.append(f"{keystr(path)}: {dtype}")
     if wrong:
         raise ValueError(
             f"{caller}: {len(wrong)} parameters are not float32: "
             f"{first_of(wrong)}; expected float32 master weights, "
             "which amp casts at each use. Make the model with param_dtype=jnp.float32 "
-            "or cast them with jax.tree.map(lambda x: x.astype(jnp.float32), params)."
+            "or cast them with jax.tree.map(lambda x: x.astype(jnp.float32), params). "
+            "To store them in bfloat16, put tx in flax_amp.optim.small_state."
         )
 
 

@@ -108,6 +108,10 @@ def run_step(
     `state` is what the loss is called with, `args` are its further arguments.
     """
 
+    # Parameters that are stored in bfloat16 are float32 for the loss. XLA drops a cast
+    # up that is followed by one down, so products read what is stored.
+    state = state.replace(params=jax.tree.map(_tree.wide, state.params))
+
     def run(scaler: Scaler) -> tuple[PassResult, PyTree]:
         return run_passes(options, state, scaler, batch, args), state.variables
 
@@ -230,7 +234,7 @@ def _measure(options: Options, update: Update) -> Metrics:
     if options.metrics_fn is None:
         return {}
     old, new = update.params
-    updates = jax.tree.map(jnp.subtract, new, old)
+    updates = jax.tree.map(lambda x, y: _tree.wide(x) - _tree.wide(y), new, old)
     name = f"{options.caller}: metrics_fn"
     found = options.metrics_fn(update.subject, update.grads, updates)
     expected = "a dict of metrics by name."

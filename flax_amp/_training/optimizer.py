@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._training.arguments import (
@@ -27,6 +29,12 @@ from flax_amp._training.arguments import (
     first_of,
 )
 from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
+from flax_amp.optim._small_state import (
+    has_matrix_shape,
+    has_small_state,
+    nothing,
+    small_state,
+)
 
 OWN_STATE = (
     "Make the state of the optimizer anew for these parameters, with "
@@ -103,20 +111,6 @@ class _ApplyIfFinite:
         return optax.masked(tx, _is_trainable) if self.masked else tx
 
 
-@dataclasses.dataclass(frozen=True)
-class _Method:
-    """A method of the class above that is equal to that of an equal object.
-
-    Python compares bound methods by the identity of their objects.
-    """
-
-    of: _ApplyIfFinite
-    name: str
-
-    def __call__(self, *args: Any, **extra_args: Any) -> Any:
-        return getattr(self.of, self.name)(*args, **extra_args)
-
-
 def _without_integers(param: Any, update: Any) -> Any:
     """Returns zeros for an integer, whatever its gradient: a float, float0, zeros."""
     return update if _tree.is_inexact_array(param) else jnp.zeros_like(param)
@@ -137,7 +131,7 @@ def apply_if_finite(
 
 def _as_optax(of: _ApplyIfFinite) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(
-        _Method(of, "init"), _Method(of, "update")
+        _tree.Method(of, "init"), _tree.Method(of, "update")
     )
 
 
@@ -147,9 +141,10 @@ def without_finite_check(tx: Any) -> Any:
     A training step makes the check itself, since it also skips the update of variables.
     Optimizers that `apply_if_finite` did not make are returned unchanged.
     """
-    if not isinstance(tx.update, _Method):
+    found = getattr(tx.update, "of", None)
+    if not isinstance(found, _ApplyIfFinite):
         return tx
-    return _as_optax(dataclasses.replace(tx.update.of, checks_finite=False))
+    return _as_optax(dataclasses.replace(found, checks_finite=False))
 
 
 def apply_if_finite_counters(state: Any, finite: Array) -> dict[str, Array]:
@@ -197,6 +192,40 @@ def wrap_optimizer(tx: Any, params: PyTree) -> tuple[Any, Any]:
     # under `vmap`.
     shared = optax.GradientTransformationExtraArgs(_no_init, update_state)
     return wrapped, apply_if_finite(shared, masked=masked)
+
+
+def store_params(params: PyTree, tx: Any, dtype: DTypeLike) -> tuple[PyTree, Any]:
+    """Returns parameters as a state stores them, and the optimizer that rounds them.
+
+    The optimizer is put in `small_state`, unless it is in one already. Flax's fp8
+    statistics stay as they are.
+
+    Raises:
+      ValueError: if `dtype` is neither float32 nor bfloat16.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.float32:
+        return params, tx
+    if dtype != jnp.bfloat16:
+        raise ValueError(
+            f"AmpTrainState.create: param_dtype={dtype.name}; expected float32 or "
+            "bfloat16. In float16, weights below 6e-8 would become 0. Choose what to "
+            "compute in with precision=."
+        )
+
+    def stored(keys: Any, leaf: Any) -> Any:
+        is_statistic = getattr(keys[0], "key", "") == OVERWRITE_WITH_GRADIENT
+        is_float = getattr(leaf, "dtype", None) == jnp.float32
+        if is_statistic or not is_float or not has_matrix_shape("", leaf):
+            return leaf
+        return jnp.asarray(leaf).astype(dtype)
+
+    params = jax.tree_util.tree_map_with_path(stored, params)
+    inner = tx.to_optax(in_state=True) if isinstance(tx, Optimizer) else tx
+    check_optimizer(inner)
+    if not has_small_state(jax.eval_shape(inner.init, params)):
+        tx = small_state(tx, where=nothing)
+    return params, tx
 
 
 def _no_init(params: PyTree) -> Any:

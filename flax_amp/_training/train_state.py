@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
+from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._training import serialize
@@ -32,6 +33,7 @@ from flax_amp._training.optimizer import (
     collect_hyperparams,
     replace_hyperparams,
     resume_opt_state,
+    store_params,
     wrap_optimizer,
 )
 from flax_amp._training.precision import Precision, check_precision, first_scaler
@@ -85,7 +87,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
     Attributes:
       step: int32[], the number of steps, skipped ones included.
       apply_fn: usually `model.apply` (Linen); `None` for NNX.
-      params: the float32 master weights; for NNX a nested dict of plain arrays.
+      params: the float32 master weights, or bfloat16 with `param_dtype`; for NNX a
+        nested dict of plain arrays.
       tx: the optimizer, inside an `apply_if_finite` of flax_amp.
       opt_state: the state of `tx`, an `optax.ApplyIfFiniteState`.
       scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
@@ -131,6 +134,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         variables: Mapping[str, PyTree] | None = None,
         rngs: Mapping[str, Array] | None = None,
         precision: Precision = "bf16-mixed",
+        param_dtype: DTypeLike = jnp.float32,
         scaler: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
@@ -159,6 +163,9 @@ class AmpTrainState(_StateClass, train_state.TrainState):
             `flax_amp.init_scaler()`. The names of dtypes, "bfloat16", "float16" and
             "float32", mean the same, and so do "bf16", "fp16", "16" and "32". The
             `compute_dtype` of a step overrides the dtype.
+          param_dtype: in what to store the parameters: float32, or bfloat16 for those
+            with two or more dimensions. They are updated in float32, and rounded as
+            `flax_amp.optim.small_state` says. The loss sees them in float32.
           scaler: another loss scaler than that of `precision`.
           **kwargs: the fields of a subclass.
 
@@ -171,7 +178,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
             number, if `wrt` comes without `model`, or if a field is unknown.
           ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
             selects nothing, if `tx` accumulates around `apply_if_finite`, if
-            `precision` is another word, or if a value of `scaler` is out of its range.
+            `precision` is another word, if `param_dtype` is neither float32 nor
+            bfloat16, or if a value of `scaler` is out of its range.
         """
         precision = check_precision(precision, "AmpTrainState.create: precision")
         _check_fields(
@@ -201,6 +209,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
                 )
             collections = check_collections(params, variables)
         check_params(params, "AmpTrainState.create")
+        params, tx = store_params(params, tx, param_dtype)
         # The first makes the state, the second updates it.
         making, updating = wrap_optimizer(tx, params)
         state = super().create(
@@ -294,7 +303,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
                 "one made with create(model=...). Use state.apply_fn(...) instead."
             )
         params, variables = jax.tree.map(
-            _tree.strong_copy, (self.params, self.variables)
+            lambda x: _tree.strong_copy(_tree.wide(x)), (self.params, self.variables)
         )
         return nnx.merge(self.graphdef, params, variables)
 

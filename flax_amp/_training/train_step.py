@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Protocol, TypeVar
 import jax
 from jax.typing import DTypeLike
 
+from flax_amp import _tree
 from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.arguments import (
@@ -52,6 +53,7 @@ from flax_amp._training.precision import (
 from flax_amp._training.scaler import Scaler, check_keys
 from flax_amp._training.step_call import JittedStep, Step
 from flax_amp._training.train_state import AmpTrainState, StateT
+from flax_amp.optim._small_state import has_small_state
 from flax_amp.policy import Policy, PolicyEntries
 
 ResultT = TypeVar("ResultT")
@@ -206,7 +208,8 @@ def make_train_step(
         state: StateT, batch: Batch, *args: PyTree
     ) -> tuple[StateT, Metrics]:
         check(state)
-        check_params(state.params, "train_step")
+        may_be_half = has_small_state(state.opt_state)
+        check_params(state.params, "train_step", may_be_half=may_be_half)
         adapter = _StateAdapter(state, state_shardings)
         return run_step(options, state, batch, args, adapter)
 
@@ -305,7 +308,8 @@ def make_eval_step(
 
         rngs = fold_in(state.rngs, state.step)
         named = rewrites[state.precision](named_after(pure, fn))
-        return named(state.params, state.variables, batch, rngs, *args)
+        params = jax.tree.map(_tree.wide, state.params)
+        return named(params, state.variables, batch, rngs, *args)
 
     if not jit:
         return Step(eval_step)

@@ -26,6 +26,7 @@ from flax_amp.checkpoint._scaler import SCALER_KEYS, scaler_field
 
 # The first segments of the common paths of hyper-parameters of `flax_amp.optim`.
 HYPERPARAMS = "flax_amp.optim"
+SMALL_STATE = "small_state"
 
 # Wrapper -> the fields that it is known by, and the field of the state inside of it.
 # The order counts: the last one has no field of its own.
@@ -36,6 +37,7 @@ WRAPPERS = {
     ),
     HYPERPARAMS: ({"opt_state"}, "opt_state"),
     "MultiSteps": ({"mini_step", "gradient_step"}, "inner_opt_state"),
+    SMALL_STATE: ({"roundings"}, "inner_state"),
     "masked": (set[str](), "inner_state"),
 }
 _FIELDS = {"step", "params", "opt_state", "rngs", "variables"}

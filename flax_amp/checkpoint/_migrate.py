@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -19,6 +20,7 @@ from flax_amp.checkpoint import _arrays, _scaler, _sources
 from flax_amp.checkpoint._arrays import NumpyLeaves, Path
 from flax_amp.checkpoint._common_paths import (
     HYPERPARAMS,
+    SMALL_STATE,
     WRAPPERS,
     Leaf,
     by_common_path,
@@ -45,8 +47,9 @@ def migrate(
     that is in memory. It is strict: an array without a counterpart, on either side, is
     an error that lists all of them. It changes, without being asked,
 
-    - the optimizer's wrappers `apply_if_finite`, `MultiSteps` and `masked`, where one
-      side has them and the other has not; one that was not saved starts afresh;
+    - the optimizer's wrappers `apply_if_finite`, `MultiSteps`, `masked` and
+      `small_state`, where one side has them and the other has not; one that was not
+      saved starts afresh;
     - an optimizer of `flax_amp.optim` and the same one of optax, either way; hyper-
       parameters that were not saved are those of the target, saved ones that it does
       not have are dropped with a warning;
@@ -56,7 +59,9 @@ def migrate(
     - the collections of a Linen model that are fields of their own, such as
       `batch_stats`, into `variables` and back;
     - the `value` in the paths of an `nnx.State`;
-    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32.
+    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32; and
+      float32 into bfloat16, to the nearest number and with a warning, if the target has
+      a `small_state`.
 
     If the checkpoint has no `rngs`, as that of a plain `TrainState`, those of the
     target stay.
@@ -119,7 +124,7 @@ def migrate(
             "they are with exclude=, or read only some with include=."
             + _hint(sides, chosen)
         )
-    for text in _describe_dropped(sides, chosen):
+    for text in [*_describe_dropped(sides, chosen), *_describe_rounded(sides, chosen)]:
         warnings.warn(
             f"checkpoint.migrate: {name}: {text}.", CheckpointWarning, stacklevel=2
         )
@@ -152,7 +157,9 @@ def _values(sides: _Sides, chosen: Set[Path]) -> NumpyLeaves:
     for path in chosen & sides.target.keys():
         like = sides.target[path].value
         if path in sides.saved:
-            values[path] = _convert(sides.saved[path].value, like)
+            value = sides.saved[path].value
+            rounds = _is_rounded(sides, path)
+            values[path] = value.astype(like.dtype) if rounds else _convert(value, like)
         elif path[0] in unsaved:
             values[path] = _initial(path, like, sides.saved)
     return values
@@ -253,6 +260,26 @@ def _describe_dropped(sides: _Sides, chosen: Set[Path]) -> list[str]:
             "the target does not have as leaves"
         )
     return texts
+
+
+def _is_rounded(sides: _Sides, path: Path) -> bool:
+    """Whether an array on both sides is float32 on disk, and stored in bfloat16."""
+    saved, wanted = sides.saved[path].value, sides.target[path].value
+    is_narrower = saved.dtype == np.float32 and wanted.dtype == jnp.bfloat16
+    return is_narrower and SMALL_STATE in _tops(sides.target)
+
+
+def _describe_rounded(sides: _Sides, chosen: Set[Path]) -> list[str]:
+    """Tells which arrays were rounded, because the target stores them in bfloat16."""
+    both = chosen & sides.saved.keys() & sides.target.keys()
+    rounded = sorted(path for path in both if _is_rounded(sides, path))
+    if not rounded:
+        return []
+    first = _arrays.path_text(sides.target[rounded[0]].path)
+    return [
+        f"rounded {len(rounded)} arrays from float32 to bfloat16, in which the target "
+        f"stores them, such as {first}"
+    ]
 
 
 def _hint(sides: _Sides, chosen: Set[Path]) -> str:

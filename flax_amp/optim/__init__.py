@@ -6,7 +6,8 @@
 
 The functions are those of optax and `optax.contrib`, with their signatures. An argument
 is a leaf if and only if it is an array. A number given as `learning_rate` becomes one;
-everything else is static, as it is in optax. See the README of this folder.
+everything else is static, as it is in optax. `small_state` stores the moments of any
+optimizer, and the parameters, in bfloat16. See the README of this folder.
 """
 
 import functools
@@ -20,6 +21,7 @@ import optax.contrib
 from flax_amp.optim._call import FactoryCall
 from flax_amp.optim._optimizer import Optimizer as Optimizer
 from flax_amp.optim._optimizer import Schedule as Schedule
+from flax_amp.optim._small_state import small_state as small_state
 
 # Type checkers take every other name for an optimizer, see `__getattr__`.
 constant_schedule: Callable[..., Schedule]
@@ -137,4 +139,5 @@ def __getattr__(name: str) -> Callable[..., Optimizer]:
 
 def __dir__() -> list[str]:
     names = filter(_kind_of, {*vars(optax), *vars(optax.contrib)})
-    return sorted(["Optimizer", "Schedule", "schedule", "wrap", *names])
+    own = ["Optimizer", "Schedule", "schedule", "small_state", "wrap"]
+    return sorted([*own, *names])

@@ -1,0 +1,314 @@
+"""`small_state`: an optimizer that keeps its moments and the parameters in bfloat16.
+
+With Adam in float32, a parameter costs 12 bytes between two steps: itself and two
+moments. In bfloat16 it costs 6. What is stored in bfloat16 is cast up, the optimizer
+computes in float32 as ever, and what it returns is rounded back.
+
+To the nearest number, that would not work. With `b2=0.999`, the second moment of Adam
+moves by a thousandth of itself, and the next number of bfloat16 is 0.4 to 0.8 percent
+away: it would stay where it is for ever. So the rounding is stochastic. Between the
+numbers `a` and `b`, `x` becomes `b` with the probability `(x - a) / (b - a)`, and is
+right on average:
+
+    bits of x       0 01111110 0110011|0110011001100110      float32
+    a random        +                 |1011010000111001      16 bits
+    carries into a  0 01111110 0110100|                      bfloat16
+
+The addition is one of integers, since XLA may drop a cast to bfloat16 that is followed
+by a cast back. The random bits are a hash of the number of the update, of the name of
+the leaf, and of the index of the element. They are stored nowhere, a run that is
+resumed draws the same ones, and so does every layout of devices, because a hash of an
+index knows nothing of shards. Source of the method: Gupta et al., Deep Learning with
+Limited Numerical Precision, 2015.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from flax_amp import _tree
+from flax_amp.optim._optimizer import Optimizer
+
+PyTree = Any
+Rounding = Literal["stochastic", "nearest"]
+Where = Callable[[str, Any], bool]
+
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+# Where gradients are added up, and have to be exact: fields of the states of optax.
+_SUMS = ("acc_grads",)
+
+
+class SmallState(NamedTuple):
+    """The state of an optimizer that `small_state` wraps.
+
+    Attributes:
+      roundings: int32[], the number of updates whose results were rounded.
+      inner_state: the state of the optimizer, some leaves of it in bfloat16.
+    """
+
+    roundings: jax.Array
+    inner_state: PyTree
+
+
+def has_matrix_shape(path: str, leaf: Any) -> bool:
+    """Whether a leaf has two or more dimensions; what has fewer, is small anyway."""
+    return leaf.ndim >= 2
+
+
+def nothing(path: str, leaf: Any) -> bool:
+    """Takes no leaf: the moments stay float32, and only parameters are bfloat16."""
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _SmallState:
+    """The two functions of an optimizer with a small state."""
+
+    inner: Any  # the optimizer of optax, as it was given
+    rounding: Rounding
+    where: Where
+
+    def init(self, params: PyTree) -> SmallState:
+        """Returns the state of a new run."""
+        state = self.inner.init(jax.tree.map(_tree.wide, params))
+        shapes = {path: x.shape for path, x in _flat(params).items()}
+
+        def stored(keys: Any, leaf: Any) -> Any:
+            path = _names(keys)
+            if not self._is_small(path, leaf, shapes):
+                return leaf
+            return leaf.astype(jnp.bfloat16)
+
+        return SmallState(
+            jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(stored, state)
+        )
+
+    def _is_small(self, path: Any, leaf: Any, shapes: Any) -> bool:
+        """Whether a leaf of a state belongs to a parameter, and `where` takes it."""
+        if getattr(leaf, "dtype", None) != jnp.float32 or not leaf.ndim:
+            return False
+        ends = (path[i:] for i in range(len(path) + 1))
+        of_parameter = any(shapes.get(end) == leaf.shape for end in ends)
+        is_sum = any(name in _SUMS for name in path)
+        return of_parameter and not is_sum and self.where("/".join(path), leaf)
+
+    def update(
+        self,
+        updates: PyTree,
+        state: SmallState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SmallState]:
+        """Returns the updates and the next state, both rounded where they have to be.
+
+        The update of a parameter in bfloat16 is the difference to the rounded result:
+        so `optax.apply_updates` gives the latter.
+        """
+        wide = jax.tree.map(_tree.wide, (updates, state.inner_state, params))
+        inner = optax.with_extra_args_support(self.inner)
+        updates, new = inner.update(*wide, **extra_args)
+        key = key_of(state.roundings)
+
+        def stored(keys: Any, new: Any, old: Any) -> Any:
+            if not _is_half(old) or new.dtype != jnp.float32:
+                return new
+            return self._rounded(new, key, keys)
+
+        def applied(keys: Any, update: Any, param: Any) -> Any:
+            if not _is_half(param):
+                return update
+            old = _tree.wide(param)
+            keys = (jax.tree_util.GetAttrKey("params"), *keys)
+            return _tree.wide(self._rounded(old + update, key, keys)) - old
+
+        map_ = jax.tree_util.tree_map_with_path
+        if params is not None:
+            updates = map_(applied, updates, params)
+        inner_state = map_(stored, new, state.inner_state)
+        return updates, SmallState(optax.safe_increment(state.roundings), inner_state)
+
+    def _rounded(self, x: jax.Array, key: jax.Array, keys: Any) -> jax.Array:
+        if self.rounding == "nearest":
+            return x.astype(jnp.bfloat16)
+        name = "/".join(_names(keys))
+        return round_stochastically(x, random_bits(x.shape, key, name))
+
+
+@overload
+def small_state(
+    tx: Optimizer,
+    dtype: DTypeLike = ...,
+    *,
+    rounding: Rounding = ...,
+    where: Where = ...,
+) -> Optimizer: ...
+
+
+@overload
+def small_state(
+    tx: optax.GradientTransformation,
+    dtype: DTypeLike = ...,
+    *,
+    rounding: Rounding = ...,
+    where: Where = ...,
+) -> optax.GradientTransformationExtraArgs: ...
+
+
+def small_state(
+    tx: Any,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    rounding: Rounding = "stochastic",
+    where: Where = has_matrix_shape,
+) -> Any:
+    """Makes an optimizer that stores its state, and the parameters, in bfloat16.
+
+    It computes in float32, as `tx` does. Leaves of its state that belong to a parameter
+    and have its shape are stored in bfloat16, with a stochastic rounding; counts, keys,
+    small leaves and gradients that are being added up stay as they are. Parameters that
+    are bfloat16 themselves are updated in float32, and rounded in the same way: those
+    of `AmpTrainState.create(param_dtype=jnp.bfloat16)` are, and those of a model that
+    was made in bfloat16.
+
+    It has to be the outermost optimizer that changes the updates of such parameters:
+    what comes behind it in an `optax.chain` would see rounded ones.
+
+    Args:
+      tx: an optimizer of optax, or one of `flax_amp.optim`.
+      dtype: bfloat16. No other dtype of two bytes has the range of float32.
+      rounding: "stochastic", or "nearest", at which the second moment of Adam stays
+        where it is, and small updates of parameters are lost.
+      where: `where(path, leaf)`, which tells whether a leaf of the state that belongs
+        to a parameter is stored in bfloat16. The path is `0/mu/Dense_0/kernel`. By
+        default those with two or more dimensions are.
+
+    Returns:
+      An optimizer of the kind of `tx`, whose state is a `SmallState`.
+
+    Raises:
+      ValueError: if `dtype` or `rounding` is another one.
+      TypeError: if `tx` is no optimizer, or `where` is no function.
+
+    Example:
+      >>> params = {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
+      >>> state = small_state(optax.adam(1e-3)).init(params)
+      >>> {x.dtype.name for x in jax.tree.leaves(state.inner_state[0].nu)}
+      {'bfloat16', 'float32'}
+    """
+    name = "flax_amp.optim.small_state"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        raise ValueError(
+            f"{name}: dtype={jnp.dtype(dtype).name}; expected bfloat16, which has the "
+            "range of float32: squares of gradients underflow in float16. Leave dtype "
+            "out."
+        )
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(
+            f"{name}: {rounding=}; expected 'stochastic' or 'nearest'. Leave it out: "
+            "with 'nearest', the second moment of Adam stays where it is."
+        )
+    if not callable(where):
+        raise TypeError(
+            f"{name}: where is a {type(where).__name__}; expected a function of the "
+            "path of a leaf and the leaf, such as lambda path, leaf: leaf.ndim >= 2."
+        )
+    if isinstance(tx, Optimizer):
+        return Optimizer(small_state, tx, dtype, rounding=rounding, where=where)
+    if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
+        raise TypeError(
+            f"{name}: tx is a {type(tx).__name__}; expected an optimizer with init and "
+            "update, such as optax.adamw(3e-4)."
+        )
+    if not isinstance(tx, optax.GradientTransformation):  # as optax.MultiSteps
+        tx = optax.GradientTransformation(tx.init, tx.update)
+    made = _SmallState(tx, rounding, where)
+    return optax.GradientTransformationExtraArgs(
+        _tree.Method(made, "init"), _tree.Method(made, "update")
+    )
+
+
+def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds float32 numbers to one of the two bfloat16 numbers next to them.
+
+    Args:
+      x: float32[...]. Infs and NaNs stay, and no finite number becomes an inf.
+      bits: uint32[...], of which the lower 16 bits are random.
+
+    Returns:
+      bfloat16[...], on average `x`.
+    """
+    bounded = jnp.clip(x, -_LARGEST, _LARGEST)
+    word = jax.lax.bitcast_convert_type(bounded, jnp.uint32)
+    word = (word + (bits & 0xFFFF)) & np.uint32(0xFFFF0000)
+    # The upper half alone would do, as a uint16. But a fusion of XLA for TPUs ends at a
+    # bitcast of its result: an update of Adam would read its gradients twice.
+    rounded = jax.lax.bitcast_convert_type(word, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def random_bits(shape: tuple[int, ...], key: jax.Array, name: str) -> jax.Array:
+    """Returns a hash of a key, of a name and of the index of each element.
+
+    A generator of JAX would take several times the operations for the same statistics
+    (`docs/optimizers.md`).
+
+    Args:
+      shape: the shape.
+      key: uint32[], of which each bit is random, such as `key_of(count)`.
+      name: the name of the leaf.
+
+    Returns:
+      uint32[...] of that shape.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        iota = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index += iota * np.uint32(stride % 2**32)
+        stride *= shape[axis]
+    # A factor for each name, not a term: by a term, two elements of two leaves would
+    # have the same bits in all updates.
+    factor = np.uint32(zlib.crc32(name.encode()) | 1)
+    return _mixed(index ^ (key * factor))
+
+
+def key_of(count: jax.Array) -> jax.Array:
+    """Returns the key of an update, uint32[], from the number of updates before it."""
+    return _mixed((count.astype(jnp.uint32) + 1) * np.uint32(0x9E3779B9))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """A bijection of 32-bit words in which every bit depends on every other.
+
+    The constants are those of `lowbias32`, found by C. Wellons in a search for the
+    least bias ("Prospecting for Hash Functions", 2018).
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def has_small_state(opt_state: PyTree) -> bool:
+    """Whether an optimizer rounds its updates of parameters in bfloat16."""
+    return bool(_tree.nodes(opt_state, SmallState))
+
+
+def _is_half(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jnp.bfloat16
+
+
+def _names(keys: Any) -> tuple[str, ...]:
+    """Returns the path of a leaf as plain names, which Linen and NNX share."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def _flat(tree: PyTree) -> dict[tuple[str, ...], Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {_names(keys): leaf for keys, leaf in leaves if _tree.is_numeric(leaf)}

@@ -1,0 +1,439 @@
+"""`small_state`: moments and parameters in bfloat16, rounded stochastically."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from flax_amp import (
+    AmpTrainState,
+    checkpoint,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+    optim,
+)
+from flax_amp.optim import _small_state
+from flax_amp.optim._small_state import key_of, random_bits, round_stochastically
+from helpers import assert_identical, assert_same_avals
+
+PARAMS = {"kernel": jnp.ones((16, 8)), "bias": jnp.zeros(8)}
+BATCH = jnp.linspace(-1.0, 1.0, 64).reshape(4, 16)
+
+
+def loss_fn(params, batch):
+    out = batch @ params["kernel"] + params["bias"][None]
+    return ((out - 2.0) ** 2).mean()
+
+
+ADAM = optax.adamw(1e-2)
+
+
+def small_adam(**options):
+    return optim.small_state(ADAM, **options)
+
+
+def create(**options):
+    options = {"tx": small_adam(), "param_dtype": jnp.bfloat16} | options
+    return AmpTrainState.create(params=PARAMS, **options)
+
+
+def dtypes(tree):
+    return {x.dtype.name for x in jax.tree.leaves(tree)}
+
+
+# What is stored
+
+
+@pytest.mark.parametrize("make", [optax.adamw, optim.adamw])
+def test_what_belongs_to_a_matrix_is_stored_in_bfloat16(make):
+    tx = optim.small_state(make(1e-2))
+    inner = getattr(tx.init(PARAMS), "opt_state", tx.init(PARAMS)).inner_state[0]
+    for moment in (inner.mu, inner.nu):
+        assert moment["kernel"].dtype == jnp.bfloat16
+        assert moment["bias"].dtype == jnp.float32
+    assert inner.count.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("inner", "kept"),
+    [
+        (optax.MultiSteps(optax.adam(1e-2), 2), lambda s: s.acc_grads),
+        (optax.sgd(1e-2), lambda s: s),
+    ],
+    ids=["sums of gradients", "no state"],
+)
+def test_what_stays_in_float32(inner, kept):
+    state = optim.small_state(inner).init(PARAMS)
+    assert "bfloat16" not in dtypes(kept(state.inner_state))
+
+
+def test_where_selects_by_path():
+    seen = []
+    tx = small_adam(where=lambda path, leaf: seen.append(path) or "/nu/" in path)
+    inner = tx.init(PARAMS).inner_state[0]
+    assert seen == ["0/mu/bias", "0/mu/kernel", "0/nu/bias", "0/nu/kernel"]
+    assert dtypes(inner.mu) == {"float32"}
+    assert dtypes(inner.nu) == {"bfloat16"}
+
+
+def test_all_arithmetic_is_float32():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    tx = small_adam()
+    jaxpr = jax.make_jaxpr(tx.update)(PARAMS, tx.init(params), params)
+    reads_half = {
+        eqn.primitive.name
+        for eqn in jaxpr.eqns
+        if any(getattr(v.aval, "dtype", None) == jnp.bfloat16 for v in eqn.invars)
+    }
+    assert reads_half == {"convert_element_type"}
+
+
+def test_the_loss_sees_float32_parameters():
+    seen = []
+
+    def loss(params, batch):
+        seen.append(dtypes(params))
+        return loss_fn(params, batch)
+
+    state = create()
+    assert state.params["kernel"].dtype == jnp.bfloat16
+    assert state.params["bias"].dtype == jnp.float32
+    make_eval_step(loss)(state, BATCH)
+    make_train_step(loss, donate=False)(state, BATCH)
+    assert seen == [{"float32"}, {"float32"}]
+
+
+# The rounding
+
+
+def numpy_bits(size, count, name):
+    """The random bits of a flat array, by a model in Python's integers."""
+
+    def mixed(x):
+        x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+        x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+        return x ^ (x >> 16)
+
+    key = mixed((count + 1) * 0x9E3779B9 % 2**32)
+    key = key * (zlib.crc32(name.encode()) | 1) % 2**32
+    return [mixed(i ^ key) for i in range(size)]
+
+
+def numpy_rounded(x, bits):
+    """Rounds down or up: up if the random bits are not below the distance to up."""
+    bits = np.asarray(bits, np.uint64) & 0xFFFF
+    word = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    lower = word & 0xFFFF0000
+    up = (word & 0xFFFF) >= 0x10000 - bits
+    return (lower + np.where(up, 0x10000, 0)).astype(np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1999])
+def test_the_rounding_is_that_of_a_numpy_model(count, rng):
+    x = rng.normal(size=(8, 32)).astype(np.float32)
+    bits = random_bits(x.shape, key_of(jnp.int32(count)), "0/mu/kernel")
+    expected = numpy_bits(x.size, count, "0/mu/kernel")
+    np.testing.assert_array_equal(np.ravel(bits), expected)
+    rounded = round_stochastically(jnp.asarray(x), bits).astype(jnp.float32)
+    np.testing.assert_array_equal(np.ravel(rounded), numpy_rounded(x.ravel(), expected))
+
+
+CLASSES = {
+    "between": 1.0021,
+    "just above": 1.0 + 2.0**-23,
+    "just below": 2.0 - 2.0**-23,
+    "middle": 1.0 + 2.0**-8,
+    "negative": -3.3,
+    "small": 1.2345e-30,
+    "large": 2.7e38,
+}
+
+
+@pytest.mark.parametrize("x", CLASSES.values(), ids=CLASSES)
+def test_2000_roundings_are_unbiased(x):
+    x = np.float32(x)
+
+    def rounded(count):
+        bits = random_bits((64,), key_of(count), "name")
+        return round_stochastically(jnp.full(64, x), bits).astype(jnp.float32)
+
+    found = np.asarray(jax.lax.map(rounded, jnp.arange(2000)), np.float64)
+    # Between two neighbours, the variance is that of one draw.
+    values = np.unique(found)
+    step = np.ptp(values) if len(values) > 1 else abs(float(x)) * 2.0**-8
+    share = abs(float(x) - min(values, key=abs)) / step
+    error = step * np.sqrt(max(share * (1 - share), 2.0**-16) / found.size)
+    assert abs(found.mean() - float(x)) <= 3 * error
+    if 0.01 < share < 0.99:  # Nor is an element, or an update, unlike the others.
+        for axis, draws in enumerate(found.shape):
+            means = abs(found.mean(axis) - float(x))
+            assert means.max() < 4.5 * error * np.sqrt(found.size / draws)
+
+
+@pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan])
+def test_what_bfloat16_has_stays(x):
+    bits = jnp.full((1,), 0xFFFF, jnp.uint32)
+    (found,) = round_stochastically(jnp.full(1, x, jnp.float32), bits)
+    np.testing.assert_array_equal(np.float32(found), np.float32(x))
+
+
+def test_no_finite_number_becomes_infinite():
+    bits = jnp.full((2,), 0xFFFF, jnp.uint32)
+    largest = jnp.finfo(jnp.float32).max
+    found = round_stochastically(jnp.array([largest, -largest]), bits)
+    assert jnp.isfinite(found).all()
+
+
+@pytest.mark.parametrize(("rounding", "moves"), [("stochastic", True), ("nearest", 0)])
+def test_a_second_moment_moves_only_with_the_stochastic_rounding(rounding, moves):
+    tx = optim.small_state(optax.adam(1e-3), rounding=rounding)
+    params = {"w": jnp.ones((32, 32))}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    _, state = update(params, state)
+    start = state.inner_state[0].nu["w"].astype(jnp.float32)
+    for _ in range(300):
+        _, state = update(jax.tree.map(jnp.zeros_like, params), state)
+    nu = state.inner_state[0].nu["w"].astype(jnp.float32)
+    expected = start.mean() * (0.999**300 if moves else 1)
+    np.testing.assert_allclose(nu.mean(), expected, rtol=0.01 if moves else 0)
+
+
+# Every way to train: the bits are those of the plain loop
+
+
+def plain_loop(steps=3, **options):
+    state = create(**options)
+    step = make_train_step(loss_fn)
+    for _ in range(steps):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def scanned(tmp_path):
+    step = make_train_step(loss_fn, jit=False)
+    return jax.jit(lambda s: jax.lax.scan(lambda s, _: step(s, BATCH), s, length=3))(
+        create()
+    )[0]
+
+
+def resumed(tmp_path):
+    step = make_train_step(loss_fn)
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, plain_loop(2))
+    return step(checkpoint.restore(tmp_path, create()), BATCH)[0]
+
+
+def skipping(tmp_path):
+    step, state = make_train_step(loss_fn), plain_loop(2)
+    before = jax.device_get(state)
+    after, metrics = step(state, BATCH * jnp.nan)
+    assert not metrics["grads_finite"]
+    assert_identical(after.params, before.params)
+    after, _ = step(after, BATCH)
+    # A skipped step draws nothing. It counts as a step, and as a skip.
+    counted = after.opt_state._replace(total_notfinite=jnp.int32(0))
+    scaler = plain_loop(3).scaler
+    return after.replace(step=jnp.int32(3), opt_state=counted, scaler=scaler)
+
+
+def unchecked(tmp_path):
+    step, state = make_train_step(loss_fn, check_update=False), create()
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    return state
+
+
+def repeating(tmp_path):
+    step, state = make_train_step(loss_fn, redo_on_nan=2), create()
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    return state
+
+
+WAYS = [scanned, resumed, skipping, unchecked, repeating]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_way_gives_the_same_bits(way, tmp_path):
+    assert_identical(way(tmp_path), plain_loop())
+
+
+TX = small_adam()
+
+
+@jax.jit
+def update(grads, state, params):
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def arguments():
+    """Given gradients: those of a product add up in another order on other devices."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    waves = (jnp.sin(jnp.arange(x.size) + 1.0) for x in PARAMS.values())
+    grads = {
+        name: wave.reshape(PARAMS[name].shape)
+        for name, wave in zip(PARAMS, waves, strict=True)
+    }
+    return grads, TX.init(params), params
+
+
+@pytest.mark.parametrize("spec", [jax.P("data"), jax.P(None, "data")])
+def test_the_bits_do_not_depend_on_the_sharding(spec, mesh):
+    def place(leaf):
+        return jax.NamedSharding(mesh, spec if leaf.ndim == 2 else jax.P())
+
+    placed = jax.device_put(arguments(), jax.tree.map(place, arguments()))
+    assert_identical(update(*placed), update(*arguments()))
+
+
+def test_a_run_of_a_sweep_has_the_bits_of_a_run_alone():
+    stacked = jax.tree.map(lambda x: jnp.stack([0 * x, x]), arguments())
+    found = jax.tree.map(lambda x: x[1], jax.vmap(update)(*stacked))
+    assert_identical(found, update(*arguments()))
+
+
+def test_micro_batches_add_up_in_float32():
+    """Gradients of 1 and of 2^-9 would be 1 in bfloat16."""
+    seen = []
+
+    def metrics_fn(state, grads, updates):
+        seen.append(dtypes((grads, updates)))
+        return {"sum": grads["kernel"].sum()}
+
+    def loss(params, batch):
+        return (params["kernel"] * batch.mean()).sum()
+
+    step = make_train_step(loss, accum_steps=2, metrics_fn=metrics_fn)
+    batch = jnp.array([1.0, 2.0**-9])
+    _, metrics = step(create(precision="32-true"), batch)
+    assert seen == [{"float32"}]
+    assert float(metrics["sum"]) == PARAMS["kernel"].size * (1 + 2.0**-9) / 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_model_of_nnx_with_its_own_optimizer(dtype):
+    model = nnx.Linear(16, 8, param_dtype=dtype, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, small_adam(), wrt=nnx.Param)
+    step = make_nnx_train_step(lambda model, x: ((model(x) - 2.0) ** 2).mean())
+    scaler, losses = None, []
+    for _ in range(150):
+        scaler, metrics = step(model, optimizer, scaler, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.1 * losses[0]
+    assert model.kernel.dtype == dtype
+    state = nnx.to_pure_dict(nnx.state(optimizer.opt_state))
+    assert state["inner_state"][0]["nu"]["kernel"].dtype == jnp.bfloat16
+
+
+def test_a_state_of_nnx_gives_back_a_float32_model():
+    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    state = AmpTrainState.create(
+        model=model, tx=optim.adam(1e-2), param_dtype=jnp.bfloat16
+    )
+    step = make_train_step(lambda model, x: (model(x) ** 2).mean())
+    state, _ = step(state, BATCH)
+    assert state.params["kernel"].dtype == jnp.bfloat16
+    assert state.merge_model().kernel.dtype == jnp.float32
+
+
+def test_parameters_in_bfloat16_learn_what_is_below_their_spacing():
+    """Each update is 1e-4, where 1 and the next numbers are 2^-8 and 2^-7 apart."""
+
+    def loss(params, batch):
+        return (params["kernel"] * batch).sum()
+
+    state = create(tx=optax.sgd(1e-4))
+    step = make_train_step(loss)
+    for _ in range(1000):
+        state, _ = step(state, jnp.float32(1.0))
+    kernel = state.params["kernel"].astype(jnp.float32)
+    np.testing.assert_allclose(kernel.mean(), 0.9, atol=0.005)
+
+
+# Checkpoints of one kind of state in another
+
+
+KINDS = {
+    "float32": dict(tx=ADAM, param_dtype=jnp.float32),
+    "moments": dict(param_dtype=jnp.float32),
+    "parameters": dict(tx=ADAM),
+    "both": {},
+}
+
+
+@pytest.mark.parametrize("new", KINDS)
+@pytest.mark.parametrize("old", KINDS)
+def test_a_run_goes_on_in_another_kind_of_state(old, new, tmp_path, recwarn):
+    saved, target = plain_loop(2, **KINDS[old]), create(**KINDS[new])
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, saved)
+    read = checkpoint.migrate(tmp_path, target)
+    assert_same_avals(read, target)
+    rounded = 0
+    for found, expected in zip(matrices(read), matrices(saved), strict=True):
+        is_rounded = found.dtype == jnp.bfloat16 != expected.dtype
+        rounded += is_rounded
+        wide = found.astype(jnp.float32), expected.astype(jnp.float32)
+        np.testing.assert_allclose(*wide, rtol=2.0**-8 if is_rounded else 0)
+    texts = [str(w.message) for w in recwarn if "rounded" in str(w.message)]
+    assert len(texts) == bool(rounded)
+    if rounded:
+        assert f"rounded {rounded} arrays from float32 to bfloat16" in texts[0]
+    make_train_step(loss_fn)(read, BATCH)
+
+
+def matrices(state):
+    """The parameter of two dimensions and its two moments."""
+    return [x for x in jax.tree.leaves(state) if x.ndim == 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_states_share_a_compiled_step(kind):
+    first, second = create(**KINDS[kind]), create(**KINDS[kind])
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (dict(dtype=jnp.float16), ValueError, "dtype=float16; expected bfloat16"),
+        (dict(rounding="up"), ValueError, "rounding='up'; expected 'stochastic'"),
+        (dict(where="mu"), TypeError, "where is a str; expected a function"),
+        (dict(tx=3), TypeError, "tx is a int; expected an optimizer"),
+    ],
+)
+def test_wrong_arguments(options, error, text):
+    with pytest.raises(error, match=f"flax_amp.optim.small_state: .*{text}"):
+        optim.small_state(**{"tx": optax.adam(1e-3)} | options)
+
+
+def test_another_param_dtype_is_refused():
+    with pytest.raises(ValueError, match="param_dtype=float16; expected float32 or bf"):
+        create(param_dtype=jnp.float16)
+
+
+def test_parameters_in_bfloat16_need_an_optimizer_that_rounds():
+    state = create().replace(opt_state=create(**KINDS["float32"]).opt_state)
+    with pytest.raises(ValueError, match=r"put tx in flax_amp.optim.small_state"):
+        make_train_step(loss_fn)(state, BATCH)
+
+
+def test_the_path_of_the_bits_is_that_of_the_leaf(monkeypatch):
+    names = []
+    monkeypatch.setattr(
+        _small_state,
+        "random_bits",
+        lambda shape, key, name: names.append(name) or random_bits(shape, key, name),
+    )
+    plain_loop(1)
+    assert set(names) == {"params/kernel", "0/mu/kernel", "0/nu/kernel"}
