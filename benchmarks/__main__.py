@@ -28,6 +28,8 @@ COMMANDS = {
     "soak": ("commands.soak", "run", "50,000 steps with faults, kills and restarts"),
     "call": ("commands.call", "run", "what Python adds to each call of a step"),
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
+    "corpus": ("commands.corpus", "run", "programs of other packages, and their twins"),
+    "convergence": ("commands.convergence", "run", "whole runs in each precision"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 
@@ -55,6 +57,16 @@ _FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
         ("--steps", int, 50_000, "steps in float16"),
         ("--seed", int, 0, "of the batches, the faults and the kills"),
         ("--work", str, "", "where an interrupted run goes on"),
+    ],
+    "corpus": [
+        ("--only", str, "", "parts of SOURCE/NAME, as A,B"),
+        ("--out", str, "", "the page; by default only if all are run"),
+    ],
+    "convergence": [
+        ("--tasks", str, "", "some of the tasks, as A,B"),
+        ("--ways", str, "", "some of the precisions, as A,B"),
+        ("--seeds", int, 3, "of a precision; float32 may have more"),
+        ("--out", str, "", "where the runs are kept"),
     ],
     "call": [("--rounds", int, 100, "turns of each way")],
     "optim": [

@@ -11,7 +11,7 @@ import jax
 import flax_amp
 from benchmarks.models import problem
 from benchmarks.request import Request
-from benchmarks.show import markdown_table
+from benchmarks.show import markdown_table, write_page
 from flax_amp.debug import Explanation
 
 _MODELS = ("vit_s16", "gpt_scan", "resnet50")
@@ -45,10 +45,7 @@ def run(asked: Request) -> None:
         ]
         text = f"{found.totals.casts_down} casts down, {found.totals.casts_up} up."
         parts += [f"## {model}", text, markdown_table(_HEADER, rows, words=3)]
-    path = asked.folder / "casts.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n")
-    print(f"wrote {path}")
+    write_page(asked.folder / "casts.md", "\n\n".join(parts) + "\n")
 
 
 def explained(model: str, size: str = "full") -> Explanation:

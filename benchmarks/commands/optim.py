@@ -10,10 +10,9 @@ import warnings
 import jax
 import optax
 
-from benchmarks import environment
 from benchmarks.optimizers import cases, overhead
 from benchmarks.request import Request
-from benchmarks.show import markdown_table
+from benchmarks.show import made_by, markdown_table, write_page
 
 
 def run(asked: Request, only: str, rounds: int) -> None:
@@ -44,8 +43,7 @@ def run(asked: Request, only: str, rounds: int) -> None:
     times = [[f"`{n}`", *overhead.row(n, rounds)] for n in compared if rounds]
     text = f"""# Pytree optimizers
 
-Made by `{environment.command_line()}`, {environment.machine()}, JAX {jax.__version__},
-optax {environment.versions()["optax"]}.
+{made_by()}, optax {optax.__version__}.
 
 ## Trajectories
 
@@ -63,10 +61,7 @@ learning rate, which is an array in `flax_amp.optim` and in `optax.inject_hyperp
 
 {markdown_table(overhead.HEADER, times, words=1)}
 """
-    path = asked.folder / "optim.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(f"wrote {path}")
+    write_page(asked.folder / "optim.md", text)
     if failed:
         sys.exit(f"{len(failed)} failed: {'; '.join(failed)}")
 

@@ -17,7 +17,9 @@ from examples.char_lm import data as text
 
 def char_lm(way: Way, steps: int) -> Program:
     """The text of `examples/char_lm`, with a scanned model that takes a dtype."""
-    config = gpt.Config(64, 2, 4, text.VOCABULARY, 32, 16, tied=False)
+    sizes = dict(width=64, layers=2, heads=4, length=32, batch=16)
+    run = gpt.RUN | dict(tied=False)
+    config = base.config(**sizes, **run, vocab=text.VOCABULARY)
     model, reference = (gpt.GPT(config, dtype) for dtype in (way.dtype, None))
     settings = char_lm_config.get_config()
     settings.update(length=config.length, eval_windows=128, max_chars=1_000_000)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,38 +12,22 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.corpus.program import Case, Loss, Program
-
-
-def programs() -> Iterator[Program]:
-    """Yields the programs of each library."""
-    for source, table in _TABLES.items():
-        for name, make in table().items():
-            yield source, name, make
-
-
-def normal(*shape: int, seed: int = 0) -> Any:
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=shape).astype(np.float32))
-
-
-def total(found: Any) -> Any:
-    leaves = [
-        y for y in jax.tree.leaves(found) if jnp.issubdtype(y.dtype, jnp.floating)
-    ]
-    return sum(jnp.mean(jnp.log1p(y.astype(jnp.float32) ** 2)) for y in leaves)
-
-
-def lazily(case: Callable[..., Case], table: dict[str, Any]) -> dict[str, Any]:
-    return {name: functools.partial(case, given) for name, given in table.items()}
-
+from benchmarks.corpus.program import (
+    Case,
+    Loss,
+    Programs,
+    lazily,
+    normal,
+    of_product,
+    total,
+)
 
 # --- modules of Linen, NNX, equinox, haiku -------------------------------------------
 
 _SEQUENCE, _IMAGE = (4, 12, 16), (2, 16, 16, 4)
 
 
-def _linen() -> dict[str, Any]:
+def _linen() -> Programs:
     def case(given: Any) -> Case:
         make, shape = given
         x = normal(*shape)
@@ -115,7 +99,7 @@ def _nnx_case(given: Any) -> Case:
     return Case(loss, params, (x,), hand)
 
 
-def _nnx() -> dict[str, Any]:
+def _nnx() -> Programs:
     def make(cls: Any, *args: Any, **set: Any) -> Callable[..., Any]:
         return lambda **dtype: cls(*args, **set, **dtype, rngs=nnx.Rngs(0))
 
@@ -146,7 +130,7 @@ def _nnx() -> dict[str, Any]:
     return lazily(_nnx_case, {name: (*given, True) for name, given in table.items()})
 
 
-def _jaxkan() -> dict[str, Any]:
+def _jaxkan() -> Programs:
     def make(layer: str, **required: Any) -> Any:
         def model() -> Any:
             from jaxkan.models.KAN import KAN
@@ -182,7 +166,7 @@ def _equinox_case(given: Any) -> Case:
     return Case(loss, params, (normal(*shape),))
 
 
-def _equinox() -> dict[str, Any]:
+def _equinox() -> Programs:
     import equinox as eqx
 
     class Scanned(eqx.Module):
@@ -243,7 +227,7 @@ def _equinox() -> dict[str, Any]:
     )
 
 
-def _haiku() -> dict[str, Any]:
+def _haiku() -> Programs:
     def case(given: Any) -> Case:
         import haiku as hk
 
@@ -305,7 +289,7 @@ def _haiku() -> dict[str, Any]:
 # --- whole models --------------------------------------------------------------------
 
 
-def _flaxmodels() -> dict[str, Any]:
+def _flaxmodels() -> Programs:
     def case(given: Any) -> Case:
         import flaxmodels
 
@@ -346,7 +330,7 @@ def _flaxmodels() -> dict[str, Any]:
     )
 
 
-def _penzai() -> dict[str, Any]:
+def _penzai() -> Programs:
     def case(settings: dict[str, Any]) -> Case:
         from penzai import pz
         from penzai.models.transformer.variants import llamalike_common as common
@@ -401,7 +385,7 @@ def _penzai() -> dict[str, Any]:
     )
 
 
-def _jraph() -> dict[str, Any]:
+def _jraph() -> Programs:
     def case(make: Any) -> Case:
         import jraph
 
@@ -468,17 +452,14 @@ def _jraph() -> dict[str, Any]:
     return lazily(case, linear)
 
 
-def _e3nn() -> dict[str, Any]:
+def _e3nn() -> Programs:
     def case(function: Any) -> Case:
         import e3nn_jax as e3nn
 
-        w, x = normal(9, 9) / 3, normal(16, 9, seed=1)
-        irreps = "0e + 1o + 2e"
+        def of_irreps(w: Any, x: Any) -> Any:
+            return function(e3nn, e3nn.IrrepsArray("0e + 1o + 2e", x @ w)).array
 
-        def loss(w: Any, x: Any) -> Any:
-            return total(function(e3nn, e3nn.IrrepsArray(irreps, x @ w)).array)
-
-        return Case(loss, w, (x,))
+        return of_product(of_irreps, normal(9, 9) / 3, normal(16, 9, seed=1))
 
     return lazily(
         case,
@@ -504,7 +485,7 @@ def _e3nn() -> dict[str, Any]:
 # --- Pallas kernels, interpreted ----------------------------------------------------
 
 
-def _pallas() -> dict[str, Any]:
+def _pallas() -> Programs:
     def attend(w: Any, x: Any, causal: bool) -> Any:
         from jax.experimental.pallas.ops.gpu import attention
 
@@ -554,10 +535,7 @@ def _pallas() -> dict[str, Any]:
         return lambda w, x: apply(x @ w)
 
     def case(function: Any) -> Case:
-        def loss(w: Any, x: Any) -> Any:
-            return total(function(w, x))
-
-        return Case(loss, normal(32, 32) / 6, (normal(64, 32, seed=1),))
+        return of_product(function, normal(32, 32) / 6, normal(64, 32, seed=1))
 
     return lazily(
         case,
@@ -575,7 +553,7 @@ def _pallas() -> dict[str, Any]:
 # --- optimizers: three steps, with the loss under amp, as in a train step -----------
 
 
-def _optimizers() -> dict[str, Any]:
+def _optimizers() -> Programs:
     c = optax.contrib
     made = {
         name: functools.partial(getattr(c, name), 1e-2)
@@ -631,7 +609,7 @@ def _optimizers() -> dict[str, Any]:
     return lazily(case, made)
 
 
-_TABLES = {
+TABLES = {
     "flax.linen": _linen,
     "flax.nnx": _nnx,
     "equinox": _equinox,

@@ -1,31 +1,20 @@
 """Solvers: what they return depends on a product."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.corpus.libraries import lazily, normal, total
-from benchmarks.corpus.program import Case, Program
-
-
-def programs() -> Iterator[Program]:
-    """Yields the programs of each library."""
-    for source, table in _TABLES.items():
-        for name, make in table().items():
-            yield source, name, make
+from benchmarks.corpus.program import Case, Programs, lazily, normal, of_product
 
 
 def _solver_case(function: Callable[..., Any]) -> Case:
-    def loss(w: Any, x: Any) -> Any:
-        return total(function(w, x))
-
-    return Case(loss, normal(8, 8) / 4, (normal(8, seed=1),))
+    return of_product(function, normal(8, 8) / 4, normal(8, seed=1))
 
 
-def _diffrax() -> dict[str, Any]:
+def _diffrax() -> Programs:
     def solve(solver: str, adjoint: str = "", adaptive: bool = False) -> Any:
         def run(w: Any, x: Any) -> Any:
             import diffrax
@@ -50,7 +39,7 @@ def _diffrax() -> dict[str, Any]:
     return lazily(_solver_case, table)
 
 
-def _optimistix() -> dict[str, Any]:
+def _optimistix() -> Programs:
     def run(method: str, solver: str, w: Any, x: Any) -> Any:
         import optimistix as optx
 
@@ -79,7 +68,7 @@ def _optimistix() -> dict[str, Any]:
     )
 
 
-def _lineax() -> dict[str, Any]:
+def _lineax() -> Programs:
     def run(solver: str, w: Any, x: Any) -> Any:
         import lineax as lx
 
@@ -96,7 +85,7 @@ def _lineax() -> dict[str, Any]:
     )
 
 
-def _jaxopt() -> dict[str, Any]:
+def _jaxopt() -> Programs:
     def run(solver: str, settings: dict[str, Any], w: Any, x: Any) -> Any:
         import jaxopt
 
@@ -133,7 +122,7 @@ def _jaxopt() -> dict[str, Any]:
     return lazily(_solver_case, table | {"GradientDescent(scan)": unrolled})
 
 
-def _ott() -> dict[str, Any]:
+def _ott() -> Programs:
     def run(settings: dict[str, Any], w: Any, x: Any) -> Any:
         from ott.geometry import pointcloud
         from ott.problems.linear import linear_problem
@@ -152,7 +141,7 @@ def _ott() -> dict[str, Any]:
     )
 
 
-def _tinygp() -> dict[str, Any]:
+def _tinygp() -> Programs:
     def run(kernel: str, w: Any, x: Any) -> Any:
         from tinygp import GaussianProcess, kernels
 
@@ -166,7 +155,7 @@ def _tinygp() -> dict[str, Any]:
     )
 
 
-def _blackjax() -> dict[str, Any]:
+def _blackjax() -> Programs:
     def run(sampler: str, settings: dict[str, Any], w: Any, x: Any) -> Any:
         import blackjax
 
@@ -195,7 +184,7 @@ def _blackjax() -> dict[str, Any]:
     )
 
 
-_TABLES = {
+TABLES = {
     "lineax": _lineax,
     "tinygp": _tinygp,
     "jaxopt solvers": _jaxopt,

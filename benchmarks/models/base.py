@@ -1,5 +1,6 @@
 """`Problem`: a model, its loss and its data; what is common to all the models."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 PyTree = Any
 DType = DTypeLike | None
 Batch = dict[str, Any]
+Config = Any  # what `config` returns; each model has sizes of its own
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 MakeBatch = Callable[[jax.Array], Batch]
 
@@ -32,6 +34,29 @@ class Problem:
     init: Callable[[jax.Array], dict[str, PyTree]]
     loss: Callable[[PyTree, PyTree, Batch], tuple[jax.Array, PyTree]]
     batch: MakeBatch
+
+
+def config(**sizes: Any) -> Config:
+    """Returns the sizes of a model and of its batch: a tuple with names."""
+    return collections.namedtuple("Config", sizes)(**sizes)
+
+
+def sizes(
+    names: str, full: tuple[Any, ...], tiny: tuple[Any, ...]
+) -> dict[str, Config]:
+    """Returns the two configurations of a model, whose sizes have these names."""
+    found = {"full": full, "tiny": tiny}
+    return {
+        size: config(**dict(zip(names.split(), values, strict=True)))
+        for size, values in found.items()
+    }
+
+
+class Module(nn.Module):
+    """A module of a model that knows its sizes; `dtype` makes a hand-set one of it."""
+
+    config: Config
+    dtype: DType = None
 
 
 def cast(x: jax.Array, dtype: DType) -> jax.Array:
@@ -87,11 +112,11 @@ def linen(model: nn.Module, batch: MakeBatch, loss_of: Loss = cross_entropy) -> 
     return Problem(init, loss, batch)
 
 
-def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Problem:
+def nnx_problem(make: Callable[[nnx.Rngs], nnx.Module], batch: MakeBatch) -> Problem:
     """Makes the problem of an NNX classifier, which may have batch statistics."""
     kinds = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
     # The structure alone: `nnx.Rngs` of a tracer must not leak into it.
-    abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0))))
     graphdef, *_ = nnx.split(abstract, *kinds.values())
 
     def states(model):
@@ -99,7 +124,7 @@ def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Pr
         return {name: nnx.to_pure_dict(state) for name, state in found.items() if state}
 
     def init(key):
-        return states(make(key))
+        return states(make(nnx.Rngs(params=key)))
 
     def loss(params, others, batch):
         model: Any = nnx.merge(graphdef, params, *others.values())
@@ -120,11 +145,18 @@ def vectors(shape: tuple[int, ...], classes: int) -> MakeBatch:
     return batch
 
 
-def tokens(size: int, length: int, vocab: int) -> MakeBatch:
+def images(config: Config) -> MakeBatch:
+    """Returns a maker of images with labels."""
+    shape = (config.batch, config.image, config.image, 3)
+    return vectors(shape, config.classes)
+
+
+def texts(config: Config) -> MakeBatch:
     """Returns a maker of token sequences with their next tokens as labels."""
 
     def batch(key):
-        text = jax.random.randint(key, (size, length + 1), 0, vocab)
+        shape = (config.batch, config.length + 1)
+        text = jax.random.randint(key, shape, 0, config.vocab)
         return {"inputs": text[:, :-1], "labels": text[:, 1:]}
 
     return batch

@@ -4,31 +4,17 @@ The norms come after the sums, and an array tells which words are padding. The l
 are scanned, which public ones leave unrolled: they take minutes to compile.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a BERT and of its batch."""
-
-    width: int
-    layers: int
-    heads: int
-    vocab: int
-    length: int
-    batch: int
-
-
-SIZES = {
-    "full": Config(768, 12, 12, 30522, 512, 8),
-    "tiny": Config(48, 12, 4, 128, 32, 4),
-}
+SIZES = base.sizes(
+    "width heads vocab length batch layers",
+    full=(768, 12, 30522, 512, 8, 12),
+    tiny=(48, 4, 128, 32, 4, 12),
+)
 
 
 class Attention(nn.Module):
@@ -71,11 +57,8 @@ class Layer(nn.Module):
         return nn.LayerNorm(1e-12, dtype=dtype)(x + y), None
 
 
-class BERT(nn.Module):
+class BERT(base.Module):
     """Embeddings of words, positions and segments, layers, and the head for words."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:

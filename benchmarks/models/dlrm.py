@@ -3,8 +3,6 @@
 As public ones are written: the categories of all features lie in one table.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,31 +10,15 @@ import optax
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a DLRM and of its batch."""
-
-    rows: int
-    width: int
-    bottom: tuple[int, ...]
-    top: tuple[int, ...]
-    batch: int
-    dense: int = 13
-    categories: int = 26
+SIZES = base.sizes(
+    "rows width bottom top batch dense categories",
+    full=(1 << 20, 128, (512, 256, 128), (1024, 1024, 512, 256), 8192, 13, 26),
+    tiny=(1 << 12, 16, (32, 24, 16), (64, 64, 32, 16), 16, 13, 26),
+)
 
 
-SIZES = {
-    "full": Config(1 << 20, 128, (512, 256, 128), (1024, 1024, 512, 256), 8192),
-    "tiny": Config(1 << 12, 16, (32, 24, 16), (64, 64, 32, 16), 16),
-}
-
-
-class DLRM(nn.Module):
+class DLRM(base.Module):
     """Predicts a click from numbers and categories."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:

@@ -1,5 +1,6 @@
 """What a step with a pytree optimizer costs, in turns with plain optax."""
 
+import functools
 import re
 import statistics
 import time
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.timing import in_turns
 from flax_amp import optim
 
 PyTree = Any
@@ -98,12 +100,11 @@ def _compiled(way: _Way) -> tuple[float, Counter[str]]:
 def _times(ways: list[_Way], rounds: int) -> list[float]:
     """Returns seconds for a step of each, medians of the turns."""
     steps = [jax.jit(lambda *args, way=way: way.step(*args)) for way in ways]
-    turns: list[list[float]] = [[] for _ in ways]
-    for turn in range(rounds + 1):
-        for i in range(len(ways)):
-            way = (turn + i) % len(ways)
-            turns[way].append(_burst(steps[way], ways[way]))
-    return [statistics.median(times[1:]) for times in turns]  # the first compiles
+    bursts = [
+        functools.partial(_burst, step, way)
+        for step, way in zip(steps, ways, strict=True)
+    ]
+    return [*map(statistics.median, in_turns(bursts, rounds))]
 
 
 def _burst(step: Any, way: _Way, steps: int = 20) -> float:

@@ -66,9 +66,10 @@ def shallow(monkeypatch):
         swin: {"depths": (2, 1), "heads": (3, 6)},
     }
     for module, fewer in (layers | stages).items():
-        sizes = vars(module)["CONFIGS" if module is vit else "SIZES"]
-        for key, config in sizes.items():
-            monkeypatch.setitem(sizes, key, dataclasses.replace(config, **fewer))
+        tables = vit.CONFIGS.values() if module is vit else [module.SIZES]
+        for sizes in tables:
+            for key, config in sizes.items():
+                monkeypatch.setitem(sizes, key, config._replace(**fewer))
 
 
 def signature(tree):
@@ -186,7 +187,7 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
-    assert {*SECTIONS, *"call casts faults optim save soak report".split()} == {
+    assert {*SECTIONS, *"call casts convergence corpus faults optim save soak report".split()} == {
         *cli.COMMANDS
     }
 
@@ -397,7 +398,7 @@ class TestCommands:
         def refuse(*args, **kwargs):
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("benchmarks.stages.lower", refuse)
+        monkeypatch.setattr("benchmarks.timing.lower", refuse)
         reason = {"error": "RuntimeError: out of memory"}
         names = ["float32", "amp_bf16"]
         assert host.trace(asked, "mlp", names) == dict.fromkeys(names, reason)

@@ -24,7 +24,7 @@ def linen(name, size):
 
 
 def nnx_vit(_, size):
-    config = vit.CONFIGS["vit_s16", size]
+    config = vit.CONFIGS["vit_s16"][size]
     model = nnx.eval_shape(lambda: vit.NNXViT(config, None, nnx.Rngs(0)))
     shape = (config.batch, config.image, config.image, 3)
     images = jax.ShapeDtypeStruct(shape, jnp.float32)
