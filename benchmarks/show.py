@@ -1,7 +1,10 @@
-"""Pages in Markdown: their tables, by what they were made, how they are written."""
+"""Pages in Markdown with their tables, and figures where matplotlib is installed."""
 
+import contextlib
+import importlib.util
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -28,3 +31,30 @@ def write_page(path: pathlib.Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     print(f"wrote {path}")
+
+
+def can_draw() -> bool:
+    """Returns whether figures can be drawn, and says so if not."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print("no figures: matplotlib is not installed")
+    return found
+
+
+@contextlib.contextmanager
+def drawn(path: pathlib.Path, size: tuple[float, float], dpi: int) -> Iterator[Any]:
+    """Yields a figure, whose size is in inches; it is written at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure
+    figure.savefig(path, dpi=dpi, facecolor="white", metadata={"Software": None})
+
+
+def legend_below(figure: Any, order: Sequence[str]) -> Any:
+    """Puts one legend for all panels below them; returns it."""
+    pairs = [axes.get_legend_handles_labels() for axes in figure.axes]
+    found = {label: handle for pair in pairs for handle, label in zip(*pair)}  # noqa: B905
+    labels = [label for label in order if label in found]
+    where: Any = dict(loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure.legend([found[label] for label in labels], labels, **where)

@@ -7,6 +7,7 @@ import numpy as np
 
 from benchmarks.convergence.results import Results
 from benchmarks.convergence.tasks import TASKS
+from benchmarks.show import can_draw, drawn, legend_below
 
 # The colours of Okabe and Ito, told apart without seeing red or green.
 _COLOURS = {
@@ -19,31 +20,18 @@ _COLOURS = {
 
 def draw(results: Results, path: pathlib.Path) -> None:
     """Draws every run as a line, where matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no figure: matplotlib is not installed")
+    if not can_draw():
         return
     names = [name for name in TASKS if results.runs.get(name)]
     rows = -(-len(names) // 4)
-    figure = Figure(figsize=(13, 3.1 * rows + 0.4), layout="constrained")
-    panels = figure.subplots(rows, 4, squeeze=False).ravel()
-    for panel in panels[len(names) :]:
-        panel.remove()
-    for panel, name in zip(panels, names, strict=False):
-        _panel(panel, name, results.runs[name])
-    handles = {line.get_label(): line for line in _labelled(figure)}
-    order = [way for way in _COLOURS if way in handles]
-    legend = figure.legend(
-        [handles[way] for way in order],
-        order,
-        loc="outside lower center",
-        ncols=len(order),
-        frameon=False,
-    )
-    for line in legend.get_lines():
-        line.set_linewidth(3.0)
-    figure.savefig(path, dpi=80, facecolor="white", metadata={"Software": None})
+    with drawn(path, (13, 3.1 * rows + 0.4), dpi=80) as figure:
+        panels = figure.subplots(rows, 4, squeeze=False).ravel()
+        for panel in panels[len(names) :]:
+            panel.remove()
+        for panel, name in zip(panels, names, strict=False):
+            _panel(panel, name, results.runs[name])
+        for line in legend_below(figure, [*_COLOURS]).get_lines():
+            line.set_linewidth(3.0)
 
 
 def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
@@ -53,14 +41,8 @@ def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
             steps = run["every"] * (1 + np.arange(len(run["curve"])))
             label = way if index == 0 else None
             wide = way == "float32"
-            panel.plot(
-                steps,
-                run["curve"],
-                color=colour,
-                label=label,
-                lw=2.4 if wide else 0.9,
-                alpha=0.45 if wide else 1.0,
-            )
+            look = {"lw": 2.4, "alpha": 0.45} if wide else {"lw": 0.9}
+            panel.plot(steps, run["curve"], color=colour, label=label, **look)
     panel.set_title(task.title, fontsize=10, loc="left")
     panel.set_ylabel(task.metric, fontsize=9)
     panel.tick_params(labelsize=8)
@@ -79,8 +61,3 @@ def _is_wide(ways: dict[str, dict[str, Any]]) -> bool:
     """Returns whether the curves need a logarithmic axis."""
     ends = [x for runs in ways.values() for run in runs.values() for x in run["curve"]]
     return bool(max(ends) > 4 * min(ends))
-
-
-def _labelled(figure: Any) -> list[Any]:
-    lines = [line for panel in figure.axes for line in panel.get_lines()]
-    return [line for line in lines if not line.get_label().startswith("_")]
