@@ -9,11 +9,10 @@ import sys
 import jax
 
 from benchmarks import request
-from benchmarks.convergence import figure, page
+from benchmarks.convergence import page
 from benchmarks.convergence import run as training
-from benchmarks.convergence.results import Results
+from benchmarks.convergence.others import TASKS
 from benchmarks.convergence.task import WAYS
-from benchmarks.convergence.tasks import TASKS
 from benchmarks.request import Request
 from benchmarks.show import write_page
 
@@ -29,7 +28,7 @@ def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
       out: another folder.
 
     Raises:
-      SystemExit: if a run is out, see `convergence/rule.py`.
+      SystemExit: if a run is out, see `convergence/run.py`.
     """
     # Most of the time is compiling. Excess precision would hide roundings.
     request.on_cpu(
@@ -38,7 +37,7 @@ def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
         "--xla_cpu_use_fusion_emitters=false",
     )
     folder = pathlib.Path(out or asked.folder)
-    results = Results.open(folder / "convergence.json")
+    results = training.Results.open(folder / "convergence.json")
     for task in tasks.split(",") if tasks else TASKS:
         for way in ways.split(",") if ways else WAYS:
             least = TASKS[task].seeds if way == "float32" else 0
@@ -49,13 +48,13 @@ def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
                 _run(results, task, way, missing)
             jax.clear_caches()
     write_page(folder / "convergence.md", page.page(results))
-    figure.draw(results, folder / "convergence.png")
+    page.draw(results, folder / "convergence.png")
     outside = page.outside(results)
     print(f"{len(outside)} runs out: {', '.join(outside)}")
     sys.exit(bool(outside))
 
 
-def _run(results: Results, name: str, way: str, seeds: list[int]) -> None:
+def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> None:
     for seed, figures in training.train(TASKS[name], WAYS[way], seeds):
         results.put(name, way, seed, figures)
         print(f"{name} {way} {seed}: {page.told(figures)}", flush=True)

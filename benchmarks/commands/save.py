@@ -8,7 +8,6 @@ machine only add to them.
 """
 
 import functools
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
+from benchmarks.process import new_folder
 from benchmarks.request import Request
 from benchmarks.show import made_by, markdown_table, write_page
 from benchmarks.timing import in_turns
@@ -25,7 +25,6 @@ from flax_amp import AmpTrainState, checkpoint
 ROUNDS = 9
 _SIZES = {"full": 1e9, "tiny": 1e6}
 _LEAVES = 100
-_folder = tempfile.TemporaryDirectory
 _HEADER = ["", "save returns s", "files complete s", "restore s"]
 Seconds = tuple[float, float, float]
 
@@ -69,7 +68,7 @@ def make_state(size: float) -> AmpTrainState:
 
 
 def _plain(state: AmpTrainState) -> Seconds:
-    with _folder() as directory, ocp.CheckpointManager(directory) as manager:
+    with new_folder() as directory, ocp.CheckpointManager(directory) as manager:
         return _time(
             lambda: manager.save(0, args=ocp.args.StandardSave(state)),
             manager,
@@ -78,7 +77,7 @@ def _plain(state: AmpTrainState) -> Seconds:
 
 
 def _with_checksums(state: AmpTrainState) -> Seconds:
-    with _folder() as directory, checkpoint.manager(directory) as manager:
+    with new_folder() as directory, checkpoint.manager(directory) as manager:
         return _time(
             lambda: checkpoint.save(manager, state),
             manager,

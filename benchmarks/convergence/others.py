@@ -1,4 +1,4 @@
-"""Models on other data: a GPT, PPO, a neural ODE."""
+"""Models on other data: a GPT, PPO, a neural ODE; and the table of all tasks."""
 
 import functools
 from typing import Any
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from benchmarks.convergence import digits
 from benchmarks.convergence.task import Carry, Program, Task, Way, supervised
 from benchmarks.models import base, gpt
 from configs import char_lm as char_lm_config
@@ -256,7 +257,7 @@ def ppo(way: Way, steps: int) -> Program:
     return Program((), start, step, evaluate, {"model": loss_fn}, batches)
 
 
-TASKS = {
+TASKS = digits.TASKS | {
     "char_lm": Task("GPT, characters", "bits per character", char_lm, 500),
     "neural_ode": Task("neural ODE", "test RMS error", neural_ode, 1000),
     "ppo": Task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),

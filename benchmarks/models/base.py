@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -134,29 +135,38 @@ def nnx_problem(make: Callable[[nnx.Rngs], nnx.Module], batch: MakeBatch) -> Pro
     return Problem(init, loss, batch)
 
 
-def vectors(shape: tuple[int, ...], classes: int) -> MakeBatch:
-    """Returns a maker of float inputs (images, vectors) with labels."""
+def problem_of(
+    model: Callable[[Config, DType], nn.Module],
+    sizes: dict[str, Config],
+    batch: Callable[[Config, jax.Array], Batch],
+    loss_of: Loss = cross_entropy,
+) -> Callable[[str, str, DType], Problem]:
+    """Returns what makes the problem of a Linen model, and its data, of their sizes."""
 
-    def batch(key):
-        keys = jax.random.split(key)
-        labels = jax.random.randint(keys[1], shape[:1], 0, classes)
-        return {"inputs": jax.random.normal(keys[0], shape), "labels": labels}
+    def problem(_: str, size: str, dtype: DType) -> Problem:
+        config = sizes[size]
+        return linen(model(config, dtype), functools.partial(batch, config), loss_of)
 
-    return batch
-
-
-def images(config: Config) -> MakeBatch:
-    """Returns a maker of images with labels."""
-    shape = (config.batch, config.image, config.image, 3)
-    return vectors(shape, config.classes)
+    return problem
 
 
-def texts(config: Config) -> MakeBatch:
-    """Returns a maker of token sequences with their next tokens as labels."""
+def vectors(config: Config, key: jax.Array, *shape: int) -> Batch:
+    """Returns float inputs of a shape, with a class for each example."""
+    keys = jax.random.split(key)
+    labels = jax.random.randint(keys[1], (config.batch,), 0, config.classes)
+    return {
+        "inputs": jax.random.normal(keys[0], (config.batch, *shape)),
+        "labels": labels,
+    }
 
-    def batch(key):
-        shape = (config.batch, config.length + 1)
-        text = jax.random.randint(key, shape, 0, config.vocab)
-        return {"inputs": text[:, :-1], "labels": text[:, 1:]}
 
-    return batch
+def images(config: Config, key: jax.Array) -> Batch:
+    """Returns images with a class for each."""
+    return vectors(config, key, config.image, config.image, 3)
+
+
+def texts(config: Config, key: jax.Array) -> Batch:
+    """Returns token sequences with their next tokens as labels."""
+    shape = (config.batch, config.length + 1)
+    text = jax.random.randint(key, shape, 0, config.vocab)
+    return {"inputs": text[:, :-1], "labels": text[:, 1:]}

@@ -79,20 +79,18 @@ class BERT(base.Module):
         return x + base.cast(bias, dtype)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
     shape = (config.batch, config.length)
+    keys = jax.random.split(key, 3)
+    lengths = jax.random.randint(keys[1], shape[:1], 1, config.length + 1)
+    places = jnp.arange(config.length)
+    inputs = {
+        "tokens": jax.random.randint(keys[0], shape, 0, config.vocab),
+        "segments": jnp.broadcast_to(places >= config.length // 2, shape) * 1,
+        "mask": places < lengths[:, None],
+    }
+    labels = jax.random.randint(keys[2], shape, 0, config.vocab)
+    return {"inputs": inputs, "labels": labels}
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        lengths = jax.random.randint(keys[1], shape[:1], 1, config.length + 1)
-        places = jnp.arange(config.length)
-        inputs = {
-            "tokens": jax.random.randint(keys[0], shape, 0, config.vocab),
-            "segments": jnp.broadcast_to(places >= config.length // 2, shape) * 1,
-            "mask": places < lengths[:, None],
-        }
-        labels = jax.random.randint(keys[2], shape, 0, config.vocab)
-        return {"inputs": inputs, "labels": labels}
 
-    return base.linen(BERT(config, dtype), batch)
+problem = base.problem_of(BERT, SIZES, batch)

@@ -89,17 +89,15 @@ def contrast(similar: jax.Array, labels: jax.Array) -> jax.Array:
     ) / 2
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key)
+    images = (config.batch, config.image, config.image, 3)
+    texts = (config.batch, config.length)
+    inputs = {
+        "images": jax.random.normal(keys[0], images),
+        "texts": jax.random.randint(keys[1], texts, 0, config.vocab),
+    }
+    return {"inputs": inputs, "labels": jnp.arange(config.batch)}
 
-    def batch(key):
-        keys = jax.random.split(key)
-        images = (config.batch, config.image, config.image, 3)
-        texts = (config.batch, config.length)
-        inputs = {
-            "images": jax.random.normal(keys[0], images),
-            "texts": jax.random.randint(keys[1], texts, 0, config.vocab),
-        }
-        return {"inputs": inputs, "labels": jnp.arange(config.batch)}
 
-    return base.linen(CLIP(config, dtype), batch, contrast)
+problem = base.problem_of(CLIP, SIZES, batch, contrast)

@@ -55,6 +55,4 @@ class ConvNeXt(base.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    return base.linen(ConvNeXt(config, dtype), base.images(config))
+problem = base.problem_of(ConvNeXt, SIZES, base.images)

@@ -73,13 +73,11 @@ class DiT(base.Module):
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(inputs["images"].shape)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key, 4)
+    found, shape = noised(config, config.channels, keys), (config.batch,)
+    classes = jax.random.randint(keys[3], shape, 0, config.classes)
+    return found | {"inputs": found["inputs"] | {"classes": classes}}
 
-    def batch(key):
-        keys = jax.random.split(key, 4)
-        found, shape = noised(config, config.channels, keys), (config.batch,)
-        classes = jax.random.randint(keys[3], shape, 0, config.classes)
-        return found | {"inputs": found["inputs"] | {"classes": classes}}
 
-    return base.linen(DiT(config, dtype), batch, base.squared_error)
+problem = base.problem_of(DiT, SIZES, batch, base.squared_error)

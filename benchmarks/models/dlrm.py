@@ -43,17 +43,15 @@ def clicks(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key, 3)
+    shape = (config.batch, config.categories)
+    inputs = {
+        "dense": jax.random.exponential(keys[0], (config.batch, config.dense)),
+        "categories": jax.random.randint(keys[1], shape, 0, 1 << 30),
+    }
+    labels = jax.random.bernoulli(keys[2], shape=shape[:1])
+    return {"inputs": inputs, "labels": labels.astype(jnp.float32)}
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        shape = (config.batch, config.categories)
-        inputs = {
-            "dense": jax.random.exponential(keys[0], (config.batch, config.dense)),
-            "categories": jax.random.randint(keys[1], shape, 0, 1 << 30),
-        }
-        labels = jax.random.bernoulli(keys[2], shape=shape[:1])
-        return {"inputs": inputs, "labels": labels.astype(jnp.float32)}
 
-    return base.linen(DLRM(config, dtype), batch, clicks)
+problem = base.problem_of(DLRM, SIZES, batch, clicks)

@@ -80,6 +80,4 @@ class EfficientNet(base.Module):
         return nn.Dense(config.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    return base.linen(EfficientNet(config, dtype), base.images(config))
+problem = base.problem_of(EfficientNet, SIZES, base.images)

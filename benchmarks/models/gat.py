@@ -62,15 +62,13 @@ class GAT(base.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key, 3)
+    ends = jax.random.randint(keys[0], (2, config.edges), 0, config.nodes)
+    nodes = jax.random.normal(keys[1], (config.nodes, config.features))
+    labels = jax.random.randint(keys[2], (config.nodes,), 0, config.classes)
+    graph = {"nodes": nodes, "senders": ends[0], "receivers": ends[1]}
+    return {"inputs": graph, "labels": labels}
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        ends = jax.random.randint(keys[0], (2, config.edges), 0, config.nodes)
-        nodes = jax.random.normal(keys[1], (config.nodes, config.features))
-        labels = jax.random.randint(keys[2], (config.nodes,), 0, config.classes)
-        graph = {"nodes": nodes, "senders": ends[0], "receivers": ends[1]}
-        return {"inputs": graph, "labels": labels}
 
-    return base.linen(GAT(config, dtype), batch)
+problem = base.problem_of(GAT, SIZES, batch)

@@ -105,7 +105,7 @@ class NNXGPT(nnx.Module):
 def problem(name, size, dtype):
     tiny = TINY if size == "tiny" else {}
     config = base.config(**(RUN | FULL | LAYERS[name] | tiny))
-    data = base.texts(config)
+    data = functools.partial(base.texts, config)
     if name == "nnx_gpt":
         return base.nnx_problem(functools.partial(NNXGPT, config, dtype), data)
     return base.linen(GPT(config, dtype), data)

@@ -5,6 +5,7 @@ associative scan runs over the words. `griffin_loop` runs a loop over them. The 
 are scanned, for they are slow to compile.
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -122,4 +123,4 @@ class LanguageModel(base.Module):
 def problem(name, size, dtype):
     config = SIZES[size]
     model = LanguageModel(config, dtype, Block, name == "griffin_loop")
-    return base.linen(model, base.texts(config))
+    return base.linen(model, functools.partial(base.texts, config))

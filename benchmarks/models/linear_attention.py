@@ -47,14 +47,12 @@ class LinearTransformer(base.Module):
         return dense(config.classes)(norm()(x).mean(axis=1))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key)
+    shape = (config.batch, config.length)
+    tokens = jax.random.randint(keys[0], shape, 0, config.vocab)
+    labels = jax.random.randint(keys[1], shape[:1], 0, config.classes)
+    return {"inputs": tokens, "labels": labels}
 
-    def batch(key):
-        keys = jax.random.split(key)
-        shape = (config.batch, config.length)
-        tokens = jax.random.randint(keys[0], shape, 0, config.vocab)
-        labels = jax.random.randint(keys[1], shape[:1], 0, config.classes)
-        return {"inputs": tokens, "labels": labels}
 
-    return base.linen(LinearTransformer(config, dtype), batch)
+problem = base.problem_of(LinearTransformer, SIZES, batch)

@@ -3,6 +3,8 @@
 `llama` computes its layers again in the backward pass, `llama_noremat` stores them.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -98,4 +100,4 @@ class Llama(base.Module):
 
 def problem(name, size, dtype):
     config = SIZES[size]._replace(remat=name == "llama")
-    return base.linen(Llama(config, dtype), base.texts(config))
+    return base.linen(Llama(config, dtype), functools.partial(base.texts, config))

@@ -5,6 +5,7 @@ words, `mamba_loop` a loop over them, which forms each step as it comes. The lay
 scanned, for they are slow to compile.
 """
 
+import functools
 import math
 
 import flax.linen as nn
@@ -98,4 +99,4 @@ class Block(base.Module):
 def problem(name, size, dtype):
     config = SIZES[size]
     model = LanguageModel(config, dtype, Block, name == "mamba_loop")
-    return base.linen(model, base.texts(config))
+    return base.linen(model, functools.partial(base.texts, config))

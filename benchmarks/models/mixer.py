@@ -52,6 +52,4 @@ class Mixer(base.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    return base.linen(Mixer(config, dtype), base.images(config))
+problem = base.problem_of(Mixer, SIZES, base.images)

@@ -71,6 +71,4 @@ class MoE(gpt.GPT):
         return x
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    return base.linen(MoE(config, dtype), base.texts(config))
+problem = base.problem_of(MoE, SIZES, base.texts)

@@ -113,7 +113,7 @@ class NNXResNet(nnx.Module):
 
 def problem(name, size, dtype):
     config = SIZES[size]
-    data, sizes = base.images(config), (config.width, config.classes)
+    data, sizes = functools.partial(base.images, config), (config.width, config.classes)
     if name == "nnx_resnet50":
         return base.nnx_problem(functools.partial(NNXResNet, *sizes, dtype), data)
     return base.linen(ResNet(*sizes, dtype), data)

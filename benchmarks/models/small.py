@@ -1,5 +1,7 @@
 """`mlp`, nothing but matrix products, and `lstm`, a language model over `nn.RNN`."""
 
+import functools
+
 import flax.linen as nn
 import jax
 
@@ -49,7 +51,8 @@ class LSTM(nn.Module):
 def problem(name, size, dtype):
     if name == "mlp":
         config = MLP_SIZES[size]
-        data = base.vectors((config.batch, config.width), config.classes)
-        return base.linen(MLP(config.width, config.classes, dtype), data)
+        model = MLP(config.width, config.classes, dtype)
+        return base.linen(model, lambda key: base.vectors(config, key, config.width))
     config = LSTM_SIZES[size]
-    return base.linen(LSTM(config.width, config.vocab, dtype), base.texts(config))
+    model = LSTM(config.width, config.vocab, dtype)
+    return base.linen(model, functools.partial(base.texts, config))

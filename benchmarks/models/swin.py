@@ -103,6 +103,4 @@ class Swin(base.Module):
         return dense(config.classes)(norm()(x).mean(axis=(1, 2)))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    return base.linen(Swin(config, dtype), base.images(config))
+problem = base.problem_of(Swin, SIZES, base.images)

@@ -116,14 +116,11 @@ class T5(base.Module):
         return words.attend(x * config.width**-0.5)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    data = base.texts(config)
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key)
+    answer, text = base.texts(config, keys[0]), base.texts(config, keys[1])["inputs"]
+    inputs = {"text": text, "answer": answer["inputs"]}
+    return {"inputs": inputs, "labels": answer["labels"]}
 
-    def batch(key):
-        keys = jax.random.split(key)
-        answer, text = data(keys[0]), data(keys[1])["inputs"]
-        inputs = {"text": text, "answer": answer["inputs"]}
-        return {"inputs": inputs, "labels": answer["labels"]}
 
-    return base.linen(T5(config, dtype), batch)
+problem = base.problem_of(T5, SIZES, batch)

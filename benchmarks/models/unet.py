@@ -114,10 +114,8 @@ class UNet(base.Module):
         return Attention(config.groups, self.dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    return noised(config, 3, jax.random.split(key, 3))
 
-    def batch(key):
-        return noised(config, 3, jax.random.split(key, 3))
 
-    return base.linen(UNet(config, dtype), batch, base.squared_error)
+problem = base.problem_of(UNet, SIZES, batch, base.squared_error)

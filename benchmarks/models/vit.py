@@ -106,7 +106,7 @@ class NNXViT(nnx.Module):
 
 def problem(name, size, dtype):
     config = CONFIGS[name.replace("nnx_vit", "vit_s16")][size]
-    data = base.images(config)
+    data = functools.partial(base.images, config)
     if name == "nnx_vit":
         return base.nnx_problem(functools.partial(NNXViT, config, dtype), data)
     return base.linen(ViT(config, dtype), data)

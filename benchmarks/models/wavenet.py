@@ -41,6 +41,4 @@ class WaveNet(base.Module):
         return conv(config.vocab, (1,))(nn.relu(y))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    return base.linen(WaveNet(config, dtype), base.texts(config))
+problem = base.problem_of(WaveNet, SIZES, base.texts)

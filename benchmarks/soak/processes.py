@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.faults.process import Process
+from benchmarks.process import Process
 from benchmarks.soak.rule import DYNAMIC
 
 # The first ones are alike: they are compared with a run that nothing interrupts.

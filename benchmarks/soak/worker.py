@@ -17,12 +17,11 @@ import warnings
 from collections import Counter
 from typing import Any, TextIO
 
-import absl.logging
 import jax
 import numpy as np
 
 from benchmarks.faults.training import fingerprint
-from benchmarks.faults.worker import say
+from benchmarks.process import say, work
 from benchmarks.soak import stream
 from benchmarks.soak.training import Training, observe, plain_gradients
 from flax_amp import AmpTrainState, checkpoint
@@ -134,15 +133,9 @@ def _megabytes() -> float:
 
 
 def main(directory: str, record: str, settings: str) -> None:
-    absl.logging.set_verbosity("fatal")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    try:
-        # A line is written when it ends, so that a kill loses none.
-        with open(record, "w", buffering=1) as lines:
-            Worker(directory, lines, json.loads(settings)).run()
-    except Exception as error:
-        say(failed=f"{type(error).__name__}: {error}")
-        raise
+    # A line is written when it ends, so that a kill loses none.
+    with open(record, "w", buffering=1) as lines:
+        work(lambda: Worker(directory, lines, json.loads(settings)).run())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from benchmarks.models import (
     vit,
     wavenet,
 )
-from benchmarks.optimizers import overhead
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
 from benchmarks.sections import SECTIONS
@@ -187,9 +186,10 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
-    assert {*SECTIONS, *"call casts convergence corpus faults optim save soak report".split()} == {
-        *cli.COMMANDS
-    }
+    assert {
+        *SECTIONS,
+        *"call casts convergence corpus faults optim save soak report".split(),
+    } == {*cli.COMMANDS}
 
 
 def test_the_softmax_of_the_expert():
@@ -245,7 +245,7 @@ def test_calls(tmp_path, monkeypatch):
 @pytest.mark.slow
 class TestOptim:
     def test_command(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(overhead, "LEAVES", 2)
+        monkeypatch.setattr(optim, "LEAVES", 2)
         optim.run(Request(folder=tmp_path), only="sgd", rounds=1)
         text = (tmp_path / "optim.md").read_text()
         assert "| `sgd` | exact | exact |" in text and "noise" in text
