@@ -44,41 +44,39 @@ def _linen() -> Programs:
         return (lambda **set: nn.RNN(cell(16, **set))), _SEQUENCE
 
     P = functools.partial
-    return lazily(
-        case,
-        {
-            "Dense": (P(nn.Dense, 8), _SEQUENCE),
-            "DenseGeneral": (P(nn.DenseGeneral, (4, 2)), _SEQUENCE),
-            "Einsum": (P(nn.Einsum, (16, 8), "bti,io->bto"), _SEQUENCE),
-            "Conv": (P(nn.Conv, 8, (3, 3)), _IMAGE),
-            "Conv(depthwise)": (P(nn.Conv, 4, (3, 3), feature_group_count=4), _IMAGE),
-            "Conv(dilated)": (P(nn.Conv, 8, (3, 3), kernel_dilation=2), _IMAGE),
-            "ConvLocal": (P(nn.ConvLocal, 8, (3, 3)), _IMAGE),
-            "ConvTranspose": (P(nn.ConvTranspose, 8, (3, 3), strides=(2, 2)), _IMAGE),
-            "SelfAttention": (P(nn.SelfAttention, 4), _SEQUENCE),
-            "MultiHeadDotProductAttention(qk norm)": (
-                P(nn.MultiHeadDotProductAttention, 4, normalize_qk=True),
-                _SEQUENCE,
+    table = {
+        "Dense": (P(nn.Dense, 8), _SEQUENCE),
+        "DenseGeneral": (P(nn.DenseGeneral, (4, 2)), _SEQUENCE),
+        "Einsum": (P(nn.Einsum, (16, 8), "bti,io->bto"), _SEQUENCE),
+        "Conv": (P(nn.Conv, 8, (3, 3)), _IMAGE),
+        "Conv(depthwise)": (P(nn.Conv, 4, (3, 3), feature_group_count=4), _IMAGE),
+        "Conv(dilated)": (P(nn.Conv, 8, (3, 3), kernel_dilation=2), _IMAGE),
+        "ConvLocal": (P(nn.ConvLocal, 8, (3, 3)), _IMAGE),
+        "ConvTranspose": (P(nn.ConvTranspose, 8, (3, 3), strides=(2, 2)), _IMAGE),
+        "SelfAttention": (P(nn.SelfAttention, 4), _SEQUENCE),
+        "MultiHeadDotProductAttention(qk norm)": (
+            P(nn.MultiHeadDotProductAttention, 4, normalize_qk=True),
+            _SEQUENCE,
+        ),
+        "LayerNorm": (nn.LayerNorm, _SEQUENCE),
+        "GroupNorm": (P(nn.GroupNorm, 2), _IMAGE),
+        "RNN(LSTMCell)": rnn(nn.LSTMCell),
+        "RNN(OptimizedLSTMCell)": rnn(nn.OptimizedLSTMCell),
+        "RNN(GRUCell)": rnn(nn.GRUCell),
+        "RNN(MGUCell)": rnn(nn.MGUCell),
+        "RNN(SimpleCell)": rnn(nn.SimpleCell),
+        "Bidirectional": (
+            lambda **s: nn.Bidirectional(
+                nn.RNN(nn.GRUCell(8, **s)), nn.RNN(nn.GRUCell(8, **s))
             ),
-            "LayerNorm": (nn.LayerNorm, _SEQUENCE),
-            "GroupNorm": (P(nn.GroupNorm, 2), _IMAGE),
-            "RNN(LSTMCell)": rnn(nn.LSTMCell),
-            "RNN(OptimizedLSTMCell)": rnn(nn.OptimizedLSTMCell),
-            "RNN(GRUCell)": rnn(nn.GRUCell),
-            "RNN(MGUCell)": rnn(nn.MGUCell),
-            "RNN(SimpleCell)": rnn(nn.SimpleCell),
-            "Bidirectional": (
-                lambda **s: nn.Bidirectional(
-                    nn.RNN(nn.GRUCell(8, **s)), nn.RNN(nn.GRUCell(8, **s))
-                ),
-                _SEQUENCE,
-            ),
-            "RNN(ConvLSTMCell)": (
-                lambda **s: nn.RNN(nn.ConvLSTMCell(4, (3, 3), **s)),
-                (2, 5, 8, 8, 4),
-            ),
-        },
-    )
+            _SEQUENCE,
+        ),
+        "RNN(ConvLSTMCell)": (
+            lambda **s: nn.RNN(nn.ConvLSTMCell(4, (3, 3), **s)),
+            (2, 5, 8, 8, 4),
+        ),
+    }
+    return lazily(case, table)
 
 
 def _nnx_case(given: Any) -> Case:
@@ -139,18 +137,16 @@ def _jaxkan() -> Programs:
 
         return model, (16, 4), False
 
-    return lazily(
-        _nnx_case,
-        {
-            "KAN(base)": make("base", k=3, G=4),
-            "KAN(spline)": make("spline", k=3, G=4),
-            "KAN(chebyshev)": make("chebyshev", D=4),
-            "KAN(legendre)": make("legendre", D=4),
-            "KAN(fourier)": make("fourier", D=4),
-            "KAN(rbf)": make("rbf", D=4),
-            "KAN(sine)": make("sine", D=4),
-        },
-    )
+    table = {
+        "KAN(base)": make("base", k=3, G=4),
+        "KAN(spline)": make("spline", k=3, G=4),
+        "KAN(chebyshev)": make("chebyshev", D=4),
+        "KAN(legendre)": make("legendre", D=4),
+        "KAN(fourier)": make("fourier", D=4),
+        "KAN(rbf)": make("rbf", D=4),
+        "KAN(sine)": make("sine", D=4),
+    }
+    return lazily(_nnx_case, table)
 
 
 def _equinox_case(given: Any) -> Case:
@@ -188,43 +184,39 @@ def _equinox() -> Programs:
     norm = lambda k: e.Sequential(  # noqa: E731
         [e.Linear(16, 16, key=k), e.LayerNorm(16), e.Linear(16, 4, key=k)]
     )
-    return lazily(
-        _equinox_case,
-        {
-            "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
-            "LSTMCell": (lambda k: Scanned(e.LSTMCell(16, 8, key=k)), _SEQUENCE),
-            "GRUCell": (lambda k: Scanned(e.GRUCell(16, 8, key=k)), _SEQUENCE),
-            "MultiheadAttention": (
-                lambda k: Attend(e.MultiheadAttention(4, 16, key=k)),
-                _SEQUENCE,
+    table = {
+        "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
+        "LSTMCell": (lambda k: Scanned(e.LSTMCell(16, 8, key=k)), _SEQUENCE),
+        "GRUCell": (lambda k: Scanned(e.GRUCell(16, 8, key=k)), _SEQUENCE),
+        "MultiheadAttention": (
+            lambda k: Attend(e.MultiheadAttention(4, 16, key=k)),
+            _SEQUENCE,
+        ),
+        "Conv2d": (lambda k: e.Conv2d(4, 8, 3, key=k), image),
+        "ConvTranspose2d": (lambda k: e.ConvTranspose2d(4, 8, 3, key=k), image),
+        "Conv1d": (lambda k: e.Conv1d(12, 8, 3, key=k), _SEQUENCE),
+        "LayerNorm": (norm, (64, 16)),
+        "GroupNorm": (
+            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.GroupNorm(2, 8)]),
+            image,
+        ),
+        "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (64, 16)),
+        "PReLU": (
+            lambda k: e.Sequential(
+                [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.PReLU()(x))]
             ),
-            "Conv2d": (lambda k: e.Conv2d(4, 8, 3, key=k), image),
-            "ConvTranspose2d": (lambda k: e.ConvTranspose2d(4, 8, 3, key=k), image),
-            "Conv1d": (lambda k: e.Conv1d(12, 8, 3, key=k), _SEQUENCE),
-            "LayerNorm": (norm, (64, 16)),
-            "GroupNorm": (
-                lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.GroupNorm(2, 8)]),
-                image,
-            ),
-            "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (64, 16)),
-            "PReLU": (
-                lambda k: e.Sequential(
-                    [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.PReLU()(x))]
-                ),
-                (64, 16),
-            ),
-            "MaxPool2d": (
-                lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.MaxPool2d(2, 2)]),
-                image,
-            ),
-            "AdaptiveAvgPool2d": (
-                lambda k: e.Sequential(
-                    [e.Conv2d(4, 8, 3, key=k), e.AdaptiveAvgPool2d(3)]
-                ),
-                image,
-            ),
-        },
-    )
+            (64, 16),
+        ),
+        "MaxPool2d": (
+            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.MaxPool2d(2, 2)]),
+            image,
+        ),
+        "AdaptiveAvgPool2d": (
+            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.AdaptiveAvgPool2d(3)]),
+            image,
+        ),
+    }
+    return lazily(_equinox_case, table)
 
 
 def _haiku() -> Programs:
@@ -255,35 +247,33 @@ def _haiku() -> Programs:
     resnet = lambda hk, x: hk.nets.ResNet(  # noqa: E731
         [1, 1, 1, 1], 5, channels_per_group=[8, 8, 16, 16], bottleneck=False
     )(x, is_training=True)
-    return lazily(
-        case,
-        {
-            "nets.MLP": (lambda hk, x: hk.nets.MLP([32, 8])(x), (8, 16)),
-            "nets.ResNet": (resnet, (4, 32, 32, 3)),
-            "nets.VectorQuantizer": (
-                lambda hk, x: hk.nets.VectorQuantizer(8, 9, 0.25)(
-                    hk.Linear(8)(x), is_training=True
-                )["loss"],
-                (8, 16),
-            ),
-            "MultiHeadAttention": (attend, _SEQUENCE),
-            "LSTM": unrolled("LSTM"),
-            "GRU": unrolled("GRU"),
-            "VanillaRNN": unrolled("VanillaRNN"),
-            "SeparableDepthwiseConv2D": (
-                lambda hk, x: hk.SeparableDepthwiseConv2D(2, 3)(x),
-                _IMAGE,
-            ),
-            "InstanceNorm": (
-                lambda hk, x: hk.InstanceNorm(True, True)(hk.Conv2D(8, 3)(x)),
-                _IMAGE,
-            ),
-            "LayerNorm": (
-                lambda hk, x: hk.LayerNorm(-1, True, True)(hk.Linear(8)(x)),
-                (8, 16),
-            ),
-        },
-    )
+    table = {
+        "nets.MLP": (lambda hk, x: hk.nets.MLP([32, 8])(x), (8, 16)),
+        "nets.ResNet": (resnet, (4, 32, 32, 3)),
+        "nets.VectorQuantizer": (
+            lambda hk, x: hk.nets.VectorQuantizer(8, 9, 0.25)(
+                hk.Linear(8)(x), is_training=True
+            )["loss"],
+            (8, 16),
+        ),
+        "MultiHeadAttention": (attend, _SEQUENCE),
+        "LSTM": unrolled("LSTM"),
+        "GRU": unrolled("GRU"),
+        "VanillaRNN": unrolled("VanillaRNN"),
+        "SeparableDepthwiseConv2D": (
+            lambda hk, x: hk.SeparableDepthwiseConv2D(2, 3)(x),
+            _IMAGE,
+        ),
+        "InstanceNorm": (
+            lambda hk, x: hk.InstanceNorm(True, True)(hk.Conv2D(8, 3)(x)),
+            _IMAGE,
+        ),
+        "LayerNorm": (
+            lambda hk, x: hk.LayerNorm(-1, True, True)(hk.Linear(8)(x)),
+            (8, 16),
+        ),
+    }
+    return lazily(case, table)
 
 
 # --- whole models --------------------------------------------------------------------
@@ -318,16 +308,14 @@ def _flaxmodels() -> Programs:
             lambda dtype: loss_of(make(dtype=jnp.dtype(dtype).name)),
         )
 
-    return lazily(
-        case,
-        {
-            "ResNet18": ("ResNet18", dict(num_classes=5, output="logits")),
-            "VGG16": (
-                "VGG16",
-                dict(include_head=False, output="activations", num_classes=5),
-            ),
-        },
-    )
+    table = {
+        "ResNet18": ("ResNet18", dict(num_classes=5, output="logits")),
+        "VGG16": (
+            "VGG16",
+            dict(include_head=False, output="activations", num_classes=5),
+        ),
+    }
+    return lazily(case, table)
 
 
 def _penzai() -> Programs:
@@ -370,19 +358,17 @@ def _penzai() -> Programs:
 
         return Case(loss_of(body), params, (tokens,))
 
-    return lazily(
-        case,
-        {
-            "llama": {},
-            "llama(layer stack)": {"use_layer_stack": True},
-            "gemma": dict(
-                mlp_variant="geglu_approx",
-                tie_embedder_and_logits=True,
-                final_logit_softcap=30.0,
-                attn_logits_soft_cap=50.0,
-            ),
-        },
-    )
+    table = {
+        "llama": {},
+        "llama(layer stack)": {"use_layer_stack": True},
+        "gemma": dict(
+            mlp_variant="geglu_approx",
+            tie_embedder_and_logits=True,
+            final_logit_softcap=30.0,
+            attn_logits_soft_cap=50.0,
+        ),
+    }
+    return lazily(case, table)
 
 
 def _jraph() -> Programs:
@@ -461,25 +447,21 @@ def _e3nn() -> Programs:
 
         return of_product(of_irreps, normal(9, 9) / 3, normal(16, 9, seed=1))
 
-    return lazily(
-        case,
-        {
-            "tensor_product": lambda e, a: e.tensor_product(a, a),
-            "elementwise_tensor_product": lambda e, a: e.elementwise_tensor_product(
-                a, a
-            ),
-            "spherical_harmonics": lambda e, a: e.spherical_harmonics(
-                "0e + 1o + 2e", a.filter("1o"), True
-            ),
-            "norm": lambda e, a: e.norm(a),
-            "scatter_sum": lambda e, a: e.scatter_sum(
-                a, dst=jnp.arange(16) % 4, output_size=4
-            ),
-            "to_s2grid": lambda e, a: e.from_s2grid(
-                e.to_s2grid(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e"
-            ),
-        },
-    )
+    table = {
+        "tensor_product": lambda e, a: e.tensor_product(a, a),
+        "elementwise_tensor_product": lambda e, a: e.elementwise_tensor_product(a, a),
+        "spherical_harmonics": lambda e, a: e.spherical_harmonics(
+            "0e + 1o + 2e", a.filter("1o"), True
+        ),
+        "norm": lambda e, a: e.norm(a),
+        "scatter_sum": lambda e, a: e.scatter_sum(
+            a, dst=jnp.arange(16) % 4, output_size=4
+        ),
+        "to_s2grid": lambda e, a: e.from_s2grid(
+            e.to_s2grid(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e"
+        ),
+    }
+    return lazily(case, table)
 
 
 # --- Pallas kernels, interpreted ----------------------------------------------------
@@ -537,17 +519,15 @@ def _pallas() -> Programs:
     def case(function: Any) -> Case:
         return of_product(function, normal(32, 32) / 6, normal(64, 32, seed=1))
 
-    return lazily(
-        case,
-        {
-            "ops.gpu.attention": functools.partial(attend, causal=False),
-            "ops.gpu.attention(causal)": functools.partial(attend, causal=True),
-            "ops.gpu.layer_norm": layer_norm,
-            "ops.gpu.rms_norm": rms_norm,
-            "pallas_call(gelu)": kernel(jax.nn.gelu),
-            "pallas_call(softmax)": kernel(lambda x: jax.nn.softmax(x, -1)),
-        },
-    )
+    table = {
+        "ops.gpu.attention": functools.partial(attend, causal=False),
+        "ops.gpu.attention(causal)": functools.partial(attend, causal=True),
+        "ops.gpu.layer_norm": layer_norm,
+        "ops.gpu.rms_norm": rms_norm,
+        "pallas_call(gelu)": kernel(jax.nn.gelu),
+        "pallas_call(softmax)": kernel(lambda x: jax.nn.softmax(x, -1)),
+    }
+    return lazily(case, table)
 
 
 # --- optimizers: three steps, with the loss under amp, as in a train step -----------

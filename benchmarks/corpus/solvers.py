@@ -14,6 +14,11 @@ def _solver_case(function: Callable[..., Any]) -> Case:
     return of_product(function, normal(8, 8) / 4, normal(8, seed=1))
 
 
+def _by_name(run: Callable[..., Any], names: str) -> Programs:
+    table = {name: functools.partial(run, name) for name in names.split()}
+    return lazily(_solver_case, table)
+
+
 def _diffrax() -> Programs:
     def solve(solver: str, adjoint: str = "", adaptive: bool = False) -> Any:
         def run(w: Any, x: Any) -> Any:
@@ -52,20 +57,18 @@ def _optimistix() -> Programs:
         }[method]
         return getattr(optx, method)(function, kind, x, w, throw=False).value
 
-    table = {
+    methods = {
         "fixed_point": "FixedPointIteration",
         "root_find": "Newton Chord",
         "least_squares": "LevenbergMarquardt GaussNewton Dogleg",
         "minimise": "BFGS NonlinearCG",
     }
-    return lazily(
-        _solver_case,
-        {
-            f"{method}({solver})": functools.partial(run, method, solver)
-            for method, solvers in table.items()
-            for solver in solvers.split()
-        },
-    )
+    table = {
+        f"{method}({solver})": functools.partial(run, method, solver)
+        for method, solvers in methods.items()
+        for solver in solvers.split()
+    }
+    return lazily(_solver_case, table)
 
 
 def _lineax() -> Programs:
@@ -80,9 +83,7 @@ def _lineax() -> Programs:
         return lx.linear_solve(operator, x, kind, throw=False).value
 
     names = "LU QR SVD Cholesky CG GMRES BiCGStab"
-    return lazily(
-        _solver_case, {name: functools.partial(run, name) for name in names.split()}
-    )
+    return _by_name(run, names)
 
 
 def _jaxopt() -> Programs:
@@ -132,13 +133,11 @@ def _ott() -> Programs:
         problem = linear_problem.LinearProblem(geometry, **settings)
         return sinkhorn.Sinkhorn(max_iterations=50)(problem).reg_ot_cost
 
-    return lazily(
-        _solver_case,
-        {
-            "Sinkhorn": functools.partial(run, {}),
-            "Sinkhorn(unbalanced)": functools.partial(run, {"tau_a": 0.9}),
-        },
-    )
+    table = {
+        "Sinkhorn": functools.partial(run, {}),
+        "Sinkhorn(unbalanced)": functools.partial(run, {"tau_a": 0.9}),
+    }
+    return lazily(_solver_case, table)
 
 
 def _tinygp() -> Programs:
@@ -150,9 +149,7 @@ def _tinygp() -> Programs:
         return GaussianProcess(kind, w @ x, diag=0.5).log_probability(x)
 
     names = "ExpSquared Matern32 Matern52 Exp"
-    return lazily(
-        _solver_case, {name: functools.partial(run, name) for name in names.split()}
-    )
+    return _by_name(run, names)
 
 
 def _blackjax() -> Programs:
@@ -171,17 +168,15 @@ def _blackjax() -> Programs:
         return jax.lax.scan(step, kind.init(x), keys)[0].logdensity
 
     mass = jnp.ones(8)
-    return lazily(
-        _solver_case,
-        {
-            "hmc": functools.partial(
-                run,
-                "hmc",
-                dict(step_size=0.05, inverse_mass_matrix=mass, num_integration_steps=3),
-            ),
-            "mala": functools.partial(run, "mala", dict(step_size=0.01)),
-        },
-    )
+    table = {
+        "hmc": functools.partial(
+            run,
+            "hmc",
+            dict(step_size=0.05, inverse_mass_matrix=mass, num_integration_steps=3),
+        ),
+        "mala": functools.partial(run, "mala", dict(step_size=0.01)),
+    }
+    return lazily(_solver_case, table)
 
 
 TABLES = {

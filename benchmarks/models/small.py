@@ -51,8 +51,8 @@ class LSTM(nn.Module):
 def problem(name, size, dtype):
     if name == "mlp":
         config = MLP_SIZES[size]
-        model = MLP(config.width, config.classes, dtype)
-        return base.linen(model, lambda key: base.vectors(config, key, config.width))
+        mlp = MLP(config.width, config.classes, dtype)
+        return base.linen(mlp, lambda key: base.vectors(config, key, config.width))
     config = LSTM_SIZES[size]
-    model = LSTM(config.width, config.vocab, dtype)
-    return base.linen(model, functools.partial(base.texts, config))
+    lstm = LSTM(config.width, config.vocab, dtype)
+    return base.linen(lstm, functools.partial(base.texts, config))

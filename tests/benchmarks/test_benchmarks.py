@@ -1,6 +1,7 @@
 """`benchmarks/`: models and variants build, commands run, the report renders."""
 
 import dataclasses
+import importlib
 import json
 import sys
 import types
@@ -14,27 +15,7 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import models, plots, report, request, softmax, variants
 from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
-from benchmarks.models import (
-    bert,
-    clip,
-    convnext,
-    dit,
-    efficientnet,
-    gat,
-    gpt,
-    griffin,
-    linear_attention,
-    llama,
-    mamba,
-    mixer,
-    moe,
-    resnet,
-    swin,
-    t5,
-    unet,
-    vit,
-    wavenet,
-)
+from benchmarks.models import efficientnet, gpt, resnet, vit
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
 from benchmarks.sections import SECTIONS
@@ -50,25 +31,30 @@ def _as_a_user_has_it():
         yield
 
 
+FEWER = dict.fromkeys(
+    "llama moe bert t5 griffin gat dit clip mamba mixer wavenet "
+    "linear_attention".split(),
+    {"layers": 1},
+) | {
+    "convnext": {"depths": (1, 0, 1, 0)},
+    "unet": {"factors": (1,), "attended": 0},
+    "swin": {"depths": (2, 1), "heads": (3, 6)},
+}
+
+
 @pytest.fixture
 def shallow(monkeypatch):
     """Makes the deep models quick to trace: a layer of each kind."""
     monkeypatch.setattr(gpt, "TINY", gpt.TINY | {"layers": 1})
     monkeypatch.setattr(resnet, "STAGES", (1,))
     monkeypatch.setattr(efficientnet, "STAGES", ((1, 3, 2, 1, 16), (2, 5, 2, 6, 24)))
-    equal = vit, llama, moe, bert, t5, griffin, gat, dit, clip, mamba, mixer
-    equal += wavenet, linear_attention
-    layers = dict.fromkeys(equal, {"layers": 1})
-    stages = {
-        convnext: {"depths": (1, 0, 1, 0)},
-        unet: {"factors": (1,), "attended": 0},
-        swin: {"depths": (2, 1), "heads": (3, 6)},
-    }
-    for module, fewer in (layers | stages).items():
-        tables = vit.CONFIGS.values() if module is vit else [module.SIZES]
-        for sizes in tables:
-            for key, config in sizes.items():
-                monkeypatch.setitem(sizes, key, config._replace(**fewer))
+    tables = [(sizes, {"layers": 1}) for sizes in vit.CONFIGS.values()]
+    for name, fewer in FEWER.items():
+        module = importlib.import_module(f"benchmarks.models.{name}")
+        tables.append((module.SIZES, fewer))
+    for sizes, fewer in tables:
+        for key, config in sizes.items():
+            monkeypatch.setitem(sizes, key, config._replace(**fewer))
 
 
 def signature(tree):
