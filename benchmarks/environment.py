@@ -58,8 +58,9 @@ def machine() -> str:
 
 
 def command_line() -> str:
-    """Returns the command as it was typed, without the path of the interpreter."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """Returns the command as it was typed; of an absolute path, only the last part."""
+    typed = [pathlib.Path(x).name if x[:1] == "/" else x for x in sys.orig_argv[1:]]
+    return shlex.join(["python", *typed])
 
 
 def _own_version() -> str:

@@ -114,6 +114,13 @@ def work(task: Callable[[], None]) -> None:
         raise
 
 
+def on_disk(directory: pathlib.Path) -> tuple[int, int]:
+    """Returns the newest complete step, and the number of half-written ones."""
+    names = [p.name for p in directory.iterdir()] if directory.exists() else []
+    complete = [int(name) for name in names if name.isdecimal()]
+    return max(complete, default=0), sum("tmp" in name for name in names)
+
+
 @contextlib.contextmanager
 def new_folder() -> Iterator[pathlib.Path]:
     """A folder that is there for a while."""

@@ -6,8 +6,6 @@
 import re
 from collections import Counter
 
-import jax
-
 import flax_amp
 from benchmarks.models import problem
 from benchmarks.request import Request
@@ -50,8 +48,6 @@ def run(asked: Request) -> None:
 
 def explained(model: str, size: str = "full") -> Explanation:
     """Returns the explanation of a model in bfloat16; nothing is computed."""
-    task, key = problem(model, size), jax.random.key(0)
-    others = dict(jax.eval_shape(task.init, key))
-    params, batch = others.pop("params"), jax.eval_shape(task.batch, key)
+    task = problem(model, size)
     explain = flax_amp.explain(task.loss, compute_dtype="bfloat16", backward=False)
-    return explain(params, others, batch)
+    return explain(*task.shapes())

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from benchmarks.faults.training import AROUND, Reference, Row, words
-from benchmarks.process import Process, new_folder
+from benchmarks.process import Process, new_folder, on_disk
 
 # Of so many kills one must fall into a save; fewer may all miss by chance.
 _ENOUGH = 10
@@ -93,10 +93,8 @@ def _chain(
                 complete += 1
             time.sleep(chance.uniform(0, duration))
             worker.kill()
-            names = [path.name for path in directory.iterdir()]
-            there = max((int(name) for name in names if name.isdecimal()), default=0)
-            leftovers = [name for name in names if "tmp" in name]
-            found.append(_Kill(bool(leftovers), lost=False))
+            there, torn = on_disk(directory)
+            found.append(_Kill(torn > 0, lost=False))
     raise AssertionError("the last worker returns")
 
 

@@ -36,6 +36,12 @@ class Problem:
     loss: Callable[[PyTree, PyTree, Batch], tuple[jax.Array, PyTree]]
     batch: MakeBatch
 
+    def shapes(self) -> tuple[PyTree, PyTree, Batch]:
+        """Returns the shapes and dtypes of what the loss takes."""
+        key = jax.random.key(0)
+        others = dict(jax.eval_shape(self.init, key))
+        return others.pop("params"), others, jax.eval_shape(self.batch, key)
+
 
 def config(**sizes: Any) -> Config:
     """Returns the sizes of a model and of its batch: a tuple with names."""

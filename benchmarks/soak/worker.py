@@ -7,6 +7,7 @@ is one, and says on its standard output what it saves. With `"saves": false` in 
 it records what it would save, and saves nothing.
 """
 
+import contextlib
 import json
 import pathlib
 import resource
@@ -61,7 +62,7 @@ class Worker:
     def _resume(self, state: AmpTrainState) -> AmpTrainState:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", checkpoint.CheckpointWarning)
-            if any(path.name.isdecimal() for path in _entries(self._directory)):
+            with contextlib.suppress(FileNotFoundError):  # the first process
                 state = checkpoint.restore(self._directory, state)
         self._write(
             **self._settings,
@@ -107,11 +108,6 @@ class Worker:
 
     def _write(self, **facts: Any) -> None:
         self._record.write(json.dumps(facts) + "\n")
-
-
-def _entries(directory: str) -> list[pathlib.Path]:
-    folder = pathlib.Path(directory)
-    return [*folder.iterdir()] if folder.exists() else []
 
 
 def _replicas_equal(state: AmpTrainState) -> bool:

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import models, plots, report, request, softmax, variants
 from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
+from benchmarks.environment import command_line
 from benchmarks.models import efficientnet, gpt, resnet, vit
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
@@ -126,11 +127,10 @@ class TestHandSet:
 
 
 def test_a_mixture_of_experts_sows_a_term_of_its_loss(shallow):
-    task, key = models.problem("moe", "tiny"), jax.random.key(0)
-    variables = jax.eval_shape(task.init, key)
-    assert [*variables] == ["params"]
-    batch = jax.eval_shape(task.batch, key)
-    loss = jax.make_jaxpr(task.loss)(variables["params"], {}, batch)
+    task = models.problem("moe", "tiny")
+    params, others, batch = task.shapes()
+    assert not others
+    loss = jax.make_jaxpr(task.loss)(params, others, batch)
     assert "mul 0.00999" in str(loss)
 
 
@@ -153,6 +153,12 @@ def test_cells_labels_and_reasons():
     text = request.reason(RuntimeError("no /home/me/venv/lib/x.so: f32[8]/2\nmore"))
     assert text == "RuntimeError: no x.so: f32[8]/2"
     assert len(request.reason(ValueError("a" * 1000))) == 240
+
+
+def test_a_recorded_command_has_no_path(monkeypatch):
+    typed = "/venv/bin/python -m benchmarks tpu --results /home/me/results"
+    monkeypatch.setattr(sys, "orig_argv", typed.split())
+    assert command_line() == "python -m benchmarks tpu --results results"
 
 
 def test_command_line(capsys):
