@@ -8,7 +8,7 @@ tables.
 import argparse
 import importlib
 import pathlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import models, request, results, variants
@@ -28,39 +28,41 @@ COMMANDS = {
     "soak": ("commands.soak", "run", "50,000 steps with faults, kills and restarts"),
     "call": ("commands.call", "run", "what Python adds to each call of a step"),
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
+    "corpus": ("commands.corpus", "run", "programs of other packages, and their twins"),
+    "convergence": ("commands.convergence", "run", "whole runs in each precision"),
     "report": ("report", "run", "writes tables and plots of all results"),
 }
 
 
-def _one_of(known: Collection[str]) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in known:
-            expected = ", ".join(known)
-            raise argparse.ArgumentTypeError(f"{text!r}: expected one of {expected}")
-        return text
-
-    return parse
-
-
-# Options of one command: flag, type, default, help
-_FLAGS: dict[str, list[tuple[str, Callable[[str], Any], Any, str]]] = {
-    "tpu": [("--target", _one_of(compiled.TPUS), "v5e", ", ".join(compiled.TPUS))],
-    "gpu-aot": [("--target", _one_of(compiled.GPUS), "h200", ", ".join(compiled.GPUS))],
-    "gpu": [
-        ("--platform", str, "cuda", "cpu tries the command out"),
-        ("--rounds", int, 30, "turns of each variant"),
-    ],
-    "faults": [("--kills", int, 50, "processes to kill")],
-    "soak": [
-        ("--steps", int, 50_000, "steps in float16"),
-        ("--seed", int, 0, "of the batches, the faults and the kills"),
-        ("--work", str, "", "where an interrupted run goes on"),
-    ],
-    "call": [("--rounds", int, 100, "turns of each way")],
-    "optim": [
-        ("--only", str, "", "optimizers by name, as A;B"),
-        ("--rounds", int, 50, "turns of the timing"),
-    ],
+# Options of one command, as `add_argument` takes them
+_FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "tpu": {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
+    "gpu-aot": {"--target": dict(choices=[*compiled.GPUS], default="h200")},
+    "gpu": {
+        "--platform": dict(default="cuda", help="cpu tries the command out"),
+        "--rounds": dict(type=int, default=30, help="turns of each variant"),
+    },
+    "faults": {"--kills": dict(type=int, default=50, help="processes to kill")},
+    "soak": {
+        "--steps": dict(type=int, default=50_000, help="steps in float16"),
+        "--seed": dict(type=int, default=0, help="of batches, faults and kills"),
+        "--work": dict(default="", help="where an interrupted run goes on"),
+    },
+    "corpus": {
+        "--only": dict(default="", help="parts of SOURCE/NAME, as A,B"),
+        "--out": dict(default="", help="the page; by default only if all are run"),
+    },
+    "convergence": {
+        "--tasks": dict(default="", help="some of the tasks, as A,B"),
+        "--ways": dict(default="", help="some of the precisions, as A,B"),
+        "--seeds": dict(type=int, default=3, help="float32 may have more"),
+        "--out": dict(default="", help="where the runs are kept"),
+    },
+    "call": {"--rounds": dict(type=int, default=100, help="turns of each way")},
+    "optim": {
+        "--only": dict(default="", help="optimizers by name, as A;B"),
+        "--rounds": dict(type=int, default=50, help="turns of the timing"),
+    },
 }
 
 
@@ -102,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name, parents=[common], help=text, description=text
         )
-        for flag, kind, default, text in _FLAGS.get(name, ()):
-            command.add_argument(flag, type=kind, default=default, help=text)
+        for flag, given in _FLAGS.get(name, {}).items():
+            command.add_argument(flag, **given)
     return made
 
 

@@ -26,12 +26,16 @@ def versions() -> dict[str, str]:
     another, with or without git.
     """
     found = {"python": platform.python_version(), "flax_amp": _own_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {package: version(package) for package in _PACKAGES}
+    return found | {package: text for package, text in installed.items() if text}
+
+
+def version(package: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def this_run() -> dict[str, object]:
@@ -54,8 +58,9 @@ def machine() -> str:
 
 
 def command_line() -> str:
-    """Returns the command as it was typed, without the path of the interpreter."""
-    return shlex.join(["python", *sys.orig_argv[1:]])
+    """Returns the command as it was typed; of an absolute path, only the last part."""
+    typed = [pathlib.Path(x).name if x[:1] == "/" else x for x in sys.orig_argv[1:]]
+    return shlex.join(["python", *typed])
 
 
 def _own_version() -> str:

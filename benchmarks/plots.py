@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.results import Results
 from benchmarks.sections import SECTIONS
+from benchmarks.show import can_draw, drawn, legend_below
 
 Ratios = dict[str, dict[str, float]]  # by model and variant
 
@@ -48,12 +49,8 @@ _PLOTS = {
 
 def draw_all(found: Sequence[Results], folder: pathlib.Path) -> list[str]:
     """Draws what there are results for; returns the names of the files."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plots: matplotlib is not installed")
+    if not can_draw():
         return []
-    matplotlib.use("svg")
     names = []
     for name, (command, title, columns) in _PLOTS.items():
         for results in found:  # of several versions the last one is drawn
@@ -79,23 +76,16 @@ def _ratios(results: Results, column: str) -> Ratios:
 
 
 def _draw(path: pathlib.Path, title: str, ratios: dict[str, Ratios]) -> None:
-    import matplotlib.pyplot as plt
-
     rows, names = len(ratios), {m for models in ratios.values() for m in models}
     size = (max(10, 0.75 * len(names)), 0.9 + 2.3 * rows)
-    figure = plt.figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
-    for axis, (column, models) in zip(axes, ratios.items(), strict=True):
-        _bars(axis, models)
-        axis.set_ylabel(f"{_TEXTS[column]}\n(hand_bf16 = 1)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    by_label = dict(zip(labels, handles, strict=True))
-    order = [variant for variant in _COLOURS if variant in by_label]
-    legend: Any = dict(loc="outside lower center", ncols=len(order), frameon=False)
-    figure.legend([by_label[variant] for variant in order], order, **legend)
-    figure.suptitle(f"{title}: ratio to the hand-set bfloat16 model, less is better")
-    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
-    plt.close(figure)
+    with drawn(path, size, dpi=110) as figure:
+        axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+        for axis, (column, models) in zip(axes, ratios.items(), strict=True):
+            _bars(axis, models)
+            axis.set_ylabel(f"{_TEXTS[column]}\n(hand_bf16 = 1)")
+        legend_below(figure, [*_COLOURS])
+        text = f"{title}: ratio to the hand-set bfloat16 model, less is better"
+        figure.suptitle(text)
 
 
 def _bars(axis: Any, models: Ratios) -> None:
@@ -129,17 +119,13 @@ def _bars(axis: Any, models: Ratios) -> None:
 
 def _draw_gain(path: pathlib.Path, results: Results) -> None:
     """Draws time and memory of a step beside float32 and beside the hand-set model."""
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(9.6, 4.6), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
     panels = {"est. time": "estimated time of a step", "temp MB": "temporary memory"}
-    for axis, (column, title) in zip(axes, panels.items(), strict=True):
-        _gain_bars(axis, _gains(results, column))
-        axis.set_title(f"{title}, % of float32", fontsize=11, loc="left")
-    figure.suptitle("One training step, compiled for a TPU v5e", fontsize=12)
-    figure.savefig(path, dpi=110, facecolor="white", metadata={"Software": None})
-    plt.close(figure)
+    with drawn(path, (9.6, 4.6), dpi=110) as figure:
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, (column, title) in zip(axes, panels.items(), strict=True):
+            _gain_bars(axis, _gains(results, column))
+            axis.set_title(f"{title}, % of float32", fontsize=11, loc="left")
+        figure.suptitle("One training step, compiled for a TPU v5e", fontsize=12)
 
 
 def _gains(results: Results, column: str) -> Ratios:

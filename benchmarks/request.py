@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import gc
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -97,6 +98,14 @@ def guarded(measure: Callable[..., Figures], *args: Any) -> Figures:
         return measure(*args)
     except Exception as error:
         return {"error": reason(error)}
+
+
+def on_cpu(*flags: str) -> None:
+    """Computes on the CPU, with flags that XLA reads when it is first used."""
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in flags if flag not in given]
+    os.environ["XLA_FLAGS"] = " ".join([*missing, given]).strip()
+    jax.config.update("jax_platforms", "cpu")
 
 
 def free_memory() -> None:

@@ -45,9 +45,6 @@ def is_in_half(model: str) -> bool:
     """Returns whether a hand-set model computes a softmax in half precision."""
     found: list[bool] = []
     task = problem(model, "tiny", jnp.bfloat16)
-    key = jax.random.key(0)
-    variables = dict(jax.eval_shape(task.init, key))
-    batch = jax.eval_shape(task.batch, key)
     loss = in_float32(task.loss, lambda: found.append(True))
-    jax.eval_shape(loss, variables.pop("params"), variables, batch)
+    jax.eval_shape(loss, *task.shapes())
     return bool(found)

@@ -4,6 +4,7 @@ A loop calls its step thousands of times. While an accelerator computes, Python 
 be done with the next call, or the accelerator waits.
 """
 
+import functools
 import gc
 import os
 import statistics
@@ -19,9 +20,9 @@ import optax
 from flax.training.train_state import TrainState
 
 import flax_amp
-from benchmarks import environment
 from benchmarks.request import Request
-from benchmarks.show import markdown_table
+from benchmarks.show import made_by, markdown_table, write_page
+from benchmarks.timing import in_turns
 
 PyTree = Any
 
@@ -56,8 +57,7 @@ def run(asked: Request, rounds: int) -> None:
     imports = _import_ratio(max(1, rounds // 10))
     text = f"""# What a call of a step costs in Python
 
-Made by `{environment.command_line()}`, {environment.machine()}, Python
-{sys.version.split()[0]}, JAX {jax.__version__}.
+{made_by()}, Python {sys.version.split()[0]}.
 
 An MLP of {" and ".join(map(str, LAYERS))} layers, {WIDTH} wide, with Adam, in float32:
 it computes next to nothing. Processor time of the calling thread for a call, in bursts
@@ -71,15 +71,14 @@ flax_amp also checks the update, in XLA, unless `check_update=False`.
 `import flax_amp` behind `{_IMPORTS}` takes {imports:.2f} of the time without it
 (compiled Python files at hand, as `pip install` makes them; medians, in turns).
 """
-    path = asked.folder / "call.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(text)
+    write_page(asked.folder / "call.md", text)
 
 
 def _rows(layers: int, rounds: int) -> list[list[str]]:
     ways, batch = _ways(layers)
-    seconds = _least(ways, batch, rounds)
+    gc.freeze()  # a full collection would fall into some bursts and not into others
+    bursts = [_burst(way.step, way.state, batch) for way in ways]
+    seconds = [min(found) for found in in_turns(bursts, rounds)]
     plain, guarded = seconds[0], seconds[2]
     return [
         [
@@ -157,36 +156,32 @@ def _jitted(step: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(step, donate_argnums=0)
 
 
-def _least(ways: list[_Way], batch: PyTree, rounds: int) -> list[float]:
-    """Returns seconds for a call of each way, the least of its bursts."""
-    states = [way.state for way in ways]
-    bursts: list[list[float]] = [[] for _ in ways]
-    gc.freeze()  # a full collection would fall into some bursts and not into others
-    for turn in range(rounds + 1):
-        for i in range(len(ways)):
-            now = (turn + i) % len(ways)
-            seconds, states[now] = _burst(ways[now].step, states[now], batch)
-            bursts[now].append(seconds)
-    return [min(seconds[1:]) for seconds in bursts]  # the first one compiles
+def _burst(
+    step: Callable[..., Any], state: PyTree, batch: PyTree
+) -> Callable[[], float]:
+    """Returns a function that gives the seconds of a call, from a burst of them."""
 
+    def run() -> float:
+        nonlocal state
+        begin = time.thread_time()
+        for _ in range(CALLS):
+            state, _ = step(state, batch)
+        seconds = (time.thread_time() - begin) / CALLS
+        jax.block_until_ready(state)
+        return seconds
 
-def _burst(step: Callable[..., Any], state: PyTree, batch: PyTree) -> Any:
-    begin = time.thread_time()
-    for _ in range(CALLS):
-        state, _ = step(state, batch)
-    seconds = (time.thread_time() - begin) / CALLS
-    jax.block_until_ready(state)
-    return seconds, state
+    return run
 
 
 def _import_ratio(rounds: int) -> float:
-    programs = [_IMPORTS, f"{_IMPORTS}, flax_amp"]
-    turns: list[list[float]] = [[], []]
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    for _ in range(rounds + 1):
-        for program, seconds in zip(programs, turns, strict=True):
-            begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", program], check=True, env=environ)
-            seconds.append(time.perf_counter() - begin)
-    without, with_ours = (statistics.median(seconds[1:]) for seconds in turns)
+
+    def run(program: str) -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", program], check=True, env=environ)
+        return time.perf_counter() - begin
+
+    programs = [_IMPORTS, f"{_IMPORTS}, flax_amp"]
+    turns = in_turns([functools.partial(run, text) for text in programs], rounds)
+    without, with_ours = map(statistics.median, turns)
     return with_ours / without

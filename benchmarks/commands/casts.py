@@ -6,12 +6,10 @@
 import re
 from collections import Counter
 
-import jax
-
 import flax_amp
 from benchmarks.models import problem
 from benchmarks.request import Request
-from benchmarks.show import markdown_table
+from benchmarks.show import markdown_table, write_page
 from flax_amp.debug import Explanation
 
 _MODELS = ("vit_s16", "gpt_scan", "resnet50")
@@ -45,16 +43,11 @@ def run(asked: Request) -> None:
         ]
         text = f"{found.totals.casts_down} casts down, {found.totals.casts_up} up."
         parts += [f"## {model}", text, markdown_table(_HEADER, rows, words=3)]
-    path = asked.folder / "casts.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n")
-    print(f"wrote {path}")
+    write_page(asked.folder / "casts.md", "\n\n".join(parts) + "\n")
 
 
 def explained(model: str, size: str = "full") -> Explanation:
     """Returns the explanation of a model in bfloat16; nothing is computed."""
-    task, key = problem(model, size), jax.random.key(0)
-    others = dict(jax.eval_shape(task.init, key))
-    params, batch = others.pop("params"), jax.eval_shape(task.batch, key)
+    task = problem(model, size)
     explain = flax_amp.explain(task.loss, compute_dtype="bfloat16", backward=False)
-    return explain(params, others, batch)
+    return explain(*task.shapes())

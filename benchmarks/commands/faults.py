@@ -11,13 +11,11 @@ import sys
 from collections.abc import Iterator
 
 import absl.logging
-import jax
 
-from benchmarks import environment
 from benchmarks.faults import files, processes
 from benchmarks.faults.training import Reference, Row
 from benchmarks.request import Request
-from benchmarks.show import markdown_table
+from benchmarks.show import made_by, markdown_table, write_page
 
 _WIDTH = {"full": 4096, "tiny": 64}
 _VERDICTS = {True: "yes", False: "NO", None: "–"}
@@ -55,17 +53,14 @@ def run(asked: Request, kills: int) -> None:
     ]
     text = f"""# Faults
 
-Made by `{environment.command_line()}`, {environment.machine()}, JAX {jax.__version__}.
+{made_by()}.
 Each fault is done for real to a run that saves every step. "bit for bit": whatever was
 restored is a state of the undisturbed run, and so it is after further steps; nothing
 that was complete was lost.
 
 {markdown_table(_HEADER, table, words=5)}
 """
-    path = asked.folder / "faults.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(f"wrote {path}")
+    write_page(asked.folder / "faults.md", text)
     if bad := [row.fault for row in rows if row.good is False]:
         sys.exit(f"lost or changed: {', '.join(bad)}")
 

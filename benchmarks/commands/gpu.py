@@ -5,6 +5,7 @@ drift of clocks hit all alike. A turn is a burst of steps that ends when the dev
 idle.
 """
 
+import functools
 import math
 import sys
 import time
@@ -16,6 +17,7 @@ import jax
 from benchmarks import hlo, models, request
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
+from benchmarks.timing import in_turns
 from benchmarks.variants import Training
 
 _WARM_UP = 10  # steps; a loss scale finds its size in them
@@ -57,11 +59,12 @@ def time_model(
 
     for name in names:
         found[name] = request.guarded(start, name)
-    for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            if "error" not in found[name]:
-                found[name] = request.guarded(running[name].turn)
+
+    def turn(name: str) -> None:
+        if "error" not in found[name]:
+            found[name] = request.guarded(running[name].turn)
+
+    in_turns([functools.partial(turn, name) for name in names], rounds, warm_up=0)
     return found
 
 

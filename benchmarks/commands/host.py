@@ -3,18 +3,20 @@
 Tracing and lowering of the models in full size costs no more than that of tiny ones.
 """
 
+import functools
 import gc
 import re
 from collections.abc import Iterator
 
 import jax
 
-from benchmarks import request, stages
+from benchmarks import request, timing
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 
 _MODELS = ("gpt_24", *request.MODELS)
 REPEATS = 3
+_SECONDS = ("trace_s", "lower_s", "cpu_s")
 
 
 def run(asked: Request) -> None:
@@ -31,19 +33,19 @@ def run(asked: Request) -> None:
 
 def trace(asked: Request, model: str, names: list[str]) -> dict[str, Figures]:
     """Traces and lowers the variants of a model in turn, with nothing cached."""
-    found: dict[str, Figures] = {name: {} for name in names}
-    for turn in range(REPEATS + 1):  # the first warms Python up and counts for nothing
-        for name, figures in found.items():
-            if "error" in figures:
-                continue
-            once = request.guarded(_trace_once, asked, model, name)
-            if "error" in once:
-                found[name] = once
-            elif turn:
-                figures["ops"] = once.pop("ops")
-                for key, seconds in once.items():
-                    figures.setdefault(key, []).append(seconds)
-    return found
+    once = functools.partial(request.guarded, _trace_once, asked, model)
+    calls = [functools.partial(once, name) for name in names]
+    turns = timing.in_turns(calls, REPEATS)
+    return dict(zip(names, map(_together, turns), strict=True))
+
+
+def _together(turns: list[Figures]) -> Figures:
+    """Returns the seconds of all turns, or why there are none."""
+    failed = [figures for figures in turns if "error" in figures]
+    if failed:
+        return failed[0]
+    seconds = {key: [figures[key] for figures in turns] for key in _SECONDS}
+    return {"ops": turns[-1]["ops"], **seconds}
 
 
 def _trace_once(asked: Request, model: str, variant: str) -> Figures:
@@ -53,7 +55,7 @@ def _trace_once(asked: Request, model: str, variant: str) -> Figures:
     # Or a full garbage collection, of all that JAX and Flax hold, falls into some cells
     # and not into others: 0.25 s, which is half of a float32 cell.
     gc.freeze()
-    found = stages.lower(jax.jit(training.step, donate_argnums=0), *shapes)._asdict()
+    found = timing.lower(jax.jit(training.step, donate_argnums=0), *shapes)._asdict()
     text = found.pop("lowered").as_text()
     ops = re.findall(r"^\s*(?:%\S+ = )?\"?stablehlo\.", text, re.M)
     return found | {"ops": len(ops)}

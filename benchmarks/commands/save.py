@@ -7,7 +7,7 @@ the files are complete. The least of several times is told, as other programs on
 machine only add to them.
 """
 
-import tempfile
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +16,10 @@ import jax
 import optax
 import orbax.checkpoint as ocp
 
-from benchmarks import environment
+from benchmarks.process import new_folder
 from benchmarks.request import Request
-from benchmarks.show import markdown_table
+from benchmarks.show import made_by, markdown_table, write_page
+from benchmarks.timing import in_turns
 from flax_amp import AmpTrainState, checkpoint
 
 ROUNDS = 9
@@ -31,37 +32,27 @@ Seconds = tuple[float, float, float]
 def run(asked: Request) -> None:
     """Writes save.md into the folder of results."""
     state = make_state(_SIZES[asked.size])
-    ways = {"plain Orbax": _plain, "flax_amp.checkpoint": _with_checksums}
-    found: dict[str, list[Seconds]] = {name: [] for name in ways}
-    for turn in range(ROUNDS + 1):  # the first one compiles and is left out
-        for name, way in ways.items():
-            with tempfile.TemporaryDirectory() as directory:
-                seconds = way(directory, state)
-            if turn:
-                found[name].append(seconds)
-    least = {
-        name: [min(column) for column in zip(*rows, strict=True)]
-        for name, rows in found.items()
+    ways = {
+        "plain Orbax": functools.partial(_plain, state),
+        "flax_amp.checkpoint": functools.partial(_with_checksums, state),
     }
-    plain = least["plain Orbax"]
+    turns = in_turns([*ways.values()], ROUNDS)
+    least = [[*map(min, zip(*found, strict=True))] for found in turns]
     rows = [
-        [name, *(f"{a:.3f} ({a / b:.2f})" for a, b in zip(row, plain, strict=True))]
-        for name, row in least.items()
+        [name, *(f"{a:.3f} ({a / b:.2f})" for a, b in zip(row, least[0], strict=True))]
+        for name, row in zip(ways, least, strict=True)
     ]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e9
     text = f"""# Checksums in checkpoints
 
-Made by `{environment.command_line()}`, {environment.machine()}, JAX {jax.__version__}.
+{made_by()}.
 Least times of {ROUNDS} turns, a state of {size:.2f} GB in {3 * _LEAVES} arrays; in
 brackets the ratio to plain Orbax. Checksums of the files are listed in the background
 before a step is committed; a restore compares them before it reads.
 
 {markdown_table(_HEADER, rows, words=1)}
 """
-    path = asked.folder / "save.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(text)
+    write_page(asked.folder / "save.md", text)
 
 
 def make_state(size: float) -> AmpTrainState:
@@ -76,8 +67,8 @@ def make_state(size: float) -> AmpTrainState:
     return state.replace(opt_state=state.opt_state._replace(inner_state=inner))
 
 
-def _plain(directory: str, state: AmpTrainState) -> Seconds:
-    with ocp.CheckpointManager(directory) as manager:
+def _plain(state: AmpTrainState) -> Seconds:
+    with new_folder() as directory, ocp.CheckpointManager(directory) as manager:
         return _time(
             lambda: manager.save(0, args=ocp.args.StandardSave(state)),
             manager,
@@ -85,8 +76,8 @@ def _plain(directory: str, state: AmpTrainState) -> Seconds:
         )
 
 
-def _with_checksums(directory: str, state: AmpTrainState) -> Seconds:
-    with checkpoint.manager(directory) as manager:
+def _with_checksums(state: AmpTrainState) -> Seconds:
+    with new_folder() as directory, checkpoint.manager(directory) as manager:
         return _time(
             lambda: checkpoint.save(manager, state),
             manager,

@@ -100,7 +100,7 @@ def resnet(way: Way, steps: int) -> Program:
 
 
 def nnx_vit(way: Way, steps: int) -> Program:
-    config = vit.Config(8, 2, 48, 2, 4, 10, BATCH)
+    config = base.config(image=8, patch=2, width=48, layers=2, heads=4, classes=10)
 
     def make(dtype, key):
         return vit.NNXViT(config, dtype, nnx.Rngs(params=key))

@@ -1,4 +1,4 @@
-"""Models on other data: a GPT, PPO, a neural ODE."""
+"""Models on other data: a GPT, PPO, a neural ODE; and the table of all tasks."""
 
 import functools
 from typing import Any
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from benchmarks.convergence import digits
 from benchmarks.convergence.task import Carry, Program, Task, Way, supervised
 from benchmarks.models import base, gpt
 from configs import char_lm as char_lm_config
@@ -17,7 +18,9 @@ from examples.char_lm import data as text
 
 def char_lm(way: Way, steps: int) -> Program:
     """The text of `examples/char_lm`, with a scanned model that takes a dtype."""
-    config = gpt.Config(64, 2, 4, text.VOCABULARY, 32, 16, tied=False)
+    sizes = dict(width=64, layers=2, heads=4, length=32, batch=16)
+    run = gpt.RUN | dict(tied=False)
+    config = base.config(**sizes, **run, vocab=text.VOCABULARY)
     model, reference = (gpt.GPT(config, dtype) for dtype in (way.dtype, None))
     settings = char_lm_config.get_config()
     settings.update(length=config.length, eval_windows=128, max_chars=1_000_000)
@@ -254,7 +257,7 @@ def ppo(way: Way, steps: int) -> Program:
     return Program((), start, step, evaluate, {"model": loss_fn}, batches)
 
 
-TASKS = {
+TASKS = digits.TASKS | {
     "char_lm": Task("GPT, characters", "bits per character", char_lm, 500),
     "neural_ode": Task("neural ODE", "test RMS error", neural_ode, 1000),
     "ppo": Task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),

@@ -1,14 +1,32 @@
-"""The page of the runs: the rule, the tasks, every run."""
+"""The page of the runs: the rule, the tasks, every run; and the curves of all runs."""
 
+import pathlib
 import statistics
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from benchmarks.convergence import rule
-from benchmarks.convergence.results import Results
-from benchmarks.convergence.run import EVALUATIONS, Run
+import numpy as np
+
+from benchmarks.convergence.others import TASKS
+from benchmarks.convergence.run import (
+    EVALUATIONS,
+    LAST,
+    Results,
+    Run,
+    Spread,
+    final,
+    spread,
+)
 from benchmarks.convergence.task import PATIENCE, WAYS
-from benchmarks.convergence.tasks import TASKS
-from benchmarks.show import markdown_table
+from benchmarks.show import can_draw, drawn, legend_below, markdown_table
+
+# The colours of Okabe and Ito, told apart without seeing red or green.
+_COLOURS = {
+    "float32": "#888888",
+    "hand_bf16": "#E69F00",
+    "bfloat16": "#0072B2",
+    "float16": "#D55E00",
+}
 
 # What was found by hand. It is told with its date, whatever the runs of a page are.
 _NOTES = {
@@ -44,7 +62,7 @@ optax, with nothing of flax_amp in the step but the class of the state. `bfloat1
 `float16` are `AmpTrainState` with `make_train_step`. In float16 the scale doubles after
 {PATIENCE + 1} finite updates in a row, so that it grows too far and updates are skipped
 even in a short run. The metric is always measured in float32, on what is held out; the
-end of a run is the mean of its last {rule.LAST} evaluations of {EVALUATIONS}.
+end of a run is the mean of its last {LAST} evaluations of {EVALUATIONS}.
 
 **The rule**: a run is *in* if its end is not worse than the mean of the float32 ends by
 more than three of their standard deviations, or by more than the resolution of the
@@ -95,13 +113,13 @@ def outside(results: Results) -> list[str]:
     return [
         f"{task} {way} {seed}"
         for task, way, seed, run in _compared(results)
-        if not _spread(results, task).holds(rule.final(run["curve"]))
+        if not _spread(results, task).holds(final(run["curve"]))
     ]
 
 
 def told(run: Run) -> str:
     """Returns a run in a few words."""
-    end = f"{rule.final(run['curve']):.4g}, skipped {run['skipped']}"
+    end = f"{final(run['curve']):.4g}, skipped {run['skipped']}"
     return f"{end}, scale {run['scale']}, {run['seconds']} s"
 
 
@@ -120,9 +138,9 @@ def _in_order(results: Results) -> list[str]:
     return [t for t in TASKS if len(found.get(t, {}).get("float32", ())) > 1]
 
 
-def _spread(results: Results, task: str) -> rule.Spread:
+def _spread(results: Results, task: str) -> Spread:
     ends = _ends(results.runs[task]["float32"])
-    return rule.spread(TASKS[task], list(ends.values()))
+    return spread(TASKS[task], list(ends.values()))
 
 
 def _made(results: Results) -> Iterator[str]:
@@ -187,7 +205,7 @@ def _row(results: Results, task: str, way: str) -> list[str]:
 
 
 def _ends(runs: dict[str, Run]) -> dict[str, float]:
-    return {seed: rule.final(run["curve"]) for seed, run in runs.items()}
+    return {seed: final(run["curve"]) for seed, run in runs.items()}
 
 
 def _mean(values: Iterable[float]) -> str:
@@ -197,3 +215,48 @@ def _mean(values: Iterable[float]) -> str:
 def _each(runs: list[Run], key: str) -> str:
     """Returns a figure of every seed, and of each state of a seed."""
     return ", ".join(" and ".join(f"{x:.0f}" for x in run[key]) for run in runs)
+
+
+def draw(results: Results, path: pathlib.Path) -> None:
+    """Draws every run as a line, where matplotlib is installed."""
+    if not can_draw():
+        return
+    names = [name for name in TASKS if results.runs.get(name)]
+    rows = -(-len(names) // 4)
+    with drawn(path, (13, 3.1 * rows + 0.4), dpi=80) as figure:
+        panels = figure.subplots(rows, 4, squeeze=False).ravel()
+        for panel in panels[len(names) :]:
+            panel.remove()
+        for panel, name in zip(panels, names, strict=False):
+            _panel(panel, name, results.runs[name])
+        for line in legend_below(figure, [*_COLOURS]).get_lines():
+            line.set_linewidth(3.0)
+
+
+def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
+    task = TASKS[name]
+    for way, colour in _COLOURS.items():
+        for index, run in enumerate(ways.get(way, {}).values()):
+            steps = run["every"] * (1 + np.arange(len(run["curve"])))
+            label = way if index == 0 else None
+            wide = way == "float32"
+            look = {"lw": 2.4, "alpha": 0.45} if wide else {"lw": 0.9}
+            panel.plot(steps, run["curve"], color=colour, label=label, **look)
+    panel.set_title(task.title, fontsize=10, loc="left")
+    panel.set_ylabel(task.metric, fontsize=9)
+    panel.tick_params(labelsize=8)
+    panel.set_xlabel("step", fontsize=9)
+    if task.better == "lower" and _is_wide(ways):
+        panel.set_yscale("log", subs=(2, 3, 5, 7))
+        panel.yaxis.set_major_formatter("{x:.2g}")
+        panel.yaxis.set_minor_formatter("{x:.2g}")
+    elif task.resolution:  # an accuracy
+        panel.set_ylim(0.85, 1.0)
+    panel.grid(color="#e0e0e0", linewidth=0.5)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _is_wide(ways: dict[str, dict[str, Any]]) -> bool:
+    """Returns whether the curves need a logarithmic axis."""
+    ends = [x for runs in ways.values() for run in runs.values() for x in run["curve"]]
+    return bool(max(ends) > 4 * min(ends))

@@ -1,5 +1,16 @@
-"""Trains a task in one way, once for each seed, compiled once."""
+"""The runs of a task: how they are trained, where they are kept, when an end is in.
 
+One JSON file holds all of them:
+
+{"made": [{"command": ..., "date": ..., "machine": ..., "versions": ...}],
+ "shares": {"gan": {"float16": [1.0, 1.0]}},
+ "runs": {"gan": {"float16": {"0": {"made": 0, "curve": [...], ...}}}}}
+"""
+
+import dataclasses
+import json
+import pathlib
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,8 +18,12 @@ from typing import Any
 import jax
 
 import flax_amp
+from benchmarks import environment
 from benchmarks.convergence.task import Carry, Program, Task, Way
+from benchmarks.results import write_json
 
+LAST = 5  # evaluations that are averaged
+_DEVIATIONS = 3.0
 EVALUATIONS = 20  # at equal distances
 Run = dict[str, Any]
 
@@ -60,3 +75,81 @@ def low_share(program: Program) -> list[float]:
         told = flax_amp.explain(carry[name], loss_fn, batches[name], backward=False)
         found.append(float(f"{told.totals.low_share:.4g}"))
     return found
+
+
+@dataclasses.dataclass
+class Results:
+    """What was run, in memory and on disk; the file is written after every run."""
+
+    path: pathlib.Path
+    made: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    shares: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
+    runs: dict[str, dict[str, dict[str, Run]]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: pathlib.Path) -> "Results":
+        found = json.loads(path.read_text()) if path.exists() else {}
+        return cls(path, **found)
+
+    def has(self, task: str, way: str, seed: int) -> bool:
+        """Returns whether a run is there, made with the versions that are here."""
+        run = self.runs.get(task, {}).get(way, {}).get(str(seed))
+        here = environment.versions()
+        return run is not None and self.made[run["made"]]["versions"] == here
+
+    def put(self, task: str, way: str, seed: int, run: Run) -> None:
+        run = {"made": self._here(), **run}
+        self.runs.setdefault(task, {}).setdefault(way, {})[str(seed)] = run
+        self._write()
+
+    def put_share(self, task: str, way: str, shares: list[float]) -> None:
+        self.shares.setdefault(task, {})[way] = shares
+        self._write()
+
+    def _here(self) -> int:
+        """Returns the index of an entry of `made` for this process."""
+        here = environment.this_run()
+        same = [here | {"date": made["date"]} == made for made in self.made]
+        if True not in same:
+            self.made.append(here)
+            same.append(True)
+        return same.index(True)
+
+    def _write(self) -> None:
+        kept = ("made", "shares", "runs")
+        write_json(self.path, {key: getattr(self, key) for key in kept})
+
+
+def final(curve: Sequence[float]) -> float:
+    """Returns the metric at the end of a run: the mean of the last evaluations."""
+    return statistics.fmean(curve[-LAST:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Where the float32 runs of a task end, and how far from them another may."""
+
+    mean: float
+    deviation: float
+    margin: float
+    higher: bool
+
+    @property
+    def limit(self) -> float:
+        """The worst end that is inside."""
+        return self.mean - self.margin if self.higher else self.mean + self.margin
+
+    def holds(self, end: float) -> bool:
+        """Returns whether an end is inside; it may be better, not worse. NaN is not."""
+        return end >= self.limit if self.higher else end <= self.limit
+
+
+def spread(task: Task, finals: Sequence[float]) -> Spread:
+    """Returns the spread of a task from the ends of its float32 runs.
+
+    The margin is three standard deviations of one run, or the resolution of the metric
+    if that is more.
+    """
+    deviation = statistics.stdev(finals)
+    margin = max(_DEVIATIONS * deviation, task.resolution)
+    return Spread(statistics.fmean(finals), deviation, margin, task.better == "higher")

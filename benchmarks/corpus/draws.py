@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.commands.error import relative_error
 from benchmarks.corpus.program import Case, Loss
 from benchmarks.exact import with_exact_products
 
@@ -142,14 +143,6 @@ def finite(leaves: list[np.ndarray]) -> bool:
     return all(bool(np.isfinite(x).all()) for x in leaves)
 
 
-def relative(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
-    """Returns the relative L2 distance of two lists of arrays, over all together."""
-    pairs = list(zip(actual, expected, strict=True))
-    difference = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in pairs)
-    size = sum(float(np.sum(np.abs(b) ** 2)) for _, b in pairs)
-    return float(np.sqrt(difference / size)) if size else float(np.sqrt(difference))
-
-
 def drawn(call: Any, number: int) -> Any:
     """Returns the arguments of a program, with other floats from the second draw on."""
     rng = np.random.default_rng(number)
@@ -167,7 +160,7 @@ def _error(fn: Gradient, call: Any, expected: list[np.ndarray], dtype: Any) -> f
     for scale in _SCALES.get(dtype, (1.0,)):
         grads = run(fn, call, scale)
         if finite(grads):
-            return relative(grads, expected)
+            return relative_error(grads, expected)
     return math.inf
 
 

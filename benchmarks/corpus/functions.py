@@ -1,7 +1,7 @@
 """One function each on what a matrix product returns: a loss of `f(x @ w)`."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,14 +10,7 @@ import jax.scipy as jsp
 import numpy as np
 import optax
 
-from benchmarks.corpus.program import Case, Program
-
-
-def programs() -> Iterator[Program]:
-    """Yields a program for each function."""
-    for source, table in _TABLES.items():
-        for name, function in table().items():
-            yield source, name, functools.partial(_case, function)
+from benchmarks.corpus.program import Case, Programs, lazily
 
 
 def _case(function: Callable[[Any], Any]) -> Case:
@@ -36,6 +29,10 @@ def _case(function: Callable[[Any], Any]) -> Case:
 
 def _positive(h: Any) -> Any:
     return jax.nn.softplus(h) + 0.5
+
+
+def _share(h: Any) -> Any:
+    return 0.05 + 0.9 * jax.nn.sigmoid(h)
 
 
 def _definite(h: Any) -> Any:
@@ -163,8 +160,8 @@ def _jax_scipy() -> dict[str, Any]:
             "erfinv": lambda h: special.erfinv(0.9 * jnp.tanh(h)),
             "gammainc": lambda h: special.gammainc(2.0, _positive(h)),
             "kl_div": lambda h: special.kl_div(_positive(h), _positive(h.T)),
-            "logit": lambda h: special.logit(0.05 + 0.9 * jax.nn.sigmoid(h)),
-            "ndtri": lambda h: special.ndtri(0.05 + 0.9 * jax.nn.sigmoid(h)),
+            "logit": lambda h: special.logit(_share(h)),
+            "ndtri": lambda h: special.ndtri(_share(h)),
             "rel_entr": lambda h: special.rel_entr(_positive(h), _positive(h.T)),
             "xlog1py": lambda h: special.xlog1py(h, _positive(h)),
             "xlogy": lambda h: special.xlogy(h, _positive(h)),
@@ -191,9 +188,7 @@ def _jax_scipy() -> dict[str, Any]:
             "image.resize": lambda h: jax.image.resize(h, (24, 8), "bicubic"),
             "stats.gaussian_kde": lambda h: stats.gaussian_kde(h[0])(h[1]),
             "stats.t.logpdf": lambda h: stats.t.logpdf(h, 5.0),
-            "stats.beta.logpdf": lambda h: stats.beta.logpdf(
-                0.05 + 0.9 * jax.nn.sigmoid(h), 2.0, 3.0
-            ),
+            "stats.beta.logpdf": lambda h: stats.beta.logpdf(_share(h), 2.0, 3.0),
             "stats.gamma.logpdf": lambda h: stats.gamma.logpdf(_positive(h), 2.0),
             "stats.multivariate_normal.logpdf": lambda h: (
                 stats.multivariate_normal.logpdf(h, jnp.zeros(16), _definite(h))
@@ -366,10 +361,7 @@ def _distrax() -> dict[str, Any]:
         "Gamma": log_prob(
             lambda h: d.Gamma(_positive(h), 2.0), lambda h: _positive(h.T)
         ),
-        "Beta": log_prob(
-            lambda h: d.Beta(_positive(h), _positive(h.T)),
-            lambda h: 0.05 + 0.9 * jax.nn.sigmoid(h),
-        ),
+        "Beta": log_prob(lambda h: d.Beta(_positive(h), _positive(h.T)), _share),
         "VonMises": log_prob(lambda h: d.VonMises(h, _positive(h)), same),
         "Bernoulli": log_prob(lambda h: d.Bernoulli(h), lambda h: _targets(h) > 0),
         "Categorical": log_prob(lambda h: d.Categorical(h), lambda h: _labels()),
@@ -443,7 +435,7 @@ def _numpyro() -> dict[str, Any]:
     return at
 
 
-_TABLES = {
+_FUNCTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "jax.nn": _jax_nn,
     "jax.numpy": _jax_numpy,
     "jax linear algebra": _linalg,
@@ -454,4 +446,13 @@ _TABLES = {
     "dm_pix": _dm_pix,
     "distrax": _distrax,
     "numpyro": _numpyro,
+}
+
+
+def _programs(table: Callable[[], dict[str, Any]]) -> Programs:
+    return lazily(_case, table())
+
+
+TABLES = {
+    source: functools.partial(_programs, table) for source, table in _FUNCTIONS.items()
 }

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,38 +12,22 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
-from benchmarks.corpus.program import Case, Loss, Program
-
-
-def programs() -> Iterator[Program]:
-    """Yields the programs of each library."""
-    for source, table in _TABLES.items():
-        for name, make in table().items():
-            yield source, name, make
-
-
-def normal(*shape: int, seed: int = 0) -> Any:
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=shape).astype(np.float32))
-
-
-def total(found: Any) -> Any:
-    leaves = [
-        y for y in jax.tree.leaves(found) if jnp.issubdtype(y.dtype, jnp.floating)
-    ]
-    return sum(jnp.mean(jnp.log1p(y.astype(jnp.float32) ** 2)) for y in leaves)
-
-
-def lazily(case: Callable[..., Case], table: dict[str, Any]) -> dict[str, Any]:
-    return {name: functools.partial(case, given) for name, given in table.items()}
-
+from benchmarks.corpus.program import (
+    Case,
+    Loss,
+    Programs,
+    lazily,
+    normal,
+    of_product,
+    total,
+)
 
 # --- modules of Linen, NNX, equinox, haiku -------------------------------------------
 
 _SEQUENCE, _IMAGE = (4, 12, 16), (2, 16, 16, 4)
 
 
-def _linen() -> dict[str, Any]:
+def _linen() -> Programs:
     def case(given: Any) -> Case:
         make, shape = given
         x = normal(*shape)
@@ -60,41 +44,39 @@ def _linen() -> dict[str, Any]:
         return (lambda **set: nn.RNN(cell(16, **set))), _SEQUENCE
 
     P = functools.partial
-    return lazily(
-        case,
-        {
-            "Dense": (P(nn.Dense, 8), _SEQUENCE),
-            "DenseGeneral": (P(nn.DenseGeneral, (4, 2)), _SEQUENCE),
-            "Einsum": (P(nn.Einsum, (16, 8), "bti,io->bto"), _SEQUENCE),
-            "Conv": (P(nn.Conv, 8, (3, 3)), _IMAGE),
-            "Conv(depthwise)": (P(nn.Conv, 4, (3, 3), feature_group_count=4), _IMAGE),
-            "Conv(dilated)": (P(nn.Conv, 8, (3, 3), kernel_dilation=2), _IMAGE),
-            "ConvLocal": (P(nn.ConvLocal, 8, (3, 3)), _IMAGE),
-            "ConvTranspose": (P(nn.ConvTranspose, 8, (3, 3), strides=(2, 2)), _IMAGE),
-            "SelfAttention": (P(nn.SelfAttention, 4), _SEQUENCE),
-            "MultiHeadDotProductAttention(qk norm)": (
-                P(nn.MultiHeadDotProductAttention, 4, normalize_qk=True),
-                _SEQUENCE,
+    table = {
+        "Dense": (P(nn.Dense, 8), _SEQUENCE),
+        "DenseGeneral": (P(nn.DenseGeneral, (4, 2)), _SEQUENCE),
+        "Einsum": (P(nn.Einsum, (16, 8), "bti,io->bto"), _SEQUENCE),
+        "Conv": (P(nn.Conv, 8, (3, 3)), _IMAGE),
+        "Conv(depthwise)": (P(nn.Conv, 4, (3, 3), feature_group_count=4), _IMAGE),
+        "Conv(dilated)": (P(nn.Conv, 8, (3, 3), kernel_dilation=2), _IMAGE),
+        "ConvLocal": (P(nn.ConvLocal, 8, (3, 3)), _IMAGE),
+        "ConvTranspose": (P(nn.ConvTranspose, 8, (3, 3), strides=(2, 2)), _IMAGE),
+        "SelfAttention": (P(nn.SelfAttention, 4), _SEQUENCE),
+        "MultiHeadDotProductAttention(qk norm)": (
+            P(nn.MultiHeadDotProductAttention, 4, normalize_qk=True),
+            _SEQUENCE,
+        ),
+        "LayerNorm": (nn.LayerNorm, _SEQUENCE),
+        "GroupNorm": (P(nn.GroupNorm, 2), _IMAGE),
+        "RNN(LSTMCell)": rnn(nn.LSTMCell),
+        "RNN(OptimizedLSTMCell)": rnn(nn.OptimizedLSTMCell),
+        "RNN(GRUCell)": rnn(nn.GRUCell),
+        "RNN(MGUCell)": rnn(nn.MGUCell),
+        "RNN(SimpleCell)": rnn(nn.SimpleCell),
+        "Bidirectional": (
+            lambda **s: nn.Bidirectional(
+                nn.RNN(nn.GRUCell(8, **s)), nn.RNN(nn.GRUCell(8, **s))
             ),
-            "LayerNorm": (nn.LayerNorm, _SEQUENCE),
-            "GroupNorm": (P(nn.GroupNorm, 2), _IMAGE),
-            "RNN(LSTMCell)": rnn(nn.LSTMCell),
-            "RNN(OptimizedLSTMCell)": rnn(nn.OptimizedLSTMCell),
-            "RNN(GRUCell)": rnn(nn.GRUCell),
-            "RNN(MGUCell)": rnn(nn.MGUCell),
-            "RNN(SimpleCell)": rnn(nn.SimpleCell),
-            "Bidirectional": (
-                lambda **s: nn.Bidirectional(
-                    nn.RNN(nn.GRUCell(8, **s)), nn.RNN(nn.GRUCell(8, **s))
-                ),
-                _SEQUENCE,
-            ),
-            "RNN(ConvLSTMCell)": (
-                lambda **s: nn.RNN(nn.ConvLSTMCell(4, (3, 3), **s)),
-                (2, 5, 8, 8, 4),
-            ),
-        },
-    )
+            _SEQUENCE,
+        ),
+        "RNN(ConvLSTMCell)": (
+            lambda **s: nn.RNN(nn.ConvLSTMCell(4, (3, 3), **s)),
+            (2, 5, 8, 8, 4),
+        ),
+    }
+    return lazily(case, table)
 
 
 def _nnx_case(given: Any) -> Case:
@@ -115,7 +97,7 @@ def _nnx_case(given: Any) -> Case:
     return Case(loss, params, (x,), hand)
 
 
-def _nnx() -> dict[str, Any]:
+def _nnx() -> Programs:
     def make(cls: Any, *args: Any, **set: Any) -> Callable[..., Any]:
         return lambda **dtype: cls(*args, **set, **dtype, rngs=nnx.Rngs(0))
 
@@ -146,7 +128,7 @@ def _nnx() -> dict[str, Any]:
     return lazily(_nnx_case, {name: (*given, True) for name, given in table.items()})
 
 
-def _jaxkan() -> dict[str, Any]:
+def _jaxkan() -> Programs:
     def make(layer: str, **required: Any) -> Any:
         def model() -> Any:
             from jaxkan.models.KAN import KAN
@@ -155,18 +137,16 @@ def _jaxkan() -> dict[str, Any]:
 
         return model, (16, 4), False
 
-    return lazily(
-        _nnx_case,
-        {
-            "KAN(base)": make("base", k=3, G=4),
-            "KAN(spline)": make("spline", k=3, G=4),
-            "KAN(chebyshev)": make("chebyshev", D=4),
-            "KAN(legendre)": make("legendre", D=4),
-            "KAN(fourier)": make("fourier", D=4),
-            "KAN(rbf)": make("rbf", D=4),
-            "KAN(sine)": make("sine", D=4),
-        },
-    )
+    table = {
+        "KAN(base)": make("base", k=3, G=4),
+        "KAN(spline)": make("spline", k=3, G=4),
+        "KAN(chebyshev)": make("chebyshev", D=4),
+        "KAN(legendre)": make("legendre", D=4),
+        "KAN(fourier)": make("fourier", D=4),
+        "KAN(rbf)": make("rbf", D=4),
+        "KAN(sine)": make("sine", D=4),
+    }
+    return lazily(_nnx_case, table)
 
 
 def _equinox_case(given: Any) -> Case:
@@ -182,7 +162,7 @@ def _equinox_case(given: Any) -> Case:
     return Case(loss, params, (normal(*shape),))
 
 
-def _equinox() -> dict[str, Any]:
+def _equinox() -> Programs:
     import equinox as eqx
 
     class Scanned(eqx.Module):
@@ -204,46 +184,42 @@ def _equinox() -> dict[str, Any]:
     norm = lambda k: e.Sequential(  # noqa: E731
         [e.Linear(16, 16, key=k), e.LayerNorm(16), e.Linear(16, 4, key=k)]
     )
-    return lazily(
-        _equinox_case,
-        {
-            "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
-            "LSTMCell": (lambda k: Scanned(e.LSTMCell(16, 8, key=k)), _SEQUENCE),
-            "GRUCell": (lambda k: Scanned(e.GRUCell(16, 8, key=k)), _SEQUENCE),
-            "MultiheadAttention": (
-                lambda k: Attend(e.MultiheadAttention(4, 16, key=k)),
-                _SEQUENCE,
+    table = {
+        "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
+        "LSTMCell": (lambda k: Scanned(e.LSTMCell(16, 8, key=k)), _SEQUENCE),
+        "GRUCell": (lambda k: Scanned(e.GRUCell(16, 8, key=k)), _SEQUENCE),
+        "MultiheadAttention": (
+            lambda k: Attend(e.MultiheadAttention(4, 16, key=k)),
+            _SEQUENCE,
+        ),
+        "Conv2d": (lambda k: e.Conv2d(4, 8, 3, key=k), image),
+        "ConvTranspose2d": (lambda k: e.ConvTranspose2d(4, 8, 3, key=k), image),
+        "Conv1d": (lambda k: e.Conv1d(12, 8, 3, key=k), _SEQUENCE),
+        "LayerNorm": (norm, (64, 16)),
+        "GroupNorm": (
+            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.GroupNorm(2, 8)]),
+            image,
+        ),
+        "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (64, 16)),
+        "PReLU": (
+            lambda k: e.Sequential(
+                [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.PReLU()(x))]
             ),
-            "Conv2d": (lambda k: e.Conv2d(4, 8, 3, key=k), image),
-            "ConvTranspose2d": (lambda k: e.ConvTranspose2d(4, 8, 3, key=k), image),
-            "Conv1d": (lambda k: e.Conv1d(12, 8, 3, key=k), _SEQUENCE),
-            "LayerNorm": (norm, (64, 16)),
-            "GroupNorm": (
-                lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.GroupNorm(2, 8)]),
-                image,
-            ),
-            "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (64, 16)),
-            "PReLU": (
-                lambda k: e.Sequential(
-                    [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.PReLU()(x))]
-                ),
-                (64, 16),
-            ),
-            "MaxPool2d": (
-                lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.MaxPool2d(2, 2)]),
-                image,
-            ),
-            "AdaptiveAvgPool2d": (
-                lambda k: e.Sequential(
-                    [e.Conv2d(4, 8, 3, key=k), e.AdaptiveAvgPool2d(3)]
-                ),
-                image,
-            ),
-        },
-    )
+            (64, 16),
+        ),
+        "MaxPool2d": (
+            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.MaxPool2d(2, 2)]),
+            image,
+        ),
+        "AdaptiveAvgPool2d": (
+            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.AdaptiveAvgPool2d(3)]),
+            image,
+        ),
+    }
+    return lazily(_equinox_case, table)
 
 
-def _haiku() -> dict[str, Any]:
+def _haiku() -> Programs:
     def case(given: Any) -> Case:
         import haiku as hk
 
@@ -271,41 +247,39 @@ def _haiku() -> dict[str, Any]:
     resnet = lambda hk, x: hk.nets.ResNet(  # noqa: E731
         [1, 1, 1, 1], 5, channels_per_group=[8, 8, 16, 16], bottleneck=False
     )(x, is_training=True)
-    return lazily(
-        case,
-        {
-            "nets.MLP": (lambda hk, x: hk.nets.MLP([32, 8])(x), (8, 16)),
-            "nets.ResNet": (resnet, (4, 32, 32, 3)),
-            "nets.VectorQuantizer": (
-                lambda hk, x: hk.nets.VectorQuantizer(8, 9, 0.25)(
-                    hk.Linear(8)(x), is_training=True
-                )["loss"],
-                (8, 16),
-            ),
-            "MultiHeadAttention": (attend, _SEQUENCE),
-            "LSTM": unrolled("LSTM"),
-            "GRU": unrolled("GRU"),
-            "VanillaRNN": unrolled("VanillaRNN"),
-            "SeparableDepthwiseConv2D": (
-                lambda hk, x: hk.SeparableDepthwiseConv2D(2, 3)(x),
-                _IMAGE,
-            ),
-            "InstanceNorm": (
-                lambda hk, x: hk.InstanceNorm(True, True)(hk.Conv2D(8, 3)(x)),
-                _IMAGE,
-            ),
-            "LayerNorm": (
-                lambda hk, x: hk.LayerNorm(-1, True, True)(hk.Linear(8)(x)),
-                (8, 16),
-            ),
-        },
-    )
+    table = {
+        "nets.MLP": (lambda hk, x: hk.nets.MLP([32, 8])(x), (8, 16)),
+        "nets.ResNet": (resnet, (4, 32, 32, 3)),
+        "nets.VectorQuantizer": (
+            lambda hk, x: hk.nets.VectorQuantizer(8, 9, 0.25)(
+                hk.Linear(8)(x), is_training=True
+            )["loss"],
+            (8, 16),
+        ),
+        "MultiHeadAttention": (attend, _SEQUENCE),
+        "LSTM": unrolled("LSTM"),
+        "GRU": unrolled("GRU"),
+        "VanillaRNN": unrolled("VanillaRNN"),
+        "SeparableDepthwiseConv2D": (
+            lambda hk, x: hk.SeparableDepthwiseConv2D(2, 3)(x),
+            _IMAGE,
+        ),
+        "InstanceNorm": (
+            lambda hk, x: hk.InstanceNorm(True, True)(hk.Conv2D(8, 3)(x)),
+            _IMAGE,
+        ),
+        "LayerNorm": (
+            lambda hk, x: hk.LayerNorm(-1, True, True)(hk.Linear(8)(x)),
+            (8, 16),
+        ),
+    }
+    return lazily(case, table)
 
 
 # --- whole models --------------------------------------------------------------------
 
 
-def _flaxmodels() -> dict[str, Any]:
+def _flaxmodels() -> Programs:
     def case(given: Any) -> Case:
         import flaxmodels
 
@@ -334,19 +308,17 @@ def _flaxmodels() -> dict[str, Any]:
             lambda dtype: loss_of(make(dtype=jnp.dtype(dtype).name)),
         )
 
-    return lazily(
-        case,
-        {
-            "ResNet18": ("ResNet18", dict(num_classes=5, output="logits")),
-            "VGG16": (
-                "VGG16",
-                dict(include_head=False, output="activations", num_classes=5),
-            ),
-        },
-    )
+    table = {
+        "ResNet18": ("ResNet18", dict(num_classes=5, output="logits")),
+        "VGG16": (
+            "VGG16",
+            dict(include_head=False, output="activations", num_classes=5),
+        ),
+    }
+    return lazily(case, table)
 
 
-def _penzai() -> dict[str, Any]:
+def _penzai() -> Programs:
     def case(settings: dict[str, Any]) -> Case:
         from penzai import pz
         from penzai.models.transformer.variants import llamalike_common as common
@@ -386,22 +358,20 @@ def _penzai() -> dict[str, Any]:
 
         return Case(loss_of(body), params, (tokens,))
 
-    return lazily(
-        case,
-        {
-            "llama": {},
-            "llama(layer stack)": {"use_layer_stack": True},
-            "gemma": dict(
-                mlp_variant="geglu_approx",
-                tie_embedder_and_logits=True,
-                final_logit_softcap=30.0,
-                attn_logits_soft_cap=50.0,
-            ),
-        },
-    )
+    table = {
+        "llama": {},
+        "llama(layer stack)": {"use_layer_stack": True},
+        "gemma": dict(
+            mlp_variant="geglu_approx",
+            tie_embedder_and_logits=True,
+            final_logit_softcap=30.0,
+            attn_logits_soft_cap=50.0,
+        ),
+    }
+    return lazily(case, table)
 
 
-def _jraph() -> dict[str, Any]:
+def _jraph() -> Programs:
     def case(make: Any) -> Case:
         import jraph
 
@@ -468,43 +438,36 @@ def _jraph() -> dict[str, Any]:
     return lazily(case, linear)
 
 
-def _e3nn() -> dict[str, Any]:
+def _e3nn() -> Programs:
     def case(function: Any) -> Case:
         import e3nn_jax as e3nn
 
-        w, x = normal(9, 9) / 3, normal(16, 9, seed=1)
-        irreps = "0e + 1o + 2e"
+        def of_irreps(w: Any, x: Any) -> Any:
+            return function(e3nn, e3nn.IrrepsArray("0e + 1o + 2e", x @ w)).array
 
-        def loss(w: Any, x: Any) -> Any:
-            return total(function(e3nn, e3nn.IrrepsArray(irreps, x @ w)).array)
+        return of_product(of_irreps, normal(9, 9) / 3, normal(16, 9, seed=1))
 
-        return Case(loss, w, (x,))
-
-    return lazily(
-        case,
-        {
-            "tensor_product": lambda e, a: e.tensor_product(a, a),
-            "elementwise_tensor_product": lambda e, a: e.elementwise_tensor_product(
-                a, a
-            ),
-            "spherical_harmonics": lambda e, a: e.spherical_harmonics(
-                "0e + 1o + 2e", a.filter("1o"), True
-            ),
-            "norm": lambda e, a: e.norm(a),
-            "scatter_sum": lambda e, a: e.scatter_sum(
-                a, dst=jnp.arange(16) % 4, output_size=4
-            ),
-            "to_s2grid": lambda e, a: e.from_s2grid(
-                e.to_s2grid(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e"
-            ),
-        },
-    )
+    table = {
+        "tensor_product": lambda e, a: e.tensor_product(a, a),
+        "elementwise_tensor_product": lambda e, a: e.elementwise_tensor_product(a, a),
+        "spherical_harmonics": lambda e, a: e.spherical_harmonics(
+            "0e + 1o + 2e", a.filter("1o"), True
+        ),
+        "norm": lambda e, a: e.norm(a),
+        "scatter_sum": lambda e, a: e.scatter_sum(
+            a, dst=jnp.arange(16) % 4, output_size=4
+        ),
+        "to_s2grid": lambda e, a: e.from_s2grid(
+            e.to_s2grid(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e"
+        ),
+    }
+    return lazily(case, table)
 
 
 # --- Pallas kernels, interpreted ----------------------------------------------------
 
 
-def _pallas() -> dict[str, Any]:
+def _pallas() -> Programs:
     def attend(w: Any, x: Any, causal: bool) -> Any:
         from jax.experimental.pallas.ops.gpu import attention
 
@@ -554,28 +517,23 @@ def _pallas() -> dict[str, Any]:
         return lambda w, x: apply(x @ w)
 
     def case(function: Any) -> Case:
-        def loss(w: Any, x: Any) -> Any:
-            return total(function(w, x))
+        return of_product(function, normal(32, 32) / 6, normal(64, 32, seed=1))
 
-        return Case(loss, normal(32, 32) / 6, (normal(64, 32, seed=1),))
-
-    return lazily(
-        case,
-        {
-            "ops.gpu.attention": functools.partial(attend, causal=False),
-            "ops.gpu.attention(causal)": functools.partial(attend, causal=True),
-            "ops.gpu.layer_norm": layer_norm,
-            "ops.gpu.rms_norm": rms_norm,
-            "pallas_call(gelu)": kernel(jax.nn.gelu),
-            "pallas_call(softmax)": kernel(lambda x: jax.nn.softmax(x, -1)),
-        },
-    )
+    table = {
+        "ops.gpu.attention": functools.partial(attend, causal=False),
+        "ops.gpu.attention(causal)": functools.partial(attend, causal=True),
+        "ops.gpu.layer_norm": layer_norm,
+        "ops.gpu.rms_norm": rms_norm,
+        "pallas_call(gelu)": kernel(jax.nn.gelu),
+        "pallas_call(softmax)": kernel(lambda x: jax.nn.softmax(x, -1)),
+    }
+    return lazily(case, table)
 
 
 # --- optimizers: three steps, with the loss under amp, as in a train step -----------
 
 
-def _optimizers() -> dict[str, Any]:
+def _optimizers() -> Programs:
     c = optax.contrib
     made = {
         name: functools.partial(getattr(c, name), 1e-2)
@@ -631,7 +589,7 @@ def _optimizers() -> dict[str, Any]:
     return lazily(case, made)
 
 
-_TABLES = {
+TABLES = {
     "flax.linen": _linen,
     "flax.nnx": _nnx,
     "equinox": _equinox,

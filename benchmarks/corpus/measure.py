@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 import flax_amp
+from benchmarks.commands.error import relative_error
 from benchmarks.corpus import draws
 from benchmarks.corpus.draws import Draws
 from benchmarks.corpus.program import Case, Loss
 from benchmarks.products import PRODUCTS
+from benchmarks.request import reason
 from benchmarks.twin import cast_products, count_cast
 
 HALVES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -32,11 +34,11 @@ def measure(case: Case) -> dict[str, Any]:
         try:
             found |= _half(case, runs, name, dtype, problems)
         except Exception as error:
-            problems.append(f"{name}: {_short(error)}")
+            problems.append(f"{name}: {reason(error)}")
     try:
         _same_in_float32(case, runs, problems)
     except Exception as error:
-        problems.append(f"float32: {_short(error)}")
+        problems.append(f"float32: {reason(error)}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return found | {"seconds": time.process_time() - began, "peak_gib": peak}
 
@@ -102,7 +104,7 @@ def _same_in_float32(case: Case, runs: Draws, problems: list[str]) -> None:
     both = [runs.gradient(loss) for loss in (case.loss, same)]
     texts = [fn.lower(*runs.first, 1.0).as_text() for fn in both]
     if texts[0] != texts[1]:  # equal programs need no run
-        error = draws.relative(*(draws.run(fn, runs.first) for fn in both))
+        error = relative_error(*(draws.run(fn, runs.first) for fn in both))
         if not error < 1e-5:
             problems.append(f"float32: differs from no amp by {error:.1e}")
 
@@ -111,7 +113,3 @@ def _shapes(runs: Draws, loss: Loss) -> Any:
     found = runs.gradient(loss).eval_shape(*runs.first, 1.0)
     leaves, structure = jax.tree.flatten(found)
     return structure, [(x.shape, x.dtype) for x in leaves]
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]

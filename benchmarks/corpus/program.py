@@ -1,8 +1,13 @@
-"""What a program of the corpus is."""
+"""What a program of the corpus is, and what several kinds of programs are made of."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 Loss = Callable[..., Any]  # of parameters and of what `args` holds; returns a scalar
 
@@ -31,5 +36,29 @@ class Case:
     around: Callable[[Loss], Loss] = _itself
 
 
-# A program: the package that it is from, its name, and what makes it when it is run.
-Program = tuple[str, str, Callable[[], Case]]
+# What makes each program of a package when it is run, by name.
+Programs = dict[str, Callable[[], Case]]
+
+
+def lazily(case: Callable[..., Case], table: dict[str, Any]) -> Programs:
+    """Returns programs that are made of what a table says, when they are run."""
+    return {name: functools.partial(case, given) for name, given in table.items()}
+
+
+def normal(*shape: int, seed: int = 0) -> Any:
+    """Returns normal numbers, the same ones for the same seed."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+
+def total(found: Any) -> Any:
+    """Returns a scalar of all floats of a tree; it grows like their logarithm."""
+    leaves = [
+        y for y in jax.tree.leaves(found) if jnp.issubdtype(y.dtype, jnp.floating)
+    ]
+    return sum(jnp.mean(jnp.log1p(y.astype(jnp.float32) ** 2)) for y in leaves)
+
+
+def of_product(function: Callable[[Any, Any], Any], w: Any, x: Any) -> Case:
+    """Returns a program that is a function of a parameter and of data."""
+    return Case(lambda w, x: total(function(w, x)), w, (x,))

@@ -1,31 +1,25 @@
 """Solvers: what they return depends on a product."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.corpus.libraries import lazily, normal, total
-from benchmarks.corpus.program import Case, Program
-
-
-def programs() -> Iterator[Program]:
-    """Yields the programs of each library."""
-    for source, table in _TABLES.items():
-        for name, make in table().items():
-            yield source, name, make
+from benchmarks.corpus.program import Case, Programs, lazily, normal, of_product
 
 
 def _solver_case(function: Callable[..., Any]) -> Case:
-    def loss(w: Any, x: Any) -> Any:
-        return total(function(w, x))
-
-    return Case(loss, normal(8, 8) / 4, (normal(8, seed=1),))
+    return of_product(function, normal(8, 8) / 4, normal(8, seed=1))
 
 
-def _diffrax() -> dict[str, Any]:
+def _by_name(run: Callable[..., Any], names: str) -> Programs:
+    table = {name: functools.partial(run, name) for name in names.split()}
+    return lazily(_solver_case, table)
+
+
+def _diffrax() -> Programs:
     def solve(solver: str, adjoint: str = "", adaptive: bool = False) -> Any:
         def run(w: Any, x: Any) -> Any:
             import diffrax
@@ -50,7 +44,7 @@ def _diffrax() -> dict[str, Any]:
     return lazily(_solver_case, table)
 
 
-def _optimistix() -> dict[str, Any]:
+def _optimistix() -> Programs:
     def run(method: str, solver: str, w: Any, x: Any) -> Any:
         import optimistix as optx
 
@@ -63,23 +57,21 @@ def _optimistix() -> dict[str, Any]:
         }[method]
         return getattr(optx, method)(function, kind, x, w, throw=False).value
 
-    table = {
+    methods = {
         "fixed_point": "FixedPointIteration",
         "root_find": "Newton Chord",
         "least_squares": "LevenbergMarquardt GaussNewton Dogleg",
         "minimise": "BFGS NonlinearCG",
     }
-    return lazily(
-        _solver_case,
-        {
-            f"{method}({solver})": functools.partial(run, method, solver)
-            for method, solvers in table.items()
-            for solver in solvers.split()
-        },
-    )
+    table = {
+        f"{method}({solver})": functools.partial(run, method, solver)
+        for method, solvers in methods.items()
+        for solver in solvers.split()
+    }
+    return lazily(_solver_case, table)
 
 
-def _lineax() -> dict[str, Any]:
+def _lineax() -> Programs:
     def run(solver: str, w: Any, x: Any) -> Any:
         import lineax as lx
 
@@ -91,12 +83,10 @@ def _lineax() -> dict[str, Any]:
         return lx.linear_solve(operator, x, kind, throw=False).value
 
     names = "LU QR SVD Cholesky CG GMRES BiCGStab"
-    return lazily(
-        _solver_case, {name: functools.partial(run, name) for name in names.split()}
-    )
+    return _by_name(run, names)
 
 
-def _jaxopt() -> dict[str, Any]:
+def _jaxopt() -> Programs:
     def run(solver: str, settings: dict[str, Any], w: Any, x: Any) -> Any:
         import jaxopt
 
@@ -133,7 +123,7 @@ def _jaxopt() -> dict[str, Any]:
     return lazily(_solver_case, table | {"GradientDescent(scan)": unrolled})
 
 
-def _ott() -> dict[str, Any]:
+def _ott() -> Programs:
     def run(settings: dict[str, Any], w: Any, x: Any) -> Any:
         from ott.geometry import pointcloud
         from ott.problems.linear import linear_problem
@@ -143,16 +133,14 @@ def _ott() -> dict[str, Any]:
         problem = linear_problem.LinearProblem(geometry, **settings)
         return sinkhorn.Sinkhorn(max_iterations=50)(problem).reg_ot_cost
 
-    return lazily(
-        _solver_case,
-        {
-            "Sinkhorn": functools.partial(run, {}),
-            "Sinkhorn(unbalanced)": functools.partial(run, {"tau_a": 0.9}),
-        },
-    )
+    table = {
+        "Sinkhorn": functools.partial(run, {}),
+        "Sinkhorn(unbalanced)": functools.partial(run, {"tau_a": 0.9}),
+    }
+    return lazily(_solver_case, table)
 
 
-def _tinygp() -> dict[str, Any]:
+def _tinygp() -> Programs:
     def run(kernel: str, w: Any, x: Any) -> Any:
         from tinygp import GaussianProcess, kernels
 
@@ -161,12 +149,10 @@ def _tinygp() -> dict[str, Any]:
         return GaussianProcess(kind, w @ x, diag=0.5).log_probability(x)
 
     names = "ExpSquared Matern32 Matern52 Exp"
-    return lazily(
-        _solver_case, {name: functools.partial(run, name) for name in names.split()}
-    )
+    return _by_name(run, names)
 
 
-def _blackjax() -> dict[str, Any]:
+def _blackjax() -> Programs:
     def run(sampler: str, settings: dict[str, Any], w: Any, x: Any) -> Any:
         import blackjax
 
@@ -182,20 +168,18 @@ def _blackjax() -> dict[str, Any]:
         return jax.lax.scan(step, kind.init(x), keys)[0].logdensity
 
     mass = jnp.ones(8)
-    return lazily(
-        _solver_case,
-        {
-            "hmc": functools.partial(
-                run,
-                "hmc",
-                dict(step_size=0.05, inverse_mass_matrix=mass, num_integration_steps=3),
-            ),
-            "mala": functools.partial(run, "mala", dict(step_size=0.01)),
-        },
-    )
+    table = {
+        "hmc": functools.partial(
+            run,
+            "hmc",
+            dict(step_size=0.05, inverse_mass_matrix=mass, num_integration_steps=3),
+        ),
+        "mala": functools.partial(run, "mala", dict(step_size=0.01)),
+    }
+    return lazily(_solver_case, table)
 
 
-_TABLES = {
+TABLES = {
     "lineax": _lineax,
     "tinygp": _tinygp,
     "jaxopt solvers": _jaxopt,

@@ -1,7 +1,6 @@
 """The page of a run."""
 
 import datetime
-import importlib.metadata
 import math
 import platform
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.corpus import draws
+from benchmarks.show import markdown_table
 
 PACKAGES = """
     jax jaxlib flax optax transformers equinox diffrax optimistix lineax jaxopt distrax
@@ -16,10 +16,7 @@ PACKAGES = """
     blackjax flaxmodels
 """.split()
 
-_HEAD = (
-    "| program | twin | products low | bf16 | twin | ratio | fp16 | twin | ratio |\n"
-    "| --- | --- | --: | --: | --: | --: | --: | --: | --: |\n"
-)
+_HEADER = "program|twin|products low|bf16|twin|ratio|fp16|twin|ratio".split("|")
 _ALL = 0.995  # a share that rounds to 1.00
 Row = dict[str, Any]
 
@@ -33,67 +30,58 @@ def page(rows: dict[str, Row], left_out: Sequence[str] = ()) -> str:
     """
     below = {key: why for key, row in rows.items() if (why := shortfalls(row))}
     wide = {key: row for key, row in rows.items() if _share(row) < _ALL}
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    versions = ", ".join(
+        f"{name} {environment.version(name) or '(not installed)'}" for name in PACKAGES
+    )
     ran = [row for row in rows.values() if "share" in row]
     hand = [row for row in ran if row["twin"] == "hand-set"]
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    lines = [
-        "# Programs nobody here wrote",
-        "",
-        f"Written by `make test-corpus` on {today} "
-        f"({environment.machine()}, Python {platform.python_version()}). "
-        f"Versions: {versions}.",
-        "",
-        "Each program is a loss that was written for float32. The figures are those of "
-        "its gradient: *products low* is the share of the FLOPs of matrix products in "
-        "half precision, the others are relative L2 distances to the gradient without "
-        "amp. The twin is the same model with the `dtype=` that its authors provide, "
-        "or else the program with its products cast, by an interpreter that knows "
-        "nothing of amp (`benchmarks/twin.py`): their operands and results are rounded "
-        "to half precision, forward and backward, and nothing else is. A ratio above 1 "
-        "says that amp is farther from float32 than the twin. All products of half "
-        "precision are added up in float32, which XLA for the CPU does not always do.",
-        "",
-        f"{len(rows)} programs, {len(ran)} ran in both dtypes, "
-        f"{sum(bool(row['problems']) for row in rows.values())} with a problem; "
-        f"{len(hand)} have a hand-set twin. "
-        f"{len(rows) - len(below)} are at their best.",
-        "",
-        "Errors are root mean squares over several draws of the numbers, ratios are "
-        f"geometric means: {draws.STEP} draws, up to {draws.MOST} where the ratio is "
-        f"near {draws.WORSE}. A program is not at its best if its ratio is above "
-        f"{draws.WORSE} and more than two standard errors above 1, or if a product "
-        "is in float32 that the twin casts. The ratio *by hand* is that of the program "
-        "without amp, whose parameters and data are cast to half.",
-        "",
-        f"The run took {sum(row.get('seconds', 0) for row in rows.values()) / 60:.0f} "
-        "minutes of CPU and "
-        f"{max((row.get('peak_gib', 0) for row in rows.values()), default=0):.1f} GiB "
-        "of memory.",
-        "",
-        *(["Not run this time: " + ", ".join(left_out) + ".", ""] if left_out else []),
-        "## Not at their best",
-        "",
-        *_counts(list(below), rows),
-        "",
-        "| program | what | why |",
-        "| --- | --- | --- |",
-        *(f"| {key} | {why} | {_why(key, rows[key])} |" for key, why in below.items()),
-        "",
-        "## Products that stay in float32",
-        "",
-        "| program | products low | why |",
-        "| --- | --: | --- |",
-        *(
-            f"| {key} | {row['share']:.2f} | {_kept(row)} |"
-            for key, row in wide.items()
-        ),
-        "",
-        "## All programs",
-        "",
-        _HEAD + "\n".join(_line(key, row) for key, row in rows.items()),
-    ]
-    return "\n".join(lines) + "\n"
+    problems = sum(bool(row["problems"]) for row in rows.values())
+    minutes = sum(row.get("seconds", 0) for row in rows.values()) / 60
+    peak = max((row.get("peak_gib", 0) for row in rows.values()), default=0)
+    told = [[key, why, _why(key, rows[key])] for key, why in below.items()]
+    kept = [[key, f"{row['share']:.2f}", _kept(row)] for key, row in wide.items()]
+    missing = f"\nNot run this time: {', '.join(left_out)}.\n" if left_out else ""
+    return f"""# Programs nobody here wrote
+
+Written by `make test-corpus` on {today} ({environment.machine()}, Python
+{platform.python_version()}). Versions: {versions}.
+
+Each program is a loss that was written for float32. The figures are those of its
+gradient: *products low* is the share of the FLOPs of matrix products in half precision,
+the others are relative L2 distances to the gradient without amp. The twin is the same
+model with the `dtype=` that its authors provide, or else the program with its products
+cast, by an interpreter that knows nothing of amp (`benchmarks/twin.py`): their operands
+and results are rounded to half precision, forward and backward, and nothing else is. A
+ratio above 1 says that amp is farther from float32 than the twin. All products of half
+precision are added up in float32, which XLA for the CPU does not always do.
+
+{len(rows)} programs, {len(ran)} ran in both dtypes, {problems} with a problem;
+{len(hand)} have a hand-set twin. {len(rows) - len(below)} are at their best.
+
+Errors are root mean squares over several draws of the numbers, ratios are geometric
+means: {draws.STEP} draws, up to {draws.MOST} where the ratio is near {draws.WORSE}. A
+program is not at its best if its ratio is above {draws.WORSE} and more than two
+standard errors above 1, or if a product is in float32 that the twin casts. The ratio
+*by hand* is that of the program without amp, whose parameters and data are cast to
+half.
+
+The run took {minutes:.0f} minutes of CPU and {peak:.1f} GiB of memory.
+{missing}
+## Not at their best
+
+{_counts(list(below), rows)}
+
+{markdown_table(["program", "what", "why"], told, words=3)}
+
+## Products that stay in float32
+
+{markdown_table(["program", "products low", "why"], kept, words=3)}
+
+## All programs
+
+{markdown_table(_HEADER, [_line(key, row) for key, row in rows.items()])}
+"""
 
 
 def shortfalls(row: Row) -> str:
@@ -116,22 +104,22 @@ def _share(row: Row) -> float:
     return 1.0 if share is None else float(share)
 
 
-def _line(key: str, row: Row) -> str:
+def _line(key: str, row: Row) -> list[str]:
     figures = []
     for name in ("bf16", "fp16"):
         ratio = row.get(f"{name}_ratio")
         figures += [_number(row.get(f"{name}_error"), ".1e")]
         figures += [_number(row.get(f"{name}_twin"), ".1e"), _number(ratio, ".2f")]
     share = _number(row.get("share"), ".2f")
-    return f"| {' | '.join([key, row.get('twin', ''), share, *figures])} |"
+    return [key, row.get("twin", ""), share, *figures]
 
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _counts(below: Sequence[str], rows: dict[str, Row]) -> list[str]:
-    """Returns how programs that are not at their best fare by hand."""
+def _counts(below: Sequence[str], rows: dict[str, Row]) -> str:
+    """Tells how programs that are not at their best fare by hand."""
     by_hand = [
         row[f"{name}_by_hand"] >= row[f"{name}_ratio"]
         for row in (rows[key] for key in below)
@@ -139,13 +127,11 @@ def _counts(below: Sequence[str], rows: dict[str, Row]) -> list[str]:
         if row.get(f"{name}_by_hand") is not None
     ]
     open_ = [key for key in below if key not in REASONS]
-    return [
-        "amp rounds the values that it keeps between products, and the twin none. By "
-        f"hand, which rounds more, the error is at least that of amp in {sum(by_hand)} "
-        f"of {len(by_hand)} comparisons.",
-        "",
-        f"Not explained: {', '.join(open_) or 'none'}.",
-    ]
+    return f"""amp rounds the values that it keeps between products, and the twin none.
+By hand, which rounds more, the error is at least that of amp in {sum(by_hand)} of
+{len(by_hand)} comparisons.
+
+Not explained: {", ".join(open_) or "none"}."""
 
 
 def _why(key: str, row: Row) -> str:
@@ -159,13 +145,6 @@ def _why(key: str, row: Row) -> str:
 
 def _kept(row: Row) -> str:
     return "; ".join(row.get("wide_products", ())).replace("|", "/")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 _STREAM = "the authors' dtype= leaves the residual stream in float32, amp does not"

@@ -1,14 +1,13 @@
 """The Flax models of transformers at a tiny size, with the dtype that they take."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.corpus.program import Case, Loss, Program
+from benchmarks.corpus.program import Case, Loss, Programs
 
 _TEXT = dict(
     vocab_size=99,
@@ -42,8 +41,26 @@ _IMAGE = {k: v for k, v in _TEXT.items() if "vocab" not in k and "max" not in k}
 _CONV = dict(
     embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic"
 )
+_DISTIL = dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4)
+_WHISPER = _SEQ | dict(
+    num_mel_bins=8,
+    max_source_positions=16,
+    max_target_positions=16,
+    eos_token_id=98,
+    bos_token_id=98,
+)
+_WAVE = _TEXT | dict(
+    conv_dim=[16, 16],
+    conv_stride=[4, 2],
+    conv_kernel=[8, 3],
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    do_stable_layer_norm=True,
+    feat_extract_norm="layer",
+)
 _CLIP_SIDES = dict(
-    text_config={k: v for k, v in _TEXT.items()} | dict(eos_token_id=98),
+    text_config=_TEXT | dict(eos_token_id=98),
     vision_config=_IMAGE,
     projection_dim=32,
 )
@@ -66,16 +83,8 @@ _MODELS: tuple[tuple[str, dict[str, Any], str], ...] = (
         dict(vocab_size=99, hidden_size=32, n_layer=2, n_head=4),
         "text",
     ),
-    (
-        "DistilBertModel",
-        dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4),
-        "text",
-    ),
-    (
-        "DistilBertForMaskedLM",
-        dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4),
-        "text",
-    ),
+    ("DistilBertModel", _DISTIL, "text"),
+    ("DistilBertForMaskedLM", _DISTIL, "text"),
     ("ElectraModel", _TEXT | dict(embedding_size=16), "text"),
     ("ElectraForPreTraining", _TEXT | dict(embedding_size=16), "text"),
     ("GPT2LMHeadModel", _GPT, "text"),
@@ -139,60 +148,10 @@ _MODELS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("MBartForConditionalGeneration", _SEQ, "seq2seq"),
     ("MarianMTModel", _SEQ, "seq2seq"),
     ("PegasusForConditionalGeneration", _SEQ, "seq2seq"),
-    (
-        "WhisperForConditionalGeneration",
-        _SEQ
-        | dict(
-            num_mel_bins=8,
-            max_source_positions=16,
-            max_target_positions=16,
-            eos_token_id=98,
-            bos_token_id=98,
-        ),
-        "audio",
-    ),
-    (
-        "WhisperForAudioClassification",
-        _SEQ
-        | dict(
-            num_mel_bins=8,
-            max_source_positions=16,
-            max_target_positions=16,
-            eos_token_id=98,
-            bos_token_id=98,
-        ),
-        "audio",
-    ),
-    (
-        "Wav2Vec2Model",
-        _TEXT
-        | dict(
-            conv_dim=[16, 16],
-            conv_stride=[4, 2],
-            conv_kernel=[8, 3],
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            do_stable_layer_norm=True,
-            feat_extract_norm="layer",
-        ),
-        "wave",
-    ),
-    (
-        "Wav2Vec2ForCTC",
-        _TEXT
-        | dict(
-            conv_dim=[16, 16],
-            conv_stride=[4, 2],
-            conv_kernel=[8, 3],
-            num_feat_extract_layers=2,
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            do_stable_layer_norm=True,
-            feat_extract_norm="layer",
-        ),
-        "wave",
-    ),
+    ("WhisperForConditionalGeneration", _WHISPER, "audio"),
+    ("WhisperForAudioClassification", _WHISPER, "audio"),
+    ("Wav2Vec2Model", _WAVE, "wave"),
+    ("Wav2Vec2ForCTC", _WAVE, "wave"),
     ("ViTModel", _IMAGE, "image"),
     ("ViTForImageClassification", _IMAGE, "image"),
     ("BeitModel", _IMAGE | dict(vocab_size=99), "image"),
@@ -211,10 +170,14 @@ _MODELS: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-def programs() -> Iterator[Program]:
-    """Yields the models that this release of transformers has."""
-    for name, config, kind in _MODELS:
-        yield "transformers", name, functools.partial(_case, name, config, kind)
+def _transformers() -> Programs:
+    return {
+        name: functools.partial(_case, name, config, kind)
+        for name, config, kind in _MODELS
+    }
+
+
+TABLES = {"transformers": _transformers}
 
 
 def _case(name: str, config: dict[str, Any], kind: str) -> Case:
@@ -258,12 +221,10 @@ def _inputs(kind: str) -> dict[str, Any]:
         return {"pixel_values": image}
     if kind == "both":
         return {"pixel_values": image, "input_ids": ids}
-    if kind == "seq2seq":
+    if kind in ("seq2seq", "classify"):
         ids[:, -1] = 98  # the end
+    if kind == "seq2seq":
         return {"input_ids": ids, "decoder_input_ids": ids[:, :8]}
-    if kind == "classify":
-        ids[:, -1] = 98
-        return {"input_ids": ids}
     if kind == "audio":
         features = rng.normal(size=(2, 8, 32)).astype(np.float32)
         return {"input_features": features, "decoder_input_ids": ids[:, :8]}

@@ -3,12 +3,12 @@
 import json
 import pathlib
 import shutil
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 from benchmarks.faults.training import Reference, Row, new_state, train
+from benchmarks.process import new_folder
 from flax_amp import AmpTrainState, checkpoint
 
 _NEWEST = 2
@@ -40,15 +40,15 @@ FAULTS: dict[str, Callable[[pathlib.Path], None]] = {
 
 def every_file(reference: Reference) -> Iterator[Row]:
     """Damages every file of the newest of two steps, one at a time."""
-    with tempfile.TemporaryDirectory() as name:
-        whole = _two_steps(pathlib.Path(name) / "whole", reference)
+    with new_folder() as around:
+        whole = _two_steps(around / "whole", reference)
         folder = whole / str(_NEWEST)
         files = [p.relative_to(whole) for p in folder.rglob("*") if p.is_file()]
         for fault, damage in FAULTS.items():
             steps: Counter[int] = Counter()
             good, told = True, ""
             for file in sorted(files):
-                broken = shutil.copytree(whole, pathlib.Path(name) / "broken")
+                broken = shutil.copytree(whole, around / "broken")
                 damage(broken / file)
                 state, warning = _restore(broken, reference)
                 step = int(state.step)
@@ -65,8 +65,8 @@ def every_file(reference: Reference) -> Iterator[Row]:
 
 def whole_steps(reference: Reference) -> Iterator[Row]:
     """A step that is half deleted, and one that a newer version wrote."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = _two_steps(pathlib.Path(name) / "run", reference)
+    with new_folder() as around:
+        directory = _two_steps(around / "run", reference)
         newest = directory / str(_NEWEST)
 
         metadata = newest / "_CHECKPOINT_METADATA"

@@ -5,14 +5,13 @@ import pathlib
 import random
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from benchmarks.faults.process import Process
 from benchmarks.faults.training import AROUND, Reference, Row, words
+from benchmarks.process import Process, new_folder, on_disk
 
 # Of so many kills one must fall into a save; fewer may all miss by chance.
 _ENOUGH = 10
@@ -69,8 +68,7 @@ def _chain(
     reference: Reference, count: int, chance: random.Random
 ) -> tuple[list[_Kill], bool]:
     found: list[_Kill] = []
-    with tempfile.TemporaryDirectory() as name:
-        directory = pathlib.Path(name)
+    with new_folder() as directory:
         complete = 0  # the newest step that must be there
         there = 0  # the newest step that is there
         duration = 0.1  # of a save, in seconds; learnt on the way
@@ -95,17 +93,14 @@ def _chain(
                 complete += 1
             time.sleep(chance.uniform(0, duration))
             worker.kill()
-            names = [path.name for path in directory.iterdir()]
-            there = max((int(name) for name in names if name.isdecimal()), default=0)
-            leftovers = [name for name in names if "tmp" in name]
-            found.append(_Kill(bool(leftovers), lost=False))
+            there, torn = on_disk(directory)
+            found.append(_Kill(torn > 0, lost=False))
     raise AssertionError("the last worker returns")
 
 
 def two_writers(reference: Reference) -> list[Row]:
     """A second run on the directory of one that is still going."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = pathlib.Path(name)
+    with new_folder() as directory:
         first = Worker("hold", directory, reference, reference.steps)
         while "holding" not in first.hear():
             pass
@@ -129,7 +124,7 @@ def two_writers(reference: Reference) -> list[Row]:
             "two writers on one directory",
             1,
             "the first goes on; the second saves nothing",
-            told.replace(name, "DIR"),
+            told.replace(str(directory), "DIR"),
             went_on and "expected one run for each directory" in told,
         ),
         Row("a writer after one that was killed", 1, "goes on", "", taken_over),
@@ -156,17 +151,17 @@ def disks(reference: Reference) -> list[Row]:
 
 
 def _full_disk(reference: Reference) -> Row:
-    with tempfile.TemporaryDirectory() as name, _saved(reference, 1) as saved:
+    with new_folder() as directory, _saved(reference, 1) as saved:
         # Room for about three steps, and for four more without the ballast: how much
         # one takes differs by a third when it is small.
         size = 512 * sum(path.stat().st_blocks for path in saved.rglob("*"))
         script = (
-            f"mount -t tmpfs -o size={int(7.5 * size)} none {name} && "
-            f"head -c {4 * size} /dev/urandom > {name}/ballast && "
+            f"mount -t tmpfs -o size={int(7.5 * size)} none {directory} && "
+            f"head -c {4 * size} /dev/urandom > {directory}/ballast && "
             'exec "$@"'
         )
         heard = Worker(
-            "fill", pathlib.Path(name), reference, reference.steps, _mounted(script)
+            "fill", directory, reference, reference.steps, _mounted(script)
         ).hear_all()
     kept = heard["kept"]
     good = (
@@ -176,25 +171,22 @@ def _full_disk(reference: Reference) -> Row:
         and heard["fingerprint"] == reference[reference.steps]
     )
     outcome = f"the steps {words(kept)} are intact; after making room, the same step is"
-    told = heard["told"].replace(name, "DIR")
+    told = heard["told"].replace(str(directory), "DIR")
     return Row("the disk is full", 1, f"{outcome} saved", told, good)
 
 
 def _read_only(reference: Reference) -> Row:
-    with tempfile.TemporaryDirectory() as name, _saved(reference, 2) as saved:
+    with new_folder() as directory, _saved(reference, 2) as saved:
         script = (
-            f"mount --bind {saved} {name} && mount -o remount,bind,ro {name} && "
+            f"mount --bind {saved} {directory} && "
+            f"mount -o remount,bind,ro {directory} && "
             'exec "$@"'
         )
         heard = Worker(
-            "read_only",
-            pathlib.Path(name),
-            reference,
-            reference.steps,
-            _mounted(script),
+            "read_only", directory, reference, reference.steps, _mounted(script)
         ).hear_all()
     good = heard["restored"] == 2 and heard["fingerprint"] == reference[reference.steps]
-    told = heard["told"].replace(name, "DIR")
+    told = heard["told"].replace(str(directory), "DIR")
     outcome = "restores; saving is an error, training can go on"
     return Row("the directory is read-only", 1, outcome, told, good)
 
@@ -202,8 +194,7 @@ def _read_only(reference: Reference) -> Row:
 @contextlib.contextmanager
 def _saved(reference: Reference, steps: int) -> Iterator[pathlib.Path]:
     """A directory with checkpoints of the first steps."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = pathlib.Path(name)
+    with new_folder() as directory:
         Worker("run", directory, reference, steps).hear_all()
         yield directory
 
@@ -216,6 +207,6 @@ def _mounted(script: str) -> list[str]:
 def _may_mount() -> bool:
     if shutil.which("unshare") is None:
         return False
-    with tempfile.TemporaryDirectory() as name:
-        command = _mounted(f"mount -t tmpfs none {name}")
+    with new_folder() as directory:
+        command = _mounted(f"mount -t tmpfs none {directory}")
         return subprocess.run(command, capture_output=True).returncode == 0

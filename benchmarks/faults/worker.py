@@ -7,21 +7,13 @@ so that the process that started it knows when to strike.
 """
 
 import contextlib
-import json
 import pathlib
 import sys
 import warnings
-from typing import Any
-
-import absl.logging
-import jax
 
 from benchmarks.faults.training import fingerprint, new_state, train
+from benchmarks.process import say, work
 from flax_amp import AmpTrainState, checkpoint
-
-
-def say(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
 
 
 def resume(directory: str, state: AmpTrainState) -> AmpTrainState:
@@ -93,15 +85,9 @@ def read_only(directory: str, state: AmpTrainState, steps: int) -> None:
 
 
 def main(task: str, directory: str, width: str, steps: str) -> None:
-    absl.logging.set_verbosity("fatal")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     warnings.simplefilter("error", checkpoint.CheckpointWarning)
     tasks = {"run": run, "hold": hold, "fill": fill, "read_only": read_only}
-    try:
-        tasks[task](directory, new_state(int(width)), int(steps))
-    except Exception as error:
-        say(failed=f"{type(error).__name__}: {error}")
-        raise
+    work(lambda: tasks[task](directory, new_state(int(width)), int(steps)))
 
 
 if __name__ == "__main__":

@@ -1,67 +1,29 @@
 """The models of the benchmarks: plain Flax, as a user writes them, in two sizes."""
 
-from benchmarks.models import (
-    bert,
-    clip,
-    convnext,
-    dit,
-    dlrm,
-    efficientnet,
-    gat,
-    gpt,
-    griffin,
-    linear_attention,
-    llama,
-    mamba,
-    mixer,
-    moe,
-    resnet,
-    small,
-    swin,
-    t5,
-    unet,
-    vit,
-    wavenet,
-)
+import importlib
+
 from benchmarks.models.base import DType, Problem
 
-_MODULES = {
-    "vit_small": vit,
-    "vit_s16": vit,
-    "gpt_scan": gpt,
-    "gpt_unroll": gpt,
-    "gpt_scan_noremat": gpt,
-    "gpt_24": gpt,
-    "gpt_fsdp": gpt,
-    "resnet50": resnet,
-    "mlp": small,
-    "lstm": small,
-    "nnx_vit": vit,
-    "llama": llama,
-    "llama_noremat": llama,
-    "moe": moe,
-    "bert": bert,
-    "t5": t5,
-    "griffin": griffin,
-    "griffin_loop": griffin,
-    "dlrm": dlrm,
-    "convnext": convnext,
-    "efficientnet": efficientnet,
-    "unet": unet,
-    "gat": gat,
-    "dit": dit,
-    "swin": swin,
-    "clip": clip,
-    "mamba": mamba,
-    "mamba_loop": mamba,
-    "mixer": mixer,
-    "wavenet": wavenet,
-    "linear_attention": linear_attention,
-    "nnx_gpt": gpt,
-    "nnx_resnet50": resnet,
-}
-NAMES = tuple(_MODULES)
+NAMES = tuple(
+    """
+    vit_small vit_s16 gpt_scan gpt_unroll gpt_scan_noremat gpt_24 gpt_fsdp
+    resnet50 mlp lstm nnx_vit llama llama_noremat moe bert t5 griffin
+    griffin_loop dlrm convnext efficientnet unet gat dit swin clip mamba
+    mamba_loop mixer wavenet linear_attention nnx_gpt nnx_resnet50
+    """.split()
+)
 SIZES = ("full", "tiny")
+# The modules of several models; every other one is named after its model.
+_SEVERAL = {
+    "vit": "vit_small vit_s16 nnx_vit",
+    "gpt": "gpt_scan gpt_unroll gpt_scan_noremat gpt_24 gpt_fsdp nnx_gpt",
+    "resnet": "resnet50 nnx_resnet50",
+    "small": "mlp lstm",
+    "llama": "llama_noremat",
+    "griffin": "griffin_loop",
+    "mamba": "mamba_loop",
+}
+_HOMES = {name: home for home, names in _SEVERAL.items() for name in names.split()}
 
 
 def problem(name: str, size: str = "full", dtype: DType = None) -> Problem:
@@ -72,8 +34,10 @@ def problem(name: str, size: str = "full", dtype: DType = None) -> Problem:
       size: "full" for the tables; "tiny" has as many leaves and runs on a CPU.
       dtype: that of every layer of a hand-set model; `None` leaves the model as it is.
     """
-    if name not in _MODULES or size not in SIZES:
+    if name not in NAMES or size not in SIZES:
         raise ValueError(
             f"problem: got {name!r}, {size!r}; expected one of {NAMES} and of {SIZES}."
         )
-    return _MODULES[name].problem(name, size, dtype)
+    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
+    made: Problem = module.problem(name, size, dtype)
+    return made

@@ -1,6 +1,8 @@
 """`Problem`: a model, its loss and its data; what is common to all the models."""
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from jax.typing import DTypeLike
 PyTree = Any
 DType = DTypeLike | None
 Batch = dict[str, Any]
+Config = Any  # what `config` returns; each model has sizes of its own
 Loss = Callable[[jax.Array, jax.Array], jax.Array]
 MakeBatch = Callable[[jax.Array], Batch]
 
@@ -32,6 +35,35 @@ class Problem:
     init: Callable[[jax.Array], dict[str, PyTree]]
     loss: Callable[[PyTree, PyTree, Batch], tuple[jax.Array, PyTree]]
     batch: MakeBatch
+
+    def shapes(self) -> tuple[PyTree, PyTree, Batch]:
+        """Returns the shapes and dtypes of what the loss takes."""
+        key = jax.random.key(0)
+        others = dict(jax.eval_shape(self.init, key))
+        return others.pop("params"), others, jax.eval_shape(self.batch, key)
+
+
+def config(**sizes: Any) -> Config:
+    """Returns the sizes of a model and of its batch: a tuple with names."""
+    return collections.namedtuple("Config", sizes)(**sizes)
+
+
+def sizes(
+    names: str, full: tuple[Any, ...], tiny: tuple[Any, ...]
+) -> dict[str, Config]:
+    """Returns the two configurations of a model, whose sizes have these names."""
+    found = {"full": full, "tiny": tiny}
+    return {
+        size: config(**dict(zip(names.split(), values, strict=True)))
+        for size, values in found.items()
+    }
+
+
+class Module(nn.Module):
+    """A module of a model that knows its sizes; `dtype` makes a hand-set one of it."""
+
+    config: Config
+    dtype: DType = None
 
 
 def cast(x: jax.Array, dtype: DType) -> jax.Array:
@@ -87,11 +119,11 @@ def linen(model: nn.Module, batch: MakeBatch, loss_of: Loss = cross_entropy) -> 
     return Problem(init, loss, batch)
 
 
-def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Problem:
+def nnx_problem(make: Callable[[nnx.Rngs], nnx.Module], batch: MakeBatch) -> Problem:
     """Makes the problem of an NNX classifier, which may have batch statistics."""
     kinds = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
     # The structure alone: `nnx.Rngs` of a tracer must not leak into it.
-    abstract = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0))))
     graphdef, *_ = nnx.split(abstract, *kinds.values())
 
     def states(model):
@@ -99,7 +131,7 @@ def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Pr
         return {name: nnx.to_pure_dict(state) for name, state in found.items() if state}
 
     def init(key):
-        return states(make(key))
+        return states(make(nnx.Rngs(params=key)))
 
     def loss(params, others, batch):
         model: Any = nnx.merge(graphdef, params, *others.values())
@@ -109,22 +141,38 @@ def nnx_problem(make: Callable[[jax.Array], nnx.Module], batch: MakeBatch) -> Pr
     return Problem(init, loss, batch)
 
 
-def vectors(shape: tuple[int, ...], classes: int) -> MakeBatch:
-    """Returns a maker of float inputs (images, vectors) with labels."""
+def problem_of(
+    model: Callable[[Config, DType], nn.Module],
+    sizes: dict[str, Config],
+    batch: Callable[[Config, jax.Array], Batch],
+    loss_of: Loss = cross_entropy,
+) -> Callable[[str, str, DType], Problem]:
+    """Returns what makes the problem of a Linen model, and its data, of their sizes."""
 
-    def batch(key):
-        keys = jax.random.split(key)
-        labels = jax.random.randint(keys[1], shape[:1], 0, classes)
-        return {"inputs": jax.random.normal(keys[0], shape), "labels": labels}
+    def problem(_: str, size: str, dtype: DType) -> Problem:
+        config = sizes[size]
+        return linen(model(config, dtype), functools.partial(batch, config), loss_of)
 
-    return batch
+    return problem
 
 
-def tokens(size: int, length: int, vocab: int) -> MakeBatch:
-    """Returns a maker of token sequences with their next tokens as labels."""
+def vectors(config: Config, key: jax.Array, *shape: int) -> Batch:
+    """Returns float inputs of a shape, with a class for each example."""
+    keys = jax.random.split(key)
+    labels = jax.random.randint(keys[1], (config.batch,), 0, config.classes)
+    return {
+        "inputs": jax.random.normal(keys[0], (config.batch, *shape)),
+        "labels": labels,
+    }
 
-    def batch(key):
-        text = jax.random.randint(key, (size, length + 1), 0, vocab)
-        return {"inputs": text[:, :-1], "labels": text[:, 1:]}
 
-    return batch
+def images(config: Config, key: jax.Array) -> Batch:
+    """Returns images with a class for each."""
+    return vectors(config, key, config.image, config.image, 3)
+
+
+def texts(config: Config, key: jax.Array) -> Batch:
+    """Returns token sequences with their next tokens as labels."""
+    shape = (config.batch, config.length + 1)
+    text = jax.random.randint(key, shape, 0, config.vocab)
+    return {"inputs": text[:, :-1], "labels": text[:, 1:]}

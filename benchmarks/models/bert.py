@@ -4,31 +4,17 @@ The norms come after the sums, and an array tells which words are padding. The l
 are scanned, which public ones leave unrolled: they take minutes to compile.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a BERT and of its batch."""
-
-    width: int
-    layers: int
-    heads: int
-    vocab: int
-    length: int
-    batch: int
-
-
-SIZES = {
-    "full": Config(768, 12, 12, 30522, 512, 8),
-    "tiny": Config(48, 12, 4, 128, 32, 4),
-}
+SIZES = base.sizes(
+    "width heads vocab length batch layers",
+    full=(768, 12, 30522, 512, 8, 12),
+    tiny=(48, 4, 128, 32, 4, 12),
+)
 
 
 class Attention(nn.Module):
@@ -71,11 +57,8 @@ class Layer(nn.Module):
         return nn.LayerNorm(1e-12, dtype=dtype)(x + y), None
 
 
-class BERT(nn.Module):
+class BERT(base.Module):
     """Embeddings of words, positions and segments, layers, and the head for words."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -96,20 +79,18 @@ class BERT(nn.Module):
         return x + base.cast(bias, dtype)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
     shape = (config.batch, config.length)
+    keys = jax.random.split(key, 3)
+    lengths = jax.random.randint(keys[1], shape[:1], 1, config.length + 1)
+    places = jnp.arange(config.length)
+    inputs = {
+        "tokens": jax.random.randint(keys[0], shape, 0, config.vocab),
+        "segments": jnp.broadcast_to(places >= config.length // 2, shape) * 1,
+        "mask": places < lengths[:, None],
+    }
+    labels = jax.random.randint(keys[2], shape, 0, config.vocab)
+    return {"inputs": inputs, "labels": labels}
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        lengths = jax.random.randint(keys[1], shape[:1], 1, config.length + 1)
-        places = jnp.arange(config.length)
-        inputs = {
-            "tokens": jax.random.randint(keys[0], shape, 0, config.vocab),
-            "segments": jnp.broadcast_to(places >= config.length // 2, shape) * 1,
-            "mask": places < lengths[:, None],
-        }
-        labels = jax.random.randint(keys[2], shape, 0, config.vocab)
-        return {"inputs": inputs, "labels": labels}
 
-    return base.linen(BERT(config, dtype), batch)
+problem = base.problem_of(BERT, SIZES, batch)

@@ -4,7 +4,6 @@ The layers of a tower are written inline. Each tower has 6 layers, not 12: equal
 are slow to compile.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -13,27 +12,12 @@ import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a CLIP and of its batch; a head is of one size in both towers."""
-
-    image: int
-    patch: int
-    image_width: int
-    text_width: int
-    vocab: int
-    length: int
-    embedding: int
-    head: int
-    batch: int
-    layers: int = 6
-
-
-SIZES = {
-    "full": Config(224, 32, 768, 512, 49408, 77, 512, 64, 128),
-    "tiny": Config(32, 8, 48, 32, 128, 16, 24, 8, 8),
-}
+# A head is of one size in both towers.
+SIZES = base.sizes(
+    "image patch image_width text_width vocab length embedding head batch layers",
+    full=(224, 32, 768, 512, 49408, 77, 512, 64, 128, 6),
+    tiny=(32, 8, 48, 32, 128, 16, 24, 8, 8, 6),
+)
 
 
 class Tower(nn.Module):
@@ -63,11 +47,8 @@ class Tower(nn.Module):
         return norm()(x)
 
 
-class CLIP(nn.Module):
+class CLIP(base.Module):
     """Returns how similar each image is to each text."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -108,17 +89,15 @@ def contrast(similar: jax.Array, labels: jax.Array) -> jax.Array:
     ) / 2
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key)
+    images = (config.batch, config.image, config.image, 3)
+    texts = (config.batch, config.length)
+    inputs = {
+        "images": jax.random.normal(keys[0], images),
+        "texts": jax.random.randint(keys[1], texts, 0, config.vocab),
+    }
+    return {"inputs": inputs, "labels": jnp.arange(config.batch)}
 
-    def batch(key):
-        keys = jax.random.split(key)
-        images = (config.batch, config.image, config.image, 3)
-        texts = (config.batch, config.length)
-        inputs = {
-            "images": jax.random.normal(keys[0], images),
-            "texts": jax.random.randint(keys[1], texts, 0, config.vocab),
-        }
-        return {"inputs": inputs, "labels": jnp.arange(config.batch)}
 
-    return base.linen(CLIP(config, dtype), batch, contrast)
+problem = base.problem_of(CLIP, SIZES, batch, contrast)

@@ -4,30 +4,17 @@ Its stages have 1, 1, 2 and 1 blocks, not 3, 3, 9 and 3: equal blocks are slow t
 compile.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a ConvNeXt and of its batch."""
-
-    image: int
-    widths: tuple[int, ...]
-    classes: int
-    batch: int
-    depths: tuple[int, ...] = (1, 1, 2, 1)
-
-
-SIZES = {
-    "full": Config(224, (96, 192, 384, 768), 1000, 32),
-    "tiny": Config(32, (8, 16, 24, 32), 10, 8),
-}
+SIZES = base.sizes(
+    "image widths classes batch depths",
+    full=(224, (96, 192, 384, 768), 1000, 32, (1, 1, 2, 1)),
+    tiny=(32, (8, 16, 24, 32), 10, 8, (1, 1, 2, 1)),
+)
 
 
 class Block(nn.Module):
@@ -47,11 +34,8 @@ class Block(nn.Module):
         return x + y * base.cast(scale, dtype)
 
 
-class ConvNeXt(nn.Module):
+class ConvNeXt(base.Module):
     """Four stages, each of which halves the image, and a head."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -71,8 +55,4 @@ class ConvNeXt(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    images = (config.batch, config.image, config.image, 3)
-    data = base.vectors(images, config.classes)
-    return base.linen(ConvNeXt(config, dtype), data)
+problem = base.problem_of(ConvNeXt, SIZES, base.images)

@@ -4,7 +4,6 @@ Each layer is shifted, scaled and gated by the time and the class (adaLN-zero). 
 ones begin with gates of zero, where most gradients are zero; here they are small.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -12,27 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
-from benchmarks.models.unet import waves
+from benchmarks.models.unet import noised, waves
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a DiT and of its batch."""
-
-    image: int
-    channels: int
-    width: int
-    heads: int
-    classes: int
-    batch: int
-    patch: int = 2
-    layers: int = 12
-
-
-SIZES = {
-    "full": Config(32, 4, 384, 6, 1000, 64),
-    "tiny": Config(8, 4, 48, 4, 10, 4),
-}
+SIZES = base.sizes(
+    "image width heads classes batch channels patch layers",
+    full=(32, 384, 6, 1000, 64, 4, 2, 12),
+    tiny=(8, 48, 4, 10, 4, 4, 2, 12),
+)
 
 
 def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
@@ -40,11 +25,8 @@ def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
-class DiT(nn.Module):
+class DiT(base.Module):
     """Predicts the noise in an image from it, the time of the noise, and a class."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -91,21 +73,11 @@ class DiT(nn.Module):
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(inputs["images"].shape)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    shape = (config.batch, config.image, config.image, config.channels)
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key, 4)
+    found, shape = noised(config, config.channels, keys), (config.batch,)
+    classes = jax.random.randint(keys[3], shape, 0, config.classes)
+    return found | {"inputs": found["inputs"] | {"classes": classes}}
 
-    def batch(key):
-        keys = jax.random.split(key, 4)
-        noise = jax.random.normal(keys[1], shape)
-        times = jax.random.uniform(keys[2], shape[:1])
-        share = times[:, None, None, None]
-        images = jnp.sqrt(1 - share) * jax.random.normal(keys[0], shape)
-        inputs = {
-            "images": images + jnp.sqrt(share) * noise,
-            "times": 1000 * times,
-            "classes": jax.random.randint(keys[3], shape[:1], 0, config.classes),
-        }
-        return {"inputs": inputs, "labels": noise}
 
-    return base.linen(DiT(config, dtype), batch, base.squared_error)
+problem = base.problem_of(DiT, SIZES, batch, base.squared_error)

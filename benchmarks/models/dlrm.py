@@ -3,8 +3,6 @@
 As public ones are written: the categories of all features lie in one table.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,31 +10,15 @@ import optax
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a DLRM and of its batch."""
-
-    rows: int
-    width: int
-    bottom: tuple[int, ...]
-    top: tuple[int, ...]
-    batch: int
-    dense: int = 13
-    categories: int = 26
+SIZES = base.sizes(
+    "rows width bottom top batch dense categories",
+    full=(1 << 20, 128, (512, 256, 128), (1024, 1024, 512, 256), 8192, 13, 26),
+    tiny=(1 << 12, 16, (32, 24, 16), (64, 64, 32, 16), 16, 13, 26),
+)
 
 
-SIZES = {
-    "full": Config(1 << 20, 128, (512, 256, 128), (1024, 1024, 512, 256), 8192),
-    "tiny": Config(1 << 12, 16, (32, 24, 16), (64, 64, 32, 16), 16),
-}
-
-
-class DLRM(nn.Module):
+class DLRM(base.Module):
     """Predicts a click from numbers and categories."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -61,17 +43,15 @@ def clicks(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key, 3)
+    shape = (config.batch, config.categories)
+    inputs = {
+        "dense": jax.random.exponential(keys[0], (config.batch, config.dense)),
+        "categories": jax.random.randint(keys[1], shape, 0, 1 << 30),
+    }
+    labels = jax.random.bernoulli(keys[2], shape=shape[:1])
+    return {"inputs": inputs, "labels": labels.astype(jnp.float32)}
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        shape = (config.batch, config.categories)
-        inputs = {
-            "dense": jax.random.exponential(keys[0], (config.batch, config.dense)),
-            "categories": jax.random.randint(keys[1], shape, 0, 1 << 30),
-        }
-        labels = jax.random.bernoulli(keys[2], shape=shape[:1])
-        return {"inputs": inputs, "labels": labels.astype(jnp.float32)}
 
-    return base.linen(DLRM(config, dtype), batch, clicks)
+problem = base.problem_of(DLRM, SIZES, batch, clicks)

@@ -4,7 +4,6 @@ Seven of its sixteen blocks are here, for they are slow to compile: each kernel,
 stride, with and without a shortcut.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -23,17 +22,12 @@ STAGES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of an EfficientNet and of its batch."""
-
-    image: int
-    scale: float  # of the widths
-    classes: int
-    batch: int
-
-
-SIZES = {"full": Config(224, 1.0, 1000, 32), "tiny": Config(32, 0.25, 10, 8)}
+# `scale` is that of the widths.
+SIZES = base.sizes(
+    "image scale classes batch",
+    full=(224, 1.0, 1000, 32),
+    tiny=(32, 0.25, 10, 8),
+)
 
 
 class Block(nn.Module):
@@ -65,11 +59,8 @@ class Block(nn.Module):
         return x + y if x.shape == y.shape else y
 
 
-class EfficientNet(nn.Module):
+class EfficientNet(base.Module):
     """The stages, and a head."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -89,8 +80,4 @@ class EfficientNet(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    images = (config.batch, config.image, config.image, 3)
-    data = base.vectors(images, config.classes)
-    return base.linen(EfficientNet(config, dtype), data)
+problem = base.problem_of(EfficientNet, SIZES, base.images)

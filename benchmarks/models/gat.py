@@ -4,32 +4,18 @@ Nodes are gathered for each edge, a softmax over the edges of each receiver is m
 segment operations, and messages are added up by `jax.ops.segment_sum`.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a graph network and of its graph."""
-
-    nodes: int
-    edges: int
-    features: int
-    heads: int
-    size: int  # of a head
-    classes: int
-    layers: int = 4
-
-
-SIZES = {
-    "full": Config(20_000, 100_000, 128, 4, 64, 40),
-    "tiny": Config(64, 256, 24, 4, 12, 10),
-}
+# `size` is that of a head.
+SIZES = base.sizes(
+    "nodes edges features size classes heads layers",
+    full=(20000, 100000, 128, 64, 40, 4, 4),
+    tiny=(64, 256, 24, 12, 10, 4, 4),
+)
 
 
 def segment_softmax(scores: jax.Array, segments: jax.Array, count: int) -> jax.Array:
@@ -62,11 +48,8 @@ class Layer(nn.Module):
         return y.reshape(count, -1)
 
 
-class GAT(nn.Module):
+class GAT(base.Module):
     """Layers of graph attention with shortcuts, and a head for each node."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, graph: dict[str, jax.Array]) -> jax.Array:
@@ -79,15 +62,13 @@ class GAT(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key, 3)
+    ends = jax.random.randint(keys[0], (2, config.edges), 0, config.nodes)
+    nodes = jax.random.normal(keys[1], (config.nodes, config.features))
+    labels = jax.random.randint(keys[2], (config.nodes,), 0, config.classes)
+    graph = {"nodes": nodes, "senders": ends[0], "receivers": ends[1]}
+    return {"inputs": graph, "labels": labels}
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        ends = jax.random.randint(keys[0], (2, config.edges), 0, config.nodes)
-        nodes = jax.random.normal(keys[1], (config.nodes, config.features))
-        labels = jax.random.randint(keys[2], (config.nodes,), 0, config.classes)
-        graph = {"nodes": nodes, "senders": ends[0], "receivers": ends[1]}
-        return {"inputs": graph, "labels": labels}
 
-    return base.linen(GAT(config, dtype), batch)
+problem = base.problem_of(GAT, SIZES, batch)

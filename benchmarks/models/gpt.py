@@ -3,7 +3,7 @@
 `nnx_gpt` is in NNX, unrolled, without remat.
 """
 
-import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -15,22 +15,11 @@ from jax.sharding import PartitionSpec
 from benchmarks.models import base
 from benchmarks.models.vit import Block, NNXBlock
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a GPT and of its batch, and how its layers are run."""
-
-    width: int = 768
-    layers: int = 12
-    heads: int = 12
-    vocab: int = 50304
-    length: int = 1024
-    batch: int = 8
-    scan: bool = True
-    remat: bool = True
-    tied: bool = True  # the last layer is the embedding
-
-
+# How the layers are run, and whether the last one is the embedding
+RUN: dict[str, Any] = dict(scan=True, remat=True, tied=True)
+FULL: dict[str, Any] = dict(
+    width=768, layers=12, heads=12, vocab=50304, length=1024, batch=8
+)
 TINY: dict[str, Any] = dict(width=48, heads=4, vocab=128, length=32, batch=4)
 LAYERS: dict[str, dict[str, Any]] = {
     "gpt_scan": {},
@@ -63,11 +52,8 @@ class Step(nn.Module):
         return Block(self.heads, self.dtype)(x, mask), None
 
 
-class GPT(nn.Module):
+class GPT(base.Module):
     """A decoder with learned positions."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -98,7 +84,7 @@ class GPT(nn.Module):
 class NNXGPT(nnx.Module):
     """`GPT` in NNX."""
 
-    def __init__(self, config: Config, dtype: base.DType, rngs: nnx.Rngs):
+    def __init__(self, config: base.Config, dtype: base.DType, rngs: nnx.Rngs):
         width = config.width
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         self.embed = nnx.Embed(config.vocab, width, **options)
@@ -117,10 +103,9 @@ class NNXGPT(nnx.Module):
 
 
 def problem(name, size, dtype):
-    config = Config(**(LAYERS[name] | (TINY if size == "tiny" else {})))
-    data = base.tokens(config.batch, config.length, config.vocab)
+    tiny = TINY if size == "tiny" else {}
+    config = base.config(**(RUN | FULL | LAYERS[name] | tiny))
+    data = functools.partial(base.texts, config)
     if name == "nnx_gpt":
-        return base.nnx_problem(
-            lambda key: NNXGPT(config, dtype, nnx.Rngs(params=key)), data
-        )
+        return base.nnx_problem(functools.partial(NNXGPT, config, dtype), data)
     return base.linen(GPT(config, dtype), data)

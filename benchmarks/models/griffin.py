@@ -5,7 +5,8 @@ associative scan runs over the words. `griffin_loop` runs a loop over them. The 
 are scanned, for they are slow to compile.
 """
 
-import dataclasses
+import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,23 +15,11 @@ import jax.numpy as jnp
 from benchmarks.models import base
 from benchmarks.models.llama import RMSNorm
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a recurrent language model and of its batch."""
-
-    width: int
-    layers: int
-    vocab: int
-    length: int
-    batch: int
-    heads: int = 8
-
-
-SIZES = {
-    "full": Config(768, 6, 32000, 1024, 4),
-    "tiny": Config(48, 6, 128, 32, 4),
-}
+SIZES = base.sizes(
+    "width vocab length layers batch heads",
+    full=(768, 32000, 1024, 6, 4, 8),
+    tiny=(48, 128, 32, 6, 4, 8),
+)
 
 
 def associative(a: jax.Array, x: jax.Array) -> jax.Array:
@@ -74,7 +63,7 @@ class RGLRU(nn.Module):
     """The real-gated linear recurrent unit."""
 
     heads: int
-    scanned: bool
+    looped: bool
     dtype: base.DType = None
 
     @nn.compact
@@ -86,16 +75,14 @@ class RGLRU(nn.Module):
         log_a = -8.0 * kept.astype(jnp.float32) * nn.softplus(a)
         rate = jnp.sqrt(1.0 - jnp.exp(2.0 * log_a) + 1e-6)
         gated = (x * opened).astype(jnp.float32) * rate
-        run = loop if self.scanned else associative
+        run = loop if self.looped else associative
         return run(jnp.exp(log_a), gated).astype(x.dtype)
 
 
-class Block(nn.Module):
+class Block(base.Module):
     """A recurrent block and a gated MLP, with a norm before each, for `nn.scan`."""
 
-    config: Config
-    scanned: bool
-    dtype: base.DType = None
+    looped: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -110,31 +97,30 @@ class Block(nn.Module):
         y = nn.Conv(
             width, (4,), padding="CAUSAL", feature_group_count=width, dtype=dtype
         )(y)
-        y = RGLRU(self.config.heads, self.scanned, dtype)(y)
+        y = RGLRU(self.config.heads, self.looped, dtype)(y)
         x = x + dense(width, "out")(y * gate)
         y = RMSNorm(dtype)(x)
         y = nn.gelu(dense(3 * width, "mlp_gate")(y)) * dense(3 * width, "mlp_up")(y)
         return x + dense(width, "mlp_down")(y), None
 
 
-class Griffin(nn.Module):
-    """A language model of recurrent blocks."""
+class LanguageModel(base.Module):
+    """Embeddings, scanned blocks, and a head that is the embedding of the words."""
 
-    config: Config
-    scanned: bool
-    dtype: base.DType = None
+    block: Any = Block
+    looped: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         embed = nn.Embed(config.vocab, config.width, dtype=dtype)
         x = embed(tokens)
-        blocks = base.scan(Block, config.layers)(config, self.scanned, dtype)
+        blocks = base.scan(self.block, config.layers)(config, dtype, self.looped)
         x, _ = blocks(x, None)
         return embed.attend(RMSNorm(dtype)(x))
 
 
 def problem(name, size, dtype):
     config = SIZES[size]
-    data = base.tokens(config.batch, config.length, config.vocab)
-    return base.linen(Griffin(config, name == "griffin_loop", dtype), data)
+    model = LanguageModel(config, dtype, Block, name == "griffin_loop")
+    return base.linen(model, functools.partial(base.texts, config))

@@ -4,7 +4,6 @@ In place of a softmax, queries and keys go through `elu(x) + 1`, so that the pro
 keys and values are summed once for all queries.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -13,31 +12,15 @@ import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a classifier and of its batch."""
-
-    width: int
-    heads: int
-    vocab: int
-    length: int
-    classes: int
-    batch: int
-    layers: int = 8
+SIZES = base.sizes(
+    "width heads vocab length classes batch layers",
+    full=(512, 8, 32000, 2048, 10, 8, 8),
+    tiny=(48, 4, 128, 64, 10, 8, 8),
+)
 
 
-SIZES = {
-    "full": Config(512, 8, 32000, 2048, 10, 8),
-    "tiny": Config(48, 4, 128, 64, 10, 8),
-}
-
-
-class LinearTransformer(nn.Module):
+class LinearTransformer(base.Module):
     """Embeddings, layers, and a head on the mean of the words."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -64,14 +47,12 @@ class LinearTransformer(nn.Module):
         return dense(config.classes)(norm()(x).mean(axis=1))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key)
+    shape = (config.batch, config.length)
+    tokens = jax.random.randint(keys[0], shape, 0, config.vocab)
+    labels = jax.random.randint(keys[1], shape[:1], 0, config.classes)
+    return {"inputs": tokens, "labels": labels}
 
-    def batch(key):
-        keys = jax.random.split(key)
-        shape = (config.batch, config.length)
-        tokens = jax.random.randint(keys[0], shape, 0, config.vocab)
-        labels = jax.random.randint(keys[1], shape[:1], 0, config.classes)
-        return {"inputs": tokens, "labels": labels}
 
-    return base.linen(LinearTransformer(config, dtype), batch)
+problem = base.problem_of(LinearTransformer, SIZES, batch)

@@ -3,27 +3,19 @@
 `llama` computes its layers again in the backward pass, `llama_noremat` stores them.
 """
 
-import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import base, gpt
+from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config(gpt.Config):
-    """The sizes of a Llama and of its batch."""
-
-    hidden: int = 2816
-    kv_heads: int = 4
-
-
-SIZES = {
-    "full": Config(1024, 12, 16, 32000, 1024, 4),
-    "tiny": Config(48, 12, 4, 128, 32, 4, hidden=128, kv_heads=2),
-}
+SIZES = base.sizes(
+    "width hidden heads kv_heads vocab length layers batch remat",
+    full=(1024, 2816, 16, 4, 32000, 1024, 12, 4, True),
+    tiny=(48, 128, 4, 2, 128, 32, 12, 4, True),
+)
 
 
 class RMSNorm(nn.Module):
@@ -50,11 +42,8 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float = 1e4) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-class Attention(nn.Module):
+class Attention(base.Module):
     """Causal attention in which several queries share a key and a value."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -80,11 +69,8 @@ class Attention(nn.Module):
         return nn.Dense(config.width, use_bias=False, dtype=self.dtype)(mixed)
 
 
-class Layer(nn.Module):
+class Layer(base.Module):
     """Attention and a gated MLP, in the form that `nn.scan` wants."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
@@ -99,11 +85,8 @@ class Layer(nn.Module):
         return x + dense(config.width, "down")(y), None
 
 
-class Llama(nn.Module):
+class Llama(base.Module):
     """A decoder with rotary positions."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -116,6 +99,5 @@ class Llama(nn.Module):
 
 
 def problem(name, size, dtype):
-    config = dataclasses.replace(SIZES[size], remat=name == "llama")
-    data = base.tokens(config.batch, config.length, config.vocab)
-    return base.linen(Llama(config, dtype), data)
+    config = SIZES[size]._replace(remat=name == "llama")
+    return base.linen(Llama(config, dtype), functools.partial(base.texts, config))

@@ -5,7 +5,7 @@ words, `mamba_loop` a loop over them, which forms each step as it comes. The lay
 scanned, for they are slow to compile.
 """
 
-import dataclasses
+import functools
 import math
 
 import flax.linen as nn
@@ -13,34 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
-from benchmarks.models.griffin import associative
+from benchmarks.models.griffin import LanguageModel, associative
 from benchmarks.models.llama import RMSNorm
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a Mamba and of its batch."""
-
-    width: int
-    layers: int
-    vocab: int
-    length: int
-    batch: int
-    states: int = 16
-
-    @property
-    def inner(self) -> int:
-        return 2 * self.width
-
-    @property
-    def rank(self) -> int:
-        return math.ceil(self.width / 16)
-
-
-SIZES = {
-    "full": Config(512, 6, 32000, 512, 4),
-    "tiny": Config(48, 6, 128, 32, 4, states=4),
-}
+SIZES = base.sizes(
+    "width vocab length states layers batch",
+    full=(512, 32000, 512, 16, 6, 4),
+    tiny=(48, 128, 32, 4, 6, 4),
+)
 
 
 def scan_all(
@@ -80,17 +60,15 @@ def steps_bias(key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> jax
     return step + jnp.log(-jnp.expm1(-step))
 
 
-class Block(nn.Module):
+class Block(base.Module):
     """A gated convolution and a state space, for `nn.scan`."""
 
-    config: Config
-    looped: bool
-    dtype: base.DType = None
+    looped: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         config, dtype = self.config, self.dtype
-        inner, states = config.inner, config.states
+        inner, states = 2 * config.width, config.states
 
         def dense(features, name, **options):
             return nn.Dense(features, use_bias=False, dtype=dtype, name=name, **options)
@@ -101,7 +79,7 @@ class Block(nn.Module):
                 inner, (4,), padding="CAUSAL", feature_group_count=inner, dtype=dtype
             )(y)
         )
-        rank = config.rank
+        rank = math.ceil(config.width / 16)
         selected = dense(rank + 2 * states, "select")(y)
         step, b, c = jnp.split(selected, [rank, rank + states], axis=-1)
         step = nn.Dense(inner, bias_init=steps_bias, dtype=dtype, name="step")(step)
@@ -118,24 +96,7 @@ class Block(nn.Module):
         return x + dense(config.width, "out")(y * nn.silu(gate)), None
 
 
-class Mamba(nn.Module):
-    """A language model of state spaces."""
-
-    config: Config
-    looped: bool
-    dtype: base.DType = None
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        config, dtype = self.config, self.dtype
-        embed = nn.Embed(config.vocab, config.width, dtype=dtype)
-        x = embed(tokens)
-        blocks = base.scan(Block, config.layers)(config, self.looped, dtype)
-        x, _ = blocks(x, None)
-        return embed.attend(RMSNorm(dtype)(x))
-
-
 def problem(name, size, dtype):
     config = SIZES[size]
-    data = base.tokens(config.batch, config.length, config.vocab)
-    return base.linen(Mamba(config, name == "mamba_loop", dtype), data)
+    model = LanguageModel(config, dtype, Block, name == "mamba_loop")
+    return base.linen(model, functools.partial(base.texts, config))

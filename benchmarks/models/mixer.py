@@ -1,31 +1,15 @@
 """MLP-Mixer-S/16 in Linen, a module for each part, as public ones are written."""
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a Mixer and of its batch."""
-
-    image: int
-    patch: int
-    width: int
-    tokens_hidden: int
-    channels_hidden: int
-    classes: int
-    batch: int
-    layers: int = 8
-
-
-SIZES = {
-    "full": Config(224, 16, 512, 256, 2048, 1000, 64),
-    "tiny": Config(64, 16, 48, 24, 96, 10, 8),
-}
+SIZES = base.sizes(
+    "image width tokens channels classes batch patch layers",
+    full=(224, 512, 256, 2048, 1000, 64, 16, 8),
+    tiny=(64, 48, 24, 96, 10, 8, 16, 8),
+)
 
 
 class MLP(nn.Module):
@@ -40,27 +24,21 @@ class MLP(nn.Module):
         return nn.Dense(x.shape[-1], dtype=self.dtype)(y)
 
 
-class Block(nn.Module):
+class Block(base.Module):
     """An MLP over the patches, then one over the channels."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         y = nn.LayerNorm(dtype=dtype)(x).swapaxes(1, 2)
-        y = MLP(config.tokens_hidden, dtype, name="tokens")(y)
+        y = MLP(config.tokens, dtype, name="tokens")(y)
         x = x + y.swapaxes(1, 2)
         y = nn.LayerNorm(dtype=dtype)(x)
-        return x + MLP(config.channels_hidden, dtype, name="channels")(y)
+        return x + MLP(config.channels, dtype, name="channels")(y)
 
 
-class Mixer(nn.Module):
+class Mixer(base.Module):
     """Patches, blocks, and a head on the mean of the patches."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -74,7 +52,4 @@ class Mixer(nn.Module):
         return nn.Dense(config.classes, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    images = (config.batch, config.image, config.image, 3)
-    return base.linen(Mixer(config, dtype), base.vectors(images, config.classes))
+problem = base.problem_of(Mixer, SIZES, base.images)

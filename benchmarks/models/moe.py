@@ -4,34 +4,23 @@ Tokens go to their experts by products with one-hot matrices, each expert up to 
 capacity (Switch, GShard), and the router sows a term of the loss that spreads them.
 """
 
-import dataclasses
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base, gpt
 
-
-@dataclasses.dataclass(frozen=True)
-class Config(gpt.Config):
-    """The sizes of a mixture of experts and of its batch."""
-
-    experts: int = 8
-    chosen: int = 2
-    capacity: float = 1.25
-
-
-SIZES = {
-    "full": Config(512, 6, 8, 32000, 512, 8, tied=False),
-    "tiny": Config(48, 6, 4, 128, 32, 4, tied=False, experts=4),
-}
+SIZES = base.sizes(
+    "width heads vocab length batch experts layers chosen capacity tied",
+    full=(512, 8, 32000, 512, 8, 8, 6, 2, 1.25, False),
+    tiny=(48, 4, 128, 32, 4, 4, 6, 2, 1.25, False),
+)
 
 
 class Router(nn.Module):
     """Sends each token to the experts that it scores highest, in float32."""
 
-    config: Config
+    config: base.Config
 
     @nn.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,11 +43,8 @@ class Router(nn.Module):
         return combine > 0, combine
 
 
-class Experts(nn.Module):
+class Experts(base.Module):
     """An MLP for each expert, over the tokens that are sent to it."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -76,8 +62,6 @@ class Experts(nn.Module):
 class MoE(gpt.GPT):
     """A decoder with learned positions, a mixture of experts in each layer."""
 
-    config: Config
-
     def _layers(self, x: jax.Array, mask: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         for _ in range(config.layers):
@@ -87,7 +71,4 @@ class MoE(gpt.GPT):
         return x
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    data = base.tokens(config.batch, config.length, config.vocab)
-    return base.linen(MoE(config, dtype), data)
+problem = base.problem_of(MoE, SIZES, base.texts)

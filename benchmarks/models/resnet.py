@@ -11,8 +11,11 @@ from flax import nnx
 from benchmarks.models import base
 
 STAGES = (3, 4, 6, 3)
-# (image, width, classes, batch)
-CONFIGS = {"full": (224, 64, 1000, 32), "tiny": (32, 8, 10, 8)}
+SIZES = base.sizes(
+    "image width classes batch",
+    full=(224, 64, 1000, 32),
+    tiny=(32, 8, 10, 8),
+)
 
 
 class Bottleneck(nn.Module):
@@ -109,10 +112,8 @@ class NNXResNet(nnx.Module):
 
 
 def problem(name, size, dtype):
-    image, width, classes, batch = CONFIGS[size]
-    data = base.vectors((batch, image, image, 3), classes)
+    config = SIZES[size]
+    data, sizes = functools.partial(base.images, config), (config.width, config.classes)
     if name == "nnx_resnet50":
-        return base.nnx_problem(
-            lambda key: NNXResNet(width, classes, dtype, nnx.Rngs(params=key)), data
-        )
-    return base.linen(ResNet(width, classes, dtype), data)
+        return base.nnx_problem(functools.partial(NNXResNet, *sizes, dtype), data)
+    return base.linen(ResNet(*sizes, dtype), data)

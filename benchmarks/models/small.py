@@ -1,13 +1,22 @@
 """`mlp`, nothing but matrix products, and `lstm`, a language model over `nn.RNN`."""
 
+import functools
+
 import flax.linen as nn
 import jax
 
 from benchmarks.models import base
 
-# (width, classes, batch) and (width, vocab, length, batch)
-MLP_SIZES = {"full": (4096, 1000, 4096), "tiny": (64, 10, 8)}
-LSTM_SIZES = {"full": (512, 10000, 128, 64), "tiny": (64, 128, 32, 4)}
+MLP_SIZES = base.sizes(
+    "width classes batch",
+    full=(4096, 1000, 4096),
+    tiny=(64, 10, 8),
+)
+LSTM_SIZES = base.sizes(
+    "width vocab length batch",
+    full=(512, 10000, 128, 64),
+    tiny=(64, 128, 32, 4),
+)
 
 
 class MLP(nn.Module):
@@ -41,8 +50,9 @@ class LSTM(nn.Module):
 
 def problem(name, size, dtype):
     if name == "mlp":
-        width, classes, batch = MLP_SIZES[size]
-        data = base.vectors((batch, width), classes)
-        return base.linen(MLP(width, classes, dtype), data)
-    width, vocab, length, batch = LSTM_SIZES[size]
-    return base.linen(LSTM(width, vocab, dtype), base.tokens(batch, length, vocab))
+        config = MLP_SIZES[size]
+        mlp = MLP(config.width, config.classes, dtype)
+        return base.linen(mlp, lambda key: base.vectors(config, key, config.width))
+    config = LSTM_SIZES[size]
+    lstm = LSTM(config.width, config.vocab, dtype)
+    return base.linen(lstm, functools.partial(base.texts, config))

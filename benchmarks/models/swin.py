@@ -5,7 +5,6 @@ layer, and adds a bias for how far apart two patches are. The stages have 2, 2, 
 layers, not 2, 2, 6 and 2: equal layers are slow to compile.
 """
 
-import dataclasses
 import functools
 
 import flax.linen as nn
@@ -15,24 +14,11 @@ import numpy as np
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a Swin transformer and of its batch."""
-
-    image: int
-    width: int
-    window: int
-    classes: int
-    batch: int
-    depths: tuple[int, ...] = (2, 2, 2, 2)
-    heads: tuple[int, ...] = (3, 6, 12, 24)
-
-
-SIZES = {
-    "full": Config(224, 96, 7, 1000, 32),
-    "tiny": Config(64, 24, 2, 10, 4),
-}
+SIZES = base.sizes(
+    "image width window classes batch depths heads",
+    full=(224, 96, 7, 1000, 32, (2, 2, 2, 2), (3, 6, 12, 24)),
+    tiny=(64, 24, 2, 10, 4, (2, 2, 2, 2), (3, 6, 12, 24)),
+)
 
 
 def to_windows(x: jax.Array, size: int) -> jax.Array:
@@ -67,11 +53,8 @@ def shifted_mask(side: int, size: int, shift: int) -> np.ndarray:
     return np.where(parts[:, :, None] == parts[:, None, :], 0.0, -100.0)
 
 
-class Swin(nn.Module):
+class Swin(base.Module):
     """Four stages of attention in windows; patches are merged between them."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -120,8 +103,4 @@ class Swin(nn.Module):
         return dense(config.classes)(norm()(x).mean(axis=(1, 2)))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    images = (config.batch, config.image, config.image, 3)
-    data = base.vectors(images, config.classes)
-    return base.linen(Swin(config, dtype), data)
+problem = base.problem_of(Swin, SIZES, base.images)

@@ -4,7 +4,6 @@ Attention is not divided by the root of a head's size, and adds a bias for how f
 two words are, which all layers of a stack share. The layers are scanned.
 """
 
-import dataclasses
 import math
 
 import flax.linen as nn
@@ -17,23 +16,12 @@ from benchmarks.models.llama import RMSNorm
 Context = tuple[jax.Array, jax.Array | None]  # the bias, and the encoded text
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a T5 and of its batch; text and answer are of one length."""
-
-    width: int
-    hidden: int
-    layers: int
-    heads: int
-    vocab: int
-    length: int
-    batch: int
-
-
-SIZES = {
-    "full": Config(512, 2048, 6, 8, 32128, 512, 8),
-    "tiny": Config(48, 128, 6, 4, 128, 32, 4),
-}
+# Text and answer are of one length.
+SIZES = base.sizes(
+    "width hidden heads vocab length batch layers",
+    full=(512, 2048, 8, 32128, 512, 8, 6),
+    tiny=(48, 128, 4, 128, 32, 4, 6),
+)
 
 
 def bucket(
@@ -78,11 +66,8 @@ class Attention(nn.Module):
         return nn.Dense(width, use_bias=False, dtype=self.dtype, name="o")(mixed)
 
 
-class Layer(nn.Module):
+class Layer(base.Module):
     """A layer of an encoder, or of a decoder if there is a text to attend to."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, None]:
@@ -97,11 +82,8 @@ class Layer(nn.Module):
         return x + y, None
 
 
-class Stack(nn.Module):
+class Stack(base.Module):
     """The layers of an encoder or of a decoder."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array, text: jax.Array | None = None) -> jax.Array:
@@ -122,11 +104,8 @@ class Stack(nn.Module):
         return bias + jnp.where(distance > 0, lowest, 0).astype(bias.dtype)
 
 
-class T5(nn.Module):
+class T5(base.Module):
     """An encoder, a decoder, and a head that is the embedding of the words."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -137,14 +116,11 @@ class T5(nn.Module):
         return words.attend(x * config.width**-0.5)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    data = base.tokens(config.batch, config.length, config.vocab)
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    keys = jax.random.split(key)
+    answer, text = base.texts(config, keys[0]), base.texts(config, keys[1])["inputs"]
+    inputs = {"text": text, "answer": answer["inputs"]}
+    return {"inputs": inputs, "labels": answer["labels"]}
 
-    def batch(key):
-        keys = jax.random.split(key)
-        answer, text = data(keys[0]), data(keys[1])["inputs"]
-        inputs = {"text": text, "answer": answer["inputs"]}
-        return {"inputs": inputs, "labels": answer["labels"]}
 
-    return base.linen(T5(config, dtype), batch)
+problem = base.problem_of(T5, SIZES, batch)

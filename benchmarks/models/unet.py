@@ -4,7 +4,7 @@ It predicts the noise in an image from the image and the time of the noise. It h
 levels with a block each, and attention in the lower one: more are slow to compile.
 """
 
-import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,21 +12,12 @@ import jax.numpy as jnp
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a U-Net and of its batch."""
-
-    image: int
-    width: int
-    batch: int
-    factors: tuple[int, ...] = (1, 2)
-    blocks: int = 1
-    attended: int = 1  # the levels from this one on have attention
-    groups: int = 32
-
-
-SIZES = {"full": Config(64, 128, 32), "tiny": Config(16, 16, 4, groups=4)}
+# The levels from `attended` on have attention.
+SIZES = base.sizes(
+    "image width batch groups factors blocks attended",
+    full=(64, 128, 32, 32, (1, 2), 1, 1),
+    tiny=(16, 16, 4, 4, (1, 2), 1, 1),
+)
 
 
 def waves(times: jax.Array, width: int) -> jax.Array:
@@ -34,6 +25,17 @@ def waves(times: jax.Array, width: int) -> jax.Array:
     rates = jnp.exp(-jnp.log(1e4) * jnp.arange(width // 2) / (width // 2 - 1))
     angles = times[:, None] * rates
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def noised(config: base.Config, channels: int, keys: Any) -> base.Batch:
+    """Returns noised images with the times of the noise, which is the label."""
+    shape = (config.batch, config.image, config.image, channels)
+    noise = jax.random.normal(keys[1], shape)
+    times = jax.random.uniform(keys[2], shape[:1])
+    share = times[:, None, None, None]
+    images = jnp.sqrt(1 - share) * jax.random.normal(keys[0], shape)
+    images = images + jnp.sqrt(share) * noise
+    return {"inputs": {"images": images, "times": 1000 * times}, "labels": noise}
 
 
 class ResBlock(nn.Module):
@@ -73,11 +75,8 @@ class Attention(nn.Module):
         return x + nn.Dense(width, dtype=dtype)(y).reshape(x.shape)
 
 
-class UNet(nn.Module):
+class UNet(base.Module):
     """Levels down, a middle, and levels up, which read what was stored on the way."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -115,17 +114,8 @@ class UNet(nn.Module):
         return Attention(config.groups, self.dtype)(x)
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    shape = (config.batch, config.image, config.image, 3)
+def batch(config: base.Config, key: jax.Array) -> base.Batch:
+    return noised(config, 3, jax.random.split(key, 3))
 
-    def batch(key):
-        keys = jax.random.split(key, 3)
-        noise = jax.random.normal(keys[1], shape)
-        times = jax.random.uniform(keys[2], shape[:1])
-        share = times[:, None, None, None]
-        images = jnp.sqrt(1 - share) * jax.random.normal(keys[0], shape)
-        images = images + jnp.sqrt(share) * noise
-        return {"inputs": {"images": images, "times": 1000 * times}, "labels": noise}
 
-    return base.linen(UNet(config, dtype), batch, base.squared_error)
+problem = base.problem_of(UNet, SIZES, batch, base.squared_error)

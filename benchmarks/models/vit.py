@@ -1,6 +1,6 @@
 """A vision transformer in Linen (`vit_small`, `vit_s16`) and in NNX (`nnx_vit`)."""
 
-import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -10,25 +10,17 @@ from flax import nnx
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a vision transformer and of its batch."""
-
-    image: int
-    patch: int
-    width: int
-    layers: int
-    heads: int
-    classes: int
-    batch: int
-
-
 CONFIGS = {
-    ("vit_small", "full"): Config(32, 4, 192, 6, 3, 10, 128),
-    ("vit_small", "tiny"): Config(16, 4, 48, 6, 3, 10, 8),
-    ("vit_s16", "full"): Config(224, 16, 384, 12, 6, 1000, 64),
-    ("vit_s16", "tiny"): Config(64, 16, 48, 12, 6, 10, 8),
+    "vit_small": base.sizes(
+        "image width batch patch layers heads classes",
+        full=(32, 192, 128, 4, 6, 3, 10),
+        tiny=(16, 48, 8, 4, 6, 3, 10),
+    ),
+    "vit_s16": base.sizes(
+        "image width classes batch patch layers heads",
+        full=(224, 384, 1000, 64, 16, 12, 6),
+        tiny=(64, 48, 10, 8, 16, 12, 6),
+    ),
 }
 
 
@@ -47,11 +39,8 @@ class Block(nn.Module):
         return x + nn.Dense(width, dtype=dtype)(nn.gelu(y))
 
 
-class ViT(nn.Module):
+class ViT(base.Module):
     """A vision transformer with a class token and learned positions."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -88,7 +77,7 @@ class NNXBlock(nnx.Module):
 class NNXViT(nnx.Module):
     """`ViT` in NNX."""
 
-    def __init__(self, config: Config, dtype: base.DType, rngs: nnx.Rngs):
+    def __init__(self, config: base.Config, dtype: base.DType, rngs: nnx.Rngs):
         width, patch = config.width, (config.patch, config.patch)
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         length = (config.image // config.patch) ** 2 + 1
@@ -116,11 +105,8 @@ class NNXViT(nnx.Module):
 
 
 def problem(name, size, dtype):
-    config = CONFIGS[name.replace("nnx_vit", "vit_s16"), size]
-    images = (config.batch, config.image, config.image, 3)
-    data = base.vectors(images, config.classes)
+    config = CONFIGS[name.replace("nnx_vit", "vit_s16")][size]
+    data = functools.partial(base.images, config)
     if name == "nnx_vit":
-        return base.nnx_problem(
-            lambda key: NNXViT(config, dtype, nnx.Rngs(params=key)), data
-        )
+        return base.nnx_problem(functools.partial(NNXViT, config, dtype), data)
     return base.linen(ViT(config, dtype), data)

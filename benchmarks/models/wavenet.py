@@ -5,7 +5,6 @@ what all layers give to the output. It has one stack of 10 layers, not several: 
 layers are slow to compile.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,36 +13,21 @@ import jax
 
 from benchmarks.models import base
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sizes of a WaveNet and of its batch."""
-
-    width: int
-    skip: int
-    length: int
-    batch: int
-    levels: int = 256
-    layers: int = 10
+SIZES = base.sizes(
+    "width skip length batch vocab layers",
+    full=(128, 256, 8192, 8, 256, 10),
+    tiny=(16, 32, 64, 4, 256, 10),
+)
 
 
-SIZES = {
-    "full": Config(128, 256, 8192, 8),
-    "tiny": Config(16, 32, 64, 4),
-}
-
-
-class WaveNet(nn.Module):
+class WaveNet(base.Module):
     """Predicts the next sample of a sound from all before it."""
-
-    config: Config
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, samples: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         conv = functools.partial(nn.Conv, padding="CAUSAL", dtype=dtype)
-        x = nn.Embed(config.levels, config.width, dtype=dtype)(samples)
+        x = nn.Embed(config.vocab, config.width, dtype=dtype)(samples)
         x = conv(config.width, (2,))(x)
         skips: list[Any] = []
         for layer in range(config.layers):
@@ -54,10 +38,7 @@ class WaveNet(nn.Module):
             skips.append(conv(config.skip, (1,))(y))
             x = x + conv(config.width, (1,))(y)
         y = conv(config.skip, (1,))(nn.relu(sum(skips)))
-        return conv(config.levels, (1,))(nn.relu(y))
+        return conv(config.vocab, (1,))(nn.relu(y))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    data = base.tokens(config.batch, config.length, config.levels)
-    return base.linen(WaveNet(config, dtype), data)
+problem = base.problem_of(WaveNet, SIZES, base.texts)

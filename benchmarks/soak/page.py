@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.show import markdown_table
+from benchmarks.show import can_draw, drawn, markdown_table
 from benchmarks.soak import curve
 from benchmarks.soak.history import CHECKS, History
 from benchmarks.soak.rule import DYNAMIC, FIRST
@@ -160,15 +160,15 @@ move the end of a run by more than rounding does. This is no check."""
 
 def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
     """Draws loss and scale; returns the line of Markdown that shows them."""
-    try:
-        import matplotlib
-    except ImportError:
+    if not can_draw():
         return ""
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    with drawn(path, (8, 7), dpi=100) as figure:
+        _draw_on(figure.subplots(3, 1), history, curves)
+    return f"![Loss of the run beside float32, and its scale]({path.name})"
 
-    figure = plt.figure(figsize=(8, 7), layout="constrained")
-    above, middle, below = figure.subplots(3, 1)
+
+def _draw_on(panels: Any, history: History, curves: curve.Curves) -> None:
+    above, middle, below = panels
     at = (np.arange(len(curves.run)) + 0.5) * curve.WINDOW
     bands = [("runs of other seeds", curves.others, "#BBBBBB")]
     bands += [("runs of the same seed", curves.same, "#E69F00")]
@@ -193,6 +193,3 @@ def draw(history: History, curves: curve.Curves, path: pathlib.Path) -> str:
     below.set_yscale("log", base=2)
     below.set_ylim(2.0**-7)
     below.legend(frameon=False, ncols=3, loc="lower right")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-    return f"![Loss of the run beside float32, and its scale]({path.name})"

@@ -7,12 +7,11 @@ that is interrupted goes on with the same command.
 import json
 import pathlib
 import random
-import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.faults.process import Process
+from benchmarks.process import Process, on_disk
 from benchmarks.soak.rule import DYNAMIC
 
 # The first ones are alike: they are compared with a run that nothing interrupts.
@@ -84,7 +83,8 @@ class Run:
                     end = "killed"
                 else:
                     self._run(plan, record, random.Random(f"{self._seed} {number}"))
-                found = {**plan._asdict(), "end": end, **self._on_disk()}
+                newest, torn = on_disk(self._steps)
+                found = plan._asdict() | {"end": end, "newest": newest, "torn": torn}
                 note.write_text(json.dumps(found))
             yield record, json.loads(note.read_text())
 
@@ -101,7 +101,7 @@ class Run:
     def _run(self, plan: Plan, record: pathlib.Path, chance: random.Random) -> None:
         until = 10**9
         if plan.end == "done":
-            until = self._on_disk()["newest"] + plan.saves * self._save_every
+            until = on_disk(self._steps)[0] + plan.saves * self._save_every
         process = self._start(plan, self._steps, record, until)
         if plan.end == "done":
             process.hear_all()
@@ -139,10 +139,3 @@ class Run:
             XLA_FLAGS=f"--xla_force_host_platform_device_count={plan.devices}",
             JAX_COMPILATION_CACHE_DIR=str(self._folder / "cache"),
         )
-
-    def _on_disk(self) -> dict[str, int]:
-        """Returns the newest complete step, and the number of half-written ones."""
-        names = [p.name for p in self._steps.iterdir()] if self._steps.exists() else []
-        complete = [int(name) for name in names if re.fullmatch("[0-9]+", name)]
-        torn = sum("tmp" in name for name in names)
-        return {"newest": max(complete, default=0), "torn": torn}

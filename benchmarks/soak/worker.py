@@ -7,6 +7,7 @@ is one, and says on its standard output what it saves. With `"saves": false` in 
 it records what it would save, and saves nothing.
 """
 
+import contextlib
 import json
 import pathlib
 import resource
@@ -17,12 +18,11 @@ import warnings
 from collections import Counter
 from typing import Any, TextIO
 
-import absl.logging
 import jax
 import numpy as np
 
 from benchmarks.faults.training import fingerprint
-from benchmarks.faults.worker import say
+from benchmarks.process import say, work
 from benchmarks.soak import stream
 from benchmarks.soak.training import Training, observe, plain_gradients
 from flax_amp import AmpTrainState, checkpoint
@@ -62,7 +62,7 @@ class Worker:
     def _resume(self, state: AmpTrainState) -> AmpTrainState:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", checkpoint.CheckpointWarning)
-            if any(path.name.isdecimal() for path in _entries(self._directory)):
+            with contextlib.suppress(FileNotFoundError):  # the first process
                 state = checkpoint.restore(self._directory, state)
         self._write(
             **self._settings,
@@ -110,11 +110,6 @@ class Worker:
         self._record.write(json.dumps(facts) + "\n")
 
 
-def _entries(directory: str) -> list[pathlib.Path]:
-    folder = pathlib.Path(directory)
-    return [*folder.iterdir()] if folder.exists() else []
-
-
 def _replicas_equal(state: AmpTrainState) -> bool:
     """Returns whether all devices hold the same bits."""
 
@@ -134,15 +129,9 @@ def _megabytes() -> float:
 
 
 def main(directory: str, record: str, settings: str) -> None:
-    absl.logging.set_verbosity("fatal")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    try:
-        # A line is written when it ends, so that a kill loses none.
-        with open(record, "w", buffering=1) as lines:
-            Worker(directory, lines, json.loads(settings)).run()
-    except Exception as error:
-        say(failed=f"{type(error).__name__}: {error}")
-        raise
+    # A line is written when it ends, so that a kill loses none.
+    with open(record, "w", buffering=1) as lines:
+        work(lambda: Worker(directory, lines, json.loads(settings)).run())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`benchmarks/`: models and variants build, commands run, the report renders."""
 
 import dataclasses
+import importlib
 import json
 import sys
 import types
@@ -14,28 +15,8 @@ import pytest
 from benchmarks import __main__ as cli
 from benchmarks import models, plots, report, request, softmax, variants
 from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
-from benchmarks.models import (
-    bert,
-    clip,
-    convnext,
-    dit,
-    efficientnet,
-    gat,
-    gpt,
-    griffin,
-    linear_attention,
-    llama,
-    mamba,
-    mixer,
-    moe,
-    resnet,
-    swin,
-    t5,
-    unet,
-    vit,
-    wavenet,
-)
-from benchmarks.optimizers import overhead
+from benchmarks.environment import command_line
+from benchmarks.models import efficientnet, gpt, resnet, vit
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
 from benchmarks.sections import SECTIONS
@@ -51,24 +32,30 @@ def _as_a_user_has_it():
         yield
 
 
+FEWER = dict.fromkeys(
+    "llama moe bert t5 griffin gat dit clip mamba mixer wavenet "
+    "linear_attention".split(),
+    {"layers": 1},
+) | {
+    "convnext": {"depths": (1, 0, 1, 0)},
+    "unet": {"factors": (1,), "attended": 0},
+    "swin": {"depths": (2, 1), "heads": (3, 6)},
+}
+
+
 @pytest.fixture
 def shallow(monkeypatch):
     """Makes the deep models quick to trace: a layer of each kind."""
     monkeypatch.setattr(gpt, "TINY", gpt.TINY | {"layers": 1})
     monkeypatch.setattr(resnet, "STAGES", (1,))
     monkeypatch.setattr(efficientnet, "STAGES", ((1, 3, 2, 1, 16), (2, 5, 2, 6, 24)))
-    equal = vit, llama, moe, bert, t5, griffin, gat, dit, clip, mamba, mixer
-    equal += wavenet, linear_attention
-    layers = dict.fromkeys(equal, {"layers": 1})
-    stages = {
-        convnext: {"depths": (1, 0, 1, 0)},
-        unet: {"factors": (1,), "attended": 0},
-        swin: {"depths": (2, 1), "heads": (3, 6)},
-    }
-    for module, fewer in (layers | stages).items():
-        sizes = vars(module)["CONFIGS" if module is vit else "SIZES"]
+    tables = [(sizes, {"layers": 1}) for sizes in vit.CONFIGS.values()]
+    for name, fewer in FEWER.items():
+        module = importlib.import_module(f"benchmarks.models.{name}")
+        tables.append((module.SIZES, fewer))
+    for sizes, fewer in tables:
         for key, config in sizes.items():
-            monkeypatch.setitem(sizes, key, dataclasses.replace(config, **fewer))
+            monkeypatch.setitem(sizes, key, config._replace(**fewer))
 
 
 def signature(tree):
@@ -140,11 +127,10 @@ class TestHandSet:
 
 
 def test_a_mixture_of_experts_sows_a_term_of_its_loss(shallow):
-    task, key = models.problem("moe", "tiny"), jax.random.key(0)
-    variables = jax.eval_shape(task.init, key)
-    assert [*variables] == ["params"]
-    batch = jax.eval_shape(task.batch, key)
-    loss = jax.make_jaxpr(task.loss)(variables["params"], {}, batch)
+    task = models.problem("moe", "tiny")
+    params, others, batch = task.shapes()
+    assert not others
+    loss = jax.make_jaxpr(task.loss)(params, others, batch)
     assert "mul 0.00999" in str(loss)
 
 
@@ -169,6 +155,12 @@ def test_cells_labels_and_reasons():
     assert len(request.reason(ValueError("a" * 1000))) == 240
 
 
+def test_a_recorded_command_has_no_path(monkeypatch):
+    typed = "/venv/bin/python -m benchmarks tpu --results /home/me/results"
+    monkeypatch.setattr(sys, "orig_argv", typed.split())
+    assert command_line() == "python -m benchmarks tpu --results results"
+
+
 def test_command_line(capsys):
     line = "gpu --models mlp,lstm --option recompute=never --platform cpu --resume"
     parsed = cli.parser().parse_args(line.split())
@@ -186,9 +178,10 @@ def test_command_line(capsys):
         with pytest.raises(SystemExit):
             cli.parser().parse_args(line.split())
         assert "usage" in capsys.readouterr().err, line
-    assert {*SECTIONS, *"call casts faults optim save soak report".split()} == {
-        *cli.COMMANDS
-    }
+    assert {
+        *SECTIONS,
+        *"call casts convergence corpus faults optim save soak report".split(),
+    } == {*cli.COMMANDS}
 
 
 def test_the_softmax_of_the_expert():
@@ -244,7 +237,7 @@ def test_calls(tmp_path, monkeypatch):
 @pytest.mark.slow
 class TestOptim:
     def test_command(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(overhead, "LEAVES", 2)
+        monkeypatch.setattr(optim, "LEAVES", 2)
         optim.run(Request(folder=tmp_path), only="sgd", rounds=1)
         text = (tmp_path / "optim.md").read_text()
         assert "| `sgd` | exact | exact |" in text and "noise" in text
@@ -397,7 +390,7 @@ class TestCommands:
         def refuse(*args, **kwargs):
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr("benchmarks.stages.lower", refuse)
+        monkeypatch.setattr("benchmarks.timing.lower", refuse)
         reason = {"error": "RuntimeError: out of memory"}
         names = ["float32", "amp_bf16"]
         assert host.trace(asked, "mlp", names) == dict.fromkeys(names, reason)

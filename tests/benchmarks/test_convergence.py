@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.convergence import page, rule, run
-from benchmarks.convergence.results import Results
+from benchmarks.convergence import page, run
+from benchmarks.convergence.others import TASKS
+from benchmarks.convergence.run import Results
 from benchmarks.convergence.task import WAYS, Task
-from benchmarks.convergence.tasks import TASKS
 
 pytestmark = pytest.mark.once
 
@@ -25,23 +25,26 @@ def task(**options):
     return Task("a model", "a metric", lambda way, steps: None, 20, **options)
 
 
-def test_a_run_is_in_if_it_is_not_worse_by_three_deviations():
-    low = rule.spread(task(), [1.0, 1.1, 0.9])  # of 1.0 and 0.1
-    assert low.limit == pytest.approx(1.3)
-    assert [low.holds(x) for x in (0.1, 1.29, 1.31)] == [True, True, False]
-    high = rule.spread(task(better="higher"), [1.0, 1.1, 0.9])
-    assert [high.holds(x) for x in (9.0, 0.71, 0.69)] == [True, True, False]
-    assert not low.holds(math.nan) and not high.holds(math.nan)
-    assert not low.holds(math.inf) and not high.holds(-math.inf)
+LOW, HIGH, EQUAL = [1.0, 1.1, 0.9], dict(better="higher"), dict(resolution=0.01)
 
 
-def test_the_resolution_is_the_least_margin():
-    equal = rule.spread(task(better="higher", resolution=0.01), [0.5, 0.5])
-    assert equal.holds(0.491) and not equal.holds(0.489)
+@pytest.mark.parametrize(
+    ("options", "ends", "holds", "fails"),
+    [
+        ({}, LOW, [0.1, 1.29], [1.31, math.nan, math.inf]),  # of 1.0 and 0.1
+        (HIGH, LOW, [9.0, 0.71], [0.69, math.nan, -math.inf]),
+        (HIGH | EQUAL, [0.5, 0.5], [0.491], [0.489]),  # the least margin
+    ],
+)
+def test_a_run_is_in_if_it_is_not_worse_by_three_deviations(
+    options, ends, holds, fails
+):
+    spread = run.spread(task(**options), ends)
+    assert all(map(spread.holds, holds)) and not any(map(spread.holds, fails))
 
 
 def test_the_end_is_the_mean_of_the_last_evaluations():
-    assert rule.final([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == 3.0
+    assert run.final([9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == 3.0
 
 
 def test_the_page_tells_what_is_out(tmp_path):

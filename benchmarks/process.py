@@ -1,5 +1,6 @@
-"""A process that is started, heard, and killed."""
+"""A process that is started, heard, and killed; and what it says itself."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -7,10 +8,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_ROOT = pathlib.Path(__file__).parents[2]
+import absl.logging
+import jax
+
+_ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Process:
@@ -92,3 +96,33 @@ class Process:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
             stream.close()
+
+
+def say(**facts: Any) -> None:
+    """Tells something to the process that started this one."""
+    print(json.dumps(facts), flush=True)
+
+
+def work(task: Callable[[], None]) -> None:
+    """Does what this process was started for, and says it if that fails."""
+    absl.logging.set_verbosity("fatal")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        task()
+    except Exception as error:
+        say(failed=f"{type(error).__name__}: {error}")
+        raise
+
+
+def on_disk(directory: pathlib.Path) -> tuple[int, int]:
+    """Returns the newest complete step, and the number of half-written ones."""
+    names = [p.name for p in directory.iterdir()] if directory.exists() else []
+    complete = [int(name) for name in names if name.isdecimal()]
+    return max(complete, default=0), sum("tmp" in name for name in names)
+
+
+@contextlib.contextmanager
+def new_folder() -> Iterator[pathlib.Path]:
+    """A folder that is there for a while."""
+    with tempfile.TemporaryDirectory() as name:
+        yield pathlib.Path(name)

@@ -1,0 +1,63 @@
+"""`convergence`: whole runs in each precision, whose ends are compared with float32's.
+
+Every run is written when it ends.
+"""
+
+import pathlib
+import sys
+
+import jax
+
+from benchmarks import request
+from benchmarks.convergence import page
+from benchmarks.convergence import run as training
+from benchmarks.convergence.others import TASKS
+from benchmarks.convergence.task import WAYS
+from benchmarks.request import Request
+from benchmarks.show import write_page
+
+
+def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
+    """Writes convergence.json, convergence.md and convergence.png.
+
+    Args:
+      asked: folder of the request, and whether to keep the runs that are there.
+      tasks: some of the tasks, separated by commas; empty for all.
+      ways: some of the precisions, likewise.
+      seeds: of a precision; float32 may have more.
+      out: another folder.
+
+    Raises:
+      SystemExit: if a run is out, see `convergence/run.py`.
+    """
+    # Most of the time is compiling. Excess precision would hide roundings.
+    request.on_cpu(
+        "--xla_backend_optimization_level=1",
+        "--xla_allow_excess_precision=false",
+        "--xla_cpu_use_fusion_emitters=false",
+    )
+    folder = pathlib.Path(out or asked.folder)
+    results = training.Results.open(folder / "convergence.json")
+    for task in tasks.split(",") if tasks else TASKS:
+        for way in ways.split(",") if ways else WAYS:
+            least = TASKS[task].seeds if way == "float32" else 0
+            kept = asked.resume and results.has
+            numbers = range(max(least, seeds))
+            missing = [x for x in numbers if not (kept and kept(task, way, x))]
+            if missing:
+                _run(results, task, way, missing)
+            jax.clear_caches()
+    write_page(folder / "convergence.md", page.page(results))
+    page.draw(results, folder / "convergence.png")
+    outside = page.outside(results)
+    print(f"{len(outside)} runs out: {', '.join(outside)}")
+    sys.exit(bool(outside))
+
+
+def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> None:
+    for seed, figures in training.train(TASKS[name], WAYS[way], seeds):
+        results.put(name, way, seed, figures)
+        print(f"{name} {way} {seed}: {page.told(figures)}", flush=True)
+    if WAYS[way].precision != "32-true":
+        program = TASKS[name].build(WAYS[way])
+        results.put_share(name, way, training.low_share(program))
