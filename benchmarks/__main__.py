@@ -19,6 +19,7 @@ COMMANDS = {
     "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
     "gpu-aot": ("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
     "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips"),
+    "state": ("commands.compiled", "run_state", "states in bfloat16, compiled"),
     "gpu": ("commands.gpu", "run", "measured on the GPU that is here"),
     "host": ("commands.host", "run", "tracing and lowering on the CPU"),
     "error": ("commands.error", "run", "error of the gradients, on the CPU"),
@@ -38,6 +39,9 @@ COMMANDS = {
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "tpu": {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
     "gpu-aot": {"--target": dict(choices=[*compiled.GPUS], default="h200")},
+    "state": {
+        "--target": dict(choices=[*compiled.TPUS, compiled.CHIPS], default="v5e")
+    },
     "gpu": {
         "--platform": dict(default="cuda", help="cpu tries the command out"),
         "--rounds": dict(type=int, default=30, help="turns of each variant"),

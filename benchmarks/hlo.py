@@ -32,11 +32,12 @@ _SLICES = ("slice", "dynamic-slice", "gather")
 def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
     """Returns the figures of a compiled step: those of its text, and its memory.
 
-    `temp_mb` are 1e6 bytes of temporaries, `peak_mb` the most that lives at one time,
-    with arguments.
+    `argument_mb` are 1e6 bytes of arguments, `temp_mb` of temporaries, `peak_mb` the
+    most that lives at one time, with arguments.
     """
     memory: Any = compiled.memory_analysis()
     return figures(compiled.as_text() or "") | {
+        "argument_mb": memory.argument_size_in_bytes / 1e6,
         "temp_mb": memory.temp_size_in_bytes / 1e6,
         "peak_mb": memory.peak_memory_in_bytes / 1e6,
     }

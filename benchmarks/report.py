@@ -19,6 +19,7 @@ raw figures. A training step is `value_and_grad` and adamw, parameters in float3
   the probabilities back.
 - `amp_bf16`: `flax_amp.amp` around the loss of the float32 model. `amp_step_bf16`:
   `flax_amp.make_train_step`, which also skips what is not finite.
+- `amp_small_moments`, `amp_small_state`: the same with a state in bfloat16.
 - `jmp_bf16`, `mpx_bf16`, `jaxamp_bf16`: packages of others.
 - `hand_fp16`: layers with `dtype=float16` and Flax's `DynamicScale`. `amp_fp16`:
   `make_train_step` with its loss scaler.

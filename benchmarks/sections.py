@@ -159,6 +159,7 @@ def _percent(samples: Sequence[float]) -> str:
 
 
 _GB = Column("GB", "gb_accessed", 2, ratio=True)
+_STATE = Column("state MB", "argument_mb", ratio=True)
 _TEMP = Column("temp MB", "temp_mb", ratio=True)
 _PEAK = Column("peak MB", "peak_mb", ratio=True)
 _CONVERTS = Column("converts", "converts")
@@ -248,6 +249,16 @@ SECTIONS = {
         "their examples. Per chip; weights may travel as all-reduces too. In brackets: "
         "the ratio to hand_bf16, and to smcast_bf16 if it was measured.",
         columns=_TPU,
+    ),
+    "state": Section(
+        title="States in bfloat16",
+        note="Parameters and moments of adamw between two steps in float32 "
+        "(`amp_step_bf16`), with both moments in bfloat16 (`amp_small_moments`), and "
+        "with the parameters in bfloat16, too (`amp_small_state`), all in the step of "
+        "`make_train_step`; `v5e:16x16` is FSDP, per chip. `state MB` has the batch in "
+        "it. In brackets: the ratio to float32.",
+        columns=(_STATE, *_TPU[:-1]),
+        baselines=lambda label: ("amp_step_bf16",),
     ),
 }
 

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 import flax_amp
 from benchmarks import peers, softmax
 from benchmarks.models import Problem, problem
+from flax_amp import optim
 
 PyTree = Any
 
@@ -175,7 +176,13 @@ def _mpx(model: str, size: str) -> Training:
 
 
 def _amp_step(
-    model: str, size: str, dtype: DTypeLike, scaling: bool, **options: Any
+    model: str,
+    size: str,
+    dtype: DTypeLike,
+    scaling: bool,
+    tx: Any = OPTIMIZER,
+    param_dtype: DTypeLike = jnp.float32,
+    **options: Any,
 ) -> Training:
     """`flax_amp.make_train_step` on an `AmpTrainState`, which is all of the carry.
 
@@ -202,7 +209,8 @@ def _amp_step(
         return flax_amp.AmpTrainState.create(
             params=others.pop("params"),
             variables=others,
-            tx=OPTIMIZER,
+            tx=tx,
+            param_dtype=param_dtype,
             precision="16-mixed" if scaling else "bf16-mixed",
         )
 
@@ -226,6 +234,16 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
     "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
     "amp_step_bf16": _partial(_amp_step, dtype=_BF16, scaling=False),
+    "amp_small_moments": _partial(
+        _amp_step, dtype=_BF16, scaling=False, tx=optim.small_state(OPTIMIZER)
+    ),
+    "amp_small_state": _partial(
+        _amp_step,
+        dtype=_BF16,
+        scaling=False,
+        tx=optim.small_state(OPTIMIZER),
+        param_dtype=_BF16,
+    ),
     "jmp_bf16": _partial(_of_loss, wrap=_partial(peers.jmp_loss, dtype=_BF16)),
     "mpx_bf16": _mpx,
     "jaxamp_bf16": _partial(_of_loss, wrap=_partial(peers.jaxamp_loss, dtype=_BF16)),

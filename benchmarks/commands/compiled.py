@@ -1,4 +1,4 @@
-"""`tpu`, `gpu-aot` and `mesh`: the step as XLA compiles it for devices not here.
+"""`tpu`, `gpu-aot`, `mesh`, `state`: the step as XLA compiles it for devices not here.
 
 XLA compiles ahead of time for a described device: for a TPU through libtpu, for a GPU
 through the plugin `jax-cuda12-plugin[with-cuda]`, which carries descriptions of GPUs.
@@ -26,7 +26,7 @@ from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 from benchmarks.variants import Training
 
-_CHIPS = "v5e:16x16"
+CHIPS = "v5e:16x16"
 _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".split()
 # By the name of the target: its topology
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -60,7 +60,20 @@ def run_gpu(asked: Request, target: str = "h200") -> None:
 
 def run_mesh(asked: Request) -> None:
     """Compiles every variant for 256 chips of a TPU v5e, and tells its collectives."""
-    mesh = Mesh(np.array(_tpu_devices(_CHIPS)), ("data",))
+    cells = asked.cells(("gpt_fsdp",), _MESH_VARIANTS)
+    _run(asked, "mesh", CHIPS, cells, _for_chips())
+
+
+def run_state(asked: Request, target: str = "v5e") -> None:
+    """Compiles the step of each kind of state, for one TPU or for 256 chips."""
+    one = target != CHIPS
+    build = _for_one(_tpu_devices(TPUS[target])) if one else _for_chips()
+    models = ("gpt_scan",) if one else ("gpt_fsdp", "llama_1b")
+    _run(asked, "state", target, asked.cells(models, request.STATES), build)
+
+
+def _for_chips() -> Compile:
+    mesh = Mesh(np.array(_tpu_devices(CHIPS)), ("data",))
 
     def build(training: Training) -> jax.stages.Compiled:
         carry, batch = training.shapes()
@@ -75,8 +88,7 @@ def run_mesh(asked: Request) -> None:
                 out_shardings=(placed, whole),
             )
 
-    cells = asked.cells(("gpt_fsdp",), _MESH_VARIANTS)
-    _run(asked, "mesh", _CHIPS, cells, build)
+    return build
 
 
 def fsdp(tree: PyTree, mesh: Mesh) -> PyTree:

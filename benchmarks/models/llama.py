@@ -1,6 +1,7 @@
 """A Llama in Linen, scanned over its layers, as public ones are written.
 
 `llama` computes its layers again in the backward pass, `llama_noremat` stores them.
+`llama_1b` has the sizes of Llama 3.2 1B, for 256 chips: a sequence for each.
 """
 
 import functools
@@ -10,11 +11,25 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
+from benchmarks.models.gpt import over_chips
 
 SIZES = base.sizes(
     "width hidden heads kv_heads vocab length layers batch remat",
     full=(1024, 2816, 16, 4, 32000, 1024, 12, 4, True),
     tiny=(48, 128, 4, 2, 128, 32, 12, 4, True),
+)
+
+
+LARGE = base.config(
+    width=2048,
+    hidden=8192,
+    heads=32,
+    kv_heads=8,
+    vocab=128256,
+    length=2048,
+    layers=16,
+    batch=256,
+    remat=True,
 )
 
 
@@ -79,6 +94,7 @@ class Layer(base.Module):
         def dense(width, name):
             return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
 
+        x = over_chips(x)
         x = x + Attention(config, dtype)(RMSNorm(dtype)(x), positions)
         y = RMSNorm(dtype)(x)
         y = nn.silu(dense(config.hidden, "gate")(y)) * dense(config.hidden, "up")(y)
@@ -99,5 +115,7 @@ class Llama(base.Module):
 
 
 def problem(name, size, dtype):
-    config = SIZES[size]._replace(remat=name == "llama")
+    is_large = name == "llama_1b" and size == "full"
+    config = LARGE if is_large else SIZES[size]
+    config = config._replace(remat=name != "llama_noremat")
     return base.linen(Llama(config, dtype), functools.partial(base.texts, config))
