@@ -249,6 +249,11 @@ class Decision:
     origin: Origin
     key: str
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a key for a scope or a primitive decided, not `amp_default`."""
+        return self.origin is not Origin.DEFAULT
+
 
 class Policy:
     """A checked policy dict, ready to be looked up equation by equation.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from flax_amp._compat import Array, Arrays, Atom, DType, Var
+from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.plan import Paint, Value, has_paint, value_of
 from flax_amp._rewriter.recompute.regions import Region
@@ -47,6 +47,26 @@ class Environment:
         self._unrounded: dict[Var, Array] = {}
         self._low: dict[Var, Array] = {}
         self._uses = Counter(variables(reads))
+
+    def of_region(
+        self, region: Region, eqns: Sequence[Eqn], operands: Arrays
+    ) -> "Environment":
+        """Returns the environment of a region that is traced by itself.
+
+        Args:
+          region: the region.
+          eqns: its equations.
+          operands: the arrays of its inputs inside of the trace.
+        """
+        reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
+        # In the order of the inputs: that of the set `stored` differs from process to
+        # process, and XLA's compilation cache would not recognize the program.
+        arrays = {
+            v: region.mark(v, x, region.indices[0])
+            for v, x in zip(region.ins, operands, strict=True)
+        }
+        values = {v: self.value(v) for v in region.ins}
+        return Environment(arrays, values, reads, region)
 
     def array(self, atom: Atom, *, unrounded: bool = False) -> Array:
         """Returns the array, as it was before it was rounded if that is at hand."""

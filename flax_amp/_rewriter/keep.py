@@ -44,7 +44,7 @@ from flax_amp._jaxpr.traits import (
 )
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.casts import is_exact
-from flax_amp._rewriter.choice import Role
+from flax_amp._rewriter.choice import Choice, Role
 from flax_amp._rewriter.plan import Need, Needs, is_painted, rounded_needs
 
 
@@ -56,11 +56,13 @@ class Flow(NamedTuple):
       levels: how many products of this jaxpr lie before each variable, at most;
         absent if none. A call with a product inside counts as one.
       broadcast: what was broadcast to its shape, such as a bias.
+      choices: what each equation is for the rule; the sweep asks for it first.
     """
 
     needs: dict[Var, Need]
     levels: dict[Var, int]
     broadcast: frozenset[Var]
+    choices: dict[Eqn, Choice]
 
     def need(self, v: Var) -> Need:
         """Returns what is needed of a variable. A scalar takes no memory to keep."""
@@ -129,7 +131,7 @@ def find_flow(
         if eqn.primitive.name == "broadcast_in_dim"
         for v in eqn.outvars
     )
-    flow = Flow(needs, _levels(jaxpr, has_product), broadcast)
+    flow = Flow(needs, _levels(jaxpr, has_product), broadcast, {})
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):

@@ -40,7 +40,6 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.single_body import rewrite_body
 from flax_amp._tree import split_list
-from flax_amp.policy import Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _stays_full(plan: Plan, value: Value | None, result: Atom) -> bool:
                     inside, inside.outs[index], inside.jaxpr.outvars[index]
                 )
             decision = step.reason.decision
-            is_users = decision is not None and decision.origin is not Origin.DEFAULT
+            is_users = decision is not None and decision.is_chosen
             return is_users and step.mode.is_float32
     return False
 
