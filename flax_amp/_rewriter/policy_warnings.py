@@ -119,18 +119,8 @@ class HalfParameterCheck:
     def __call__(self, call: FunctionalCall) -> None:
         if self._done:
             return
-        pairs = call.leaves_by_argument()
-        groups = [(x, list(filter(is_inexact_array, leaves))) for x, leaves in pairs]
-        groups = [(argument, floats) for argument, floats in groups if floats]
-        if not groups or is_array(groups[0][0]):
-            return
-        (_, floats), *others = groups
-        half = [
-            x for x in floats if x.dtype in _HALVES and _compat.is_differentiated(x)
-        ]
-        if not half or any(
-            _compat.is_differentiated(x) for _, xs in others for x in xs
-        ):
+        parameters, half = _half_parameters(call)
+        if not half:
             return
         self._done = True
         arrays = filter(is_array, call.inputs)
@@ -138,7 +128,7 @@ class HalfParameterCheck:
         shown = ", ".join(names[id(x)] for x in half[:3] if id(x) in names)
         dtype = half[0].dtype
         warnings.warn(
-            f"amp: {len(half)} of {len(floats)} parameters are in half precision"
+            f"amp: {len(half)} of {len(parameters)} parameters are in half precision"
             f"{shown and f', such as {shown} in {dtype.name}'}: gradients and updates "
             "are rounded, and "
             f"an update below 1/{round(2 / float(finfo(dtype).eps))} of a weight "
@@ -148,6 +138,26 @@ class HalfParameterCheck:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _half_parameters(call: FunctionalCall) -> tuple[list[Array], list[Array]]:
+    """Returns what may be the parameters of a call, and those in half precision.
+
+    There are none of these if it is not certain that they are parameters.
+    """
+    groups = [
+        (argument, floats)
+        for argument, leaves in call.leaves_by_argument()
+        if (floats := list(filter(is_inexact_array, leaves)))
+    ]
+    if not groups or is_array(groups[0][0]):
+        return [], []
+    (_, parameters), *others = groups
+    in_half = [x for x in parameters if x.dtype in _HALVES]
+    half = list(filter(_compat.is_differentiated, in_half))
+    if any(_compat.is_differentiated(x) for _, floats in others for x in floats):
+        return parameters, []
+    return parameters, half
 
 
 def _count_precise(plan: Plan, seen: set[int]) -> int:

@@ -92,19 +92,7 @@ def check_progress(
       >>> check_progress(state)
     """
     step, scaler, in_a_row, total = _read_state(state)
-    check_type(
-        metrics,
-        Mapping | None,
-        "check_progress: metrics",
-        "the dict of metrics that the training step returns. Pass it, or leave it out.",
-    )
-    if max_skips is not None and (
-        not isinstance(max_skips, int | np.integer) or max_skips < 1
-    ):
-        raise ValueError(
-            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
-            "it out for the default."
-        )
+    _check_options(metrics, max_skips)
     check_keys(scaler, "check_progress: state.scaler")
     if isinstance(in_a_row, jax.core.Tracer):
         raise TypeError(
@@ -129,15 +117,27 @@ def check_progress(
             key: _number_of_run(run, runs, values) for key, values in fetched.items()
         }
         cause = _find_cause(numbers)
-        limit = max_skips or (_MAX_SKIPS_IN_SEARCH if cause.searching else _MAX_SKIPS)
-        if numbers["in_a_row"] >= limit:
-            leaves = {
-                name.removeprefix(_LEAVES): _number_of_run(run, runs, value)
-                for name, value in jax.device_get(dict(metrics)).items()
-                if name.startswith(_LEAVES)
-            }
+        if numbers["in_a_row"] >= (max_skips or cause.max_skips):
+            leaves = _leaves_of_run(run, runs, metrics)
             of_run = "" if runs == 1 else f" of run {run}"
             raise StuckError(_describe_run(state, numbers, cause, leaves, of_run))
+
+
+def _check_options(metrics: object, max_skips: Any) -> None:
+    """Raises an error unless the arguments beside the state are of the right kind."""
+    check_type(
+        metrics,
+        Mapping | None,
+        "check_progress: metrics",
+        "the dict of metrics that the training step returns. Pass it, or leave it out.",
+    )
+    if max_skips is not None and (
+        not isinstance(max_skips, int | np.integer) or max_skips < 1
+    ):
+        raise ValueError(
+            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
+            "it out for the default."
+        )
 
 
 def _number_of_run(run: int, runs: int, values: Any) -> Any:
@@ -148,7 +148,18 @@ def _number_of_run(run: int, runs: int, values: Any) -> Any:
     values = np.ravel(values)
     if not len(values):
         return None
+    # From the end: with two runs, the values of three steps are (a0, b0, a1, b1, a2,
+    # b2). A scale that all runs share is one value for both.
     return values[max(run - runs, -len(values))].item()
+
+
+def _leaves_of_run(run: int, runs: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns whether each gradient is finite, by its path, if the metrics tell."""
+    return {
+        name.removeprefix(_LEAVES): _number_of_run(run, runs, value)
+        for name, value in jax.device_get(dict(metrics)).items()
+        if name.startswith(_LEAVES)
+    }
 
 
 class _Cause(NamedTuple):
@@ -161,6 +172,11 @@ class _Cause(NamedTuple):
     kind: Literal["scaler", "forward", "gradients", "unknown"]
     text: str
     searching: bool = False
+
+    @property
+    def max_skips(self) -> int:
+        """How many steps may be skipped in a row."""
+        return _MAX_SKIPS_IN_SEARCH if self.searching else _MAX_SKIPS
 
 
 def _find_cause(numbers: Mapping[str, Any]) -> _Cause:
@@ -294,20 +310,11 @@ def _read_state(state: Any) -> tuple[Any, Mapping[str, Any], Any, Any]:
 
     The step is () if there is none.
     """
-    expected = (
-        "an AmpTrainState, a pair (nnx.Optimizer, scaler), or (opt_state, scaler) for "
-        "a loop of your own"
-    )
     step: Any = ()
     if isinstance(state, AmpTrainState):
         step, opt_state, scaler = state.step, state.opt_state, state.scaler
     else:
-        check_type(state, tuple, "check_progress: state", f"{expected}.")
-        if len(state) != 2 or isinstance(state[0], AmpTrainState):
-            kinds = ", ".join(type(part).__name__ for part in state)
-            raise TypeError(
-                f"check_progress: state is a tuple of {kinds}; expected {expected}."
-            )
+        _check_pair(state)
         opt_state, scaler = state
         if isinstance(opt_state, nnx.Optimizer):
             step, opt_state = opt_state.step[...], pure(opt_state.opt_state)
@@ -323,3 +330,17 @@ def _read_state(state: Any) -> tuple[Any, Mapping[str, Any], Any, Any]:
         "the scaler that the last step of make_nnx_train_step returned, which counts.",
     )
     return step, scaler, opt_state.notfinite_count, opt_state.total_notfinite
+
+
+def _check_pair(state: Any) -> None:
+    """Raises a TypeError unless a state is a pair of something else than a state."""
+    expected = (
+        "an AmpTrainState, a pair (nnx.Optimizer, scaler), or (opt_state, scaler) for "
+        "a loop of your own"
+    )
+    check_type(state, tuple, "check_progress: state", f"{expected}.")
+    if len(state) != 2 or isinstance(state[0], AmpTrainState):
+        kinds = ", ".join(type(part).__name__ for part in state)
+        raise TypeError(
+            f"check_progress: state is a tuple of {kinds}; expected {expected}."
+        )
