@@ -1,7 +1,7 @@
 """The equations of a program: one iterator, and what a body reads of its inputs."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._compat import variables as variables
 from flax_amp._jaxpr.traits import Kind, Trait, has, kind_of
 
 
@@ -58,11 +59,6 @@ def walk(
                 yield from inside(body, scopes, (*around, eqn))
 
     return inside(jaxpr, scopes, ())
-
-
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Returns those operands or results of an equation that are not literals."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 # --- what a body reads of its inputs -------------------------------------------------

@@ -273,6 +273,7 @@ class Emitter:
         return _compat.bind(eqn, arrays, eqn.params)
 
     def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
+        """Binds an equation in the compute dtype, its operands cast for it alone."""
         params = with_result_dtype(eqn.params, self.compute_dtype)
         # A ragged product has a third operand, the sizes of its groups.
         is_product = kind_of(eqn) is Kind.PRODUCT and len(values) == 2

@@ -53,14 +53,14 @@ class Flow(NamedTuple):
 
     Attributes:
       needs: what is needed of each variable.
-      levels: how many products of this jaxpr lie before each variable, at most;
-        absent if none. A call with a product inside counts as one.
+      products_before: how many products of this jaxpr lie before each variable, at
+        most; absent if none. A call with a product inside counts as one.
       broadcast: what was broadcast to its shape, such as a bias.
       choices: what each equation is for the rule; the sweep asks for it first.
     """
 
     needs: dict[Var, Need]
-    levels: dict[Var, int]
+    products_before: dict[Var, int]
     broadcast: frozenset[Var]
     choices: dict[Eqn, Choice]
 
@@ -76,15 +76,16 @@ class Flow(NamedTuple):
         """
         if isinstance(v, Literal) or _is_repeated(eqn, v) or _divides(eqn, v):
             return False
-        return _level(eqn, self.levels) > self.levels.get(v, 0)
+        before = self.products_before
+        return _largest(eqn, before) > before.get(v, 0)
 
     def is_residual(self, eqn: Eqn) -> bool:
         """Whether an equation adds values with different numbers of products before.
 
         What has none before it, such as an input, does not count.
         """
-        levels = {self.levels.get(v, 0) for v in variables(eqn.invars)}
-        return has(eqn, Trait.ADDITION) and len(levels - {0}) > 1
+        counts = {self.products_before.get(v, 0) for v in variables(eqn.invars)}
+        return has(eqn, Trait.ADDITION) and len(counts - {0}) > 1
 
     def is_broadcast(self, v: Var, shape: tuple[int, ...]) -> bool:
         """Whether a variable repeats numbers, as an operand of a result of `shape`."""
@@ -95,7 +96,7 @@ class HasProduct:
     """Whether an equation is a product or has one inside."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Jaxpr, bool]] = {}
+        self._found: dict[Jaxpr, bool] = {}
 
     def __call__(self, eqn: Eqn) -> bool:
         if is_matrix_product(eqn):
@@ -103,10 +104,9 @@ class HasProduct:
         return any(map(self._inside, jaxprs_in_params(eqn.params)))
 
     def _inside(self, jaxpr: Jaxpr) -> bool:
-        if id(jaxpr) not in self._found:  # the jaxpr is held: its id is unique
-            found = any(map(self, _compat.open_jaxpr(jaxpr)[0].eqns))
-            self._found[id(jaxpr)] = jaxpr, found
-        return self._found[id(jaxpr)][1]
+        if jaxpr not in self._found:
+            self._found[jaxpr] = any(map(self, _compat.open_jaxpr(jaxpr)[0].eqns))
+        return self._found[jaxpr]
 
 
 def find_flow(
@@ -131,7 +131,7 @@ def find_flow(
         if eqn.primitive.name == "broadcast_in_dim"
         for v in eqn.outvars
     )
-    flow = Flow(needs, _levels(jaxpr, has_product), broadcast, {})
+    flow = Flow(needs, _products_before(jaxpr, has_product), broadcast, {})
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):
@@ -237,13 +237,24 @@ def _divides(eqn: Eqn, v: Var) -> bool:
     return eqn.primitive.name == "div" and v is eqn.invars[1]
 
 
-def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:
-    levels: dict[Var, int] = {}
+def _products_before(
+    jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]
+) -> dict[Var, int]:
+    """Counts the products on the longest path to each variable; see `Flow`.
+
+    y = dot x w        1
+    a = tanh y         1
+    z = dot a v        2
+    r = add y z        2, of values with 1 and 2: a residual connection
+    """
+    counts: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
-        if level := _level(eqn, levels) + has_product(eqn):
-            levels |= dict.fromkeys(eqn.outvars, level)
-    return levels
+        count = _largest(eqn, counts) + has_product(eqn)
+        if count:
+            counts |= dict.fromkeys(eqn.outvars, count)
+    return counts
 
 
-def _level(eqn: Eqn, levels: Mapping[Var, int]) -> int:
-    return max((levels.get(v, 0) for v in variables(eqn.invars)), default=0)
+def _largest(eqn: Eqn, counts: Mapping[Var, int]) -> int:
+    """Returns the largest count of an operand."""
+    return max((counts.get(v, 0) for v in variables(eqn.invars)), default=0)

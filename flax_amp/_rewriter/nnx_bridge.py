@@ -159,9 +159,7 @@ class FunctionalCall:
                     of_others.append(path_name)
         variables = jax.tree_util.tree_leaves_with_path(self._state)
         of_variables = [
-            ".".join(
-                [of_nodes[first.key], *(str(p.key) for p in path if _is_dict_key(p))]
-            )
+            _joined(of_nodes[first.key], path)
             for (first, *path), leaf in variables
             if is_array(leaf)
         ]
@@ -177,8 +175,11 @@ class FunctionalCall:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _is_dict_key(part: Any) -> bool:
-    return isinstance(part, jax.tree_util.DictKey)
+def _joined(name: str, path: Sequence[Any]) -> str:
+    """Returns the name of a variable, `model.dense.kernel`."""
+    # The last part of a path is the value inside of the variable, and no dict key.
+    keys = [x.key for x in path if isinstance(x, jax.tree_util.DictKey)]
+    return ".".join([name, *map(str, keys)])
 
 
 def _variable_name(node: Any, path: Sequence[Any]) -> str:

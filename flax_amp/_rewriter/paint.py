@@ -112,12 +112,13 @@ class Painter:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.rules = rules
         self._choose = Chooser(policy, self.compute_dtype, rules.keys(), emits_all)
-        self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
-        self._flows: dict[Any, tuple[Jaxpr, Flow]] = {}
-        # The variables that hold states of unrolled recurrences, and the jaxprs that
-        # were searched for them, by id.
+        # By the jaxpr itself: a jaxpr equals only itself, and lives as long as its key.
+        self._plans: dict[Any, Plan] = {}
+        self._flows: dict[Any, Flow] = {}
+        # The variables that hold states of unrolled recurrences, and the open jaxprs
+        # that were searched for them.
         self._states: set[Var] = set()
-        self._searched: dict[int, Jaxpr] = {}
+        self._searched: set[Jaxpr] = set()
         self.has_product = HasProduct()
         self.has_user_rule = HasUserRule()
 
@@ -137,14 +138,12 @@ class Painter:
           context: where the jaxpr stands.
         """
         jaxpr_, consts = _compat.open_jaxpr(jaxpr)
-        key = (id(jaxpr), ins, out_needs, context)
+        key = (jaxpr, ins, out_needs, context)
         if key not in self._plans:
             self._find_states(jaxpr_)
             flow = self._flow(jaxpr, out_needs, context)
-            plan = self._plan(jaxpr_, consts, ins, flow, context)
-            # The jaxpr is stored with its plan: its id is unique while it lives.
-            self._plans[key] = (jaxpr, plan)
-        return self._plans[key][1]
+            self._plans[key] = self._plan(jaxpr_, consts, ins, flow, context)
+        return self._plans[key]
 
     def needs(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Needs:
         """Returns what is needed of each input; arguments as in `plan`."""
@@ -153,24 +152,23 @@ class Painter:
 
     def _flow(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Flow:
         # What a body is of, and numbers that it casts, change no need.
-        key = (id(jaxpr), out_needs, context.scopes, context.forced)
+        key = (jaxpr, out_needs, context.scopes, context.forced)
         if key not in self._flows:
             jaxpr_ = _compat.open_jaxpr(jaxpr)[0]
-            found = find_flow(
+            self._flows[key] = find_flow(
                 jaxpr_,
                 out_needs or (Need.NONE,) * len(jaxpr_.outvars),
                 self.has_product,
                 functools.partial(self._reads, context=context),
             )
-            self._flows[key] = (jaxpr, found)
-        return self._flows[key][1]
+        return self._flows[key]
 
     def _find_states(self, jaxpr: Jaxpr) -> None:
         """Finds the states of recurrences in a jaxpr and in what it calls."""
-        if id(jaxpr) not in self._searched and self.compute_dtype != jnp.float32:
+        if jaxpr not in self._searched and self.compute_dtype != jnp.float32:
             states, jaxprs = find_states(jaxpr)
             self._states |= states
-            self._searched |= {id(searched): searched for searched in jaxprs}
+            self._searched |= set(jaxprs)
 
     def _plan(
         self,

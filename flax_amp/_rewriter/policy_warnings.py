@@ -278,7 +278,10 @@ def _idle_modules(jaxpr: Jaxpr, paths: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 def _scopes_of_rule(equation: Visit) -> set[tuple[str, ...]] | None:
-    """Returns the scopes in the derivative of a call with a custom one."""
+    """Returns the scopes in the derivative of a call with a custom one.
+
+    `None` if its rule cannot be traced here: it may have any scopes.
+    """
     eqn = equation.eqn
     # JAX does not differentiate with respect to what a `custom_vjp` closes over.
     first = eqn.params.get("num_consts", 0)

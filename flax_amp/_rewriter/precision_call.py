@@ -25,9 +25,8 @@ def call_precision_function(
         and parameters that the equation can be bound with.
     """
     function = decision.function
-    what = (
-        f"amp_policy: the precision function {_name(function)} of key {decision.key!r}"
-    )
+    name = getattr(function, "__qualname__", None) or repr(function)
+    what = f"amp_policy: the precision function {name} of key {decision.key!r}"
     where = f"for {eqn.primitive.name}"
     dtypes = [v.aval.dtype for v in eqn.invars]
     args = (compute_dtype, dtypes, *operands)
@@ -68,10 +67,6 @@ def call_precision_function(
             f"expected {expected}. Change dtypes only."
         )
     return outs
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _takes(function: Any, args: Sequence[Any], params: Mapping[str, Any]) -> bool:

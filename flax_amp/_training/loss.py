@@ -126,7 +126,7 @@ def call_user_fn(
     state: AmpTrainState,
     batch: Batch,
     rngs: Rngs,
-    args: tuple[PyTree, ...] = (),
+    args: tuple[PyTree, ...],
     *,
     open_scopes: bool,
     evaluate: bool = False,

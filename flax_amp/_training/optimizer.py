@@ -234,7 +234,7 @@ def collect_hyperparams(opt_state: PyTree) -> dict[str, jax.Array]:
     return {
         f"{prefix}{name}": value
         for prefix, node in _holders(pure(opt_state))
-        for name, value in _values(node).items()
+        for name, value in _hyperparams_of(node).items()
     }
 
 
@@ -293,7 +293,7 @@ def _holders(opt_state: PyTree) -> list[tuple[str, Any]]:
     return [(f"{i}/" if len(found) > 1 else "", node) for i, node in enumerate(found)]
 
 
-def _values(holder: Any) -> dict[str, jax.Array]:
+def _hyperparams_of(holder: Any) -> dict[str, jax.Array]:
     """Returns the hyper-parameters of one optimizer."""
     if isinstance(holder, Optimizer):
         return holder.hyperparams

@@ -252,6 +252,7 @@ def _compute_dtype(state: _State, numbers: Mapping[str, Any]) -> np.dtype[Any] |
 
 
 def _advise_on_forward(dtype: np.dtype[Any] | None) -> str:
+    """Says what to try if the loss or the updated variables are not finite."""
     scale, bfloat16, amp_stop = "", "", ""
     if dtype == jnp.float16:
         scale = "No loss scale helps, and no other min_scaler. "
@@ -268,6 +269,7 @@ def _advise_on_forward(dtype: np.dtype[Any] | None) -> str:
 def _advise_on_gradients(
     dtype: np.dtype[Any] | None, numbers: Mapping[str, Any], searching: bool
 ) -> str:
+    """Says what to try if the gradients are not finite, and the loss is."""
     advice = (
         "Look for a sqrt, norm or division at 0, whose derivative is not finite, and "
         "which no clipping mends."
@@ -282,15 +284,16 @@ def _advise_on_gradients(
         return advice
     if searching:
         finding = "the search for a scale has not ended"
-        scale = "start with a lower one, init_scaler(scaler=...)"
+        scale = ", or start with a lower one, init_scaler(scaler=...)"
     else:
-        finding, scale = "there is no lower scale to try", "lower min_scaler"
-    # Below the default, the gradients that fit become zero.
-    is_low = not searching and numbers["min_scaler"] <= _LOWEST_USEFUL
+        finding = "there is no lower scale to try"
+        # Below the default, the gradients that fit become zero.
+        may_fall = numbers["min_scaler"] > _LOWEST_USEFUL
+        scale = ", or lower min_scaler" if may_fall else ""
     return (
         f"{advice} If there is none, they overflow in float16, and {finding}: use "
         "bfloat16 (precision='bf16-mixed'), or keep the layers that overflow in "
-        f"float32 with amp_stop{'' if is_low else f', or {scale}'}."
+        f"float32 with amp_stop{scale}."
     )
 
 

@@ -300,7 +300,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
 
 
 def split_model(
-    model: nnx.Module, wrt: Filter = nnx.Param
+    model: nnx.Module, wrt: Filter
 ) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
     """Returns `(graphdef, params, variables)` of a module, the last two as plain dicts.
 

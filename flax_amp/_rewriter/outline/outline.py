@@ -180,16 +180,20 @@ def _renamed(
     if new != _compat.scopes(eqn):
         eqn = _compat.with_scopes(eqn, new)
 
-    def renamed(plan: Plan) -> Plan:
-        pairs = [_renamed(*pair, scopes, path) for pair in plan.pairs()]
-        eqns, steps = [eqn for eqn, _ in pairs], [step for _, step in pairs]
-        is_same = all(map(operator.is_, eqns, plan.jaxpr.eqns))
-        # Whoever calls the same body calls the same plan, so it is rewritten once.
-        if is_same and all(map(operator.is_, steps, plan.steps)):
-            return plan
-        return _with_equations(plan, eqns, steps)
-
-    detail = map_plans(step.detail, renamed)
+    detail = map_plans(step.detail, lambda plan: _renamed_plan(plan, scopes, path))
     if all(map(operator.is_, plans_in(detail), plans_in(step.detail))):
         return eqn, step
     return eqn, dataclasses.replace(step, detail=detail)
+
+
+def _renamed_plan(plan: Plan, scopes: LayerScopes, outer: Scopes) -> Plan:
+    """Returns the plan of a body with other scopes, or itself if none is another one.
+
+    Whoever calls the same body calls the same plan, so it is rewritten once.
+    """
+    pairs = [_renamed(*pair, scopes, outer) for pair in plan.pairs()]
+    eqns, steps = [eqn for eqn, _ in pairs], [step for _, step in pairs]
+    is_same = all(map(operator.is_, eqns, plan.jaxpr.eqns))
+    if is_same and all(map(operator.is_, steps, plan.steps)):
+        return plan
+    return _with_equations(plan, eqns, steps)
