@@ -43,6 +43,7 @@ def walk(
         again. A few calls within calls may make millions of equations.
       enter: whether the bodies of an equation are walked.
     """
+    # By the open jaxpr: before JAX 0.11, several closed ones may share one.
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
     def inside(
@@ -66,6 +67,7 @@ def walk(
 
 def only_looked_up(jaxpr: Jaxpr) -> frozenset[Var]:
     """Returns the variables that a single equation reads, once: a gather or a call."""
+    # A result of the jaxpr is read by the caller, whatever that does with it.
     reads = Counter(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         reads.update(variables(eqn.invars))
@@ -117,7 +119,7 @@ def _is_read(jaxpr: Jaxpr, position: int, reads: Callable[[Eqn, int], bool]) -> 
             first = len(eqn.invars) - len(body.invars)
             if any(_is_read(body, i - first, reads) for i in positions if i >= first):
                 return True
-        if has(eqn, Trait.LAYOUT):
+        if has(eqn, Trait.LAYOUT):  # a transposed weight is still the weight
             moved.update(eqn.outvars)
     return False
 

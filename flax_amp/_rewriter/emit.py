@@ -311,6 +311,7 @@ class Emitter:
     def _layer(self, plan: Plan) -> Callable[..., Arrays]:
         """Returns the jitted function of a repeated layer."""
 
+        # Its name is what a profile shows around the scopes of a layer.
         def repeated(*operands: Array) -> list[Array]:
             return self.emit(plan, operands)
 

@@ -43,9 +43,13 @@ class Environment:
         self._region = region
         self._arrays = arrays
         self._values = values
+        # Further forms of an array, made when the first reader asks: of a half in
+        # float32, as it was before it was rounded, and of a float32 one in half.
         self._full: dict[Var, Array] = {}
         self._unrounded: dict[Var, Array] = {}
         self._low: dict[Var, Array] = {}
+        # How often each variable is still read. An equation counts twice if it reads it
+        # twice, such as `mul x x`.
         self._uses = Counter(variables(reads))
 
     def of_region(
@@ -99,6 +103,7 @@ class Environment:
         if isinstance(atom, Literal) or not is_full:
             return self.array(atom)
         if atom not in self._low:
+            # The region may store the copy and not the value: it has half the bytes.
             x = jax.lax.convert_element_type(self._arrays[atom], dtype)
             self._low[atom] = self.mark(LowCopy(atom), x, index)
         return self._low[atom]
@@ -120,7 +125,7 @@ class Environment:
         values: Sequence[Value | None],
     ) -> None:
         for v, array, value in zip(variables, arrays, values, strict=True):
-            if v in self._uses:
+            if v in self._uses:  # JAX's jaxprs have results that nothing reads
                 self._arrays[v], self._values[v] = array, value
 
     def unrounded(self, variables: Iterable[Var]) -> dict[Var, Array]:

@@ -135,12 +135,13 @@ def find_flow(
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):
-            before = needs.get(atom)
-            needs[atom] = need if before is None else before.together_with(need)
+            # The first reader finds no need, and adds its own as it is.
+            needs[atom] = needs.get(atom, Need.NONE).together_with(need)
 
     for v, need in zip(jaxpr.outvars, out_needs, strict=True):
         read(v, need)
     for eqn in reversed(jaxpr.eqns):
+        # Whatever reads a result stands behind the equation: its need is complete.
         results = tuple(needs.get(v, Need.NONE).settled() for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             read(v, need.kept_for(Need.BEHIND) if flow.is_behind(eqn, v) else need)
@@ -156,6 +157,8 @@ def operand_needs(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Needs:
       results: what is needed of its results.
       flow: the flow of its jaxpr, as far as the sweep has come.
     """
+    # A barrier around several arrays hands on to each operand what is needed of its own
+    # result. All other equations need the same of all operands.
     if role is Role.MOVE and gives_operands(eqn) and not has(eqn, Trait.RANKS):
         return rounded_needs(results)
     return (_operand_need(eqn, role, results, flow),) * len(eqn.invars)
@@ -174,8 +177,12 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
     leads_on = _union(results) & Need.LATER
     reader = Need.ARITHMETIC if leads_on else Need.UNROUNDED
     if role is Role.PRECISE:
+        # It leads to no product in half precision: a matrix that `inv` reads twice must
+        # not be rounded because something reads it twice.
         return Need.READ_IN_FLOAT32 | reader
     if flow.is_residual(eqn) and results[0].is_kept:
+        # `x + f(x)`, a residual stream that is kept. Its operands are kept, too, and
+        # added as halves: XLA would write a float32 sum beside the rounded one.
         return Need.LATER | Need.BEHIND | Need.READ_IN_HALF | Need.ARITHMETIC
     need = Need.READ_IN_FLOAT32 | reader | leads_on | (_union(results) & Need.RANKED)
     if leads_on and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
@@ -185,7 +192,6 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
 
 def _need_of_move(eqn: Eqn, results: Needs) -> Need:
     """Returns what a move needs of its operands: what is needed of its results."""
-    # A comparison moves no floats: it reads them in whatever precision.
     pairs = list(zip(results, eqn.outvars, strict=True))
     moved = [need for need, v in pairs if is_painted(v.aval)]
     need, leads_on = _union(moved), _union(results) & Need.LATER
@@ -193,16 +199,26 @@ def _need_of_move(eqn: Eqn, results: Needs) -> Need:
         found = Need.LATER | Need.RANKED if leads_on else Need.UNROUNDED
         return need | found | Need.READ_IN_FLOAT32
     if not moved:
+        # A comparison moves no floats: it reads them in whatever precision.
         return leads_on or Need.UNROUNDED
     if has(eqn, Trait.BOUND) and not _has_halves_as_bounds(eqn):
+        # Like arithmetic: it runs in float32.
         arithmetic = leads_on and Need.ARITHMETIC
-        kept = Need.LATER | Need.RANKED | Need.UNROUNDED
-        return Need.READ_IN_FLOAT32 | arithmetic | (need & kept)
+        return Need.READ_IN_FLOAT32 | arithmetic | (need & _OF_ALL_READERS)
+    return _need_in_half(eqn, need, leads_on)
+
+
+# What is known of readers behind an equation, whatever precision it runs in itself.
+_OF_ALL_READERS = Need.LATER | Need.RANKED | Need.UNROUNDED
+
+
+def _need_in_half(eqn: Eqn, need: Need, leads_on: Need) -> Need:
+    """Returns what a move needs that runs in half precision if its result is kept."""
     if leads_on and eqn.primitive.name == "reduce_max":
+        # That of a softmax, whose operand the subtraction reads as well.
         need = (need & ~Need.COMPARED) | Need.MAXIMUM
-    if need.is_kept or Need.COMPARED in need:  # the move runs in half precision
-        need |= Need.READ_IN_HALF
-    return need
+    is_half = need.is_kept or Need.COMPARED in need
+    return need | Need.READ_IN_HALF if is_half else need
 
 
 def _has_halves_as_bounds(eqn: Eqn) -> bool:
@@ -226,6 +242,7 @@ def _is_repeated(eqn: Eqn, v: Var) -> bool:
     It is small, and the error of its rounding would be the same in the whole row.
     """
     shapes = [out.aval.shape for out in eqn.outvars if is_painted(out.aval)]
+    # An axis of one that the result has longer: f32[8,1] in a division by f32[8,32].
     return is_painted(v.aval) and any(
         len(shape) == v.aval.ndim
         and any(n == 1 != m for n, m in zip(v.aval.shape, shape, strict=True))

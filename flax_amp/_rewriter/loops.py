@@ -154,6 +154,7 @@ def _plan_loop(
         has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
         for x, v in zip(xs, inputs, strict=True)
     )
+    # Asked for again, with the needs from outside: the flow of the body is cached.
     sizes = len(consts), len(carry)
     _, of_carry = _loop_needs(painter, jaxpr, needs, *sizes, context)
     carry = tuple(
@@ -166,6 +167,7 @@ def _plan_loop(
         )
     )
     out_needs = tuple(map(_unkept, (*of_carry, *needs[len(carry) :])))
+    # A carry only ever goes from half to float32, so the search ends.
     while True:
         ins = (*consts, *map(_value_in_body, carry), *xs)
         plan = painter.plan(jaxpr, ins, out_needs, context)
@@ -265,7 +267,7 @@ class While:
         reads, carry = _loop_needs(
             painter, eqn.params["body_jaxpr"], needs, of_body, len(needs), context
         )
-        # The condition decides about nothing.
+        # The condition leads to no product, so it says nothing of the carry.
         return (*(Need.READ_IN_FLOAT32,) * of_cond, *reads[:of_body], *carry)
 
     def paint(

@@ -62,6 +62,7 @@ class FunctionalCall:
         state_leaves, self._state_def = jax.tree.flatten(self._state)
         self._state_size = len(state_leaves)
         self._changed_paths: list[Any] = []
+        # State first: what the modules share is one input, wherever they stand.
         self.inputs = [*state_leaves, *(x for x in self._leaves if not is_node(x))]
 
     def function(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -74,10 +75,12 @@ class FunctionalCall:
           ValueError: if the function changes the structure of a module.
         """
         state, others = self._split(inputs)
+        # The user's own modules never hold a tracer, whatever the function raises.
         merged = nnx.merge(self._graphdef, state, copy=True)
         args, kwargs = self._fill(merged, others)
         with module_scopes(merged, wanted=self._open_scopes):
             out = self.fun(*args, **kwargs)
+        # A module that is returned outlives the trace; its name must not.
         forget_names(list(filter(is_node, jax.tree.leaves(out, is_leaf=is_node))))
         after, updated = nnx.split(merged)
         if after != self._graphdef:
@@ -145,6 +148,7 @@ class FunctionalCall:
         A variable of a module is `model.dense.kernel`.
         """
         args, kwargs = self._arguments
+        # In the order of the leaves: a dict is flattened with its keys sorted.
         arguments = [*args, *(kwargs[key] for key in sorted(kwargs))]
         of_nodes: list[str] = []
         of_others: list[str] = []
@@ -214,6 +218,7 @@ def changes_in(tree: PyTree, name: str) -> Callable[[], list[str]]:
 
 def _changed_structure(caller: str, old: nnx.State, new: nnx.State) -> str:
     """Says what a function did to the structure of its modules."""
+    # The first part of a path is the number of the module among the arguments.
     before, after = (
         {"/".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(state)}
         for state in (old, new)

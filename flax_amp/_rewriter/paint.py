@@ -235,17 +235,19 @@ class Painter:
         choice = flow.choices[eqn]
         role, reason = choice.role, choice.reason
         if role is Role.STRUCTURED:
+            # A dropout mask under a scope key that lowers: its numbers stay as drawn.
             if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]
             return rule.paint(self, eqn, ins, needs, choice.inside(context))
         if role is Role.USERS:
             return self._paint_call(eqn, ins, choice.decision, reason)
-        if not any(ins):
+        if not any(ins):  # such as `iota`: a constant until something reads it
             return _full(eqn, LEAF, NO_OPERAND)
         if role in (Role.ORIGINAL, Role.PRECISE, Role.UNROUNDED):
             return _full(eqn, FULL, reason)
         if role is Role.PRODUCT:
+            # Rounded whoever reads it: the rounding of its operands does as much harm.
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
         if role is Role.MOVE:
             return self._paint_move(eqn, ins, needs)
@@ -285,6 +287,7 @@ class Painter:
         if not any(has_paint(v, Paint.LOW, Paint.FULL) for v in ins):
             # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, LEAVES_ONLY)
+        # The small steps of a recurrence would be rounded away, in a loop or unrolled.
         reads_state = any(v is not None and v.is_state for v in ins)
         if reads_state or eqn.outvars[0] in self._states:
             return _full(eqn, STATE, STATE_OF_LOOP)
@@ -294,6 +297,7 @@ class Painter:
             (LOW if need.is_kept else FULL) if is_painted(v.aval) else None
             for v, need in zip(eqn.outvars, needs, strict=True)
         )
+        # Computed in float32 in any case; what differs is whether a cast follows.
         mode = _mode_of_rounding(needs) if LOW in outs else Mode.FULL
         return Step(mode, outs, reason)
 
@@ -318,6 +322,8 @@ class Painter:
             return True
         if self._is_unrounded_bound(eqn, operands):
             return False
+        # A selection between a half and a float32 number is kept like arithmetic, not
+        # for a maximum alone.
         has_full = any(v.paint is Paint.FULL for v in operands)
         return any(
             need.is_kept or (Need.COMPARED in need and not has_full) for need in needs

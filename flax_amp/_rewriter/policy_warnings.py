@@ -88,6 +88,7 @@ def warn_of_precision(plan: Plan) -> None:
     An equation does not tell who asked for its precision, the user or the default.
     """
     default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
+    # All of these mean `Precision.DEFAULT`, which asks for nothing.
     if default in (None, "default", "fastest", "bfloat16"):
         return
     count = _count_precise(plan, set())
@@ -185,7 +186,7 @@ def _nothing_in_compute_dtype(
     deciding: list[str] = []
     for equation in equations:
         decision = policy.decide(equation.eqn.primitive, equation.scopes)
-        if decision.function not in _HIGH:
+        if decision.function not in _HIGH:  # this one may run in the compute dtype
             return None
         is_asked = decision.origin is not Origin.SCOPE  # a scope is meant to be high
         if is_asked and _is_product_in(equation.eqn, (jnp.float32,)):
@@ -219,6 +220,7 @@ def _half_already(policy: Policy, equations: Sequence[Visit]) -> str | None:
     ]
     halves = [e for e in products if _is_product_in(e.eqn, _HALVES)]
     layers = [equation for equation in halves if _is_of_flax(equation.eqn)]
+    # Half of the products or more: a single layer in half precision may be on purpose.
     if not layers or 2 * len(halves) < len(products):
         return None
     scope = "/".join(layers[0].scopes)

@@ -30,6 +30,7 @@ def call_precision_function(
     where = f"for {eqn.primitive.name}"
     dtypes = [v.aval.dtype for v in eqn.invars]
     args = (compute_dtype, dtypes, *operands)
+    # By the signature, not by trying: the function may raise a TypeError of its own.
     if not _takes(function, args, eqn.params):
         raise TypeError(
             f"{what} cannot be called {where} with {len(operands)} operands and the "
@@ -59,6 +60,8 @@ def call_precision_function(
             f"{what} returned operands of dtypes ({given}) and the parameters {names} "
             f"{where}, which cannot be computed with these: {error}. {_REMEDY}"
         ) from error
+    # An equation with other shapes may well be bound. It would fail at the next one,
+    # which the message of JAX would blame.
     shapes = [np.shape(out) for out in outs]
     expected = [v.aval.shape for v in eqn.outvars]
     if shapes != expected:
@@ -95,6 +98,7 @@ def _fault(result: Any, operands: Arrays) -> str | None:
     if len(invars) != len(operands):
         return f"{len(invars)} operands"
     for i, (new, old) in enumerate(zip(invars, operands, strict=True)):
+        # A literal of the jaxpr is a Python number.
         if not hasattr(new, "dtype") and not isinstance(new, int | float):
             return f"a {type(new).__name__} as operand {i}"
         if np.shape(new) != np.shape(old):

@@ -65,6 +65,7 @@ class _Jit(SingleBodyRule):
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
+        # `jnp.where(mask, x, 0)` casts its 0 inside: a constant like any other.
         numbers = integers_cast_inside(bodies(eqn)[0], eqn.invars)
         context = dataclasses.replace(context, numbers=numbers)
         return super().paint(painter, eqn, ins, needs, context)
@@ -133,6 +134,7 @@ class _Cond:
         together = (
             functools.reduce(operator.or_, of) for of in zip(*reads, strict=True)
         )
+        # The index, an integer, comes first. Each branch may be the one that is taken.
         return (Need.NONE, *at_border(together))
 
     def paint(

@@ -56,6 +56,8 @@ class SingleBodyRule:
         (body,) = bodies(eqn)
         reason = Reason("inside {}", eqn.primitive.name)
 
+        # The plan of the body depends on what is needed of its results, so a call whose
+        # results are read both rounded and not has two.
         def step(needs: Needs) -> Step:
             plan = painter.plan(body, ins, needs, inside)
             return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)

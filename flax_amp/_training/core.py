@@ -111,6 +111,7 @@ def run_step(
     def run(scaler: Scaler) -> tuple[PassResult, PyTree]:
         return run_passes(options, state, scaler, batch, args), state.variables
 
+    # Complete, strongly typed, and without the counts of `make_nnx_train_step`.
     scaler = validate_scaler(state.scaler)
     scaler, finite, result = repeat_until_finite(run, scaler, options.redo_on_nan)
     grads = complete_grads(result, state.params)

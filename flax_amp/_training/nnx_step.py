@@ -171,6 +171,7 @@ def make_nnx_train_step(
         step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
+    # Of this step function, not of the scaler: a plain dict cannot hold a flag.
     first = True
 
     @rewritten
@@ -228,6 +229,7 @@ def _step(
     whole = nnx.Dict(model=model, others=nnx.List(modules + more_modules))
     measures = options.metrics_fn is not None
     adapter = _ModelAdapter(whole, optimizer, scaler, measures)
+    # By path: `wrt` must not select parameters of the other modules in `whole`.
     trained = {
         ("model", *path)
         for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))
@@ -235,6 +237,7 @@ def _step(
     graphdef, params, variables = split_model(whole, lambda path, _: path in trained)
     check_selection(params, optimizer.wrt, "train_step")
     check_params(params["model"], "train_step")
+    # It lives for this step only. The adapter has the state of the optimizer.
     state = AmpTrainState(
         step=optimizer.step[...],
         apply_fn=None,  # type: ignore[arg-type]  # as in `create` for a model
@@ -275,6 +278,7 @@ class _ModelAdapter:
     ):
         self._whole, self._optimizer, self._scaler = whole, optimizer, scaler
         self._measures = measures  # whether a `metrics_fn` looks at the old model
+        # Now: the update and `finish` change the objects.
         self._before = _copy_state((whole, optimizer))
         self._opt_state = pure(optimizer.opt_state)
 
@@ -300,6 +304,7 @@ class _ModelAdapter:
         opt_state = self._optimizer.opt_state
         more = hyperparam_metrics(opt_state)
         scaler = decision.select_scaler(self._scaler)
+        # It has them, unless it is a carry that came without (`_complete_with_counts`).
         if SKIP_COUNTS[0] in self._scaler:
             in_a_row, total = map(self._scaler.__getitem__, SKIP_COUNTS)
             counted = count_skips(in_a_row, total, decision.applied)

@@ -33,6 +33,7 @@ class StuckError(RuntimeError):
 
 # The search for a scale from 2**24 down to 2**-14 skips 38 steps.
 _MAX_SKIPS_IN_SEARCH = 50
+# A few bad batches in a row are no reason to stop a run.
 _MAX_SKIPS = 20
 
 # The default of `min_scaler`.
@@ -100,6 +101,7 @@ def check_progress(
             "outside of jit, where the loop logs metrics."
         )
     metrics = metrics or {}
+    # All numbers in one transfer, which waits for the step once.
     with explain_deleted("check_progress", "state", state):
         fetched = jax.device_get(
             {
@@ -181,9 +183,12 @@ class _Cause(NamedTuple):
 
 def _find_cause(numbers: Mapping[str, Any]) -> _Cause:
     """Returns why the last step was skipped, if it was."""
+    # A scale of 0 or NaN makes all gradients wrong, so the rest would mislead.
     if wrong := values_out_of_range(numbers):
         text = ", ".join(wrong)
         return _Cause("scaler", f"The scaler cannot find its scale: {text}.")
+    # From here on in the order of the step: the gradients of a loss that is not finite
+    # are not finite either. If both are finite, something after them was to blame.
     loss, norm = numbers["loss"], numbers["grad_norm"]
     if loss is not None and not np.isfinite(loss):
         return _Cause("forward", "The loss is not finite.")
@@ -321,6 +326,8 @@ def _read_state(state: Any) -> tuple[Any, Mapping[str, Any], Any, Any]:
         opt_state, scaler = state
         if isinstance(opt_state, nnx.Optimizer):
             step, opt_state = opt_state.step[...], pure(opt_state.opt_state)
+        # `make_nnx_train_step` counts in the scaler, because an `nnx.Optimizer` has an
+        # optimizer of any kind. An `apply_if_finite` counts in its own state.
         has_counts = isinstance(scaler, Mapping) and {*SKIP_COUNTS} <= {*scaler}
         if has_counts and not isinstance(opt_state, optax.ApplyIfFiniteState):
             in_a_row, total = (scaler[key] for key in SKIP_COUNTS)

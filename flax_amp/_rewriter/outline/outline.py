@@ -64,7 +64,7 @@ def outline(plan: Plan, has_user_rule: Callable[[Eqn], bool]) -> Plan:
         eqns += calls
         steps += [step] * run.copies
         done = run.stop
-    if not done:
+    if not done:  # no run was found
         return plan
     eqns += program.eqns[done:]
     steps += program.steps[done:]
@@ -103,6 +103,7 @@ class _Calls:
                 params={},
             )
             calls.append(_compat.with_scopes(call, scopes))
+        # One step with one plan for all calls: `Emitter.cached` finds it by identity.
         reason = Reason("one of equal layers")
         return calls, Step(Mode.REPEAT, layer.outs, reason, detail=layer)
 
@@ -125,6 +126,7 @@ class _Calls:
             pairs = zip(keys, eqn.invars, strict=True)
             eqns.append(eqn.replace(invars=[literals.get(k, v) for k, v in pairs]))
             steps.append(step)
+            # What no layer passes on stays inside, where it can be recomputed.
             outs += filter(self._is_read_outside, eqn.outvars)
         values = program.values
         invars = list(ins.values())

@@ -64,11 +64,12 @@ def layer_scopes(layers: Sequence[Sequence[Scopes]]) -> LayerScopes | None:
     ]
     if all(paths == below[0] for paths in below):
         return LayerScopes(prefixes, len(prefixes[0]), {})
+    # The names differ below the prefixes, too. They may, but in numbers alone.
     try:
         stand_ins, lists = _stand_ins(_names(below))
     except _UnlikeError:
         return None
-    scope = type(next(iter(stand_ins.values())))
+    scope = type(next(iter(stand_ins.values())))  # the class of JAX's scopes
     calls = [(*path, scope(text)) for path, text in zip(prefixes, lists, strict=True)]
     renamed = {prefixes[0] + path: scope for path, scope in stand_ins.items()}
     return LayerScopes(calls, len(prefixes[0]), renamed)
