@@ -69,9 +69,9 @@ class Emitter:
     """
 
     painter: Painter
-    recompute: Recompute = "auto"
-    wide_gradients: bool = False
-    merge_layers: bool = True
+    recompute: Recompute
+    wide_gradients: bool
+    merge_layers: bool
     # What `cached` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The arrays that rules of custom derivatives close over (`captures.py`).

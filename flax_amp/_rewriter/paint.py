@@ -235,7 +235,6 @@ class Painter:
         choice = flow.choices[eqn]
         role, reason = choice.role, choice.reason
         if role is Role.STRUCTURED:
-            # A dropout mask under a scope key that lowers: its numbers stay as drawn.
             if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]

@@ -29,7 +29,6 @@ from flax_amp.policy import (
     Origin,
     Policy,
     follow_precision,
-    keep_precision,
     use_original_precision,
     use_precision,
     use_widest_precision,
@@ -44,7 +43,6 @@ _HIGH = (
     use_original_precision,
     use_widest_precision,
     follow_precision,
-    keep_precision,
     use_precision(jnp.float32),
 )
 

@@ -227,8 +227,7 @@ def _step(
     # One Dict holds the model and the modules of the inputs. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules + more_modules))
-    measures = options.metrics_fn is not None
-    adapter = _ModelAdapter(whole, optimizer, scaler, measures)
+    adapter = _ModelAdapter(whole, optimizer, scaler)
     # By path: `wrt` must not select parameters of the other modules in `whole`.
     trained = {
         ("model", *path)
@@ -269,15 +268,8 @@ class _ModelAdapter:
 
     fields: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        whole: nnx.Dict,
-        optimizer: nnx.Optimizer,
-        scaler: Scaler,
-        measures: bool,
-    ):
+    def __init__(self, whole: nnx.Dict, optimizer: nnx.Optimizer, scaler: Scaler):
         self._whole, self._optimizer, self._scaler = whole, optimizer, scaler
-        self._measures = measures  # whether a `metrics_fn` looks at the old model
         # Now: the update and `finish` change the objects.
         self._before = _copy_state((whole, optimizer))
         self._opt_state = pure(optimizer.opt_state)
@@ -286,8 +278,8 @@ class _ModelAdapter:
         model, optimizer, wrt = self._whole.model, self._optimizer, self._optimizer.wrt
         state = nnx.state(model, wrt)
         nnx.replace_by_pure_dict(state, grads["model"])
-        # The update changes the model in place.
-        old = nnx.clone(model) if self._measures else model
+        # The update changes the model in place. The copy has the same arrays.
+        old = nnx.clone(model)
         tx, opt_state = optimizer.tx, optimizer.opt_state
         with explain_update("make_nnx_train_step", tx, opt_state, state):
             optimizer.update(model, state)
