@@ -75,6 +75,35 @@ def _value_of_carry(
     return FULL if is_state or not need.is_kept else LOW
 
 
+def _values_of_carry(
+    body: Jaxpr, consts: Values, init: Values, xs: Values, needs: Needs
+) -> Values:
+    """Returns the values of a carry, as far as its readers decide.
+
+    Args:
+      body: the open jaxpr of the loop.
+      consts: the values that each iteration reads.
+      init: the values that the carry starts with.
+      xs: the values of what the iterations go through.
+      needs: what is needed of the carry.
+    """
+    _, states, inputs = split_list(body.invars, len(consts), len(init))
+    # Each layer of a stack has a matrix of its own.
+    is_layer_stack = any(
+        has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
+        for x, v in zip(xs, inputs, strict=True)
+    )
+    return tuple(
+        # What the body returns untouched, such as weights, is what it was.
+        (value and value.after_loop())
+        if out is state
+        else _value_of_carry(value, need, is_layer_stack)
+        for value, need, state, out in zip(
+            init, needs, states, body.outvars[: len(init)], strict=True
+        )
+    )
+
+
 def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value | None:
     """Returns the value of an array that each iteration reads.
 
@@ -148,24 +177,10 @@ def _plan_loop(
       The plan, and the values of the carry.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
-    _, states, inputs = split_list(body.invars, len(consts), len(carry))
-    # Each layer of a stack has a matrix of its own.
-    is_layer_stack = any(
-        has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
-        for x, v in zip(xs, inputs, strict=True)
-    )
     # Asked for again, with the needs from outside: the flow of the body is cached.
     sizes = len(consts), len(carry)
     _, of_carry = _loop_needs(painter, jaxpr, needs, *sizes, context)
-    carry = tuple(
-        # What the body returns untouched, such as weights, is what it was.
-        (value and value.after_loop())
-        if out is state
-        else _value_of_carry(value, need, is_layer_stack)
-        for value, need, state, out in zip(
-            carry, of_carry, states, body.outvars[: len(carry)], strict=True
-        )
-    )
+    carry = _values_of_carry(body, consts, carry, xs, of_carry)
     out_needs = tuple(map(_unkept, (*of_carry, *needs[len(carry) :])))
     # A carry only ever goes from half to float32, so the search ends.
     while True:

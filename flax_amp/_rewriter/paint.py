@@ -293,8 +293,8 @@ class Painter:
         if _adds_halves(eqn, ins, needs[0], flow):
             return Step(Mode.LOW, like(out_avals(eqn), LOW), HALVES)
         outs = tuple(
-            (LOW if need.is_kept else FULL) if is_painted(v.aval) else None
-            for v, need in zip(eqn.outvars, needs, strict=True)
+            value and (LOW if need.is_kept else FULL)
+            for value, need in zip(like(out_avals(eqn), FULL), needs, strict=True)
         )
         # Computed in float32 in any case; what differs is whether a cast follows.
         mode = _mode_of_rounding(needs) if LOW in outs else Mode.FULL

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from flax_amp import _tree
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._training.arguments import (
     Array,
     Batch,
@@ -147,7 +148,7 @@ def repeat_until_finite(
       `(new_scaler, finite, result)` of the last pass.
     """
 
-    def attempt(scaler: Scaler) -> tuple[Scaler, Array, tuple[Array, Array, PyTree]]:
+    def one_pass(scaler: Scaler) -> tuple[Scaler, Array, tuple[Array, Array, PyTree]]:
         result, variables = run(scaler)
         forward = _tree.all_finite(result.loss)
         forward &= _tree.stays_finite(result.variables, variables)
@@ -159,6 +160,7 @@ def repeat_until_finite(
         lowered = failed & (new_scaler["scaler"] < scaler["scaler"])
         return new_scaler, lowered, (forward, backward, result)
 
+    attempt = _traced_once(one_pass, scaler) if retries > 0 else one_pass
     scaler, lowered, last = attempt(scaler)
     if retries > 0:
         # A loop can carry arrays only. The other leaves are the same in every pass.
@@ -182,6 +184,32 @@ def repeat_until_finite(
         last = _tree.combine(arrays, static)
     forward, backward, result = last
     return scaler, forward & backward, result
+
+
+def _traced_once(
+    function: Callable[[Scaler], PyTree], scaler: Scaler
+) -> Callable[[Scaler], PyTree]:
+    """Returns a function of scalers, traced here for each of its calls.
+
+    The first pass and the loop would trace the loss twice. To bind the equations of a
+    jaxpr again takes a small part of that time, and gives the same program.
+    """
+    structure: Any = None
+    static: PyTree = None
+
+    def arrays_of(scaler: Scaler) -> list[Array]:
+        nonlocal structure, static
+        arrays, static = _tree.partition(function(scaler), _tree.is_array)
+        leaves, structure = jax.tree.flatten(arrays)
+        return leaves
+
+    closed = jax.make_jaxpr(arrays_of)(scaler)
+
+    def evaluated(scaler: Scaler) -> PyTree:
+        arrays = evaluate(closed, jax.tree.leaves(scaler))
+        return _tree.combine(jax.tree.unflatten(structure, arrays), static)
+
+    return evaluated
 
 
 # The decision about the update
