@@ -55,6 +55,7 @@ def key_impl(key: Any) -> Any:
 def widen(x: Any) -> jax.Array:
     """Returns an array, or a Python number, in at least float32."""
     x = jnp.asarray(x)
+    # float64 and complex numbers are wider already, and stay what they are.
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -143,6 +144,7 @@ def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
 
 def partition(tree: PyTree, where: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
     """Splits a tree into `(matching, rest)`, with `None` in place of what is absent."""
+    # Two maps, because a pair in the place of each leaf would be two more leaves.
     matching = jax.tree.map(lambda leaf: leaf if where(leaf) else None, tree)
     rest = jax.tree.map(lambda leaf: None if where(leaf) else leaf, tree)
     return matching, rest

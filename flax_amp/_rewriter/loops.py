@@ -359,6 +359,7 @@ class LinearSolve:
         state = tuple(map(_value_in_body, outs[: len(vectors)]))
         # Its own derivative says what is stored.
         inner = context.inside(BodyKind.OPAQUE)
+        # Two of the four are absent if the user gave no `transpose_solve`.
         plans = tuple(
             jaxpr and painter.plan(jaxpr, (*values, *state), (), inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)

@@ -92,6 +92,8 @@ class FunctionalCall:
     def finish(self, result: tuple[Any, Sequence[Any]]) -> Any:
         """Updates the modules with what `function` returned; returns its result."""
         out, updated = result
+        # Each path begins with the number of the module; if two arguments are one
+        # module, with that of the first.
         pairs = list(zip(self._changed_paths, updated, strict=True))
         nnx.update(self._nodes, nnx.from_flat_state(pairs))
         return out
@@ -109,6 +111,7 @@ class FunctionalCall:
         nodes = [
             states[i]
             if isinstance(node, nnx.Variable)
+            # A module without variables has no state among them.
             else of_module(states.get(i, nnx.State({})))
             for i, node in enumerate(self._nodes)
         ]
@@ -191,6 +194,7 @@ def _variable_name(node: Any, path: Sequence[Any]) -> str:
 
 
 def _paths(tree: PyTree, is_leaf: Any = None) -> list[str]:
+    # In the form of a policy's keys: `layers/0/kernel`.
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     keystr = jax.tree_util.keystr
     return [keystr(p, simple=True, separator="/") for p, x in found if is_array(x)]

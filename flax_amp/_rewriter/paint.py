@@ -217,6 +217,8 @@ class Painter:
     ) -> Step:
         needs = tuple(map(flow.need, eqn.outvars))
         step = self._paint(eqn, ins, needs, flow, context)
+        # A loss reads numbers as they were before their rounding. What leads on to a
+        # product reads those that the rest of the network sees.
         has_unrounded = not twice.isdisjoint(variables(eqn.invars))
         reads_unrounded = has_unrounded and not _leads_on(needs)
         # What is compared in half precision are then the float32 numbers.
@@ -317,7 +319,7 @@ class Painter:
 
     def _moves_halves(self, eqn: Eqn, operands: Sequence[Value], needs: Needs) -> bool:
         """Whether a move of half-precision values gives half-precision values."""
-        if gathers_once(eqn):
+        if gathers_once(eqn):  # whoever reads it; `keep.py` says why
             return True
         if self._is_unrounded_bound(eqn, operands):
             return False
@@ -335,6 +337,7 @@ class Painter:
         # another one may not.
         is_same = len(operands) == 1 and has(eqn, Trait.LAYOUT)
         value = operands[0] if is_same else LEAF
+        # A number that is broadcast is no bias, nor is an array padded with one.
         has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
         may_be_bias = not has_scalar and all(v.may_be_bias for v in operands)
         outs = like(out_avals(eqn), value._replace(may_be_bias=may_be_bias))
@@ -457,6 +460,7 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
     operands = [(v, x) for v, x in zip(eqn.invars, ins, strict=True) if x is not None]
     others = [(v, x) for v, x in operands if x.paint is not Paint.LOW]
     if not others:
+        # In front of a loss, the sum of two halves has more digits in float32.
         return Need.LATER in need
     has_half = len(others) < len(operands)
     # Not a running mean that is subtracted.

@@ -313,10 +313,12 @@ def _scopes_of_rule(equation: Visit) -> set[tuple[str, ...]] | None:
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     """Returns the keys of existing scopes that look most like a key, for a message."""
     segments = _names(key.removeprefix("*/"))
+    # The shorter one names a module once whose methods call each other.
     modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
     if not modules:
         return " (it has no scopes)"
     known: dict[str, str] = {}  # by their last segments, as many as the key has
+    # Of several paths with the same end, the shortest is shown.
     for names in sorted(map(_names, modules), key=lambda names: (len(names), names)):
         end = "/".join(names[-len(segments) :])
         known.setdefault(end.lower(), "/".join(names))

@@ -48,6 +48,7 @@ def call_precision_function(
     try:
         outs = _compat.bind(eqn, *result)
     except (TypeError, ValueError) as error:
+        # The usual mistake: it returns those that it has changed, and no others.
         if missing := sorted(eqn.params.keys() - result[1].keys()):
             raise TypeError(
                 f"{what} returned a bind_params {where} that lacks the parameters "

@@ -185,6 +185,8 @@ class _LinearCall(CustomRule):
         return super().paint(painter, eqn, (*ins[:count], *linear), needs, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
+        # The first operands are fixed: constants, and what the user calls residuals. In
+        # the others, the call is linear.
         call, count = self.call(emitter, eqn, step), self._count_fixed(eqn)
         first = eqn.params["num_callee_consts"]  # the transpose does not take these
 
@@ -221,6 +223,7 @@ class _CustomVmap(CustomRule):
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)
 
+        # The rule is the user's: it is traced, planned and emitted for each batch.
         @jax.custom_batching.custom_vmap
         def rebuilt(*xs: Array) -> list[Array]:
             return list(call(*xs))

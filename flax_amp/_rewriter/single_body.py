@@ -49,6 +49,7 @@ class SingleBodyRule:
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
+        # A border casts nothing, so a body behind one reads its operands as they come.
         is_open = not self.has_border and not painter.has_product(eqn)
         if is_open:
             ins = cast_outside(ins, self.needs(painter, eqn, needs, context))

@@ -224,6 +224,7 @@ class PlannedCall(NamedTuple):
         emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
         # What leaves the program is float32 anyway: the number before its rounding.
         outs = emitter.emit(self.plan, arrays, unrounded=True)
+        # Behind them come the values that rules close over (`captures.py`).
         outs = emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
         avals = [v.aval for v in self.plan.jaxpr.outvars[: len(outs)]]
         return list(map(_as_result, outs, avals))
@@ -245,6 +246,7 @@ def plan_call(
     """Traces and plans a call, and warns of a policy without effect."""
     closed, rebuild = _trace(call)
     jaxpr, _ = _compat.open_jaxpr(closed)
+    # Judged is what the user wrote, before anything is planned.
     warn_of_policy(policy, closed, compute_dtype, call.array_paths)
     traced, exports = with_captured_outputs(closed)
     painter = Painter(policy, compute_dtype, RULES, emits_all=bool(exports))
@@ -274,7 +276,7 @@ def is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
             f"reduce_dtype: got {reduce_dtype!r}; expected a dtype: jnp.float32, or "
             "None for the compute dtype."
         ) from None
-    if dtype == compute_dtype:
+    if dtype == compute_dtype:  # as they are by default
         return False
     if dtype != jnp.float32:
         raise ValueError(

@@ -157,6 +157,7 @@ def _number_of_run(run: int, runs: int, values: Any) -> Any:
 
 def _leaves_of_run(run: int, runs: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns whether each gradient is finite, by its path, if the metrics tell."""
+    # Fetched only now: a run that goes on does not need them.
     return {
         name.removeprefix(_LEAVES): _number_of_run(run, runs, value)
         for name, value in jax.device_get(dict(metrics)).items()

@@ -165,6 +165,7 @@ def _make_grad_fn(
             f"{caller}: got holomorphic={kwargs['holomorphic']}; expected a real loss: "
             "only that can be scaled. Drop holomorphic."
         )
+    # `jax.value_and_grad` gets one argument, the list of what these select.
     argnums = kwargs.pop("argnums", 0)
     name = getattr(fun, "__name__", type(fun).__name__)
 
