@@ -311,8 +311,8 @@ class _JvpRule:
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns a function whose derivative records which results have a tangent.
 
-        It passes its results through an identity. JAX tells the rule of that which of
-        them have a tangent, and returns zeros in the place of the others.
+        It passes its results through an identity, and JAX tells the rule of that which
+        of them have a tangent.
         """
         # JAX does not call `record` if no result has a tangent.
         self.perturbed = (False,) * len(self.perturbed)
@@ -400,8 +400,8 @@ class _VjpRule:
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """Returns a function whose derivative records which operands have a cotangent.
 
-        It passes its operands through an identity. JAX tells the rule of that which
-        cotangents the user's rule left as zeros: amp must hand on just these as `None`.
+        It passes its operands through an identity, and JAX tells the rule of that which
+        cotangents are zero. The rebuilt rule hands on just these as `None`.
         """
         arguments = jax.custom_vjp(_identity)
 

@@ -257,12 +257,14 @@ def _divides(eqn: Eqn, v: Var) -> bool:
 def _products_before(
     jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]
 ) -> dict[Var, int]:
-    """Counts the products on the longest path to each variable; see `Flow`.
+    """Counts the products on the longest path to each variable (see `Flow`).
 
-    y = dot x w        1
-    a = tanh y         1
-    z = dot a v        2
-    r = add y z        2, of values with 1 and 2: a residual connection
+    In this example the sum is a residual connection, of values with one and with two:
+
+        y = dot x w        1
+        a = tanh y         1
+        z = dot a v        2
+        r = add y z        2
     """
     counts: dict[Var, int] = {}
     for eqn in jaxpr.eqns:

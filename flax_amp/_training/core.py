@@ -160,56 +160,51 @@ def repeat_until_finite(
         lowered = failed & (new_scaler["scaler"] < scaler["scaler"])
         return new_scaler, lowered, (forward, backward, result)
 
-    attempt = _traced_once(one_pass, scaler) if retries > 0 else one_pass
-    scaler, lowered, last = attempt(scaler)
     if retries > 0:
-        # A loop can carry arrays only. The other leaves are the same in every pass.
-        arrays, static = _tree.partition(last, _tree.is_array)
-
-        def should_retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Array:
-            _, lowered, _, retried = carry
-            return lowered & (retried < retries)
-
-        def retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Any:
-            scaler, _, _, retried = carry
-            scaler, lowered, last = attempt(scaler)
-            arrays, _ = _tree.partition(last, _tree.is_array)
-            return scaler, lowered, arrays, retried + 1
-
-        # The first pass stands before the loop, because its results give the carry its
-        # types, and under `shard_map` its varying axes.
-        scaler, _, arrays, _ = jax.lax.while_loop(
-            should_retry, retry, (scaler, lowered, arrays, jnp.int32(0))
-        )
-        last = _tree.combine(arrays, static)
+        scaler, last = _repeat(one_pass, scaler, retries)
+    else:
+        scaler, _, last = one_pass(scaler)
     forward, backward, result = last
     return scaler, forward & backward, result
 
 
-def _traced_once(
-    function: Callable[[Scaler], PyTree], scaler: Scaler
-) -> Callable[[Scaler], PyTree]:
-    """Returns a function of scalers, traced here for each of its calls.
+def _repeat(
+    one_pass: Callable[[Scaler], tuple[Scaler, Array, PyTree]],
+    scaler: Scaler,
+    retries: int,
+) -> tuple[Scaler, PyTree]:
+    """Returns the scaler and the result of the last pass; see `repeat_until_finite`.
 
-    The first pass and the loop would trace the loss twice. To bind the equations of a
-    jaxpr again takes a small part of that time, and gives the same program.
+    The first pass stands before the loop, because its results give the carry its types,
+    and under `shard_map` its varying axes. The loss is traced once for both: to bind
+    the equations of its jaxpr again takes a small part of the time of a trace.
     """
-    structure: Any = None
     static: PyTree = None
 
-    def arrays_of(scaler: Scaler) -> list[Array]:
-        nonlocal structure, static
-        arrays, static = _tree.partition(function(scaler), _tree.is_array)
-        leaves, structure = jax.tree.flatten(arrays)
-        return leaves
+    def arrays_of(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
+        nonlocal static
+        scaler, lowered, last = one_pass(scaler)
+        # A loop can carry arrays only. The other leaves are the same in every pass.
+        arrays, static = _tree.partition(last, _tree.is_array)
+        return scaler, lowered, arrays
 
-    closed = jax.make_jaxpr(arrays_of)(scaler)
+    closed, shapes = jax.make_jaxpr(arrays_of, return_shape=True)(scaler)
 
-    def evaluated(scaler: Scaler) -> PyTree:
+    def attempt(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
         arrays = evaluate(closed, jax.tree.leaves(scaler))
-        return _tree.combine(jax.tree.unflatten(structure, arrays), static)
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
-    return evaluated
+    def should_retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Array:
+        _, lowered, _, retried = carry
+        return lowered & (retried < retries)
+
+    def retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Any:
+        scaler, _, _, retried = carry
+        return *attempt(scaler), retried + 1
+
+    first = *attempt(scaler), jnp.int32(0)
+    scaler, _, arrays, _ = jax.lax.while_loop(should_retry, retry, first)
+    return scaler, _tree.combine(arrays, static)
 
 
 # The decision about the update
