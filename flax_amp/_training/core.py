@@ -191,8 +191,14 @@ def _repeat(
     closed, shapes = jax.make_jaxpr(arrays_of, return_shape=True)(scaler)
 
     def attempt(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
-        arrays = evaluate(closed, jax.tree.leaves(scaler))
-        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+        found = evaluate(closed, jax.tree.leaves(scaler))
+        # A result that does not depend on the inputs is a number in the jaxpr, not an
+        # array, such as the gradient of `lambda x: x`.
+        return jax.tree.map(
+            lambda x, like: x if _tree.is_array(x) else jnp.asarray(x, like.dtype),
+            jax.tree.unflatten(jax.tree.structure(shapes), found),
+            shapes,
+        )
 
     def should_retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Array:
         _, lowered, _, retried = carry
