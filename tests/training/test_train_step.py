@@ -26,6 +26,7 @@ from flax_amp import (
     make_train_step,
     static_scaler,
 )
+from flax_amp._training.arguments import KEYWORDS
 from helpers import assert_close
 
 # What a step computes
@@ -247,6 +248,51 @@ def test_losses_that_can_be_called_are_taken():
         step = make_train_step(fn, jit=False)
         _, metrics = step(linear_state(), linear_batch())
         assert metrics["loss"] in (loss, 2 * loss)
+
+
+def names(params, batch, *, state=None, rngs=None):
+    """The parameters that it got, and the number of its streams."""
+    return params["w"].sum() * state.params["w"].sum() * len(rngs)
+
+
+def wrapped(fn):
+    return functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
+
+
+class Owner:
+    def method(self, params, batch, *, state=None, rngs=None):
+        return names(params, batch, state=state, rngs=rngs)
+
+
+partial = functools.partial
+# How a user binds keywords, and which ones in this test.
+BINDERS = {
+    "neither": (lambda **bound: names, ()),
+    "partial": (lambda **bound: partial(names, **bound), KEYWORDS),
+    "nested": (lambda **bound: partial(partial(names, **bound)), ("state",)),
+    "outside": (lambda **bound: partial(partial(names), **bound), ("rngs",)),
+    "jitted inside": (lambda **bound: partial(jax.jit(names), **bound), ("state",)),
+    "jitted": (lambda **bound: jax.jit(partial(names, **bound)), ("rngs",)),
+    "wrapped": (lambda **bound: wrapped(partial(names, **bound)), ("state",)),
+    "wrapped inside": (lambda **bound: partial(wrapped(names), **bound), ("rngs",)),
+    "method": (lambda **bound: partial(Owner().method, **bound), ("state",)),
+    "tree_util": (lambda **bound: jax.tree_util.Partial(names, **bound), ("rngs",)),
+}
+
+
+@pytest.mark.parametrize("binder", BINDERS)
+@pytest.mark.once
+def test_keywords_that_the_user_has_bound(binder):
+    """A teacher of functools.partial stays what it is; the others are the step's."""
+    teacher = linear_state(w=jnp.full(3, 2.0))
+    values = {"state": teacher, "rngs": dict.fromkeys("abc", jax.random.key(0))}
+    bind, bound = BINDERS[binder]
+    fn = bind(**{name: values[name] for name in bound})
+    rngs = {"a": jax.random.key(0)}
+    state = linear_state(rngs=rngs, w=jnp.ones(3), precision="32-true")
+    expected = 3.0 * (6 if "state" in bound else 3) * (3 if "rngs" in bound else 1)
+    assert make_eval_step(fn)(state, 0.0) == expected
+    assert make_train_step(fn, donate=False)(state, 0.0)[1]["loss"] == expected
 
 
 # Special parameters
