@@ -147,7 +147,7 @@ def test_accumulation_is_in_float32():
 @pytest.mark.once
 def test_statistics_go_through_the_micro_batches():
     """Four updates with momentum 0.9 leave less of the old mean than one does."""
-    state, _ = setup("nnx", donate=False)
+    state, _ = setup("nnx", accum_steps=1, donate=False)
     moved = []
     for accum_steps in (1, 4):
         _, step = setup("nnx", accum_steps=accum_steps, donate=False)

@@ -122,18 +122,6 @@ def test_loss_and_gradients_are_exact_while_the_scale_moves(dtype, count_traces)
     assert traces() == 1 and grad_fn._cache_size() == 1
 
 
-def test_scaling_saves_what_float16_would_lose():
-    def loss(x):
-        return (x * jnp.float16(2.0**-13)).astype(jnp.float32) * 2.0**-13
-
-    x = jnp.float32(1)
-    assert jax.grad(lambda x: loss(x.astype(jnp.float16)))(x) == 0
-    _, grad = dynamic_scale_grad(lambda x: loss(x.astype(jnp.float16)))(
-        x, dynamic_scaler_state={}
-    )
-    assert grad == 2.0**-26
-
-
 def test_a_scale_beyond_float16_and_a_scaled_loss_beyond_float32():
     state = static_scaler(2.0**20)
     assert float(scale_loss(jnp.float16(4), state)) == 2.0**22

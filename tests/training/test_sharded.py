@@ -217,17 +217,6 @@ def test_one_device_of_eight_sees_an_inf(mesh, check_vma, accum_steps, redo_on_n
     assert_same_on_every_device(after)
 
 
-def test_vmapped_axis():
-    options = dict(compute_dtype=jnp.float32)
-    step = make_train_step(linear_loss, axis_name="data", jit=False, **options)
-    batch = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), linear_batch())
-    over = jax.vmap(step, axis_name="data", in_axes=(None, 0))
-    state, _ = over(linear_state(), batch)
-    alone, _ = make_train_step(linear_loss, **options)(linear_state(), linear_batch())
-    for row in state.params["w"]:
-        np.testing.assert_allclose(row, alone.params["w"], rtol=1e-5)
-
-
 class Dropped(nnx.Module):
     def __init__(self, rngs):
         self.dense = nnx.Linear(64, 64, rngs=rngs)

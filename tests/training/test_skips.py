@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from _models import MODELS, changed, make_batch
+from _models import changed, make_batch
 from _steps import (
     SKIP_LEAVES,
     EmaState,
@@ -208,13 +208,12 @@ def test_gradients_of_a_module_decide_alike(mesh, way):
 
 
 @pytest.mark.parametrize(
-    "dtype, cls, accum_steps",
+    "name, dtype, cls, accum_steps",
     [
-        (jnp.float16, AmpTrainState, 1),
-        pytest.param(jnp.float32, EmaState, 4, marks=pytest.mark.once),
+        ("linen", jnp.float16, AmpTrainState, 1),
+        pytest.param("nnx", jnp.float32, EmaState, 4, marks=pytest.mark.once),
     ],
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_poisoned_batch_changes_no_other_bit(name, dtype, cls, accum_steps):
     state, step = setup(name, cls=cls, compute_dtype=dtype, accum_steps=accum_steps)
     after, metrics = step(copy(state), make_batch(poisoned=True))
