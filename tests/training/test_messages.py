@@ -58,7 +58,7 @@ def with_options(*rows):
     return [(linear_loss, options, message) for options, message in rows]
 
 
-AXES = [3, ("data", 3), ["data"], True, {"data"}]
+AXES = [3, ("data", 3), ["data"]]
 A_FUNCTION = r"metrics_fn is a int; expected a function of \(state, grads"
 
 ARGUMENTS = {
@@ -69,17 +69,11 @@ ARGUMENTS = {
                 (dict(accum_steps=0), "accum_steps=0; expected"),
                 (dict(accum_steps=1.5), "accum_steps=1.5; expected"),
                 (dict(accum_steps=True), "accum_steps=True; expected"),
-                (dict(accum_steps=np.float32(2)), "accum_steps=np.*; expected"),
                 (dict(redo_on_nan=-1), "redo_on_nan=-1"),
                 (dict(redo_on_nan=np.bool_(True)), "redo_on_nan=.*True"),
             ),
         ),
-        **made_by(
-            TRANSFORMS,
-            *with_options(
-                *((dict(redo_on_nan=n), f"nan={n}") for n in (-1, 1.5, None))
-            ),
-        ),
+        **made_by(TRANSFORMS, (linear_loss, dict(redo_on_nan=1.5), "redo_on_nan=1.5")),
         "state_shardings with jit=False": lambda: make_train_step(
             nnx_loss, state_shardings=3, jit=False
         ),
@@ -113,7 +107,6 @@ ARGUMENTS = {
         **made_by(
             TRANSFORMS,
             (None, {}, "fun is a NoneType; expected a function"),
-            (linear_state(), {}, "fun is a AmpTrainState; expected a function"),
             (jnp.sin, dict(holomorphic=True), "holomorphic=True; expected a real loss"),
         ),
         **made_by(
@@ -196,9 +189,7 @@ def test_further_arguments(make):
 
 NOT_NUMERIC = {
     "a str": "name",
-    "a object": object(),
     "a function": linear_loss,
-    "a NumPy array of <U1": np.array(["a"]),
     "a NumPy array of object": np.array([None]),
     "a NumPy array of datetime64.*": np.array(["2020"], "datetime64"),
 }
@@ -271,7 +262,6 @@ class Unregistered:
 RETURNED = [
     (lambda p, b: p["w"], r"float32\[3\] as its loss.*mean\(\)"),
     (lambda p, b: p["w"].sum().astype(int), r"int32\[\] as its.*scalar float"),
-    (lambda p, b: p["w"].sum() + 0j, r"complex64\[\] as its.*scalar float"),
     (lambda p, b: None, "a NoneType as its loss"),
     (lambda p, b: (p["w"].sum(), {}), "tuple as its loss.*has_aux=True"),
 ]
@@ -279,8 +269,6 @@ NO_AUX = {
     r"aux with the keys \['a', 0\]; expected only strings": {"a": 1.0, 0: 1.0},
     r"the keys \['variables', 0\]; expected only st": {"variables": {}, 0: 1.0},
     r"returned aux\['name'\], a str; expected arr": {"name": "resnet"},
-    r"aux\['a'\]\['f'\], a ": {"a": {"f": jnp.tanh}},
-    "returned aux, a str; expected arr": "resnet",
     r"returned aux\[1\], a str; expected arr": (1.0, "resnet"),
     r"returned aux, a Unregistered; .*flax.struct.dataclass": Unregistered(1.0),
 }
@@ -323,7 +311,6 @@ LOSSES = {
         r"\['intermediates'\]; expected .*\['batch_stats'\]": linen_with(
             lambda updates: {"intermediates": {}}
         ),
-        "with int; expected a dict": linen_with(lambda updates: 3),
         "with NoneType; expected a dict": linen_with(lambda updates: None),
         r"\['seen'\]: absent before, float32": run(grows, nnx_state, make_batch),
         "model's own state is collected": run(
@@ -356,15 +343,8 @@ def test_frozen_collections_are_taken():
 @pytest.mark.parametrize(
     "batch, steps, message",
     [
-        (
-            {"x": X[:2], "y": np.ones(4)},
-            2,
-            r"\['x'\] has shape \(2,\); batch\['y'\] ha",
-        ),
-        ({"x": np.ones((4, 2)), "w": np.ones(2)}, 2, r"\['w'\] has shape \(2,\)"),
-        ({"x": np.ones(4), "n": np.float32(1)}, 2, r"\['n'\] has shape \(\)"),
+        ({"x": X[:2], "y": np.ones(4)}, 2, r"\['x'\] has shape \(2,\); batch\['y'\] h"),
         ({"x": np.ones((3, 3)), "n": 3}, 3, r"batch\['n'\] has shape \(\)"),
-        ({"x": X, "y": X}, 2, r"\['x'\] has shape \(3,\)"),
         (linear_batch(), 3, r"batch\['x'\] has shape \(8, 3\)"),
     ],
 )
@@ -384,8 +364,7 @@ def test_gradients(transform):
         *((grad(loss), message) for loss, message in RETURNED),
         (grad(RETURNED[0][0], has_aux=True), r"expected a \(loss, aux\) pair"),
         (grad(linear_loss, argnums=2), f"^{name}: argnums=2 names an argument"),
-        (grad(linear_loss, argnums=None), "argnums=None; expected an integer.* Leave"),
-        (grad(linear_loss, argnums=(0, "x")), r"argnums=\(0, 'x'\); expected an int"),
+        (grad(linear_loss, argnums=(0, "x")), r"argnums=\(0, 'x'\); exp.* int.* Leave"),
         (lambda: transform(linear_loss)(X), f"^{name}: .*scaler_state is missing"),
     ]:
         raised(call, TypeError, message)

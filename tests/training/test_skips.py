@@ -158,6 +158,7 @@ def test_only_what_a_lower_scale_mends_lowers_it(mesh, kind, way):
         else:
             kinds = {path.split("[")[0] for path in moved}
             assert {".params", ".variables"} <= kinds, fault
+        assert not any("lowest" in path for path in moved), fault
         assert int(after.step) == 1
 
 

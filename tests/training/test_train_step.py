@@ -31,24 +31,9 @@ from helpers import assert_close
 # What a step computes
 
 
-@pytest.mark.parametrize("name, dtype", [("linen", jnp.float16), ("nnx", jnp.bfloat16)])
-def test_training_learns(name, dtype):
-    make, loss = MODELS[name]
-    step = make_train_step(loss, has_aux=True, compute_dtype=dtype)
-    state = make(tx=optax.adamw(0.02))
-    batch = make_batch(size=32)
-    losses = []
-    for _ in range(60):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.6 * losses[0]
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**12])
-def test_float32_step_is_plain_training(scale):
+def test_float32_step_is_plain_training():
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
-    state = linear_state(tx, scaler=static_scaler(scale))
+    state = linear_state(tx, scaler=static_scaler(2.0**12))
     params, opt_state = state.params, tx.init(state.params)
     step = make_train_step(linear_loss, compute_dtype=jnp.float32, donate=False)
     for _ in range(3):
