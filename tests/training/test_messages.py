@@ -80,6 +80,7 @@ ARGUMENTS = {
     },
     TypeError: {
         "compute_dtype.*int8": lambda: make_train_step(sum, compute_dtype=jnp.int8),
+        "compute_dtype.*uint8": lambda: make_nnx_train_step(sum, compute_dtype="uint8"),
         "compute_dtype.*float17": lambda: make_eval_step(sum, compute_dtype="float17"),
         **made_by(
             TRAIN_STEPS,

@@ -114,7 +114,11 @@ def two_fields(state):
 SHARED = {
     r"state.params\['w'\] and state.variables\['a'\]": two_fields,
     r"state.params\['w'\] and batch": lambda s: (s, s.params["w"]),
-    r"state.params\['w'\] and args\[0\]\['x'\]": lambda s: (s, X, {"x": s.params["w"]}),
+    r"state.params\['w'\] and args\[0\]\['x'\]": lambda s: (
+        s,
+        X,
+        {"n": 1.0, "x": s.params["w"]},
+    ),
     "state.rngs": lambda s: (s.replace(rngs=dict.fromkeys("ab", jax.random.key(0))), X),
 }
 

@@ -215,7 +215,7 @@ partial = functools.partial
 BINDERS = {
     "neither": (lambda **bound: names, ()),
     "partial": (lambda **bound: partial(names, **bound), KEYWORDS),
-    "nested": (lambda **bound: partial(partial(names, **bound)), ("state",)),
+    "nested": (lambda **bound: partial(wrapped(partial(names, **bound))), ("state",)),
     "outside": (lambda **bound: partial(partial(names), **bound), ("rngs",)),
     "jitted inside": (lambda **bound: partial(jax.jit(names), **bound), ("state",)),
     "jitted": (lambda **bound: jax.jit(partial(names, **bound)), ("rngs",)),
