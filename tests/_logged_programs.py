@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import nnx
 from jax import lax
 
 from _metrics import entropy, histogram, length, saturated, silent, spread
@@ -106,6 +107,18 @@ def unrolled_lstm(log, w, x):
     return cross_entropy(state[0] @ w["o"]), logs
 
 
+def gru(log, w, x):
+    def step(h, x):
+        z = jax.nn.sigmoid(x @ w["q"] + h @ w["k"])
+        r = jax.nn.sigmoid(x @ w["k"] + h @ w["v"])
+        new = jnp.tanh(x @ w["v"] + (r * h) @ w["o"])
+        h = (1 - z) * h + z * new
+        return h, (h, log(saturated, z), log(spread, r), log(length, new))
+
+    _, (hs, *logs) = lax.scan(step, jnp.zeros((BATCH, DIM)), x.swapaxes(0, 1))
+    return mean_square(hs @ w["o"]), logs
+
+
 def mlp(activation):
     def program(log, w, x):
         h = activation(x @ w["q"] + w["b"])
@@ -132,6 +145,16 @@ def pre_norm(log, w, x):
         x = x + y
         logs += [*more, log(spread, normed), log(length, x)]
     return cross_entropy(layer_norm(x).mean(1) @ w["v"]), logs
+
+
+def post_norm(log, w, x):
+    for _ in range(2):
+        y, logs = attend(log, w, x)
+        x = layer_norm(x + y)
+        y, more = feed_forward(log, w, x)
+        x = layer_norm(x + y)
+        logs += [*more, log(length, y), log(histogram, x)]
+    return cross_entropy(x[:, 0] @ w["v"]), logs
 
 
 def conv(kernel, x):
@@ -174,6 +197,39 @@ VARIABLES = LINEN.init(jax.random.key(0), silent, IMAGE)
 STATISTICS = VARIABLES["batch_stats"]
 
 
+class OfNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(4, 6, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, log, x):
+        h = self.conv(x)
+        normed = self.norm(h)
+        y = self.head(jax.nn.relu(normed).mean((1, 2)))
+        return y, [log(spread, h), log(histogram, normed), log(length, y)]
+
+
+NNX = nnx.split(OfNnx(nnx.Rngs(0)), nnx.Param, ...)
+
+
+def of_nnx(log, params, x):
+    graph, _, rest = NNX
+    rest = jax.tree.map(jnp.copy, rest)  # variables of this trace
+    y, logs = nnx.merge(graph, params, rest)(log, x)
+    return mean_square(y), logs
+
+
+def unet(log, w, x):
+    skip = jax.nn.relu(conv(w["c1"], x))
+    down = skip.reshape(2, 3, 2, 3, 2, 4).mean((2, 4))
+    deep = jax.nn.relu(conv(w["c2"], down))
+    up = jnp.repeat(jnp.repeat(deep, 2, 1), 2, 2)
+    both = jnp.concatenate([skip, up], -1)
+    y = both @ jnp.concatenate([w["p"], w["p"]])
+    return mean_square(y), [log(spread, skip), log(length, up), log(histogram, both)]
+
+
 def experts(log, w, x):
     logits = x @ w["v"][:, :4]
     p = jax.nn.softmax(logits)
@@ -213,6 +269,19 @@ def graph_attention(log, w, x):
     return mean_square(h @ w["o"]), logs
 
 
+def contrastive(log, w, x):
+    a, b = x[:, 0] @ w["q"], jnp.tanh(x[:, 1] @ w["k"]) @ w["v"]
+    a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (a, b))
+    logits = a @ b.T * 10
+    p = jax.nn.softmax(logits)
+    loss = optax_like(logits) + optax_like(logits.T)
+    return loss, [log(entropy, p), log(length, a), log(histogram, logits)]
+
+
+def optax_like(logits):
+    return -jnp.diagonal(jax.nn.log_softmax(logits)).mean()
+
+
 def ordinal(log, w, x):
     y = jnp.tanh(x[:, 0] @ w["q"]) @ w["k"]
     cumulative = jax.nn.sigmoid(jnp.cumsum(jax.nn.softplus(y[:, :4]), -1) - y[:, 4:5])
@@ -220,6 +289,14 @@ def ordinal(log, w, x):
     picked = jnp.take_along_axis(p, LABELS[:, None], -1)
     logs = [log(saturated, cumulative), log(entropy, p), log(spread, y)]
     return -jnp.log(picked + 1e-3).mean(), logs
+
+
+def jensen_shannon(log, w, x):
+    p, q = (jax.nn.softmax(x[:, i] @ w["q"] @ w["k"]) for i in (0, 1))
+    middle = (p + q) / 2
+    parts = [jnp.sum(a * (jnp.log(a) - jnp.log(middle)), -1) for a in (p, q)]
+    logs = [log(entropy, p), log(entropy, middle), log(length, q)]
+    return (parts[0] + parts[1]).mean(), logs
 
 
 def poincare(log, w, x):
@@ -247,6 +324,19 @@ def gan_penalty(log, w, x):
     size = jnp.sqrt(jnp.sum(slope**2, -1) + 1e-9)
     logs = [log(spread, slope), log(histogram, size)]
     return score + 10 * jnp.mean((size - 1) ** 2), logs
+
+
+def neural_ode(log, w, x):
+    field = lambda y: jnp.tanh(y @ w["q"]) @ w["k"]  # noqa: E731
+
+    def step(y, t):
+        k1 = field(y)
+        k2 = field(y + 0.1 * k1)
+        y = y + 0.05 * (k1 + k2)
+        return y, [log(length, k1), log(spread, y)]
+
+    y, logs = lax.scan(step, x[:, 0] @ w["o"], jnp.arange(4.0))
+    return mean_square(y @ w["v"]), logs
 
 
 def checkpointed(log, w, x):
@@ -292,6 +382,14 @@ def shared_embedding(log, w, x):
     return cross_entropy(logits), [log(entropy, p), log(spread, h), log(length, logits)]
 
 
+def mixture_density(log, w, x):
+    y = jnp.tanh(x[:, 0] @ w["q"]) @ w["k"]
+    logits, mean, scale = y[:, :2], y[:, 2:4], jax.nn.softplus(y[:, 4:6]) + 1e-2
+    parts = -0.5 * ((1.0 - mean) / scale) ** 2 - jnp.log(scale)
+    logs = [log(entropy, jax.nn.softmax(logits)), log(spread, scale), log(length, mean)]
+    return -jax.nn.logsumexp(jax.nn.log_softmax(logits) + parts, -1).mean(), logs
+
+
 def linear_attention(log, w, x):
     q, k, v = (x @ w[name] for name in "qkv")
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
@@ -302,12 +400,38 @@ def linear_attention(log, w, x):
     return mean_square(y @ w["o"]), logs
 
 
+def wavenet(log, w, x):
+    skips, logs = 0.0, []
+    for shift in (1, 2):
+        past = jnp.pad(x, ((0, 0), (shift, 0), (0, 0)))[:, :TIME]
+        z = x @ w["q"] + past @ w["k"]
+        gate = jax.nn.sigmoid(x @ w["v"] + past @ w["o"])
+        h = jnp.tanh(z) * gate
+        skips = skips + h @ w["o"]
+        x = x + h @ w["k"]
+        logs += [log(saturated, gate), log(entropy, gate), log(histogram, h)]
+    return mean_square(jax.nn.relu(skips) @ w["v"]), logs
+
+
 def reversible_norm(log, w, x):
     mean, scale = x.mean(1, keepdims=True), jnp.sqrt(x.var(1, keepdims=True) + 1e-5)
     h = jax.nn.gelu(((x - mean) / scale) @ w["q"]) @ w["k"]
     y = h * scale + mean
     logs = [log(length, mean), log(spread, scale), log(histogram, h), log(spread, y)]
     return mean_square(y - 1.0), logs
+
+
+def capsules(log, w, x):
+    u = jnp.einsum("btd,edf->btef", x, w["experts"])
+    b, logs = jnp.zeros((BATCH, TIME, 4)), []
+    for _ in range(2):
+        c = jax.nn.softmax(b)
+        s = jnp.einsum("bte,btef->bef", c, u)
+        square = jnp.sum(s**2, -1, keepdims=True)
+        v = square / (1 + square) * s / jnp.sqrt(square + 1e-7)
+        b = b + jnp.einsum("btef,bef->bte", u, v)
+        logs += [log(entropy, c), log(length, v), log(spread, square)]
+    return mean_square(jnp.linalg.norm(v, axis=-1) - 0.9), logs
 
 
 W = {name: normal(i, DIM, DIM) for i, name in enumerate("qkvo", 2)} | {
@@ -327,23 +451,33 @@ PROGRAMS = {  # name: program, parameters, data
     "pooling": (pooling, W, X),
     "LSTM": (lstm, W, X),
     "unrolled LSTM": (unrolled_lstm, W, X),
+    "GRU": (gru, W, X),
     "MLP with gelu": (mlp(jax.nn.gelu), W, X),
     "MLP with silu": (mlp(jax.nn.silu), W, X),
     "MLP with relu": (mlp(jax.nn.relu), W, X),
     "MLP with a custom_jvp": (mlp(bent), W, X),
     "pre-norm": (pre_norm, W, X),
+    "post-norm": (post_norm, W, X),
     "GroupNorm": (group_norm, KERNELS, IMAGE),
     "BatchNorm of Linen": (linen, VARIABLES["params"], IMAGE),
+    "BatchNorm of NNX": (of_nnx, NNX[1], IMAGE),
+    "U-Net": (unet, KERNELS, IMAGE),
     "experts": (experts, W, X),
     "squeeze-excite": (squeeze_excite, KERNELS, IMAGE),
     "graph attention": (graph_attention, W, X),
+    "contrastive": (contrastive, W, X),
     "ordinal": (ordinal, W, X),
+    "Jensen-Shannon": (jensen_shannon, W, X),
     "Poincare": (poincare, W, X),
     "vector quantization": (vector_quantized, W, X),
     "gradient penalty": (gan_penalty, W, X),
+    "neural ODE": (neural_ode, W, X),
     "checkpoint": (checkpointed, W, X),
     "cond": (branches, W, X),
     "shared embedding": (shared_embedding, W, X),
+    "mixture density": (mixture_density, W, X),
     "linear attention": (linear_attention, W, X),
+    "WaveNet": (wavenet, W, X),
     "reversible norm": (reversible_norm, W, X),
+    "capsules": (capsules, W, X),
 }

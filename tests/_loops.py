@@ -1,4 +1,4 @@
-"""Loops of four public training programs, written anew and small, and what all share.
+"""Loops of three public training programs, written anew and small, and what all share.
 
 Each has the shape of its original: how the loss gets its model, its configuration and
 its keys, what it returns beside the loss, what `jit`, `scan`, `vmap` or `pmap` runs
@@ -8,7 +8,6 @@ would write otherwise or not at all.
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from flax.training.train_state import TrainState
 
 from flax_amp import (
     AmpTrainState,
@@ -45,7 +42,7 @@ class Loop(NamedTuple):
     step: Callable[..., Any]
     batches: list[Any]
     traced: list[None]  # grows with each trace of the loss
-    bad: Any  # a batch whose step has to be skipped
+    bad: Any = None  # a batch whose step has to be skipped, if the program can skip
     kept: Callable[[Any], Any] = lambda carry: carry  # what that step has to keep
     frozen: str = "nothing"  # what no step changes, as a part of paths
     precise: int = 0  # the number of products outside of the loss
@@ -68,6 +65,61 @@ class Attention(nn.Module):
         logits = jnp.einsum("bqd,bkd->bqk", q, k) / WIDTH**0.5
         logits = jnp.where(mask, logits, jnp.finfo(jnp.float32).min)
         return jnp.einsum("bqk,bkd->bqd", nn.softmax(logits), v)
+
+
+# Flax's VAE: the loss is a closure over the batch and a key, and sums over pixels.
+
+
+class Autoencoder(nn.Module):
+    latents: int
+
+    @nn.compact
+    def __call__(self, x, z_rng):
+        h = nn.relu(nn.Dense(32)(x))
+        mean, logvar = nn.Dense(self.latents)(h), nn.Dense(self.latents)(h)
+        z = mean + jnp.exp(0.5 * logvar) * jax.random.normal(z_rng, logvar.shape)
+        return nn.Dense(x.shape[-1])(nn.relu(nn.Dense(32)(z))), mean, logvar
+
+
+@jax.vmap
+def kl_divergence(mean, logvar):
+    return -0.5 * jnp.sum(1 + logvar - mean**2 - jnp.exp(logvar))
+
+
+@jax.vmap
+def binary_cross_entropy(logits, labels):
+    log_p = nn.log_sigmoid(logits)
+    return -jnp.sum(labels * log_p + (1 - labels) * jnp.log(-jnp.expm1(log_p)))
+
+
+def vae(dtype):
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames="latents")
+    def train_step(state, batch, z_rng, latents):
+        @amp(compute_dtype=dtype)  # amp
+        def loss_fn(params):
+            traced.append(None)
+            model = Autoencoder(latents)
+            recon_x, mean, logvar = model.apply({"params": params}, batch, z_rng)
+            reconstruction = binary_cross_entropy(recon_x, batch).mean()
+            return reconstruction + kl_divergence(mean, logvar).mean(), recon_x
+
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    def step(carry, batch):
+        state, rng = carry
+        rng, key = jax.random.split(rng)
+        state, loss = train_step(state, batch, key, latents=4)
+        return (state, rng), loss
+
+    model, key = Autoencoder(4), jax.random.key(0)
+    params = init(model, jnp.ones((1, 64)), key)
+    tx = optax.adam(1e-2)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    pixels = np.random.default_rng(0).random((16, 64)) > 0.3
+    return Loop((state, key), step, [pixels.astype(np.float32)] * 10, traced)
 
 
 # PureJaxRL's PPO: scans of minibatches, of epochs and of updates; agents under vmap.
@@ -298,214 +350,3 @@ def big_vision(dtype):
     params = init(model, batches[0]["image"])
     state = {"params": params, "opt": tx.init(params), "scaler": scaler_of(dtype)}
     return Loop(state, step, batches, traced, bad, frozen="['params']['embedding']")
-
-
-# Programs that train language models: sentences, and copies on devices.
-
-VOCAB, LENGTH, DEVICES = 16, 8, 2
-
-
-def sentences(seed, empty=False):
-    """Sentences that a rule continues, of several lengths, padded with zeros."""
-    rng = np.random.default_rng(seed)
-    tokens = [rng.integers(1, VOCAB, 8)]
-    while len(tokens) < LENGTH:
-        tokens.append(tokens[-1] * 3 % (VOCAB - 1) + 1)
-    lengths = rng.integers(LENGTH // 2, LENGTH + 1, 8) * (not empty)
-    return np.where(np.arange(LENGTH) < lengths[:, None], np.stack(tokens, 1), 0)
-
-
-def pmap(step):
-    devices = jax.devices()[:DEVICES]
-    return jax.pmap(step, axis_name="batch", devices=devices, donate_argnums=0)
-
-
-def on_devices(stacked):
-    """Places copies where `pmap` leaves them; otherwise it traces the step twice."""
-    mesh = Mesh(jax.devices()[:DEVICES], ("batch",))
-    return jax.device_put(stacked, NamedSharding(mesh, P("batch")))
-
-
-def replicate(state):
-    return on_devices(jax.tree.map(lambda x: jnp.stack([x] * DEVICES), state))
-
-
-def shard(batch):
-    return jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
-
-
-def rsqrt_schedule(peak, warmup):
-    def rsqrt(count):
-        return peak * (count + warmup) ** -0.5 * warmup**0.5
-
-    warm = optax.linear_schedule(peak / warmup, peak, warmup)
-    return optax.join_schedules([warm, rsqrt], [warmup])
-
-
-def weighted_cross_entropy(logits, targets, weights, smoothing):
-    """Returns the sum of the losses, and that of the weights."""
-    low = smoothing / (VOCAB - 1)
-    soft = jax.nn.one_hot(targets, VOCAB) * (1 - smoothing - low) + low
-    lowest = -(1 - smoothing) * np.log(1 - smoothing) - smoothing * np.log(low)
-    losses = -(soft * nn.log_softmax(logits)).sum(-1) - lowest
-    return (losses * weights).sum(), weights.sum()
-
-
-# Flax's WMT: pmapped; a normalizer that is summed over devices; `aux` with `loss`.
-
-
-class Translator(nn.Module):
-    config: Any
-
-    @nn.compact
-    def __call__(self, inputs, targets):
-        embed = nn.Embed(VOCAB, WIDTH, embedding_init=nn.initializers.normal(1.0))
-        encoded = nn.relu(nn.Dense(WIDTH)(embed(inputs)))
-        x = embed(jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1])
-        x += Attention()(x, x, nn.make_causal_mask(targets)[:, 0] > 0)
-        x += Attention()(nn.LayerNorm()(x), encoded, (inputs > 0)[:, None, :])
-        x = nn.Dropout(self.config.dropout_rate, deterministic=False)(x)
-        return embed.attend(nn.LayerNorm()(x)) / WIDTH**0.5
-
-
-def wmt(dtype):
-    traced = []
-    config = SimpleNamespace(dropout_rate=0.1, label_smoothing=0.1)
-    model = Translator(config)
-
-    def loss_fn(params, batch, *, config, rngs):
-        traced.append(None)
-        inputs, targets = batch["inputs"], batch["targets"]
-        weights = jnp.where(targets > 0, 1, 0).astype(jnp.float32)
-        logits = Translator(config).apply(
-            {"params": params}, inputs, targets, rngs=rngs
-        )
-        loss, weight_sum = weighted_cross_entropy(
-            logits, targets, weights, config.label_smoothing
-        )
-        correct = ((logits.argmax(-1) == targets) * weights).sum()
-        metrics = {"loss": loss, "accuracy": correct, "denominator": weight_sum}
-        metrics = jax.lax.psum(metrics, "batch")
-        return metrics["loss"] / metrics["denominator"], metrics
-
-    loss_fn = functools.partial(loss_fn, config=config)
-    p_train_step = pmap(
-        make_train_step(loss_fn, has_aux=True, axis_name="batch", jit=False)  # amp
-    )
-
-    def step(state, batch):
-        state, metrics = p_train_step(state, batch)
-        return state, metrics["aux/loss"][0] / metrics["denominator"][0]
-
-    def translations(*args, **options):
-        tokens = sentences(*args, **options)
-        return shard({"inputs": tokens, "targets": tokens * 5 % VOCAB})
-
-    tokens, keys = sentences(0), dict.fromkeys(("params", "dropout"), jax.random.key(0))
-    state = AmpTrainState.create(  # amp
-        apply_fn=model.apply,
-        params=jax.jit(model.init)(keys, tokens, tokens)["params"],
-        tx=optax.adamw(rsqrt_schedule(2e-2, 4), b2=0.98, weight_decay=1e-4),
-        rngs={"dropout": jax.random.key(1)},
-        precision=PRECISIONS[dtype],
-    )
-    batches = [translations(seed) for seed in range(10)]
-    bad = translations(0, empty=True)  # no token has a weight: 0 / 0
-    return Loop(replicate(state), step, batches, traced, bad, replicated=True)
-
-
-# Flax's Gemma: NNX; a module merged inside of the loss; a jit with shardings;
-# hyper-parameters injected, moments in bfloat16.
-
-
-def rotated(x, positions):
-    angles = positions[..., None] / 10.0 ** jnp.arange(WIDTH // 2)[None, None]
-    even, odd, cos, sin = x[..., ::2], x[..., 1::2], jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([even * cos - odd * sin, even * sin + odd * cos], -1)
-
-
-class Transformer(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        self.qkv = nnx.Einsum("bld,dnh->nblh", (WIDTH, 3, WIDTH), rngs=rngs)
-        self.gate = nnx.Linear(WIDTH, 2 * WIDTH, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, tokens, positions, attention_mask):
-        x = self.embed(tokens) * WIDTH**0.5
-        q, k, v = self.qkv(self.norm(x))
-        q, k = rotated(q, positions), rotated(k, positions)
-        logits = jnp.einsum("bqd,bkd->bqk", q, k) / WIDTH**0.5
-        weights = jax.nn.softmax(jnp.where(attention_mask, logits, -2.3819763e38))
-        x += jnp.einsum("bqk,bkd->bqd", weights, v)
-        gate, up = jnp.split(self.gate(self.norm(x)), 2, -1)
-        x += self.down(jax.nn.gelu(gate) * up)
-        return 30 * jnp.tanh(self.embed.attend(self.norm(x)) / 30)
-
-
-def gemma(dtype):
-    traced = []
-    schedule = rsqrt_schedule(1e-2, 4)
-
-    def train_step(state, batch, learning_rate_fn, label_smoothing=0.0, pad_id=0):
-        inputs, targets = batch["inputs"], batch["targets"]
-        weights = jnp.where(targets > pad_id, 1, 0).astype(jnp.float32)
-        causal = nn.make_causal_mask(inputs)[:, 0] > 0
-        attention_mask = causal & (inputs > pad_id)[:, None]
-
-        def loss_fn(params):
-            traced.append(None)
-            module = nnx.merge(state.graphdef, params)
-            logits = module(inputs, batch["inputs_position"], attention_mask)
-            loss, weight_sum = weighted_cross_entropy(
-                logits, targets, weights, label_smoothing
-            )
-            return loss / weight_sum, logits
-
-        loss_fn = amp(loss_fn, compute_dtype=dtype)  # amp
-        grad_fn = dynamic_scale_value_and_grad(loss_fn, has_aux=True)  # amp
-        scaler, ((loss, logits), grads) = grad_fn(  # amp
-            state.params, dynamic_scaler_state=state.scaler
-        )
-        new_state = state.apply_gradients(grads=grads, scaler=scaler)  # amp
-        correct = ((logits.argmax(-1) == targets) * weights).sum()
-        metrics = {"learning_rate": learning_rate_fn(state.step)}
-        return new_state, metrics | {"loss": loss, "accuracy": correct}
-
-    adamw = optax.inject_hyperparams(optax.adamw, static_args="mu_dtype")
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        adamw(schedule, b2=0.98, mu_dtype=jnp.bfloat16),
-    )
-    mesh = Mesh(jax.devices()[:DEVICES], ("data",))
-    whole, data = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-
-    def create():
-        model = Transformer(nnx.Rngs(0))
-        return AmpTrainState.create(  # amp
-            model=model, tx=tx, precision=PRECISIONS[dtype]
-        )
-
-    state = jax.jit(create, out_shardings=whole)()
-    shardings = jax.tree.map(lambda x: x.sharding, state)
-    jit_train_step = jax.jit(
-        train_step,
-        in_shardings=(shardings, data),
-        out_shardings=(shardings, None),
-        static_argnames=("learning_rate_fn", "label_smoothing", "pad_id"),
-        donate_argnums=0,
-    )
-
-    def step(state, batch):
-        state, metrics = jit_train_step(state, batch, schedule, 0.1)
-        return state, metrics["loss"]
-
-    def batch_of(*args, **options):
-        tokens = sentences(*args, **options)
-        targets = np.pad(tokens, ((0, 0), (0, 1)))[:, 1:]
-        positions = np.tile(np.arange(LENGTH), (len(tokens), 1))
-        return {"inputs": tokens, "targets": targets, "inputs_position": positions}
-
-    batches = [batch_of(seed) for seed in range(10)]
-    return Loop(state, step, batches, traced, batch_of(0, empty=True))

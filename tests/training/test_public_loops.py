@@ -1,4 +1,4 @@
-"""The loops of four public programs: trained as in float32, once traced, in half."""
+"""The loops of seven public programs: trained as in float32, once traced, in half."""
 
 import functools
 import re
@@ -9,18 +9,22 @@ import numpy as np
 import pytest
 
 import _loops
+import _loops_of_tokens
 from _models import changed, leaves_by_path
 from _steps import copy
 from helpers import assert_close, assert_same_avals, dtypes_of
 
 LOOPS = {
+    "Flax's VAE": _loops.vae,
+    "Flax's WMT": _loops_of_tokens.wmt,
+    "Flax's Gemma": _loops_of_tokens.gemma,
+    "nanodo": _loops_of_tokens.nanodo,
     "PureJaxRL's PPO": _loops.ppo,
     "big_vision's ViT": _loops.big_vision,
-    "Flax's WMT": _loops.wmt,
-    "Flax's Gemma": _loops.gemma,
+    "Hugging Face's causal model": _loops_of_tokens.hugging_face,
 }
 # What a skipped step may change.
-COUNTERS = re.compile(r"\.step$|scaler|notfinite|last_finite")
+COUNTERS = re.compile(r"\.step$|scaler|notfinite|last_finite|skip_state|dropout_rng")
 
 
 @functools.cache
@@ -37,7 +41,7 @@ def trained(name, dtype):
     assert frozen.isdisjoint(moved) and bool(frozen) == (loop.frozen != "nothing")
     if loop.replicated:
         first, second = (jax.tree.map(lambda x, i=i: x[i], carry) for i in range(2))
-        assert not changed(first, second)
+        assert changed(first, second) <= {".dropout_rng"}
     return loop._replace(carry=carry), np.array(losses)
 
 
@@ -57,6 +61,7 @@ def check_skip(loop):
     "dtype",
     [
         jnp.bfloat16,  # beside float32
+        pytest.param(jnp.float32, marks=pytest.mark.slow),
         pytest.param(jnp.float16, marks=[pytest.mark.slow, pytest.mark.once]),
     ],
     ids=lambda dtype: dtype.__name__,
@@ -67,10 +72,11 @@ def test_public_loop(name, dtype):
     _, precise = trained(name, jnp.float32)
     assert precise[-1] < 0.8 * precise[0]
     assert_close(losses, precise, dtype)
-    loop = check_skip(loop)
+    if loop.bad is not None:
+        loop = check_skip(loop)
     assert len(loop.traced) == 1
 
     found = dtypes_of(loop.step, loop.carry, loop.batches[0])
     half = (jnp.dtype(dtype).name,) * 2
     assert len(found) > 12
-    assert found.count(half) == len(found) - loop.precise
+    assert found.count(half) == len(found) - loop.precise * (dtype != jnp.float32)
