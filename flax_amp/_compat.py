@@ -76,12 +76,13 @@ def primitives() -> dict[str, Primitive]:
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """Returns `(jaxpr, consts)` of an open or closed jaxpr.
 
-    JAX 0.12 has one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
+    Since JAX 0.11 there is one class for both; before, a `ClosedJaxpr` wraps a `Jaxpr`.
     """
     return getattr(jaxpr, "jaxpr", jaxpr), tuple(getattr(jaxpr, "consts", ()))
 
 
 def _private(module: str) -> Any:
+    """Returns a module of `jax._src` that no public name leads to."""
     return importlib.import_module(f"jax._src.{module}")
 
 
@@ -187,18 +188,19 @@ def evaluate(
     def read(atoms: Sequence[Atom]) -> Arrays:
         return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
-    last |= dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in variables(eqn.invars)}
+    last |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
     for i, eqn in enumerate(jaxpr.eqns):
         env |= zip(eqn.outvars, run(eqn, read(eqn.invars)), strict=True)
         # Outside of `jit` an array takes memory for as long as it is held.
-        for v in {*_variables(eqn.invars), *eqn.outvars}:
+        for v in {*variables(eqn.invars), *eqn.outvars}:
             if last.get(v, i) == i:
                 del env[v]
     return read(jaxpr.outvars)
 
 
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Returns those operands or results of an equation that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 

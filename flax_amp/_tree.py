@@ -47,6 +47,7 @@ def is_key(leaf: Any) -> bool:
 
 def key_impl(key: Any) -> Any:
     """Returns the implementation of typed keys, which may be abstract."""
+    # Of a `ShapeDtypeStruct`, only a trace tells it.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), key)
     return impls[0]
@@ -55,6 +56,7 @@ def key_impl(key: Any) -> Any:
 def widen(x: Any) -> jax.Array:
     """Returns an array, or a Python number, in at least float32."""
     x = jnp.asarray(x)
+    # float64 and complex numbers are wider already, and stay what they are.
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -118,6 +120,7 @@ def stays_finite(new: PyTree, old: PyTree) -> jax.Array:
             return None
         return jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old))
 
+    # `None`, for what did not change, is no leaf.
     return _all(jax.tree.leaves(map_or_none(of_leaf, new, old)))
 
 
@@ -127,6 +130,7 @@ def _all(flags: Sequence[jax.Array]) -> jax.Array:
 
 def select(predicate: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     """Returns the leaves of one of two trees, bit for bit, typed keys included."""
+    # By `where`, not by a product with 0 and 1: `0 * nan` is NaN, and -0.0 stays -0.0.
     return jax.tree.map(
         lambda new, old: jnp.where(predicate, new, old), on_true, on_false
     )
@@ -150,6 +154,7 @@ def replace_nodes(tree: PyTree, kind: Kind, new: Iterable[Any]) -> PyTree:
 
 def partition(tree: PyTree, where: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
     """Splits a tree into `(matching, rest)`, with `None` in place of what is absent."""
+    # Two maps, because a pair in the place of each leaf would be two more leaves.
     matching = jax.tree.map(lambda leaf: leaf if where(leaf) else None, tree)
     rest = jax.tree.map(lambda leaf: None if where(leaf) else leaf, tree)
     return matching, rest

@@ -118,11 +118,19 @@ def use_widest_precision(
 
     Arguments and result as in `use_compute_precision`.
     """
-    floats = [d for d in original_dtypes if jnp.issubdtype(d, jnp.floating)]
-    widest = functools.reduce(jnp.promote_types, floats, floats[0]) if floats else None
-    if widest is None:
+    del compute_dtype
+    return _use_widest_of(original_dtypes, invars, bind_params)
+
+
+def _use_widest_of(
+    dtypes: Sequence[DType], invars: Sequence[Array], bind_params: Params
+) -> BindArguments:
+    """Runs an equation in the widest float dtype of some; without one, as it is."""
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    if not floats:
         return list(invars), bind_params
-    return use_compute_precision(widest, original_dtypes, *invars, **bind_params)
+    widest = functools.reduce(jnp.promote_types, floats)
+    return use_compute_precision(widest, floats, *invars, **bind_params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,12 +186,9 @@ def follow_precision(
     Called on its own, the function knows dtypes only, and promotes to the widest of
     them. Arguments and result as in `use_compute_precision`.
     """
-    del compute_dtype
-    floats = [x.dtype for x in invars if _is_float(x)]
-    if not floats:
-        return list(invars), bind_params
-    widest = functools.reduce(jnp.promote_types, floats)
-    return use_compute_precision(widest, original_dtypes, *invars, **bind_params)
+    del compute_dtype, original_dtypes
+    dtypes = [x.dtype for x in invars if hasattr(x, "dtype")]
+    return _use_widest_of(dtypes, invars, bind_params)
 
 
 keep_precision = follow_precision  # the name that moves of data had
@@ -248,6 +253,11 @@ class Decision:
     function: PrecisionFunction
     origin: Origin
     key: str
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a key for a scope or a primitive decided, not `amp_default`."""
+        return self.origin is not Origin.DEFAULT
 
 
 class Policy:

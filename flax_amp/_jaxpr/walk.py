@@ -1,7 +1,7 @@
 """The equations of a program: one iterator, and what a body reads of its inputs."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var
+from flax_amp._compat import variables as variables
 from flax_amp._jaxpr.traits import Kind, Trait, has, kind_of
 
 
@@ -42,6 +43,7 @@ def walk(
         again. A few calls within calls may make millions of equations.
       enter: whether the bodies of an equation are walked.
     """
+    # By the open jaxpr: before JAX 0.11, several closed ones may share one.
     seen: set[tuple[int, tuple[str, ...]]] = set()
 
     def inside(
@@ -60,16 +62,12 @@ def walk(
     return inside(jaxpr, scopes, ())
 
 
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Returns those operands or results of an equation that are not literals."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
 # --- what a body reads of its inputs -------------------------------------------------
 
 
 def only_looked_up(jaxpr: Jaxpr) -> frozenset[Var]:
     """Returns the variables that a single equation reads, once: a gather or a call."""
+    # A result of the jaxpr is read by the caller, whatever that does with it.
     reads = Counter(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         reads.update(variables(eqn.invars))
@@ -121,7 +119,7 @@ def _is_read(jaxpr: Jaxpr, position: int, reads: Callable[[Eqn, int], bool]) -> 
             first = len(eqn.invars) - len(body.invars)
             if any(_is_read(body, i - first, reads) for i in positions if i >= first):
                 return True
-        if has(eqn, Trait.LAYOUT):
+        if has(eqn, Trait.LAYOUT):  # a transposed weight is still the weight
             moved.update(eqn.outvars)
     return False
 

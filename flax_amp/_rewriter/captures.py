@@ -127,6 +127,10 @@ def with_captured(closed: Jaxpr, arrays: Mapping[Var, Array]) -> Jaxpr:
 
 
 def _captured(const: Any, arrays: Mapping[Var, Array]) -> Any:
+    """Returns the number or the recorded array that a dead tracer stands for.
+
+    Every other constant is returned as it is.
+    """
     number = _compat.number_of(const)
     if number is not None:
         return number

@@ -1,7 +1,7 @@
 """Casts between float32 and the compute dtype, and functions with rounded results."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,10 +136,6 @@ def _saturate_series(primals: Arrays, series: Arrays, **params: Any) -> Any:
     return saturate_p.bind(*primals, **params), terms
 
 
-def _saturate_batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
-    return saturate_p.bind(*args, **params), dims[0]
-
-
 saturate_p.def_impl(_saturate)
 saturate_p.def_abstract_eval(
     lambda x, *, dtype, headroom, rounds: x.update(
@@ -148,7 +144,7 @@ saturate_p.def_abstract_eval(
 )
 ad.deflinear2(saturate_p, _saturate_transpose)  # `jax.linear_transpose` asks for it
 ad.defjvp(saturate_p, _saturate_tangent)
-batching.primitive_batchers[saturate_p] = _saturate_batch
+batching.defvectorized(saturate_p)
 jet.jet_rules[saturate_p] = _saturate_series  # type: ignore[assignment]
 mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))
 
@@ -171,10 +167,6 @@ def _tangent_of_function(
     return lax.convert_element_type(DERIVATIVES[name](t, y), dtype)
 
 
-def _batch_function(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
-    return rounded_function_p.bind(*args, **params), dims[0]
-
-
 def _series_of_function(primals: Arrays, series: Arrays, **params: Any) -> Any:
     function = functools.partial(_round_function, **params)
     # Rules get the terms of the series without their factorials.
@@ -186,7 +178,7 @@ rounded_function_p.def_abstract_eval(
     lambda x, *, name, dtype: x.update(dtype=dtype, weak_type=False)
 )
 ad.defjvp2(rounded_function_p, _tangent_of_function)
-batching.primitive_batchers[rounded_function_p] = _batch_function
+batching.defvectorized(rounded_function_p)
 jet.jet_rules[rounded_function_p] = _series_of_function  # type: ignore[assignment]
 mlir.register_lowering(
     rounded_function_p, mlir.lower_fun(_round_function, multiple_results=False)

@@ -4,6 +4,7 @@ The function of the policy decides first. Only if it leaves the equation to the 
 the traits of its primitive count (`flax_amp/_jaxpr/traits.py`).
 """
 
+import dataclasses
 import enum
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -60,12 +61,26 @@ class Role(enum.Enum):
 
 
 class Choice(NamedTuple):
-    """How an equation runs, as far as it does not depend on its operands."""
+    """How an equation runs, as far as it does not depend on its operands.
+
+    Attributes:
+      role: what it is for the rule.
+      reason: why.
+      decision: the decision of the policy.
+      scopes: of a structured primitive: the scopes around its bodies.
+    """
 
     role: Role
     reason: Reason
     decision: Decision
-    context: Context  # of the bodies of a structured primitive
+    scopes: tuple[str, ...] = ()
+
+    def inside(self, context: Context) -> Context:
+        """Returns the context of the bodies of a structured primitive in a context."""
+        # The default decides for each equation anew; a scope or a key that is not the
+        # default holds for all that is inside.
+        forced = self.decision if self.decision.is_chosen else None
+        return dataclasses.replace(context, scopes=self.scopes, forced=forced)
 
 
 class Chooser:
@@ -94,22 +109,17 @@ class Chooser:
     def __call__(self, eqn: Eqn, context: Context) -> Choice:
         scopes = context.scopes + _compat.scope_names(eqn)
         decision = context.forced or self._policy.decide(eqn.primitive, scopes)
-        is_chosen = decision.origin is not Origin.DEFAULT
-        stops = is_chosen and decision.function is use_original_precision
+        stops = decision.is_chosen and decision.function is use_original_precision
         # A scope or a key that stops `amp` leaves a structured primitive untouched.
         # With any other decision, what is inside of it is painted.
         if eqn.primitive.name in self._structured and (not stops or self._emits_all):
             if not stops:
                 _check_structured(eqn, decision)
-            body = Context(
-                scopes if self._policy.spans_scopes else (),
-                decision if is_chosen else None,
-                context.body_kind,
-                context.numbers,
-            )
-            return Choice(Role.STRUCTURED, Reason("its own rule"), decision, body)
-        role, reason = self._role(eqn, decision)
-        return Choice(role, reason, decision, context)
+            # Without a key that spans several scopes, equal bodies in different scopes
+            # have one context, and so one plan.
+            around = scopes if self._policy.spans_scopes else ()
+            return Choice(Role.STRUCTURED, Reason("its own rule"), decision, around)
+        return Choice(*self._role(eqn, decision), decision)
 
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, Reason]:
         role, reason = self._role_by_policy(eqn, decision)
@@ -125,9 +135,9 @@ class Chooser:
         if function is None and not isinstance(decision.function, use_precision):
             return Role.USERS, because
         if function in (use_original_precision, use_widest_precision):
-            if decision.origin is Origin.DEFAULT:
-                return _role_by_traits(eqn, decision)
-            return Role.ORIGINAL, because
+            if decision.is_chosen:
+                return Role.ORIGINAL, because
+            return _role_by_traits(eqn, decision)
         if function is follow_precision:
             return _role_by_traits(eqn, decision)
         # What is left is a key that asks for half precision.

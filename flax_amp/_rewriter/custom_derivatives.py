@@ -101,13 +101,10 @@ class CustomCall:
     # The planned rules, by the operands that JAX differentiates and by their types.
     rules: dict[Any, Any]
 
-    @functools.cached_property
+    @property
     def differentiable(self) -> Mask:
+        """Which operands have a derivative: floats and complex numbers."""
         return _are_differentiable(self.eqn.invars)
-
-    @functools.cached_property
-    def out_differentiable(self) -> Mask:
-        return _are_differentiable(self.eqn.outvars)
 
     @property
     def wants_symbolic_zeros(self) -> bool:
@@ -291,7 +288,7 @@ class _JvpRule:
     """
 
     def __init__(self, call: CustomCall, mask: Mask, structs: Structs):
-        self.perturbed = call.out_differentiable
+        self.perturbed = _are_differentiable(call.eqn.outvars)
 
         def rule(*xs: Array) -> Arrays:
             primals, tangents = split_list(xs, len(mask))
@@ -312,10 +309,13 @@ class _JvpRule:
         )
 
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
-        """Returns the function. Its derivative records which results have a tangent."""
+        """Returns a function whose derivative records which results have a tangent.
+
+        It passes its results through an identity, and JAX tells the rule of that which
+        of them have a tangent.
+        """
         # JAX does not call `record` if no result has a tangent.
         self.perturbed = (False,) * len(self.perturbed)
-
         results = jax.custom_jvp(_identity)
 
         def record(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
@@ -398,7 +398,11 @@ class _VjpRule:
         self._forward, self._outs, self._residuals = plan, outs, residuals
 
     def _recording(self, function: Callable[..., Arrays]) -> Callable[..., Arrays]:
-        """Returns the function. Its derivative records what has a cotangent."""
+        """Returns a function whose derivative records which operands have a cotangent.
+
+        It passes its operands through an identity, and JAX tells the rule of that which
+        cotangents are zero. The rebuilt rule hands on just these as `None`.
+        """
         arguments = jax.custom_vjp(_identity)
 
         def forward(*xs: Any) -> Any:

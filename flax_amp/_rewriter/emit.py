@@ -13,7 +13,7 @@ norm would otherwise make a float32 sum of three cotangents.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -50,7 +50,6 @@ from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recompute.regions import Recompute, Region, group_into_regions
 from flax_amp._rewriter.recompute.residuals import is_stored
 from flax_amp._rewriter.wide_grad import product
-from flax_amp._tree import split_list
 from flax_amp.policy import with_result_dtype
 
 T = TypeVar("T")
@@ -70,9 +69,9 @@ class Emitter:
     """
 
     painter: Painter
-    recompute: Recompute = "auto"
-    wide_gradients: bool = False
-    merge_layers: bool = True
+    recompute: Recompute
+    wide_gradients: bool
+    merge_layers: bool
     # What `cached` made: orders of equations, rewritten bodies, functions of layers.
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
     # The arrays that rules of custom derivatives close over (`captures.py`).
@@ -159,45 +158,35 @@ class Emitter:
         return plan, regions
 
     def _emit_region(self, plan: Plan, region: Region, env: Environment) -> None:
-        # Filled in by the trace of `evaluate`, and read after it.
-        values = {v: env.value(v) for v in region.ins}
-        eqns = [plan.jaxpr.eqns[i] for i in region.indices]
-        steps = [plan.steps[i] for i in region.indices]
-        unrounded = env.unrounded(_read_unrounded(eqns, steps))
-        unrounded_outs = [v for v in _emitted_twice(eqns, steps) if v in region.outs]
+        pairs = [(plan.jaxpr.eqns[i], plan.steps[i]) for i in region.indices]
+        unrounded = env.unrounded(_read_unrounded(pairs))
+        unrounded_outs = [v for v in _emitted_twice(pairs) if v in region.outs]
         # What is inside of a region is recomputed with it, not by regions of its own.
         inner = dataclasses.replace(self, recompute="never")
 
-        def evaluate(operands: Arrays, unrounded_operands: Arrays) -> list[Array]:
-            reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
-            # In the order of the inputs: that of the set `stored` differs from process
-            # to process, and XLA's compilation cache would not recognize the program.
-            arrays = {
-                v: region.mark(v, x, region.indices[0])
-                for v, x in zip(region.ins, operands, strict=True)
-            }
-            inside = Environment(arrays, dict(values), reads, region)
+        def evaluate(operands: Arrays, unrounded_operands: Arrays) -> Any:
+            inside = env.of_region(region, [eqn for eqn, _ in pairs], operands)
             inside.write_unrounded(zip(unrounded, unrounded_operands, strict=True))
             for i in region.indices:
                 inner._emit_equation(plan, i, inside)
-            values.update((v, inside.value(v)) for v in region.outs)
-            return [
-                *(inside.array(v) for v in region.outs),
-                *(inside.array(v, unrounded=True) for v in unrounded_outs),
-            ]
+            return (
+                [inside.array(v) for v in region.outs],
+                [inside.array(v, unrounded=True) for v in unrounded_outs],
+            )
 
         # No barriers here: the stored values carry them (`stored.py`).
         recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
         arrays = [env.array(v) for v in region.ins], list(unrounded.values())
-        with _compat.source_line(eqns[-1]):
-            found = _compat.call_or_locate_nan(
+        with _compat.source_line(pairs[-1][0]):
+            outs, more = _compat.call_or_locate_nan(
                 lambda: recomputed(*arrays), lambda: evaluate(*arrays)
             )
-        outs, more = split_list(found, len(region.outs))
+        values: dict[Var, Value | None] = {}
+        for eqn, step in pairs:
+            values |= zip(eqn.outvars, step.outs, strict=True)
+            env.release(eqn.invars)
         env.write(region.outs, outs, [values[v] for v in region.outs])
         env.write_unrounded(zip(unrounded_outs, more, strict=True))
-        for eqn in eqns:
-            env.release(eqn.invars)
 
     def _emit_equation(self, plan: Plan, index: int, env: Environment) -> None:
         eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
@@ -206,7 +195,7 @@ class Emitter:
             if step.unrounded is not None:
                 again = self._results(eqn, step.unrounded, index, env)
                 found = dict(zip(eqn.outvars, again, strict=True))
-                twice = _emitted_twice([eqn], [step])
+                twice = _emitted_twice([(eqn, step)])
                 env.write_unrounded((v, found[v]) for v in twice)
             # The functions of `DERIVATIVES` round their result themselves.
             rounds_itself = eqn.primitive.name in DERIVATIVES
@@ -284,6 +273,7 @@ class Emitter:
         return _compat.bind(eqn, arrays, eqn.params)
 
     def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
+        """Binds an equation in the compute dtype, its operands cast for it alone."""
         params = with_result_dtype(eqn.params, self.compute_dtype)
         # A ragged product has a third operand, the sizes of its groups.
         is_product = kind_of(eqn) is Kind.PRODUCT and len(values) == 2
@@ -321,6 +311,7 @@ class Emitter:
     def _layer(self, plan: Plan) -> Callable[..., Arrays]:
         """Returns the jitted function of a repeated layer."""
 
+        # Its name is what a profile shows around the scopes of a layer.
         def repeated(*operands: Array) -> list[Array]:
             return self.emit(plan, operands)
 
@@ -374,18 +365,17 @@ class Emitter:
         ]
 
 
-def _read_unrounded(eqns: Sequence[Eqn], steps: Sequence[Step]) -> list[Var]:
+def _read_unrounded(pairs: Iterable[tuple[Eqn, Step]]) -> list[Var]:
     """Returns what some equations read as it was before it was rounded."""
-    pairs = zip(eqns, steps, strict=True)
     read = [eqn.invars for eqn, step in pairs if step.reads_unrounded]
     return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
 
 
-def _emitted_twice(eqns: Sequence[Eqn], steps: Sequence[Step]) -> list[Var]:
+def _emitted_twice(pairs: Iterable[tuple[Eqn, Step]]) -> list[Var]:
     """Returns the results of some equations that are also there without a rounding."""
     return [
         v
-        for eqn, step in zip(eqns, steps, strict=True)
+        for eqn, step in pairs
         if step.unrounded is not None
         for v, value in zip(eqn.outvars, step.unrounded.outs, strict=True)
         if has_paint(value, Paint.FULL)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from flax_amp._compat import Array, Arrays, Atom, DType, Var
+from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Var
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.plan import Paint, Value, has_paint, value_of
 from flax_amp._rewriter.recompute.regions import Region
@@ -43,10 +43,34 @@ class Environment:
         self._region = region
         self._arrays = arrays
         self._values = values
+        # Further forms of an array, made when the first reader asks: of a half in
+        # float32, as it was before it was rounded, and of a float32 one in half.
         self._full: dict[Var, Array] = {}
         self._unrounded: dict[Var, Array] = {}
         self._low: dict[Var, Array] = {}
+        # How often each variable is still read. An equation counts twice if it reads it
+        # twice, such as `mul x x`.
         self._uses = Counter(variables(reads))
+
+    def of_region(
+        self, region: Region, eqns: Sequence[Eqn], operands: Arrays
+    ) -> "Environment":
+        """Returns the environment of a region that is traced by itself.
+
+        Args:
+          region: the region.
+          eqns: its equations.
+          operands: the arrays of its inputs inside of the trace.
+        """
+        reads = [v for eqn in eqns for v in eqn.invars] + list(region.outs)
+        # In the order of the inputs: that of the set `stored` differs from process to
+        # process, and XLA's compilation cache would not recognize the program.
+        arrays = {
+            v: region.mark(v, x, region.indices[0])
+            for v, x in zip(region.ins, operands, strict=True)
+        }
+        values = {v: self.value(v) for v in region.ins}
+        return Environment(arrays, values, reads, region)
 
     def array(self, atom: Atom, *, unrounded: bool = False) -> Array:
         """Returns the array, as it was before it was rounded if that is at hand."""
@@ -79,6 +103,7 @@ class Environment:
         if isinstance(atom, Literal) or not is_full:
             return self.array(atom)
         if atom not in self._low:
+            # The region may store the copy and not the value: it has half the bytes.
             x = jax.lax.convert_element_type(self._arrays[atom], dtype)
             self._low[atom] = self.mark(LowCopy(atom), x, index)
         return self._low[atom]
@@ -100,7 +125,7 @@ class Environment:
         values: Sequence[Value | None],
     ) -> None:
         for v, array, value in zip(variables, arrays, values, strict=True):
-            if v in self._uses:
+            if v in self._uses:  # JAX's jaxprs have results that nothing reads
                 self._arrays[v], self._values[v] = array, value
 
     def unrounded(self, variables: Iterable[Var]) -> dict[Var, Array]:

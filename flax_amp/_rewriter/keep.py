@@ -44,7 +44,7 @@ from flax_amp._jaxpr.traits import (
 )
 from flax_amp._jaxpr.walk import variables
 from flax_amp._rewriter.casts import is_exact
-from flax_amp._rewriter.choice import Role
+from flax_amp._rewriter.choice import Choice, Role
 from flax_amp._rewriter.plan import Need, Needs, is_painted, rounded_needs
 
 
@@ -53,14 +53,16 @@ class Flow(NamedTuple):
 
     Attributes:
       needs: what is needed of each variable.
-      levels: how many products of this jaxpr lie before each variable, at most;
-        absent if none. A call with a product inside counts as one.
+      products_before: how many products of this jaxpr lie before each variable, at
+        most; absent if none. A call with a product inside counts as one.
       broadcast: what was broadcast to its shape, such as a bias.
+      choices: what each equation is for the rule; the sweep asks for it first.
     """
 
     needs: dict[Var, Need]
-    levels: dict[Var, int]
+    products_before: dict[Var, int]
     broadcast: frozenset[Var]
+    choices: dict[Eqn, Choice]
 
     def need(self, v: Var) -> Need:
         """Returns what is needed of a variable. A scalar takes no memory to keep."""
@@ -74,15 +76,16 @@ class Flow(NamedTuple):
         """
         if isinstance(v, Literal) or _is_repeated(eqn, v) or _divides(eqn, v):
             return False
-        return _level(eqn, self.levels) > self.levels.get(v, 0)
+        before = self.products_before
+        return _largest(eqn, before) > before.get(v, 0)
 
     def is_residual(self, eqn: Eqn) -> bool:
         """Whether an equation adds values with different numbers of products before.
 
         What has none before it, such as an input, does not count.
         """
-        levels = {self.levels.get(v, 0) for v in variables(eqn.invars)}
-        return has(eqn, Trait.ADDITION) and len(levels - {0}) > 1
+        counts = {self.products_before.get(v, 0) for v in variables(eqn.invars)}
+        return has(eqn, Trait.ADDITION) and len(counts - {0}) > 1
 
     def is_broadcast(self, v: Var, shape: tuple[int, ...]) -> bool:
         """Whether a variable repeats numbers, as an operand of a result of `shape`."""
@@ -93,7 +96,7 @@ class HasProduct:
     """Whether an equation is a product or has one inside."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Jaxpr, bool]] = {}
+        self._found: dict[Jaxpr, bool] = {}
 
     def __call__(self, eqn: Eqn) -> bool:
         if is_matrix_product(eqn):
@@ -101,10 +104,9 @@ class HasProduct:
         return any(map(self._inside, jaxprs_in_params(eqn.params)))
 
     def _inside(self, jaxpr: Jaxpr) -> bool:
-        if id(jaxpr) not in self._found:  # the jaxpr is held: its id is unique
-            found = any(map(self, _compat.open_jaxpr(jaxpr)[0].eqns))
-            self._found[id(jaxpr)] = jaxpr, found
-        return self._found[id(jaxpr)][1]
+        if jaxpr not in self._found:
+            self._found[jaxpr] = any(map(self, _compat.open_jaxpr(jaxpr)[0].eqns))
+        return self._found[jaxpr]
 
 
 def find_flow(
@@ -129,16 +131,17 @@ def find_flow(
         if eqn.primitive.name == "broadcast_in_dim"
         for v in eqn.outvars
     )
-    flow = Flow(needs, _levels(jaxpr, has_product), broadcast)
+    flow = Flow(needs, _products_before(jaxpr, has_product), broadcast, {})
 
     def read(atom: Atom, need: Need) -> None:
         if not isinstance(atom, Literal):
-            before = needs.get(atom)
-            needs[atom] = need if before is None else before.together_with(need)
+            # The first reader finds no need, and adds its own as it is.
+            needs[atom] = needs.get(atom, Need.NONE).together_with(need)
 
     for v, need in zip(jaxpr.outvars, out_needs, strict=True):
         read(v, need)
     for eqn in reversed(jaxpr.eqns):
+        # Whatever reads a result stands behind the equation: its need is complete.
         results = tuple(needs.get(v, Need.NONE).settled() for v in eqn.outvars)
         for v, need in zip(eqn.invars, reads(eqn, results, flow), strict=True):
             read(v, need.kept_for(Need.BEHIND) if flow.is_behind(eqn, v) else need)
@@ -154,6 +157,8 @@ def operand_needs(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Needs:
       results: what is needed of its results.
       flow: the flow of its jaxpr, as far as the sweep has come.
     """
+    # A barrier around several arrays hands on to each operand what is needed of its own
+    # result. All other equations need the same of all operands.
     if role is Role.MOVE and gives_operands(eqn) and not has(eqn, Trait.RANKS):
         return rounded_needs(results)
     return (_operand_need(eqn, role, results, flow),) * len(eqn.invars)
@@ -172,8 +177,12 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
     leads_on = _union(results) & Need.LATER
     reader = Need.ARITHMETIC if leads_on else Need.UNROUNDED
     if role is Role.PRECISE:
+        # It leads to no product in half precision: a matrix that `inv` reads twice must
+        # not be rounded because something reads it twice.
         return Need.READ_IN_FLOAT32 | reader
     if flow.is_residual(eqn) and results[0].is_kept:
+        # `x + f(x)`, a residual stream that is kept. Its operands are kept, too, and
+        # added as halves: XLA would write a float32 sum beside the rounded one.
         return Need.LATER | Need.BEHIND | Need.READ_IN_HALF | Need.ARITHMETIC
     need = Need.READ_IN_FLOAT32 | reader | leads_on | (_union(results) & Need.RANKED)
     if leads_on and (role is Role.UNROUNDED or has(eqn, Trait.SIGMOID)):
@@ -183,7 +192,6 @@ def _operand_need(eqn: Eqn, role: Role, results: Needs, flow: Flow) -> Need:
 
 def _need_of_move(eqn: Eqn, results: Needs) -> Need:
     """Returns what a move needs of its operands: what is needed of its results."""
-    # A comparison moves no floats: it reads them in whatever precision.
     pairs = list(zip(results, eqn.outvars, strict=True))
     moved = [need for need, v in pairs if is_painted(v.aval)]
     need, leads_on = _union(moved), _union(results) & Need.LATER
@@ -191,16 +199,26 @@ def _need_of_move(eqn: Eqn, results: Needs) -> Need:
         found = Need.LATER | Need.RANKED if leads_on else Need.UNROUNDED
         return need | found | Need.READ_IN_FLOAT32
     if not moved:
+        # A comparison moves no floats: it reads them in whatever precision.
         return leads_on or Need.UNROUNDED
     if has(eqn, Trait.BOUND) and not _has_halves_as_bounds(eqn):
+        # Like arithmetic: it runs in float32.
         arithmetic = leads_on and Need.ARITHMETIC
-        kept = Need.LATER | Need.RANKED | Need.UNROUNDED
-        return Need.READ_IN_FLOAT32 | arithmetic | (need & kept)
+        return Need.READ_IN_FLOAT32 | arithmetic | (need & _OF_ALL_READERS)
+    return _need_in_half(eqn, need, leads_on)
+
+
+# What is known of readers behind an equation, whatever precision it runs in itself.
+_OF_ALL_READERS = Need.LATER | Need.RANKED | Need.UNROUNDED
+
+
+def _need_in_half(eqn: Eqn, need: Need, leads_on: Need) -> Need:
+    """Returns what a move needs that runs in half precision if its result is kept."""
     if leads_on and eqn.primitive.name == "reduce_max":
+        # That of a softmax, whose operand the subtraction reads as well.
         need = (need & ~Need.COMPARED) | Need.MAXIMUM
-    if need.is_kept or Need.COMPARED in need:  # the move runs in half precision
-        need |= Need.READ_IN_HALF
-    return need
+    is_half = need.is_kept or Need.COMPARED in need
+    return need | Need.READ_IN_HALF if is_half else need
 
 
 def _has_halves_as_bounds(eqn: Eqn) -> bool:
@@ -224,6 +242,7 @@ def _is_repeated(eqn: Eqn, v: Var) -> bool:
     It is small, and the error of its rounding would be the same in the whole row.
     """
     shapes = [out.aval.shape for out in eqn.outvars if is_painted(out.aval)]
+    # An axis of one that the result has longer: f32[8,1] in a division by f32[8,32].
     return is_painted(v.aval) and any(
         len(shape) == v.aval.ndim
         and any(n == 1 != m for n, m in zip(v.aval.shape, shape, strict=True))
@@ -235,13 +254,26 @@ def _divides(eqn: Eqn, v: Var) -> bool:
     return eqn.primitive.name == "div" and v is eqn.invars[1]
 
 
-def _levels(jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]) -> dict[Var, int]:
-    levels: dict[Var, int] = {}
+def _products_before(
+    jaxpr: Jaxpr, has_product: Callable[[Eqn], bool]
+) -> dict[Var, int]:
+    """Counts the products on the longest path to each variable (see `Flow`).
+
+    In this example the sum is a residual connection, of values with one and with two:
+
+        y = dot x w        1
+        a = tanh y         1
+        z = dot a v        2
+        r = add y z        2
+    """
+    counts: dict[Var, int] = {}
     for eqn in jaxpr.eqns:
-        if level := _level(eqn, levels) + has_product(eqn):
-            levels |= dict.fromkeys(eqn.outvars, level)
-    return levels
+        count = _largest(eqn, counts) + has_product(eqn)
+        if count:
+            counts |= dict.fromkeys(eqn.outvars, count)
+    return counts
 
 
-def _level(eqn: Eqn, levels: Mapping[Var, int]) -> int:
-    return max((levels.get(v, 0) for v in variables(eqn.invars)), default=0)
+def _largest(eqn: Eqn, counts: Mapping[Var, int]) -> int:
+    """Returns the largest count of an operand."""
+    return max((counts.get(v, 0) for v in variables(eqn.invars)), default=0)

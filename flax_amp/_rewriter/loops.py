@@ -40,7 +40,6 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.single_body import rewrite_body
 from flax_amp._tree import split_list
-from flax_amp.policy import Origin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +73,35 @@ def _value_of_carry(
         return None
     is_state = value.constant is not None or not is_layer_stack
     return FULL if is_state or not need.is_kept else LOW
+
+
+def _values_of_carry(
+    body: Jaxpr, consts: Values, init: Values, xs: Values, needs: Needs
+) -> Values:
+    """Returns the values of a carry, as far as its readers decide.
+
+    Args:
+      body: the open jaxpr of the loop.
+      consts: the values that each iteration reads.
+      init: the values that the carry starts with.
+      xs: the values of what the iterations go through.
+      needs: what is needed of the carry.
+    """
+    _, states, inputs = split_list(body.invars, len(consts), len(init))
+    # Each layer of a stack has a matrix of its own.
+    is_layer_stack = any(
+        has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
+        for x, v in zip(xs, inputs, strict=True)
+    )
+    return tuple(
+        # What the body returns untouched, such as weights, is what it was.
+        (value and value.after_loop())
+        if out is state
+        else _value_of_carry(value, need, is_layer_stack)
+        for value, need, state, out in zip(
+            init, needs, states, body.outvars[: len(init)], strict=True
+        )
+    )
 
 
 def _value_of_const(value: Value | None, jaxpr: Jaxpr, position: int) -> Value | None:
@@ -149,24 +177,12 @@ def _plan_loop(
       The plan, and the values of the carry.
     """
     body = _compat.open_jaxpr(jaxpr)[0]
-    _, states, inputs = split_list(body.invars, len(consts), len(carry))
-    # Each layer of a stack has a matrix of its own.
-    is_layer_stack = any(
-        has_paint(x, Paint.LEAF) and v.aval.ndim >= 2
-        for x, v in zip(xs, inputs, strict=True)
-    )
+    # Asked for again, with the needs from outside: the flow of the body is cached.
     sizes = len(consts), len(carry)
     _, of_carry = _loop_needs(painter, jaxpr, needs, *sizes, context)
-    carry = tuple(
-        # What the body returns untouched, such as weights, is what it was.
-        (value and value.after_loop())
-        if out is state
-        else _value_of_carry(value, need, is_layer_stack)
-        for value, need, state, out in zip(
-            carry, of_carry, states, body.outvars[: len(carry)], strict=True
-        )
-    )
+    carry = _values_of_carry(body, consts, carry, xs, of_carry)
     out_needs = tuple(map(_unkept, (*of_carry, *needs[len(carry) :])))
+    # A carry only ever goes from half to float32, so the search ends.
     while True:
         ins = (*consts, *map(_value_in_body, carry), *xs)
         plan = painter.plan(jaxpr, ins, out_needs, context)
@@ -195,7 +211,7 @@ def _stays_full(plan: Plan, value: Value | None, result: Atom) -> bool:
                     inside, inside.outs[index], inside.jaxpr.outvars[index]
                 )
             decision = step.reason.decision
-            is_users = decision is not None and decision.origin is not Origin.DEFAULT
+            is_users = decision is not None and decision.is_chosen
             return is_users and step.mode.is_float32
     return False
 
@@ -266,7 +282,7 @@ class While:
         reads, carry = _loop_needs(
             painter, eqn.params["body_jaxpr"], needs, of_body, len(needs), context
         )
-        # The condition decides about nothing.
+        # The condition leads to no product, so it says nothing of the carry.
         return (*(Need.READ_IN_FLOAT32,) * of_cond, *reads[:of_body], *carry)
 
     def paint(
@@ -343,6 +359,7 @@ class LinearSolve:
         state = tuple(map(_value_in_body, outs[: len(vectors)]))
         # Its own derivative says what is stored.
         inner = context.inside(BodyKind.OPAQUE)
+        # Two of the four are absent if the user gave no `transpose_solve`.
         plans = tuple(
             jaxpr and painter.plan(jaxpr, (*values, *state), (), inner)
             for jaxpr, values in zip(jaxprs, consts, strict=True)

@@ -62,6 +62,7 @@ class FunctionalCall:
         state_leaves, self._state_def = jax.tree.flatten(self._state)
         self._state_size = len(state_leaves)
         self._changed_paths: list[Any] = []
+        # State first: what the modules share is one input, wherever they stand.
         self.inputs = [*state_leaves, *(x for x in self._leaves if not is_node(x))]
 
     def function(self, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -74,10 +75,12 @@ class FunctionalCall:
           ValueError: if the function changes the structure of a module.
         """
         state, others = self._split(inputs)
+        # The user's own modules never hold a tracer, whatever the function raises.
         merged = nnx.merge(self._graphdef, state, copy=True)
         args, kwargs = self._fill(merged, others)
         with module_scopes(merged, wanted=self._open_scopes):
             out = self.fun(*args, **kwargs)
+        # A module that is returned outlives the trace; its name must not.
         forget_names(list(filter(is_node, jax.tree.leaves(out, is_leaf=is_node))))
         after, updated = nnx.split(merged)
         if after != self._graphdef:
@@ -89,6 +92,8 @@ class FunctionalCall:
     def finish(self, result: tuple[Any, Sequence[Any]]) -> Any:
         """Updates the modules with what `function` returned; returns its result."""
         out, updated = result
+        # Each path begins with the number of the module; if two arguments are one
+        # module, with that of the first.
         pairs = list(zip(self._changed_paths, updated, strict=True))
         nnx.update(self._nodes, nnx.from_flat_state(pairs))
         return out
@@ -106,6 +111,7 @@ class FunctionalCall:
         nodes = [
             states[i]
             if isinstance(node, nnx.Variable)
+            # A module without variables has no state among them.
             else of_module(states.get(i, nnx.State({})))
             for i, node in enumerate(self._nodes)
         ]
@@ -145,6 +151,7 @@ class FunctionalCall:
         A variable of a module is `model.dense.kernel`.
         """
         args, kwargs = self._arguments
+        # In the order of the leaves: a dict is flattened with its keys sorted.
         arguments = [*args, *(kwargs[key] for key in sorted(kwargs))]
         of_nodes: list[str] = []
         of_others: list[str] = []
@@ -159,9 +166,7 @@ class FunctionalCall:
                     of_others.append(path_name)
         variables = jax.tree_util.tree_leaves_with_path(self._state)
         of_variables = [
-            ".".join(
-                [of_nodes[first.key], *(str(p.key) for p in path if _is_dict_key(p))]
-            )
+            _joined(of_nodes[first.key], path)
             for (first, *path), leaf in variables
             if is_array(leaf)
         ]
@@ -177,8 +182,11 @@ class FunctionalCall:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _is_dict_key(part: Any) -> bool:
-    return isinstance(part, jax.tree_util.DictKey)
+def _joined(name: str, path: Sequence[Any]) -> str:
+    """Returns the name of a variable, `model.dense.kernel`."""
+    # The last part of a path is the value inside of the variable, and no dict key.
+    keys = [x.key for x in path if isinstance(x, jax.tree_util.DictKey)]
+    return ".".join([name, *map(str, keys)])
 
 
 def _variable_name(node: Any, path: Sequence[Any]) -> str:
@@ -186,6 +194,7 @@ def _variable_name(node: Any, path: Sequence[Any]) -> str:
 
 
 def _paths(tree: PyTree, is_leaf: Any = None) -> list[str]:
+    # In the form of a policy's keys: `layers/0/kernel`.
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     keystr = jax.tree_util.keystr
     return [keystr(p, simple=True, separator="/") for p, x in found if is_array(x)]
@@ -213,6 +222,7 @@ def changes_in(tree: PyTree, name: str) -> Callable[[], list[str]]:
 
 def _changed_structure(caller: str, old: nnx.State, new: nnx.State) -> str:
     """Says what a function did to the structure of its modules."""
+    # The first part of a path is the number of the module among the arguments.
     before, after = (
         {"/".join(map(str, path[1:])) for path, _ in nnx.to_flat_state(state)}
         for state in (old, new)

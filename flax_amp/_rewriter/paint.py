@@ -31,7 +31,7 @@ which are handed to the `Painter`.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -112,12 +112,13 @@ class Painter:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.rules = rules
         self._choose = Chooser(policy, self.compute_dtype, rules.keys(), emits_all)
-        self._plans: dict[Any, tuple[Jaxpr, Plan]] = {}
-        self._flows: dict[Any, tuple[Jaxpr, Flow]] = {}
-        # The variables that hold states of unrolled recurrences, and the jaxprs that
-        # were searched for them, by id.
+        # By the jaxpr itself: a jaxpr equals only itself, and lives as long as its key.
+        self._plans: dict[Any, Plan] = {}
+        self._flows: dict[Any, Flow] = {}
+        # The variables that hold states of unrolled recurrences, and the open jaxprs
+        # that were searched for them.
         self._states: set[Var] = set()
-        self._searched: dict[int, Jaxpr] = {}
+        self._searched: set[Jaxpr] = set()
         self.has_product = HasProduct()
         self.has_user_rule = HasUserRule()
 
@@ -137,14 +138,12 @@ class Painter:
           context: where the jaxpr stands.
         """
         jaxpr_, consts = _compat.open_jaxpr(jaxpr)
-        key = (id(jaxpr), ins, out_needs, context)
+        key = (jaxpr, ins, out_needs, context)
         if key not in self._plans:
             self._find_states(jaxpr_)
             flow = self._flow(jaxpr, out_needs, context)
-            plan = self._plan(jaxpr_, consts, ins, flow, context)
-            # The jaxpr is stored with its plan: its id is unique while it lives.
-            self._plans[key] = (jaxpr, plan)
-        return self._plans[key][1]
+            self._plans[key] = self._plan(jaxpr_, consts, ins, flow, context)
+        return self._plans[key]
 
     def needs(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Needs:
         """Returns what is needed of each input; arguments as in `plan`."""
@@ -153,24 +152,23 @@ class Painter:
 
     def _flow(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Flow:
         # What a body is of, and numbers that it casts, change no need.
-        key = (id(jaxpr), out_needs, context.scopes, context.forced)
+        key = (jaxpr, out_needs, context.scopes, context.forced)
         if key not in self._flows:
             jaxpr_ = _compat.open_jaxpr(jaxpr)[0]
-            found = find_flow(
+            self._flows[key] = find_flow(
                 jaxpr_,
                 out_needs or (Need.NONE,) * len(jaxpr_.outvars),
                 self.has_product,
                 functools.partial(self._reads, context=context),
             )
-            self._flows[key] = (jaxpr, found)
-        return self._flows[key][1]
+        return self._flows[key]
 
     def _find_states(self, jaxpr: Jaxpr) -> None:
         """Finds the states of recurrences in a jaxpr and in what it calls."""
-        if id(jaxpr) not in self._searched and self.compute_dtype != jnp.float32:
+        if jaxpr not in self._searched and self.compute_dtype != jnp.float32:
             states, jaxprs = find_states(jaxpr)
             self._states |= states
-            self._searched |= {id(searched): searched for searched in jaxprs}
+            self._searched |= set(jaxprs)
 
     def _plan(
         self,
@@ -180,35 +178,17 @@ class Painter:
         flow: Flow,
         context: Context,
     ) -> Plan:
-        const_ins = const_values(jaxpr, consts)
-        if any(value is not None and value.read_once for value in ins):
-            looked_up = only_looked_up(jaxpr)
-            ins = tuple(
-                value and value._replace(read_once=value.read_once and v in looked_up)
-                for v, value in zip(jaxpr.invars, ins, strict=True)
-            )
+        const_ins, ins = const_values(jaxpr, consts), _with_single_reads(jaxpr, ins)
         values = dict(zip(jaxpr.invars, ins, strict=True))
         values |= dict(zip(jaxpr.constvars, const_ins, strict=True))
         steps = []
-        unrounded: set[Var] = set()
+        twice: set[Var] = set()  # what there is both rounded and not
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
-            needs = tuple(map(flow.need, eqn.outvars))
-            step = self._paint(eqn, operands, needs, flow, context)
-            reads_unrounded = not (
-                _leads_on(needs) or unrounded.isdisjoint(variables(eqn.invars))
-            )
-            if reads_unrounded and step.mode is Mode.LOW and not any(step.outs):
-                step = dataclasses.replace(step, mode=Mode.FULL)
-            step = dataclasses.replace(
-                step,
-                needs=needs,
-                reads_unrounded=reads_unrounded,
-                unrounded=self._unrounded(eqn, step, needs, unrounded),
-            )
+            step = self._step(eqn, operands, twice, flow, context)
             values.update(zip(eqn.outvars, step.outs, strict=True))
             if step.unrounded is not None:
-                unrounded.update(eqn.outvars)
+                twice.update(eqn.outvars)
             steps.append(step)
         return Plan(
             jaxpr=jaxpr,
@@ -223,39 +203,59 @@ class Painter:
     def _reads(
         self, eqn: Eqn, results: Needs, flow: Flow, context: Context
     ) -> Sequence[Need]:
-        choice = self._choose(eqn, context)
+        choice = flow.choices[eqn] = self._choose(eqn, context)
         if choice.role is not Role.STRUCTURED:
             return operand_needs(eqn, choice.role, results, flow)
         rule = self.rules[eqn.primitive.name]
-        needs = rule.needs(self, eqn, results, choice.context)
+        needs = rule.needs(self, eqn, results, choice.inside(context))
         return rounded_needs(needs) if _leads_on(results) else needs
 
     # --- forward: the paint of its results -------------------------------------------
 
+    def _step(
+        self, eqn: Eqn, ins: Values, twice: Set[Var], flow: Flow, context: Context
+    ) -> Step:
+        needs = tuple(map(flow.need, eqn.outvars))
+        step = self._paint(eqn, ins, needs, flow, context)
+        # A loss reads numbers as they were before their rounding. What leads on to a
+        # product reads those that the rest of the network sees.
+        has_unrounded = not twice.isdisjoint(variables(eqn.invars))
+        reads_unrounded = has_unrounded and not _leads_on(needs)
+        # What is compared in half precision are then the float32 numbers.
+        if reads_unrounded and step.mode is Mode.LOW and not any(step.outs):
+            step = dataclasses.replace(step, mode=Mode.FULL)
+        return dataclasses.replace(
+            step,
+            needs=needs,
+            reads_unrounded=reads_unrounded,
+            unrounded=self._unrounded(eqn, step, needs, has_unrounded),
+        )
+
     def _paint(
         self, eqn: Eqn, ins: Values, needs: Needs, flow: Flow, context: Context
     ) -> Step:
-        choice = self._choose(eqn, context)
+        choice = flow.choices[eqn]
         role, reason = choice.role, choice.reason
         if role is Role.STRUCTURED:
             if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]
-            return rule.paint(self, eqn, ins, needs, choice.context)
+            return rule.paint(self, eqn, ins, needs, choice.inside(context))
         if role is Role.USERS:
             return self._paint_call(eqn, ins, choice.decision, reason)
-        if not any(ins):
+        if not any(ins):  # such as `iota`: a constant until something reads it
             return _full(eqn, LEAF, NO_OPERAND)
         if role in (Role.ORIGINAL, Role.PRECISE, Role.UNROUNDED):
             return _full(eqn, FULL, reason)
         if role is Role.PRODUCT:
+            # Rounded whoever reads it: the rounding of its operands does as much harm.
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
         if role is Role.MOVE:
             return self._paint_move(eqn, ins, needs)
         return self._paint_arithmetic(eqn, ins, needs, flow, reason)
 
     def _unrounded(
-        self, eqn: Eqn, step: Step, needs: Needs, unrounded: set[Var]
+        self, eqn: Eqn, step: Step, needs: Needs, has_unrounded: bool
     ) -> Step | None:
         """Returns the step of an equation without a rounding of its result.
 
@@ -265,17 +265,22 @@ class Painter:
 
         the product reads a half, which may be one, and the subtraction a float32 number
         below one. Products, and additions in half precision, have no other result.
+
+        Args:
+          eqn: the equation.
+          step: its step, which rounds.
+          needs: what is needed of its results.
+          has_unrounded: whether there are such results among its operands.
         """
         is_read = any(need.is_read_unrounded for need in needs)
         if not is_read or LOW not in step.outs or self.compute_dtype == jnp.float32:
             return None
         # A move of what has no other form would only be cast up.
-        is_move = step.mode is Mode.LOW and kind_of(eqn) is Kind.MOVE
-        is_move = is_move and not unrounded.isdisjoint(variables(eqn.invars))
-        if step.mode.rounds or is_move:
+        moves_halves = step.mode is Mode.LOW and kind_of(eqn) is Kind.MOVE
+        if step.mode.rounds or (moves_halves and has_unrounded):
             again = _full(eqn, FULL, step.reason)
             return dataclasses.replace(again, reads_unrounded=True)
-        return step.unrounded
+        return step.unrounded  # the one that the rule of a call has found
 
     def _paint_arithmetic(
         self, eqn: Eqn, ins: Values, needs: Needs, flow: Flow, reason: Reason
@@ -283,15 +288,17 @@ class Painter:
         if not any(has_paint(v, Paint.LOW, Paint.FULL) for v in ins):
             # Such as `w * mask`: still a weight, which is cast where it is used.
             return _full(eqn, LEAF, LEAVES_ONLY)
+        # The small steps of a recurrence would be rounded away, in a loop or unrolled.
         reads_state = any(v is not None and v.is_state for v in ins)
         if reads_state or eqn.outvars[0] in self._states:
             return _full(eqn, STATE, STATE_OF_LOOP)
         if _adds_halves(eqn, ins, needs[0], flow):
             return Step(Mode.LOW, like(out_avals(eqn), LOW), HALVES)
         outs = tuple(
-            (LOW if need.is_kept else FULL) if is_painted(v.aval) else None
-            for v, need in zip(eqn.outvars, needs, strict=True)
+            value and (LOW if need.is_kept else FULL)
+            for value, need in zip(like(out_avals(eqn), FULL), needs, strict=True)
         )
+        # Computed in float32 in any case; what differs is whether a cast follows.
         mode = _mode_of_rounding(needs) if LOW in outs else Mode.FULL
         return Step(mode, outs, reason)
 
@@ -300,25 +307,24 @@ class Painter:
         avals = out_avals(eqn)
         if not any(map(is_painted, avals)):
             return self._paint_compare(eqn, operands)
-        if gives_operands(eqn) and (_leads_on(needs) or not has(eqn, Trait.RANKS)):
+        if _gives_as_is(eqn, needs):
             return Step(Mode.AS_IS, ins, MOVES)
-        if all(v.paint is Paint.LEAF for v in operands):
+        paints = {v.paint for v in operands}
+        if paints == {Paint.LEAF}:
             return self._paint_leaf_move(eqn, operands, needs)
-        has_low = any(v.paint is Paint.LOW for v in operands)
-        if has_low and self._moves_halves(eqn, operands, needs):
-            # Gathered in float32 and rounded again, the result is the same, but the
-            # cotangents of an element that is read twice are added in float32.
-            mode = _mode_of_rounding(needs) if may_read_twice(eqn) else Mode.LOW
-            return Step(mode, like(avals, LOW), MOVES)
+        if Paint.LOW in paints and self._moves_halves(eqn, operands, needs):
+            return Step(_mode_of_half_move(eqn, needs), like(avals, LOW), MOVES)
         is_state = any(v.is_state for v in operands)
-        return _full(eqn, STATE if is_state else FULL, MOVES)
+        return _full(eqn, FULL._replace(is_state=is_state), MOVES)
 
     def _moves_halves(self, eqn: Eqn, operands: Sequence[Value], needs: Needs) -> bool:
         """Whether a move of half-precision values gives half-precision values."""
-        if gathers_once(eqn):
+        if gathers_once(eqn):  # whoever reads it; `keep.py` says why
             return True
         if self._is_unrounded_bound(eqn, operands):
             return False
+        # A selection between a half and a float32 number is kept like arithmetic, not
+        # for a maximum alone.
         has_full = any(v.paint is Paint.FULL for v in operands)
         return any(
             need.is_kept or (Need.COMPARED in need and not has_full) for need in needs
@@ -327,19 +333,19 @@ class Painter:
     def _paint_leaf_move(
         self, eqn: Eqn, operands: Sequence[Value], needs: Needs
     ) -> Step:
-        value, name = LEAF, eqn.primitive.name
-        if len(operands) == 1 and has(eqn, Trait.LAYOUT):
-            (value,) = operands
+        # A constant that is reshaped has the same bits, one that is concatenated with
+        # another one may not.
+        is_same = len(operands) == 1 and has(eqn, Trait.LAYOUT)
+        value = operands[0] if is_same else LEAF
+        # A number that is broadcast is no bias, nor is an array padded with one.
         has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
         may_be_bias = not has_scalar and all(v.may_be_bias for v in operands)
-        value = value._replace(may_be_bias=may_be_bias)
-        outs = like(out_avals(eqn), value)
-        if name != "gather" or not operands[0].read_once:
+        outs = like(out_avals(eqn), value._replace(may_be_bias=may_be_bias))
+        if eqn.primitive.name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)
         # Where all readers round the rows, the gradient may be rounded, too.
         read = needs[0] & (Need.READ_IN_HALF | Need.READ_IN_FLOAT32)
-        is_rounded = read == Need.READ_IN_HALF
-        dtype = self.compute_dtype if is_rounded else None
+        dtype = self.compute_dtype if read == Need.READ_IN_HALF else None
         return Step(Mode.LOOKUP, outs, LEAVES_ONLY, detail=dtype)
 
     def _are_exact(self, operands: Sequence[Value]) -> bool:
@@ -389,6 +395,20 @@ class Painter:
         return self.compute_dtype if is_low else aval.dtype
 
 
+def _with_single_reads(jaxpr: Jaxpr, ins: Values) -> Values:
+    """Returns the values of inputs; `read_once` stays on those that are only looked up.
+
+    Who calls the jaxpr knows that it passes the value to nothing else, and no more.
+    """
+    if not any(value is not None and value.read_once for value in ins):
+        return ins
+    looked_up = only_looked_up(jaxpr)
+    return tuple(
+        value and value._replace(read_once=value.read_once and v in looked_up)
+        for v, value in zip(jaxpr.invars, ins, strict=True)
+    )
+
+
 def _takes_no_data(ins: Values) -> bool:
     # Random numbers and positions: a scope that wants low precision means what is
     # computed with them, not how they are made.
@@ -412,6 +432,23 @@ def _mode_of_rounding(needs: Needs) -> Mode:
     return Mode.ROUNDED_FOR_GOOD if is_read else Mode.ROUNDED
 
 
+def _gives_as_is(eqn: Eqn, needs: Needs) -> bool:
+    """Whether a move leaves all paints as they are, such as a barrier around arrays.
+
+    A sort that leads to no product ranks numbers as they were before a rounding.
+    """
+    return gives_operands(eqn) and (_leads_on(needs) or not has(eqn, Trait.RANKS))
+
+
+def _mode_of_half_move(eqn: Eqn, needs: Needs) -> Mode:
+    """Returns the mode of a move of half-precision values.
+
+    Gathered in float32 and rounded again, the result is the same, but the cotangents of
+    an element that is read twice are added in float32.
+    """
+    return _mode_of_rounding(needs) if may_read_twice(eqn) else Mode.LOW
+
+
 def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
     """Whether an equation adds a bias to a half, or two halves before a product.
 
@@ -423,12 +460,23 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
     operands = [(v, x) for v, x in zip(eqn.invars, ins, strict=True) if x is not None]
     others = [(v, x) for v, x in operands if x.paint is not Paint.LOW]
     if not others:
+        # In front of a loss, the sum of two halves has more digits in float32.
         return Need.LATER in need
-    shape = eqn.outvars[0].aval.shape
-    return len(others) < len(operands) and all(
-        x.may_be_bias
-        and v.aval.shape  # not a scalar
-        and (flow.is_broadcast(v, shape) or len(shape) == 1)
-        and eqn.primitive.name == "add"  # not a running mean that is subtracted
-        for v, x in others
+    has_half = len(others) < len(operands)
+    # Not a running mean that is subtracted.
+    return (
+        has_half
+        and eqn.primitive.name == "add"
+        and all(_is_bias(eqn, v, x, flow) for v, x in others)
     )
+
+
+def _is_bias(eqn: Eqn, v: Var, value: Value, flow: Flow) -> bool:
+    """Whether an operand of an addition is a bias: one number for many of the result's.
+
+    An argument of the shape of the result is an activation, except along one axis.
+    """
+    if not value.may_be_bias or not v.aval.shape:
+        return False
+    shape = eqn.outvars[0].aval.shape
+    return flow.is_broadcast(v, shape) or len(shape) == 1

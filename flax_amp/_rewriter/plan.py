@@ -212,9 +212,7 @@ class ReasonKind(enum.StrEnum):
     LEAVES_ONLY = "computed from arguments and constants alone"
     MOVES = "moves data"
     ARITHMETIC = "arithmetic"
-    SUM = "a sum"
     MULTIPLICATION = "an outer product is a multiplication"
-    HALVES = "adds half-precision values"
     STATE_OF_LOOP = "the state of a loop"
 
 
@@ -245,9 +243,9 @@ NO_OPERAND = Reason(ReasonKind.NO_OPERAND)
 LEAVES_ONLY = Reason(ReasonKind.LEAVES_ONLY)
 MOVES = Reason(ReasonKind.MOVES)
 ARITHMETIC = Reason(ReasonKind.ARITHMETIC)
-SUM = Reason(ReasonKind.SUM)
+SUM = Reason("a sum")
 MULTIPLICATION = Reason(ReasonKind.MULTIPLICATION)
-HALVES = Reason(ReasonKind.HALVES)
+HALVES = Reason("adds half-precision values")
 STATE_OF_LOOP = Reason(ReasonKind.STATE_OF_LOOP)
 
 

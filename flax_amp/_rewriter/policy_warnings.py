@@ -29,7 +29,6 @@ from flax_amp.policy import (
     Origin,
     Policy,
     follow_precision,
-    keep_precision,
     use_original_precision,
     use_precision,
     use_widest_precision,
@@ -44,7 +43,6 @@ _HIGH = (
     use_original_precision,
     use_widest_precision,
     follow_precision,
-    keep_precision,
     use_precision(jnp.float32),
 )
 
@@ -88,6 +86,7 @@ def warn_of_precision(plan: Plan) -> None:
     An equation does not tell who asked for its precision, the user or the default.
     """
     default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
+    # All of these mean `Precision.DEFAULT`, which asks for nothing.
     if default in (None, "default", "fastest", "bfloat16"):
         return
     count = _count_precise(plan, set())
@@ -119,18 +118,8 @@ class HalfParameterCheck:
     def __call__(self, call: FunctionalCall) -> None:
         if self._done:
             return
-        pairs = call.leaves_by_argument()
-        groups = [(x, list(filter(is_inexact_array, leaves))) for x, leaves in pairs]
-        groups = [(argument, floats) for argument, floats in groups if floats]
-        if not groups or is_array(groups[0][0]):
-            return
-        (_, floats), *others = groups
-        half = [
-            x for x in floats if x.dtype in _HALVES and _compat.is_differentiated(x)
-        ]
-        if not half or any(
-            _compat.is_differentiated(x) for _, xs in others for x in xs
-        ):
+        parameters, half = _half_parameters(call)
+        if not half:
             return
         self._done = True
         arrays = filter(is_array, call.inputs)
@@ -138,7 +127,7 @@ class HalfParameterCheck:
         shown = ", ".join(names[id(x)] for x in half[:3] if id(x) in names)
         dtype = half[0].dtype
         warnings.warn(
-            f"amp: {len(half)} of {len(floats)} parameters are in half precision"
+            f"amp: {len(half)} of {len(parameters)} parameters are in half precision"
             f"{shown and f', such as {shown} in {dtype.name}'}: gradients and updates "
             "are rounded, and "
             f"an update below 1/{round(2 / float(finfo(dtype).eps))} of a weight "
@@ -148,6 +137,26 @@ class HalfParameterCheck:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _half_parameters(call: FunctionalCall) -> tuple[list[Array], list[Array]]:
+    """Returns what may be the parameters of a call, and those in half precision.
+
+    There are none of these if it is not certain that they are parameters.
+    """
+    groups = [
+        (argument, floats)
+        for argument, leaves in call.leaves_by_argument()
+        if (floats := list(filter(is_inexact_array, leaves)))
+    ]
+    if not groups or is_array(groups[0][0]):
+        return [], []
+    (_, parameters), *others = groups
+    in_half = [x for x in parameters if x.dtype in _HALVES]
+    half = list(filter(_compat.is_differentiated, in_half))
+    if any(_compat.is_differentiated(x) for _, floats in others for x in floats):
+        return parameters, []
+    return parameters, half
 
 
 def _count_precise(plan: Plan, seen: set[int]) -> int:
@@ -175,7 +184,7 @@ def _nothing_in_compute_dtype(
     deciding: list[str] = []
     for equation in equations:
         decision = policy.decide(equation.eqn.primitive, equation.scopes)
-        if decision.function not in _HIGH:
+        if decision.function not in _HIGH:  # this one may run in the compute dtype
             return None
         is_asked = decision.origin is not Origin.SCOPE  # a scope is meant to be high
         if is_asked and _is_product_in(equation.eqn, (jnp.float32,)):
@@ -209,6 +218,7 @@ def _half_already(policy: Policy, equations: Sequence[Visit]) -> str | None:
     ]
     halves = [e for e in products if _is_product_in(e.eqn, _HALVES)]
     layers = [equation for equation in halves if _is_of_flax(equation.eqn)]
+    # Half of the products or more: a single layer in half precision may be on purpose.
     if not layers or 2 * len(halves) < len(products):
         return None
     scope = "/".join(layers[0].scopes)
@@ -268,7 +278,10 @@ def _idle_modules(jaxpr: Jaxpr, paths: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 def _scopes_of_rule(equation: Visit) -> set[tuple[str, ...]] | None:
-    """Returns the scopes in the derivative of a call with a custom one."""
+    """Returns the scopes in the derivative of a call with a custom one.
+
+    `None` if its rule cannot be traced here: it may have any scopes.
+    """
     eqn = equation.eqn
     # JAX does not differentiate with respect to what a `custom_vjp` closes over.
     first = eqn.params.get("num_consts", 0)
@@ -300,10 +313,12 @@ def _scopes_of_rule(equation: Visit) -> set[tuple[str, ...]] | None:
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
     """Returns the keys of existing scopes that look most like a key, for a message."""
     segments = _names(key.removeprefix("*/"))
+    # The shorter one names a module once whose methods call each other.
     modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
     if not modules:
         return " (it has no scopes)"
     known: dict[str, str] = {}  # by their last segments, as many as the key has
+    # Of several paths with the same end, the shortest is shown.
     for names in sorted(map(_names, modules), key=lambda names: (len(names), names)):
         end = "/".join(names[-len(segments) :])
         known.setdefault(end.lower(), "/".join(names))

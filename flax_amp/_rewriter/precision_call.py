@@ -25,12 +25,12 @@ def call_precision_function(
         and parameters that the equation can be bound with.
     """
     function = decision.function
-    what = (
-        f"amp_policy: the precision function {_name(function)} of key {decision.key!r}"
-    )
+    name = getattr(function, "__qualname__", None) or repr(function)
+    what = f"amp_policy: the precision function {name} of key {decision.key!r}"
     where = f"for {eqn.primitive.name}"
     dtypes = [v.aval.dtype for v in eqn.invars]
     args = (compute_dtype, dtypes, *operands)
+    # By the signature, not by trying: the function may raise a TypeError of its own.
     if not _takes(function, args, eqn.params):
         raise TypeError(
             f"{what} cannot be called {where} with {len(operands)} operands and the "
@@ -48,6 +48,7 @@ def call_precision_function(
     try:
         outs = _compat.bind(eqn, *result)
     except (TypeError, ValueError) as error:
+        # The usual mistake: it returns those that it has changed, and no others.
         if missing := sorted(eqn.params.keys() - result[1].keys()):
             raise TypeError(
                 f"{what} returned a bind_params {where} that lacks the parameters "
@@ -60,6 +61,8 @@ def call_precision_function(
             f"{what} returned operands of dtypes ({given}) and the parameters {names} "
             f"{where}, which cannot be computed with these: {error}. {_REMEDY}"
         ) from error
+    # An equation with other shapes may well be bound. It would fail at the next one,
+    # which the message of JAX would blame.
     shapes = [np.shape(out) for out in outs]
     expected = [v.aval.shape for v in eqn.outvars]
     if shapes != expected:
@@ -68,10 +71,6 @@ def call_precision_function(
             f"expected {expected}. Change dtypes only."
         )
     return outs
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _takes(function: Any, args: Sequence[Any], params: Mapping[str, Any]) -> bool:
@@ -100,6 +99,7 @@ def _fault(result: Any, operands: Arrays) -> str | None:
     if len(invars) != len(operands):
         return f"{len(invars)} operands"
     for i, (new, old) in enumerate(zip(invars, operands, strict=True)):
+        # A literal of the jaxpr is a Python number.
         if not hasattr(new, "dtype") and not isinstance(new, int | float):
             return f"a {type(new).__name__} as operand {i}"
         if np.shape(new) != np.shape(old):

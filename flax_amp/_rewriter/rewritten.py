@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "_flax_amp_rewritten"
+# Of the running thread: another one may call what `amp` has rewritten.
 _refused_by = contextvars.ContextVar("refused_by", default="")
 
 

@@ -65,6 +65,7 @@ class _Jit(SingleBodyRule):
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
+        # `jnp.where(mask, x, 0)` casts its 0 inside: a constant like any other.
         numbers = integers_cast_inside(bodies(eqn)[0], eqn.invars)
         context = dataclasses.replace(context, numbers=numbers)
         return super().paint(painter, eqn, ins, needs, context)
@@ -133,6 +134,7 @@ class _Cond:
         together = (
             functools.reduce(operator.or_, of) for of in zip(*reads, strict=True)
         )
+        # The index, an integer, comes first. Each branch may be the one that is taken.
         return (Need.NONE, *at_border(together))
 
     def paint(
@@ -183,6 +185,8 @@ class _LinearCall(CustomRule):
         return super().paint(painter, eqn, (*ins[:count], *linear), needs, context)
 
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
+        # The first operands are fixed: constants, and what the user calls residuals. In
+        # the others, the call is linear.
         call, count = self.call(emitter, eqn, step), self._count_fixed(eqn)
         first = eqn.params["num_callee_consts"]  # the transpose does not take these
 
@@ -219,6 +223,7 @@ class _CustomVmap(CustomRule):
     def emit(self, emitter: Emitter, eqn: Eqn, step: Step, operands: Arrays) -> Arrays:
         call = self.call(emitter, eqn, step)
 
+        # The rule is the user's: it is traced, planned and emitted for each batch.
         @jax.custom_batching.custom_vmap
         def rebuilt(*xs: Array) -> list[Array]:
             return list(call(*xs))

@@ -49,6 +49,7 @@ class SingleBodyRule:
     def paint(
         self, painter: Painter, eqn: Eqn, ins: Values, needs: Needs, context: Context
     ) -> Step:
+        # A border casts nothing, so a body behind one reads its operands as they come.
         is_open = not self.has_border and not painter.has_product(eqn)
         if is_open:
             ins = cast_outside(ins, self.needs(painter, eqn, needs, context))
@@ -56,6 +57,8 @@ class SingleBodyRule:
         (body,) = bodies(eqn)
         reason = Reason("inside {}", eqn.primitive.name)
 
+        # The plan of the body depends on what is needed of its results, so a call whose
+        # results are read both rounded and not has two.
         def step(needs: Needs) -> Step:
             plan = painter.plan(body, ins, needs, inside)
             return Step(Mode.RULE, plan.outs, reason, reads=ins, detail=plan)

@@ -144,6 +144,7 @@ def amp(
             merge_layers=merge_layers,
         )
 
+    # `amp(jnp.float16)` is a keyword forgotten, and a dtype is callable.
     is_dtype = any(fun is dtype for dtype in (jnp.float16, jnp.bfloat16, jnp.float32))
     if not callable(fun) or is_dtype:
         raise TypeError(
@@ -179,6 +180,8 @@ def rewrite(
 
     check_parameters = HalfParameterCheck()
 
+    # Nothing is kept from call to call: shapes, and what modules share, may be others.
+    # Under `jit`, JAX calls this once for all calls of one kind.
     @rewritten
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +222,9 @@ class PlannedCall(NamedTuple):
     ) -> Arrays:
         """Evaluates the plan; returns the arrays of the function's result."""
         emitter = Emitter(self.painter, recompute, wide_gradients, merge_layers)
+        # What leaves the program is float32 anyway: the number before its rounding.
         outs = emitter.emit(self.plan, arrays, unrounded=True)
+        # Behind them come the values that rules close over (`captures.py`).
         outs = emitter.cast_to_plan(outs[: len(self.outs)], self.outs)
         avals = [v.aval for v in self.plan.jaxpr.outvars[: len(outs)]]
         return list(map(_as_result, outs, avals))
@@ -241,12 +246,15 @@ def plan_call(
     """Traces and plans a call, and warns of a policy without effect."""
     closed, rebuild = _trace(call)
     jaxpr, _ = _compat.open_jaxpr(closed)
+    # Judged is what the user wrote, before anything is planned.
     warn_of_policy(policy, closed, compute_dtype, call.array_paths)
     traced, exports = with_captured_outputs(closed)
     painter = Painter(policy, compute_dtype, RULES, emits_all=bool(exports))
     # The painter takes the flag away from what is read otherwise.
     argument = ARGUMENT._replace(read_once=compute_dtype != jnp.float32)
     ins = like([v.aval for v in jaxpr.invars], argument)
+    # Who gets a result is a reader that leads to no product here. So are the rules that
+    # close over a value (`exports`).
     needs = (Need.READ_IN_FLOAT32 | Need.UNROUNDED,) * (
         len(jaxpr.outvars) + len(exports)
     )
@@ -268,7 +276,7 @@ def is_wide(reduce_dtype: DTypeLike | None, compute_dtype: DType) -> bool:
             f"reduce_dtype: got {reduce_dtype!r}; expected a dtype: jnp.float32, or "
             "None for the compute dtype."
         ) from None
-    if dtype == compute_dtype:
+    if dtype == compute_dtype:  # as they are by default
         return False
     if dtype != jnp.float32:
         raise ValueError(
@@ -292,6 +300,7 @@ def _trace(call: FunctionalCall) -> tuple[Jaxpr, Callable[[Arrays], PyTree]]:
     static: list[Any] = []
 
     def pure(*arrays: Array) -> Arrays:
+        # Strings, functions and all else that is no array passes by the trace.
         nonlocal treedef, is_result, static
         out = call.function(_tree.fill(arrays, is_traced, inputs))
         leaves, treedef = jax.tree.flatten(out)

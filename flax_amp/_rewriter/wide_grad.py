@@ -47,6 +47,7 @@ def product(
     def bind(*factors: Array) -> Array:
         return _compat.bind(eqn, [x.astype(dtype) for x in factors], params)[0]
 
+    # JAX's own transpose would round each gradient to the dtype of its factor.
     @jax.custom_vjp
     def low_product(*factors: Array) -> Array:
         return bind(*factors)
@@ -55,7 +56,9 @@ def product(
         return low_product(*factors), factors
 
     def backward(factors: Any, g: Any) -> Any:
+        # Weights were stored in float32, in which they are in memory anyway.
         a, b = (x.astype(dtype) for x in factors)
+        # Linear in each factor by itself, not in both together.
         transposes = (
             jax.linear_transpose(lambda a: bind(a, b), a),
             jax.linear_transpose(lambda b: bind(a, b), b),

@@ -158,7 +158,8 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
     check_type(fn, Callable, name, f"{wanted}.")
     signature = _signature(fn) or inspect.Signature()
     declared = dict.fromkeys(declared_keywords(fn, keywords))
-    # The number of further arguments is known only in a call.
+    # The number of further arguments is known only in a call. Here, those are filled
+    # that have no default.
     further = sum(
         parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
@@ -178,6 +179,7 @@ def check_function(fn: Any, name: str, keywords: tuple[str, ...] = KEYWORDS) -> 
 
 def call_checked(fn: UserFn, *args: PyTree, **keywords: Any) -> PyTree:
     """Calls a user's function, after checking that it takes these arguments."""
+    # Before the call: a TypeError of the call may come from inside of the function.
     if misfit := _misfit(fn, *args, **keywords):
         raise TypeError(
             f"{getattr(fn, '__name__', 'loss_fn')} has {misfit}; the step got "

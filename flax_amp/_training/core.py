@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from flax_amp import _tree
+from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._training.arguments import (
     Array,
     Batch,
@@ -115,6 +116,7 @@ def run_step(
     def run(scaler: Scaler) -> tuple[PassResult, PyTree]:
         return run_passes(options, state, scaler, batch, args), state.variables
 
+    # Complete, strongly typed, and without the counts of `make_nnx_train_step`.
     scaler = validate_scaler(state.scaler)
     scaler, finite, result = repeat_until_finite(run, scaler, options.redo_on_nan)
     grads = complete_grads(result, state.params)
@@ -150,7 +152,7 @@ def repeat_until_finite(
       `(new_scaler, finite, result)` of the last pass.
     """
 
-    def attempt(scaler: Scaler) -> tuple[Scaler, Array, tuple[Array, Array, PyTree]]:
+    def one_pass(scaler: Scaler) -> tuple[Scaler, Array, tuple[Array, Array, PyTree]]:
         result, variables = run(scaler)
         forward = _tree.all_finite(result.loss)
         forward &= _tree.stays_finite(result.variables, variables)
@@ -162,29 +164,57 @@ def repeat_until_finite(
         lowered = failed & (new_scaler["scaler"] < scaler["scaler"])
         return new_scaler, lowered, (forward, backward, result)
 
-    scaler, lowered, last = attempt(scaler)
     if retries > 0:
-        # A loop can carry arrays only. The other leaves are the same in every pass.
-        arrays, static = _tree.partition(last, _tree.is_array)
-
-        def should_retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Array:
-            _, lowered, _, retried = carry
-            return lowered & (retried < retries)
-
-        def retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Any:
-            scaler, _, _, retried = carry
-            scaler, lowered, last = attempt(scaler)
-            arrays, _ = _tree.partition(last, _tree.is_array)
-            return scaler, lowered, arrays, retried + 1
-
-        # The first pass stands before the loop, because its results give the carry its
-        # types, and under `shard_map` its varying axes.
-        scaler, _, arrays, _ = jax.lax.while_loop(
-            should_retry, retry, (scaler, lowered, arrays, jnp.int32(0))
-        )
-        last = _tree.combine(arrays, static)
+        scaler, last = _repeat(one_pass, scaler, retries)
+    else:
+        scaler, _, last = one_pass(scaler)
     forward, backward, result = last
     return scaler, forward & backward, result
+
+
+def _repeat(
+    one_pass: Callable[[Scaler], tuple[Scaler, Array, PyTree]],
+    scaler: Scaler,
+    retries: int,
+) -> tuple[Scaler, PyTree]:
+    """Returns the scaler and the result of the last pass; see `repeat_until_finite`.
+
+    The first pass stands before the loop, because its results give the carry its types,
+    and under `shard_map` its varying axes. The loss is traced once for both: to bind
+    the equations of its jaxpr again takes a small part of the time of a trace.
+    """
+    static: PyTree = None
+
+    def arrays_of(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
+        nonlocal static
+        scaler, lowered, last = one_pass(scaler)
+        # A loop can carry arrays only. The other leaves are the same in every pass.
+        arrays, static = _tree.partition(last, _tree.is_array)
+        return scaler, lowered, arrays
+
+    closed, shapes = jax.make_jaxpr(arrays_of, return_shape=True)(scaler)
+
+    def attempt(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
+        found = evaluate(closed, jax.tree.leaves(scaler))
+        # A result that does not depend on the inputs is a number in the jaxpr, not an
+        # array, such as the gradient of `lambda x: x`.
+        return jax.tree.map(
+            lambda x, like: x if _tree.is_array(x) else jnp.asarray(x, like.dtype),
+            jax.tree.unflatten(jax.tree.structure(shapes), found),
+            shapes,
+        )
+
+    def should_retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Array:
+        _, lowered, _, retried = carry
+        return lowered & (retried < retries)
+
+    def retry(carry: tuple[Scaler, Array, PyTree, Array]) -> Any:
+        scaler, _, _, retried = carry
+        return *attempt(scaler), retried + 1
+
+    first = *attempt(scaler), jnp.int32(0)
+    scaler, _, arrays, _ = jax.lax.while_loop(should_retry, retry, first)
+    return scaler, _tree.combine(arrays, static)
 
 
 # The decision about the update

@@ -51,11 +51,14 @@ def pure_loss(
     def pure(
         params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs, *args: PyTree
     ) -> tuple[Array, PyTree, Metrics]:
+        # A loss that declares `state` sees the parameters of this pass: those are what
+        # is differentiated, and in mixed precision what is cast.
         now = state.replace(params=params, variables=variables)
         with inputs_unchanged(batch, args, name):
             target, out = call_user_fn(
                 loss_fn, now, batch, rngs, args, open_scopes=options.open_scopes
             )
+        # The variables of an NNX model are in the model, so `aux` may have their names.
         collections = variables if state.graphdef is None else {}
         loss, aux = _split_output(out, options.has_aux, collections, name)
         updates = aux.pop("variables", {})
@@ -97,6 +100,7 @@ def named_after(pure: UserFn, fn: UserFn) -> UserFn:
     """
     signature = inspect.signature(pure)
     renamed = dict(zip(("params", "batch"), _leading_names(fn), strict=False))
+    # A loss may call its batch `rngs`, or `args`: no signature has a name twice.
     taken = {*signature.parameters, *KEYWORDS} - renamed.keys()
     if taken & set(renamed.values()):
         renamed = {}
@@ -105,7 +109,7 @@ def named_after(pure: UserFn, fn: UserFn) -> UserFn:
     attributes["__signature__"] = signature.replace(
         parameters=[p.replace(name=renamed.get(p.name, p.name)) for p in parameters]
     )
-    while isinstance(fn, functools.partial):
+    while isinstance(fn, functools.partial):  # which has no name
         fn = fn.func
     attributes["__wrapped__"] = fn
     return pure
@@ -126,7 +130,7 @@ def call_user_fn(
     state: AmpTrainState,
     batch: Batch,
     rngs: Rngs,
-    args: tuple[PyTree, ...] = (),
+    args: tuple[PyTree, ...],
     *,
     open_scopes: bool,
     evaluate: bool = False,
@@ -149,6 +153,8 @@ def call_user_fn(
             return state.params, call_checked(
                 fn, state.params, batch, *args, **keywords
             )
+    # A new model for each call, so that the caller's arrays stay what they are. Its
+    # changes are collected from it (`variables_of`).
     model = nnx.merge(state.graphdef, state.params, state.variables)
     if evaluate:
         model.eval()
@@ -173,6 +179,8 @@ def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[N
     try:
         yield
     except Exception as error:
+        # `rngs["dropout"]` of a state without that stream is a KeyError, and everything
+        # else that looks like a lack of keys has an error of its own in Flax.
         lacks_stream = "rngs" in keywords and (not rngs or isinstance(error, KeyError))
         if lacks_stream or isinstance(
             error, errors.InvalidRngError | errors.TraceContextError
@@ -195,7 +203,7 @@ def inputs_unchanged(
 ) -> Iterator[None]:
     """Raises a ValueError if modules in the batch or in `args` are changed inside."""
     watched = [changes_in(batch, "batch"), changes_in(args, "args")] if wanted else []
-    yield
+    yield  # an error of the function is its own: nothing is checked after it
     if changes := [change for changes in watched for change in changes()]:
         raise ValueError(
             f"{name} changed {', '.join(changes)}; expected modules in the batch, or "
@@ -240,6 +248,8 @@ def _split_output(
     loss, aux = split_aux(out, has_aux, name)
     if not has_aux:
         return loss, {}
+    # Metrics have names. What has none (a tuple, a dataclass, a dict by layer number)
+    # becomes one metric, `aux`. An empty dict has no key without a name.
     keys = list(aux) if isinstance(aux, Mapping) else [None]
     named = [isinstance(key, str) for key in keys]
     if any(named) and not all(named):
@@ -257,6 +267,7 @@ def _split_output(
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
+    # Checked by itself, against the variables of the state (`_match_collections`).
     variables = {key: metrics.pop(key) for key in ("variables",) if key in metrics}
     check_returned(metrics, "aux", name)
     return loss, metrics | variables
@@ -307,6 +318,8 @@ def _match_structure(
             f"{name} changed the structure of the variables: {'; '.join(changed)}; "
             f"expected the same leaves, shapes and dtypes after each step. {hint}"
         )
+    # The same object says that a variable did not change (`pure_loss`). For another
+    # one, a weak type would compile the next step again.
     return jax.tree.map(
         lambda x, y: x if x is y else jnp.asarray(x).astype(y.dtype), new, old
     )

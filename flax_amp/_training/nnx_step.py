@@ -172,6 +172,7 @@ def make_nnx_train_step(
         step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
+    # Of this step function, not of the scaler: a plain dict cannot hold a flag.
     first = True
 
     @rewritten
@@ -227,8 +228,8 @@ def _step(
     # One Dict holds the model and the modules of the inputs. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules + more_modules))
-    measures = options.metrics_fn is not None
-    adapter = _ModelAdapter(whole, optimizer, scaler, measures)
+    adapter = _ModelAdapter(whole, optimizer, scaler)
+    # By path: `wrt` must not select parameters of the other modules in `whole`.
     trained = {
         ("model", *path)
         for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))
@@ -237,6 +238,7 @@ def _step(
     check_selection(params, optimizer.wrt, "train_step")
     may_be_half = has_small_state(optimizer.opt_state)
     check_params(params["model"], "train_step", may_be_half=may_be_half)
+    # It lives for this step only. The adapter has the state of the optimizer.
     state = AmpTrainState(
         step=optimizer.step[...],
         apply_fn=None,  # type: ignore[arg-type]  # as in `create` for a model
@@ -268,15 +270,9 @@ class _ModelAdapter:
 
     fields: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        whole: nnx.Dict,
-        optimizer: nnx.Optimizer,
-        scaler: Scaler,
-        measures: bool,
-    ):
+    def __init__(self, whole: nnx.Dict, optimizer: nnx.Optimizer, scaler: Scaler):
         self._whole, self._optimizer, self._scaler = whole, optimizer, scaler
-        self._measures = measures  # whether a `metrics_fn` looks at the old model
+        # Now: the update and `finish` change the objects.
         self._before = _copy_state((whole, optimizer))
         self._opt_state = pure(optimizer.opt_state)
 
@@ -284,8 +280,8 @@ class _ModelAdapter:
         model, optimizer, wrt = self._whole.model, self._optimizer, self._optimizer.wrt
         state = nnx.state(model, wrt)
         nnx.replace_by_pure_dict(state, grads["model"])
-        # The update changes the model in place.
-        old = nnx.clone(model) if self._measures else model
+        # The update changes the model in place. The copy has the same arrays.
+        old = nnx.clone(model)
         tx, opt_state = optimizer.tx, optimizer.opt_state
         with explain_update("make_nnx_train_step", tx, opt_state, state):
             optimizer.update(model, state)
@@ -302,6 +298,7 @@ class _ModelAdapter:
         opt_state = self._optimizer.opt_state
         more = hyperparam_metrics(opt_state)
         scaler = decision.select_scaler(self._scaler)
+        # It has them, unless it is a carry that came without (`_complete_with_counts`).
         if SKIP_COUNTS[0] in self._scaler:
             in_a_row, total = map(self._scaler.__getitem__, SKIP_COUNTS)
             counted = count_skips(in_a_row, total, decision.applied)

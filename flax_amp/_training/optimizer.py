@@ -85,6 +85,8 @@ class _ApplyIfFinite:
         **extra_args: Any,
     ) -> tuple[PyTree, optax.ApplyIfFiniteState]:
         """Returns the updates, zeros if they are not finite, and the next state."""
+        # `optax.masked` keeps integers away from the optimizer, but hands their updates
+        # on as they are.
         if self.masked and params is not None:
             updates = jax.tree.map(_without_integers, params, updates)
         new, inner_state = self._inner().update(
@@ -93,6 +95,7 @@ class _ApplyIfFinite:
         if not self.checks_finite:
             return new, state._replace(inner_state=inner_state)
         finite = _tree.all_finite((updates, new))
+        # An update may be finite and its moments not: squares of 1e20 overflow.
         finite &= _tree.stays_finite(inner_state, state.inner_state)
         new = jax.tree.map(lambda u: jnp.where(finite, u, 0).astype(u.dtype), new)
         inner_state = _tree.select(finite, inner_state, state.inner_state)
@@ -180,6 +183,7 @@ def wrap_optimizer(tx: Any, params: PyTree) -> tuple[Any, Any]:
     check_optimizer(inner)
     masked = not all(map(_tree.is_inexact_array, jax.tree.leaves(params)))
     wrapped: Any = apply_if_finite(inner, masked=masked)
+    # What it is wrapped in shows only in its state: optax's functions are closures.
     inner_state = jax.eval_shape(wrapped.init, params).inner_state
     check_order(inner_state)
     if isinstance(inner_state, optax.ApplyIfFiniteState):
@@ -263,7 +267,7 @@ def collect_hyperparams(opt_state: PyTree) -> dict[str, jax.Array]:
     return {
         f"{prefix}{name}": value
         for prefix, node in _holders(pure(opt_state))
-        for name, value in _values(node).items()
+        for name, value in _hyperparams_of(node).items()
     }
 
 
@@ -322,7 +326,7 @@ def _holders(opt_state: PyTree) -> list[tuple[str, Any]]:
     return [(f"{i}/" if len(found) > 1 else "", node) for i, node in enumerate(found)]
 
 
-def _values(holder: Any) -> dict[str, jax.Array]:
+def _hyperparams_of(holder: Any) -> dict[str, jax.Array]:
     """Returns the hyper-parameters of one optimizer."""
     if isinstance(holder, Optimizer):
         return holder.hyperparams

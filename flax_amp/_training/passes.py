@@ -66,6 +66,7 @@ def run_passes(
     if device is not None:  # each device draws its own numbers
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
+    # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     loss_fn = options.amp[state.precision](pure_loss(options, state))
     # Integer parameters have no gradient, and JAX refuses to differentiate them.
     floating, rest = _tree.partition(params, _tree.is_inexact_array)
@@ -145,6 +146,7 @@ def complete_grads(result: PassResult, params: PyTree) -> PyTree:
     grads = result.grads
     if result.overwrite is not None:
         grads = {**grads, OVERWRITE_WITH_GRADIENT: result.overwrite}
+    # For an optimizer, gradients are a tree like the parameters.
     _, rest = _tree.partition(params, _tree.is_inexact_array)
     grads = _tree.combine(grads, jax.tree.map(jnp.zeros_like, rest))
     return cast_like(grads, params)

@@ -28,7 +28,8 @@ Precision = Literal[
     "float32",
 ]
 
-# word -> the dtype in which steps compute, and what makes the first scaler
+# word -> the dtype in which steps compute, and what makes the first scaler. Gradients
+# in bfloat16 need no scale, because it has the range of float32.
 _MEANINGS: dict[Precision, tuple[DTypeLike, Callable[[], Scaler]]] = {
     "bf16-mixed": (jnp.bfloat16, no_scaler),
     "16-mixed": (jnp.float16, init_scaler),
@@ -76,6 +77,8 @@ def amp_by_precision(
     compute_dtype: DTypeLike | None, **options: Any
 ) -> dict[Precision, Callable[[UserFn], UserFn]]:
     """Returns `amp` for each word, all in `compute_dtype` unless that is `None`."""
+    # For all words at once, so that a wrong option fails where the step is made. An
+    # `amp` costs little until it is called.
     return {
         word: amp(compute_dtype=compute_dtype_of(word, compute_dtype), **options)
         for word in _MEANINGS

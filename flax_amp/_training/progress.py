@@ -33,6 +33,7 @@ class StuckError(RuntimeError):
 
 # The search for a scale from 2**24 down to 2**-14 skips 38 steps.
 _MAX_SKIPS_IN_SEARCH = 50
+# A few bad batches in a row are no reason to stop a run.
 _MAX_SKIPS = 20
 
 # The default of `min_scaler`.
@@ -92,19 +93,7 @@ def check_progress(
       >>> check_progress(state)
     """
     step, scaler, in_a_row, total = _read_state(state)
-    check_type(
-        metrics,
-        Mapping | None,
-        "check_progress: metrics",
-        "the dict of metrics that the training step returns. Pass it, or leave it out.",
-    )
-    if max_skips is not None and (
-        not isinstance(max_skips, int | np.integer) or max_skips < 1
-    ):
-        raise ValueError(
-            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
-            "it out for the default."
-        )
+    _check_options(metrics, max_skips)
     check_keys(scaler, "check_progress: state.scaler")
     if isinstance(in_a_row, jax.core.Tracer):
         raise TypeError(
@@ -112,6 +101,7 @@ def check_progress(
             "outside of jit, where the loop logs metrics."
         )
     metrics = metrics or {}
+    # All numbers in one transfer, which waits for the step once.
     with explain_deleted("check_progress", "state", state):
         fetched = jax.device_get(
             {
@@ -129,15 +119,27 @@ def check_progress(
             key: _number_of_run(run, runs, values) for key, values in fetched.items()
         }
         cause = _find_cause(numbers)
-        limit = max_skips or (_MAX_SKIPS_IN_SEARCH if cause.searching else _MAX_SKIPS)
-        if numbers["in_a_row"] >= limit:
-            leaves = {
-                name.removeprefix(_LEAVES): _number_of_run(run, runs, value)
-                for name, value in jax.device_get(dict(metrics)).items()
-                if name.startswith(_LEAVES)
-            }
+        if numbers["in_a_row"] >= (max_skips or cause.max_skips):
+            leaves = _leaves_of_run(run, runs, metrics)
             of_run = "" if runs == 1 else f" of run {run}"
             raise StuckError(_describe_run(state, numbers, cause, leaves, of_run))
+
+
+def _check_options(metrics: object, max_skips: Any) -> None:
+    """Raises an error unless the arguments beside the state are of the right kind."""
+    check_type(
+        metrics,
+        Mapping | None,
+        "check_progress: metrics",
+        "the dict of metrics that the training step returns. Pass it, or leave it out.",
+    )
+    if max_skips is not None and (
+        not isinstance(max_skips, int | np.integer) or max_skips < 1
+    ):
+        raise ValueError(
+            f"check_progress: {max_skips=}; expected an integer of at least 1. Leave "
+            "it out for the default."
+        )
 
 
 def _number_of_run(run: int, runs: int, values: Any) -> Any:
@@ -148,7 +150,19 @@ def _number_of_run(run: int, runs: int, values: Any) -> Any:
     values = np.ravel(values)
     if not len(values):
         return None
+    # From the end: with two runs, the values of three steps are (a0, b0, a1, b1, a2,
+    # b2). A scale that all runs share is one value for both.
     return values[max(run - runs, -len(values))].item()
+
+
+def _leaves_of_run(run: int, runs: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns whether each gradient is finite, by its path, if the metrics tell."""
+    # Fetched only now: a run that goes on does not need them.
+    return {
+        name.removeprefix(_LEAVES): _number_of_run(run, runs, value)
+        for name, value in jax.device_get(dict(metrics)).items()
+        if name.startswith(_LEAVES)
+    }
 
 
 class _Cause(NamedTuple):
@@ -162,12 +176,20 @@ class _Cause(NamedTuple):
     text: str
     searching: bool = False
 
+    @property
+    def max_skips(self) -> int:
+        """How many steps may be skipped in a row."""
+        return _MAX_SKIPS_IN_SEARCH if self.searching else _MAX_SKIPS
+
 
 def _find_cause(numbers: Mapping[str, Any]) -> _Cause:
     """Returns why the last step was skipped, if it was."""
+    # A scale of 0 or NaN makes all gradients wrong, so the rest would mislead.
     if wrong := values_out_of_range(numbers):
         text = ", ".join(wrong)
         return _Cause("scaler", f"The scaler cannot find its scale: {text}.")
+    # From here on in the order of the step: the gradients of a loss that is not finite
+    # are not finite either. If both are finite, something after them was to blame.
     loss, norm = numbers["loss"], numbers["grad_norm"]
     if loss is not None and not np.isfinite(loss):
         return _Cause("forward", "The loss is not finite.")
@@ -236,6 +258,7 @@ def _compute_dtype(state: _State, numbers: Mapping[str, Any]) -> np.dtype[Any] |
 
 
 def _advise_on_forward(dtype: np.dtype[Any] | None) -> str:
+    """Says what to try if the loss or the updated variables are not finite."""
     scale, bfloat16, amp_stop = "", "", ""
     if dtype == jnp.float16:
         scale = "No loss scale helps, and no other min_scaler. "
@@ -252,6 +275,7 @@ def _advise_on_forward(dtype: np.dtype[Any] | None) -> str:
 def _advise_on_gradients(
     dtype: np.dtype[Any] | None, numbers: Mapping[str, Any], searching: bool
 ) -> str:
+    """Says what to try if the gradients are not finite, and the loss is."""
     advice = (
         "Look for a sqrt, norm or division at 0, whose derivative is not finite, and "
         "which no clipping mends."
@@ -266,15 +290,16 @@ def _advise_on_gradients(
         return advice
     if searching:
         finding = "the search for a scale has not ended"
-        scale = "start with a lower one, init_scaler(scaler=...)"
+        scale = ", or start with a lower one, init_scaler(scaler=...)"
     else:
-        finding, scale = "there is no lower scale to try", "lower min_scaler"
-    # Below the default, the gradients that fit become zero.
-    is_low = not searching and numbers["min_scaler"] <= _LOWEST_USEFUL
+        finding = "there is no lower scale to try"
+        # Below the default, the gradients that fit become zero.
+        may_fall = numbers["min_scaler"] > _LOWEST_USEFUL
+        scale = ", or lower min_scaler" if may_fall else ""
     return (
         f"{advice} If there is none, they overflow in float16, and {finding}: use "
         "bfloat16 (precision='bf16-mixed'), or keep the layers that overflow in "
-        f"float32 with amp_stop{'' if is_low else f', or {scale}'}."
+        f"float32 with amp_stop{scale}."
     )
 
 
@@ -294,23 +319,16 @@ def _read_state(state: Any) -> tuple[Any, Mapping[str, Any], Any, Any]:
 
     The step is () if there is none.
     """
-    expected = (
-        "an AmpTrainState, a pair (nnx.Optimizer, scaler), or (opt_state, scaler) for "
-        "a loop of your own"
-    )
     step: Any = ()
     if isinstance(state, AmpTrainState):
         step, opt_state, scaler = state.step, state.opt_state, state.scaler
     else:
-        check_type(state, tuple, "check_progress: state", f"{expected}.")
-        if len(state) != 2 or isinstance(state[0], AmpTrainState):
-            kinds = ", ".join(type(part).__name__ for part in state)
-            raise TypeError(
-                f"check_progress: state is a tuple of {kinds}; expected {expected}."
-            )
+        _check_pair(state)
         opt_state, scaler = state
         if isinstance(opt_state, nnx.Optimizer):
             step, opt_state = opt_state.step[...], pure(opt_state.opt_state)
+        # `make_nnx_train_step` counts in the scaler, because an `nnx.Optimizer` has an
+        # optimizer of any kind. An `apply_if_finite` counts in its own state.
         has_counts = isinstance(scaler, Mapping) and {*SKIP_COUNTS} <= {*scaler}
         if has_counts and not isinstance(opt_state, optax.ApplyIfFiniteState):
             in_a_row, total = (scaler[key] for key in SKIP_COUNTS)
@@ -323,3 +341,17 @@ def _read_state(state: Any) -> tuple[Any, Mapping[str, Any], Any, Any]:
         "the scaler that the last step of make_nnx_train_step returned, which counts.",
     )
     return step, scaler, opt_state.notfinite_count, opt_state.total_notfinite
+
+
+def _check_pair(state: Any) -> None:
+    """Raises a TypeError unless a state is a pair of something else than a state."""
+    expected = (
+        "an AmpTrainState, a pair (nnx.Optimizer, scaler), or (opt_state, scaler) for "
+        "a loop of your own"
+    )
+    check_type(state, tuple, "check_progress: state", f"{expected}.")
+    if len(state) != 2 or isinstance(state[0], AmpTrainState):
+        kinds = ", ".join(type(part).__name__ for part in state)
+        raise TypeError(
+            f"check_progress: state is a tuple of {kinds}; expected {expected}."
+        )

@@ -156,6 +156,7 @@ def _make_grad_fn(
     kwargs: dict[str, Any],
 ) -> UserFn:
     """Returns the function of `dynamic_scale_value_and_grad`; `caller` is its name."""
+    # Here, not in the call: an error then points to the line that passed the argument.
     retries = check_retries(redo_on_nan, caller)
     check_axis_name(axis_name, caller)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
@@ -164,6 +165,7 @@ def _make_grad_fn(
             f"{caller}: got holomorphic={kwargs['holomorphic']}; expected a real loss: "
             "only that can be scaled. Drop holomorphic."
         )
+    # `jax.value_and_grad` gets one argument, the list of what these select.
     argnums = kwargs.pop("argnums", 0)
     name = getattr(fun, "__name__", type(fun).__name__)
 
@@ -182,14 +184,18 @@ def _make_grad_fn(
         scaler = validate_scaler(
             dynamic_scaler_state, "dynamic_scaler_state", wait=True
         )
-        device_index(axis_name, caller)
+        device_index(axis_name, caller)  # an axis that is not there fails here
+        # Each trace changes copies of the modules. The modules themselves get the
+        # variables of the last pass (`finish`).
         call = FunctionalCall(fun, args, fun_kwargs, caller=f"{caller}: {name}")
         indices = _select_inputs(call, argnums, filter)
         selected = jax.tree.leaves(indices)
+        # Known once the loss was traced: which variables of its modules it changes.
         updates_def: Any = None
         old: list[Any] = []
 
         def loss_of(wrt: list[Array]) -> tuple[Array, PyTree, PyTree]:
+            # Differentiated are the inputs in `selected`, the others are constants.
             inputs = list(call.inputs)
             for index, x in zip(selected, wrt, strict=True):
                 inputs[index] = x
@@ -207,6 +213,8 @@ def _make_grad_fn(
             old = [leaf for _, leaf in named]
             result = result._replace(variables=updates)
             result = average_over_devices(result, axis_name, old)
+            # A variable without an average, such as a key, is the old one: that is the
+            # same on every device.
             result = result._replace(
                 grads=cast_like(result.grads, wrt),
                 variables=_tree.combine(result.variables, old),
@@ -214,6 +222,7 @@ def _make_grad_fn(
             return result, old
 
         scaler, finite, result = repeat_until_finite(run, scaler, retries)
+        # A batch with a NaN must not stay in the statistics of a BatchNorm.
         updates = _tree.select(finite, result.variables, old)
         call.finish((None, jax.tree.unflatten(updates_def, updates)))
         grad_of = dict(zip(selected, result.grads, strict=True))
@@ -240,6 +249,7 @@ def _select_inputs(call: FunctionalCall, argnums: Any, filter: bool) -> PyTree:
         wrt: Any = nnx.Param
         if isinstance(argnum, nnx.DiffState):
             argnum, wrt = argnum.argnum, argnum.filter
+        # A quantized weight is an nnx.Param of integers, which has no gradient.
         wrt = nnx.All(wrt, lambda path, variable: is_inexact(variable))
         args, _ = call.rebuild_arguments(
             indices, lambda state: nnx.filter_state(state, wrt)

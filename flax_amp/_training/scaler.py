@@ -74,6 +74,8 @@ class DynamicScalerState(TypedDict, total=False):
 # steps were skipped since the last update, and in all.
 SKIP_COUNTS = ("skipped_in_a_row", "skipped_total")
 
+# What is missing in a scaler has its default: one of an older checkpoint is completed,
+# and so is `{"patience": 10}`.
 _DEFAULTS: dict[str, tuple[float, DTypeLike]] = {
     "scaler": (2.0**15, jnp.float32),
     "count": (0, jnp.int32),
@@ -149,6 +151,7 @@ def static_scaler(value: ArrayLike) -> Scaler:
       >>> float(update_scaler(static_scaler(1024.0), False)["scaler"])
       1024.0
     """
+    # No flag says that it is static: one rule updates every scaler, in one program.
     return init_scaler(scaler=value, min_scaler=value, max_scaler=value)
 
 
@@ -295,6 +298,8 @@ def update_scaler(
     """
     state = validate_scaler(state)
     loss_finite = _as_flag(loss_finite, "loss_finite")
+    # Gradients of a loss that is not finite are not finite either, so they tell nothing
+    # about the scale.
     finite = loss_finite & _as_flag(grads_finite, "grads_finite")
     falls = loss_finite & ~finite
     scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
@@ -303,6 +308,7 @@ def update_scaler(
     new_scale = jnp.where(falls, scale / factor, new_scale)
     # fmax and fmin ignore a NaN operand, so even a NaN scale recovers.
     new_scale = jnp.fmin(jnp.fmax(new_scale, state["min_scaler"]), state["max_scaler"])
+    # A counter that wrapped around would let the scale wait for 2**31 more steps.
     new_count = jnp.where(finite, optax.safe_increment(count), count)
     resets = state["total_resets"]
     return state | {
@@ -353,7 +359,7 @@ def check_scaler(state: Mapping[str, Any], name: str, *, wait: bool = True) -> N
     Traced values are not checked. Arrays on the device are checked only with `wait`.
     Missing keys have their defaults.
     """
-    unchecked = jax.core.Tracer if wait else Array
+    unchecked = jax.core.Tracer if wait else Array  # a tracer is an Array, too
     values = {key: state.get(key, default) for key, (default, _) in _DEFAULTS.items()}
     for key, value in values.items():
         _check_scalar(key, value)

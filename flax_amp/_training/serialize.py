@@ -28,6 +28,8 @@ def _to_data(boxed: _Key) -> jax.Array:
 
 
 def _to_key(boxed: _Key, data: Any) -> jax.Array:
+    # The data of threefry keys and of rbg keys are uint32 of two and of four numbers.
+    # They are compared, because another generator would draw other numbers in silence.
     impl = _tree.key_impl(boxed.key)
     expected = jax.eval_shape(jax.random.key_data, boxed.key)
     if (np.shape(data), jnp.result_type(data)) != (expected.shape, expected.dtype):
@@ -45,6 +47,7 @@ serialization.register_serialization_state(_Key, _to_data, _to_key)
 
 def register(cls: type) -> None:
     """Gives a dataclass of Flax state dicts in which keys are their data."""
+    # Flax has registered the class already, with functions that leave keys as they are.
     serialization.register_serialization_state(
         cls, _to_state_dict, _from_state_dict, override=True
     )
@@ -52,6 +55,8 @@ def register(cls: type) -> None:
 
 def _fields(state: Any) -> dict[str, Any]:
     """Returns the fields of a state that are not static, with wrapped keys."""
+    # Flax finds the functions for a node by its type. A key is an array by its type, so
+    # it gets one of its own.
     boxed = jax.tree.map(lambda x: _Key(x) if _tree.is_key(x) else x, state)
     return {
         field.name: getattr(boxed, field.name)

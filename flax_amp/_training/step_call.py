@@ -22,6 +22,7 @@ class Step:
     __name__: str
 
     def __init__(self, step: Callable[..., Any]) -> None:
+        # With the name and the docstring of the step, as `jax.jit` has them.
         functools.update_wrapper(self, step)
         self._step, self._signature = step, inspect.signature(step)
         # The last parameter takes all further arguments, which the loss gets.
@@ -144,7 +145,7 @@ def check_distinct(
     the message.
     """
     leaves = jax.tree.leaves((donated, others))
-    if len(set(map(id, leaves))) == len(leaves):
+    if len(set(map(id, leaves))) == len(leaves):  # nearly always, and no path is made
         return
     paths: dict[int, str] = {}
     for arguments in (donated, others):
@@ -156,6 +157,7 @@ def check_distinct(
                     "the new ones. Copy one of them with jnp.copy, or make the "
                     "training step with donate=False."
                 )
+            # Two arguments that are only read may be one array.
             if arguments is donated:
                 paths[id(array)] = path
 

@@ -195,6 +195,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
                 "an NNX model as model=..., and a step or an optimizer's state by "
                 "create(...).replace(...). Leave them out."
             )
+        # Either an NNX model, or the parameters and the collections of a Linen model.
         graphdef = None
         if model is not None:
             check_model(model, params, variables)
@@ -309,7 +310,7 @@ class AmpTrainState(_StateClass, train_state.TrainState):
 
 
 def split_model(
-    model: nnx.Module, wrt: Filter = nnx.Param
+    model: nnx.Module, wrt: Filter
 ) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
     """Returns `(graphdef, params, variables)` of a module, the last two as plain dicts.
 
@@ -325,6 +326,7 @@ def split_model(
 
 def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
     """Returns the state of a module except its parameters, as `split_model` does."""
+    # By path, not by type: `wrt` may have selected any kind of variable.
     trained = set(nnx.traversals.flatten_mapping(params))
     rest = nnx.state(model, lambda path, _: path not in trained)
     return nnx.to_pure_dict(rest)

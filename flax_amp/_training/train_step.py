@@ -199,6 +199,7 @@ def make_train_step(
 
     warn_if_unscaled = UnscaledWarning(compute_dtype)
 
+    # The first call of a jitted step gives it values, a trace only types.
     def check(state: StateT) -> None:
         _check_state(state, "train_step")
         warn_if_unscaled(state.precision, state.scaler, stacklevel=4)
@@ -207,6 +208,7 @@ def make_train_step(
     def train_step(
         state: StateT, batch: Batch, *args: PyTree
     ) -> tuple[StateT, Metrics]:
+        # In a trace as well, because a state of other types is traced again.
         check(state)
         may_be_half = has_small_state(state.opt_state)
         check_params(state.params, "train_step", may_be_half=may_be_half)
@@ -306,6 +308,7 @@ def make_eval_step(
                 check_returned(out, "", f"eval_step: {name}")
             return out
 
+        # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
         named = rewrites[state.precision](named_after(pure, fn))
         params = jax.tree.map(_tree.wide, state.params)
@@ -330,10 +333,13 @@ class _StateAdapter:
     def update(self, grads: PyTree, variables: PyTree, scaler: Scaler) -> Update:
         old = self.state
         with explain_update("make_train_step", old.tx, old.opt_state, old.params):
+            # By `apply_gradients`, because a subclass may have its own one, such as for
+            # an average of the parameters.
             new = old.replace(tx=without_finite_check(old.tx)).apply_gradients(
                 grads=grads, scaler=scaler, variables=variables
             )
         params = old.params, new.params
+        # `tx` is static: a state with another one would be traced again.
         return Update(old, new.replace(tx=old.tx), old, grads, params)
 
     def finish(
@@ -341,6 +347,8 @@ class _StateAdapter:
     ) -> tuple[AmpTrainState, Scaler, dict[str, PyTree]]:
         """Lets the step, the scaler and the skip counters advance in any case."""
         old, selected = self.state, decision.selected
+        # From the old ones: an update by an `optax.apply_if_finite` has counted, too,
+        # and the select may have put that back.
         counters = apply_if_finite_counters(old.opt_state, decision.applied)
         new = selected.replace(
             step=update.after.step,

@@ -27,14 +27,8 @@ def nested():
 
 # name -> an optimizer, the name of its rate, and how many steps make an update
 OPTIMIZERS = {
-    "alone": (ADAM(FALL), "learning_rate", 1),
     "chain": (optax.chain(optax.clip(1.0), ADAM(FALL)), "learning_rate", 1),
     "masked": (optax.masked(ADAM(FALL), {"w": True}), "learning_rate", 1),
-    "labels": (
-        optax.multi_transform({"a": ADAM(FALL), "b": optax.set_to_zero()}, LABELS),
-        "learning_rate",
-        1,
-    ),
     "two": (
         optax.multi_transform({"a": ADAM(FALL), "b": SGD(0.5)}, LABELS),
         "0/learning_rate",

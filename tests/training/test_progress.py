@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import flax_amp
+from _steps import linear_objects
 from flax_amp import (
     AmpTrainState,
     StuckError,
@@ -22,7 +23,6 @@ from flax_amp import (
     no_scaler,
     optim,
 )
-from helpers import assert_identical
 
 # It counts steps; the example in its docstring runs on each JAX.
 pytestmark = pytest.mark.once
@@ -94,9 +94,6 @@ HALF = {BFLOAT16, STOP}
 RUNS = [
     (grads_loss, jnp.nan, "16-mixed", None, 20, "loss is", {FORWARD, NO_SCALE} | HALF),
     (grads_loss, jnp.nan, "bf16-mixed", None, 20, "loss is not fin", {FORWARD, STOP}),
-    (grads_loss, jnp.nan, "32-true", None, 20, "The loss is not finite", {FORWARD}),
-    (stats_loss, jnp.inf, "16-mixed", None, 20, "variab", {FORWARD, NO_SCALE} | HALF),
-    (stats_loss, jnp.inf, "bf16-mixed", None, 20, "updated varia", {FORWARD, STOP}),
     (stats_loss, jnp.inf, "32-true", None, 20, "updated variables", {FORWARD}),
     (sqrt_loss, 1.0, "16-mixed", None, 29, "no lower scale", GRADS | HALF),
     (sqrt_loss, 1.0, "bf16-mixed", None, 20, "the gradients are not", GRADS | {STOP}),
@@ -155,6 +152,9 @@ def test_names_the_gradients_that_are_not_finite():
     runs = jax.tree.map(lambda x: jnp.stack([x, x]), (state, metrics | flags))
     with pytest.raises(StuckError, match=f"of run 0 .*{told}"):
         check_progress(*runs)
+    several = {f"grads_finite/{i}": jnp.bool_(i == 3) for i in range(9)}
+    with pytest.raises(StuckError, match="gradients of 0, 1, 2, 4, 5 and 3 more. A"):
+        check_progress(state, metrics | several)
     # The advice: what does not train is not differentiated.
     mended = AmpTrainState.create(params=params, tx=tx, precision="bf16-mixed")
 
@@ -162,13 +162,6 @@ def test_names_the_gradients_that_are_not_finite():
         return frozen_loss(jax.lax.stop_gradient(params) | {"w": params["w"]}, batch)
 
     assert step_of(loss)(mended, jnp.float32(1))[1]["grads_finite"]
-
-
-def test_names_five_gradients():
-    flags = {f"grads_finite/{i}": jnp.bool_(i == 3) for i in range(9)}
-    state, metrics = skipping(sqrt_loss, 1.0, 20, no_scaler())
-    with pytest.raises(StuckError, match="gradients of 0, 1, 2, 4, 5 and 3 more. A"):
-        check_progress(state, metrics | flags)
 
 
 def test_paths_of_nnx_and_leaves_without_a_gradient():
@@ -185,14 +178,6 @@ def test_a_state_that_a_later_step_has_deleted():
     told = r"^check_progress: state\..* was deleted .*Expected the state that the last"
     with pytest.raises(RuntimeError, match=told):
         check_progress(state, metrics)
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    tx = optax.apply_if_finite(optax.sgd(0.1), 2**31 - 1)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = make_nnx_train_step(lambda m, x: m(x).mean(), precision="bf16-mixed")
-    scaler, _ = step(model, optimizer, None, GOOD)
-    step(model, optimizer, scaler, GOOD)
-    with pytest.raises(RuntimeError, match=r"check_progress: state\[1\].* was deleted"):
-        check_progress((optimizer, scaler))
 
 
 def test_a_search_from_the_highest_to_the_lowest_scale_is_no_alarm():
@@ -226,13 +211,11 @@ def test_tells_step_scale_and_loss():
     "scaler, batches",
     [
         (init_scaler(), []),
-        (init_scaler(), [BAD] * 19),
-        (init_scaler(scaler=4.0, min_scaler=1.0), [BAD] * 19),
-        (init_scaler(scaler=4.0, min_scaler=1.0), [*[BAD] * 25, GOOD]),
-        (no_scaler(), [GOOD] * 3),
+        (LOW, [BAD] * 19),
+        (LOW, [*[BAD] * 25, GOOD]),
         (no_scaler(), [BAD, GOOD] * 20),  # every other one trains
     ],
-    ids=["new", "few", "few at the lowest", "recovered", "good", "alternating"],
+    ids=["new", "few", "recovered", "alternating"],
 )
 def test_is_silent_otherwise(scaler, batches):
     state, metrics = run(make_state(scaler), *batches)
@@ -261,32 +244,29 @@ def test_one_of_several_runs(scanned):
     check_progress(states, metrics, max_skips=21)
 
 
-def test_loops_that_keep_their_optimizer():
-    """`apply_if_finite` inside of it counts, and nothing else moves on a bad step."""
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    tx = optax.apply_if_finite(optax.adam(0.1), 2**31 - 1)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    step = make_nnx_train_step(
-        lambda model, x: model(x[None]).mean(), precision="bf16-mixed"
-    )
-    scaler, metrics = step(model, optimizer, None, GOOD)
-    kernel, moments = jnp.copy(model.kernel[...]), optimizer.opt_state.inner_state
-    moments = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(moments)))
+GUARDED = optax.apply_if_finite(optax.adam(0.1), 2**31 - 1)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), GUARDED], ids=["adam", "guarded"])
+def test_loops_that_keep_their_optimizer(tx):
+    """The scaler counts, or `apply_if_finite` in the optimizer."""
+    model, optimizer = linear_objects(tx=tx)
+    step = make_nnx_train_step(lambda m, x: m(x).mean(), precision="bf16-mixed")
+    scaler, metrics = step(model, optimizer, None, jnp.ones(3))
     for _ in range(20):
         check_progress((optimizer, scaler), metrics)
-        scaler, metrics = step(model, optimizer, scaler, BAD)
-
-    assert int(metrics["skipped_total"]) == 20
-    assert (model.kernel[...] == kernel).all()
-    after = nnx.to_pure_dict(nnx.state(optimizer.opt_state.inner_state))
-    assert_identical(after, moments)
+        scaler, metrics = step(model, optimizer, scaler, jnp.full(3, jnp.nan))
     with pytest.raises(StuckError, match="last 20 steps .*step 1, loss nan, 20 steps"):
         check_progress((optimizer, scaler), metrics)
+    old = optimizer, scaler
+    scaler, metrics = step(model, optimizer, scaler, jnp.ones(3))
+    check_progress((optimizer, scaler), metrics)
+    with pytest.raises(RuntimeError, match=r"check_progress: state\[1\].* was deleted"):
+        check_progress(old)
 
 
-@pytest.mark.parametrize("batch", [GOOD, BAD], ids=["good", "bad"])
 @pytest.mark.parametrize("optimizer", [optax, optim], ids=["optax", "optim"])
-def test_loops_without_a_state(optimizer, batch):
+def test_loops_without_a_state(optimizer):
     """The state of an `apply_if_finite` of optax counts, and has no step."""
     grad_fn = dynamic_scale_value_and_grad(loss_fn)
     tx = optimizer.apply_if_finite(optimizer.sgd(0.1), 2**31 - 1)
@@ -295,11 +275,9 @@ def test_loops_without_a_state(optimizer, batch):
     opt_state = tx.init(params)
     for _ in range(20):
         check_progress((opt_state, scaler))
-        scaler, (loss, grads) = grad_fn(params, batch, dynamic_scaler_state=scaler)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    stuck = [] if batch is GOOD else [{"loss": loss}, {}]
-    for metrics, told in zip(stuck, ["(loss nan, 20 steps", "(20 steps"], strict=False):
+        scaler, (loss, grads) = grad_fn(params, BAD, dynamic_scaler_state=scaler)
+        _, opt_state = tx.update(grads, opt_state, params)
+    for metrics, told in [({"loss": loss}, "(loss nan, 20 steps"), ({}, "(20 steps")]:
         with pytest.raises(StuckError, match=re.escape(told)):
             check_progress((opt_state, scaler), metrics)
     check_progress((opt_state, scaler), max_skips=21)
@@ -311,13 +289,12 @@ def test_is_called_outside_of_jit():
             jax.jit(check_progress)(state)
 
 
-@pytest.mark.parametrize("key, value", [("adjust_factor", 0.5), ("scaler", jnp.nan)])
-def test_a_restored_scaler_is_checked(tmp_path, key, value):
+def test_a_restored_scaler_is_checked(tmp_path):
     state = make_state(init_scaler())
-    broken = state.scaler | {key: jnp.float32(value)}
+    broken = state.scaler | {"adjust_factor": jnp.float32(0.5)}
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, state.replace(scaler=broken))
-    with pytest.raises(ValueError, match=f"restore: step 0 .*scaler: {key}={value}"):
+    with pytest.raises(ValueError, match="restore: step 0 .*scaler: adjust_factor=0.5"):
         checkpoint.restore(tmp_path, state)
 
 

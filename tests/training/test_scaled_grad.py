@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
+from flax import nnx
 
+from _models import FEATURES, NnxNet, cross_entropy, make_batch
+from _steps import arrays
 from flax_amp import (
     DynamicScalerState,
+    amp,
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
     init_scaler,
@@ -15,6 +18,7 @@ from flax_amp import (
     static_scaler,
     unscale_grads,
 )
+from helpers import assert_close, assert_same_avals
 
 
 def split(transform, has_aux, out):
@@ -28,14 +32,14 @@ def split(transform, has_aux, out):
 
 
 @pytest.mark.parametrize(
-    "transform",
+    "transform, filter, has_aux",
     [
-        pytest.param(dynamic_scale_grad, marks=pytest.mark.once),
-        dynamic_scale_value_and_grad,
+        (dynamic_scale_grad, True, False),
+        (dynamic_scale_grad, False, True),
+        (dynamic_scale_value_and_grad, True, True),
+        (dynamic_scale_value_and_grad, False, False),
     ],
 )
-@pytest.mark.parametrize("filter", [True, False])
-@pytest.mark.parametrize("has_aux", [True, False])
 def test_seed_table(transform, filter, has_aux):
     def cube(x):
         return (x**3, 1.0) if has_aux else x**3
@@ -118,18 +122,6 @@ def test_loss_and_gradients_are_exact_while_the_scale_moves(dtype, count_traces)
     assert traces() == 1 and grad_fn._cache_size() == 1
 
 
-def test_scaling_saves_what_float16_would_lose():
-    def loss(x):
-        return (x * jnp.float16(2.0**-13)).astype(jnp.float32) * 2.0**-13
-
-    x = jnp.float32(1)
-    assert jax.grad(lambda x: loss(x.astype(jnp.float16)))(x) == 0
-    _, grad = dynamic_scale_grad(lambda x: loss(x.astype(jnp.float16)))(
-        x, dynamic_scaler_state={}
-    )
-    assert grad == 2.0**-26
-
-
 def test_a_scale_beyond_float16_and_a_scaled_loss_beyond_float32():
     state = static_scaler(2.0**20)
     assert float(scale_loss(jnp.float16(4), state)) == 2.0**22
@@ -198,9 +190,11 @@ def test_filter_passes_other_leaves_through(redo):
     assert jnp.issubdtype(aux["key"].dtype, jax.dtypes.prng_key)
 
 
-@pytest.mark.parametrize("filter", [True, False])
-@pytest.mark.parametrize("argnums", [0, 1, -1, (1,), (0, 1), (1, 0)])
-def test_argnums_as_in_jax(filter, argnums):
+@pytest.mark.parametrize(
+    "argnums, filter",
+    [(0, False), (1, True), (-1, True), ((1,), False), ((0, 1), True), ((1, 0), True)],
+)
+def test_argnums_as_in_jax(argnums, filter):
     def loss(x, y):
         return (x * y).sum() ** 2
 
@@ -222,24 +216,6 @@ def test_integer_parameters_without_filter_are_jax():
     assert grad.dtype == jax.dtypes.float0
 
 
-def test_gradients_agree_with_finite_differences():
-    def loss(w):
-        return jnp.sum(jnp.sin(w) ** 3)
-
-    @jax.custom_vjp
-    def through_scaler(w):
-        return loss(w)
-
-    def forward(w):
-        out = dynamic_scale_value_and_grad(loss)(w, dynamic_scaler_state={})[1]
-        return out
-
-    through_scaler.defvjp(forward, lambda grads, g: (grads * g,))
-    check_grads(
-        through_scaler, (jnp.linspace(0.1, 1, 5),), 1, ["rev"], atol=1e-2, rtol=1e-2
-    )
-
-
 def test_vmap_over_scalers_of_a_gradient_that_retries():
     states = jax.vmap(lambda scale: init_scaler(scaler=scale))(
         jnp.array([2.0**15, 2.0**10])
@@ -259,3 +235,132 @@ def test_keeps_the_name_and_docstring():
     for transform in (dynamic_scale_grad, dynamic_scale_value_and_grad):
         wrapped = transform(my_loss)
         assert (wrapped.__name__, wrapped.__doc__) == ("my_loss", "Mine.")
+
+
+# Functions of NNX modules, without a step
+
+SCALER = static_scaler(8.0)
+
+
+def model_loss(model, batch):
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def pair_loss(model, batch):
+    logits = model(batch["x"])
+    return cross_entropy(logits, batch["y"]), {"logits": logits}
+
+
+@pytest.mark.parametrize(
+    "lowered, has_aux, redo, compiled",
+    [(False, False, 2, True), (True, True, 0, False)],
+)
+def test_changes_and_gradients_are_those_of_nnx(lowered, has_aux, redo, compiled):
+    fun = pair_loss if has_aux else model_loss
+    fun = amp(fun, compute_dtype=jnp.float16) if lowered else fun
+    model, twin = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
+    grad_fn = dynamic_scale_value_and_grad(fun, has_aux=has_aux, redo_on_nan=redo)
+
+    def run(model, batch):
+        return grad_fn(model, batch, dynamic_scaler_state=SCALER)
+
+    run = nnx.jit(run) if compiled else run
+    reference = nnx.jit(nnx.value_and_grad(fun, has_aux=has_aux))
+    before = arrays(model)
+    for seed in range(2):
+        scaler, (value, grads) = run(model, make_batch(seed))
+        expected, expected_grads = reference(twin, make_batch(seed))
+        assert type(grads) is nnx.State
+        assert_same_avals(grads, expected_grads)
+        dtype = jnp.float16 if lowered else jnp.float32
+        assert_close(grads, expected_grads, dtype, gradient=True)
+        assert_same_avals(value, expected)
+        assert_close(value, expected, dtype)
+    assert int(scaler["total_resets"]) == 0
+    after, wanted = arrays(model), arrays(twin)
+    assert_same_avals(after, wanted)
+    assert int(model.dropout.rngs.count[...]) == int(twin.dropout.rngs.count[...]) == 2
+    assert not np.allclose(model.norm.mean[...], before[0]["norm"]["mean"])
+    np.testing.assert_allclose(model.norm.mean[...], twin.norm.mean[...], atol=2e-2)
+
+
+def test_what_is_differentiated_is_said_as_in_nnx():
+    """By position, by `DiffState`, in containers; beside modules that do not train."""
+    model, teacher = (nnx.Linear(FEATURES, 3, rngs=nnx.Rngs(i)) for i in range(2))
+    x = jnp.ones((4, FEATURES))
+
+    def loss(models, teacher, x, scale):
+        out = models["m"](x) * scale
+        return ((out - teacher(x)) ** 2).mean() + 0 * models["s"]
+
+    args = {"m": model, "s": jnp.float32(1)}, teacher, x, jnp.float32(2)
+    bias = nnx.DiffState(1, nnx.PathContains("bias"))
+    for argnums in (0, (0, 3), bias, (0, bias), 1):
+        _, grads = dynamic_scale_grad(loss, argnums=argnums)(
+            *args, dynamic_scaler_state=SCALER
+        )
+        expected = nnx.grad(loss, argnums=argnums)(*args)
+        assert_same_avals(grads, expected)
+        assert_close(grads, expected, jnp.float32)
+
+
+def grows(model, batch):
+    model.seen = nnx.BatchStat(jnp.zeros(2))
+    return model_loss(model, batch)
+
+
+def reshapes(model, batch):
+    model.norm.mean = nnx.BatchStat(jnp.zeros((2, 2)))
+    return cross_entropy(model.first(batch["x"])[:, :3], batch["y"])
+
+
+def evaluates(model, batch):
+    model.eval()
+    return model_loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "fun, message",
+    [
+        (grows, r"dynamic_scale_grad: grows changed the structure.* the variables \['"),
+        (evaluates, "dynamic_scale_grad: evaluates changed a static attribute"),
+        (
+            reshapes,
+            r"dynamic_scale_grad: the variable NnxNet.norm.mean changed from "
+            r"float32\[8\] to float32\[2, 2\]; expected the same shape",
+        ),
+    ],
+)
+def test_changes_that_cannot_be_carried_are_named(fun, message):
+    with pytest.raises(ValueError, match=message):
+        dynamic_scale_grad(fun)(
+            NnxNet(nnx.Rngs(0)), make_batch(), dynamic_scaler_state=SCALER
+        )
+
+
+class Counts(nnx.Module):
+    """Its counter is a Python number."""
+
+    def __init__(self):
+        self.w, self.n = nnx.Param(jnp.ones(3)), nnx.Variable(0)
+
+    def __call__(self, x):
+        self.n.set_value(self.n.get_value() + 1)
+        return (self.w * x).sum()
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+def test_variables_may_hold_python_numbers(redo):
+    grad_fn = dynamic_scale_grad(lambda model, x: model(x), redo_on_nan=redo)
+    model = Counts()
+    for calls in (1, 2):
+        grad_fn(model, jnp.ones(3), dynamic_scaler_state=SCALER)
+        assert int(model.n.get_value()) == calls
+
+    def count(x):
+        model = Counts()
+        over = dynamic_scale_grad(lambda model, x: model(x), axis_name="i")
+        over(model, x, dynamic_scaler_state=SCALER)
+        return model.n.get_value()
+
+    assert jax.vmap(count, axis_name="i")(jnp.ones((2, 3))).tolist() == [1, 1]

@@ -42,12 +42,10 @@ def extended(cls=Extended, **options):
 
 STATES = {
     "no keys": lambda: linear_state(optax.adam(0.1)),
-    "keys": lambda: linear_state(rngs=keys()),
     "two implementations": lambda: linear_state(rngs=keys("rbg")),
     "nnx": nnx_state,
     "optim": lambda: linear_state(optim.adam(0.1), rngs=keys()),
-    "subclass": extended,
-    "subclass of it": lambda: extended(Further, note=jnp.zeros(2)),
+    "subclass": lambda: extended(Further, note=jnp.zeros(2)),
     "key in the optimizer": lambda: linear_state(
         optax.add_noise(0.1, 0.5, key=jax.random.key(5))
     ),
@@ -55,8 +53,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("way", ["bytes", "dict"])
-def test_round_trip(name, way):
+def test_round_trip(name):
     state = STATES[name]()
     target = jax.tree.map(
         lambda x: (
@@ -66,15 +63,15 @@ def test_round_trip(name, way):
         ),
         state,
     )
-    if way == "bytes":
-        found = serialization.from_bytes(target, serialization.to_bytes(state))
-    else:
-        saved = serialization.to_state_dict(state)
-        for leaf in jax.tree.leaves(saved):
-            assert not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found = serialization.from_state_dict(target, saved)
-    assert type(found) is type(state)
-    assert_identical(jax.tree.map(jnp.asarray, found), state)
+    saved = serialization.to_state_dict(state)
+    for leaf in jax.tree.leaves(saved):
+        assert not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    for found in (
+        serialization.from_bytes(target, serialization.to_bytes(state)),
+        serialization.from_state_dict(target, saved),
+    ):
+        assert type(found) is type(state)
+        assert_identical(jax.tree.map(jnp.asarray, found), state)
 
 
 def test_a_run_goes_on():
@@ -92,13 +89,10 @@ def test_a_run_goes_on():
     expected, found = (step(s, make_batch())[0] for s in (state, restored))
     assert_identical(found, expected)
     assert len(traces) == 1
-
-
-def test_an_abstract_target():
-    state = linear_state(rngs=keys())
-    target = jax.eval_shape(lambda: linear_state(rngs=keys()))
-    restored = serialization.from_bytes(target, serialization.to_bytes(state))
-    assert_identical(restored.rngs, state.rngs)
+    # The target may be abstract.
+    shapes = jax.eval_shape(lambda: linear_state(rngs=keys()))
+    saved = serialization.to_bytes(linear_state(rngs=keys()))
+    assert_identical(serialization.from_bytes(shapes, saved).rngs, keys())
 
 
 def test_bytes_of_before_load():

@@ -60,19 +60,6 @@ def test_small_things():
         simple(cls=EmaState)
 
 
-def test_linen_holds_the_collections():
-    state = linen_state()
-    assert set(state.variables) == {"batch_stats"}
-    assert set(state.rngs) == {"dropout"}
-    assert state.graphdef is None
-    out = state.apply_fn(
-        {"params": state.params, **state.variables},
-        jnp.ones((2, FEATURES)),
-        train=False,
-    )
-    assert out.shape == (2, 3)
-
-
 def test_nnx_model_round_trips():
     model = NnxNet(nnx.Rngs(3))
     before = nnx.to_pure_dict(nnx.state(model))
@@ -141,17 +128,6 @@ def test_optimizer_is_wrapped_once_and_never_gives_up():
         for _ in range(20):
             state = state.apply_gradients(grads={"w": jnp.full(3, jnp.nan)})
         np.testing.assert_array_equal(state.params["w"], np.ones(3))
-
-
-def test_any_object_with_init_and_update_is_an_optimizer():
-    class Mine:
-        init = staticmethod(optax.sgd(0.1).init)
-        update = staticmethod(optax.sgd(0.1).update)
-
-    state = simple(tx=Mine()).apply_gradients(grads={"w": jnp.ones(3)})
-    np.testing.assert_allclose(state.params["w"], 0.9)
-    multi = optax.MultiSteps(optax.sgd(0.1), 2)
-    assert isinstance(simple(tx=multi).opt_state, optax.ApplyIfFiniteState)
 
 
 def test_integers_and_fp8_statistics_stay_out_of_the_optimizer():

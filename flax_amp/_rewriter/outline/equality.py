@@ -101,9 +101,9 @@ class EquationIds:
 
     def __init__(self, has_user_rule: Callable[[Eqn], bool]) -> None:
         self._has_user_rule = has_user_rule
-        self._numbers: dict[Key, int] = {}
+        self._number_of_key: dict[Key, int] = {}
         # Objects with their numbers, by `id`, which is unique while this holds them.
-        self._numbered: dict[int, tuple[Any, Key]] = {}
+        self._number_of_object: dict[int, tuple[Any, Key]] = {}
 
     def id_of(self, eqn: Eqn, step: Step, values: Mapping[Var, Value | None]) -> int:
         """Returns the number of an equation, whatever integer literals it has.
@@ -277,13 +277,15 @@ class EquationIds:
         Until it is known, the object stands for itself: a function may reach itself
         through its closure.
         """
-        if id(value) not in self._numbered:
-            self._numbered[id(value)] = value, _Identity(value)
-            self._numbered[id(value)] = value, self._number(compare(value))
-        return self._numbered[id(value)][1]
+        known = self._number_of_object
+        if id(value) not in known:
+            known[id(value)] = value, _Identity(value)
+            known[id(value)] = value, self._number(compare(value))
+        return known[id(value)][1]
 
     def _number(self, key: Key) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+        """Returns the number of a key, a new one at its first sight."""
+        return self._number_of_key.setdefault(key, len(self._number_of_key))
 
 
 def _operand_key(atom: Atom, strict: bool) -> Any:

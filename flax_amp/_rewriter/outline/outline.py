@@ -64,7 +64,7 @@ def outline(plan: Plan, has_user_rule: Callable[[Eqn], bool]) -> Plan:
         eqns += calls
         steps += [step] * run.copies
         done = run.stop
-    if not done:
+    if not done:  # no run was found
         return plan
     eqns += program.eqns[done:]
     steps += program.steps[done:]
@@ -103,6 +103,7 @@ class _Calls:
                 params={},
             )
             calls.append(_compat.with_scopes(call, scopes))
+        # One step with one plan for all calls: `Emitter.cached` finds it by identity.
         reason = Reason("one of equal layers")
         return calls, Step(Mode.REPEAT, layer.outs, reason, detail=layer)
 
@@ -125,6 +126,7 @@ class _Calls:
             pairs = zip(keys, eqn.invars, strict=True)
             eqns.append(eqn.replace(invars=[literals.get(k, v) for k, v in pairs]))
             steps.append(step)
+            # What no layer passes on stays inside, where it can be recomputed.
             outs += filter(self._is_read_outside, eqn.outvars)
         values = program.values
         invars = list(ins.values())
@@ -180,16 +182,20 @@ def _renamed(
     if new != _compat.scopes(eqn):
         eqn = _compat.with_scopes(eqn, new)
 
-    def renamed(plan: Plan) -> Plan:
-        pairs = [_renamed(*pair, scopes, path) for pair in plan.pairs()]
-        eqns, steps = [eqn for eqn, _ in pairs], [step for _, step in pairs]
-        is_same = all(map(operator.is_, eqns, plan.jaxpr.eqns))
-        # Whoever calls the same body calls the same plan, so it is rewritten once.
-        if is_same and all(map(operator.is_, steps, plan.steps)):
-            return plan
-        return _with_equations(plan, eqns, steps)
-
-    detail = map_plans(step.detail, renamed)
+    detail = map_plans(step.detail, lambda plan: _renamed_plan(plan, scopes, path))
     if all(map(operator.is_, plans_in(detail), plans_in(step.detail))):
         return eqn, step
     return eqn, dataclasses.replace(step, detail=detail)
+
+
+def _renamed_plan(plan: Plan, scopes: LayerScopes, outer: Scopes) -> Plan:
+    """Returns the plan of a body with other scopes, or itself if none is another one.
+
+    Whoever calls the same body calls the same plan, so it is rewritten once.
+    """
+    pairs = [_renamed(*pair, scopes, outer) for pair in plan.pairs()]
+    eqns, steps = [eqn for eqn, _ in pairs], [step for _, step in pairs]
+    is_same = all(map(operator.is_, eqns, plan.jaxpr.eqns))
+    if is_same and all(map(operator.is_, steps, plan.steps)):
+        return plan
+    return _with_equations(plan, eqns, steps)

@@ -64,71 +64,103 @@ def layer_scopes(layers: Sequence[Sequence[Scopes]]) -> LayerScopes | None:
     ]
     if all(paths == below[0] for paths in below):
         return LayerScopes(prefixes, len(prefixes[0]), {})
-    if (names := _names(below)) is None:
+    # The names differ below the prefixes, too. They may, but in numbers alone.
+    try:
+        stand_ins, lists = _stand_ins(_names(below))
+    except _UnlikeError:
         return None
-    listed: dict[Sequence[str], int] = {}
-    renamed = {}
-    for path, scopes in names.items():
-        if any(_PLACE.search(scope.name) for scope in scopes):
-            return None  # it would be read as a place in the list
-        if len(set(scopes)) > 1:
-            scope = _stand_in(scopes, listed)
-            if scope is None:
-                return None
-            renamed[prefixes[0] + path] = scope
-    lists = [f"[{','.join(names)}]" for names in zip(*listed, strict=True)]
-    if not all(map(_LIST.fullmatch, lists)):
-        return None
-    scope = type(next(iter(renamed.values())))
+    scope = type(next(iter(stand_ins.values())))  # the class of JAX's scopes
     calls = [(*path, scope(text)) for path, text in zip(prefixes, lists, strict=True)]
+    renamed = {prefixes[0] + path: scope for path, scope in stand_ins.items()}
     return LayerScopes(calls, len(prefixes[0]), renamed)
 
 
-def _names(layers: Sequence[Sequence[Scopes]]) -> dict[Scopes, Scopes] | None:
+class _UnlikeError(Exception):
+    """Raised where one function cannot show the scopes of all layers."""
+
+
+def _names(layers: Sequence[Sequence[Scopes]]) -> dict[Scopes, Scopes]:
     """Maps each path of the first layer to its last scope in all layers.
 
-    The result is `None` if one path of the first layer is two in another one.
+    Raises:
+      _UnlikeError: if one path of the first layer is two in another one.
     """
     found: dict[Scopes, Scopes] = {}
     for paths in dict.fromkeys(zip(*layers, strict=True)):
         if len(set(map(len, paths))) > 1:
-            return None
+            raise _UnlikeError
         for depth, scopes in enumerate(zip(*paths, strict=True), 1):
             if found.setdefault(paths[0][:depth], scopes) != scopes:
-                return None
+                raise _UnlikeError
     return found
 
 
+def _stand_ins(
+    names: Mapping[Scopes, Scopes],
+) -> tuple[dict[Scopes, Any], list[str]]:
+    """Returns the scopes of the function that differ, and the list of each layer.
+
+    With the layers of the example above, these are
+
+        {(Dense_2,): Dense_#1, (Dense_3,): Dense_#2}
+        "[Dense_2,Dense_3]", "[Dense_4,Dense_5]"
+
+    Raises:
+      _UnlikeError: if the names differ in more than numbers, or `resolved` could not
+        read them.
+    """
+    # It would be read as a place in the list.
+    if any(_PLACE.search(scope.name) for scopes in names.values() for scope in scopes):
+        raise _UnlikeError
+    listed: dict[Sequence[str], int] = {}
+    found = {
+        path: _stand_in(scopes, listed)
+        for path, scopes in names.items()
+        if len(set(scopes)) > 1
+    }
+    lists = [f"[{','.join(of_layer)}]" for of_layer in zip(*listed, strict=True)]
+    if not all(map(_LIST.fullmatch, lists)):
+        raise _UnlikeError
+    return found, lists
+
+
 def _stand_in(scopes: Scopes, listed: dict[Sequence[str], int]) -> Any:
-    """Returns one scope in the place of different ones, `None` if there is none.
+    """Returns one scope in the place of different ones.
 
     Args:
       scopes: the scope in each layer.
       listed: the names that calls list, with their places. It gets new ones.
+
+    Raises:
+      _UnlikeError: if there is none.
     """
     paths = [scope.name.split("/") for scope in scopes]
     # The names that JAX's transformations add are no scopes.
-    if any(type(scope).__name__ != "Scope" for scope in scopes):
-        return None
-    if len(set(map(len, paths))) > 1:
-        return None
-    parts: list[str] = []
-    for depth, names in enumerate(zip(*paths, strict=True)):
-        if len(set(names)) == 1:
-            parts.append(names[0])
-            continue
-        matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
-        around = {(match[1], match[3]) for match in matches}
-        if len(matches) < len(names) or len(around) > 1:
-            return None
-        # With what is above: in `layers/3`, the number is a name of its own.
-        key = tuple(
-            ".".join([*path[:depth], match[1] + match[2]])
-            for path, match in zip(paths, matches, strict=True)
-        )
-        place = listed.setdefault(key, len(listed) + 1)
-        parts.append(f"{matches[0][1]}#{place}{matches[0][3]}")
+    is_added = any(type(scope).__name__ != "Scope" for scope in scopes)
+    if is_added or len(set(map(len, paths))) > 1:
+        raise _UnlikeError
+    ends = range(1, len(paths[0]) + 1)
+    parts = [_part([path[:end] for path in paths], listed) for end in ends]
     return type(scopes[0])("/".join(parts))
+
+
+def _part(paths: Sequence[list[str]], listed: dict[Sequence[str], int]) -> str:
+    """Returns one name in the place of the last names of some paths: `Dense_#1`."""
+    names = [path[-1] for path in paths]
+    if len(set(names)) == 1:
+        return names[0]
+    matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    around = {(match[1], match[3]) for match in matches}
+    if len(matches) < len(names) or len(around) > 1:
+        raise _UnlikeError
+    # With what is above: in `layers/3`, the number is a name of its own.
+    key = tuple(
+        ".".join([*path[:-1], match[1] + match[2]])
+        for path, match in zip(paths, matches, strict=True)
+    )
+    place = listed.setdefault(key, len(listed) + 1)
+    ((before, behind),) = around
+    return f"{before}#{place}{behind}"
 
 
 def resolved(scopes: tuple[Name, ...]) -> tuple[Name, ...]:

@@ -98,10 +98,6 @@ class Region:
     barriers: Sequence[str]
     barriers_until: int
 
-    def barriers_at(self, index: int) -> Sequence[str]:
-        """Returns the platforms with barriers at what an equation reads or makes."""
-        return self.barriers if index < self.barriers_until else NOWHERE
-
     def mark(self, key: Node, x: Array, index: int) -> Array:
         """Returns the array of a node, marked if the backward pass stores it.
 
@@ -109,7 +105,8 @@ class Region:
         """
         if key not in self.stored:
             return x
-        barriers = NOWHERE if key in self.operands else self.barriers_at(index)
+        has_barrier = key not in self.operands and index < self.barriers_until
+        barriers = self.barriers if has_barrier else NOWHERE
         return mark_stored(x, barriers, is_rounded=key in self.rounded)
 
 

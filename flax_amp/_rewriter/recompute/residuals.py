@@ -297,16 +297,16 @@ def _cut(
     """Returns the cheapest values from which all that is read can be computed."""
     # Paths begin here: these can be stored, but not computed again.
     costly = {v for eqn in eqns if not is_cheap(eqn) for v in eqn.outvars}
-    given = costly.union(ins)
+    sources = costly.union(ins)
     edges: list[tuple[Node, Node]] = [
         (v, out)
         for eqn in eqns
         for out in eqn.outvars
-        if out not in given
+        if out not in sources
         for v in variables(eqn.invars)
     ]
     edges += [(copy.variable, copy) for copy in copies]
-    return min_cut(costs, edges, given, read)
+    return min_cut(costs, edges, sources, sinks=read)
 
 
 def _called_bytes(eqn: Eqn) -> int:

@@ -84,6 +84,7 @@ def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
 
 
 def _transpose(cotangents: Arrays, x: Any, **_: Any) -> Arrays:
+    # One for each copy. Those of copies that nothing reads are symbolic zeros.
     return [functools.reduce(ad.add_tangents, cotangents)]
 
 
@@ -98,6 +99,8 @@ def _partial_eval(saveable: Any, unknown: Any, available: Any, eqn: Any) -> Any:
     results = len(eqn.outvars)
     unknowns, instantiated = [unknown[0]] * results, [True] * results
     is_saved = saveable(stored_p, x.aval, **eqn.params) in (True, Saveable)
+    # Nothing to store here: it stands in the backward pass alone, or is computed again.
+    # Its operand is a residual unless the backward pass has it already.
     if unknown[0] or not is_saved:
         residuals = [] if available[0] or not isinstance(x, Var) else [x]
         return None if unknown[0] else eqn, eqn, unknowns, instantiated, residuals

@@ -1,0 +1,312 @@
+"""What a step hands on to the loss: further arguments, and modules among its inputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import errors, nnx
+
+from _steps import (
+    assert_same_on_every_device,
+    counting,
+    linear_batch,
+    linear_loss,
+    linear_objects,
+    linear_state,
+    raised,
+)
+from flax_amp import (
+    AmpTrainState,
+    init_scaler,
+    make_eval_step,
+    make_nnx_train_step,
+    make_train_step,
+    static_scaler,
+)
+from helpers import assert_identical
+
+OPTIONS = {
+    "plain": {},
+    "accumulated and redone": {"accum_steps": 2, "redo_on_nan": 2},
+}
+options_of_steps = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+# Further arguments
+
+
+def weighted(params, batch, weight, shift):
+    """Its third argument is a number, its fourth a dict without rows of examples."""
+    x = batch["x"] + shift["x"]
+    return weight * linear_loss(params, batch | {"x": x}), {"seen": weight}
+
+
+def nnx_weighted(model, batch, weight, shift):
+    out = model(batch["x"] + shift["x"])[:, 0]
+    return weight * ((out - batch["y"]) ** 2).mean(), {"seen": weight}
+
+
+WEIGHT, SHIFT = jnp.float32(0.5), {"x": jnp.float32([[0.5, 0.0, -0.5]])}
+
+
+def linear_nnx_state():
+    model, optimizer = linear_objects()
+    scaler = init_scaler(scaler=16)
+    return AmpTrainState.create(model=model, tx=optimizer.tx, scaler=scaler)
+
+
+def on_state(loss, args, make=linear_state, **options):
+    step = make_train_step(loss, has_aux=True, **options)
+    state, metrics = step(make(), linear_batch(), *args)
+    return state.params, metrics
+
+
+def on_nnx_state(loss, args, **options):
+    return on_state(loss, args, linear_nnx_state, **options)
+
+
+def on_objects(loss, args, **options):
+    model, optimizer = linear_objects()
+    step = make_nnx_train_step(loss, has_aux=True, **options)
+    scaler = init_scaler(scaler=16)
+    _, metrics = step(model, optimizer, scaler, linear_batch(), *args)
+    return nnx.to_pure_dict(nnx.state(model)), metrics
+
+
+@options_of_steps
+@pytest.mark.parametrize(
+    "run, loss",
+    [(on_state, weighted), (on_nnx_state, nnx_weighted), (on_objects, nnx_weighted)],
+)
+def test_a_step_is_that_of_a_loss_which_closes_over_them(run, loss, options):
+    options = options | {"compute_dtype": jnp.bfloat16}
+    found = run(loss, (WEIGHT, SHIFT), **options)
+    closed = lambda target, batch: loss(target, batch, WEIGHT, SHIFT)  # noqa: E731
+    expected = run(closed, (), **options)
+    np.testing.assert_allclose(found[1]["seen"], WEIGHT)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_evaluation():
+    evaluate = make_eval_step(weighted, compute_dtype=jnp.float32)
+    state, batch = linear_state(), linear_batch()
+    loss, _ = evaluate(state, batch, WEIGHT, SHIFT)
+    expected, _ = weighted(state.params, batch, WEIGHT, SHIFT)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_they_are_traced():
+    """Other values of one type compile nothing; a default may be left out."""
+
+    def loss(params, batch, weight, offset=0.0, *, state):
+        return weight * linear_loss(params, batch) + offset * state.step
+
+    counted, traces = counting(loss)
+    state = linear_state()
+    step = make_train_step(counted, donate=False, compute_dtype=jnp.float32)
+    losses = [step(state, linear_batch(), jnp.float32(w))[1]["loss"] for w in (1, 2)]
+    assert len(traces) == 1 and losses[1] == 2 * losses[0]
+    step(state, linear_batch(), jnp.float32(1), jnp.float32(1))
+    assert len(traces) == 2
+
+
+def test_each_device_gets_its_own(mesh):
+    """They are not averaged; what the step makes of them is."""
+
+    def loss(params, batch, weight):
+        return (weight * linear_loss(params, batch)).sum()
+
+    step = make_train_step(loss, axis_name="data", jit=False, compute_dtype=jnp.float32)
+    spec = jax.sharding.PartitionSpec
+    in_specs = (spec(), spec("data"), spec("data"))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=spec())
+    batch, weights = linear_batch(16), jnp.arange(8.0)
+    state, metrics = jax.jit(mapped)(linear_state(), batch, weights)
+    assert_same_on_every_device(state)
+    params = linear_state().params
+    parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in range(8)]
+    each = [w * linear_loss(params, part) for w, part in enumerate(parts)]
+    np.testing.assert_allclose(metrics["loss"], np.mean(each), rtol=1e-5)
+
+
+# Modules: random streams, metrics, teachers
+
+SIZE = 4
+X = jnp.linspace(-1, 1, 4 * SIZE).reshape(4, SIZE)
+
+
+class Net(nnx.Module):
+    """Dropout without streams of its own, as in the mnist example of Flax."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x, *, rngs=None):
+        return self.dropout(self.linear(x), rngs=rngs)
+
+
+def dropout_loss(model, batch):
+    loss = (model(batch["x"], rngs=batch["rngs"]) ** 2).mean()
+    return loss, {"drawn": jax.random.uniform(batch["rngs"].noise())}
+
+
+def drawing(model, batch, streams, counter):
+    """It draws from a module in the batch, and from one beside it."""
+    counter[...] = counter[...] + 1
+    loss, aux = dropout_loss(model, batch)
+    return loss + streams.noise.uniform(), aux
+
+
+def objects(tx=None):
+    model = Net()
+    return model, nnx.Optimizer(model, tx or optax.sgd(0.1), wrt=nnx.Param)
+
+
+def scaler():
+    return static_scaler(8.0)
+
+
+def make_state(**options):
+    options = dict(model=Net(), tx=optax.sgd(0.1), scaler=scaler()) | options
+    return AmpTrainState.create(**options)
+
+
+def streams(**seeds):
+    return nnx.Rngs(**dict(dropout=0, noise=1) | seeds)
+
+
+@options_of_steps
+def test_the_nnx_step_updates_modules(options):
+    """Each step draws anew; a step that is skipped draws nothing.
+
+    Variables by themselves are updated too, which in a batch are split into
+    micro-batches.
+    """
+    step = make_nnx_train_step(drawing, has_aux=True, **options)
+    model, optimizer = objects()
+    in_batch, beside, counter = streams(), streams(), nnx.Variable(jnp.int32(0))
+    drawn = []
+    for x in (X, X, X.at[0, 0].set(jnp.nan), X):
+        batch = {"x": x, "rngs": in_batch}
+        _, metrics = step(model, optimizer, scaler(), batch, beside, counter)
+        if metrics["grads_finite"]:
+            drawn.append(float(metrics["drawn"]))
+    counts = (in_batch.dropout.count, in_batch.noise.count, beside.noise.count, counter)
+    expected = 3 * options.get("accum_steps", 1)
+    assert [int(count[...]) for count in counts] == [expected] * 4
+    assert len(set(drawn)) == 3
+
+
+def test_the_step_is_that_of_nnx_with_the_same_stream():
+    model, optimizer = objects()
+    batch = {"x": X, "rngs": streams(dropout=3)}
+    step = make_nnx_train_step(dropout_loss, has_aux=True, compute_dtype=jnp.float32)
+    step(model, optimizer, scaler(), batch)
+    twin, twin_optimizer = objects()
+    grad_fn = nnx.grad(dropout_loss, has_aux=True)
+    grads, _ = grad_fn(twin, {"x": X, "rngs": streams(dropout=3)})
+    twin_optimizer.update(twin, grads)
+    pairs = zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, twin)), strict=True)
+    assert all(jnp.allclose(a, b, atol=1e-6) for a, b in pairs)
+
+
+def test_metrics_teachers_and_shared_streams():
+    """What model and batch share stays shared; a teacher does not train."""
+    model, optimizer = objects()
+    model.dropout.rngs = nnx.Rngs(dropout=0).dropout
+    metric, teacher = nnx.metrics.Average(), nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(1))
+    before = jax.tree.map(jnp.copy, nnx.state(teacher))
+
+    def loss_fn(model, batch):
+        x, (metric, teacher, stream) = batch
+        loss = ((model(x) - teacher(x)) ** 2).mean()
+        stream()
+        metric.update(values=loss)
+        return loss
+
+    step = make_nnx_train_step(loss_fn)
+    for _ in range(3):
+        step(model, optimizer, scaler(), (X, (metric, teacher, model.dropout.rngs)))
+    assert int(metric.count[...]) == 3 and jnp.isfinite(metric.compute())
+    assert int(model.dropout.rngs.count[...]) == 6
+    assert_identical(nnx.state(teacher), before)
+
+
+@options_of_steps
+def test_the_steps_on_a_state_refuse_changes_by_name(options):
+    rngs = streams()
+    batch = {"x": X, "rngs": rngs, "n": nnx.Variable(jnp.ones(4))}
+
+    def counts(model, batch):
+        batch["n"][...] += 1
+        return model.linear(batch["x"]).sum(), {}
+
+    advice = r".*stay as they are.*nnx.Rngs\("
+    for loss, args, named in [
+        (dropout_loss, (), r"dropout_loss changed batch\['rngs'\] \(Rngs.dropout.coun"),
+        (counts, (), r"counts changed batch\['n'\] \(Variable\)"),
+        (
+            drawing,
+            (streams(), nnx.Variable(jnp.int32(0))),
+            r"drawing changed .*, args\[0\] \(Rngs.noise.count\), args\[1\]",
+        ),
+    ]:
+        step = make_train_step(loss, has_aux=True, **options)
+        call = lambda s=step, a=args: s(make_state(), batch, *a)  # noqa: E731
+        raised(call, ValueError, named + advice)
+    assert int(rngs.dropout.count[...]) == 0
+
+
+def test_an_eval_step_loses_nothing_in_silence():
+    def measure(model, batch, metric):
+        batch["metric"].update(values=model.linear(batch["x"]))
+        metric.update(values=batch["x"])
+
+    metrics = [nnx.metrics.Average() for _ in range(2)]
+    args = {"x": X, "metric": metrics[0]}, metrics[1]
+    message = r"eval_step: measure changed batch\['metric'\] .*args\[0\]"
+    raised(lambda: make_eval_step(measure)(make_state(), *args), ValueError, message)
+    nnx.jit(make_eval_step(measure, jit=False))(make_state(), *args)
+    assert [int(metric.count[...]) for metric in metrics] == [X.size] * 2
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_modules_that_stay_as_they_are_may_be_in_any_batch(accum_steps):
+    """They are no rows of examples either; bare variables are."""
+    teacher = nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(1))
+    batch, sizes = {"x": nnx.Variable(X), "teacher": teacher}, []
+
+    def loss_fn(model, batch):
+        x = batch["x"][...]
+        sizes.append(len(x))
+        return ((model.linear(x) - batch["teacher"](x)) ** 2).mean()
+
+    expected = loss_fn(Net(), batch)
+    options = dict(compute_dtype=jnp.float32, accum_steps=accum_steps)
+    _, on_state = make_train_step(loss_fn, **options)(make_state(), batch)
+    step = make_nnx_train_step(loss_fn, **options)
+    _, on_model = step(*objects(), scaler(), batch)
+    assert jnp.allclose(on_state["loss"], expected)
+    assert jnp.allclose(on_model["loss"], expected)
+    assert {*sizes} == {4, 4 // accum_steps}
+
+
+def test_modules_that_a_function_closes_over():
+    """The error of NNX stays, with a note that says where to put them."""
+    rngs = streams()
+
+    def closure(model, batch):
+        return dropout_loss(model, {**batch, "rngs": rngs})[0]
+
+    batch = {"x": X}
+    for call in [
+        lambda: make_nnx_train_step(closure)(*objects(), scaler(), batch),
+        lambda: make_train_step(closure)(make_state(), batch),
+        lambda: make_eval_step(closure)(make_state(), batch),
+    ]:
+        with pytest.raises(errors.TraceContextError, match="Cannot mutate") as caught:
+            call()
+        [note] = [note for note in caught.value.__notes__ if "flax_amp" in note]
+        assert "into the batch of make_nnx_train_step" in note
