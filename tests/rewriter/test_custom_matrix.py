@@ -37,13 +37,18 @@ SETTINGS = {
 CASES = list(itertools.product(*SETTINGS.values()))
 
 
+def pairs_of(case):
+    return set(itertools.combinations(enumerate(case), 2))
+
+
 def covering(cases):
     """Some of the cases, in which every pair of settings is that the cases have."""
-    seen = set()
-    for case in random.Random(0).sample(cases, len(cases)):
-        pairs = set(itertools.combinations(enumerate(case), 2))
-        if pairs - seen:
-            seen |= pairs
+    missing, draw = set().union(*map(pairs_of, cases)), random.Random(0)
+    while missing:
+        some = draw.sample(cases, min(100, len(cases)))
+        case = max(some, key=lambda case: len(pairs_of(case) & missing))
+        if pairs_of(case) & missing:
+            missing -= pairs_of(case)
             yield case
 
 
@@ -238,10 +243,9 @@ def test_amp_does_what_plain_jax_does_everywhere(rule):
 HALF_CASES = list(covering([c for c in CASES if c[2:5] == ("all", "both", True)]))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
-def test_products_of_rules_run_in_the_compute_dtype(dtype):
+def test_products_of_rules_run_in_the_compute_dtype():
     """Forward and backward, in the function and in its rule, and to second order."""
-    for case in HALF_CASES:
+    for case, dtype in zip(HALF_CASES, itertools.cycle(HALVES), strict=False):
         program, mode = make_program(*case), case[-1]
         run = differentiated(amp(program, compute_dtype=dtype), mode)
         try:
@@ -340,17 +344,16 @@ def test_a_rule_runs_although_its_cotangents_are_zero(symbolic_zeros):
     record = recording(symbolic_zeros)
     p = {"w": jnp.float32(1.5), "stat": jnp.float32(0)}
     arrived = 0
-    for (read, reader), (name, around) in itertools.product(
-        READERS.items(), AROUND.items()
-    ):
+    pairs = [(read, "call") for read in READERS] + [("rule", name) for name in AROUND]
+    for read, name in pairs:
 
-        def loss(p, reader=reader):
+        def loss(p, reader=READERS[read]):
             h = X * p["w"]
             return jnp.sum(reader(h, record(h, p["stat"])))
 
-        loss = around(loss)
+        loss = AROUND[name](loss)
         expected = jax.grad(loss)(p)
-        for dtype in (jnp.float32, jnp.float16)[: 1 + (around is AROUND["call"])]:
+        for dtype in (jnp.float32, jnp.float16):
             found = jax.grad(amp(loss, compute_dtype=dtype))(p)
             tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
             for key in p:
@@ -380,8 +383,7 @@ scaled_jvp.defjvp(lambda xs, ts: (xs[0] * xs[1][...], ts[0] * xs[1][...]))
 
 @pytest.mark.parametrize("rule", [tapped, scaled, scaled_jvp], ids="w r jvp".split())
 @pytest.mark.parametrize("within", ["call", "scan"])
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_rule_may_take_a_ref(rule, within, around):
+def test_a_rule_may_take_a_ref(rule, within):
     """It is left as it is, and what stands around it is rewritten."""
 
     def loss(w, ref):
@@ -393,7 +395,7 @@ def test_a_rule_may_take_a_ref(rule, within, around):
 
     def run(function):
         ref = jax.new_ref(jnp.float32(3))
-        return around(jax.grad(function))(X / 4, ref), ref[...]
+        return jax.jit(jax.grad(function))(X / 4, ref), ref[...]
 
     expected = run(loss)
     for dtype, rtol in ((jnp.float32, 1e-6), (jnp.float16, 2e-2)):
@@ -401,14 +403,6 @@ def test_a_rule_may_take_a_ref(rule, within, around):
         jax.tree.map(
             lambda *xs, r=rtol: np.testing.assert_allclose(*xs, r), found, expected
         )
-
-
-@pytest.mark.parametrize("rule", ["vjp", "jvp"])
-def test_rules_leak_no_tracers(rule):
-    """The rebuilt rule keeps nothing of the loop that it was made in."""
-    program = make_program(rule, "numpy", "all", "both", True, "scan", "grad")
-    with jax.checking_leaks():
-        jax.make_jaxpr(jax.grad(amp(program, compute_dtype="bfloat16")))(X, X)
 
 
 @pytest.mark.parametrize("rule", ["vjp", "vjp_zeros"])
@@ -420,51 +414,3 @@ def test_one_jitted_call_under_changing_perturbation(rule):
         for derivative in (jax.grad, lambda f, i: jax.jit(jax.grad(f, i))):
             actual = result_of(derivative(run, argnums))
             assert _agree(actual, result_of(derivative(plain, argnums)))
-
-
-def test_rules_that_refuse():
-    """Equinox' checks see what they see in plain JAX; diffrax rests on them."""
-    eqx = pytest.importorskip("equinox")
-    refuse = eqx.internal.nondifferentiable
-    refuse_backward = eqx.internal.nondifferentiable_backward
-
-    def passes(x):
-        y = jax.lax.stop_gradient(refuse_backward(x @ TABLE))
-        return (x @ TABLE * refuse(jnp.ones((3, 3))) * y).sum()
-
-    @eqx.filter_custom_vjp
-    def function(x, table):
-        return x @ table
-
-    function.def_fwd(lambda perturbed, x, table: (x @ table, table))
-    function.def_bwd(lambda table, ct, perturbed, x, _: 2 * ct @ table.T)
-
-    for program in (passes, lambda x: function(x, jnp.asarray(TABLE)).sum()):
-        for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-            expected = transform(program)(X)
-            actual = transform(rewritten_in_float32(program))(X)
-            np.testing.assert_allclose(actual, expected, 1e-6)
-    for program in (
-        lambda x: refuse(x).sum(),
-        lambda x: refuse_backward(x, symbolic=True).sum(),
-    ):
-        with pytest.raises(RuntimeError, match="autodiff"):
-            jax.grad(rewritten_in_float32(program))(X)
-
-
-@pytest.mark.slow
-def test_odeint():
-    """Its rule closes over times and flattens the arguments of the field."""
-    from jax.experimental.ode import odeint
-
-    times = jnp.linspace(0.0, 1.0, 3)
-
-    def program(w):
-        field = lambda y, t, w: jnp.tanh(y @ w) * TABLE[0]  # noqa: E731
-        return odeint(field, jnp.ones(3), times, w).sum()
-
-    expected = jax.grad(program)(X)
-    exact = jax.grad(rewritten_in_float32(program))(X)
-    np.testing.assert_allclose(exact, expected, 1e-6)
-    half = jax.grad(amp(program, compute_dtype="bfloat16"))(X)
-    np.testing.assert_allclose(half, expected, atol=0.03 * np.abs(expected).max())

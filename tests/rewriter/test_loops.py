@@ -59,12 +59,9 @@ def test_weight_shared_by_4096_steps_accumulates_in_float32(dtype):
 
 
 CARRIES = {  # name: (body of (w, carry, x), first carry from x, low in a stack?)
-    "accumulator": (lambda w, c, x: c + x @ w, jnp.zeros_like, False),
     "recurrent_state": (lambda w, c, x: jnp.tanh(c @ w + x), jnp.zeros_like, False),
     "residual_stream": (lambda w, c, x: c + layer(w, c), lambda x: x, True),
     "pre_norm": (lambda w, c, x: c + layer(w, norm(c)), lambda x: x, True),
-    "post_norm": (lambda w, c, x: norm(c + layer(w, c)), lambda x: x, True),
-    "learned_state": (lambda w, c, x: jnp.tanh(c @ w + x), lambda x: x * 0.5, True),
     # The norm of a leaf is float32; the layers behind it send a low stream on.
     "normed_embedding": (lambda w, c, x: c + layer(w, norm(c)), norm, True),
 }
@@ -191,17 +188,9 @@ def descent(w, y):
 CELLS = {
     "euler": euler,
     "runge_kutta": runge_kutta,
-    "two_layers": lambda w, y: y + DT * (layer(w, y) @ w[::-1]),
-    "pre_norm": lambda w, y: y + DT * layer(w, norm(y)),
     "gated": gated,
-    "both_sides": lambda w, y: y + DT * ((1.0 - y @ w) @ w.T),
     "descent": descent,
     "computed_weight": lambda w, y: y + DT * layer(w / jnp.linalg.norm(w), y),
-}
-STARTS = {
-    "leaf": lambda w, x: x,
-    "low": lambda w, x: jnp.tanh(x @ w[:, ::-1]),
-    "full": lambda w, x: norm(x @ w[:, ::-1]),
 }
 
 
@@ -221,54 +210,31 @@ STEPS_WITHIN = WITHIN | {
 }
 
 
-def unrolled(step, start=STARTS["leaf"], steps=8):
+def unrolled(step):
     def fn(w, x):
-        y0 = y = start(w, x)
-        for _ in range(steps):
+        y0 = y = jnp.tanh(x @ w[:, ::-1])
+        for _ in range(4):
             y = step(w, y)
         return jnp.mean((y - lax.stop_gradient(y0)) ** 2)
 
     return fn
 
 
-@both_halves
-def test_thirty_small_steps(dtype):
-    """Rounded at each step, the gradient is 88 % wrong in bfloat16."""
-    fn = unrolled(euler, steps=30)
-    assert gradient_error(fn, dtype, W, X, scale=SCALE) < 0.01
+CASES = [(cell, "plain") for cell in CELLS]
+CASES += [("gated", within) for within in STEPS_WITHIN if within != "plain"]
 
 
-@pytest.mark.parametrize(
-    "cell, within",
-    [
-        (cell, within)
-        for cell in CELLS
-        for within in STEPS_WITHIN
-        if (cell, within) != ("descent", "vmap")  # differentiates a whole batch
-    ],
-)
+@pytest.mark.parametrize("cell, within", CASES)
 def test_states(cell, within):
-    """The sums of each kind of step are float32 ones, its products are not.
-
-    Slopes are no states in the last step of a body: their sum is one of two halves.
-    """
+    """The sums of each kind of step are float32 ones, its products are not."""
     dtype = HALVES[len(cell + within) % 2]
-    fn = unrolled(STEPS_WITHIN[within](CELLS[cell]), steps=4)
+    fn = unrolled(STEPS_WITHIN[within](CELLS[cell]))
     lowered = amp(fn, compute_dtype=dtype)
-    if (cell, within) != ("runge_kutta", "scan"):
-        assert set(sums(lowered, W, X)) == {"float32"}
+    assert set(sums(lowered, W, X)) == {"float32"}
     products = dtypes_of(lowered, W, X)
     assert set().union(*products) == {jnp.dtype(dtype).name}
     if cell in ("euler", "gated", "runge_kutta"):
         assert gradient_error(fn, dtype, W, X, scale=SCALE) < 0.02
-
-
-@both_halves
-@pytest.mark.parametrize("start", STARTS)
-def test_starts(start, dtype):
-    """Data, low values and normalized ones may enter."""
-    fn = unrolled(gated, STARTS[start], 4)
-    assert gradient_error(fn, dtype, W, X, scale=SCALE) < 0.02
 
 
 class LinenBlock(nn.Module):
@@ -300,10 +266,10 @@ class NnxTied(nnx.Module):
         return x
 
 
-@both_halves
 @pytest.mark.parametrize("kind", ["linen", "linen_remat", "nnx"])
-def test_modules_called_again(kind, dtype):
+def test_modules_called_again(kind):
     """A module that a Python loop calls again and again is a recurrence."""
+    dtype = HALVES[len(kind) % 2]
     if kind == "nnx":
         graph, params = nnx.split(NnxTied(nnx.Rngs(0)))
         apply = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
@@ -339,10 +305,7 @@ OTHERS = {
     "layers": stack,
     "side_by_side": lambda ws, x: stack(ws, x) * stack(ws, x[::-1]),
     "tied_ends": lambda ws, x: stack(ws[1:], x @ ws[0]) @ ws[0].T,
-    "tied_products": lambda ws, x: stack(ws[1:], x @ ws[0]) @ ws[0],
     "autoencoder": lambda ws, x: x + jnp.tanh(x @ ws[0]) @ ws[0].T,
-    "twice_without_a_sum": lambda ws, x: layer(ws[0], layer(ws[0], x)),
-    "one_input": lambda ws, x: sum(x @ w for w in ws),
     "attention": lambda ws, x: attention(ws, norm(x @ ws[0].T)),
     "input_at_each_step": lambda ws, x: (
         lambda u: layer(ws[0], jnp.tanh(jnp.tanh(x @ ws[0] + u) @ ws[0] + u))

