@@ -3,7 +3,6 @@
 The whole product is slow; a fixed part, in which every two settings meet, is not.
 """
 
-import functools
 import itertools
 import random
 
@@ -15,13 +14,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import jaxpr_as_fun
 
-from flax_amp import amp, default_amp_policy, use_original_precision
+from flax_amp import amp
 from helpers import (
     HALVES,
     MATMULS,
-    dtypes_of,
     equations,
-    equations_of,
     rewritten_in_float32,
 )
 
@@ -256,53 +253,6 @@ def test_products_of_rules_run_in_the_compute_dtype():
         products = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
         found = {str(v.aval.dtype) for e in products for v in e.invars}
         assert found == {dtype.__name__}, (case, found)
-
-
-def test_a_rule_may_close_over_what_its_function_does_not():
-    """The factor of a scaled gradient is in the backward function only."""
-
-    def scaled(x, factor):
-        same = jax.custom_vjp(lambda x: x)
-        same.defvjp(lambda x: (x, None), lambda _, ct: (ct * factor,))
-        return same(x)
-
-    programs = [
-        lambda p, q: (scaled(p, q) * p).sum(),
-        lambda p, q: (scaled(p, jnp.sin(q) @ q) * p).sum(),
-        lambda p, q: lax.scan(lambda c, _: (scaled(c @ q, q), None), p, None, 2)[
-            0
-        ].sum(),
-        lambda p, q: functools.reduce(
-            lambda h, i: jnp.tanh(scaled(h, q * i) @ q), range(1, 9), p
-        ).sum(),
-    ]
-    for program in programs:
-        expected = jax.grad(program)(X, X)
-        exact = rewritten_in_float32(program)
-        np.testing.assert_allclose(jax.grad(exact)(X, X), expected, 2e-6, 1e-6)
-        half = jax.grad(amp(program, compute_dtype="bfloat16"))(X, X)
-        np.testing.assert_allclose(half, expected, atol=0.05 * np.abs(expected).max())
-
-
-def test_a_rule_that_closes_over_a_value_where_amp_stops():
-    """Its value is known only while emitting, so it is rebuilt there as well."""
-
-    def program(x):
-        h = lax.stop_gradient(jnp.sin(x) @ x)
-        same = jax.custom_vjp(lambda x: x @ x)
-        same.defvjp(lambda x: (x @ x, x), lambda x, ct: (ct * h + x,))
-        with jax.named_scope("kept"):
-            return same(x).sum()
-
-    (call,) = equations_of(program, X, primitive="custom_vjp_call")
-    expected = jax.grad(program)(X)
-    for key in ("kept", call.primitive):
-        policy = default_amp_policy | {key: use_original_precision}
-        stopped = amp(program, compute_dtype="bfloat16", amp_policy=policy)
-        found = dtypes_of(stopped, X)
-        assert found == [("bfloat16",) * 2, ("float32",) * 2], key
-        actual = jax.grad(stopped)(X)
-        np.testing.assert_allclose(actual, expected, atol=0.02 * abs(expected).max())
 
 
 def recording(symbolic_zeros):

@@ -70,15 +70,6 @@ def rows(w, x):
     return lax.scan(lambda c, x: (c + jnp.sum(nn.silu(x @ w)), norm(x)), 0.0, x)
 
 
-def convolution(w, x):
-    kernel = w[:3, :3, None, None]
-    numbers = ("NHWC", "HWIO", "NHWC")
-    y = lax.conv_general_dilated(
-        x[..., None], kernel, (1, 1), "SAME", dimension_numbers=numbers
-    )
-    return norm(nn.gelu(y[..., 0])).sum(1)
-
-
 def branches(w, x):
     y = lax.cond(x.sum() > 0, lambda: norm(nn.gelu(x @ w)), lambda: x)
     return jax.checkpoint(lambda y: norm(nn.relu(y @ w)))(y) * jnp.zeros(x.shape)
@@ -91,17 +82,7 @@ def captured(w, x):
     return jnp.tanh(jnp.sum(x, 0) @ w) * count
 
 
-def unrolled(w, x):
-    for _ in range(8):
-        x = x + nn.gelu(norm(x @ w)) @ w
-    return x
-
-
-LONG = (convolution, branches, unrolled)
-LONG = [pytest.param(function, marks=pytest.mark.slow) for function in LONG]
-
-
-@pytest.mark.parametrize("function", [layers, rows, captured, *LONG])
+@pytest.mark.parametrize("function", [layers, rows, captured, branches])
 def test_functions(function):
     """The function and its gradient, with a symbol for the batch and the length."""
     batch, length = export.symbolic_shape("b, 2*s")

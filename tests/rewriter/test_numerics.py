@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from _programs import SIZE, W, X, normal
+from _programs import SIZE, W, X
 from flax_amp import amp, default_amp_policy
 from helpers import (
-    HALVES,
     assert_close,
     assert_identical,
     assert_same_avals,
@@ -19,29 +18,11 @@ from helpers import (
 )
 
 KEY = jax.random.key(7)
-FP8 = jnp.float8_e4m3fn
 EXACT = {  # name: (function, arguments); the result has the very bits of the original
-    "unchanged_input": (lambda x, i: (x, i, x), (X, jnp.arange(3))),
     "no_input": (lambda: jnp.arange(300.0) + 0.5, ()),
-    "int8_dot": (
-        lambda a: lax.dot(a, a, preferred_element_type=jnp.int32),
-        (jnp.full((16, 16), 100, jnp.int8),),
-    ),
     "int8_dot_float_result": (
         lambda a: lax.dot(a, a, preferred_element_type=jnp.float32),
         (jnp.full((16, 16), 120, jnp.int8),),
-    ),
-    "fp8": (
-        lambda a: (a, a.astype(jnp.float32) * 3, lax.dot(a, a)),
-        (normal(2, 4, 4).astype(FP8),),
-    ),
-    "explicit_bfloat16_dot": (
-        lambda w, x: lax.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)), (W, X)
-    ),
-    "highest": (lambda w, x: jnp.dot(x, w, precision="highest"), (W, X)),
-    "random": (
-        lambda k: (jax.random.normal(k, (9,)), jax.random.bernoulli(k, 0.3, (9,))),
-        (KEY,),
     ),
     "dropout_mask": (
         lambda k, w: jax.random.bernoulli(k, 0.9, (w @ w).shape), (KEY, W)
@@ -64,27 +45,6 @@ def test_exact(name):
     actual, expected = jit(lowered)(*args), jit(fn)(*args)
     assert_same_avals(actual, expected)
     assert_identical(actual, expected)
-
-
-# The same behind a matmul, where values arrive in half precision.
-IN_HALF = {
-    "square_of_300": lambda y: y**2 * 300.0**2,
-    "sum_of_70000": lambda y: jnp.sum(jnp.broadcast_to(y[None], (70_000, *y.shape))),
-    "cumsum": lambda y: jnp.cumsum(jnp.broadcast_to(y[None], (5000, *y.shape)), 0),
-    "segment_sum": lambda y: jax.ops.segment_sum(
-        jnp.broadcast_to(y[None], (5000, *y.shape)), jnp.zeros(5000, int), 1
-    ),
-    "arange": lambda y: y.sum() * jnp.arange(300.0),
-    "norm": lambda y: jnp.linalg.norm(y * 300),
-}
-
-
-@pytest.mark.parametrize("name", IN_HALF)
-def test_long_sums_of_half_values(name):
-    """Sums, squares and norms of low-precision values are as in float32."""
-    fn = lambda w: IN_HALF[name](w @ w)  # noqa: E731
-    lowered = amp(fn, compute_dtype=HALVES[len(name) % 2])
-    assert_close(*run_all(lowered, fn)(jnp.eye(2)), jnp.float32)
 
 
 # --- range and guards ----------------------------------------------------------------
@@ -145,19 +105,15 @@ def test_guards_with_a_second_reader(fn, scale, dtype):
     assert jnp.isfinite(amp(fn, compute_dtype=dtype)(*args)[0]).all()
 
 
-EPS_OF_FEATURES = np.full((1, 2), 1e-8, np.float32)
 GUARDS = {
     "divide": lambda y: y / (jnp.abs(y) + 1e-12),
     "maximum": lambda y: y / jnp.maximum(jnp.abs(y), 1e-12),
-    "closed_over_array": lambda y: y / (jnp.abs(y) + EPS_OF_FEATURES),
     "broadcast": lambda y: y / (jnp.abs(y) + jnp.full_like(y, 1e-12)),
-    "sqrt": lambda y: y / jnp.sqrt(y + 1e-12),
     "rsqrt": lambda y: y * lax.rsqrt(y + 1e-12),
     "log": lambda y: y * jnp.log(y + 1e-12),
     "norm": lambda y: y / (jnp.linalg.norm(y) + 1e-12),
     "clip_log": lambda y: jnp.log(jnp.clip(y, 1e-12, 1.0)) * 1e-2,
     "clip_below_1": lambda y: jnp.log(1 - jnp.clip(y + 1, 1e-7, 1 - 1e-7)) * (y + 1),
-    "where": lambda y: y / jnp.where(y > 0, y, 1e-12),
 }
 
 

@@ -114,6 +114,15 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "a sigmoid alone": (lambda w, x: jax.nn.sigmoid(jnp.sin(x @ w)) @ w, "sin", "full"),
     "the exponentials of a softmax": (softmax, "exp", "low"),
     "the sum of a softmax": (softmax, "reduce_sum", "full"),
+    "the exponentials of a softmax alone": (
+        lambda w, x: jax.nn.softmax(x @ w), "exp", "full"
+    ),
+    "the exponentials of a softmax of arguments": (
+        lambda w, x: jax.nn.softmax(x) @ w, "exp", "leaf"
+    ),
+    "the exponentials of a log_softmax": (
+        lambda w, x: jax.nn.log_softmax(x @ w) @ w, "exp", "full"
+    ),
     # Locality: what leads to no product changes nothing.
     "read low and logged": (logged, "sin", "low"),
     "what is logged": (logged, "cos", "full"),

@@ -134,41 +134,6 @@ def test_between_products(name, between):
     assert_close(actual, expected, dtype, gradient=True)
 
 
-FUNCTIONS = {
-    "logistic": jax.nn.sigmoid,
-    "tanh": lambda z: (1 + jnp.tanh(z / 2)) / 2,
-    "erf": lambda z: (1 + jax.scipy.special.erf(z / 3)) / 2,
-    "erfc": lambda z: jax.scipy.special.erfc(-z / 3) / 2,
-}
-
-
-@pytest.mark.parametrize("is_multiplied", [False, True])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_bounded_functions(name, is_multiplied):
-    """`-log(1 - p)` is a float32 one, but for the rounding that a product asks for.
-
-    A bound that half precision does not have then still keeps it finite.
-    """
-    dtype = HALVES[len(name) % 2]
-    v = jax.random.normal(jax.random.key(0), (5, 3))
-
-    def fn(z):
-        p = jnp.clip(FUNCTIONS[name](z @ jnp.eye(5)), 1e-7, 1 - 1e-7)
-        value = -jnp.log(1 - p).mean()
-        return value + jnp.mean((p @ v) ** 2) if is_multiplied else value
-
-    for scale in (1.5, 8.0) if is_multiplied else (1.5, 4.0):
-        z = scale * jax.random.normal(jax.random.key(1), (6, 5)).astype(dtype)
-        z = z.astype(jnp.float32)
-        lowered = jax.value_and_grad(amp(fn, compute_dtype=dtype))
-        value, gradient = jit(lowered)(z)
-        assert np.isfinite(value) and np.isfinite(gradient).all()
-        if not is_multiplied:
-            exact = jit(jax.value_and_grad(fn))(z)
-            assert_close(value, exact[0], jnp.float32)
-            assert_close(gradient, exact[1], dtype, gradient=True)
-
-
 @both_halves
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_a_function_of_halves_is_computed_in_float32(name, dtype):

@@ -21,7 +21,7 @@ from _transformer import (
     weights,
 )
 from flax_amp import amp
-from helpers import HALVES, both_halves, dtypes_of, equations
+from helpers import both_halves, dtypes_of
 
 W, X = weights()["out"][0], inputs()
 LARGE = {"batch": 16, "length": 32, "size": 64}
@@ -111,54 +111,6 @@ def test_memory_elsewhere(name):
 
 
 # --- softmax -------------------------------------------------------------------------
-
-
-def normalized(exponential):
-    return exponential / exponential.sum(-1, keepdims=True)
-
-
-def by_hand(x):
-    return normalized(jnp.exp(x - x.max(-1, keepdims=True)))
-
-
-def attend(softmax):
-    """A softmax between two products."""
-    return lambda w, x: softmax(x @ w) @ w
-
-
-ROUNDED = {
-    "softmax": attend(jax.nn.softmax),
-    "softmax by hand": attend(by_hand),
-    "no maximum, attended": attend(lambda x: normalized(jnp.exp(x))),
-}
-EXPONENTIALS = ROUNDED | {
-    # Logits that are leaves have all their digits.
-    "of leaves": lambda w, x: jax.nn.softmax(x) @ w,
-    "log_softmax": attend(jax.nn.log_softmax),
-    "logsumexp": lambda w, x: jax.nn.logsumexp(x @ w, -1),
-    "cross entropy": lambda w, x: -jax.nn.log_softmax(x @ w)[..., 0].mean(),
-    "log of a softmax": lambda w, x: jnp.log(jax.nn.softmax(x @ w)).mean(),
-    "softmax alone": lambda w, x: jax.nn.softmax(x @ w),
-    "no maximum": lambda w, x: jnp.exp(x @ w - (x @ w).mean(-1, keepdims=True)).sum(-1),
-}
-
-
-@pytest.mark.parametrize("name", EXPONENTIALS)
-def test_exponentials(name):
-    """Each is computed in float32; that of a softmax is rounded then."""
-    dtype, mode = HALVES[len(name) % 2], MODES[len(name) % 3]
-    fn = amp(EXPONENTIALS[name], compute_dtype=dtype, recompute=mode)
-    rounded = [
-        eqn.outvars[0].aval.dtype
-        for _, eqn in equations(jax.make_jaxpr(fn)(W, X))
-        if eqn.primitive.name == "flax_amp_rounded_function"
-    ]
-    if name in ROUNDED:
-        assert set(rounded) == {jnp.dtype(dtype)}
-        differences = dtypes_of(fn, W, X, primitive="sub")
-        assert set(differences) <= {("float32", "float32")}
-    else:
-        assert not rounded
 
 
 def over_scan(fn):

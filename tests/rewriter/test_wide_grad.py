@@ -12,14 +12,11 @@ from jax import lax
 from _programs import normal
 from flax_amp import AmpTrainState, amp, make_train_step
 from helpers import (
-    HALVES,
     MATMULS,
     assert_close,
     equations,
     equations_of,
-    jit,
     relative_error,
-    run_all,
 )
 
 wide = functools.partial(amp, compute_dtype=jnp.bfloat16, reduce_dtype=jnp.float32)
@@ -162,43 +159,6 @@ def test_without_it_nothing_is_wide(name):
 
 
 # --- numbers -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_gradients(dtype):
-    """Those of weights and data are those of float32, within the tolerance."""
-    losses = [loss for loss, _ in PRODUCTS.values()] + [STACKS["scan"]]
-    args = [arguments(shape) for _, shape in PRODUCTS.values()]
-    args.append((normal(0, 2, SIZE, SIZE) / 3, args[0][1]))
-
-    def total(lower, args):
-        return sum(lower(fn)(*xs) for fn, xs in zip(losses, args, strict=True))
-
-    lower = functools.partial(amp, compute_dtype=dtype, reduce_dtype=jnp.float32)
-    actual, expected = run_all(
-        *(jax.value_and_grad(functools.partial(total, f)) for f in (lower, lambda f: f))
-    )(args)
-    assert_close(actual[0], expected[0], dtype)
-    for found, wanted in zip(actual[1], expected[1], strict=True):
-        assert_close(found, wanted, dtype, gradient=True)
-
-
-def test_one_rounding_less():
-    """The gradient of a large batch is nearer to that of float32 than a rounded one."""
-    # Numbers that bfloat16 has: only the result is rounded.
-    w = jnp.zeros((SIZE, SIZE))
-    x, target = (
-        normal(seed, 4096, SIZE).astype(jnp.bfloat16).astype(jnp.float32)
-        for seed in (0, 1)
-    )
-
-    def loss(w, x):
-        return jnp.sum((x @ w) * target)
-
-    exact = np.asarray(x, np.float64).T @ np.asarray(target, np.float64)
-    error = relative_error(jit(jax.grad(wide(loss)))(w, x), exact)
-    rounded = relative_error(jit(jax.grad(narrow(loss)))(w, x), exact)
-    assert error < 1e-5 < 1e-3 < rounded
 
 
 @pytest.mark.parametrize("mode", MODES)
