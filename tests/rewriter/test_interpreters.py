@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.experimental import checkify, jet, roofline, sparse
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import linear_util
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from _programs import W, X, norm
 from flax_amp import amp
-from helpers import equations_of, relative_error
+from helpers import relative_error
 
 lower = functools.partial(amp, compute_dtype=jnp.bfloat16)
 
@@ -189,26 +188,6 @@ def test_roofline():
     """Its FLOPs are those of the products, whatever they run in."""
     actual, expected = (estimated(f)(W, X) for f in (lower(layers), layers))
     assert expected / 2 < actual < 3 * expected
-
-
-def test_custom_partitioning_stays_as_it_is():
-    """Its function runs in float32; what is around it does not."""
-
-    @custom_partitioning
-    def partitioned(w, x):
-        return x @ w
-
-    partitioned.def_partition(
-        lambda mesh, args, out: (mesh, lambda w, x: x @ w, out, args),
-        sharding_rule="i j, k i -> k j",
-    )
-
-    def fn(w, x):
-        return partitioned(w, x @ w)
-
-    (eqn,) = equations_of(lower(fn), W, X, primitive="custom_partitioning")
-    assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype("float32")}
-    assert relative_error(jax.jit(lower(fn))(W, X), fn(W, X)) < 2e-2
 
 
 # --- what does not compose -----------------------------------------------------------

@@ -8,12 +8,11 @@ import pytest
 from jax import lax
 
 from _programs import (
-    again,
     loss_of,
     normal,
     softmax_between_products,
 )
-from _transformer import bfloat16, exact_jit, keeps
+from _transformer import MODES, bfloat16, exact_jit, keeps
 from helpers import (
     assert_same_avals,
     equations,
@@ -21,34 +20,6 @@ from helpers import (
 )
 
 ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)
-
-
-def gradient(loss):
-    return jax.value_and_grad(loss, (0, 1))
-
-
-def second_order(loss):
-    return again(loss, jax.checkpoint)
-
-
-def assert_modes_agree(loss, transform, bound, args=ARGS):
-    """Asserts that "auto" and "always" give what "never" gives, of the same avals.
-
-    Modes that lead to the same program share its result.
-    """
-    results = {}
-
-    def result(mode):
-        program = exact_jit(transform(bfloat16(loss, recompute=mode))).lower(*args)
-        text = program.as_text()
-        if text not in results:
-            results[text] = program.compile()(*args)
-        return results[text]
-
-    expected = result("never")
-    assert_same_avals(expected, jax.eval_shape(transform(loss), *args))
-    for mode in ("auto", "always"):
-        assert relative_error(result(mode), expected) < bound, mode
 
 
 def tuned(loss):
@@ -132,61 +103,41 @@ def in_dtype(dtype):
     return program
 
 
-def straight(function):
-    return loss_of(function)
-
-
-def in_layers(function):
-    """Three such layers in a loop."""
-
-    def layers(w, x):
-        layer = lambda x, w: (jnp.tanh(x + function(w, x)), None)  # noqa: E731
-        return lax.scan(layer, x, jnp.stack([w] * 3))[0]
-
-    return loss_of(layers)
-
-
 UNSTORED = (fourier, phase, associative, float8)
-OF_DTYPES = {function.__name__: function for function in (*UNSTORED, integers, keys)}
-OF_DTYPES["float16"] = in_dtype(jnp.float16)
+PROGRAMS = {function.__name__: function for function in (*UNSTORED, integers, keys)}
+PROGRAMS |= {name: in_dtype(name) for name in ("float16", "float64", "complex128")}
 
 
-@pytest.mark.parametrize(
-    "wrap", [straight, pytest.param(in_layers, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", OF_DTYPES)
-def test_other_dtypes(name, wrap):
-    """What cannot be stored is not.
-
-    The low cotangents of what two layers of a loop read add up in another order, as do
-    those of what regions on both sides of float8 values read.
-    """
-    is_added_low = wrap is in_layers or name == "float8"
-    bound = 1e-2 if is_added_low else 1e-6
-    assert_modes_agree(wrap(OF_DTYPES[name]), gradient, bound)
-
-
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_double_precision(dtype):
-    with jax.enable_x64(True):
-        loss = straight(in_dtype(dtype))
-        assert_modes_agree(loss, gradient, 1e-6)
-        assert_modes_agree(loss, second_order, 3e-2)
-
-
-@pytest.mark.parametrize("mode", ["auto", "always"])
-@pytest.mark.parametrize("function", UNSTORED)
-def test_regions_hold_what_can_be_stored(function, mode):
+def assert_regions_hold_what_can_be_stored(jaxpr):
     """No value in a region is complex or float8; what is around it still has one."""
-    lowered = bfloat16(straight(function), recompute=mode)
-    jaxpr = jax.make_jaxpr(jax.grad(lowered))(*ARGS)
     for path, eqn in equations(jaxpr):
         if "remat2" in path or "checkpoint" in path:
             for atom in (*eqn.invars, *eqn.outvars):
                 dtype = atom.aval.dtype
                 is_storable = dtype.name in ("float16", "bfloat16", "float32")
                 assert not jnp.issubdtype(dtype, jnp.inexact) or is_storable
-    assert keeps(lowered, *ARGS) or mode == "auto"
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_other_dtypes(name):
+    """Each mode gives what "never" gives, of the same types.
+
+    Low cotangents of regions on both sides of float8 values add up in another order.
+    """
+    loss, results = loss_of(PROGRAMS[name]), []
+    with jax.enable_x64(name.endswith(("64", "128"))):
+        for mode in MODES:
+            lowered = bfloat16(loss, recompute=mode)
+            gradient = jax.value_and_grad(lowered, (0, 1))
+            assert_regions_hold_what_can_be_stored(jax.make_jaxpr(gradient)(*ARGS))
+            results.append(exact_jit(gradient)(*ARGS))
+        assert keeps(lowered, *ARGS)
+        assert_same_avals(
+            results[0], jax.eval_shape(jax.value_and_grad(loss, (0, 1)), *ARGS)
+        )
+    never, *others = results
+    for found in others:
+        assert relative_error(found, never) < (1e-2 if name == "float8" else 1e-6)
 
 
 # --- linear functions ----------------------------------------------------------------

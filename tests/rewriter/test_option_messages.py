@@ -16,7 +16,9 @@ from flax_amp import (
     make_nnx_train_step,
     make_train_step,
     use_compute_precision,
+    use_original_precision,
 )
+from helpers import dtypes_of
 
 
 def loss(*args):
@@ -97,3 +99,6 @@ def test_a_structured_primitive_as_key():
     policy = default_amp_policy | {scan_p: use_compute_precision}
     with pytest.raises(TypeError, match="'scan' is a structured primitive"):
         amp(recurrent, amp_policy=policy)(W, X)
+    untouched = default_amp_policy | {scan_p: use_original_precision}
+    found = dtypes_of(amp(recurrent, amp_policy=untouched), W, X)
+    assert found == [("float32",) * 2]

@@ -22,7 +22,6 @@ from _programs import (
     loss_of,
     mlp,
     over_devices,
-    recurrent,
 )
 from flax_amp import amp, amp_stop, default_amp_policy
 from helpers import (
@@ -254,18 +253,6 @@ def test_amp_stop_as_decorator_and_context():
         assert (found.count(half), found.count(full)) == (2, 6)
 
 
-def test_amp_stop_around_structured_primitives():
-    """scan, jit and custom derivatives under amp_stop stay in float32 throughout."""
-
-    @amp_stop
-    def fn(w, x):
-        x = lax.scan(lambda c, _: (jax.jit(jnp.dot)(c, w), None), x, None, 2)[0]
-        return jax.checkpoint(lambda x: jax.nn.relu(x @ w))(x)
-
-    for lowered in (amp(fn), jax.grad(loss_of(amp(fn))), amp(jax.grad(loss_of(fn)))):
-        assert set().union(*dtypes_of(lowered, W, X)) == {"float32"}
-
-
 @pytest.mark.parametrize(
     "chosen", [flax_amp.use_compute_precision, "bfloat16", "float16"]
 )
@@ -283,12 +270,6 @@ def test_forced_scope_spares_what_cannot_be_lowered(chosen):
     assert_close(root, expected, jnp.bfloat16)
     assert jnp.isfinite(numbers[0]).all()
     assert_identical(numbers, exact)
-
-
-def test_a_structured_primitive_left_untouched():
-    scan_p = jax.extend.core.primitives.scan_p
-    policy = default_amp_policy | {scan_p: flax_amp.use_original_precision}
-    assert_all_in(amp(recurrent, amp_policy=policy), W, X, dtype=jnp.float32, count=1)
 
 
 def test_amp_as_decorator():
