@@ -101,7 +101,6 @@ def test_one_plan_for_equal_constants():
 
 # --- casts ---------------------------------------------------------------------------
 
-
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 

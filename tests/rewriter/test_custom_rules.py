@@ -206,7 +206,7 @@ def test_an_eager_shard_map(name, mesh):
     jax.tree.map(lambda *xs: np.testing.assert_allclose(*xs, 1e-5), exact, expected)
 
 
-# --- rules that read and change anything while they are traced ------------------------
+# --- rules that read and change anything while they are traced -----------------------
 
 
 class Counter:
@@ -286,6 +286,26 @@ def test_a_search_that_was_cut_off_finds_a_rule_of_a_user(monkeypatch):
     assert captures.HasUserRule()(relu)
 
 
+def relus(w, x):
+    for _ in range(5):
+        x = jax.nn.relu(x @ w)
+    return x.sum()
+
+
+def test_each_rule_is_searched_once(monkeypatch):
+    searched, search = [], captures._reaches_user_code
+
+    def record(rule):
+        searched.append(rule)
+        return search(rule)
+
+    monkeypatch.setattr(captures, "_reaches_user_code", record)
+    lowered = jax.grad(amp(relus, compute_dtype="bfloat16"))
+    jax.make_jaxpr(lowered)(jnp.eye(4), jnp.ones((2, 4)))
+    assert len(searched) == len({id(rule) for rule in searched})
+    assert len(searched) == 7  # five calls, and those in the rules of two plans
+
+
 def test_rules_of_jax_are_traced_once(monkeypatch):
     traced = []
     trace = CustomCall.trace
@@ -296,12 +316,7 @@ def test_rules_of_jax_are_traced_once(monkeypatch):
 
     monkeypatch.setattr(CustomCall, "trace", record)
 
-    def loss(w, x):
-        for _ in range(5):
-            x = jax.nn.relu(x @ w)
-        return x.sum()
-
-    jax.grad(amp(loss, merge_layers=False))(jnp.eye(4), jnp.ones((2, 4)))
+    jax.grad(amp(relus, merge_layers=False))(jnp.eye(4), jnp.ones((2, 4)))
     assert 1 <= len(traced) <= 2  # the last one is read in another precision
 
 

@@ -1,6 +1,8 @@
 """Repeated layers become calls of one function, and nothing else changes."""
 
 import functools
+import itertools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -221,3 +223,37 @@ def test_values_that_skip_a_layer():
         exact_jit(jax.value_and_grad(f))(W, X) for f in (bfloat16(crossed), crossed)
     )
     assert_close(actual, expected, jnp.bfloat16, gradient=True)
+
+
+# --- which equations may repeat ------------------------------------------------------
+
+
+def _is_in_a_run(kinds, i, copies):
+    """Whether an equation is in a stretch of equal pieces, found by trying all."""
+    for period in range(1, len(kinds) // copies + 1):
+        size = period * copies
+        for start in range(max(0, i - size + 1), min(i, len(kinds) - size) + 1):
+            piece = kinds[start : start + size]
+            if piece[period:] == piece[:-period]:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("copies", [2, 3, 5])
+def test_kinds_leave_out_no_equation_of_a_run(copies, monkeypatch):
+    monkeypatch.setattr(repeats, "_MIN_COPIES", copies)
+    draw = random.Random(copies)
+    for _ in range(100):
+        layer = draw.choices("abcd", k=draw.randint(1, 4))
+        noise = [draw.choices("abcde", k=draw.randint(0, 6)) for _ in range(2)]
+        kinds = [*noise[0], *layer * draw.randint(1, 8), *noise[1]]
+        found = repeats._may_repeat(kinds)
+        runs = {i for i in range(len(kinds)) if _is_in_a_run(kinds, i, copies)}
+        assert runs <= found
+        assert found <= set(range(len(kinds)))
+
+
+def test_kinds_leave_out_what_stands_between_rare_ones():
+    parts = itertools.chain.from_iterable(["a"] * 4 + [name] for name in "xyz")
+    assert repeats._may_repeat(list(parts)) == set()
+    assert repeats._may_repeat(["x", *"ab" * 5, "y", *"ab" * 4]) == set(range(1, 11))

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import flax_amp
+from _programs import PROGRAMS, loss_of
+from flax_amp._rewriter import paint
 from flax_amp._rewriter.plan import FULL, LEAF, LOW, Mode, Need, at_border, join
 from helpers import equations, plan_of, steps_of
 
@@ -330,6 +332,21 @@ def test_a_user_function_is_asked_for_its_dtypes():
 
 
 # --- plans ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_flow_is_found_once(name, monkeypatch):
+    """Of a jaxpr for given needs, however many equations call it."""
+    found, find = [], paint.find_flow
+
+    def record(jaxpr, out_needs, has_product, reads):
+        found.append((jaxpr, out_needs))
+        return find(jaxpr, out_needs, has_product, reads)
+
+    monkeypatch.setattr(paint, "find_flow", record)
+    plan_of(loss_of(PROGRAMS[name]), W, jnp.ones((8, 4)))
+    assert found
+    assert len(found) == len({(id(jaxpr), needs) for jaxpr, needs in found})
 
 
 def test_one_plan_per_jaxpr_and_values():
