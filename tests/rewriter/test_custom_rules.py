@@ -14,7 +14,32 @@ from jax import lax
 from flax_amp import amp
 from flax_amp._rewriter import captures, emit, transform
 from flax_amp._rewriter.custom_derivatives import CustomCall
-from helpers import dtypes_of, rewritten_in_float32, run_all
+from helpers import dtypes_of, jit, rewritten_in_float32, run_all
+
+
+def test_relu_has_no_gradient_at_zero():
+    """Its rule says so, and so it does where `relu` stands in a loop or a batch."""
+
+    def loss(x):
+        step = lambda c, _: (jax.nn.relu(c @ jnp.eye(2)), None)  # noqa: E731
+        return lax.scan(step, x, None, length=2)[0].sum()
+
+    xs = jnp.array([[[0.0, 2.0]]])
+    gradient = jit(jax.vmap(jax.grad(amp(loss))))(xs)
+    np.testing.assert_array_equal(gradient, [[[0, 1]]])
+
+
+def test_where_guard_keeps_gradients_finite():
+    """The double `where` of a safe log, and logsumexp and softmax far out."""
+
+    def fn(w, x):
+        y = x @ w
+        safe = jnp.where(y > 0, jnp.log(jnp.where(y > 0, y, 1.0)), 0.0)
+        return safe.sum() + jax.nn.logsumexp(y * 100) + jax.nn.softmax(y * 100)[0, 0]
+
+    w, x = jnp.eye(3), jnp.array([[0.0, -1.0, 2.0]])
+    grads = jit(jax.grad(amp(fn, compute_dtype=jnp.float16), (0, 1)))(w, x)
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
 
 
 def test_what_jax_shows_of_a_function_is_short():

@@ -49,6 +49,25 @@ def test_exact(name):
     assert_identical(actual, expected)
 
 
+# The same behind a matmul, where values arrive in half precision.
+IN_HALF = {
+    "square_of_300": lambda y: y**2 * 300.0**2,
+    "sum_of_70000": lambda y: jnp.sum(jnp.broadcast_to(y[None], (70_000, *y.shape))),
+    "segment_sum": lambda y: jax.ops.segment_sum(
+        jnp.broadcast_to(y[None], (5000, *y.shape)), jnp.zeros(5000, int), 1
+    ),
+    "norm": lambda y: jnp.linalg.norm(y * 300),
+}
+
+
+@pytest.mark.parametrize("name", IN_HALF)
+def test_long_sums_of_half_values(name):
+    """Sums, squares and norms of low-precision values are as in float32."""
+    fn = lambda w: IN_HALF[name](w @ w)  # noqa: E731
+    lowered = amp(fn, compute_dtype=HALVES[len(name) % 2])
+    assert_close(*run_all(lowered, fn)(jnp.eye(2)), jnp.float32)
+
+
 # --- range and guards ----------------------------------------------------------------
 
 MASKS = {"finfo": float(jnp.finfo(jnp.float32).min), "inf": -jnp.inf}

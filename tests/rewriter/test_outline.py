@@ -253,7 +253,8 @@ def test_kinds_leave_out_no_equation_of_a_run(copies, monkeypatch):
         assert found <= set(range(len(kinds)))
 
 
-def test_kinds_leave_out_what_stands_between_rare_ones():
+def test_kinds_leave_out_what_stands_between_rare_ones(monkeypatch):
+    monkeypatch.undo()
     parts = itertools.chain.from_iterable(["a"] * 4 + [name] for name in "xyz")
     assert repeats._may_repeat(list(parts)) == set()
     assert repeats._may_repeat(["x", *"ab" * 5, "y", *"ab" * 4]) == set(range(1, 11))
