@@ -38,7 +38,7 @@ def count_calls(fn, *args):
 
 def signed_zero(number):
     """A zero whose sign depends on the number."""
-    return np.copysign(0.0, number - 0.7)
+    return float(np.copysign(0.0, number - 0.7))
 
 
 def full(number):
@@ -214,6 +214,9 @@ MERGED = {
     "callback": lambda n: called(lambda x: times(x, n)),
     "default of callback": lambda n: called(lambda x, factor=n: times(x, factor)),
     "partial callback": lambda n: called(functools.partial(times, number=n)),
+    "zero in a callback": lambda n: called(
+        functools.partial(times, number=signed_zero(n))
+    ),
     "solve": solve,
 }
 # Rules of a user may read and change anything while they are traced.
