@@ -253,7 +253,7 @@ def test_of_equals_the_nearest_to_the_sinks(graph):
             assert behind <= reaches_sinks(edges, sinks, other)
 
 
-# --- values of every dtype, and linear functions -------------------------------------
+# --- amp over amp --------------------------------------------------------------------
 
 ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)
 
@@ -341,7 +341,9 @@ def in_dtype(dtype):
 
 UNSTORED = (fourier, phase, associative, float8)
 PROGRAMS = {function.__name__: function for function in (*UNSTORED, integers, keys)}
-PROGRAMS |= {name: in_dtype(name) for name in ("float16", "float64", "complex128")}
+DOUBLE = ("float64", "complex128")
+STORABLE = ("float16", "bfloat16", "float32", "float64")
+PROGRAMS |= {name: in_dtype(name) for name in ("float16", *DOUBLE)}
 
 
 def assert_regions_hold_what_can_be_stored(jaxpr):
@@ -350,7 +352,7 @@ def assert_regions_hold_what_can_be_stored(jaxpr):
         if "remat2" in path or "checkpoint" in path:
             for atom in (*eqn.invars, *eqn.outvars):
                 dtype = atom.aval.dtype
-                is_storable = dtype.name in ("float16", "bfloat16", "float32")
+                is_storable = dtype.name in STORABLE
                 assert not jnp.issubdtype(dtype, jnp.inexact) or is_storable
 
 
@@ -361,7 +363,7 @@ def test_other_dtypes(name):
     Low cotangents of regions on both sides of float8 values add up in another order.
     """
     loss, results = loss_of(PROGRAMS[name]), []
-    with jax.enable_x64(name.endswith(("64", "128"))):
+    with jax.enable_x64(name in DOUBLE):
         for mode in MODES:
             lowered = bfloat16(loss, recompute=mode)
             gradient = jax.value_and_grad(lowered, (0, 1))
