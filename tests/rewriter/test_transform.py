@@ -22,6 +22,7 @@ from _programs import (
     loss_of,
     mlp,
     over_devices,
+    recurrent,
 )
 from flax_amp import amp, amp_stop, default_amp_policy
 from helpers import (
@@ -114,6 +115,12 @@ def test_policies(policy):
     )
     assert_same_avals(grads, (W, X))
     assert relative_error(grads, expected) < 0.1
+
+
+def test_no_tracer_leaks(no_leaks):
+    """Nothing that amp keeps outlives its trace, in custom rules and loops either."""
+    fn = jax.checkpoint(lambda w, x: jax.nn.relu(recurrent(w, jnp.sin(x))))
+    jax.make_jaxpr(jax.grad(loss_of(amp(fn))))(W, X)
 
 
 def test_rewriting_is_quick():
