@@ -132,6 +132,13 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     # Borders.
     "out of a loop": (behind_a_loop, "scan", "full low"),
     "out of a branch": (behind_a_branch, "cond", "low"),
+    "out of branches, of which one is a sum": (
+        lambda w, x: jax.lax.cond(
+            x[0, 0] > 0, lambda y: jnp.cumsum(y, 0), lambda y: y @ w, x @ w
+        ),
+        "cond",
+        "full",
+    ),
     "out of a checkpoint to a product": (
         lambda w, x: jax.checkpoint(jnp.sin)(x @ w) @ w, "sin", "low"
     ),
