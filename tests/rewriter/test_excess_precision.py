@@ -87,6 +87,7 @@ EXPONENTIALS = {
 SOFTMAXES = {
     **{n: divided_by_sum(below_maximum(fn)) for n, fn in EXPONENTIALS.items()},
     "logsumexp": by_logarithms,
+    "no maximum": divided_by_sum(jnp.exp),
 }
 
 
