@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import zero_from_primal
 
 from flax_amp import amp
 from flax_amp._rewriter import captures, emit, transform
@@ -192,6 +193,18 @@ def test_calls_of_one_rule_share_their_rewritten_body():
     text = grad.lower(jnp.ones((5, 4, 4)), jnp.ones((2, 4))).as_text()
     # One for the function, one with what its derivative reads.
     assert text.count("func.func private @relu") <= 2
+
+
+def test_a_rule_whose_tangents_are_all_zero():
+    def fn(x):
+        cut = jax.custom_jvp(lambda x: 2 * x)
+        cut.defjvp(
+            lambda xs, ts: (2 * xs[0], zero_from_primal(xs[0], symbolic_zeros=True)),
+            symbolic_zeros=True,
+        )
+        return (cut(x @ x) + 3 * x).sum()
+
+    assert (jax.grad(amp(fn, compute_dtype="bfloat16"))(jnp.ones((3, 3))) == 3).all()
 
 
 def scaled_gradient(x, factor):
