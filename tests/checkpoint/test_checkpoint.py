@@ -360,24 +360,6 @@ def test_a_missing_best_metric_is_named(tmp_path):
         assert checkpoint.save(manager, small(), {"accuracy": 1.0})
 
 
-def test_a_wrong_mode_is_named(tmp_path):
-    with pytest.raises(ValueError, match="best_mode='best'; expected 'max' or 'min'"):
-        checkpoint.manager(tmp_path, best_mode="best")
-    for mode in ("max", "min"):
-        with pytest.raises(ValueError, match=f"best_mode='{mode}' was given without"):
-            checkpoint.manager(tmp_path, best_mode=mode)
-    # Orbax has a way of its own to choose.
-    checkpoint.manager(tmp_path, best_mode="min", best_fn=lambda x: x["loss"]).close()
-
-
-@pytest.mark.parametrize(
-    "options", [{"step_prefix": "ckpt"}, {"step_format_fixed_length": 8}]
-)
-def test_other_names_of_steps_are_refused(tmp_path, options):
-    with pytest.raises(ValueError, match="expected steps under their plain numbers"):
-        checkpoint.manager(tmp_path, **options)
-
-
 def test_what_holds_no_array_is_no_difference(tmp_path):
     """A stateless part of the optimizer, a list for a tuple, an empty collection."""
     params = {"layers": [{"w": jnp.ones(2)}, {"w": jnp.zeros(2)}], "none": None}

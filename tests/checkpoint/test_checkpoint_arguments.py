@@ -29,20 +29,25 @@ def at(state, step):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (
-            dict(max_to_keep=0),
-            ValueError,
-            "max_to_keep is 0; expected at least 1. Use 1 or",
-        ),
+        (dict(max_to_keep=0), ValueError, "max_to_keep is 0; expected at least 1. Use"),
         (dict(max_to_keep="3"), TypeError, "max_to_keep is a str; expected an integer"),
         (dict(save_interval_steps=0), ValueError, "interval_steps is 0; expected at l"),
         (dict(save_interval_steps=2.5), TypeError, "is a float; expected an integer"),
         (dict(best_metric=3), TypeError, "best_metric=3; expected the name of one"),
+        (dict(best_mode="best"), ValueError, "best_mode='best'; expected 'max' or 'mi"),
+        (dict(best_mode="max"), ValueError, "best_mode='max' was given without"),
+        (dict(best_mode="min"), ValueError, "best_mode='min' was given without"),
+        (dict(step_prefix="ckpt"), ValueError, "steps under their plain numbers"),
+        (dict(step_format_fixed_length=8), ValueError, "steps under their plain numb"),
     ],
 )
-def test_settings_that_would_save_nothing_are_named(tmp_path, options, error, message):
+def test_settings_that_are_wrong_are_named(tmp_path, options, error, message):
     with pytest.raises(error, match=f"checkpoint.manager: .*{message}"):
         checkpoint.manager(tmp_path, **options)
+
+
+def test_orbax_has_a_way_of_its_own_to_choose_the_best(tmp_path):
+    checkpoint.manager(tmp_path, best_mode="min", best_fn=lambda x: x["loss"]).close()
 
 
 @pytest.mark.parametrize("read", [checkpoint.restore, checkpoint.migrate])
