@@ -309,7 +309,7 @@ def test_of_two_things_in_one_place_each_keeps_its_name(image):
         # Statistics are no scaler.
         (
             {"observed": dict.fromkeys(("scaler", "count", "mean"), 1.0)},
-            "observed/mean",
+            "observed/scaler",
         ),
         ({"rngs": {"a": jax.random.key(0)}}, "rngs/a"),
         ({"config": {"name": "dense"}}, "config/name"),
