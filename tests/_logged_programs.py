@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import nnx
 from jax import lax
 
 from _metrics import entropy, histogram, length, saturated, silent, spread
@@ -60,6 +61,20 @@ def attention(log, w, x):
     return mean_square(y), logs
 
 
+def attention_of_jax(log, w, x):
+    q, k, v = (split_heads(x @ w[name]) for name in "qkv")
+    out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    logs = [log(length, q), log(histogram, k), log(spread, out)]
+    return mean_square(out.reshape(x.shape) @ w["o"]), logs
+
+
+def pooling(log, w, x):
+    h = jnp.tanh(x @ w["q"])
+    p = jax.nn.softmax(h @ w["k"][:, 0], -1)
+    pooled = jnp.einsum("bt,btd->bd", p, h)
+    return cross_entropy(pooled @ w["v"]), [log(entropy, p), log(length, pooled)]
+
+
 def gates(log, w, h, x):
     z = x @ w["k"] + h @ w["q"]
     f, i, o = (jax.nn.sigmoid(z + b) for b in (0.0, 1.0, -1.0))
@@ -82,6 +97,26 @@ def lstm(log, w, x):
     step = lambda state, x: lstm_step(log, w, state, x)  # noqa: E731
     (h, _), logs = lax.scan(step, zeros(BATCH, DIM), x.swapaxes(0, 1))
     return cross_entropy(h @ w["o"]), logs
+
+
+def unrolled_lstm(log, w, x):
+    state, logs = zeros(BATCH, DIM), []
+    for t in range(TIME):
+        state, more = lstm_step(log, w, state, x[:, t])
+        logs += more
+    return cross_entropy(state[0] @ w["o"]), logs
+
+
+def gru(log, w, x):
+    def step(h, x):
+        z = jax.nn.sigmoid(x @ w["q"] + h @ w["k"])
+        r = jax.nn.sigmoid(x @ w["k"] + h @ w["v"])
+        new = jnp.tanh(x @ w["v"] + (r * h) @ w["o"])
+        h = (1 - z) * h + z * new
+        return h, (h, log(saturated, z), log(spread, r), log(length, new))
+
+    _, (hs, *logs) = lax.scan(step, jnp.zeros((BATCH, DIM)), x.swapaxes(0, 1))
+    return mean_square(hs @ w["o"]), logs
 
 
 def mlp(activation):
@@ -110,6 +145,16 @@ def pre_norm(log, w, x):
         x = x + y
         logs += [*more, log(spread, normed), log(length, x)]
     return cross_entropy(layer_norm(x).mean(1) @ w["v"]), logs
+
+
+def post_norm(log, w, x):
+    for _ in range(2):
+        y, logs = attend(log, w, x)
+        x = layer_norm(x + y)
+        y, more = feed_forward(log, w, x)
+        x = layer_norm(x + y)
+        logs += [*more, log(length, y), log(histogram, x)]
+    return cross_entropy(x[:, 0] @ w["v"]), logs
 
 
 def conv(kernel, x):
@@ -152,6 +197,39 @@ VARIABLES = LINEN.init(jax.random.key(0), silent, IMAGE)
 STATISTICS = VARIABLES["batch_stats"]
 
 
+class OfNnx(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(4, 6, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.head = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, log, x):
+        h = self.conv(x)
+        normed = self.norm(h)
+        y = self.head(jax.nn.relu(normed).mean((1, 2)))
+        return y, [log(spread, h), log(histogram, normed), log(length, y)]
+
+
+NNX = nnx.split(OfNnx(nnx.Rngs(0)), nnx.Param, ...)
+
+
+def of_nnx(log, params, x):
+    graph, _, rest = NNX
+    rest = jax.tree.map(jnp.copy, rest)  # variables of this trace
+    y, logs = nnx.merge(graph, params, rest)(log, x)
+    return mean_square(y), logs
+
+
+def unet(log, w, x):
+    skip = jax.nn.relu(conv(w["c1"], x))
+    down = skip.reshape(2, 3, 2, 3, 2, 4).mean((2, 4))
+    deep = jax.nn.relu(conv(w["c2"], down))
+    up = jnp.repeat(jnp.repeat(deep, 2, 1), 2, 2)
+    both = jnp.concatenate([skip, up], -1)
+    y = both @ jnp.concatenate([w["p"], w["p"]])
+    return mean_square(y), [log(spread, skip), log(length, up), log(histogram, both)]
+
+
 def experts(log, w, x):
     logits = x @ w["v"][:, :4]
     p = jax.nn.softmax(logits)
@@ -189,6 +267,19 @@ def graph_attention(log, w, x):
         h = jax.nn.elu(h)
         logs += [log(entropy, alpha), log(spread, scores), log(length, h)]
     return mean_square(h @ w["o"]), logs
+
+
+def contrastive(log, w, x):
+    a, b = x[:, 0] @ w["q"], jnp.tanh(x[:, 1] @ w["k"]) @ w["v"]
+    a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (a, b))
+    logits = a @ b.T * 10
+    p = jax.nn.softmax(logits)
+    loss = optax_like(logits) + optax_like(logits.T)
+    return loss, [log(entropy, p), log(length, a), log(histogram, logits)]
+
+
+def optax_like(logits):
+    return -jnp.diagonal(jax.nn.log_softmax(logits)).mean()
 
 
 def ordinal(log, w, x):
@@ -291,6 +382,14 @@ def shared_embedding(log, w, x):
     return cross_entropy(logits), [log(entropy, p), log(spread, h), log(length, logits)]
 
 
+def mixture_density(log, w, x):
+    y = jnp.tanh(x[:, 0] @ w["q"]) @ w["k"]
+    logits, mean, scale = y[:, :2], y[:, 2:4], jax.nn.softplus(y[:, 4:6]) + 1e-2
+    parts = -0.5 * ((1.0 - mean) / scale) ** 2 - jnp.log(scale)
+    logs = [log(entropy, jax.nn.softmax(logits)), log(spread, scale), log(length, mean)]
+    return -jax.nn.logsumexp(jax.nn.log_softmax(logits) + parts, -1).mean(), logs
+
+
 def linear_attention(log, w, x):
     q, k, v = (x @ w[name] for name in "qkv")
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
@@ -314,6 +413,27 @@ def wavenet(log, w, x):
     return mean_square(jax.nn.relu(skips) @ w["v"]), logs
 
 
+def reversible_norm(log, w, x):
+    mean, scale = x.mean(1, keepdims=True), jnp.sqrt(x.var(1, keepdims=True) + 1e-5)
+    h = jax.nn.gelu(((x - mean) / scale) @ w["q"]) @ w["k"]
+    y = h * scale + mean
+    logs = [log(length, mean), log(spread, scale), log(histogram, h), log(spread, y)]
+    return mean_square(y - 1.0), logs
+
+
+def capsules(log, w, x):
+    u = jnp.einsum("btd,edf->btef", x, w["experts"])
+    b, logs = jnp.zeros((BATCH, TIME, 4)), []
+    for _ in range(2):
+        c = jax.nn.softmax(b)
+        s = jnp.einsum("bte,btef->bef", c, u)
+        square = jnp.sum(s**2, -1, keepdims=True)
+        v = square / (1 + square) * s / jnp.sqrt(square + 1e-7)
+        b = b + jnp.einsum("btef,bef->bte", u, v)
+        logs += [log(entropy, c), log(length, v), log(spread, square)]
+    return mean_square(jnp.linalg.norm(v, axis=-1) - 0.9), logs
+
+
 W = {name: normal(i, DIM, DIM) for i, name in enumerate("qkvo", 2)} | {
     "b": normal(6, 1, 1, DIM),
     "up": normal(7, DIM, 12),
@@ -327,16 +447,25 @@ KERNELS = {"c1": normal(11, 3, 3, 4, 4), "c2": normal(12, 3, 3, 4, 4)} | {
 
 PROGRAMS = {  # name: program, parameters, data
     "attention": (attention, W, X),
+    "attention of jax.nn": (attention_of_jax, W, X),
+    "pooling": (pooling, W, X),
     "LSTM": (lstm, W, X),
+    "unrolled LSTM": (unrolled_lstm, W, X),
+    "GRU": (gru, W, X),
     "MLP with gelu": (mlp(jax.nn.gelu), W, X),
     "MLP with silu": (mlp(jax.nn.silu), W, X),
+    "MLP with relu": (mlp(jax.nn.relu), W, X),
     "MLP with a custom_jvp": (mlp(bent), W, X),
     "pre-norm": (pre_norm, W, X),
+    "post-norm": (post_norm, W, X),
     "GroupNorm": (group_norm, KERNELS, IMAGE),
     "BatchNorm of Linen": (linen, VARIABLES["params"], IMAGE),
+    "BatchNorm of NNX": (of_nnx, NNX[1], IMAGE),
+    "U-Net": (unet, KERNELS, IMAGE),
     "experts": (experts, W, X),
     "squeeze-excite": (squeeze_excite, KERNELS, IMAGE),
     "graph attention": (graph_attention, W, X),
+    "contrastive": (contrastive, W, X),
     "ordinal": (ordinal, W, X),
     "Jensen-Shannon": (jensen_shannon, W, X),
     "Poincare": (poincare, W, X),
@@ -346,6 +475,9 @@ PROGRAMS = {  # name: program, parameters, data
     "checkpoint": (checkpointed, W, X),
     "cond": (branches, W, X),
     "shared embedding": (shared_embedding, W, X),
+    "mixture density": (mixture_density, W, X),
     "linear attention": (linear_attention, W, X),
     "WaveNet": (wavenet, W, X),
+    "reversible norm": (reversible_norm, W, X),
+    "capsules": (capsules, W, X),
 }
