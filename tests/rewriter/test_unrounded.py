@@ -265,7 +265,7 @@ def test_a_logged_cast_changes_nothing():
         return value, logged
 
     with_log, without = (
-        jax.jit(amp(lambda *args, logs=logs: loss(*args, logs=logs)[0]))(W, X, V)
+        jax.jit(amp(functools.partial(loss, logs=logs)))(W, X, V)[0]
         for logs in (True, False)
     )
     assert with_log == without
