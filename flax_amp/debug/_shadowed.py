@@ -1,6 +1,6 @@
 """Keys of a policy that match equations, but decide none of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,9 +39,13 @@ def shadowed_keys(
         winners = list(dict.fromkeys(winner for winner, _ in pairs))
         meanings = [_meaning(decision, compute_dtype) for decision in (loser, *winners)]
         if loser not in deciding and any(x != meanings[0] for x in meanings):
-            lost_to = [visit for _, visit in pairs]
-            message = _message(loser, winners, lost_to)
-            found["shadowed policy key", message] = [visit.row for visit in lost_to]
+            keys = ", ".join(dict.fromkeys(repr(winner.key) for winner in winners))
+            message = (
+                f"{loser.key!r} loses to {keys} wherever it matches. The outermost "
+                "scope wins, then a method, then what the policy has first, then a "
+                f"primitive. Narrow {keys}, or leave {loser.key!r} out."
+            )
+            found["shadowed policy key", message] = [visit.row for _, visit in pairs]
     return found
 
 
@@ -69,33 +73,3 @@ def _meaning(decision: Decision, compute_dtype: Any) -> Any:
     if decision.function == use_precision(compute_dtype):
         return use_compute_precision
     return decision.function
-
-
-def _may_win(
-    loser: Decision, winners: Sequence[Decision], visits: Iterable[Visit]
-) -> bool:
-    """Whether a key of a scope wins somewhere if it comes before those that win now."""
-    if any(winner.origin is not Origin.SCOPE for winner in winners):
-        return False
-    policy = Policy({d.key: d.function for d in (loser, *winners)})
-    return any(
-        policy.decide(visit.eqn.primitive, visit.scopes).key == loser.key
-        for visit in visits
-    )
-
-
-def _message(
-    loser: Decision, winners: Sequence[Decision], visits: Iterable[Visit]
-) -> str:
-    keys = ", ".join(dict.fromkeys(repr(winner.key) for winner in winners))
-    action = f"Narrow {keys}, or leave {loser.key!r} out."
-    if winners[0].origin is Origin.PRIMITIVE:
-        rule = "It leaves everything inside as written"
-        action = f"Leave {keys} or {loser.key!r} out."
-    elif loser.origin is Origin.PRIMITIVE:
-        rule = "A scope wins over a primitive"
-    else:
-        rule = "The outermost scope wins, then a method, then what the policy has first"
-        if _may_win(loser, winners, visits):
-            action = f"Narrow {keys}, put {loser.key!r} before it, or leave it out."
-    return f"{loser.key!r} loses to {keys} wherever it matches. {rule}. {action}"
