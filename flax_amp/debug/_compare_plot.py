@@ -10,7 +10,6 @@ import numpy as np
 from flax_amp.debug._compare_model import Comparison, ModuleErrors
 from flax_amp.debug._compare_report import error
 from flax_amp.debug._compare_stats import EXPONENTS, FLUSHED
-from flax_amp.debug._report import shortened
 
 # Up to these exponents float16 has no digits, some, and all of them.
 _BORDERS = (FLUSHED, -14, 16)
@@ -37,7 +36,7 @@ def draw(found: Comparison, path: str | os.PathLike[str], top: int) -> None:
     _draw_errors(axes[0], found, modules)
     _draw_exponents(axes[1], [m.values for m in modules], "activations", 1.0)
     _draw_exponents(axes[2], [m.gradients for m in modules], "gradients", found.scale)
-    labels = [shortened(m.path or "(outside of modules)", 44) for m in modules]
+    labels = [(m.path or "(outside of modules)")[-44:] for m in modules]
     axes[0].set_yticks(range(len(labels)), labels, fontsize=9)
     axes[0].set_ylim(len(modules) - 0.5, -0.5)  # the worst one on top
     row = found.settings[0]

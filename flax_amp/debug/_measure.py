@@ -21,7 +21,7 @@ from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import FlatLoss, Target, UsersCall, on_arrays, read_target
-from flax_amp.debug._report import Report, report_width, table
+from flax_amp.debug._report import Part, Report, table
 from flax_amp.policy import Policy
 
 _PRECISIONS: dict[str, Precision] = {
@@ -75,13 +75,13 @@ class Measurement(Report):
     def _summary(self) -> str:
         return ", ".join(self.figures)
 
-    def _lines(self) -> Iterator[str]:
+    def _parts(self) -> Iterator[Part]:
         how = f"the least of {self.turns} turns" if self.turns else "not run"
         yield f"{self.name} on {self.devices}, {how}"
         yield from _ON_A_CPU if self.platform == "cpu" else ()
         yield ""
         rows = ([name, *self._cells(name)] for name in self.figures)
-        yield from table([["", *_HEADERS], *rows], report_width())
+        yield table(["", *_HEADERS], rows)
 
     def _cells(self, name: str) -> Iterator[str]:
         """Yields each figure with its ratio to that of float32."""
