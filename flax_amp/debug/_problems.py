@@ -25,9 +25,8 @@ from flax_amp._rewriter.plan import Reason, ReasonKind
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
 from flax_amp.debug._place import known_size
-from flax_amp.debug._shadowed import shadowed_keys
 from flax_amp.debug._walk import Visit
-from flax_amp.policy import Origin, Policy
+from flax_amp.policy import Decision, Origin, Policy
 
 # The most important first.
 KINDS = (
@@ -64,7 +63,7 @@ def find_problems(
         ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
     }
     if compute_dtype != jnp.float32:
-        found |= shadowed_keys(visits, policy, compute_dtype)
+        found |= _shadowed_keys(visits, policy)
         for visit in visits:
             choice = _choice(visit)
             findings = _findings(visit, compute_dtype.name)
@@ -105,6 +104,33 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
         count=sum(row.times for row in rows),
         flops=sum(row.flops for row in rows),
     )
+
+
+def _shadowed_keys(
+    visits: Sequence[Visit], policy: Policy
+) -> dict[Finding, list[Equation]]:
+    """Finds the keys of scopes that match equations, but decide none of them."""
+    deciding = set()
+    lost: dict[Decision, list[tuple[Decision, Equation]]] = {}
+    for visit in visits:
+        first, *others = policy.matching(visit.eqn.primitive, visit.scopes)
+        deciding.add(first)
+        for other in others:
+            if other.origin is Origin.SCOPE:
+                lost.setdefault(other, []).append((first, visit.row))
+    found = {}
+    for loser, pairs in lost.items():
+        winners = dict.fromkeys(winner for winner, _ in pairs)
+        functions = {id(decision.function) for decision in (loser, *winners)}
+        if loser not in deciding and len(functions) > 1:
+            keys = ", ".join(repr(winner.key) for winner in winners)
+            message = (
+                f"{loser.key!r} loses to {keys} wherever it matches. The outermost "
+                "scope wins, then a method, then what the policy has first. Narrow "
+                f"{keys}, or leave {loser.key!r} out."
+            )
+            found["shadowed policy key", message] = [row for _, row in pairs]
+    return found
 
 
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
@@ -161,11 +187,10 @@ def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         return
     if any(map(is_half, floats)):
         names = " and ".join(map(short, floats))
-        what = f"has factors in {names}" if len(floats) > 1 else f"runs in {names}"
         yield (
             "own dtype",
-            f"{what} without amp: its author set a dtype. Leave out dtype= or the cast "
-            "to let the policy decide.",
+            f"has factors in {names} without amp: its author set a dtype. Leave out "
+            "dtype= or the cast to let the policy decide.",
         )
     elif row.is_low:
         yield from _of_reduction(visit)

@@ -156,7 +156,7 @@ def lines(
       depth: how many levels to go down.
       above: the line of what they stand in.
     """
-    label, modules = _behind_steps(modules)
+    label = _common_name(modules)
     every = [equation for module in modules for equation in module.walk()]
     times = min((equation.times for equation in every), default=1)
     copies = len(modules) // (above.copies if above else 1)
@@ -168,21 +168,6 @@ def lines(
         return [line]
     inside = [lines(members, depth, line) for members in _equal_children(modules)]
     return [line, *_itself(modules, line.depth + 1), *itertools.chain(*inside)]
-
-
-def _behind_steps(modules: Sequence[Module]) -> tuple[str, Sequence[Module]]:
-    """Returns the name and the modules of a line.
-
-    A mere step of the path, with nothing but equal modules in it, gets no line.
-    """
-    label = _common_name(modules)
-    while not modules[0].equations:
-        inside = [child for module in modules for child in module.children.values()]
-        if len(set(map(signature, inside))) != 1:
-            break
-        modules = inside
-        label = f"{label}/{_common_name(modules)}".strip("/")
-    return label, modules
 
 
 def _itself(modules: Sequence[Module], depth: int) -> list[Branch]:
