@@ -12,7 +12,7 @@ from flax_amp.debug._compare_report import error
 from flax_amp.debug._compare_stats import EXPONENTS, FLUSHED
 
 # The exponents up to which float16 has no digits, and some, and has none again.
-_BORDERS = {"becomes 0": FLUSHED, "loses digits": -14, "inf": 16}
+_BORDERS = {"0": FLUSHED, "few digits": -14, "inf": 16}
 _LOWEST, _HIGHEST = 1e-6, 10.0  # where errors are drawn that are beyond
 
 
