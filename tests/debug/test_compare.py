@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 
 import flax_amp
 from _models import FEATURES, linen_loss, linen_state, nnx_loss, nnx_state
@@ -41,7 +40,6 @@ FAULTS = {
     "huge": (lambda x, a, b: kept(x * a) / a, 1e6, 1.0),
     "nan": (divide_by_zero, 1e6, 1e5),
 }
-HALF_RANGE = ("tiny", "huge")  # bfloat16 has the exponents of float32
 WIDTH, BATCH = 8, 6
 SQUARE, EIGHT = (jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) for i in (0, 1))
 
@@ -72,35 +70,6 @@ class LinenNet(nn.Module):
         return nn.Dense(2, name="head")(x)
 
 
-class NnxLayer(nnx.Module):
-    def __init__(self, fault, rngs):
-        self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.fault = fault
-        if fault:
-            _, a, b = FAULTS[fault]
-            self.a = nnx.Param(jnp.full((1, WIDTH), a))
-            self.b = nnx.Param(jnp.full((1, WIDTH), b))
-
-    def __call__(self, x):
-        x = self.inner(x)
-        if self.fault:
-            a, b = jax.lax.stop_gradient((self.a[...], self.b[...]))
-            x = FAULTS[self.fault][0](x, a, b)
-        return nnx.tanh(x)
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, fault, position, rngs):
-        faults = [fault if i == position else "" for i in range(3)]
-        self.layers = nnx.List([NnxLayer(fault, rngs) for fault in faults])
-        self.head = nnx.Linear(WIDTH, 2, rngs=rngs)
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def batch():
     return jax.random.normal(jax.random.key(2), (BATCH, WIDTH))
 
@@ -111,21 +80,12 @@ def linen(fault, position):
     return lambda params, x: jnp.mean(model.apply(params, x) ** 2), (params, batch())
 
 
-def nnx_(fault, position):
-    model = NnxNet(fault, position, nnx.Rngs(0))
-    return lambda model, x: jnp.mean(model(x) ** 2), (model, batch())
-
-
-@pytest.mark.parametrize(
-    "make, position, dtype",
-    [(linen, 0, jnp.bfloat16), (linen, 2, jnp.float16), (nnx_, 1, jnp.bfloat16)],
-)
-def test_a_planted_bad_layer_comes_first(make, position, dtype):
-    fun, args = make("offset", position)
+@pytest.mark.parametrize("position, dtype", [(0, jnp.bfloat16), (2, jnp.float16)])
+def test_a_planted_bad_layer_comes_first(position, dtype):
+    fun, args = linen("offset", position)
     found = compare_precision(fun, compute_dtype=dtype, remedies=0)(*args)
     first, second = found.modules[:2]
-    layer = f"layer_{position}" if make is linen else f"layers/{position}"
-    assert first.path == f"{'LinenNet' if make is linen else 'NnxNet'}/{layer}"
+    assert first.path == f"LinenNet/layer_{position}"
     assert first.harm > found.threshold > second.harm
     # Those behind it have its error, too, but add none of their own.
     behind = [m for m in found.modules if m.path.endswith("head")][0]
@@ -147,6 +107,8 @@ def test_each_fault_is_found_and_mended(fault):
     mended = in_float16(fun, amp_policy=policy)(*args)
     assert mended.settings[0].gradient_error == remedy.gradient_error
     assert not mended.remedies and "No module adds more" in str(mended)
+    if fault in ("tiny", "huge"):  # bfloat16 has the exponents of float32
+        assert not compare_precision(fun, compute_dtype=jnp.bfloat16)(*args).remedies
 
 
 @pytest.mark.once
@@ -245,14 +207,6 @@ def test_what_helps_is_recommended_and_what_is_not_enough_only_alone():
         assert ("Add to amp_policy" in report) == bool(named)
         assert report.endswith(f"\n  {named}") or not named
         assert ("None of them helps" in report) == (not named)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("fault", HALF_RANGE)
-def test_bfloat16_has_the_range(fault):
-    fun, args = linen(fault, 1)
-    found = compare_precision(fun, compute_dtype=jnp.bfloat16)(*args)
-    assert not found.remedies
 
 
 def test_what_is_not_finite_is_the_fault_of_one():
