@@ -287,6 +287,7 @@ def test_a_derivative_that_a_where_drops():
     found = search(loss)(W, ZERO)
     assert found.finding.backward and found.finding.source == line("where")
     assert found.finding.text == "div(0, 0) = nan" and found.finding.examples == (2,)
+    assert found.verdict == "mathematics" and "jnp.where(ok, f(" in found.advice
     assert found.reached == ("gradient of w",)
 
 
@@ -415,6 +416,7 @@ def test_a_mesh_with_explicit_axes():
     w = jax.device_put(W, jax.NamedSharding(mesh, P()))
     found = find_nonfinite(lambda w, x: jnp.log(x @ w).sum() * 2)(w, x)
     assert found.verdict == "mathematics" and found.finding.text == "log(0) = -inf"
+    assert "keep its operand above 0" in found.advice
 
 
 def test_a_policy_for_two_modules():
