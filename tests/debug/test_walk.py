@@ -70,11 +70,6 @@ def rematted(w, x):
     return jax.checkpoint(layer)(jax.checkpoint(attention)(x, w), w)
 
 
-def jitted(w, x):
-    block = jax.jit(layer)
-    return block(block(block(x, w), w), w).sum()
-
-
 def unrolled(stack, x):
     for w in stack:
         x = layer(x, w)
@@ -156,12 +151,10 @@ def two_regions(w, x):
 PROGRAMS = {
     "two regions": (two_regions, W, X),
     "attention": (attention, X, W),
-    "scan": (scan_layers, STACK, X),
     "nested scans": (nested_scans, STACK, X),
     "loops": (loops, W, X),
     "cond": (branches, W, X),
     "remat": (rematted, W, X),
-    "jit": (jitted, W, X),
     "unrolled": (unrolled, STACK, X),
     "custom rules": (custom_rules, W, X),
     "amp_stop": (stopped, W, X),
