@@ -8,8 +8,16 @@ from rich.text import Text
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
 from flax_amp.debug._report import Part, size, table
 
-_MODULES = ("own\nfwd", "own\nbwd", "own\nparam", "\ntotal", "flush\nf16")
-_MODULES = ("\nmodule", *_MODULES, "max\nvalue", "max\ngrad")
+_MODULES = (
+    "\nmodule",
+    "own\nfwd",
+    "own\nbwd",
+    "own\nparam",
+    "\ntotal",
+    "flush\nf16",
+    "max\nvalue",
+    "max\ngrad",
+)
 _RUNS = ("\nthe program", "error of\nloss", "\ngradients", "\nstored", "in\nhalf")
 
 
