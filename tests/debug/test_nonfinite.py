@@ -438,7 +438,7 @@ def test_memory_that_is_used_again_for_batches_and_further_arguments():
     step = report_nonfinite(step, loss_fn, report=reports.append, limit=1)
     state = square_state(scaler={"scaler": 8.0})
     batch, offset = np.ones((4, 8), np.float32), np.ones((4, 1), np.float32)
-    for value in (1, 0, 0, 1):
+    for value in (1, 0, 1, 0, 1):
         batch[:] = offset[:] = value
         with jax.transfer_guard_host_to_device("disallow_explicit"):
             step.check(state)
