@@ -22,7 +22,9 @@ def deep(w, x):
         with jax.named_scope(f"Layer_{i}"):
             x = jnp.tanh(x @ w @ w if i == 3 else x @ w)
             with jax.named_scope("norm"):
-                x = x / jnp.sum(x * x, -1, keepdims=True)
+                with jax.named_scope("total"):
+                    total = jnp.sum(x * x, -1, keepdims=True)
+                x = x / total
     return jnp.dot(x, w, precision="highest").sum()
 
 
@@ -40,7 +42,7 @@ def test_it_has_everything_and_needs_nothing_else(found):
     for words in (problem.message, problem.source, "without amp", *found.notes):
         assert words in text, words
     # A row for each module and for each equation, with its figures and its reasons.
-    assert text.count("<summary") == 1 + 2 * 6 + 6 + 1
+    assert text.count("<summary") == 2 + 5 * 6  # with those of what is in itself
     assert text.count('class="row equation') == len(found.equations)
     for row in found.equations:
         facts = " · ".join(filter(None, (row.reason, row.result, row.source)))
@@ -50,13 +52,13 @@ def test_it_has_everything_and_needs_nothing_else(found):
 
 def test_text_of_users_ends_no_tag():
     def fun(x):
-        with jax.named_scope("</script><b>{{rows}}"):
+        with jax.named_scope("</script><b>{{notes}}"):
             return x * 2
 
     fun.__name__ = "</title><i>"
     page = explain(fun)(X).to_html()
     assert page.count("</script>") == 1 and "<i>" not in page and "<b>{{" not in page
-    assert "script&gt;&lt;b&gt;{{rows}}" in page
+    assert "script&gt;&lt;b&gt;{{notes}}" in page
 
 
 def test_a_notebook_gets_the_page_in_a_frame(found, monkeypatch):
@@ -103,11 +105,12 @@ def test_in_a_browser(found, scheme, tmp_path):
 
         # It opens on the modules, the costliest first, and on no equation.
         assert names()[:2] == ["deep", "Layer_3"] and names()[-1].startswith("itself: ")
+        assert "norm" in names() and "total" not in names()
         assert tab.locator(".equation:visible").count() == 0
         tab.click("#fold")
         assert names() == ["deep"]
         tab.click("#unfold")
-        assert rows.count() == 20 + len(found.equations)
+        assert rows.count() == 32 + len(found.equations)
         tab.fill("input", "reduce_sum")
         assert "7 equations match" in tab.text_content("#found")
         assert tab.locator(".equation:visible").count() == 7
