@@ -111,11 +111,11 @@ def table(
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
         if i in left:
-            found.add_column(Text(header), overflow="fold")
+            found.add_column(header, overflow="fold")
         else:
-            found.add_column(Text(header), justify="right", no_wrap=True)
+            found.add_column(header, justify="right", no_wrap=True)
     for cells, style in itertools.zip_longest(rows, styles, fillvalue=""):
-        found.add_row(*map(Text, cells), style=style)
+        found.add_row(*cells, style=style)
     return found
 
 
