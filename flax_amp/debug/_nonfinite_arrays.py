@@ -40,14 +40,14 @@ def kinds(x: Array) -> str:
     return " and ".join(found)
 
 
-def operand(x: Array) -> Operand:
-    """Returns what is known of an array."""
+def operand(x: Array, lead: int) -> Operand:
+    """Returns what is known of an array, without its leading axes."""
     largest = None
     if _tree.is_inexact_array(x):
         host = np.abs(np.asarray(x))
         finite = host[np.isfinite(host)]
         largest = float(finite.max()) if finite.size else None
-    return Operand(str(x.dtype), tuple(x.shape), largest)
+    return Operand(str(x.dtype), tuple(x.shape[lead:]), largest)
 
 
 def as_text(name: str, arrays: Sequence[Array], x: Array, fresh: Any) -> str:

@@ -13,9 +13,8 @@ program. So a mask of `-inf`, or an inf that a `where` drops, is no false alarm:
 What an operand has to do with a result is found by running the equation again, with
 numbers in the place of what is not finite in its operands.
 
-Calls and branches are followed inside. A loop and each iteration run as a whole first,
-and once more equation by equation only if a result is not finite. All else that has a
-program inside, such as a `shard_map`, counts as one equation.
+Calls and branches are followed inside. A loop, a `shard_map` and each iteration run as
+a whole first, and once more equation by equation only if a result is not finite.
 """
 
 import dataclasses
@@ -36,13 +35,10 @@ from flax_amp._jaxpr.traits import Kind, bodies, kind_of
 from flax_amp._tree import split_list
 from flax_amp.debug._model import is_half
 from flax_amp.debug._nonfinite_arrays import as_text, is_finite, kinds, operand
+from flax_amp.debug._nonfinite_devices import Devices, compiled
 from flax_amp.debug._nonfinite_model import Finding
 from flax_amp.debug._place import Place
 from flax_amp.policy import with_result_dtype
-
-# XLA may keep the digits and the range of float32 in fused code. Here each equation is
-# to run in its own dtype.
-_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,10 +134,11 @@ class Runner:
     def _constant(self, x: Any, atom: Atom, place: Place) -> Value:
         if isinstance(atom, Literal):
             x = np.asarray(x, getattr(atom.aval, "dtype", None))
+        value = x if place.devices is None else place.devices.lift(x)
         if is_finite(x):
-            return Value(x)
+            return Value(value)
         finding = self._finding(place, primitive="constant", kind=kinds(x))
-        return Value(x, Cause((1, next(self._numbers)), finding))
+        return Value(value, Cause((1, next(self._numbers)), finding))
 
     def _equation(self, eqn: Eqn, values: Sequence[Value], place: Place) -> list[Value]:
         body = _called(eqn)
@@ -149,11 +146,13 @@ class Runner:
             return self._run(body, values, place)
         arrays = [value.array for value in values]
         if eqn.primitive.name == "cond":
-            branches = eqn.params["branches"]
-            chosen = min(max(int(arrays[0]), 0), len(branches) - 1)
-            at = place.noted(f"branch {chosen} of {len(branches)}")
-            return self._run(branches[chosen], values[1:], at)
-        outs = self._bind(eqn, arrays)
+            index = place.devices.common(arrays[0]) if place.devices else arrays[0]
+            if index is not None:
+                branches = eqn.params["branches"]
+                chosen = min(max(int(index), 0), len(branches) - 1)
+                at = place.noted(f"branch {chosen} of {len(branches)}")
+                return self._run(branches[chosen], values[1:], at)
+        outs = self._bind(eqn, arrays, place)
         if all(map(is_finite, outs)):
             return list(map(Value, outs))
         causes = self._causes_inside(eqn, values, place) or [None] * len(outs)
@@ -164,35 +163,38 @@ class Runner:
             for i, (x, cause) in enumerate(zip(outs, causes, strict=True))
         ]
 
-    def _bind(self, eqn: Eqn, arrays: Sequence[Array]) -> list[Array]:
+    def _bind(self, eqn: Eqn, arrays: Sequence[Array], place: Place) -> list[Array]:
         """Runs an equation as a whole."""
         run = functools.partial(_compat.bind_in_context, eqn)
-        if not any(jaxprs_in_params(eqn.params)):
+        if place.devices is None and not any(jaxprs_in_params(eqn.params)):
             return list(run(arrays))  # JAX caches it
-        return self._compiled(lambda *arrays: run(arrays), eqn, arrays)
+        return self._compiled(lambda *arrays: run(arrays), eqn, arrays, place)
 
     def _body(self, body: Jaxpr, values: Sequence[Value], place: Place) -> list[Value]:
         """Runs one iteration, equation by equation if it is not finite."""
-        outs = self._whole(body, values)
+        outs = self._whole(body, values, place)
         if all(map(is_finite, outs)):
             return list(map(Value, outs))
         return self._run(body, values, place)
 
-    def _whole(self, body: Jaxpr, values: Sequence[Value]) -> list[Array]:
+    def _whole(self, body: Jaxpr, values: Sequence[Value], place: Place) -> list[Array]:
         def run(*arrays: Array) -> Sequence[Array]:
             return evaluate(body, arrays)
 
         jaxpr, _ = _compat.open_jaxpr(body)
-        return self._compiled(run, jaxpr, [value.array for value in values])
+        return self._compiled(run, jaxpr, [value.array for value in values], place)
 
-    def _compiled(self, run: Any, key: Any, arrays: Sequence[Array]) -> list[Array]:
+    def _compiled(
+        self, run: Any, key: Any, arrays: Sequence[Array], place: Place
+    ) -> list[Array]:
         """Runs a function, compiled once for a key, which is compared by identity."""
-        if id(key) not in self.functions:
+        ids = place.devices, id(key)
+        if ids not in self.functions:
             # With the key, so that no other object gets its id.
-            self.functions[id(key)] = key, jax.jit(run, compiler_options=_OPTIONS)
-        return list(self.functions[id(key)][1](*arrays))
+            self.functions[ids] = key, compiled(run, key, place.devices)
+        return list(self.functions[ids][1](*arrays))
 
-    # --- loops: the causes of their results ------------------------------------------
+    # --- loops and devices: the causes of their results ------------------------------
 
     def _causes_inside(
         self, eqn: Eqn, values: Sequence[Value], place: Place
@@ -200,7 +202,16 @@ class Runner:
         name = eqn.primitive.name
         if name == "scan":
             return self._in_scan(eqn, values, place)
-        return self._in_while(eqn, values, place) if name == "while" else None
+        # Within a `shard_map`, devices may need other numbers of iterations.
+        if name == "while" and place.devices is None:
+            return self._in_while(eqn, values, place)
+        if name == "shard_map" and place.devices is None:
+            devices = Devices.of(eqn)
+            parts = devices.enter(eqn, [value.array for value in values])
+            inner = [_value(x, v.cause) for x, v in zip(parts, values, strict=True)]
+            at = dataclasses.replace(place, devices=devices)
+            return [v.cause for v in self._run(eqn.params["jaxpr"], inner, at)]
+        return None
 
     def _in_scan(
         self, eqn: Eqn, values: Sequence[Value], place: Place
@@ -213,7 +224,7 @@ class Runner:
         if eqn.params["reverse"]:
             order, note = order[::-1], " (reverse)"
         for count, i in enumerate(order, 1):  # as it runs
-            rows = [_value(_row(x.array, i), x.cause) for x in xs]
+            rows = [_value(_row(x.array, i, _lead(place)), x.cause) for x in xs]
             at = place.noted(f"scan iteration {count} of {length}{note}")
             outs = self._body(eqn.params["jaxpr"], [*consts, *carry, *rows], at)
             carry, ys = split_list(outs, counts[1])
@@ -227,7 +238,7 @@ class Runner:
         counts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts, carry = split_list(values, *counts)
         i = 0
-        while bool(self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]):
+        while bool(self._whole(params["cond_jaxpr"], [*cond_consts, *carry], place)[0]):
             i += 1
             at = place.noted(f"while iteration {i}")
             carry = tuple(self._body(params["body_jaxpr"], [*consts, *carry], at))
@@ -238,7 +249,7 @@ class Runner:
     def _cause(
         self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, place: Place
     ) -> Cause:
-        carried, fresh = self._origins(eqn, values, x, result)
+        carried, fresh = self._origins(eqn, values, x, result, place)
         first = first_of(carried)
         if first and first.is_fault:
             return first
@@ -254,7 +265,7 @@ class Runner:
         return Cause((0, next(self._numbers)), finding, arguments)
 
     def _origins(
-        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int
+        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, place: Place
     ) -> tuple[list[Cause], Any]:
         """Returns the causes that a result inherits, and which elements are new."""
         bad = ~np.isfinite(np.asarray(x))
@@ -262,7 +273,7 @@ class Runner:
         def bad_from(kept: Value | None) -> Any:
             """Returns what is still bad with numbers in all operands but one."""
             arrays = [v.array if v is kept else _numbers_only(v) for v in values]
-            again = np.asarray(self._bind(eqn, arrays)[result])
+            again = np.asarray(self._bind(eqn, arrays, place)[result])
             # An inf that would be made anyway does not explain a NaN.
             is_other = kept is None and np.isnan(x) & ~np.isnan(again)
             return bad & ~np.isfinite(again) & ~np.asarray(is_other)
@@ -275,26 +286,35 @@ class Runner:
         return list(filter(None, carried)), fresh
 
     def _finding(self, place: Place, **known: Any) -> Finding:
-        return Finding(place.path, place.source, self.backward, place.inside, **known)
+        known.setdefault("inside", place.inside)
+        return Finding(place.path, place.source, self.backward, **known)
 
     def _describe(
         self, eqn: Eqn, values: Sequence[Value], x: Array, fresh: Any, place: Place
     ) -> Finding:
         arrays = [value.array for value in values]
+        known: dict[str, Any] = {}
+        if place.devices is None:
+            known["examples"] = self.examples(fresh)
+            known["text"] = as_text(eqn.primitive.name, arrays, x, fresh)
+        else:
+            found = np.flatnonzero(fresh.reshape(len(fresh), -1).any(axis=1))
+            known["inside"] = (*place.inside, place.devices.names(found.tolist(), x))
         return self._finding(
             place,
             primitive=eqn.primitive.name,
             kind=kinds(np.asarray(x)[fresh]),
-            operands=tuple(map(operand, arrays)),
-            result=operand(x),
+            operands=tuple(operand(a, _lead(place)) for a in arrays),
+            result=operand(x, _lead(place)),
             bad=int(fresh.sum()),
             size=int(fresh.size),
-            text=as_text(eqn.primitive.name, arrays, x, fresh),
-            finite_in_float32=self._finite_in_float32(eqn, arrays),
-            examples=self.examples(fresh),
+            finite_in_float32=self._finite_in_float32(eqn, arrays, place),
+            **known,
         )
 
-    def _finite_in_float32(self, eqn: Eqn, arrays: Sequence[Array]) -> bool | None:
+    def _finite_in_float32(
+        self, eqn: Eqn, arrays: Sequence[Array], place: Place
+    ) -> bool | None:
         """Whether it is finite in float32 for the same operands, if that is known."""
         wide = [a.astype(jnp.float32) if is_half(str(a.dtype)) else a for a in arrays]
         params = with_result_dtype(eqn.params, jnp.float32)
@@ -303,7 +323,7 @@ class Runner:
         if any(jaxprs_in_params(params)):
             return None
         try:
-            outs = self._bind(eqn.replace(params=params), wide)
+            outs = self._bind(eqn.replace(params=params), wide, place)
         except Exception:  # a primitive for which other dtypes are not possible
             return None
         return all(map(is_finite, outs))
@@ -317,12 +337,17 @@ def _called(eqn: Eqn) -> Jaxpr | None:
     return body
 
 
+def _lead(place: Place) -> int:
+    """Returns the number of axes that stand before those of the program."""
+    return int(place.devices is not None)
+
+
 def _numbers_only(value: Value) -> Array:
     """Returns an array with a number at which most functions are finite."""
     x = value.array
     return x if value.cause is None else jnp.where(jnp.isfinite(x), x, 0.5)
 
 
-def _row(x: Array, i: int) -> Array:
+def _row(x: Array, i: int, axis: int) -> Array:
     # A static index would be compiled for each iteration.
-    return jax.lax.dynamic_index_in_dim(x, np.int32(i), keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, np.int32(i), axis, keepdims=False)

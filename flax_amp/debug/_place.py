@@ -89,6 +89,7 @@ class Place:
       times: how often it runs.
       eqn: the equation; of a jaxpr, the one that holds it.
       outer: the place of the jaxpr around the equation.
+      devices: the devices of the `shard_map` around it, for an interpreter.
     """
 
     scopes: tuple[str, ...] = ()
@@ -96,6 +97,7 @@ class Place:
     times: int = 1
     eqn: Eqn = None
     outer: "Place | None" = None
+    devices: Any = None
 
     @property
     def path(self) -> str:
