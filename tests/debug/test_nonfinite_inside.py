@@ -116,10 +116,24 @@ def custom_vjp(f, y):
     return g(y)
 
 
-def sharded(f, y):
-    """Its program counts as one equation."""
+def sharded(f, y, check_vma=True):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
-    return jax.shard_map(f, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(y)  # sharded
+
+    def part(y):
+        return f(y) * 2 + 0 * jax.lax.psum(jnp.minimum(y, 1).sum(), "d")
+
+    mapped = jax.shard_map(
+        part, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma
+    )
+    return mapped(y)
+
+
+def unchecked(f, y):
+    return sharded(f, y, check_vma=False)
+
+
+def sharded_scan(f, y):
+    return sharded(functools.partial(scan, f), y)
 
 
 def nested(f, y):
@@ -127,7 +141,7 @@ def nested(f, y):
     return jax.jit(lambda y: scan(lambda z: jax.checkpoint(branch)(z), y))(y)
 
 
-THIRD = "scan iteration 3 of 5"
+THIRD, DEVICE = "scan iteration 3 of 5", "device d=2"
 # structure -> what is around the fault
 STRUCTURES = {
     plain: (),
@@ -138,7 +152,9 @@ STRUCTURES = {
     checkpoint: (),
     custom_jvp: (),
     custom_vjp: (),
-    sharded: (),
+    sharded: (DEVICE,),
+    unchecked: (DEVICE,),
+    sharded_scan: (THIRD, DEVICE),
     nested: (THIRD, "branch 1 of 2"),
 }
 
@@ -154,7 +170,7 @@ CASES = [
     for structure in STRUCTURES
     for fault in FAULTS
     if (structure, fault) != (while_loop, sqrt)
-    and (fault is not product or structure in (plain, scan, cond))
+    and (fault is not product or structure in (plain, scan, cond, sharded))
 ]
 
 
@@ -170,16 +186,16 @@ def test_each_structure_shows_the_fault(structure, fault):
     options = dict(compute_dtype=jnp.float16) if fault is product else {}
     found = search(loss, **options)(W, x)
     finding = found.finding
-    is_whole = structure is sharded
-    assert finding.primitive == ("shard_map" if is_whole else primitive)
-    assert finding.kind == "inf" and finding.examples == (2,)
+    assert (finding.primitive, finding.kind) == (primitive, "inf")
     assert ("backward" if finding.backward else "forward") == pass_
-    assert finding.source == line("sharded" if is_whole else fault.__name__)
-    layers = "layer/" if structure in (scan, nested) else ""
-    assert finding.path == ("" if is_whole else f"{layers}bad")
+    assert finding.source == line(fault.__name__)
+    layers = "layer/" if structure in (scan, sharded_scan, nested) else ""
+    assert finding.path == f"{layers}bad"
     # The third of five, also if a backward pass goes the other way.
     inside = tuple(x.removesuffix(" (reverse)") for x in finding.inside)
     assert inside == STRUCTURES[structure]
+    if DEVICE not in finding.inside:
+        assert finding.examples == (2,)
     assert found.verdict == ("precision" if fault is product else "mathematics")
 
 
