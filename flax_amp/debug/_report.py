@@ -13,6 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+# The columns of a terminal that a table has beside the names in its first one.
+_FIGURES = 58
+
 # What a report is made of. A string stays one line, and all else is wrapped.
 Part = str | Text | Table | Padding
 
@@ -80,10 +83,13 @@ def plain(value: Any) -> Any:
 
 def as_text(parts: Iterable[Part]) -> str:
     """Returns a report as text, as wide as the terminal, from 80 to 120 columns."""
-    width = min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
     file = io.StringIO()
-    show(parts, file=file, width=width, color_system=None, force_jupyter=False)
+    show(parts, file=file, width=_width(), color_system=None, force_jupyter=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _width() -> int:
+    return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 
 def show(parts: Iterable[Part], **options: Any) -> None:
@@ -104,13 +110,16 @@ def table(
     Args:
       headers: the headers of its columns.
       rows: the cells of each row.
-      left: the columns that stand at the left side of theirs. Their cells are broken
-        into lines if there is no room; no figure is.
+      left: the columns that stand at the left side of theirs. Where there is no room,
+        a name in the first one is cut, and the others are broken into lines.
       styles: the style of each row on a terminal with colors, if they have any.
     """
     found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
-        if i in left:
+        if i == 0:
+            # A long name is cut: in two lines it would look like two modules.
+            found.add_column(header, no_wrap=True, max_width=_width() - _FIGURES)
+        elif i in left:
             found.add_column(header, overflow="fold")
         else:
             found.add_column(header, justify="right", no_wrap=True)
