@@ -297,15 +297,6 @@ def user_frames(eqn: Eqn) -> Iterator[tuple[str, int]]:
             yield frame.file_name, frame.line_num
 
 
-def outer_functions(eqn: Eqn) -> Iterator[tuple[str, str]]:
-    """Yields files and names of the functions around an equation, outermost first.
-
-    A name is that of the code, `Embed.attend`.
-    """
-    for frame in reversed(getattr(eqn.source_info.traceback, "frames", ())):
-        yield frame.file_name, frame.function_name
-
-
 def is_numerics_of_jax(eqn: Eqn) -> bool:
     """Whether an equation stands in code of JAX that chooses its own precision.
 

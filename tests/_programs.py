@@ -150,7 +150,6 @@ def again(fn, wrap=lambda f: f):
     return jax.grad(wrap(lambda *args: squares(jax.grad(fn)(*args))))
 
 
-dots_stored = jax.checkpoint_policies.dots_saveable
 FIRST_ORDER = {
     "value": lambda f: f,
     "grad": jax.grad,
@@ -158,7 +157,6 @@ FIRST_ORDER = {
     "jvp": lambda f: lambda *xs: jax.jvp(f, xs, xs),
     "linearize": lambda f: lambda *xs: jax.linearize(f, *xs)[1](*xs),
     "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "checkpoint of dots": lambda f: jax.grad(jax.checkpoint(f, policy=dots_stored)),
     "vmap": batched,
     "vmap of grad": lambda f: batched(jax.grad(f)),
     "grad of vmap": lambda f: jax.grad(lambda *xs: batched(f)(*xs).sum()),
@@ -166,50 +164,8 @@ FIRST_ORDER = {
 SECOND_ORDER = {
     "grad of grad": again,
     "jvp of grad": lambda f: lambda *xs: jax.jvp(jax.grad(f), xs, xs),
-    "linearize of grad": lambda f: lambda *xs: jax.linearize(jax.grad(f), *xs)[1](*xs),
     "hessian": jax.hessian,
-    "reverse over reverse": lambda f: jax.jacrev(jax.jacrev(f)),
 }
 DERIVATIVES = FIRST_ORDER | SECOND_ORDER
 # A checkpoint as `amp` writes it.
 stored = functools.partial(jax.checkpoint, policy=is_stored, prevent_cse=False)
-
-
-def tuned(loss, wrap=lambda f: f):
-    """The gradient through two unrolled steps of gradient descent."""
-
-    def outer(w, *args):
-        for _ in range(2):
-            w = w - 0.1 * wrap(jax.grad(loss))(w, *args)
-        return loss(w, *args)
-
-    return jax.grad(outer)
-
-
-def tuned_in_scan(loss, wrap=lambda f: f):
-    """The same with the steps in a loop."""
-
-    def outer(w, *args):
-        def step(w, _):
-            return w - 0.1 * jax.grad(loss)(w, *args), None
-
-        return loss(lax.scan(wrap(step), w, length=2)[0], *args)
-
-    return jax.grad(outer)
-
-
-HIGHER_ORDER = SECOND_ORDER | {
-    "third order": lambda f: jax.grad(lambda *xs: squares(again(f)(*xs))),
-    "grad of checkpoint of grad": lambda f: again(f, jax.checkpoint),
-    "grad of storing checkpoint of grad": lambda f: again(f, stored),
-    "third order of checkpoints": lambda f: jax.grad(
-        stored(lambda *xs: squares(again(stored(f), stored)(*xs)))
-    ),
-    "jits in checkpoints": lambda f: jax.jit(again(f, lambda f: stored(jax.jit(f)))),
-    "steps": tuned,
-    "checkpointed steps": lambda f: tuned(f, jax.checkpoint),
-    "steps in scan": tuned_in_scan,
-    "checkpointed steps in scan": lambda f: tuned_in_scan(f, jax.checkpoint),
-    "storing steps in scan": lambda f: tuned_in_scan(f, stored),
-    "vmap of second order": lambda f: batched(again(f, jax.checkpoint)),
-}

@@ -1,6 +1,6 @@
-"""One process of the resume test: trains, saves or restores, and reports its state.
+"""One process of the resume test: restores with plain Orbax, trains, reports its state.
 
-Usage: python _resume.py run|save|restore DIRECTORY REPORT
+Usage: python _resume.py DIRECTORY REPORT
 """
 
 import hashlib
@@ -22,7 +22,8 @@ STEPS, HALF = 6, 3
 POISONED = (1, 4)  # one before the stop, one after it
 
 
-def new_state(make):
+def new_state(name):
+    make, _ = MODELS[name]
     return make(scaler=init_scaler(scaler=64, patience=1, adjust_factor=4))
 
 
@@ -35,35 +36,33 @@ def open_manager(directory):
     )
 
 
-def main(task, directory, report):
+def trained(name, state, steps):
+    """Returns the state after some steps, and what a process reports of it."""
+    step = make_train_step(MODELS[name][1], has_aux=True, donate=False)
+    losses = []
+    for i in steps:
+        state, metrics = step(state, make_batch(i, poisoned=i in POISONED))
+        losses.append(repr(float(metrics["loss"])))
+    return state, {
+        "losses": losses,
+        "scale": float(state.scaler["scaler"]),
+        "skipped": int(state.opt_state.total_notfinite),
+        "leaves": {
+            path: hashlib.sha256(repr(leaf).encode()).hexdigest()
+            for path, leaf in leaves_by_path(state).items()
+        },
+    }
+
+
+def main(directory, report):
     results = {}
-    for name, (make, loss) in MODELS.items():
-        step = make_train_step(loss, has_aux=True)
-        start, stop = {"run": (0, STEPS), "save": (0, HALF), "restore": (HALF, STEPS)}[
-            task
-        ]
-        state = new_state(make)
-        with open_manager(Path(directory).resolve() / name) as manager:
-            if task == "restore":
-                # One target of each kind.
-                target = state if name == "linen" else jax.eval_shape(lambda s=state: s)
-                args = ocp.args.StandardRestore(target)
-                state = manager.restore(HALF, args=args)
-            losses = []
-            for i in range(start, stop):
-                state, metrics = step(state, make_batch(i, poisoned=i in POISONED))
-                losses.append(float(metrics["loss"]))
-            if task == "save":
-                manager.save(HALF, args=ocp.args.StandardSave(state))
-        results[name] = {
-            "losses": [repr(loss) for loss in losses],
-            "scale": float(state.scaler["scaler"]),
-            "skipped": int(state.opt_state.total_notfinite),
-            "leaves": {
-                path: hashlib.sha256(repr(leaf).encode()).hexdigest()
-                for path, leaf in leaves_by_path(state).items()
-            },
-        }
+    for name in MODELS:
+        state = new_state(name)
+        # One target of each kind.
+        target = state if name == "linen" else jax.eval_shape(lambda s=state: s)
+        with open_manager(Path(directory) / name) as manager:
+            state = manager.restore(HALF, args=ocp.args.StandardRestore(target))
+        results[name] = trained(name, state, range(HALF, STEPS))[1]
     Path(report).write_text(json.dumps(results))
 
 

@@ -55,33 +55,35 @@ def by_common_path(leaves: Mapping[Path, Any]) -> dict[Path, Leaf]:
 
     Paths that would have one common path keep their own.
     """
-    # An `nnx.State` adds `value` to the path of each of its Variables.
-    own = {
-        path: path[:-1] if path[-1] == "value" and len(path) > 1 else path
-        for path in leaves
-    }
+    own = {path: _without_value(path) for path in leaves}
     wrappers = _unwrap(set(own.values()))
     scaler = scaler_field(own.values())
-
-    def common(path: Path) -> Path:
-        if path[0] == "opt_state":
-            *_, (name, prefix) = (
-                wrapper
-                for wrapper in wrappers.items()
-                if path[: len(wrapper[1])] == wrapper[1]
-            )
-            return (name, *path[len(prefix) :])
-        if path[0] == scaler and len(path) == 2:
-            return ("scaler", SCALER_KEYS.get(path[1], path[1]))
-        return path if path[0] in _FIELDS else ("variables", *path)
-
-    result = {path: common(plain) for path, plain in own.items()}
+    result = {path: _common(plain, wrappers, scaler) for path, plain in own.items()}
     # A path that is kept may be the common path of another, which is kept then, too.
     while len(count := Counter(result.values())) < len(result):
         result = {
             path: new if count[new] == 1 else path for path, new in result.items()
         }
     return {result[path]: Leaf(path, value) for path, value in leaves.items()}
+
+
+def _without_value(path: Path) -> Path:
+    """Takes off the `value` that an `nnx.State` adds to the path of a Variable."""
+    return path[:-1] if path[-1] == "value" and len(path) > 1 else path
+
+
+def _common(path: Path, wrappers: Mapping[str, Path], scaler: str | None) -> Path:
+    if path[0] == "opt_state":
+        around = (
+            (name, outer)
+            for name, outer in wrappers.items()
+            if path[: len(outer)] == outer
+        )
+        *_, (name, outer) = around  # the innermost
+        return (name, *path[len(outer) :])
+    if path[0] == scaler and len(path) == 2:
+        return ("scaler", SCALER_KEYS.get(path[1], path[1]))
+    return path if path[0] in _FIELDS else ("variables", *path)
 
 
 def _unwrap(paths: set[Path]) -> dict[str, Path]:

@@ -97,21 +97,38 @@ def _save(
     step = _step_of(state)
     if ours:
         ours.make_room(step, force)
-    newest = manager.latest_step()
-    if newest is not None and step <= newest:
-        if problem := _why_not(step, newest, manager.directory):
-            warnings.warn(
-                f"checkpoint.save: {manager.directory} holds step {newest}, {problem}",
-                CheckpointWarning,
-                stacklevel=3,
-            )
-        return False
-    if not force and not manager.should_save(step):
+    if not _is_due(manager, step, force):
         return False
     if ours:
         ours.wait_until_finished()
         ours.begin()
     _steps.met[manager.directory].add(step)
+    return _write(manager, ours, step, state, metrics, force)
+
+
+def _is_due(manager: ocp.CheckpointManager, step: int, force: bool) -> bool:
+    """Whether a step is to be saved; a warning tells what the caller may not expect."""
+    newest = manager.latest_step()
+    if newest is None or step > newest:
+        return force or bool(manager.should_save(step))
+    if problem := _why_not(step, newest, manager.directory):
+        warnings.warn(
+            f"checkpoint.save: {manager.directory} holds step {newest}, {problem}",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+    return False
+
+
+def _write(
+    manager: ocp.CheckpointManager,
+    ours: Manager | None,
+    step: int,
+    state: AmpTrainState,
+    metrics: dict[str, float] | None,
+    force: bool,
+) -> bool:
+    """Starts to write a step; whatever Orbax raises is one kind of error."""
     try:
         saved: bool = manager.save(
             step,

@@ -27,7 +27,6 @@ from flax_amp._training.arguments import check_function
 from flax_amp._training.loss import call_user_fn, check_loss, fold_in
 from flax_amp._training.precision import compute_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
-from flax_amp.debug._place import known_methods
 from flax_amp.policy import check_compute_dtype
 
 T = TypeVar("T")
@@ -225,9 +224,7 @@ def with_scopes(
         fun = target.fun
         if not open_scopes:
             fun = getattr(fun, _WITHOUT_SCOPES, fun)
-        users = UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where)
-        with known_methods():
-            return use(users)
+        return use(UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
 
     try:
         return call(True), ()

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from rich.console import Console
-from rich.text import Text
 
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._explain import explain
 from flax_amp.debug._measure import measure
+from flax_amp.debug._report import show
 from flax_amp.debug._terminal import ONLY, render
 
 
@@ -65,12 +64,10 @@ def _or_error(run: Callable[[argparse.Namespace], int]) -> Any:
 def _explain(args: argparse.Namespace) -> int:
     dtype = args.dtype and jnp.dtype(args.dtype)
     found = _call(explain, args.target, compute_dtype=dtype)
-    console = Console(highlight=False)
-    lines = list(render(found, console.width, depth=args.depth, only=args.only))
+    parts = render(found, depth=args.depth, only=args.only)
     if args.html:
         args.html.write_text(found.to_html(), encoding="utf-8")
-    for line in lines:
-        console.print(Text(line.text, style=line.style), soft_wrap=True)
+    show(parts)
     if args.html:
         print(f"\nwrote {args.html}")
     return int(bool(found.problems))

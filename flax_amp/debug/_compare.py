@@ -43,7 +43,6 @@ _STANDS_OUT = 8
 _LARGEST = 65504.0  # in float16
 _MARGIN = 4  # gradients inside of modules may be this many times as large
 _LARGEST_SCALE = 2.0**24  # the default of `init_scaler`
-_ANY = jax.lax.add_p  # a primitive; scopes win over all
 
 
 def compare_precision(
@@ -318,26 +317,12 @@ class _Call:
         policy = default_amp_policy if policy is None else policy
         entries = {glob.escape(path): jnp.float32 for path in paths}
         line = ", ".join(f'"{key}": jnp.float32' for key in entries)
-        scopes = set().union(*(programs.marked.scopes[p] for p in paths))
-        if lost := _stronger(policy, entries, scopes):
-            line += f", without {', '.join(map(repr, sorted(lost)))}"
-        kept = {key: value for key, value in policy.items() if key not in lost}
-        options = {**self.options, "amp_policy": {**entries, **kept}}
+        others = {k: v for k, v in policy.items() if k not in entries}
+        options = {**self.options, "amp_policy": {**entries, **others}}
         with warnings.catch_warnings():
             # The policy is not the user's.
             warnings.simplefilter("ignore", PolicyWarning)
             return self._run(programs, name, options, line)[0]
-
-
-def _stronger(policy: PolicyEntries, entries: Any, every: Any) -> set[Any]:
-    """Returns the keys of a policy that win over entries before it in some scopes."""
-    # What comes first loses only to outer scopes, to methods, and to itself.
-    both = Policy({**entries, **policy})
-    found = policy.keys() & entries.keys()
-    for scopes in every:
-        keys = [decision.key for decision in both.matching(_ANY, scopes)]
-        found |= {*keys[: min(map(keys.index, entries.keys() & keys), default=0)]}
-    return found
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
@@ -351,20 +336,15 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 
 
 def _notes(programs: Programs) -> Iterator[str]:
-    values = programs.reference.values
-    makers: dict[int, set[str]] = {}
-    for name, edge in programs.marked.edges.items():
-        if edge.maker is None:  # a parameter
-            continue
-        size = values[name].dtype.itemsize
-        makers.setdefault(size, set()).add(edge.maker or "(outside of modules)")
-    if 2 in makers:
+    makers = {
+        edge.maker or "(outside of modules)"
+        for name, edge in programs.marked.edges.items()
+        # That of a parameter has no maker.
+        if edge.maker is not None
+        and programs.reference.values[name].dtype != jnp.float32
+    }
+    if makers:
         yield (
-            "the author of this code set a half dtype, so that it runs in half "
-            f"precision in the reference, too: {', '.join(sorted(makers[2]))}"
-        )
-    if 8 in makers:
-        yield (
-            "float64 stays float64 unless the policy names the code, so that nothing "
-            f"is rounded to half precision there: {', '.join(sorted(makers[8]))}"
+            "the author of this code set a dtype, in which the reference computes, "
+            f"too: {', '.join(sorted(makers))}"
         )

@@ -57,13 +57,11 @@ class Marked:
       jaxpr: the program.
       edges: the edges, by name.
       readers: the modules that read an input, the first one first, by its index.
-      scopes: the scopes of the code of each module, by its path.
     """
 
     jaxpr: Any = None
     edges: dict[str, Edge] = dataclasses.field(default_factory=dict)
     readers: dict[int, list[str]] = dataclasses.field(default_factory=dict)
-    scopes: dict[str, set[tuple[str, ...]]] = dataclasses.field(default_factory=dict)
 
 
 def edge_name(eqn: Eqn) -> str:
@@ -139,9 +137,7 @@ class _Body:
     def mark(self) -> None:
         """Marks each equation."""
         for eqn in self.jaxpr.eqns:
-            at = self.place.of(eqn)
-            path = at.path
-            self.marked.scopes.setdefault(path, set()).add(at.scopes)
+            path = self.place.of(eqn).path
             sources = [self._leaf(v) for v in eqn.invars]
             known = [source for source in sources if source is not None]
             indices = sum(known, ())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flax_amp._training.arguments import check_count
-from flax_amp.debug._report import Report, plain
+from flax_amp.debug._report import Report, as_text, plain
 
 _MODULES = "of modules"
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
@@ -152,10 +152,10 @@ class Comparison(Report):
         Raises:
           ValueError: if `top` is not a positive number.
         """
-        from flax_amp.debug._compare_report import as_text
+        from flax_amp.debug._compare_report import parts
 
         check_count(top, f"report: {top=}", _MODULES)
-        return as_text(self, top)
+        return as_text(parts(self, top))
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"cheapest": plain(self.cheapest)}

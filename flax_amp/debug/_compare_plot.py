@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from flax_amp.debug._compare_model import Comparison, ModuleErrors
+from flax_amp.debug._compare_model import Comparison, Errors, ModuleErrors
 from flax_amp.debug._compare_report import error
 from flax_amp.debug._compare_stats import EXPONENTS, FLUSHED
-from flax_amp.debug._report import shortened
 
-# Up to these exponents float16 has no digits, some, and all of them.
-_BORDERS = (FLUSHED, -14, 16)
-_BLUE, _ORANGE, _GREEN, _RED = "#2f6db5", "#d9822b", "#3a923a", "#c0392b"
-_SIDES = (("forward", "o", _BLUE), ("backward", "s", _ORANGE), ("params", "^", _GREEN))
-_LABEL = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#7a3b12"}
+# The exponents up to which float16 has no digits, and some, and has none again.
+_BORDERS = {"0": FLUSHED, "few digits": -14, "inf": 16}
 _LOWEST, _HIGHEST = 1e-6, 10.0  # where errors are drawn that are beyond
 
 
@@ -37,7 +33,7 @@ def draw(found: Comparison, path: str | os.PathLike[str], top: int) -> None:
     _draw_errors(axes[0], found, modules)
     _draw_exponents(axes[1], [m.values for m in modules], "activations", 1.0)
     _draw_exponents(axes[2], [m.gradients for m in modules], "gradients", found.scale)
-    labels = [shortened(m.path or "(outside of modules)", 44) for m in modules]
+    labels = [(m.path or "(outside of modules)")[-44:] for m in modules]
     axes[0].set_yticks(range(len(labels)), labels, fontsize=9)
     axes[0].set_ylim(len(modules) - 0.5, -0.5)  # the worst one on top
     row = found.settings[0]
@@ -49,72 +45,37 @@ def draw(found: Comparison, path: str | os.PathLike[str], top: int) -> None:
 
 
 def _draw_errors(axes: Any, found: Comparison, modules: Sequence[ModuleErrors]) -> None:
-    for row, module in enumerate(modules):
-        color = _RED if module.harm > found.threshold else "#b9c4d0"
-        length = _place(module.harm) - _LOWEST
-        axes.barh(row, length, left=_LOWEST, height=0.72, color=color, alpha=0.35)
-    for side, (label, marker, color) in enumerate(_SIDES):
-        # The hollow marks first: an error that is all a module's own hides that it is.
-        total, own = ([m.total[side] for m in modules], [m.own[side] for m in modules])
-        for errors, face, name in ((total, "none", None), (own, color, label)):
-            marks = [(_place(x), i) for i, x in enumerate(errors) if x is not None]
-            x, y = np.reshape(marks, (-1, 2)).T
-            style = {"color": color, "markerfacecolor": face, "markersize": 5}
-            # An error of 0 stands on the left border.
-            y = y + 0.2 * (side - 1)
-            axes.plot(x, y, marker, label=name, clip_on=False, **style)
-    axes.axvline(found.threshold, color=_RED, linewidth=1, linestyle=":")
+    for side, marker in zip(Errors._fields, "os^", strict=True):
+        errors = ((getattr(m.own, side), i) for i, m in enumerate(modules))
+        marks = [
+            (min(max(x, _LOWEST), _HIGHEST), i) for x, i in errors if x is not None
+        ]
+        x, y = np.reshape(marks, (-1, 2)).T
+        axes.plot(x, y, marker, label=side, clip_on=False, markersize=5)
+    axes.axvline(found.threshold, color="red", linestyle=":", label="stands out")
     axes.set_xscale("log")
     axes.set_xlim(_LOWEST, _HIGHEST)
-    style = {"transform": axes.get_xaxis_transform(), **_LABEL}
-    axes.text(_HIGHEST, 1.005, "larger, inf", **{**style, "ha": "right"})
-    axes.text(found.threshold, 1.005, "stands out", **style)
-    axes.set_title(
-        "relative error: what the module adds (filled, bar)\n"
-        "and what leaves it with what arrived (hollow)\n",
-        fontsize=10,
-    )
-    axes.figure.legend(loc="outside lower left", ncol=3, fontsize=9, frameon=False)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _place(value: float) -> float:
-    return min(max(value, _LOWEST), _HIGHEST)
+    axes.set_title("relative error that the module adds", fontsize=10)
+    axes.figure.legend(loc="outside lower left", ncol=4, fontsize=9, frameon=False)
+    axes.grid(color="#dddddd", linewidth=0.6)
 
 
 def _draw_exponents(
     axes: Any, rows: Sequence[dict[int, int]], what: str, scale: float
 ) -> None:
-    """Draws how many numbers have each exponent."""
-    _draw_range(axes, math.log2(scale))
-    edges = np.arange(EXPONENTS[0] - 1, EXPONENTS[-1] + 1)
-    for row, counts in enumerate(rows):
-        most = max(counts.values(), default=1)
-        heights = np.array([0.85 * counts.get(e, 0) / most for e in EXPONENTS])
-        # Steps that rise from the bottom of the row; the axis points down.
-        base = row + 0.45
-        axes.stairs(base - heights, edges, baseline=base, fill=True, color=_BLUE)
-        axes.axhline(base, color="#dddddd", linewidth=0.6, zorder=0)
+    """Draws the share of numbers with each exponent, and the range of float16."""
+    counts = np.array([[row.get(e, 0) for e in EXPONENTS] for row in rows])
+    shares = counts / np.maximum(counts.max(1, keepdims=True), 1)
+    extent = (EXPONENTS[0] - 1, EXPONENTS[-1], len(rows) - 0.5, -0.5)
+    axes.imshow(shares, cmap="Blues", aspect="auto", extent=extent)
+    for text, border in _BORDERS.items():
+        x = border - math.log2(scale)
+        axes.axvline(x, color="red", linewidth=1)
+        side = "left" if text == "inf" else "right"
+        axes.text(x, -0.5, f" {text} ", ha=side, va="bottom", fontsize=8)
     scaled = f", times the scale {scale:g}" if scale != 1 else ""
     axes.set_title(
         f"exponents of {what} in float32,\nand the range of float16{scaled}\n",
         fontsize=10,
     )
     axes.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
-    axes.tick_params(axis="y", length=0)
-
-
-def _draw_range(axes: Any, shift: float) -> None:
-    """Draws the range of float16, for numbers that a scale moves by `shift`."""
-    flushed, subnormal, overflow = (border - shift for border in _BORDERS)
-    low, high = flushed - 12, overflow + 5
-    axes.set_xlim(low, high)
-    for left, right, color, text in (
-        (low, flushed, _RED, "becomes 0"),
-        (flushed, subnormal, _ORANGE, "loses digits"),
-        (overflow, high, _RED, "inf"),
-    ):
-        axes.axvspan(left, right, color=color, alpha=0.16, linewidth=0)
-        style = {"transform": axes.get_xaxis_transform(), **_LABEL}
-        axes.text((left + right) / 2, 1.005, text, **style)

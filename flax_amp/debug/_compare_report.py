@@ -3,46 +3,41 @@
 import math
 from collections.abc import Iterator
 
+from rich.text import Text
+
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
-from flax_amp.debug._report import report_width, size, table, wrapped
+from flax_amp.debug._report import Part, size, table
+
+_MODULES = (
+    "\nmodule",
+    "own\nfwd",
+    "own\nbwd",
+    "own\nparam",
+    "\ntotal",
+    "flush\nf16",
+    "max\nvalue",
+    "max\ngrad",
+)
+_RUNS = ("\nthe program", "error of\nloss", "\ngradients", "\nstored", "in\nhalf")
 
 
-def as_text(found: Comparison, top: int) -> str:
-    """Returns the report; `top` is how many modules to show."""
-    width = report_width()
-    lines = [
-        _header(found),
-        *_modules(found, top, width),
-        *_runs(found, width),
-        *_advice(found),
-    ]
-    for note in found.notes:
-        lines += wrapped(f"Note: {note}.", width)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _header(found: Comparison) -> str:
+def parts(found: Comparison, top: int) -> Iterator[Part]:
+    """Yields the parts of the report; `top` is how many modules to show."""
     scale = f", loss scale {found.scale:g}" if found.scale != 1 else ""
     before, after = found.loss
-    return (
-        f"{found.name} in {found.compute_dtype} against float32{scale}\n"
-        f"loss {before:.6g} in float32, {after:.6g} here"
-    )
-
-
-def _modules(found: Comparison, top: int, width: int) -> Iterator[str]:
-    headers = (
-        ["", "own", "own", "own", "", "flush", "max", "max"],
-        ["module", "fwd", "bwd", "param", "total", "f16", "value", "grad"],
-    )
+    yield f"{found.name} in {found.compute_dtype} against float32{scale}"
+    yield f"loss {before:.6g} in float32, {after:.6g} here"
     yield "\nFirst the modules whose remedy helps, then by own error:"
-    yield from table([*headers, *map(_module, found.modules[:top])], width)
+    yield table(_MODULES, map(_module, found.modules[:top]))
     more = len(found.modules) - top
     if more > 0:
         yield f"... and {more} more"
     bad = sum(module.harm > found.threshold for module in found.modules)
     count = {0: "No module adds", 1: "1 module adds"}.get(bad, f"{bad} modules add")
-    yield f"{count} more than {error(found.threshold)}."
+    yield f"{count} more than {error(found.threshold)}.\n"
+    yield table(_RUNS, map(_run, (*found.settings, *found.remedies)))
+    yield from _advice(found)
+    yield from (Text(f"Note: {note}.") for note in found.notes)
 
 
 def _module(module: ModuleErrors) -> list[str]:
@@ -59,16 +54,6 @@ def _module(module: ModuleErrors) -> list[str]:
     ]
 
 
-def _runs(found: Comparison, width: int) -> Iterator[str]:
-    headers = (
-        ["", "error of", "", "", "in"],
-        ["the program", "loss", "gradients", "stored", "half"],
-    )
-    rows = map(_run, (*found.settings, *found.remedies))
-    yield ""
-    yield from table([*headers, *rows], width)
-
-
 def _run(run: Setting) -> list[str]:
     return [
         f"{run.name} in float32" if run.policy else run.name,
@@ -79,7 +64,7 @@ def _run(run: Setting) -> list[str]:
     ]
 
 
-def _advice(found: Comparison) -> Iterator[str]:
+def _advice(found: Comparison) -> Iterator[Part]:
     helpful = found.helpful
     if found.budget is not None:
         yield from _cheapest(found)
@@ -95,16 +80,15 @@ def _advice(found: Comparison) -> Iterator[str]:
         yield from (f"  {line}" for line in entries)
 
 
-def _cheapest(found: Comparison) -> Iterator[str]:
+def _cheapest(found: Comparison) -> Iterator[Part]:
     budget, run = f"{found.budget:g}", found.cheapest
     if run is None:
         every = (found.settings[0], *found.remedies)
         least = error(min(run.gradient_error for run in every))
-        text = (
-            f"None of them is within the budget of {budget}: the least error is "
+        yield Text(
+            f"\nNone of them is within the budget of {budget}: the least error is "
             f"{least}. Try more modules with remedies=, or raise the budget."
         )
-        yield from ("", *wrapped(text, report_width()))
         return
     name, _, gradients, stored, share = _run(run)
     figures = [f"error {gradients}"]

@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 import gc
-import inspect
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import FlatLoss, Target, UsersCall, on_arrays, read_target
-from flax_amp.debug._report import Report, report_width, table
+from flax_amp.debug._report import Part, Report, table
 from flax_amp.policy import Policy
 
 _PRECISIONS: dict[str, Precision] = {
@@ -75,13 +74,13 @@ class Measurement(Report):
     def _summary(self) -> str:
         return ", ".join(self.figures)
 
-    def _lines(self) -> Iterator[str]:
+    def _parts(self) -> Iterator[Part]:
         how = f"the least of {self.turns} turns" if self.turns else "not run"
         yield f"{self.name} on {self.devices}, {how}"
         yield from _ON_A_CPU if self.platform == "cpu" else ()
         yield ""
         rows = ([name, *self._cells(name)] for name in self.figures)
-        yield from table([["", *_HEADERS], *rows], report_width())
+        yield table(["", *_HEADERS], rows)
 
     def _cells(self, name: str) -> Iterator[str]:
         """Yields each figure with its ratio to that of float32."""
@@ -139,7 +138,6 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
     """
     turns = check_count(turns, f"measure: {turns=}", "of steps to time")
     target = read_target("measure", fun, step)
-    _check_options(make_train_step if step else amp, options)
 
     def measured(*args: Any, **kwargs: Any) -> Measurement:
         _check_call((fun, step, args, kwargs))
@@ -154,19 +152,6 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
         return _measured(target.name, programs, turns)
 
     return measured() if step else measured
-
-
-def _check_options(taken_by: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises a TypeError that lists the options that a step or `amp` does not take."""
-    own = ("compute_dtype", "jit")
-    parameters = inspect.signature(taken_by).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    names = [name for name in names if name not in own]
-    if unknown := [name for name in options if name not in names]:
-        raise TypeError(
-            f"measure: got the options {unknown}; expected turns, or some of {names}. "
-            f"It sets {' and '.join(own)} itself."
-        )
 
 
 def _check_call(arguments: Any) -> None:
@@ -247,7 +232,7 @@ def _train_step(
         return out if isinstance(out, tuple) else (out, {})
 
     def make() -> Any:
-        return make_train_step(with_aux, compute_dtype=None, **options)
+        return make_train_step(with_aux, compute_dtype=None, jit=True, **options)
 
     return _Program(make, state, batch, *rest)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import html
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flax_amp._jaxpr.traits import Kind, kind_of
-from flax_amp.debug._report import Report, fields, frame, page, report_width
+from flax_amp.debug._report import Report, as_text, fields
 
 
 class Dtypes(NamedTuple):
@@ -277,8 +278,7 @@ class Explanation(Report):
         """
         from flax_amp.debug._terminal import render
 
-        lines = render(self, report_width(), depth=depth, only=only)
-        return "\n".join(line.text.rstrip() for line in lines)
+        return as_text(render(self, depth=depth, only=only))
 
     def to_dict(self) -> dict[str, Any]:
         found = super().to_dict()
@@ -286,10 +286,15 @@ class Explanation(Report):
 
     def to_html(self) -> str:
         """Returns one page that needs nothing else: a tree to fold, search and sort."""
-        return page(f"{self.name} in {self.compute_dtype}", self.to_dict())
+        from flax_amp.debug._page import page
+
+        return page(self)
 
     def _repr_html_(self) -> str:
-        return frame(self.to_html())
+        # In a frame, so that its styles leave the notebook alone.
+        source = html.escape(self.to_html(), quote=True)
+        style = 'width="100%" height="640" style="border: 0"'
+        return f'<iframe srcdoc="{source}" {style}></iframe>'
 
     def _summary(self) -> str:
         return f"{self.totals.equations} equations"

@@ -4,11 +4,10 @@ import bisect
 import contextlib
 import dataclasses
 import glob
-import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,11 +37,10 @@ from flax_amp.debug._nonfinite_model import (
     NonfiniteReport,
     Verdict,
 )
-from flax_amp.debug._nonfinite_run import Cause, Runner, first_of, module_paths
+from flax_amp.debug._nonfinite_run import Cause, Runner, first_of
 from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
 
 _MAX_POLICIES = 4  # policies tried for modules with faults
-_MAX_CULPRITS = 2  # further modules found by bisection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,22 +162,6 @@ class _Fault(NamedTuple):
 
     cause: Cause
     reached: tuple[str, ...]
-
-
-class _Trial(NamedTuple):
-    """A run with a policy.
-
-    Attributes:
-      keys: its keys for modules in float32.
-      is_first: whether they come before those of the user.
-      left: what is not finite with it.
-      is_mended: whether that is nothing, or only due to the scale.
-    """
-
-    keys: tuple[str, ...]
-    is_first: bool
-    left: _Fault | None
-    is_mended: bool
 
 
 class _Search:
@@ -335,68 +317,37 @@ class _Search:
         return advice.for_scale(max(scale / factor**skips, 1.0), skips, scaler)
 
     def _precision(self, fault: _Fault) -> NonfiniteReport:
-        """Looks for a policy that keeps the modules at fault in float32."""
-        for trial in itertools.chain(self._following(fault), self._narrowing()):
-            if trial.is_mended:
+        """Tries a policy for the module at fault, then also for the next ones."""
+        modules: list[str] = []
+        left = fault
+        for _ in range(_MAX_POLICIES):
+            path = left.cause.finding.path if left.cause.finding else ""
+            if path in ("", *modules):
+                break  # it is the victim of another one
+            inside = f"{path}/"
+            modules = [*(m for m in modules if not m.startswith(inside)), path]
+            keys = [glob.escape(module) for module in modules]
+            programs = self._in_float32(keys)
+            now = self._run(programs, self._options.scale)
+            if now is None or self._is_of_scale(programs, now):
                 own = self._options.amp_policy is not None
                 return self._make(
                     "precision",
-                    advice.for_policy(trial.keys, own=own, first=trial.is_first),
+                    advice.for_policy(keys, own=own),
                     fault,
-                    policy=tuple((key, "float32") for key in trial.keys),
-                    notes=() if trial.left is None else (advice.SCALE_LEFT,),
+                    policy=tuple((key, "float32") for key in keys),
+                    notes=() if now is None else (advice.SCALE_LEFT,),
                 )
+            left = now
         is_float16 = self._options.compute_dtype == jnp.float16
         text = advice.without_policy(is_float16=is_float16)
         return self._make("precision", text, fault)
 
-    def _try(self, modules: Sequence[str]) -> _Trial:
-        """Runs the loss with modules in float32."""
+    def _in_float32(self, keys: list[str]) -> list[_Program]:
+        """Traces the loss with modules in float32."""
         given = self._options.amp_policy
         base = default_amp_policy if given is None else given
-        entries = {glob.escape(module): jnp.float32 for module in modules}
-        # Of several keys that match one scope, the first in the policy decides.
-        is_first = Policy(base).names_scopes and not base.keys() & entries.keys()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            programs = self._trace(
-                self._options.compute_dtype,
-                {**entries, **base} if is_first else {**base, **entries},
-            )
-        left = self._run(programs, self._options.scale)
-        is_mended = left is None or self._is_of_scale(programs, left)
-        return _Trial((*entries,), is_first, left, is_mended)
-
-    def _following(self, fault: _Fault) -> Iterator[_Trial]:
-        """Tries the module at fault, and with it the one of what is left."""
-        modules: list[str] = []
-        left: _Fault | None = fault
-        for _ in range(_MAX_POLICIES):
-            path = left.cause.finding.path if left and left.cause.finding else ""
-            if path in ("", *modules):
-                return  # it is the victim of another one
-            inside = f"{path}/"
-            modules = [*(m for m in modules if not m.startswith(inside)), path]
-            trial = self._try(modules)
-            yield trial
-            left = trial.left
-
-    def _narrowing(self) -> Iterator[_Trial]:
-        """Finds by bisection the shortest run of last modules that mends it.
-
-        Its first module is a culprit. If that one alone does not mend it, looks for a
-        second.
-        """
-        forward = self._trace(self._options.compute_dtype, self._options.amp_policy)[0]
-        last_first = [*dict.fromkeys(module_paths(forward.closed))][::-1]
-        found: list[str] = []
-        for _ in range(_MAX_CULPRITS):
-            count = bisect.bisect_left(
-                range(len(last_first)),
-                True,
-                key=lambda n: self._try([*found, *last_first[: n + 1]]).is_mended,
-            )
-            if count == len(last_first):
-                return
-            found.append(last_first[count])
-            yield self._try(found)
+            policy = {**base, **dict.fromkeys(keys, jnp.float32)}
+            return self._trace(self._options.compute_dtype, policy)

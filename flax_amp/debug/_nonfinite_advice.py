@@ -28,17 +28,16 @@ def for_scale(scale: float, skips: int, scaler: Mapping[str, float]) -> str:
     return text + _SEARCH.format(skips=f"{skips} step{'s' * (skips > 1)}")
 
 
-def for_policy(keys: Iterable[str], *, own: bool, first: bool) -> str:
+def for_policy(keys: Iterable[str], *, own: bool) -> str:
     """Returns the line of a policy that keeps modules in float32.
 
     Args:
       keys: the keys that were tried.
       own: whether they are for the user's own policy.
-      first: whether they come before its keys.
     """
     entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
-    parts = ["your_policy" if own else "flax_amp.default_amp_policy", f"{{{entries}}}"]
-    return _POLICY.format(policy=" | ".join(parts[::-1] if first else parts))
+    base = "your_policy" if own else "flax_amp.default_amp_policy"
+    return _POLICY.format(policy=f"{base} | {{{entries}}}")
 
 
 def without_policy(*, is_float16: bool) -> str:
@@ -47,7 +46,8 @@ def without_policy(*, is_float16: bool) -> str:
     return (
         "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, "
         f"{wider if is_float16 else ''}or lower its inputs (a norm before it, a clip, "
-        "a smaller learning rate)."
+        "a smaller learning rate). flax_amp.compare_precision tells which modules have "
+        "the largest errors."
     )
 
 

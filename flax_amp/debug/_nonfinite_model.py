@@ -169,7 +169,7 @@ class NonfiniteReport(Report):
     def _summary(self) -> str:
         return self.verdict
 
-    def _lines(self) -> Iterator[str]:
+    def _parts(self) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
         if self.reached:

@@ -20,7 +20,7 @@ a whole first, and once more equation by equation only if a result is not finite
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from flax_amp.debug._model import is_half
 from flax_amp.debug._nonfinite_arrays import as_text, is_finite, kinds, operand
 from flax_amp.debug._nonfinite_devices import Devices, compiled
 from flax_amp.debug._nonfinite_model import Finding
-from flax_amp.debug._place import Place, places
+from flax_amp.debug._place import Place
 from flax_amp.policy import with_result_dtype
 
 
@@ -76,13 +76,6 @@ class Value(NamedTuple):
 
 def _value(x: Array, cause: Cause | None) -> Value:
     return Value(x, None if cause is None or is_finite(x) else cause)
-
-
-def module_paths(closed: Jaxpr) -> Iterator[str]:
-    """Yields the modules of a program as it runs, outer ones before those inside."""
-    for place in places(closed):
-        names = place.path.split("/")
-        yield from filter(None, map("/".join, itertools.accumulate(zip(names))))
 
 
 @dataclasses.dataclass(eq=False)

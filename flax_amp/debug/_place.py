@@ -2,56 +2,34 @@
 
 The scopes around an equation tell its module.
 
-Flax opens the scope `embed.attend` for the method `attend` of the module `embed`. Other
-names have dots, too: `eqx.nn.Linear`. A dot separates a method only if Flax runs a
-method of that name at the equation, as the traceback tells. All else is one name.
+Flax opens the scope `embed.attend` for the method `attend` of the module `embed`. So a
+name with one dot is that of a method, as it is for the keys of a policy. A name with
+more dots, such as `eqx.nn.Linear`, is one name.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import flax
 import optax
-from flax.linen import module as linen_module
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
 from flax_amp._jaxpr.walk import walk
-from flax_amp._rewriter import nnx_scopes
 from flax_amp._rewriter.outline.scopes import resolved
+from flax_amp._scope_paths import split_method
 
-# Where Flax's modules, and those of NNX here, call the methods that users have written.
-_CALLERS = (linen_module.__file__, nnx_scopes.__file__)
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
 )
 # Scopes that JAX opens around what a backward pass computes again.
 _RECOMPUTED = "rematted_computation"
 _OF_CHECKPOINTS = ("checkpoint", _RECOMPUTED)
-
-# The scopes of methods that were found, in one call of a tool.
-_known: ContextVar[set[str]] = ContextVar("known")
-
-
-@contextlib.contextmanager
-def known_methods() -> Iterator[None]:
-    """Keeps what is found of methods, for the equations of derivatives."""
-    token = _known.set(set())
-    try:
-        yield
-    finally:
-        _known.reset(token)
-
-
-class _Method(str):
-    """The scope of a method of a module."""
 
 
 def scopes_of(eqn: Eqn) -> tuple[str, ...]:
@@ -77,54 +55,27 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     half = len(scopes) // 2
     if eqn.primitive.name == "remat2" and scopes[:half] == scopes[half:]:
         scopes = scopes[:half]  # what is computed again
-    return _mark_methods(tuple(scopes), eqn)
+    return tuple(scopes)
 
 
 def _is_scope(entry: Any) -> bool:
     return type(entry).__name__ == "Scope"
 
 
-def _mark_methods(scopes: tuple[str, ...], eqn: Eqn) -> tuple[str, ...]:
-    """Marks those scopes of an equation that are methods of modules."""
-    if not any("." in scope for scope in scopes):
-        return scopes
-    # The rule of a derivative runs after Flax has returned, in the scopes of its call.
-    methods = known = _known.get(set())
-    running = _running_methods(eqn)
-    if running is not None:
-        methods = {scope for scope in scopes if scope.rpartition(".")[2] in running}
-        known |= methods
-    return tuple(_Method(scope) if scope in methods else scope for scope in scopes)
-
-
-def _running_methods(eqn: Eqn) -> set[str] | None:
-    """Returns the methods that Flax runs at an equation; `None` if it runs none."""
-    running, is_inside, is_called = set(), False, False
-    for file, function in _compat.outer_functions(eqn):
-        owner, _, name = function.rpartition(".")  # `Embed.attend`
-        is_caller = file in _CALLERS
-        is_inside |= is_caller
-        # What Flax calls may be any function, and a decorator may call the method.
-        is_method = owner != "" and not owner.endswith("<locals>")
-        if name.isidentifier() and (is_called or (is_inside and is_method)):
-            running.add(name)  # a key for the module would not match a `<lambda>`
-        is_called = is_caller
-    return running if is_inside else None
-
-
 def module_path(scopes: tuple[str, ...]) -> str:
     """Returns the path of modules that scopes mean, without the names of methods."""
     names: list[str] = []
     was_method = False
-    for scope in resolved(scopes):
-        is_method = isinstance(scope, _Method)
-        for name in (scope.rpartition(".")[0] if is_method else scope).split("/"):
-            if "->" in name:  # `jnp.einsum` opens a scope with its formula
-                continue
-            # A method that calls another one of its own module, as Flax's RNN does.
-            if not ((is_method or was_method) and names and names[-1] == name):
-                names.append(name)
-            was_method = is_method
+    for segment in "/".join(resolved(scopes)).split("/"):
+        if not segment or "->" in segment:  # `jnp.einsum` opens a scope of its formula
+            continue
+        name, method = split_method(segment)
+        if split_method(name)[1]:  # `eqx.nn.Linear`
+            name, method = segment, ""
+        # A method that calls another one of its own module, as Flax's RNN does.
+        if not ((method or was_method) and names and names[-1] == name):
+            names.append(name)
+        was_method = bool(method)
     return "/".join(names)
 
 

@@ -4,17 +4,14 @@ Each finding has a kind and a message. Findings with the same message are one pr
 twelve layers whose products ask for `precision=HIGHEST` are one line, not twelve.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._jaxpr.traits import (
     Kind,
     ProductKind,
@@ -24,20 +21,12 @@ from flax_amp._jaxpr.traits import (
     kind_of,
     product_kind,
 )
-from flax_amp._jaxpr.walk import walk
-from flax_amp._rewriter.plan import (
-    Mode,
-    Paint,
-    Plan,
-    Reason,
-    ReasonKind,
-    has_paint,
-)
+from flax_amp._rewriter.plan import Reason, ReasonKind
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
-from flax_amp.debug._shadowed import shadowed_keys
+from flax_amp.debug._place import known_size
 from flax_amp.debug._walk import Visit
-from flax_amp.policy import Origin, Policy
+from flax_amp.policy import Decision, Origin, Policy
 
 # The most important first.
 KINDS = (
@@ -49,13 +38,6 @@ KINDS = (
     "risk",
 )
 _CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
-
-# Beyond these, what a float16 number is multiplied by leaves half of its range unused.
-_TINY, _LARGE = 1e-3, 1e3
-
-# A sum in a carry of half precision is named beyond so many steps. Residual streams of
-# layers are such sums as well, but shorter ones.
-_STEPS = 100
 
 # Random numbers and callbacks: `amp` leaves them alone, and there is nothing to do.
 _AS_WRITTEN = re.compile("random_|rng_|.*_callback$")
@@ -81,7 +63,7 @@ def find_problems(
         ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
     }
     if compute_dtype != jnp.float32:
-        found |= shadowed_keys(visits, policy, compute_dtype)
+        found |= _shadowed_keys(visits, policy)
         for visit in visits:
             choice = _choice(visit)
             findings = _findings(visit, compute_dtype.name)
@@ -124,6 +106,33 @@ def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
     )
 
 
+def _shadowed_keys(
+    visits: Sequence[Visit], policy: Policy
+) -> dict[Finding, list[Equation]]:
+    """Finds the keys of scopes that match equations, but decide none of them."""
+    deciding = set()
+    lost: dict[Decision, list[tuple[Decision, Equation]]] = {}
+    for visit in visits:
+        first, *others = policy.matching(visit.eqn.primitive, visit.scopes)
+        deciding.add(first)
+        for other in others:
+            if other.origin is Origin.SCOPE:
+                lost.setdefault(other, []).append((first, visit.row))
+    found = {}
+    for loser, pairs in lost.items():
+        winners = dict.fromkeys(winner for winner, _ in pairs)
+        functions = {id(decision.function) for decision in (loser, *winners)}
+        if loser not in deciding and len(functions) > 1:
+            keys = ", ".join(repr(winner.key) for winner in winners)
+            message = (
+                f"{loser.key!r} loses to {keys} wherever it matches. The outermost "
+                "scope wins, then a method, then what the policy has first. Narrow "
+                f"{keys}, or leave {loser.key!r} out."
+            )
+            found["shadowed policy key", message] = [row for _, row in pairs]
+    return found
+
+
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row, reason = visit.row, visit.step.reason
     if kind_of(row.primitive) is Kind.PRODUCT:
@@ -141,10 +150,6 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     elif row.is_low:
         yield from _of_reduction(visit)
         yield from _of_range(visit.row)
-    yield from _of_factor(visit)
-    if row.primitive in ("scan", "while") and visit.step.mode is Mode.RULE:
-        yield from _of_carry(visit)
-        yield from _of_sum_in_carry(visit)
 
 
 def _is_by_default(reason: Reason) -> bool:
@@ -182,11 +187,10 @@ def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         return
     if any(map(is_half, floats)):
         names = " and ".join(map(short, floats))
-        what = f"has factors in {names}" if len(floats) > 1 else f"runs in {names}"
         yield (
             "own dtype",
-            f"{what} without amp: its author set a dtype. Leave out dtype= or the cast "
-            "to let the policy decide.",
+            f"has factors in {names} without amp: its author set a dtype. Leave out "
+            "dtype= or the cast to let the policy decide.",
         )
     elif row.is_low:
         yield from _of_reduction(visit)
@@ -212,42 +216,25 @@ def _why(visit: Visit, compute_dtype: str) -> str:
 
 
 def _of_reduction(visit: Visit) -> Iterator[Finding]:
-    row, length = visit.row, _terms(visit.eqn)
+    row, count = visit.row, _terms(visit.eqn)
     dtype = row.after.operands[0]
     # From this number of equal terms on, one more does not change their sum.
     limit = round(1 / float(jnp.finfo(dtype).eps)) if is_half(dtype) else 0
-    if limit and isinstance(length, int) and length >= limit:
+    if limit and count >= limit:
         yield (
             "risk",
-            f"{row.primitive} adds {length} numbers in {dtype} ({row.reason}). From "
+            f"{row.primitive} adds {count} numbers in {dtype} ({row.reason}). From "
             f"{limit} on, small terms get lost; run it in float32.",
         )
 
 
-def _terms(eqn: Eqn) -> Any:
-    """Returns how many numbers go into a result of a sum; 1 if that is not known."""
-    name, params = eqn.primitive.name, eqn.params
-    shape = eqn.invars[0].aval.shape
-    if product_kind(eqn) is ProductKind.SUM:
-        (contracted, _), _ = params["dimension_numbers"]
-        return math.prod(shape[axis] for axis in contracted)
-    if not has(eqn, Trait.ADDS_UP) and not (
-        name in ("reduce", "reduce_window") and _adds_up(params)
-    ):
-        return 1
-    if "window_dimensions" in params:
-        return math.prod(params["window_dimensions"])
-    if name.startswith("scatter"):  # some result gets as many as there are on average
-        size, updates = (math.prod(eqn.invars[i].aval.shape) for i in (0, 2))
-        return updates // size if isinstance(size, int) and size else 1
-    axes = params.get("axes", params.get("dimensions", (params.get("axis"),)))
-    return math.prod(shape[axis] for axis in axes if isinstance(axis, int))
-
-
-def _adds_up(params: dict[str, Any]) -> bool:
-    """Whether the body of a reduction is an addition."""
-    visits = (visit for body in jaxprs_in_params(params) for visit in walk(body))
-    return [visit.eqn.primitive.name for visit in visits] == ["add"]
+def _terms(eqn: Eqn) -> int:
+    """Returns how many numbers go into each result of a sum, on average, or 0."""
+    if product_kind(eqn) is not ProductKind.SUM and not has(eqn, Trait.ADDS_UP):
+        return 0
+    terms = eqn.invars[2 if eqn.primitive.name.startswith("scatter") else 0]
+    results = known_size(eqn.outvars[0].aval.size)
+    return known_size(terms.aval.size) // results if results else 0
 
 
 def _of_range(row: Equation) -> Iterator[Finding]:
@@ -256,86 +243,4 @@ def _of_range(row: Equation) -> Iterator[Finding]:
             "risk",
             f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 and "
             "begins at 6e-8; run it in float32.",
-        )
-
-
-def _of_factor(visit: Visit) -> Iterator[Finding]:
-    row = visit.row
-    if row.kept != "float16" or row.primitive not in ("mul", "div"):
-        return
-    for position, value in enumerate(visit.values):
-        constant = None if value is None else value.constant
-        if not constant or (row.primitive == "div" and position == 0):
-            continue
-        size = abs(constant) if row.primitive == "mul" else 1 / abs(constant)
-        if size < _TINY or size > _LARGE:
-            limit = "become 0 below 6e-8" if size < 1 else "overflow at 65504"
-            yield (
-                "risk",
-                f"{row.primitive} by {constant:g}, kept in float16: results, or "
-                f"gradients, {limit}. Move the factor into the loss or into float32.",
-            )
-
-
-def _of_sum_in_carry(visit: Visit) -> Iterator[Finding]:
-    """Finds a carry that `amp` keeps in half and to which each step adds."""
-    row, eqn, body = visit.row, visit.eqn, visit.step.detail.body
-    length = eqn.params.get("length")
-    is_known = isinstance(length, int)
-    if is_known and length <= _STEPS:
-        return
-    steps = str(length) if is_known else "an unknown number of"
-    first, _ = _carry(eqn)
-    for i, value in enumerate(visit.step.detail.carry):
-        old, new = body.jaxpr.invars[first + i], body.jaxpr.outvars[i]
-        if has_paint(value, Paint.LOW) and old is not new and _adds(body, first, i):
-            yield (
-                "risk",
-                f"the carry of a {row.primitive} adds up over {steps} steps in half. "
-                f"From about {_STEPS} on, small terms get lost; put flax_amp.amp_stop "
-                "around the sum.",
-            )
-
-
-def _adds(body: Plan, first: int, i: int) -> bool:
-    """Whether a carry of a loop becomes itself, or a sum of itself and other terms.
-
-    Args:
-      body: the plan of its body.
-      first: the index of the input that is the first carry.
-      i: the number of the carry.
-    """
-    old = object()
-
-    def run(eqn: Eqn, terms: Sequence[Any]) -> list[Any]:
-        name = eqn.primitive.name
-        if name in ("sub", "convert_element_type"):
-            terms = terms[:1]
-        elif name not in ("add", "add_any"):
-            terms = ()
-        found = old if any(term is old for term in terms) else None
-        return [found] * len(eqn.outvars)
-
-    inputs = range(len(body.jaxpr.invars))
-    operands = [old if n == first + i else None for n in inputs]
-    return evaluate(body, operands, run)[i] is old
-
-
-def _carry(eqn: Eqn) -> tuple[int, int]:
-    """Returns the index of the first carry in the body of a loop, and their number."""
-    if eqn.primitive.name == "scan":
-        return _compat.scan_counts(eqn)
-    return eqn.params["body_nconsts"], len(eqn.outvars)
-
-
-def _of_carry(visit: Visit) -> Iterator[Finding]:
-    eqn, row = visit.eqn, visit.row
-    first, count = _carry(eqn)
-    first += eqn.params.get("cond_nconsts", 0)  # of a `while`
-    halves = set(filter(is_half, row.before.operands[first : first + count]))
-    if halves:
-        yield (
-            "risk",
-            f"the carry of a {row.primitive} is in {', '.join(sorted(halves))} without "
-            "amp: what adds up over its steps gets rounded at each one.",
         )

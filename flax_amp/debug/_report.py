@@ -1,24 +1,23 @@
-"""What the results of all tools share: text for a terminal, plain data, a page."""
+"""What the results of all tools share: text for a terminal, and plain data."""
 
 import dataclasses
-import html
-import json
+import io
+import itertools
 import math
 import shutil
-import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
-_TEMPLATE = Path(__file__).with_name("page.html")
-_HEIGHT = 640  # of the frame in a notebook
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
+# The columns of a terminal that a table has beside the names in its first one.
+_FIGURES = 58
 
-class Line(NamedTuple):
-    """A line of a report, and its style on a terminal with colors, as rich names it."""
-
-    text: str
-    style: str = ""
+# What a report is made of. A string stays one line, and all else is wrapped.
+Part = str | Text | Table | Padding
 
 
 class Report:
@@ -26,7 +25,7 @@ class Report:
 
     name: str  # of the user's function
 
-    def _lines(self) -> Iterator[str]:
+    def _parts(self) -> Iterable[Part]:
         raise NotImplementedError
 
     def _summary(self) -> str:
@@ -35,7 +34,7 @@ class Report:
 
     def report(self) -> str:
         """Returns the report as text."""
-        return "\n".join(line.rstrip() for line in self._lines())
+        return as_text(self._parts())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as dicts, lists, strings and numbers, for `json.dump`.
@@ -82,72 +81,51 @@ def plain(value: Any) -> Any:
 # --- text ----------------------------------------------------------------------------
 
 
-def report_width() -> int:
-    """Returns how many columns a report as text takes."""
+def as_text(parts: Iterable[Part]) -> str:
+    """Returns a report as text, as wide as the terminal, from 80 to 120 columns."""
+    file = io.StringIO()
+    show(parts, file=file, width=_width(), color_system=None, force_jupyter=False)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _width() -> int:
     return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 
-def wrapped(text: str, width: int, first: str = "", rest: str = "") -> Iterator[str]:
-    """Yields the lines of a text, `first` before the first one, `rest` before others.
-
-    An indentation of a line stays.
-    """
-    for line in text.split("\n"):
-        indent = line[: len(line) - len(line.lstrip())]
-        yield from textwrap.wrap(
-            line.lstrip(),
-            width,
-            initial_indent=first + indent,
-            subsequent_indent=rest,
-            break_on_hyphens=False,
-        ) or [""]
-        first = rest
+def show(parts: Iterable[Part], **options: Any) -> None:
+    """Prints a report on a console of rich, with texts of users as they are."""
+    console = Console(markup=False, emoji=False, highlight=False, **options)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
 
 
 def table(
-    rows: Iterable[Sequence[str]], width: int, left: Collection[int] = (0,)
-) -> Iterator[str]:
-    """Yields the lines of a table.
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[int] = (0,),
+    styles: Iterable[str] = (),
+) -> Table:
+    """Returns a table.
 
     Args:
-      rows: the cells of each row, those of the headers too.
-      width: how many columns of characters it may take.
-      left: the columns that stand at the left side of theirs. They are shortened, the
-        widest first, if there is no room: no figure is dropped.
+      headers: the headers of its columns.
+      rows: the cells of each row.
+      left: the columns that stand at the left side of theirs. Where there is no room,
+        a name in the first one is cut, and the others are broken into lines.
+      styles: the style of each row on a terminal with colors, if they have any.
     """
-    rows = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # One character at a time: columns that are both too wide end up equally narrow.
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        widest = max(left, key=widths.__getitem__)
-        widths[widest] -= 1
-        if not widths[widest]:
-            break
-    for row in rows:
-        cells = (
-            _cut(cell, room, i).ljust(room) if i in left else cell.rjust(room)
-            for i, (cell, room) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()
-
-
-def _cut(cell: str, room: int, column: int) -> str:
-    """Shortens a cell: names keep their end, where they differ, and all else the start.
-
-    The indentation of a name stays, too.
-    """
-    if len(cell) <= room:
-        return cell
-    if column:
-        return cell[: room - 1] + "…"
-    name = cell.lstrip()
-    indent = len(cell) - len(name)
-    return cell[:indent] + shortened(name, max(room - indent, 1))
-
-
-def shortened(name: str, room: int) -> str:
-    """Returns the end of a name that is too long."""
-    return name if len(name) <= room else "…" + name[len(name) + 1 - room :]
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, header in enumerate(headers):
+        if i == 0:
+            # A long name is cut: in two lines it would look like two modules.
+            found.add_column(header, no_wrap=True, max_width=_width() - _FIGURES)
+        elif i in left:
+            found.add_column(header, overflow="fold")
+        else:
+            found.add_column(header, justify="right", no_wrap=True)
+    for cells, style in itertools.zip_longest(rows, styles, fillvalue=""):
+        found.add_row(*cells, style=style)
+    return found
 
 
 def amount(number: float) -> str:
@@ -162,21 +140,3 @@ def amount(number: float) -> str:
 def size(count: int) -> str:
     """Returns a number of bytes: `1.28 GB`."""
     return f"{amount(count)}B" if count else ""
-
-
-# --- the page ------------------------------------------------------------------------
-
-
-def page(title: str, data: dict[str, Any]) -> str:
-    """Returns one page that needs nothing else: `page.html` with plain data in it."""
-    # A `</script>` in a string would end the script.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    template = _TEMPLATE.read_text(encoding="utf-8")
-    return template.replace("{{title}}", html.escape(title)).replace("{{data}}", text)
-
-
-def frame(page: str) -> str:
-    """Returns a page in a frame, so that its styles leave a notebook alone."""
-    source = html.escape(page, quote=True)
-    style = f'width="100%" height="{_HEIGHT}" style="border: 0"'
-    return f'<iframe srcdoc="{source}" {style}></iframe>'

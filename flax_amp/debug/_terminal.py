@@ -10,6 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from flax_amp._rewriter.plan import ReasonKind
 from flax_amp._training.arguments import check_count
 from flax_amp.debug._model import (
@@ -23,48 +27,39 @@ from flax_amp.debug._model import (
     total,
 )
 from flax_amp.debug._problems import fold, where
-from flax_amp.debug._report import Line, amount, size, table, wrapped
+from flax_amp.debug._report import Part, amount, size, table
 
 ONLY = ("problems", "equations")
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
-_NAME = 0.32  # the share of the width that a name may take with steps of its path
-_WIDE = 100  # columns from which on there is room for what is kept in float32
 # What has these reasons has nothing to round.
 _NO_DATA = (ReasonKind.LEAVES_ONLY, ReasonKind.NO_OPERAND)
 
 
 def render(
-    found: Explanation,
-    width: int,
-    *,
-    depth: int | None = None,
-    only: str | None = None,
-) -> Iterator[Line]:
-    """Yields the lines of the report; `depth` and `only` as in `Explanation.report`."""
+    found: Explanation, *, depth: int | None = None, only: str | None = None
+) -> list[Part]:
+    """Returns the parts of the report; `depth` and `only` are those of `report`."""
     if only not in (None, *ONLY):
         expected = f"{' or '.join(map(repr, ONLY))}, or None"
         raise ValueError(f"report: got only={only!r}; expected {expected}.")
     if depth is not None:
         check_count(depth, f"report: got {depth=}", "of levels", least=0)
     if only == "equations":
-        yield from _equations(found.root)
-        return
-    yield from _header(found, width)
-    yield from _problems(found, width)
+        return [_equations(found.root)]
+    parts: list[Part] = [_header(found), "", *_problems(found)]
     if only is None:
-        yield Line("")
-        yield from _tree(found, depth, width)
-    for note in found.notes:
-        yield from (Line(x, "dim") for x in wrapped(f"Note: {note}.", width))
+        parts += ["", _tree(found, depth)]
+    return parts + [Text(f"Note: {note}.", style="dim") for note in found.notes]
 
 
-def _header(found: Explanation, width: int) -> Iterator[Line]:
+def totals_of(found: Explanation) -> dict[str, str]:
+    """Returns the figures of the whole function as words, by what they are about."""
     totals, dtype = found.totals, short(found.compute_dtype)
-    rows = {found.name: f"in {found.compute_dtype}", "products": "none"}
+    rows = {"products": "none"}
     if totals.flops:
         rows["products"] = (
-            f"{amount(totals.flops)}FLOP forward, {percent(totals)} in half precision"
+            f"{amount(totals.flops)}FLOP forward, {_share(totals)} in half precision"
         )
     rows["casts"] = (
         f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} to f32, "
@@ -73,49 +68,55 @@ def _header(found: Explanation, width: int) -> Iterator[Line]:
     if found.stored_without_recompute is not None:
         without = size(found.stored_without_recompute.total()) or "nothing"
         rows["stored"] = (
-            f"{_by_dtype(totals.stored)}, for the gradient of the first argument; "
+            f"{by_dtype(totals.stored)}, for the gradient of the first argument; "
             f"{without} if nothing were recomputed"
         )
-    room = max(map(len, rows)) + 2
-    for label, text in rows.items():
-        lines = wrapped(text, width, label.ljust(room), " " * room)
-        yield from (Line(x, "bold" if label == found.name else "") for x in lines)
+    return rows
 
 
-def _by_dtype(stored: Counter[str]) -> str:
+def by_dtype(stored: Counter[str]) -> str:
+    """Returns numbers of bytes as words, the largest first."""
     shown = (f"{size(n)} {short(d)}" for d, n in stored.most_common(4) if n)
     return " + ".join(shown) or "nothing"
 
 
-def _problems(found: Explanation, width: int) -> Iterator[Line]:
-    count = len(found.problems)
-    yield Line("")
-    if not count:
-        yield Line("No problems found.", "green")
-        return
-    yield Line(f"{count} problem{'s' * (count > 1)}", "bold red")
+def _header(found: Explanation) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_row(Text(found.name), f"in {found.compute_dtype}", style="bold")
+    for label, text in totals_of(found).items():
+        grid.add_row(label, text)
+    return grid
+
+
+def _problems(found: Explanation) -> Iterator[Part]:
+    yield Text(headline(found), "bold red" if found.problems else "green")
     for problem in found.problems:
-        text = _problem(problem, found.totals)
-        yield from (Line(x, "yellow") for x in wrapped(text, width, "  ", "  "))
-        if problem.paths:
-            inside = "" if problem.paths == ("",) else "in "
-            source = f", {problem.source}" if problem.source else ""
-            text = f"  {inside}{where(problem)}{source}"
-            yield from (Line(x, "dim") for x in wrapped(text, width, "  ", "  "))
+        title, place = as_words(problem, found.totals)
+        yield Padding(Text(f"{title}: {problem.message}", "yellow"), (0, 0, 0, 2))
+        if place:
+            yield Padding(Text(place, "dim"), (0, 0, 0, 4))
 
 
-def _problem(problem: Problem, totals: Totals) -> str:
-    count = f" x{problem.count}" if problem.count else ""
-    share = ""
+def headline(found: Explanation) -> str:
+    """Returns how many problems there are."""
+    count = len(found.problems)
+    return f"{count} problem{'s' * (count > 1)}" if count else "No problems found."
+
+
+def as_words(problem: Problem, totals: Totals) -> tuple[str, str]:
+    """Returns the title of a problem, and where it is."""
+    title = problem.kind + (f" x{problem.count}" if problem.count else "")
     if problem.flops and totals.flops:
         part = problem.flops / totals.flops
-        share = f", {f'{part:.0%}' if part >= 0.01 else '<1%'} of FLOPs"
-    return f"{problem.kind}{count}{share}: {problem.message}"
+        title += f", {f'{part:.0%}' if part >= 0.01 else '<1%'} of FLOPs"
+    inside = "in " if problem.paths and problem.paths != ("",) else ""
+    place = f"{inside}{where(problem)}" if problem.paths else ""
+    return title, ", ".join(filter(None, (place, problem.source)))
 
 
-def _equations(root: Module) -> Iterator[Line]:
-    """Yields what each equation computes in and what it gives, module by module."""
-    rows, modules = [["equation", "computes in", "result"]], [root]
+def _equations(root: Module) -> Table:
+    """Returns what each equation computes in and gives, module by module."""
+    rows, modules = [], [root]
     while modules:
         module = modules.pop(0)
         modules = [*module.children.values(), *modules]
@@ -123,9 +124,8 @@ def _equations(root: Module) -> Iterator[Line]:
             rows.append([module.path or module.name, "", ""])
         for row in module.equations:
             rows.append([f"  {row.primitive}", short(row.computes_in), row.result])
-    widest = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
-    for text in table(rows, widest, left=(0, 1, 2)):
-        yield Line(text, "" if text.startswith(" ") else "bold")
+    styles = ["" if row[0].startswith(" ") else "bold" for row in rows]
+    return table(["equation", "computes in", "result"], rows, (0, 1, 2), styles)
 
 
 # --- the tree ------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def lines(
       depth: how many levels to go down.
       above: the line of what they stand in.
     """
-    label, modules = _behind_steps(modules)
+    label = _common_name(modules)
     every = [equation for module in modules for equation in module.walk()]
     times = min((equation.times for equation in every), default=1)
     copies = len(modules) // (above.copies if above else 1)
@@ -168,21 +168,6 @@ def lines(
         return [line]
     inside = [lines(members, depth, line) for members in _equal_children(modules)]
     return [line, *_itself(modules, line.depth + 1), *itertools.chain(*inside)]
-
-
-def _behind_steps(modules: Sequence[Module]) -> tuple[str, Sequence[Module]]:
-    """Returns the name and the modules of a line.
-
-    A mere step of the path, with nothing but equal modules in it, gets no line.
-    """
-    label = _common_name(modules)
-    while not modules[0].equations:
-        inside = [child for module in modules for child in module.children.values()]
-        if len(set(map(signature, inside))) != 1:
-            break
-        modules = inside
-        label = f"{label}/{_common_name(modules)}".strip("/")
-    return label, modules
 
 
 def _itself(modules: Sequence[Module], depth: int) -> list[Branch]:
@@ -224,7 +209,7 @@ def _common_name(modules: Sequence[Module]) -> str:
     return re.sub(r"\d+", span, names[0])
 
 
-def _tree(found: Explanation, depth: int | None, width: int) -> Iterator[Line]:
+def _tree(found: Explanation, depth: int | None) -> Table:
     root = found.root
     shown = lines([root], 1 if depth is None else depth)
     for deeper in itertools.count(2) if depth is None else ():
@@ -232,40 +217,34 @@ def _tree(found: Explanation, depth: int | None, width: int) -> Iterator[Line]:
         if len(more) == len(shown) or len(more) > _LINES:
             break
         shown = more
-    has_stored, is_wide = found.stored_without_recompute is not None, width >= _WIDE
-    dtype = short(found.compute_dtype)
-    above = ["", "forward", "in", "casts to"]
-    headers = ["module", "FLOP", "half", f"{dtype}/f32"]
-    if has_stored:
-        above += ["stored", "stored"]
-        headers += ["half", "other"]
-    left = [0]
-    if is_wide:
-        left.append(len(headers))
-        above, headers = [*above, "kept in"], [*headers, "float32"]
-    rows = [_cells(line, has_stored, is_wide, width) for line in shown]
+    has_stored = found.stored_without_recompute is not None
+    headers = ["\nmodule", "forward\nFLOP", "in\nhalf"]
+    headers.append(f"casts to\n{short(found.compute_dtype)}/f32")
+    headers += ["stored\nhalf", "stored\nother"] * has_stored
+    rows = [_cells(line, has_stored) for line in shown]
     lacking = (line.totals.low_flops < line.totals.flops for line in shown)
-    styles = ["bold", "bold", *("red" if lacks else "" for lacks in lacking)]
-    yield from map(Line, table([above, headers, *rows], width, left), styles)
-    if not is_wide:
-        yield Line("The column 'kept in float32' takes a wider terminal.", "dim")
+    styles = ["red" if lacks else "" for lacks in lacking]
+    left = (0, len(headers))
+    return table([*headers, "kept in\nfloat32"], rows, left, styles)
 
 
-def _cells(branch: Branch, has_stored: bool, is_wide: bool, width: int) -> list[str]:
+def _cells(branch: Branch, has_stored: bool) -> list[str]:
     totals = branch.totals
-    name = "  " * branch.depth + branch.label
-    if len(branch.label) > _NAME * width:  # without mere steps of the path
-        name = re.sub(r"\S+/", "…/", name)
     cells = [
-        name,
+        "  " * branch.depth + branch.label,
         amount(totals.flops) if totals.flops else "",
-        percent(totals),
+        _share(totals),
         f"{totals.casts_down}/{totals.casts_up}",
     ]
     if has_stored:
-        half = sum(n for d, n in totals.stored.items() if is_half(d))
-        cells += [size(half), size(totals.stored.total() - half)]
-    return cells + [_kept_in_float32(branch.equations)] * is_wide
+        cells += map(size, halves_and_others(totals.stored))
+    return [*cells, _kept_in_float32(branch.equations)]
+
+
+def halves_and_others(stored: Counter[str]) -> tuple[int, int]:
+    """Returns the bytes in half precision, and all others."""
+    half = sum(n for dtype, n in stored.items() if is_half(dtype))
+    return half, stored.total() - half
 
 
 def _kept_in_float32(equations: Sequence[Equation]) -> str:
@@ -278,9 +257,12 @@ def _kept_in_float32(equations: Sequence[Equation]) -> str:
     return " ".join(name for name, _ in names.most_common(3))
 
 
-def percent(totals: Totals) -> str:
-    """Returns the share of products in half precision, never rounded up to all."""
-    if totals.low_share is None:
-        return ""
-    share = 100 * totals.low_share
-    return f"{share:.0f} %" if share in (0, 100) else f"{min(share, 99.9):.3g} %"
+def _share(totals: Totals) -> str:
+    return percent(totals.low_flops, totals.flops)
+
+
+def percent(part: int, whole: int) -> str:
+    """Returns a share of FLOPs, never rounded up to all; nothing if there are none."""
+    if part in (0, whole):
+        return f"{part / whole:.0%}".replace("%", " %") if whole else ""
+    return f"{min(100 * part / whole, 99.9):.3g} %"

@@ -48,7 +48,6 @@ class Visit(NamedTuple):
     row: Equation
     eqn: Eqn
     step: Step
-    values: Values
     scopes: tuple[str, ...]
 
 
@@ -96,7 +95,7 @@ class Walk:
             operands = [_operand_value(value, step) for value in values]
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
-            self._note(step, values, place.of(eqn), after)
+            self._note(step, place.of(eqn), after)
 
     def _find_returned(self, eqn: Eqn, step: Step) -> None:
         if eqn.primitive.name in ("scan", "while"):
@@ -113,10 +112,9 @@ class Walk:
                 if _is_call(eqn):
                     continue
                 reason = step.reason._replace(inside="".join(at.inside[-1:]))
-                full = like([v.aval for v in eqn.invars], FULL)
                 outs = like([v.aval for v in eqn.outvars], FULL)
                 own = Step(Mode.FULL, outs, reason)
-                self._note(own, full, at, dtypes_of(eqn))
+                self._note(own, at, dtypes_of(eqn))
 
     # --- rows --------------------------------------------------------------------
 
@@ -127,7 +125,7 @@ class Walk:
         pairs = zip(atoms, values, strict=True)
         return tuple(str(dtype_of(v, atom.aval) or "") for atom, v in pairs)
 
-    def _note(self, step: Step, values: Values, place: Place, after: Dtypes) -> None:
+    def _note(self, step: Step, place: Place, after: Dtypes) -> None:
         """Notes the equation of a place."""
         eqn = place.eqn
         shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
@@ -153,7 +151,7 @@ class Walk:
             inside=place.inside,
         )
         scopes = resolved(place.scopes)
-        self.visits.append(Visit(row, eqn, step, values, scopes))
+        self.visits.append(Visit(row, eqn, step, scopes))
 
 
 def _is_call(eqn: Eqn) -> bool:

@@ -81,6 +81,8 @@ DAMAGE = {
     "a directory": replace(lambda path: path.mkdir()),
     "a link to nothing": replace(lambda path: path.symlink_to("nowhere")),
     "a link to itself": replace(lambda path: path.symlink_to(path.name)),
+}
+TEXTS = {
     "no JSON": put('{"item_handlers": '),
     "deep JSON": put("[" * 100_000 + "]" * 100_000),
     **{text: put(text) for text in ("{}", "[]", "null")},
@@ -89,6 +91,7 @@ DAMAGE = {
     "texts": put('{"item_handlers": 1, "custom_metadata": "x", "tree_metadata": "x"}'),
     "no record": put('{"item_handlers": {}, "custom_metadata": {"flax_amp": null}}'),
 }
+DAMAGE |= TEXTS
 
 
 def files_of(directory):
@@ -133,9 +136,6 @@ def test_neighbours_are_no_steps(steps):
     assert check(steps) == 2
     with checkpoint.manager(steps) as manager:
         assert list(manager.all_steps()) == [1, 2]
-
-
-def test_reports_of_intact_steps(steps):
     reports = checkpoint.verify(steps)
     assert [report.step for report in reports] == [1, 2]
     assert all(report.has_checksums and not report.problem for report in reports)
@@ -150,18 +150,26 @@ def test_metadata(steps, kind):
     assert check(steps, everything=False) == (2 if kind == "flipped" else 1)
 
 
+def is_text(path):
+    return path.read_bytes().isascii()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_every_file(steps, kind, tmp_path):
     """Each file in turn; all readers together meet each kind, and each file."""
     outcomes, turn = {}, list(DAMAGE).index(kind)
-    for at, name in enumerate(files_of(steps)):
+    # What a text says matters only in the place of another text.
+    files = [
+        x for x in files_of(steps) if kind not in TEXTS or is_text(steps / "2" / x)
+    ]
+    for at, name in enumerate(files):
         directory = shutil.copytree(steps, tmp_path / "broken")
         DAMAGE[kind](directory / "2" / name)
         outcomes[name] = check(directory, everything=(at + turn) % 4 == 0)
         shutil.rmtree(directory)
     arrays = [step for name, step in outcomes.items() if name.startswith("default/d/")]
-    assert set(arrays) == {1}, outcomes
+    assert set(arrays) <= {1} and bool(arrays) == (kind not in TEXTS), outcomes
     # Every other file is checked but the metadata, which Orbax writes last.
     assert {name for name in outcomes if outcomes[name] == 2} <= {
         "commit_success.txt",
@@ -176,7 +184,7 @@ def test_a_flipped_byte_of_an_array_is_named(steps):
     found = []
     for path in sorted((steps / "2/default").rglob("d/*")):
         whole = path.read_bytes()
-        for at in np.linspace(0, 1, 12):
+        for at in np.linspace(0, 1, 6):
             flip(path, at)
             try:
                 restored = checkpoint.restore(steps, make_state(), step=2)
@@ -336,17 +344,13 @@ def test_a_step_under_another_number_is_named(steps):
         checkpoint.migrate(steps, make_state(), step=9)
 
 
-def test_plain_orbax_reads_what_was_saved(steps):
+def test_plain_orbax_reads_ours_and_what_it_saved_is_taken_as_it_is(steps):
     with ocp.CheckpointManager(steps) as manager:
         read = manager.restore(2, args=ocp.args.StandardRestore(make_state()))
-    assert not changed(make_state(2), read)
-
-
-def test_what_plain_orbax_saved_is_taken_as_it_is(tmp_path):
-    with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(3, args=ocp.args.StandardSave(make_state(3)))
-    assert not changed(make_state(3), checkpoint.restore(tmp_path, make_state()))
-    (report,) = checkpoint.verify(tmp_path)
+    assert not changed(make_state(2), read)
+    assert not changed(make_state(3), checkpoint.restore(steps, make_state()))
+    report = checkpoint.verify(steps)[-1]
     assert not report.problem and not report.has_checksums
 
 
@@ -459,16 +463,8 @@ def test_command_line(steps, capsys):
     assert "DAMAGED: default/" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_as_a_module(steps):
-    command = [sys.executable, "-m", "flax_amp", "checkpoint", str(steps)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0 and result.stdout.count("intact") == 2
-    assert not result.stderr
-
-
 QUIET = """
-import sys, flax_amp.checkpoint as checkpoint, jax, optax, jax.numpy as jnp
+import runpy, sys, flax_amp.checkpoint as checkpoint, jax, optax, jax.numpy as jnp
 from flax_amp import AmpTrainState
 target = AmpTrainState.create(
     params={"w": jnp.ones((16, 64)), "b": jnp.ones(5)},
@@ -477,7 +473,8 @@ target = AmpTrainState.create(
 )
 assert checkpoint.restore(sys.argv[1], target).step == 1
 checkpoint.migrate(sys.argv[1], target, step=1)
-checkpoint.verify(sys.argv[1])
+sys.argv.insert(1, "checkpoint")
+runpy.run_module("flax_amp", run_name="__main__")
 """
 
 
@@ -489,6 +486,7 @@ def test_one_warning_is_all_that_is_said(steps):
     done = subprocess.run(
         [sys.executable, "-c", QUIET, str(steps)], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # of `python -m flax_amp`
+    assert done.stdout.count("intact") == 1 and "DAMAGED: default/d" in done.stdout
     assert len(done.stderr.splitlines()) <= 2, done.stderr
     assert "CheckpointWarning" in done.stderr

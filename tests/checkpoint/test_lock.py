@@ -38,10 +38,29 @@ def test_the_last_manager_lets_go(tmp_path):
     with checkpoint.manager(tmp_path) as first:
         checkpoint.save(first, make_state(1))
         with checkpoint.manager(tmp_path) as second:
-            checkpoint.save(second, make_state(2))
+            assert checkpoint.save(second, make_state(2))
             assert not is_free(tmp_path)
         assert not is_free(tmp_path)
     assert is_free(tmp_path)
+
+
+def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path):
+    """A lock of another file descriptor is like one of another process."""
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, make_state(1))
+    lock = os.open(tmp_path / _lock.NAME, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    before = sorted(tmp_path.rglob("*"))
+    told = "another process saves into .*Choose another directory"
+    with (
+        checkpoint.manager(tmp_path) as manager,
+        pytest.raises(RuntimeError, match=told),
+    ):
+        checkpoint.save(manager, make_state(2))
+    assert sorted(tmp_path.rglob("*")) == before
+    os.close(lock)
+    with checkpoint.manager(tmp_path) as manager:
+        assert checkpoint.save(manager, make_state(2))
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

@@ -13,13 +13,12 @@ def cancelled(y, w, size=300.0):
     return (y @ w + size) @ w - size * w.sum(0, keepdims=True)
 
 
-def ruined(ws, x, shared):
+def ruined(ws, x):
     """`good` reads the weights of `cancels`, whose error is in their gradient."""
-    w, v, *_ = ws
     with jax.named_scope("good"):
-        y = jnp.tanh(x @ (w if shared else v))
+        y = jnp.tanh(x @ ws[0])
     with jax.named_scope("cancels"):
-        return cancelled(y, w).sum()
+        return cancelled(y, ws[0]).sum()
 
 
 def many_ruined(ws, x):
@@ -49,13 +48,6 @@ def small_part(ws, x):
     return (y**2).mean() + 1e-5 * (small**2).mean()
 
 
-def block_twice(ws, x):
-    for w in (ws[0], ws[0], ws[1]):
-        with jax.named_scope("block" if w is ws[0] else "cancels"):
-            x = jnp.tanh(x @ w if w is ws[0] else cancelled(x, w))
-    return (x**2).mean()
-
-
 def in_a_loop(ws, x):
     """A scan reads the weights in its body; the module behind it cancels with them."""
 
@@ -68,23 +60,13 @@ def in_a_loop(ws, x):
         return cancelled(x, ws[0]).sum()
 
 
-def sound(ws, x):
-    with jax.named_scope("a"):
-        y = jnp.tanh(x @ ws[0])
-    with jax.named_scope("b"):
-        return ((y @ ws[0]) ** 2).mean()
-
-
 # A program, and the modules that are at fault.
 CULPRITS = {
-    "own weights": (lambda ws, x: ruined(ws, x, shared=False), ["cancels"]),
-    "shared weights": (lambda ws, x: ruined(ws, x, shared=True), ["cancels"]),
+    "shared weights": (ruined, ["cancels"]),
     "more victims than remedies": (many_ruined, ["cancels"]),
     "two culprits": (two_cancel, ["first", "second"]),
     "hardly counts": (small_part, ["cancels"]),
-    "a module used twice": (block_twice, ["cancels"]),
     "a victim in a loop": (in_a_loop, ["cancels"]),
-    "none": (sound, []),
 }
 
 
@@ -98,9 +80,6 @@ def test_what_mends_comes_first(fun, culprits, dtype):
     found = compare_precision(fun, compute_dtype=dtype)([w / 4 for w in ws], x)
     assert sorted(m.path for m in found.modules[: len(culprits)]) == culprits
     entries = [run for run in found.helpful if run.policy]
-    if not culprits:
-        assert not found.remedies
-        return
     assert entries[-1].gradient_error <= found.threshold
     assert {*culprits} == {*re.findall('"(.*?)": jnp.float32', entries[-1].policy)}
     assert "all" not in [e.name[:3] for e in entries] or culprits[1:]

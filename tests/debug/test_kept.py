@@ -138,16 +138,14 @@ def test_a_users_function_decides():
     assert row.computes_in == "float16" and row.kept == row.result == ""
 
 
-def test_the_list_of_equations():
-    text = explain(softmax)(W, X).report(only="equations")
+def test_the_list_and_the_dict_have_the_rules():
+    found = explain(softmax)(W, X)
+    text = found.report(only="equations")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "equation computes in result"
     assert "exp f32 kept in bf16: a sum or a sigmoid shares it" in lines
     assert "broadcast_in_dim f32 not kept: arithmetic alone reads it" in lines
-
-
-def test_a_dict_has_the_rules():
-    rows = explain(softmax)(W, X).to_dict()["modules"]["equations"]
+    rows = found.to_dict()["modules"]["equations"]
     (row,) = [row for row in rows if row["primitive"] == "exp"]
     assert (row["computes_in"], row["kept"]) == (F32, BF16)
     assert row["kept_by"] == "a sum or a sigmoid shares it"

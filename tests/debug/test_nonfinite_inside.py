@@ -62,10 +62,6 @@ def plain(f, y):
     return f(y)
 
 
-def jitted(f, y):
-    return jax.jit(lambda y: f(y) * 2)(y)
-
-
 def scan(f, y):
     def body(c, i):
         with jax.named_scope("layer"):
@@ -98,10 +94,6 @@ def cond(f, y):
     return jax.lax.cond(y.sum() > 0, f, lambda y: y, y)
 
 
-def switch(f, y):
-    return jax.lax.switch(1, [lambda y: y, f, lambda y: y * 2], y)
-
-
 def checkpoint(f, y):
     return jax.checkpoint(lambda y: jnp.sin(f(y) * 2))(y)
 
@@ -124,12 +116,8 @@ def custom_vjp(f, y):
     return g(y)
 
 
-def vmapped(f, y):
-    return jax.vmap(lambda y: f(y[None])[0])(y)
-
-
 def sharded(f, y, check_vma=True):
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 
     def part(y):
         return f(y) * 2 + 0 * jax.lax.psum(jnp.minimum(y, 1).sum(), "d")
@@ -157,16 +145,13 @@ THIRD, DEVICE = "scan iteration 3 of 5", "device d=2"
 # structure -> what is around the fault
 STRUCTURES = {
     plain: (),
-    jitted: (),
     scan: (THIRD,),
     stacked: (THIRD,),
     while_loop: ("while iteration 3",),
     cond: ("branch 1 of 2",),
-    switch: ("branch 1 of 3",),
     checkpoint: (),
     custom_jvp: (),
     custom_vjp: (),
-    vmapped: (),
     sharded: (DEVICE,),
     unchecked: (DEVICE,),
     sharded_scan: (THIRD, DEVICE),
@@ -265,29 +250,15 @@ def aux_only(y):
     return y.sum(), {"logits": jnp.where(y > 0.5, y, -jnp.inf), "count": 3}
 
 
-FINE = [
-    masked_softmax,
-    largest,
-    safe_log,
-    discarded,
-    empty_rows,
-    reciprocal,
-    indices,
-    random,
-    printed,
-    aux_only,
-]
-
-
-@pytest.mark.parametrize("fun", FINE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fun",
+    [masked_softmax, largest, safe_log, discarded, empty_rows, reciprocal, indices]
+    + [random, printed, aux_only],
+    ids=lambda f: f.__name__,
+)
 def test_no_false_alarm(fun):
-    for structure in (plain, jitted):
-
-        def loss(w, x, call=structure):
-            return jax.jit(fun)(x @ w) if call is jitted else fun(x @ w)
-
-        found = search(loss)(W, ZERO + 0.1)
-        assert found.verdict == "nothing", str(found)
+    found = search(lambda w, x: jax.jit(fun)(x @ w))(W, ZERO + 0.1)
+    assert found.verdict == "nothing", str(found)
 
 
 # --- where it comes from -------------------------------------------------------------
@@ -332,6 +303,7 @@ def test_a_derivative_that_a_where_drops():
     found = search(loss)(W, ZERO)
     assert found.finding.backward and found.finding.source == line("where")
     assert found.finding.text == "div(0, 0) = nan" and found.finding.examples == (2,)
+    assert found.verdict == "mathematics" and "jnp.where(ok, f(" in found.advice
     assert found.reached == ("gradient of w",)
 
 
@@ -460,6 +432,7 @@ def test_a_mesh_with_explicit_axes():
     w = jax.device_put(W, jax.NamedSharding(mesh, P()))
     found = find_nonfinite(lambda w, x: jnp.log(x @ w).sum() * 2)(w, x)
     assert found.verdict == "mathematics" and found.finding.text == "log(0) = -inf"
+    assert "keep its operand above 0" in found.advice
 
 
 def test_a_policy_for_two_modules():
@@ -482,9 +455,7 @@ def test_a_policy_for_two_modules():
     [
         ("bad", None, 'flax_amp.default_amp_policy | {"net/bad": jnp.float32}'),
         ("bad[1]", None, 'flax_amp.default_amp_policy | {"net/bad[[]1]": jnp.float32}'),
-        ("bad", "*/bad", '{"net/bad": jnp.float32} | your_policy'),
         ("bad", "net/bad", 'your_policy | {"net/bad": jnp.float32}'),
-        ("bad", "net", 'your_policy | {"net": jnp.float32}'),  # outer scopes win
     ],
 )
 def test_a_policy_that_is_tried_is_in_force(scope, given, policy):

@@ -11,42 +11,15 @@ W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))
 
 
-def rounded_to_zero(y, w):
-    """Float16 has no number between 3000 and 3002."""
-    y = jnp.maximum(y @ w, 0.25) + 3000.0
-    return y @ jnp.eye(16) - 3000.0  # a product reads and gives half precision
-
-
 def victim_behind(w, x):
-    with scope("before"):
-        y = jnp.tanh(x @ w)
+    """Float16 has no number between 3000 and 3002: a zero remains."""
     with scope("cancels"):
-        z = rounded_to_zero(y, w)
+        z = jnp.maximum(x @ w, 0.25) + 3000.0
+        z = z @ jnp.eye(16) - 3000.0
     with scope("mixes"):
         z = z @ jnp.abs(w)
     with scope("victim"):
         return jnp.log(z).mean()
-
-
-def two_culprits(w, x):
-    with scope("first"):
-        z = rounded_to_zero(x, w)
-    with scope("mixes"):
-        z = z @ jnp.abs(w)
-    with scope("second"):
-        u = rounded_to_zero(x, w)
-    with scope("mixes_too"):
-        u = u @ jnp.abs(w)
-    with scope("victim"):
-        return jnp.log(z).mean() + jnp.log(u).mean()
-
-
-def victim_in_front(w, x):
-    """The gradient of `culprit` is too large for its own products, and for these."""
-    with scope("in_front"):
-        y = jnp.tanh(x @ w) @ (w * 100)
-    with scope("culprit"):
-        return jnp.sin(y @ w * 3e4).sum()
 
 
 def backward_alone(w, x):
@@ -71,9 +44,7 @@ def overflows(w, x):
 
 # A program, where its fault is found, and the modules that mend it.
 PROGRAMS = {
-    "a victim behind": (victim_behind, "victim", ["cancels"]),
-    "two culprits": (two_culprits, "victim", ["first", "second"]),
-    "a victim in front": (victim_in_front, "culprit", ["in_front", "culprit"]),
+    "a victim": (victim_behind, "victim", []),
     "in the backward pass": (backward_alone, "overflows", ["overflows"]),
     "in the forward pass": (overflows, "overflows", ["overflows", "too"]),
 }
@@ -88,6 +59,9 @@ def test_the_policy_is_for_what_mends(fun, place, mending):
     found = find_nonfinite(loss, compute_dtype=jnp.float16)(W, X)
     assert found.verdict == "precision" and found.finding.path == f"net/{place}"
     assert found.policy == tuple((f"net/{name}", "float32") for name in mending)
+    if not mending:
+        assert "flax_amp.compare_precision tells" in found.advice
+        return
     policy = default_amp_policy | {key: jnp.float32 for key, _ in found.policy}
     again = find_nonfinite(loss, compute_dtype=jnp.float16, amp_policy=policy)(W, X)
     assert again.verdict == "nothing"

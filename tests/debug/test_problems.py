@@ -15,19 +15,11 @@ from flax_amp import explain
 in_float16 = functools.partial(explain, compute_dtype=jnp.float16)
 
 X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
-BF16 = X.astype(jnp.bfloat16)
 
 
 def reduced(w, x):
     with jax.named_scope("low"):
         return jnp.repeat(x @ w, 1000, axis=0).sum(0)
-
-
-def halfway(w, x):
-    def step(carry, _):
-        return carry + 1, None
-
-    return jax.lax.scan(step, (x @ w).astype(jnp.float16), length=9)[0]
 
 
 @jax.jit
@@ -80,7 +72,7 @@ PLANTED = {
         ),
         {},
         "own dtype",
-        "runs in bf16 without amp",
+        "has factors in bf16 without amp",
         ["Dense"],
     ),
     "opaque": (
@@ -92,8 +84,6 @@ PLANTED = {
     ),
     "reduction": (reduced, LOW, "risk", "adds 4000 numbers in float16", ["low"]),
     "inner product": (inner_product, LOW, "risk", "adds 4000 numbers", ["low"]),
-    "tiny factor": (lambda w, x: ((x @ w) * 1e-4) @ w, {}, "risk", "become 0", [""]),
-    "large factor": (lambda w, x: ((x @ w) / 1e-4) @ w, {}, "risk", "overflow", [""]),
     "own factor": (
         lambda w, x: x @ w.astype(jnp.bfloat16),
         {},
@@ -108,7 +98,6 @@ PLANTED = {
         "exp runs in float16 (primitive exp)",
         [""],
     ),
-    "recurrence": (halfway, {}, "risk", "carry of a scan is in float16", [""]),
 }
 
 
@@ -124,6 +113,7 @@ def test_planted(name):
 
 
 ORIGINAL = flax_amp.use_original_precision
+COMPUTE = flax_amp.use_compute_precision
 KEEPS_PRODUCTS = {jax.lax.dot_general_p: ORIGINAL}
 PRIMITIVE = "by your policy key 'dot_general': outside of any module"
 
@@ -160,30 +150,20 @@ def test_random_numbers_and_callbacks_are_no_problem():
     assert not explain(fun)(W, X).problems
 
 
-def svd_gradient(w, x):
-    return jax.grad(lambda w: jnp.linalg.svd(w)[1].sum())(w) @ x.T
-
-
 @pytest.mark.parametrize(
     "fun",
     [
         lambda w, x: jnp.linalg.inv(w + jnp.eye(8)) @ x.T,
-        lambda w, x: jnp.linalg.pinv(w) @ x.T,
-        lambda w, x: jnp.linalg.lstsq(w, w @ x.T)[0] @ w[:4],
-        lambda w, x: jax.grad(lambda w: jnp.linalg.cholesky(w @ w).sum())(w) @ x.T,
-        lambda w, x: jax.scipy.linalg.expm(w) @ x.T,
+        lambda w, x: jax.grad(lambda w: jnp.linalg.svd(w)[1].sum())(w) @ x.T,
         lambda w, x: jax.image.resize(x, (8, 8), "bilinear") @ w,
-        svd_gradient,
     ],
-    ids="inv pinv lstsq cholesky expm resize svd".split(),
+    ids="inv svd resize".split(),
 )
 def test_products_inside_of_jax_are_a_note(fun):
     found = explain(fun)(W, X)
     assert "float32 product" not in {p.kind for p in found.problems}
     assert any("kept in float32 by JAX's own numerics" in n for n in found.notes)
     assert 0 < found.totals.low_flops < found.totals.flops
-    jitted = explain(jax.jit(fun))(W, X)
-    assert jitted.notes == found.notes
 
 
 def test_the_users_precision_beside_linear_algebra_is_a_problem():
@@ -230,7 +210,6 @@ def test_a_product_is_half_if_all_its_factors_are(dtype, share):
     assert stopped.totals.low_share == 0
 
 
-ONES, ZERO = jnp.ones(3000), np.float16(0)
 ROWS = jnp.zeros(3000, jnp.int32)
 
 
@@ -239,89 +218,20 @@ def into(rows):
 
 
 @pytest.mark.parametrize(
-    "fun, length",
+    "fun, count",
     [
-        (lambda x: jax.ops.segment_sum(x, ROWS, num_segments=2), 1500),
+        (lambda x: jax.lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), 3000),
         (into(2), 1500),
         (into(3), None),  # on average 1000
-        (into(3000), None),
-        (lambda x: jax.lax.reduce(x, ZERO, jax.lax.add, (0,)), 3000),
-        (lambda x: jax.lax.reduce(x, x[0], jax.lax.add, (0,)), 3000),
-        (lambda x: jax.lax.reduce(x, x[0], jax.lax.mul, (0,)), None),
-        (lambda x: jax.lax.reduce(x[:, None], x[0], jax.lax.add, (1,)), None),
-        (
-            lambda x: jax.lax.reduce_window(
-                x, x[0], jax.lax.add, (2000,), (1,), "SAME"
-            ),
-            2000,
-        ),
-        (lambda x: jax.lax.reduce(x[:1000], ZERO, jax.lax.add, (0,)), None),
-        (lambda x: jax.lax.reduce(x, ZERO, jax.lax.max, (0,)), None),
-        (lambda x: jax.lax.reduce(x, ZERO, lambda a, b: a + b * 2, (0,)), None),
-        (
-            lambda x: jax.lax.reduce_window(
-                x, ZERO, jax.lax.add, (2000,), (1,), "SAME"
-            ),
-            2000,
-        ),
-        (
-            lambda x: jax.lax.reduce_window(x, ZERO, jax.lax.add, (9,), (1,), "SAME"),
-            None,
-        ),
-        (jnp.cumsum, 3000),
-        # Its sums are a tree, which loses little.
-        (lambda x: jax.lax.associative_scan(jnp.add, x), None),
+        (lambda x: jnp.exp(x) * 2, None),
     ],
+    ids=["sum", "scatter", "short", "no sum"],
 )
-def test_long_sums_in_half(fun, length):
-    found = explain(lambda x: fun(x.astype(jnp.float16)))(ONES)
-    risks = [p.message for p in found.problems if p.kind == "risk"]
-    assert len(risks) == bool(length)
-    assert length is None or f"adds {length} numbers in float16" in risks[0]
-
-
-def summed(w, x, length):
-    layers = jnp.broadcast_to(w, (length, *w.shape))
-    return jax.lax.scan(lambda c, w: (c + c @ w, None), x @ w, layers)[0].mean()
-
-
-def counted(w, x):
-    def step(carry):
-        return carry[0] + 1, (x @ w) + carry[1]
-
-    return jax.lax.while_loop(lambda c: c[0] < w[0, 0], step, (0, x @ w))[1]
-
-
-@pytest.mark.parametrize(
-    "fun, words",
-    [
-        (lambda w, x: summed(w, x, 101), "adds up over 101 steps in half"),
-        (lambda w, x: summed(w, x, 100), None),
-        (flax_amp.amp_stop(lambda w, x: summed(w, x, 101)), None),
-        (counted, None),  # amp keeps the state of such a loop in float32
-        (lambda w, x: jax.lax.scan(lambda c, _: (c @ w, c), x, length=101)[0], None),
-    ],
-    ids=["long", "short", "stopped", "while", "no sum"],
-)
-def test_sums_in_a_carry(fun, words):
-    risks = [p.message for p in explain(fun)(W, X).problems if p.kind == "risk"]
-    assert len(risks) == bool(words)
-    assert words is None or words in risks[0]
-
-
-def test_terms_of_a_carry_are_followed_once():
-    """Following every term takes 2**40 steps."""
-
-    def doubled(w, xs):
-        def body(c, x):
-            y = x @ w
-            for _ in range(40):
-                y = y + y
-            return y, c
-
-        return jax.lax.scan(body, xs[0] @ w, xs)[1].mean()
-
-    assert explain(doubled)(W, jnp.ones((200, 4, 8))).totals.low_share == 1
+def test_long_sums_in_half(fun, count):
+    found = explain(lambda x: fun(x.astype(jnp.float16)))(jnp.ones(3000))
+    texts = [p.message for p in found.problems if " adds " in p.message]
+    assert len(texts) == bool(count)
+    assert count is None or f"adds {count} numbers in float16" in texts[0]
 
 
 def test_equal_findings_are_one_problem():
@@ -340,12 +250,7 @@ def test_equal_findings_are_one_problem():
     )
 
 
-def test_products_come_first_and_a_sound_model_has_no_problems():
-    def fun(w, x):
-        return (layers(w, x * 1.0 + 0) @ w * 1e-4) @ w
-
-    kinds = [p.kind for p in in_float16(fun)(W, X).problems]
-    assert kinds == ["float32 product", "risk"]
+def test_a_sound_model_has_no_problems():
     model = nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.gelu, nn.Dense(2)])
     params = jax.eval_shape(model.init, jax.random.key(0), X)
 
@@ -356,6 +261,14 @@ def test_products_come_first_and_a_sound_model_has_no_problems():
         found = explain(loss, compute_dtype=dtype)(params, X)
         assert not found.problems, found
         assert "No problems found" in str(found)
+
+
+def test_the_costliest_kind_is_first():
+    def fun(w, x):
+        return jax.lax.nextafter(x, x) @ jnp.dot(w, w, precision="highest")
+
+    kinds = [p.kind for p in explain(fun)(W, X).problems]
+    assert kinds == ["float32 product", "unknown primitive"]
 
 
 def test_warnings_of_the_users_code_stay_warnings():
@@ -370,10 +283,7 @@ def test_warnings_of_the_users_code_stay_warnings():
     assert kinds == ["policy", "float32 product"]
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["net: head", "precision=HIGHEST", "constant 3", "inside scan: default", "a {} b"],
-)
+@pytest.mark.parametrize("key", ["precision=HIGHEST", "inside scan: default", "a {} b"])
 def test_a_key_may_be_any_text(key):
     def fun(w, x):
         def step(x):
@@ -404,3 +314,48 @@ def test_a_key_may_be_any_text(key):
 def test_the_precision_that_a_product_asks_for(precision, words):
     found = explain(lambda w, x: jax.lax.dot(x, w, precision=precision))(W, X)
     assert words in found.problems[0].message
+
+
+def nested(w, x):
+    with jax.named_scope("Model"):
+        with jax.named_scope("Block_0"):
+            x = jnp.exp(x @ w)
+        with jax.named_scope("Block_1"), flax_amp.amp_stop():
+            return jnp.tanh(x @ w)
+
+
+# what: additions to the policy, the shadowed keys with the ones that win
+SHADOWED = {
+    "an outer scope": (
+        {"Model": ORIGINAL, "Block_0": COMPUTE},
+        {"Block_0": "'Model'"},  # amp_stop does the same
+    ),
+    "in any order": ({"Block_1": COMPUTE}, {"amp_stop": "'Block_1'"}),
+    "an outer glob": (
+        {"Mod*": COMPUTE, "Model/Block_0": ORIGINAL},
+        {"Model/Block_0": "'Mod*'", "amp_stop": "'Mod*'"},
+    ),
+    "a glob behind all it names": (
+        {"Block_0": COMPUTE, "Block_1": COMPUTE, "*/Block_*": ORIGINAL},
+        {"*/Block_*": "'Block_0', 'Block_1'", "amp_stop": "'Block_1'"},
+    ),
+    "a key that decides elsewhere": ({"Block_0": COMPUTE, "*/Block_*": ORIGINAL}, {}),
+    "the same function": ({"Model/Block_0": COMPUTE, "Block_0": COMPUTE}, {}),
+    "nothing": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("additions, expected", SHADOWED.values(), ids=SHADOWED)
+def test_keys_that_lose_wherever_they_match(additions, expected):
+    policy = flax_amp.default_amp_policy | additions
+    problems = explain(nested, amp_policy=policy)(W, X).problems
+    shadowed = [p for p in problems if p.kind == "shadowed policy key"]
+    texts = {p.message.split("'")[1]: p.message for p in shadowed}
+    assert texts.keys() == expected.keys()
+    for key, winners in expected.items():
+        assert f"{key!r} loses to {winners} wherever it matches. " in texts[key]
+        assert f"Narrow {winners}, or leave {key!r} out." in texts[key]
+    assert all(p.count and p.source and p.paths for p in shadowed)
+    assert not explain(nested, amp_policy=policy, compute_dtype="float32")(
+        W, X
+    ).problems

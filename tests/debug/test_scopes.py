@@ -1,4 +1,4 @@
-"""Names of modules: a dot separates the method that Flax calls, and nothing else."""
+"""Names of modules: one dot separates a method, as for the keys of a policy."""
 
 import functools
 
@@ -9,24 +9,26 @@ import pytest
 from flax import nnx
 
 from flax_amp import compare_precision, explain, find_nonfinite
+from flax_amp.debug._place import module_path
 
-X, W = jnp.full((2, 4), 0.3), jnp.full((4, 4), 0.2)
-
-
-def decorated(method):
-    @functools.wraps(method)
-    def wrapper(*args):
-        return method(*args)
-
-    return wrapper
+X = jnp.full((2, 4), 0.3)
 
 
-def scoped(w, x):
-    """Scopes whose names a reader could take for methods of `enc`."""
-    for name in ("enc.attn", "enc.mlp", "enc"):
-        with jax.named_scope(name):
-            x = x @ w
-    return x
+@pytest.mark.parametrize(
+    "scopes, path",
+    [
+        (("Model", "enc.attend", "inner"), "Model/enc/inner"),
+        (("Model", "Model.head", "out"), "Model/out"),
+        (("Model/enc.a", "enc.b"), "Model/enc"),
+        (("enc", "enc"), "enc/enc"),
+        (("eqx.nn.MLP", "eqx.nn.Linear"), "eqx.nn.MLP/eqx.nn.Linear"),
+        (("layer.0", "layer.1.attend"), "layer.0/layer.1"),
+        (("layers.<lambda>", "ij,jk->ik", "x"), "layers.<lambda>/x"),
+        ((), ""),
+    ],
+)
+def test_paths(scopes, path):
+    assert module_path(scopes) == path
 
 
 @jax.custom_vjp
@@ -44,9 +46,6 @@ class Enc(nn.Module):
     def attend(self, x):
         return self.inner.attend(x)
 
-    def calls_attend(self, x):
-        return self.attend(x)
-
     @nn.remat
     def rematted(self, x):
         return self.inner.attend(x)
@@ -55,23 +54,8 @@ class Enc(nn.Module):
     def jitted(self, x):
         return self.inner.attend(x)
 
-    @decorated
-    def decorated(self, x):
-        return self.inner.attend(x)
-
     def ruled(self, x):
         return divided(self.inner.attend(x))
-
-    def scoped(self, x):
-        with jax.named_scope("enc.attn"):
-            return self.inner.attend(x)
-
-    def helped(self, x):
-        def attn(x):
-            with jax.named_scope("enc.attn"):
-                return self.inner.attend(x)
-
-        return attn(x)
 
 
 class Model(nn.Module):
@@ -91,17 +75,9 @@ class NNXEnc(nnx.Module):
     def attend(self, x):
         return self.inner.attend(x)
 
-    @nnx.jit
-    def jitted(self, x):
-        return self.inner.attend(x)
-
     @nnx.remat
     def rematted(self, x):
         return self.inner.attend(x)
-
-    def scoped(self, x):
-        with jax.named_scope("enc.attn"):
-            return self.inner.attend(x)
 
 
 class NNXModel(nnx.Module):
@@ -123,74 +99,25 @@ def of_nnx(method):
     return lambda model, x: model.loss(x), NNXModel(method)
 
 
-def looped(w, x):
-    body = jax.checkpoint(lambda x, _: (scoped(w, x), None))
-    return jax.lax.scan(body, jax.jit(scoped)(w, x), length=2)[0].mean()
-
-
-def of_equinox():
-    eqx = pytest.importorskip("equinox")
-    mlp = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
-    arrays, static = eqx.partition(mlp, eqx.is_array)
-    return lambda m, x: jax.vmap(eqx.combine(m, static))(x).mean(), arrays
-
-
-ENC = {"enc.attn", "enc.mlp", "enc"}
-# name: what returns the loss and its first argument, the modules with products
-CASES = {
-    "scopes": (lambda: (lambda w, x: scoped(w, x).mean(), W), ENC),
-    "scopes_in_loops": (lambda: (looped, W), ENC),
-    "equinox": (of_equinox, {"eqx.nn.MLP/eqx.nn.Linear"}),
-    **{
-        f"linen_{method}": (functools.partial(linen, method), {"Model/enc/inner"})
-        for method in ("attend", "calls_attend", "rematted", "jitted", "decorated")
-    },
-    **{
-        f"linen_{method}": (
-            functools.partial(linen, method),
-            {"Model/enc/enc.attn/inner"},
-        )
-        for method in ("scoped", "helped")
-    },
-    **{
-        f"nnx_{method}": (functools.partial(of_nnx, method), {"NNXModel/enc/inner"})
-        for method in ("attend", "rematted", "jitted")
-    },
-    "nnx_scoped": (
-        functools.partial(of_nnx, "scoped"),
-        {"NNXModel/enc/enc.attn/inner"},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_modules_of_explain(name):
-    make, expected = CASES[name]
-    fun, first = make()
-    for _ in range(2):  # the second one finds what JAX has traced
-        found = explain(fun, backward=False)(first, X)
-        products = [e for e in found.equations if e.primitive == "dot_general"]
-        assert {e.path for e in products} == expected
-        assert all(e.casts_down for e in products[:1])
-
-
-@pytest.mark.parametrize("name", ["scopes_in_loops", "equinox", "linen_scoped"])
-def test_modules_of_compare_precision(name):
-    make, expected = CASES[name]
-    fun, first = make()
-    found = compare_precision(fun, remedies=0)(first, X)
-    assert expected <= {module.path for module in found.modules}
-
-
-@pytest.mark.parametrize("name", ["scopes", "equinox", "linen_jitted", "nnx_attend"])
-def test_module_of_find_nonfinite(name):
-    make, expected = CASES[name]
-    fun, first = make()
+@pytest.mark.parametrize(
+    "make, method, path",
+    [
+        *((linen, name, "Model") for name in ("attend", "rematted", "jitted")),
+        *((of_nnx, name, "NNXModel") for name in ("attend", "rematted")),
+    ],
+)
+def test_every_tool_names_the_module(make, method, path):
+    fun, first = make(method)
+    found = explain(fun, backward=False)(first, X)
+    products = [e for e in found.equations if e.primitive == "dot_general"]
+    assert {e.path for e in products} == {f"{path}/enc/inner"}
     first = jax.tree.map(lambda x: jnp.full_like(x, 6e4), first)
-    found = find_nonfinite(fun, compute_dtype=jnp.float16)(first, X)
-    assert found.finding.primitive == "dot_general"
-    assert found.finding.path in expected, found
-    assert found.policy  # which was tried, with the paths as keys
+    fault = find_nonfinite(fun, compute_dtype=jnp.float16)(first, X)
+    assert fault.finding.path == f"{path}/enc/inner"
+    assert fault.policy  # which was tried, with the paths as keys
+    if method == "attend":
+        compared = compare_precision(fun, remedies=0)(first, X)
+        assert f"{path}/enc/inner" in {module.path for module in compared.modules}
 
 
 def test_the_rule_of_a_derivative_stands_in_the_module_that_calls_it():

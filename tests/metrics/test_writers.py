@@ -1,7 +1,8 @@
-"""Writers: TensorBoard, JSON lines, several at once; runs killed and resumed."""
+"""Writers: several at once, runs killed and resumed, and what is given wrongly."""
 
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -13,8 +14,10 @@ from pathlib import Path
 import clu
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from rich.console import Console
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -140,16 +143,6 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path, resumed_at):
     assert len(list(tmp_path.glob("events.*"))) == 2
 
 
-def test_without_a_first_step_nothing_is_dropped_and_the_later_value_counts(tmp_path):
-    with metrics.JsonlWriter(tmp_path) as writer:
-        writer.write_scalars(3, {"a": 1.0, "b": 1.0})
-        writer.write_scalars(4, {"a": 2.0})
-    with metrics.JsonlWriter(tmp_path) as writer:
-        writer.write_scalars(3, {"a": 3.0})
-    assert metrics.read(tmp_path) == {"a": [(3, 3.0)], "b": [(3, 1.0)]}
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
 def test_a_line_that_a_kill_has_cut_is_skipped_and_removed(tmp_path):
     log(tmp_path, [1, 2], tensorboard=False)
     path = tmp_path / "metrics.jsonl"
@@ -164,8 +157,10 @@ def test_a_line_that_a_kill_has_cut_is_skipped_and_removed(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from flax_amp import metrics
-writer = metrics.create_writer(sys.argv[1])
+import flax_amp
+flax_amp.metrics
+print(*sys.modules, flush=True)
+writer = flax_amp.metrics.create_writer(sys.argv[1])
 for step in range(1, 101):
     writer.write_scalars(step, {"loss": step, "scale": 2.0})
 os.kill(os.getpid(), signal.SIGKILL)
@@ -173,25 +168,69 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_killed_run_loses_nothing(tmp_path):
+    """And the package imported nothing of what its writers need."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert result.returncode == -9
     assert metrics.read(tmp_path)["loss"] == [(i, i) for i in range(1, 101)]
     assert [step for tag, step, _ in shown(tmp_path) if tag == "loss"][-1] == 100
+    imported = result.stdout.partition("\n")[0].split()
+    assert not {"clu", "tensorboardX", "matplotlib", "rich.live"} & set(imported)
 
 
-def test_dropping_lines_is_atomic(tmp_path, monkeypatch):
+@pytest.mark.parametrize("first_step", [None, 2, 1])
+def test_writers_share_a_folder(tmp_path, first_step):
+    options = dict(terminal=False, tensorboard=False)
+    with metrics.create_writer(tmp_path, **options) as a:
+        a.write_scalars(1, {"x": 1.0})
+        with metrics.create_writer(tmp_path, first_step=first_step, **options) as b:
+            b.write_scalars(1, {"eval": 2.0})
+        a.write_scalars(2, {"x": 1.0})
+    steps = [step for step, _ in metrics.read(tmp_path)["x"]]
+    assert steps == ([2] if first_step == 1 else [1, 2])
+    assert metrics.read(tmp_path)["eval"] == [(1, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ([300, 100, 200], [100, 200, 300]),
+        ([1, 2, 3, 2], [1, 2]),  # resumed
+        ([1, 2, 3, 2, 3, 4], [1, 2, 3, 4]),
+        ([5, 5], [5]),
+    ],
+)
+def test_steps_in_any_order(tmp_path, written, expected):
+    """Without a first step nothing is dropped, and the later value counts."""
+    with metrics.JsonlWriter(tmp_path) as writer:
+        writer.write_scalars(written[0], {"y": 1.0})
+        for i, step in enumerate(written):
+            writer.write_scalars(step, {"x": i})
+    last = {step: i for i, step in enumerate(written)}
+    found = metrics.read(tmp_path)
+    assert found["x"] == [(step, last[step]) for step in expected]
+    assert found["y"] == [(written[0], 1.0)]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 1 + len(written)
+
+
+def test_a_file_is_replaced_at_once_if_lines_are_dropped(tmp_path, monkeypatch):
     log(tmp_path, [1, 2, 3], tensorboard=False)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes()
 
     def fail(*args):
         raise OSError("killed")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="killed"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
-        log(tmp_path, [2], first_step=2, tensorboard=False)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+        with pytest.raises(OSError, match="killed"):
+            log(tmp_path, [2], first_step=2, tensorboard=False)
+        path.write_bytes(before + b'{"step": 4, "x"')  # cut by a kill
+        for first_step in (None, 4):
+            metrics.JsonlWriter(tmp_path, first_step=first_step).close()
+    assert path.read_bytes() == before
     log(tmp_path, [2], first_step=2, tensorboard=False)
     assert metrics.read(tmp_path)["loss"] == [(1, 1.0), (2, 2.0)]
 
@@ -281,11 +320,124 @@ def test_messages(tmp_path, monkeypatch):
     metrics.create_writer(tmp_path, tensorboard=False, terminal=False).close()
 
 
-def test_importing_the_package_imports_none_of_them():
-    code = "import sys, flax_amp; flax_amp.metrics; print(*sys.modules)"
-    root = Path(__file__).parents[2]
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root
-    )
-    loaded = {"clu", "tensorboardX", "matplotlib", "rich.live"}
-    assert not loaded & set(found.stdout.split()), found.stderr
+# What is given wrongly
+
+MAKERS = {
+    "all": lambda path, more: metrics.create_writer(path, writers=[more]),
+    "tensorboard": lambda path, more: metrics.TensorBoardWriter(path),
+    "jsonl": lambda path, more: metrics.JsonlWriter(path),
+    "terminal": lambda path, more: metrics.TerminalWriter(
+        console=Console(file=io.StringIO())
+    ),
+}
+
+
+def sizes(folder):
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+BAD = {
+    "string": (1, {"b": "x"}, TypeError, "'b' is 'x'; expected a real number"),
+    "complex": (1, {"b": 1j}, TypeError, "'b' is 1j; expected a real number"),
+    "None": (1, {"b": None}, TypeError, "'b' is None; expected a real number"),
+    "dict": (1, {"b": {"c": 1}}, TypeError, "expected a real number"),
+    "array": (1, {"b": np.ones(2)}, ValueError, r"has the shape \(2,\); expected a sc"),
+    "key": (1, {1: 1.0}, TypeError, "1 is the name of a scalar; expected a string"),
+    "step": (1, {"step": 1}, ValueError, "named 'step', which.*another name. Rename"),
+    "time": (1, {"wall_time": 1}, ValueError, "a scalar is named 'wall_time'"),
+    "lines": (1, {"a\nb": 1}, ValueError, r"'a\\nb'; expected.*without line breaks"),
+    "no name": (1, {"": 1}, ValueError, "is named ''; expected a non-empty string"),
+    "2.5": (2.5, {}, TypeError, "step is 2.5; expected an integer"),
+    "3.0": (3.0, {}, TypeError, "step is 3.0; expected an integer"),
+    "text": ("4", {}, TypeError, "step is '4'; expected an integer"),
+    "True": (True, {}, TypeError, "step is True; expected an integer"),
+    "array bool": (jnp.bool_(1), {}, TypeError, "expected an integer"),
+    "no step": (None, {}, TypeError, "step is None; expected an integer"),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_nothing_is_written_of_what_is_wrong(tmp_path, maker):
+    more = CluLike()
+    with MAKERS[maker](tmp_path, more) as writer:
+        before = sizes(tmp_path)
+        for step, scalars, error, message in BAD.values():
+            with pytest.raises(error, match=message):
+                writer.write_scalars(step, {"a": 1.0, **scalars})
+        assert sizes(tmp_path) == before and not more.calls
+
+
+@pytest.mark.parametrize("make", [metrics.create_writer, metrics.JsonlWriter])
+def test_a_first_step_is_an_integer(tmp_path, make):
+    with metrics.JsonlWriter(tmp_path) as writer:
+        writer.write_scalars(1, {"x": 1.0})
+    for step in (2.5, 3.0, "4", True):
+        with pytest.raises(TypeError, match="first_step is .*; expected an integer"):
+            make(tmp_path, first_step=step)
+    assert metrics.read(tmp_path)["x"] == [(1, 1.0)]
+
+
+def test_a_log_of_others(tmp_path):
+    """Texts as steps, or as values, in a file that something else has written."""
+    path = tmp_path / "metrics.jsonl"
+    good = '{"step": 1, "loss": null, "ok": true}\n{"hparams": {"name": "x"}}\n'
+    for line in (
+        '"step": "4"',
+        '"step": null, "loss": "x"',
+        '"step": [1], "loss": 1.0',
+    ):
+        path.write_text(f"{good}{{{line}}}\n")
+        for call in (
+            lambda: metrics.read(tmp_path),
+            lambda: metrics.plot(tmp_path),
+            lambda: metrics.JsonlWriter(tmp_path, first_step=2),
+        ):
+            message = r"jsonl:3: 'step' is .*; expected a numb"
+            with pytest.raises(ValueError, match=message):
+                call()
+    path.write_text(good + '{"step": 2, "loss": "x"}\n')
+    with pytest.raises(ValueError, match="jsonl:3: 'loss' is 'x'; expected a number"):
+        metrics.plot(tmp_path)
+    path.write_text(good)
+    assert set(metrics.read(tmp_path)) == {"loss", "ok"}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_closed_twice_and_written_to_afterwards(tmp_path, maker):
+    more = CluLike()
+    writer = MAKERS[maker](tmp_path, more)
+    writer.write_scalars(1, {"a": 1.0})
+    writer.close()
+    writer.close()
+    before = sizes(tmp_path)
+    calls = [lambda: writer.write_scalars(2, {"a": 1.0})]
+    if maker == "all":
+        calls += [lambda: writer.write_hparams({}), lambda: writer.write_texts(1, {})]
+        calls += [writer.flush]
+    for call in calls:
+        with pytest.raises(ValueError, match="the writer is closed; expected an open"):
+            call()
+    assert sizes(tmp_path) == before
+    assert more.calls in ([], [("write_scalars", 1, {"a": 1.0}), ("close",)])
+
+
+def test_numbers_of_all_kinds(tmp_path):
+    given = {"bf16": jnp.bfloat16(0.5), "f8": ml_dtypes.float8_e4m3fn(2), "ok": True}
+    given |= {"f32": np.float32(0.1), "n": jnp.uint8(3), "hparams": np.ones(1)}
+    with metrics.create_writer(tmp_path, terminal=False) as writer:
+        writer.write_hparams({"a": 1})
+        for step in (1, np.int64(2), jnp.int32(3)):
+            writer.write_scalars(step, given)
+    expected = dict(bf16=0.5, f8=2.0, ok=1, f32=0.1, n=3, hparams=1.0)
+    found = metrics.read(tmp_path)
+    assert found == {k: [(i, v) for i in (1, 2, 3)] for k, v in expected.items()}
+
+
+@pytest.mark.parametrize("values", [[], [NAN], [NAN, INF, 1.0], [1e39, 0.0]])
+def test_histograms_show_what_is_finite(tmp_path, values):
+    with metrics.TensorBoardWriter(tmp_path) as writer:
+        before = sizes(tmp_path)
+        writer.write_histograms(3, {"h": np.array(values)})
+        has_any = bool(np.isfinite(values).any())
+        assert (sizes(tmp_path) != before) == has_any
+        writer.write_histograms(4, {"h": jnp.ones(3, jnp.bfloat16)})

@@ -3,7 +3,6 @@
 The whole product is slow; a fixed part, in which every two settings meet, is not.
 """
 
-import functools
 import itertools
 import random
 
@@ -15,13 +14,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import jaxpr_as_fun
 
-from flax_amp import amp, default_amp_policy, use_original_precision
+from flax_amp import amp
 from helpers import (
     HALVES,
     MATMULS,
-    dtypes_of,
     equations,
-    equations_of,
     rewritten_in_float32,
 )
 
@@ -37,13 +34,18 @@ SETTINGS = {
 CASES = list(itertools.product(*SETTINGS.values()))
 
 
+def pairs_of(case):
+    return set(itertools.combinations(enumerate(case), 2))
+
+
 def covering(cases):
     """Some of the cases, in which every pair of settings is that the cases have."""
-    seen = set()
-    for case in random.Random(0).sample(cases, len(cases)):
-        pairs = set(itertools.combinations(enumerate(case), 2))
-        if pairs - seen:
-            seen |= pairs
+    missing, draw = set().union(*map(pairs_of, cases)), random.Random(0)
+    while missing:
+        some = draw.sample(cases, min(100, len(cases)))
+        case = max(some, key=lambda case: len(pairs_of(case) & missing))
+        if pairs_of(case) & missing:
+            missing -= pairs_of(case)
             yield case
 
 
@@ -238,10 +240,9 @@ def test_amp_does_what_plain_jax_does_everywhere(rule):
 HALF_CASES = list(covering([c for c in CASES if c[2:5] == ("all", "both", True)]))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
-def test_products_of_rules_run_in_the_compute_dtype(dtype):
+def test_products_of_rules_run_in_the_compute_dtype():
     """Forward and backward, in the function and in its rule, and to second order."""
-    for case in HALF_CASES:
+    for case, dtype in zip(HALF_CASES, itertools.cycle(HALVES), strict=False):
         program, mode = make_program(*case), case[-1]
         run = differentiated(amp(program, compute_dtype=dtype), mode)
         try:
@@ -252,53 +253,6 @@ def test_products_of_rules_run_in_the_compute_dtype(dtype):
         products = [e for _, e in equations(jaxpr) if e.primitive.name in MATMULS]
         found = {str(v.aval.dtype) for e in products for v in e.invars}
         assert found == {dtype.__name__}, (case, found)
-
-
-def test_a_rule_may_close_over_what_its_function_does_not():
-    """The factor of a scaled gradient is in the backward function only."""
-
-    def scaled(x, factor):
-        same = jax.custom_vjp(lambda x: x)
-        same.defvjp(lambda x: (x, None), lambda _, ct: (ct * factor,))
-        return same(x)
-
-    programs = [
-        lambda p, q: (scaled(p, q) * p).sum(),
-        lambda p, q: (scaled(p, jnp.sin(q) @ q) * p).sum(),
-        lambda p, q: lax.scan(lambda c, _: (scaled(c @ q, q), None), p, None, 2)[
-            0
-        ].sum(),
-        lambda p, q: functools.reduce(
-            lambda h, i: jnp.tanh(scaled(h, q * i) @ q), range(1, 9), p
-        ).sum(),
-    ]
-    for program in programs:
-        expected = jax.grad(program)(X, X)
-        exact = rewritten_in_float32(program)
-        np.testing.assert_allclose(jax.grad(exact)(X, X), expected, 2e-6, 1e-6)
-        half = jax.grad(amp(program, compute_dtype="bfloat16"))(X, X)
-        np.testing.assert_allclose(half, expected, atol=0.05 * np.abs(expected).max())
-
-
-def test_a_rule_that_closes_over_a_value_where_amp_stops():
-    """Its value is known only while emitting, so it is rebuilt there as well."""
-
-    def program(x):
-        h = lax.stop_gradient(jnp.sin(x) @ x)
-        same = jax.custom_vjp(lambda x: x @ x)
-        same.defvjp(lambda x: (x @ x, x), lambda x, ct: (ct * h + x,))
-        with jax.named_scope("kept"):
-            return same(x).sum()
-
-    (call,) = equations_of(program, X, primitive="custom_vjp_call")
-    expected = jax.grad(program)(X)
-    for key in ("kept", call.primitive):
-        policy = default_amp_policy | {key: use_original_precision}
-        stopped = amp(program, compute_dtype="bfloat16", amp_policy=policy)
-        found = dtypes_of(stopped, X)
-        assert found == [("bfloat16",) * 2, ("float32",) * 2], key
-        actual = jax.grad(stopped)(X)
-        np.testing.assert_allclose(actual, expected, atol=0.02 * abs(expected).max())
 
 
 def recording(symbolic_zeros):
@@ -340,17 +294,16 @@ def test_a_rule_runs_although_its_cotangents_are_zero(symbolic_zeros):
     record = recording(symbolic_zeros)
     p = {"w": jnp.float32(1.5), "stat": jnp.float32(0)}
     arrived = 0
-    for (read, reader), (name, around) in itertools.product(
-        READERS.items(), AROUND.items()
-    ):
+    pairs = [(read, "call") for read in READERS] + [("rule", name) for name in AROUND]
+    for read, name in pairs:
 
-        def loss(p, reader=reader):
+        def loss(p, reader=READERS[read]):
             h = X * p["w"]
             return jnp.sum(reader(h, record(h, p["stat"])))
 
-        loss = around(loss)
+        loss = AROUND[name](loss)
         expected = jax.grad(loss)(p)
-        for dtype in (jnp.float32, jnp.float16)[: 1 + (around is AROUND["call"])]:
+        for dtype in (jnp.float32, jnp.float16):
             found = jax.grad(amp(loss, compute_dtype=dtype))(p)
             tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
             for key in p:
@@ -380,8 +333,7 @@ scaled_jvp.defjvp(lambda xs, ts: (xs[0] * xs[1][...], ts[0] * xs[1][...]))
 
 @pytest.mark.parametrize("rule", [tapped, scaled, scaled_jvp], ids="w r jvp".split())
 @pytest.mark.parametrize("within", ["call", "scan"])
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_rule_may_take_a_ref(rule, within, around):
+def test_a_rule_may_take_a_ref(rule, within):
     """It is left as it is, and what stands around it is rewritten."""
 
     def loss(w, ref):
@@ -393,7 +345,7 @@ def test_a_rule_may_take_a_ref(rule, within, around):
 
     def run(function):
         ref = jax.new_ref(jnp.float32(3))
-        return around(jax.grad(function))(X / 4, ref), ref[...]
+        return jax.jit(jax.grad(function))(X / 4, ref), ref[...]
 
     expected = run(loss)
     for dtype, rtol in ((jnp.float32, 1e-6), (jnp.float16, 2e-2)):
@@ -401,14 +353,6 @@ def test_a_rule_may_take_a_ref(rule, within, around):
         jax.tree.map(
             lambda *xs, r=rtol: np.testing.assert_allclose(*xs, r), found, expected
         )
-
-
-@pytest.mark.parametrize("rule", ["vjp", "jvp"])
-def test_rules_leak_no_tracers(rule):
-    """The rebuilt rule keeps nothing of the loop that it was made in."""
-    program = make_program(rule, "numpy", "all", "both", True, "scan", "grad")
-    with jax.checking_leaks():
-        jax.make_jaxpr(jax.grad(amp(program, compute_dtype="bfloat16")))(X, X)
 
 
 @pytest.mark.parametrize("rule", ["vjp", "vjp_zeros"])
@@ -420,51 +364,3 @@ def test_one_jitted_call_under_changing_perturbation(rule):
         for derivative in (jax.grad, lambda f, i: jax.jit(jax.grad(f, i))):
             actual = result_of(derivative(run, argnums))
             assert _agree(actual, result_of(derivative(plain, argnums)))
-
-
-def test_rules_that_refuse():
-    """Equinox' checks see what they see in plain JAX; diffrax rests on them."""
-    eqx = pytest.importorskip("equinox")
-    refuse = eqx.internal.nondifferentiable
-    refuse_backward = eqx.internal.nondifferentiable_backward
-
-    def passes(x):
-        y = jax.lax.stop_gradient(refuse_backward(x @ TABLE))
-        return (x @ TABLE * refuse(jnp.ones((3, 3))) * y).sum()
-
-    @eqx.filter_custom_vjp
-    def function(x, table):
-        return x @ table
-
-    function.def_fwd(lambda perturbed, x, table: (x @ table, table))
-    function.def_bwd(lambda table, ct, perturbed, x, _: 2 * ct @ table.T)
-
-    for program in (passes, lambda x: function(x, jnp.asarray(TABLE)).sum()):
-        for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-            expected = transform(program)(X)
-            actual = transform(rewritten_in_float32(program))(X)
-            np.testing.assert_allclose(actual, expected, 1e-6)
-    for program in (
-        lambda x: refuse(x).sum(),
-        lambda x: refuse_backward(x, symbolic=True).sum(),
-    ):
-        with pytest.raises(RuntimeError, match="autodiff"):
-            jax.grad(rewritten_in_float32(program))(X)
-
-
-@pytest.mark.slow
-def test_odeint():
-    """Its rule closes over times and flattens the arguments of the field."""
-    from jax.experimental.ode import odeint
-
-    times = jnp.linspace(0.0, 1.0, 3)
-
-    def program(w):
-        field = lambda y, t, w: jnp.tanh(y @ w) * TABLE[0]  # noqa: E731
-        return odeint(field, jnp.ones(3), times, w).sum()
-
-    expected = jax.grad(program)(X)
-    exact = jax.grad(rewritten_in_float32(program))(X)
-    np.testing.assert_allclose(exact, expected, 1e-6)
-    half = jax.grad(amp(program, compute_dtype="bfloat16"))(X)
-    np.testing.assert_allclose(half, expected, atol=0.03 * np.abs(expected).max())

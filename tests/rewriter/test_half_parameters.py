@@ -68,10 +68,6 @@ def step(params, x):
 # What trains parameters in half precision.
 WARNS = {
     "grad": lambda p: jax.grad(half(loss))(p, X),
-    "a single leaf": lambda p: jax.grad(half(lambda p, x: mean(x @ p["w"])))(
-        {"w": p["w"]}, X
-    ),
-    "jit": lambda p: jax.jit(step)(p, X),
     "scan": lambda p: lax.scan(lambda p, x: (step(p, x), None), p, X[None]),
     "some": lambda p: jax.grad(half(loss))(p | {"v": FLOATS["v"]}, X),
     "closed over batch": lambda p: jax.grad(half(lambda p: loss(p, X)))(p),
@@ -81,7 +77,6 @@ WARNS = {
     "vmap": lambda p: jax.grad(
         lambda p: jax.vmap(half(loss), (None, 0))(p, X[None]).mean()
     )(p),
-    "vmap over grad": lambda p: jax.vmap(jax.grad(half(loss)), (None, 0))(p, X[None]),
     "ensemble": lambda p: jax.grad(
         lambda p: jax.vmap(half(loss), (0, None))(p, X).mean()
     )(jax.tree.map(lambda x: x[None], p)),
@@ -90,7 +85,6 @@ WARNS = {
     "nnx with a cycle": lambda p: nnx.grad(half(lambda model, x: model(x)))(
         Cyclic(), X
     ),
-    "nnx jit": lambda p: nnx.jit(nnx.grad(half(lambda m, x: m(x))))(Model(), X),
     "scaled": lambda p: flax_amp.dynamic_scale_value_and_grad(half(loss))(
         p, X, dynamic_scaler_state=flax_amp.init_scaler()
     ),
@@ -100,8 +94,8 @@ WARNS = {
 @pytest.mark.parametrize("dtype", HALVES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", WARNS)
 def test_parameters_in_half_warn_once(name, dtype):
-    messages = warned(lambda: WARNS[name](lowered(FLOATS, dtype)))
-    (message,) = messages
+    run = functools.partial(WARNS[name], lowered(FLOATS, dtype))
+    (message,) = warned(run)
     assert "is lost" in message and "Expected float32 parameters" in message
     if name == "grad":
         assert "2 of 2 parameters" in message
@@ -114,13 +108,6 @@ def test_parameters_in_half_warn_once(name, dtype):
 def test_one_warning_for_a_function():
     run = jax.grad(half(loss))
     assert len(warned(lambda: [run(lowered(FLOATS), X) for _ in range(3)])) == 1
-
-
-def test_what_the_warning_says():
-    """An update below a 256th of a weight changes nothing."""
-    ones = jnp.ones(4, LOW)
-    updates = jnp.full(4, -1 / 1024, LOW)
-    assert (optax.apply_updates(ones, updates) == ones).all()
 
 
 # --- what is in half precision without harm ------------------------------------------
@@ -147,9 +134,6 @@ def cached(params, cache, x):
 CACHE = lowered({"k": X, "v": X})
 SILENT = {
     "batch": lambda: jax.grad(half(loss))(FLOATS, X.astype(LOW)),
-    "batch as a tree": lambda: jax.grad(half(lambda p, b: loss(p, b["x"])))(
-        FLOATS, lowered({"x": X, "y": X})
-    ),
     "batch first": lambda: jax.grad(half(lambda x, p: loss(p, x)), 1)(
         X.astype(LOW), FLOATS
     ),
@@ -157,34 +141,14 @@ SILENT = {
         half(lambda batch, p: loss(p, batch["x"])), (0, 1)
     )(lowered({"x": X, "y": X}), FLOATS),
     "cache": lambda: jax.grad(half(cached))(FLOATS, CACHE, X),
-    "cache of a decoder": lambda: half(cached)(FLOATS, CACHE, X),
     "copies of float32": lambda: jax.grad(lambda p: half(loss)(lowered(p), X))(FLOATS),
-    "copies in jit": lambda: jax.jit(
-        jax.grad(lambda p: half(loss)(lowered(p), X.astype(LOW)))
-    )(FLOATS),
     "state of an RNN": lambda: jax.grad(lambda w: unrolled(w, half(cell)))(FLOATS["w"]),
-    "state in a scan": lambda: jax.grad(
-        lambda w: mean(
-            lax.scan(
-                lambda h, x: (half(cell)(h * w.astype(LOW)[:1], x), None),
-                jnp.zeros((8, 4), LOW),
-                X[None],
-            )[0]
-        )
-    )(FLOATS["w"]),
-    "chunks": lambda: jax.value_and_grad(
-        half(lambda p, h, x: (loss(p, x) + mean(h), h)), argnums=(0, 1), has_aux=True
-    )(FLOATS, X.astype(LOW), X),
     "activations": lambda: jax.grad(
         lambda w: half(lambda h, y: mean(h * y))((X @ w).astype(LOW), X)
     )(FLOATS["w"]),
     "gradient of an input": lambda: jax.grad(half(loss), argnums=1)(
         FLOATS, X.astype(LOW)
     ),
-    "input alone": lambda: jax.grad(half(lambda x: loss(FLOATS, x)))(X.astype(LOW)),
-    "gradient of an input that comes first": lambda: jax.grad(
-        half(lambda x, p: loss(p, x))
-    )(X.astype(LOW), FLOATS),
     "gradient of a state that comes first": lambda: jax.grad(
         half(lambda state, p, x: loss(p, x) + mean(state)), (0, 1)
     )((X.astype(LOW), X.astype(LOW)), FLOATS, X),
@@ -195,9 +159,6 @@ SILENT = {
     "frozen": lambda: jax.grad(
         half(lambda p, frozen, x: loss(p, x) + mean(frozen["w"]))
     )(FLOATS, lowered(FLOATS), X),
-    "frozen beside": lambda: jax.grad(
-        lambda v: half(loss)({"w": FLOATS["w"].astype(LOW), "v": v}, X)
-    )(FLOATS["v"]),
     "float32": lambda: jax.grad(half(loss))(FLOATS, X),
     "nnx": lambda: nnx.grad(half(lambda m, x: m(x)))(Model(jnp.float32), X.astype(LOW)),
 }

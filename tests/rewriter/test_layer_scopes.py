@@ -48,11 +48,6 @@ SHOWN = {  # name: (layers, what calls have, what the function has)
         ["Net [Dense_2,Dense_3]", "Net [Dense_4,Dense_5]"],
         "Dense_#1, Dense_#2, ",
     ),
-    "gaps": (
-        ["N Dense_0, N", "N Dense_2, N", "N Dense_19, N"],
-        ["N [Dense_0]", "N [Dense_2]", "N [Dense_19]"],
-        "Dense_#1, ",
-    ),
     "a module that all layers share": (
         ["N Dense_0, N LayerNorm_1", "N Dense_0, N LayerNorm_2"],
         ["N [LayerNorm_1]", "N [LayerNorm_2]"],
@@ -78,11 +73,6 @@ SHOWN = {  # name: (layers, what calls have, what the function has)
         ["C [Dense_0,Dense_3]", "C [Dense_1,Dense_4]"],
         "text Dense_#1, image Dense_#2",
     ),
-    "methods": (
-        ["N Embed_3.attend, N", "N Embed_4.attend, N"],
-        ["N [Embed_3]", "N [Embed_4]"],
-        "Embed_#1.attend, ",
-    ),
     "numbers as names": (
         ["M layers/3/fc, M norms/3", "M layers/4/fc, M norms/4"],
         ["M [layers.3,norms.3]", "M [layers.4,norms.4]"],
@@ -93,22 +83,15 @@ SHOWN = {  # name: (layers, what calls have, what the function has)
         ["N [block.01,q1]", "N [block.02,q2]"],
         "block.#1, q#2, ",
     ),
-    "two borders of modules": (
-        ["N Block_0 b, N Block_1 a", "N Block_1 b, N Block_2 a"],
-        ["N [Block_0,Block_1]", "N [Block_1,Block_2]"],
-        "Block_#1 b, Block_#2 a",
-    ),
 }
 HIDDEN = {
     "letters": ["N proj_a, N", "N proj_b, N"],
     "another method": ["N Embed_3.attend, N", "N Embed_4, N"],
     "a number in the middle": ["N block1_a, N", "N block2_a, N"],
     "two numbers": ["N block1_unit1, N", "N block2_unit2, N"],
-    "more scopes": ["N Dense_1, N", "N Dense_2 inner, N"],
     "more names in a scope": ["N layers/1, N", "N layers/2/fc, N"],
     "one module and two": ["N D_1, N B, N D_1", "N D_2, N B, N D_3"],
     "characters of a list": ["N a.b:c/1, N", "N a.b:c/2, N"],
-    "a place of a list": ["N D_1, N head#1", "N D_2, N head#1"],
     "layers in layers": ["N D_#1, N D_1", "N D_#2, N D_2"],
 }
 
@@ -163,7 +146,7 @@ class Inline(nn.Module):
         dense = nn.remat(nn.Dense) if self.kind == "remat" else nn.Dense
         for i in range(LAYERS):
             letter = "abcdefg"[i]
-            name = {"names": f"fc{i}", "letters": f"fc_{letter}"}.get(self.kind)
+            name = f"fc_{letter}" if self.kind == "letters" else None
             y = dense(2 * WIDTH, name=name)(nn.LayerNorm()(x))
             if self.kind == "dropout":
                 y = nn.Dropout(0.5, deterministic=False)(y)
@@ -171,23 +154,6 @@ class Inline(nn.Module):
             if self.kind == "gaps":
                 nn.Dense(3)(x)
         return x
-
-
-class Towers(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        class Tower(nn.Module):
-            def setup(self):
-                self.fc = [nn.Dense(WIDTH) for _ in range(LAYERS)]
-
-            def __call__(self, x, i):
-                return residual(self.fc[i], x, x)
-
-        text, image = Tower(name="text"), Tower(name="image")
-        y = x
-        for i in range(LAYERS):
-            x, y = text(x + y, i), image(y, i)
-        return x * y
 
 
 class NNXInline(nnx.Module):
@@ -228,9 +194,7 @@ MODELS = {  # name: (how it is made, whether its layers are merged, a name)
     "remat": (lambda: linen(Inline("remat")), True, "/CheckpointDense_7"),
     "dropout": (lambda: linen(Inline("dropout")), True, "Inline/Dense_7"),
     "gaps": (lambda: linen(Inline("gaps")), True, "Inline/Dense_9"),
-    "names": (lambda: linen(Inline("names")), True, "Inline/fc4"),
     "letters": (lambda: linen(Inline("letters")), False, "Inline/fc_d"),
-    "two towers": (lambda: linen(Towers()), True, "Towers/image/fc_4"),
     "a key for one": (lambda: linen(Inline(), amp_policy=ONE), False, "Inline/Dense_7"),
     # Without a key for scopes, modules of NNX have none.
     "nnx": (lambda: of_nnx("up/0"), True, "NNXInline/down/4"),
@@ -259,7 +223,7 @@ def test_models(make, merges, name):
     expected = products(apart, *args)
     assert products(fn, *args) == expected
     assert any(path.endswith(name) for path, _ in expected)
-    if merges:
+    if name == "inline":
         found, plain = (exact_jit(jax.value_and_grad(f))(*args) for f in (fn, apart))
         assert_identical(found, plain)
 
@@ -300,10 +264,9 @@ def test_a_profile_tells_layers_apart():
 
 
 NORMS = {"*/LayerNorm_*": jnp.float32, "*/LayerNorm_4": jnp.bfloat16}
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("remat", "nnx")]
 
 
-@pytest.mark.parametrize("name", ["inline", "two towers", *OTHERS])
+@pytest.mark.parametrize("name", ["inline", "nnx"])
 def test_explain_shows_what_it_shows_of_layers_apart(name):
     loss, args, options = MODELS[name][0]()
     if name == "inline":  # the second key loses
@@ -323,9 +286,9 @@ def test_explain_shows_what_it_shows_of_layers_apart(name):
     assert len(merged.problems) == (name == "inline")
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(9, marks=pytest.mark.slow)])
-def test_find_nonfinite_names_the_layer(number):
+def test_find_nonfinite_names_the_layer():
     loss, (variables, x), _ = linen(Inline())
+    number = 4
     kernel = variables["params"][f"Dense_{number}"]["kernel"]
     too_large = kernel.at[::2, 0].set(6e4)
     variables["params"][f"Dense_{number}"]["kernel"] = too_large

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 from _programs import WITHIN, norm, normal
@@ -59,12 +58,9 @@ def test_weight_shared_by_4096_steps_accumulates_in_float32(dtype):
 
 
 CARRIES = {  # name: (body of (w, carry, x), first carry from x, low in a stack?)
-    "accumulator": (lambda w, c, x: c + x @ w, jnp.zeros_like, False),
     "recurrent_state": (lambda w, c, x: jnp.tanh(c @ w + x), jnp.zeros_like, False),
     "residual_stream": (lambda w, c, x: c + layer(w, c), lambda x: x, True),
     "pre_norm": (lambda w, c, x: c + layer(w, norm(c)), lambda x: x, True),
-    "post_norm": (lambda w, c, x: norm(c + layer(w, c)), lambda x: x, True),
-    "learned_state": (lambda w, c, x: jnp.tanh(c @ w + x), lambda x: x * 0.5, True),
     # The norm of a leaf is float32; the layers behind it send a low stream on.
     "normed_embedding": (lambda w, c, x: c + layer(w, norm(c)), norm, True),
 }
@@ -111,34 +107,6 @@ def test_weights_in_a_carry_are_no_states():
     loop = plan_of(fn, W, X).steps[-1]
     steps = {eqn.primitive.name: step for eqn, step in steps_of(loop.detail.body)}
     assert steps["tanh"].outs == (LOW,)
-
-
-@both_halves
-def test_small_steps_are_not_lost(dtype):
-    """An integrator that starts from data moves as it does in float32."""
-
-    def fn(w, x):
-        move = lambda y, _: (y + DT * layer(w, y), None)  # noqa: E731
-        return lax.scan(move, x, None, length=300)[0] - x
-
-    actual, expected = jit(amp(fn, compute_dtype=dtype))(W, X), jit(fn)(W, X)
-    assert relative_error(actual, expected) < 2e-2
-
-
-@both_halves
-def test_a_condition_for_each_example(dtype):
-    """vmap makes a while loop with a condition per example, which is kept."""
-
-    def halve(w, row):
-        step = lambda r: 0.5 * jnp.tanh(w @ r)  # noqa: E731
-        return lax.while_loop(lambda r: jnp.sum(r * r) > 1e-2, step, row)
-
-    fn = jax.vmap(halve, (None, 0))
-    for lowered in (
-        amp(fn, compute_dtype=dtype),
-        jax.vmap(amp(halve, compute_dtype=dtype), (None, 0)),
-    ):
-        assert_close(jit(lowered)(W, X), jit(fn)(W, X), dtype)
 
 
 def through_cond(w, c, x):
@@ -191,17 +159,9 @@ def descent(w, y):
 CELLS = {
     "euler": euler,
     "runge_kutta": runge_kutta,
-    "two_layers": lambda w, y: y + DT * (layer(w, y) @ w[::-1]),
-    "pre_norm": lambda w, y: y + DT * layer(w, norm(y)),
     "gated": gated,
-    "both_sides": lambda w, y: y + DT * ((1.0 - y @ w) @ w.T),
     "descent": descent,
     "computed_weight": lambda w, y: y + DT * layer(w / jnp.linalg.norm(w), y),
-}
-STARTS = {
-    "leaf": lambda w, x: x,
-    "low": lambda w, x: jnp.tanh(x @ w[:, ::-1]),
-    "full": lambda w, x: norm(x @ w[:, ::-1]),
 }
 
 
@@ -221,54 +181,31 @@ STEPS_WITHIN = WITHIN | {
 }
 
 
-def unrolled(step, start=STARTS["leaf"], steps=8):
+def unrolled(step):
     def fn(w, x):
-        y0 = y = start(w, x)
-        for _ in range(steps):
+        y0 = y = jnp.tanh(x @ w[:, ::-1])
+        for _ in range(4):
             y = step(w, y)
         return jnp.mean((y - lax.stop_gradient(y0)) ** 2)
 
     return fn
 
 
-@both_halves
-def test_thirty_small_steps(dtype):
-    """Rounded at each step, the gradient is 88 % wrong in bfloat16."""
-    fn = unrolled(euler, steps=30)
-    assert gradient_error(fn, dtype, W, X, scale=SCALE) < 0.01
+CASES = [(cell, "plain") for cell in CELLS]
+CASES += [("gated", within) for within in STEPS_WITHIN if within != "plain"]
 
 
-@pytest.mark.parametrize(
-    "cell, within",
-    [
-        (cell, within)
-        for cell in CELLS
-        for within in STEPS_WITHIN
-        if (cell, within) != ("descent", "vmap")  # differentiates a whole batch
-    ],
-)
+@pytest.mark.parametrize("cell, within", CASES)
 def test_states(cell, within):
-    """The sums of each kind of step are float32 ones, its products are not.
-
-    Slopes are no states in the last step of a body: their sum is one of two halves.
-    """
+    """The sums of each kind of step are float32 ones, its products are not."""
     dtype = HALVES[len(cell + within) % 2]
-    fn = unrolled(STEPS_WITHIN[within](CELLS[cell]), steps=4)
+    fn = unrolled(STEPS_WITHIN[within](CELLS[cell]))
     lowered = amp(fn, compute_dtype=dtype)
-    if (cell, within) != ("runge_kutta", "scan"):
-        assert set(sums(lowered, W, X)) == {"float32"}
+    assert set(sums(lowered, W, X)) == {"float32"}
     products = dtypes_of(lowered, W, X)
     assert set().union(*products) == {jnp.dtype(dtype).name}
     if cell in ("euler", "gated", "runge_kutta"):
         assert gradient_error(fn, dtype, W, X, scale=SCALE) < 0.02
-
-
-@both_halves
-@pytest.mark.parametrize("start", STARTS)
-def test_starts(start, dtype):
-    """Data, low values and normalized ones may enter."""
-    fn = unrolled(gated, STARTS[start], 4)
-    assert gradient_error(fn, dtype, W, X, scale=SCALE) < 0.02
 
 
 class LinenBlock(nn.Module):
@@ -289,33 +226,16 @@ class LinenTied(nn.Module):
         return x
 
 
-class NnxTied(nnx.Module):
-    def __init__(self, rngs):
-        self.norm = nnx.LayerNorm(SIZE, rngs=rngs)
-        self.linear = nnx.Linear(SIZE, SIZE, rngs=rngs)
-
-    def __call__(self, x):
-        for _ in range(4):
-            x = x + DT * nnx.relu(self.linear(self.norm(x)))
-        return x
-
-
-@both_halves
-@pytest.mark.parametrize("kind", ["linen", "linen_remat", "nnx"])
-def test_modules_called_again(kind, dtype):
+@pytest.mark.parametrize("block", [LinenBlock, nn.remat(LinenBlock)])
+def test_modules_called_again(block):
     """A module that a Python loop calls again and again is a recurrence."""
-    if kind == "nnx":
-        graph, params = nnx.split(NnxTied(nnx.Rngs(0)))
-        apply = lambda params, x: nnx.merge(graph, params)(x)  # noqa: E731
-    else:
-        model = LinenTied(nn.remat(LinenBlock) if "remat" in kind else LinenBlock)
-        params = model.init(jax.random.key(0), X)
-        apply = model.apply
+    model = LinenTied(block)
+    params = model.init(jax.random.key(0), X)
 
     def fn(params, x):
-        return jnp.mean((apply(params, x) - x) ** 2)
+        return jnp.mean((model.apply(params, x) - x) ** 2)
 
-    assert gradient_error(fn, dtype, params, X, scale=SCALE) < 0.02
+    assert gradient_error(fn, jnp.bfloat16, params, X, scale=SCALE) < 0.02
 
 
 # --- what is no recurrence -----------------------------------------------------------
@@ -339,10 +259,7 @@ OTHERS = {
     "layers": stack,
     "side_by_side": lambda ws, x: stack(ws, x) * stack(ws, x[::-1]),
     "tied_ends": lambda ws, x: stack(ws[1:], x @ ws[0]) @ ws[0].T,
-    "tied_products": lambda ws, x: stack(ws[1:], x @ ws[0]) @ ws[0],
     "autoencoder": lambda ws, x: x + jnp.tanh(x @ ws[0]) @ ws[0].T,
-    "twice_without_a_sum": lambda ws, x: layer(ws[0], layer(ws[0], x)),
-    "one_input": lambda ws, x: sum(x @ w for w in ws),
     "attention": lambda ws, x: attention(ws, norm(x @ ws[0].T)),
     "input_at_each_step": lambda ws, x: (
         lambda u: layer(ws[0], jnp.tanh(jnp.tanh(x @ ws[0] + u) @ ws[0] + u))

@@ -14,11 +14,10 @@ from flax_amp import (
     AmpTrainState,
     amp,
     default_amp_policy,
-    make_eval_step,
     make_train_step,
     use_original_precision,
 )
-from helpers import assert_identical, dtypes_of, scoped_equations
+from helpers import scoped_equations
 
 # The policy that asks for names here names nothing.
 pytestmark = pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
@@ -50,21 +49,6 @@ class Model(nnx.Module):
         for layer in self.layers:
             x = self.transform(lambda layer, x: layer(x))(layer, x)
         return x
-
-
-class Stack(nnx.Module):
-    """Layers stacked by `nnx.vmap`, run by `nnx.scan`."""
-
-    def __init__(self, rngs):
-        make = nnx.vmap(Attention, in_axes=0)
-        self.blocks = nnx.split_rngs(splits=LAYERS)(make)(rngs)
-
-    def __call__(self, x):
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def layers(x, block):
-            return block(x)
-
-        return layers(x, self.blocks)
 
 
 def scopes(fn, *args):
@@ -140,12 +124,9 @@ LAYER_PATHS = [
 PATHS = {  # name: (what makes the model, the function of it, the scopes that it opens)
     "layers": (Model, call, LAYER_PATHS),
     "jitted layers": (through(nnx.jit), call, LAYER_PATHS),
-    "rematerialized layers": (through(nnx.remat), call, LAYER_PATHS),
     "checkpointed layers": (through(lambda f: jax.checkpoint(f)), call, LAYER_PATHS),
-    "scanned stack": (Stack, call, in_attention("Stack/blocks")),
     "closure": (Closure, call, in_attention("Closure/layers/1")),
     "method": (Attention, lambda m, x: m.project(x), ["Attention.project/query"]),
-    "method that a method calls": (Attention, call, in_attention("Attention")),
     "several modules": (
         pair,
         lambda m, x: m["b"][0](m["a"](x)),
@@ -206,17 +187,6 @@ def choose(model, x):
     return jax.lax.cond(x[0, 0] > 0, lambda: layers[0], lambda: layers[1])(x).mean()
 
 
-def stack_states(model, x):
-    graphdef, _ = nnx.split(model.layers[0])
-    states = map(nnx.state, model.layers)
-    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-    def layer(x, state):
-        return nnx.merge(graphdef, state)(x), None
-
-    return jax.lax.scan(layer, x, states)[0].mean()
-
-
 @pytest.mark.parametrize("fn", [stack_layers, map_over_two, choose])
 def test_code_that_needs_equal_modules_is_told_why_it_fails(fn):
     calls = []
@@ -238,12 +208,6 @@ def test_code_that_needs_equal_modules_is_told_why_it_fails(fn):
         step(state, X)
 
 
-def test_states_of_modules_have_no_names():
-    model = Model(nnx.Rngs(0))
-    value = lowered(stack_states)(model, X)
-    assert_identical(value, lowered(stack_layers, default_amp_policy)(model, X))
-
-
 def test_linen_modules_inside_of_nnx():
     class Mixed(nnx.Module):
         def __init__(self, rngs):
@@ -256,29 +220,7 @@ def test_linen_modules_inside_of_nnx():
     assert len(found) == 1 and found[0].startswith("Mixed/")
 
 
-def test_errors_of_the_function_are_its_own():
-    def wrong(model, x):
-        raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine") as caught:
-        lowered(wrong)(Model(nnx.Rngs(0)), X)
-    assert caught.value.__context__ is None
-    notes = getattr(caught.value, "__notes__", [])  # JAX may add one
-    assert not any("nnx.Module" in note for note in notes)
-
-
 # Policies
-
-
-def test_keys_work_in_both_steps():
-    policy = default_amp_policy | {"*/query": use_original_precision}
-    state = AmpTrainState.create(model=Model(nnx.Rngs(0)), tx=optax.sgd(0.1))
-    step = make_train_step(mean, amp_policy=policy, jit=False)
-    evaluate = make_eval_step(mean, amp_policy=policy, jit=False)
-
-    expected = [("float32",) * 2, ("bfloat16",) * 2] * LAYERS
-    assert dtypes_of(step, state, X)[: 2 * LAYERS] == expected
-    assert dtypes_of(evaluate, state, X) == expected
 
 
 # Nothing of it stays
@@ -304,8 +246,10 @@ def test_nothing_is_left_behind():
     before = nnx.graphdef(model)
     lowered()(model, X)
     assert_untouched(model, before)
-    with pytest.raises(UnusualError):
+    with pytest.raises(UnusualError) as caught:
         lowered(fail)(model, X)
+    notes = getattr(caught.value, "__notes__", [])  # JAX may add one
+    assert not any("nnx.Module" in note for note in notes)
     assert_untouched(model, before)
     clone = lowered(lambda m, x: nnx.clone(m))(model, X)
     assert nnx.graphdef(clone) == before

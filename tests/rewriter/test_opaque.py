@@ -1,5 +1,6 @@
-"""Functions inside solvers and batching rules, and what keeps products in float32."""
+"""Functions inside solvers, batching rules and linear calls, and precisions."""
 
+import itertools
 import warnings
 
 import jax
@@ -10,15 +11,18 @@ from flax import linen as nn
 from flax.linen import fp8_ops
 from jax import lax
 from jax.custom_batching import custom_vmap, sequential_vmap
+from jax.custom_derivatives import linear_call
 
 from _programs import batched, squares
-from flax_amp import amp
+from flax_amp import amp, explain
 from helpers import (
     HALVES,
+    assert_all_in,
     assert_close,
-    both_halves,
+    assert_same_avals,
     dtypes_of,
     equations_of,
+    relative_error,
     rewritten_in_float32,
     run_all,
 )
@@ -91,24 +95,6 @@ def test_solvers(solver, derivative):
         assert dtypes <= {"float32", "int32"}
 
 
-def test_a_root_is_right():
-    """Newton's method, implicitly differentiated: sqrt(2), and 1 / (2 sqrt(2))."""
-
-    def square_root(a):
-        return lax.custom_root(
-            lambda y: y * y - a,
-            jnp.ones_like(a),
-            lambda f, y: lax.fori_loop(0, 8, lambda _, y: y - f(y) / (2 * y), y),
-            lambda g, y: y / g(jnp.ones_like(y)),
-        )
-
-    for dtype in HALVES:
-        lowered = amp(square_root, compute_dtype=dtype)
-        value, gradient = jax.value_and_grad(lowered)(jnp.float32(2.0))
-        assert_close(value, np.sqrt(2), dtype)
-        assert_close(gradient, 1 / np.sqrt(8), dtype, gradient=True)
-
-
 def test_conjugate_gradient_keeps_what_asks_for_precision():
     """Its inner products do, the user's map does not."""
     run = amp(
@@ -146,23 +132,23 @@ VMAPS = {
     "both": lambda f, w: jax.vmap(f)(jnp.stack([w, w.T]), jnp.stack([w, w])),
     "first": lambda f, w: jax.vmap(f, (0, None))(jnp.stack([w, w.T]), w),
     "twice": lambda f, w: jax.vmap(jax.vmap(f))(w[None, None], w[None, None]),
-    "jvp": lambda f, w: jax.jvp(lambda w: f(w, w), (w,), (w.T,))[1],
     "jvp_of_vmap": lambda f, w: jax.jvp(
         lambda w: jax.vmap(f)(w[None], w[None]), (w,), (w.T,)
     )[1],
 }
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("name", VMAPS)
+@pytest.mark.parametrize("where", ["inside", "outside"])  # of what amp transforms
 @pytest.mark.parametrize(
-    "function", [tenfold_when_batched, one_by_one], ids=["custom", "sequential"]
+    "function, name",
+    [*itertools.product([tenfold_when_batched], VMAPS), (one_by_one, "both")],
+    ids=lambda case: case if isinstance(case, str) else case.__name__,
 )
 def test_custom_vmap(function, name, where):
     """The user's batching rule stays in force, and its products run low."""
 
     def program(w, dtype):
-        if where == "inside":  # of what amp transforms
+        if where == "inside":
             return amp(lambda w: VMAPS[name](function, w), compute_dtype=dtype)(w)
         return VMAPS[name](amp(function, compute_dtype=dtype), w)
 
@@ -220,8 +206,68 @@ def test_custom_vmap_rule_of_a_wrong_structure():
         jax.vmap(amp(function))(W)
 
 
-@both_halves
-def test_fp8_products_of_the_backward_pass(dtype):
+# --- linear calls --------------------------------------------------------------------
+
+
+def from_residuals(w, x):
+    return linear_call(lambda w, x: x @ w, lambda w, y: 2 * (y @ w.T), w, x)
+
+
+def from_closure(w, x):
+    h = jnp.sin(w)
+    return linear_call(lambda _, x: x @ h, lambda _, y: 2 * (y @ h.T), (), x)
+
+
+def of_layers(w, x):
+    """Its operand was computed in half precision, and so is what reads its result."""
+    return from_residuals(w, x @ w) @ w
+
+
+def of_trees(w, x):
+    return linear_call(
+        lambda r, xs: {"y": xs[0] @ r["w"] + xs[1]},
+        lambda r, y: [2 * (y["y"] @ r["w"].T), y["y"]],
+        {"w": w},
+        [x, x],
+    )["y"]
+
+
+def gradient(f):
+    return jax.jit(jax.grad(lambda w, x: jnp.mean(f(w, x) ** 2), 1))
+
+
+def transpose(f):
+    return lambda w, x: jax.linear_transpose(lambda x: f(w, x), x)(x)[0]
+
+
+@pytest.mark.parametrize("wrap, count", [(gradient, 2), (transpose, 1)])
+@pytest.mark.parametrize("fn", [from_residuals, from_closure, of_layers, of_trees])
+def test_linear_calls(fn, wrap, count):
+    """The user's transpose, twice the true one, is applied, and all of it runs low."""
+    lowered, args = wrap(amp(fn)), (W, W.T)
+    products = count * (3 if fn is of_layers else 1)
+    assert_all_in(lowered, *args, dtype=jnp.bfloat16, count=products)
+    actual, expected = lowered(*args), wrap(fn)(*args)
+    assert_same_avals(actual, expected)
+    assert relative_error(actual, expected) < 2e-2
+    assert relative_error(wrap(rewritten_in_float32(fn))(*args), expected) < 1e-6
+    called = equations_of(amp(fn), *args, primitive="linear_call")
+    assert len(called) == 1
+
+
+def test_a_residual_of_a_linear_call_has_no_derivative():
+    """As in plain JAX; `explain` says of it what there is to say."""
+    loss = lambda w, x: from_residuals(w, x).mean()  # noqa: E731
+    with pytest.raises(AssertionError):
+        jax.grad(amp(loss))(W, W)
+    (note,) = [n for n in explain(loss)(W, W).notes if "backward pass stores" in n]
+    assert note.endswith("is not known: AssertionError")
+
+
+# --- precisions ----------------------------------------------------------------------
+
+
+def test_fp8_products_of_the_backward_pass():
     """As in the layer with its dtype set by hand."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -231,9 +277,8 @@ def test_fp8_products_of_the_backward_pass(dtype):
         def loss(variables):
             return (layer.apply(variables, W) ** 2).mean()
 
-        grad = jax.grad(amp(loss, compute_dtype=dtype))
-        found = dtypes_of(grad, variables)
-    assert found == [(dtype.__name__,) * 2] * 3
+        found = dtypes_of(jax.grad(amp(loss)), variables)
+    assert found == [("bfloat16",) * 2] * 3
 
 
 def test_precision_of_the_process_warns():

