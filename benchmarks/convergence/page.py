@@ -17,7 +17,7 @@ from benchmarks.convergence.run import (
     final,
     spread,
 )
-from benchmarks.convergence.task import PATIENCE, WAYS
+from benchmarks.convergence.task import NEAREST, PATIENCE, WAYS
 from benchmarks.show import can_draw, drawn, legend_below, markdown_table
 
 # The colours of Okabe and Ito, told apart without seeing red or green.
@@ -26,6 +26,9 @@ _COLOURS = {
     "hand_bf16": "#E69F00",
     "bfloat16": "#0072B2",
     "float16": "#D55E00",
+    "small_moments": "#56B4E9",
+    "small_state": "#009E73",
+    "nearest_state": "#CC79A7",
 }
 
 # What was found by hand. It is told with its date, whatever the runs of a page are.
@@ -59,10 +62,13 @@ Whole runs of eight small tasks, in float32 and in each half precision. A seed
 determines the first parameters and the batches, whatever the precision. `float32` and
 `hand_bf16` (the same model with `dtype=bfloat16` in every layer) are plain Flax and
 optax, with nothing of flax_amp in the step but the class of the state. `bfloat16` and
-`float16` are `AmpTrainState` with `make_train_step`. In float16 the scale doubles after
-{PATIENCE + 1} finite updates in a row, so that it grows too far and updates are skipped
-even in a short run. The metric is always measured in float32, on what is held out; the
-end of a run is the mean of its last {LAST} evaluations of {EVALUATIONS}.
+`float16` are `AmpTrainState` with `make_train_step`. `small_moments` is `bfloat16` with
+both moments of the optimizer stored in bfloat16 by `flax_amp.optim.small_state`, and
+`small_state` stores the parameters in it, too; `nearest_state` rounds both to the
+nearest number, is no way to train, and is not judged. In float16 the scale doubles
+after {PATIENCE + 1} finite updates in a row, so that it grows too far and updates are
+skipped even in a short run. The metric is always measured in float32, on what is held
+out; the end of a run is the mean of its last {LAST} evaluations of {EVALUATIONS}.
 
 **The rule**: a run is *in* if its end is not worse than the mean of the float32 ends by
 more than three of their standard deviations, or by more than the resolution of the
@@ -127,7 +133,7 @@ def _compared(results: Results) -> Iterator[tuple[str, str, str, Run]]:
     """Yields task, way, seed and run, of the runs that are compared with float32's."""
     for task in _in_order(results):
         for way, runs in results.runs[task].items():
-            if way != "float32":
+            if way not in ("float32", NEAREST):
                 for seed, run in runs.items():
                     yield task, way, seed, run
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ Carry = dict[str, Any]  # the states that train, by name, and whatever else a st
 PATIENCE = 50  # so small that the scale grows too far, and steps are skipped
 
 
+NEAREST = "nearest_state"  # it is shown, and not judged
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A precision to train in.
@@ -24,17 +27,27 @@ class Way:
       precision: what `AmpTrainState` follows. With "32-true", nothing of a step is
         from flax_amp: it differentiates the loss as it is.
       dtype: what the layers get as their `dtype` by hand.
+      rounding: how the moments are rounded to bfloat16; `None` leaves them in float32.
+      param_dtype: what the parameters are stored in.
     """
 
     precision: flax_amp.Precision = "32-true"
     dtype: DTypeLike | None = None
+    rounding: Literal["stochastic", "nearest"] | None = None
+    param_dtype: DTypeLike = jnp.float32
 
-    def state(self, **options: Any) -> flax_amp.AmpTrainState:
+    def state(self, tx: Any, **options: Any) -> flax_amp.AmpTrainState:
         """Makes a state as users do, but with a scale that grows faster."""
         half = self.precision == "16-mixed"
         scaler = flax_amp.init_scaler(patience=PATIENCE) if half else None
+        if self.rounding is not None:
+            tx = flax_amp.optim.small_state(tx, rounding=self.rounding)
         return flax_amp.AmpTrainState.create(
-            precision=self.precision, scaler=scaler, **options
+            tx=tx,
+            precision=self.precision,
+            param_dtype=self.param_dtype,
+            scaler=scaler,
+            **options,
         )
 
     def train_step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,6 +71,9 @@ WAYS = {
     "bfloat16": Way("bf16-mixed"),
     "float16": Way("16-mixed"),
     "hand_bf16": Way(dtype=jnp.bfloat16),
+    "small_moments": Way("bf16-mixed", rounding="stochastic"),
+    "small_state": Way("bf16-mixed", rounding="stochastic", param_dtype=jnp.bfloat16),
+    NEAREST: Way("bf16-mixed", rounding="nearest", param_dtype=jnp.bfloat16),
 }
 
 

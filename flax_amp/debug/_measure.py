@@ -63,6 +63,8 @@ class Measurement(Report):
       devices: how many there are, and of which kind.
       turns: how many steps in each dtype were timed. It is 0 if none was run.
       figures: what a step takes, by the name of the dtype.
+      state_mb: megabytes of the parameters of a state, and of the rest of it. `None`
+        if a function was measured.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Measurement(Report):
     devices: str
     turns: int
     figures: dict[str, Figures]
+    state_mb: tuple[float, float] | None = None
 
     def _summary(self) -> str:
         return ", ".join(self.figures)
@@ -77,6 +80,10 @@ class Measurement(Report):
     def _parts(self) -> Iterator[Part]:
         how = f"the least of {self.turns} turns" if self.turns else "not run"
         yield f"{self.name} on {self.devices}, {how}"
+        if self.state_mb is not None:
+            params, rest = self.state_mb
+            of_both = f"{params:,.4g} MB of parameters, {rest:,.4g} MB beside them"
+            yield f"its state: {of_both}"
         yield from _ON_A_CPU if self.platform == "cpu" else ()
         yield ""
         rows = ([name, *self._cells(name)] for name in self.figures)
@@ -149,7 +156,8 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
             else:
                 program = _gradient(target, args, kwargs, options, precision)
             programs[name] = program
-        return _measured(target.name, programs, turns)
+        found = _measured(target.name, programs, turns)
+        return dataclasses.replace(found, state_mb=_state_mb(fun) if step else None)
 
     return measured() if step else measured
 
@@ -165,6 +173,15 @@ def _check_call(arguments: Any) -> None:
             "under jax.disable_jit; expected a call outside of them: the programs are "
             "compiled and timed. flax_amp.explain runs nothing."
         )
+
+
+def _state_mb(state: AmpTrainState) -> tuple[float, float]:
+    """Returns the megabytes of the parameters of a state, and of the rest of it."""
+    params, every = (
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) / 1e6
+        for tree in (state.params, state)
+    )
+    return params, every - params
 
 
 class _Program:

@@ -165,6 +165,22 @@ def test_a_function(programs, make):
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("small", [False, True])
+def test_the_bytes_of_a_state(small):
+    """A kernel of 8 x 8 and a bias of 8, with a momentum of each."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    options = dict(param_dtype=jnp.bfloat16) if small else {}
+    tx = flax_amp.optim.small_state(tx) if small else tx
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    state = AmpTrainState.create(model=model, tx=tx, **options)
+    found = measure(jax.eval_shape(lambda: state), nnx_loss, X)
+    size = 64 * (2 if small else 4) + 8 * 4
+    params, rest = found.state_mb
+    assert params == size / 1e6
+    assert 0 < rest - params < 100 / 1e6  # the step, the scaler and counters
+    assert measure(plain)(jax.eval_shape(lambda: W), X).state_mb is None
+
+
 def test_shapes_are_compiled_only():
     model = nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     state = jax.eval_shape(lambda: nnx_state()[0])
@@ -204,6 +220,9 @@ def test_table():
         "float16 1.8 x1.20 30 x1.50 - 0 x0.00".split(),
     ]
     assert max(map(len, lines)) <= 80
+    with_state = str(dataclasses.replace(FOUND, state_mb=(500.0, 1000.0)))
+    _, state, *_ = with_state.splitlines()
+    assert state == "its state: 500 MB of parameters, 1,000 MB beside them"
     on_a_cpu = str(dataclasses.replace(FOUND, platform="cpu"))
     assert "XLA emulates half precision" in on_a_cpu
 
