@@ -388,7 +388,8 @@ def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> N
             f"{first_of(wrong)}; expected float32 master weights, "
             "which amp casts at each use. Make the model with param_dtype=jnp.float32 "
             "or cast them with jax.tree.map(lambda x: x.astype(jnp.float32), params). "
-            "To store them in bfloat16, put tx in flax_amp.optim.small_state."
+            "To store them in bfloat16, use AmpTrainState.create(param_dtype="
+            "jnp.bfloat16), or flax_amp.optim.small_state for an nnx.Optimizer."
         )
 
 

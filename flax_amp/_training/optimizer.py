@@ -198,31 +198,35 @@ def wrap_optimizer(tx: Any, params: PyTree) -> tuple[Any, Any]:
     return wrapped, apply_if_finite(shared, masked=masked)
 
 
-def store_params(params: PyTree, tx: Any, dtype: DTypeLike) -> tuple[PyTree, Any]:
-    """Returns parameters as a state stores them, and the optimizer that rounds them.
-
-    The optimizer is put in `small_state`, unless it is in one already. Flax's fp8
-    statistics stay as they are.
+def param_dtype_is_half(dtype: DTypeLike) -> bool:
+    """Whether `param_dtype` is bfloat16.
 
     Raises:
-      ValueError: if `dtype` is neither float32 nor bfloat16.
+      ValueError: if it is neither that nor float32.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.float32:
-        return params, tx
-    if dtype != jnp.bfloat16:
+    found = jnp.dtype(dtype)
+    if found not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"AmpTrainState.create: param_dtype={dtype.name}; expected float32 or "
+            f"AmpTrainState.create: param_dtype={found.name}; expected float32 or "
             "bfloat16. In float16, weights below 6e-8 would become 0. Choose what to "
             "compute in with precision=."
         )
+    return found == jnp.bfloat16
+
+
+def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
+    """Returns parameters in bfloat16, and the optimizer that rounds them.
+
+    Parameters with fewer than two dimensions, and Flax's fp8 statistics, stay as they
+    are. The optimizer is put in `small_state`, unless it is in one already.
+    """
 
     def stored(keys: Any, leaf: Any) -> Any:
         is_statistic = getattr(keys[0], "key", "") == OVERWRITE_WITH_GRADIENT
         is_float = getattr(leaf, "dtype", None) == jnp.float32
         if is_statistic or not is_float or not has_matrix_shape("", leaf):
             return leaf
-        return jnp.asarray(leaf).astype(dtype)
+        return jnp.asarray(leaf).astype(jnp.bfloat16)
 
     params = jax.tree_util.tree_map_with_path(stored, params)
     inner = tx.to_optax(in_state=True) if isinstance(tx, Optimizer) else tx

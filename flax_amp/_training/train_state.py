@@ -31,9 +31,10 @@ from flax_amp._training.arguments import (
 )
 from flax_amp._training.optimizer import (
     collect_hyperparams,
+    param_dtype_is_half,
     replace_hyperparams,
     resume_opt_state,
-    store_params,
+    store_in_half,
     wrap_optimizer,
 )
 from flax_amp._training.precision import Precision, check_precision, first_scaler
@@ -209,8 +210,10 @@ class AmpTrainState(_StateClass, train_state.TrainState):
                     "tx=optax.multi_transform(...)."
                 )
             collections = check_collections(params, variables)
-        check_params(params, "AmpTrainState.create")
-        params, tx = store_params(params, tx, param_dtype)
+        may_be_half = param_dtype_is_half(param_dtype)
+        check_params(params, "AmpTrainState.create", may_be_half=may_be_half)
+        if may_be_half:
+            params, tx = store_in_half(params, tx)
         # The first makes the state, the second updates it.
         making, updating = wrap_optimizer(tx, params)
         state = super().create(

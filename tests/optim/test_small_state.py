@@ -332,6 +332,15 @@ def test_a_model_of_nnx_with_its_own_optimizer(dtype):
     assert state["inner_state"][0]["nu"]["kernel"].dtype == jnp.bfloat16
 
 
+def test_parameters_that_are_bfloat16_already():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = AmpTrainState.create(params=half, tx=ADAM, param_dtype=jnp.bfloat16)
+    state, _ = make_train_step(loss_fn)(state, BATCH)
+    assert dtypes(state.params) == {"bfloat16"}
+    with pytest.raises(ValueError, match="2 parameters are not float32"):
+        AmpTrainState.create(params=half, tx=small_adam())
+
+
 def test_a_state_of_nnx_gives_back_a_float32_model():
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     state = AmpTrainState.create(
@@ -424,7 +433,7 @@ def test_another_param_dtype_is_refused():
 
 def test_parameters_in_bfloat16_need_an_optimizer_that_rounds():
     state = create().replace(opt_state=create(**KINDS["float32"]).opt_state)
-    with pytest.raises(ValueError, match=r"put tx in flax_amp.optim.small_state"):
+    with pytest.raises(ValueError, match=r"create\(param_dtype=jnp.bfloat16\), or"):
         make_train_step(loss_fn)(state, BATCH)
 
 
