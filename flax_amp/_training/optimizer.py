@@ -30,9 +30,9 @@ from flax_amp._training.arguments import (
 )
 from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
 from flax_amp.optim._small_state import (
-    has_matrix_shape,
+    has_two_dimensions,
     has_small_state,
-    nothing,
+    no_moments,
     small_state,
 )
 
@@ -224,7 +224,7 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
     def stored(keys: Any, leaf: Any) -> Any:
         is_statistic = getattr(keys[0], "key", "") == OVERWRITE_WITH_GRADIENT
         is_float = getattr(leaf, "dtype", None) == jnp.float32
-        if is_statistic or not is_float or not has_matrix_shape("", leaf):
+        if is_statistic or not is_float or not has_two_dimensions("", leaf):
             return leaf
         return jnp.asarray(leaf).astype(jnp.bfloat16)
 
@@ -232,7 +232,7 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
     inner = tx.to_optax(in_state=True) if isinstance(tx, Optimizer) else tx
     check_optimizer(inner)
     if not has_small_state(jax.eval_shape(inner.init, params)):
-        tx = small_state(tx, where=nothing)
+        tx = small_state(tx, where=no_moments)
     return params, tx
 
 

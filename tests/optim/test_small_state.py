@@ -111,8 +111,8 @@ def test_the_loss_sees_float32_parameters():
 # The rounding
 
 
-def numpy_bits(size, count, name):
-    """The random bits of a flat array, by a model in Python's integers."""
+def python_bits(size, count, name):
+    """The random bits of a flat array, by a model in integers of Python."""
 
     def mixed(x):
         x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
@@ -124,8 +124,8 @@ def numpy_bits(size, count, name):
     return [mixed(i ^ key) for i in range(size)]
 
 
-def numpy_rounded(x, bits):
-    """Rounds down or up: up if the random bits are not below the distance to up."""
+def rounded_by_model(x, bits):
+    """Rounds up if the random bits are at least the distance to the upper number."""
     bits = np.asarray(bits, np.uint64) & 0xFFFF
     word = np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
     lower = word & 0xFFFF0000
@@ -134,16 +134,18 @@ def numpy_rounded(x, bits):
 
 
 @pytest.mark.parametrize("count", [0, 1, 1999])
-def test_the_rounding_is_that_of_a_numpy_model(count, rng):
+def test_the_rounding_matches_the_model(count, rng):
     x = rng.normal(size=(8, 32)).astype(np.float32)
     bits = random_bits(x.shape, key_of(jnp.int32(count)), "0/mu/kernel")
-    expected = numpy_bits(x.size, count, "0/mu/kernel")
+    expected = python_bits(x.size, count, "0/mu/kernel")
     np.testing.assert_array_equal(np.ravel(bits), expected)
     rounded = round_stochastically(jnp.asarray(x), bits).astype(jnp.float32)
-    np.testing.assert_array_equal(np.ravel(rounded), numpy_rounded(x.ravel(), expected))
+    np.testing.assert_array_equal(
+        np.ravel(rounded), rounded_by_model(x.ravel(), expected)
+    )
 
 
-CLASSES = {
+NUMBERS = {
     "between": 1.0021,
     "just above": 1.0 + 2.0**-23,
     "just below": 2.0 - 2.0**-23,
@@ -154,8 +156,8 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("x", CLASSES.values(), ids=CLASSES)
-def test_2000_roundings_are_unbiased(x):
+@pytest.mark.parametrize("x", NUMBERS.values(), ids=NUMBERS)
+def test_roundings_are_unbiased(x):
     x = np.float32(x)
 
     def rounded(count):
@@ -169,7 +171,7 @@ def test_2000_roundings_are_unbiased(x):
     share = abs(float(x) - min(values, key=abs)) / step
     error = step * np.sqrt(max(share * (1 - share), 2.0**-16) / found.size)
     assert abs(found.mean() - float(x)) <= 3 * error
-    if 0.01 < share < 0.99:  # Nor is an element, or an update, unlike the others.
+    if 0.01 < share < 0.99:  # Each element and each update is unbiased by itself.
         for axis, draws in enumerate(found.shape):
             means = abs(found.mean(axis) - float(x))
             assert means.max() < 4.5 * error * np.sqrt(found.size / draws)
@@ -189,7 +191,9 @@ def test_no_finite_number_becomes_infinite():
     assert jnp.isfinite(found).all()
 
 
-@pytest.mark.parametrize(("rounding", "moves"), [("stochastic", True), ("nearest", 0)])
+@pytest.mark.parametrize(
+    ("rounding", "moves"), [("stochastic", True), ("nearest", False)]
+)
 def test_a_second_moment_moves_only_with_the_stochastic_rounding(rounding, moves):
     tx = optim.small_state(optax.adam(1e-3), rounding=rounding)
     params = {"w": jnp.ones((32, 32))}
@@ -274,7 +278,7 @@ def update(grads, state, params):
 
 
 def arguments():
-    """Given gradients: those of a product add up in another order on other devices."""
+    """Fixed gradients: a product would sum in another order on other devices."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     waves = (jnp.sin(jnp.arange(x.size) + 1.0) for x in PARAMS.values())
     grads = {
@@ -379,7 +383,7 @@ KINDS = {
 
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", KINDS)
-def test_a_run_goes_on_in_another_kind_of_state(old, new, tmp_path, recwarn):
+def test_migrate_between_kinds_of_state(old, new, tmp_path, recwarn):
     saved, target = plain_loop(2, **KINDS[old]), create(**KINDS[new])
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, saved)
@@ -437,7 +441,7 @@ def test_parameters_in_bfloat16_need_an_optimizer_that_rounds():
         make_train_step(loss_fn)(state, BATCH)
 
 
-def test_the_path_of_the_bits_is_that_of_the_leaf(monkeypatch):
+def test_bits_are_drawn_by_the_path_of_the_leaf(monkeypatch):
     names = []
     monkeypatch.setattr(
         _small_state,
