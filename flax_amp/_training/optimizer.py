@@ -30,8 +30,8 @@ from flax_amp._training.arguments import (
 )
 from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
 from flax_amp.optim._small_state import (
-    has_two_dimensions,
     has_small_state,
+    has_two_dimensions,
     no_moments,
     small_state,
 )

@@ -4,9 +4,9 @@ With Adam in float32, a parameter costs 12 bytes between two steps: itself and t
 moments. In bfloat16 it costs 6. What is stored in bfloat16 is cast up, the optimizer
 computes in float32 as ever, and what it returns is rounded back.
 
-Rounding to the nearest number would not work. With `b2=0.999`, the second moment of Adam
-moves by a thousandth of itself, and the next number of bfloat16 is 0.4 to 0.8 percent
-away: it would stay where it is for ever. So the rounding is stochastic. Between the
+Rounding to the nearest number would not work. With `b2=0.999`, the second moment of
+Adam moves by a thousandth of itself, and the next number of bfloat16 is 0.4 to 0.8
+percent away: it would stay where it is for ever. So the rounding is stochastic. Between the
 numbers `a` and `b`, `x` becomes `b` with the probability `(x - a) / (b - a)`, and is
 right on average:
 
@@ -14,10 +14,11 @@ right on average:
     random bits    +                 |1011010000111001
     sum, cut off   0 01111110 0110100|                      bfloat16
 
-The bits are added as integers: XLA may drop a cast to bfloat16 and back. The random bits are a hash of the number of the update, of the name of
-the leaf, and of the index of the element. They are stored nowhere, a run that is
-resumed draws the same ones, and so does every layout of devices, because a hash of an
-index knows nothing of shards. Source of the method: Gupta et al., Deep Learning with
+The bits are added as integers: XLA may drop a cast to bfloat16 and back. They are a
+hash of the number of the update, of the name of the leaf, and of the index of the
+element. They are stored nowhere, a run that is resumed draws the same ones, and so does
+every layout of devices, because a hash of an index knows nothing of shards.
+Source of the method: Gupta et al., Deep Learning with
 Limited Numerical Precision, 2015.
 """
 
