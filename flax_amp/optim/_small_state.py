@@ -6,9 +6,9 @@ computes in float32 as ever, and what it returns is rounded back.
 
 Rounding to the nearest number would not work. With `b2=0.999`, the second moment of
 Adam moves by a thousandth of itself, and the next number of bfloat16 is 0.4 to 0.8
-percent away: it would stay where it is for ever. So the rounding is stochastic. Between the
-numbers `a` and `b`, `x` becomes `b` with the probability `(x - a) / (b - a)`, and is
-right on average:
+percent away: it would stay where it is for ever. So the rounding is stochastic. Between
+the numbers `a` and `b`, `x` becomes `b` with the probability `(x - a) / (b - a)`, and
+is right on average:
 
     x              0 01111110 0110011|0110011001100110      float32
     random bits    +                 |1011010000111001
@@ -17,9 +17,8 @@ right on average:
 The bits are added as integers: XLA may drop a cast to bfloat16 and back. They are a
 hash of the number of the update, of the name of the leaf, and of the index of the
 element. They are stored nowhere, a run that is resumed draws the same ones, and so does
-every layout of devices, because a hash of an index knows nothing of shards.
-Source of the method: Gupta et al., Deep Learning with
-Limited Numerical Precision, 2015.
+every layout of devices, because a hash of an index knows nothing of shards. Source of
+the method: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
 """
 
 import dataclasses
