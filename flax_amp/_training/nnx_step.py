@@ -49,7 +49,7 @@ from flax_amp._training.scaler import SKIP_COUNTS, Scaler, validate_scaler
 from flax_amp._training.step_call import Step, explain_deleted, explain_failure
 from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.optim._optimizer import pure
-from flax_amp.optim._small_state import has_small_state
+from flax_amp.optim._small_state import rounds_parameters
 from flax_amp.policy import Policy, PolicyEntries
 
 
@@ -236,7 +236,7 @@ def _step(
     }
     graphdef, params, variables = split_model(whole, lambda path, _: path in trained)
     check_selection(params, optimizer.wrt, "train_step")
-    may_be_half = has_small_state(optimizer.opt_state)
+    may_be_half = rounds_parameters(optimizer.opt_state)
     check_params(params["model"], "train_step", may_be_half=may_be_half)
     # It lives for this step only. The adapter has the state of the optimizer.
     state = AmpTrainState(

@@ -30,9 +30,9 @@ from flax_amp._training.arguments import (
 )
 from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
 from flax_amp.optim._small_state import (
-    has_small_state,
     has_two_dimensions,
     no_moments,
+    rounds_parameters,
     small_state,
 )
 
@@ -204,10 +204,13 @@ def param_dtype_is_half(dtype: DTypeLike) -> bool:
     Raises:
       ValueError: if it is neither that nor float32.
     """
-    found = jnp.dtype(dtype)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
     if found not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"AmpTrainState.create: param_dtype={found.name}; expected float32 or "
+            f"AmpTrainState.create: param_dtype={dtype!r}; expected float32 or "
             "bfloat16. In float16, weights below 6e-8 would become 0. Choose what to "
             "compute in with precision=."
         )
@@ -218,7 +221,7 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
     """Returns parameters in bfloat16, and the optimizer that rounds them.
 
     Parameters with fewer than two dimensions, and Flax's fp8 statistics, stay as they
-    are. The optimizer is put in `small_state`, unless it is in one already.
+    are. The optimizer is put in `small_state`, unless that is its outermost part.
     """
 
     def stored(keys: Any, leaf: Any) -> Any:
@@ -231,7 +234,7 @@ def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
     params = jax.tree_util.tree_map_with_path(stored, params)
     inner = tx.to_optax(in_state=True) if isinstance(tx, Optimizer) else tx
     check_optimizer(inner)
-    if not has_small_state(jax.eval_shape(inner.init, params)):
+    if not rounds_parameters(jax.eval_shape(inner.init, params)):
         tx = small_state(tx, where=no_moments)
     return params, tx
 

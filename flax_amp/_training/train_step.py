@@ -53,7 +53,7 @@ from flax_amp._training.precision import (
 from flax_amp._training.scaler import Scaler, check_keys
 from flax_amp._training.step_call import JittedStep, Step
 from flax_amp._training.train_state import AmpTrainState, StateT
-from flax_amp.optim._small_state import has_small_state
+from flax_amp.optim._small_state import rounds_parameters
 from flax_amp.policy import Policy, PolicyEntries
 
 ResultT = TypeVar("ResultT")
@@ -210,7 +210,7 @@ def make_train_step(
     ) -> tuple[StateT, Metrics]:
         # In a trace as well, because a state of other types is traced again.
         check(state)
-        may_be_half = has_small_state(state.opt_state)
+        may_be_half = rounds_parameters(state.opt_state)
         check_params(state.params, "train_step", may_be_half=may_be_half)
         adapter = _StateAdapter(state, state_shardings)
         return run_step(options, state, batch, args, adapter)

@@ -10,6 +10,7 @@
     dynamic_scaler_state/count          scaler/count                 of jaxamp
     opt_state/inner_state/0/mu          opt_state/0/mu               inside of a wrapper
     opt_state/total_notfinite           apply_if_finite/total_notfinite
+    opt_state/tx/learning_rate          flax_amp.optim/learning_rate of `small_state`
 
 A wrapper is an optimizer around another one. `AmpTrainState` puts its optimizer inside
 `optax.apply_if_finite`, others put theirs inside `optax.MultiSteps`, and optimizers of
@@ -80,7 +81,10 @@ def _common(path: Path, wrappers: Mapping[str, Path], scaler: str | None) -> Pat
             if path[: len(outer)] == outer
         )
         *_, (name, outer) = around  # the innermost
-        return (name, *path[len(outer) :])
+        inside = path[len(outer) :]
+        if name == HYPERPARAMS and SMALL_STATE in wrappers and inside[0] == "tx":
+            inside = inside[1:]  # those of the optimizer that `small_state` got
+        return (name, *inside)
     if path[0] == scaler and len(path) == 2:
         return ("scaler", SCALER_KEYS.get(path[1], path[1]))
     return path if path[0] in _FIELDS else ("variables", *path)

@@ -33,7 +33,7 @@ import optax
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp.optim._optimizer import Optimizer
+from flax_amp.optim._optimizer import INJECTED, Optimizer
 
 PyTree = Any
 Rounding = Literal["stochastic", "nearest"]
@@ -41,7 +41,7 @@ Where = Callable[[str, Any], bool]
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 # Fields of the states of optax in which gradients add up. They have to be exact.
-_SUMS = ("acc_grads",)
+_SUMS = ("acc_grads", "grad_acc")
 
 
 class SmallState(NamedTuple):
@@ -96,13 +96,13 @@ class _RoundingOptimizer:
         suffixes = (path[i:] for i in range(len(path) + 1))
         of_parameter = any(shapes.get(suffix) == leaf.shape for suffix in suffixes)
         is_sum = any(name in _SUMS for name in path)
-        return of_parameter and not is_sum and self.where("/".join(path), leaf)
+        return bool(of_parameter and not is_sum and self.where("/".join(path), leaf))
 
     def update(
         self,
         updates: PyTree,
         state: SmallState,
-        params: PyTree | None = None,
+        params: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SmallState]:
         """Returns the updates and the next state, with what is bfloat16 rounded.
@@ -111,7 +111,19 @@ class _RoundingOptimizer:
         one. `optax.apply_updates` adds it back, which gives the rounded one, unless the
         parameter shrinks by more than about 2**16 in one update: it is then a few of
         its smallest steps off.
+
+        Raises:
+          TypeError: if `state` is not a `SmallState`, or `params` is missing: those
+            that are bfloat16 would be rounded to the nearest number.
         """
+        if not isinstance(state, SmallState) or params is None:
+            found = f"a state that is a {type(state).__name__}"
+            raise TypeError(
+                "flax_amp.optim.small_state: update got "
+                f"{'no parameters' if isinstance(state, SmallState) else found}; "
+                "expected tx.update(grads, state, params), with the state of tx.init, "
+                "or of checkpoint.migrate."
+            )
         wide = jax.tree.map(_tree.wide, (updates, state.inner_state, params))
         inner = optax.with_extra_args_support(self.inner)
         updates, new = inner.update(*wide, **extra_args)
@@ -130,8 +142,7 @@ class _RoundingOptimizer:
             return _tree.wide(self._rounded(old + update, key, keys)) - old
 
         map_ = jax.tree_util.tree_map_with_path
-        if params is not None:
-            updates = map_(rounded_update, updates, params)
+        updates = map_(rounded_update, updates, params)
         inner_state = map_(rounded_leaf, new, state.inner_state)
         # The count may wrap around. One that stopped would draw the same bits for ever.
         return updates, SmallState(state.roundings + 1, inner_state)
@@ -139,7 +150,7 @@ class _RoundingOptimizer:
     def _rounded(self, x: jax.Array, key: jax.Array, path: Any) -> jax.Array:
         if self.rounding == "nearest":
             return x.astype(jnp.bfloat16)
-        name = "/".join(_names(path))
+        name = "\0".join(_names(path))  # {"a/b": ...} is not {"a": {"b": ...}}
         return round_stochastically(x, random_bits(x.shape, key, name))
 
 
@@ -176,8 +187,8 @@ def small_state(
     and have its shape are stored in bfloat16, with a stochastic rounding; counts, keys,
     small leaves and gradients that are being added up stay as they are. Parameters that
     are bfloat16 themselves are updated in float32, and rounded in the same way: those
-    of `AmpTrainState.create(param_dtype=jnp.bfloat16)` are, and those of a model that
-    was made in bfloat16.
+    of `AmpTrainState.create(param_dtype=jnp.bfloat16)`, and those of an `nnx.Optimizer`
+    for a model that was made in bfloat16. `update` needs the parameters.
 
     It has to be around an `optax.chain`, or the last one in it: what followed it would
     change updates that are rounded.
@@ -236,8 +247,11 @@ def small_state(
     )
 
 
+@jax.custom_jvp
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds float32 numbers to one of the two bfloat16 numbers next to them.
+
+    Its derivative is that of its mean, which is `x`.
 
     Args:
       x: float32[...]. Infs and NaNs stay, and no finite number becomes an inf.
@@ -253,6 +267,12 @@ def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     # bitcast of its result: an update of Adam would read its gradients twice.
     rounded = jax.lax.bitcast_convert_type(word, jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+@round_stochastically.defjvp
+def _round_jvp(primals: Any, tangents: Any) -> Any:
+    out = round_stochastically(*primals)
+    return out, tangents[0].astype(out.dtype)
 
 
 def random_bits(shape: tuple[int, ...], key: jax.Array, name: str) -> jax.Array:
@@ -280,7 +300,9 @@ def random_bits(shape: tuple[int, ...], key: jax.Array, name: str) -> jax.Array:
     # Multiplied, not added: with a sum, the same two elements of two leaves would share
     # their bits in every update.
     factor = np.uint32(zlib.crc32(name.encode()) | 1)
-    return _hash(index ^ (key * factor))
+    # Twice: after one round, elements whose indices differ in a few bits are correlated
+    # by up to 0.05.
+    return _hash(_hash(index ^ (key * factor)) + key)
 
 
 def key_of(count: jax.Array) -> jax.Array:
@@ -301,9 +323,28 @@ def _hash(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def has_small_state(opt_state: PyTree) -> bool:
-    """Whether a state is that of an optimizer that rounds parameters in bfloat16."""
-    return bool(_tree.nodes(opt_state, SmallState))
+def rounds_parameters(opt_state: PyTree) -> bool:
+    """Whether a state is that of an optimizer that rounds all bfloat16 parameters.
+
+    `small_state` has to be the outermost optimizer that changes updates. In a part of
+    `optax.multi_transform`, or before `optax.scale` in a chain, others would round to
+    the nearest number.
+    """
+    if isinstance(opt_state, SmallState):
+        return True
+    if isinstance(opt_state, Optimizer):
+        return rounds_parameters(opt_state.opt_state)
+    if isinstance(opt_state, optax.MultiStepsState):
+        return rounds_parameters(opt_state.inner_opt_state)
+    if isinstance(opt_state, optax.ApplyIfFiniteState):
+        inner = opt_state.inner_state
+        # The mask of `AmpTrainState`, which keeps integers away.
+        is_masked = isinstance(inner, optax.MaskedState)
+        return rounds_parameters(inner.inner_state if is_masked else inner)
+    if isinstance(opt_state, INJECTED):
+        return rounds_parameters(opt_state.inner_state)
+    is_chain = type(opt_state) is tuple and opt_state
+    return bool(is_chain) and rounds_parameters(opt_state[-1])
 
 
 def _is_bfloat16(leaf: Any) -> bool:

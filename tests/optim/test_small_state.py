@@ -63,9 +63,10 @@ def test_what_belongs_to_a_matrix_is_stored_in_bfloat16(make):
     ("inner", "kept"),
     [
         (optax.MultiSteps(optax.adam(1e-2), 2), lambda s: s.acc_grads),
+        (optax.apply_every(4), lambda s: s),
         (optax.sgd(1e-2), lambda s: s),
     ],
-    ids=["sums of gradients", "no state"],
+    ids=["MultiSteps", "apply_every", "no state"],
 )
 def test_what_stays_in_float32(inner, kept):
     state = optim.small_state(inner).init(PARAMS)
@@ -120,8 +121,8 @@ def python_bits(size, count, name):
         return x ^ (x >> 16)
 
     key = mixed((count + 1) * 0x9E3779B9 % 2**32)
-    key = key * (zlib.crc32(name.encode()) | 1) % 2**32
-    return [mixed(i ^ key) for i in range(size)]
+    of_leaf = key * (zlib.crc32(name.encode()) | 1) % 2**32
+    return [mixed((mixed(i ^ of_leaf) + key) % 2**32) for i in range(size)]
 
 
 def rounded_by_model(x, bits):
@@ -177,6 +178,17 @@ def test_roundings_are_unbiased(x):
             assert means.max() < 4.5 * error * np.sqrt(found.size / draws)
 
 
+def test_elements_are_not_correlated():
+    """Also not those whose indices differ in a few bits, as one round of a hash has it."""
+    bits = np.asarray(random_bits((2**20,), key_of(jnp.int32(0)), "w"))
+    index = np.arange(2**20)
+    for other in (1, 2, 160, 256, 17408, 2770):
+        for quantile in (0.25, 0.5):
+            up = ((bits & 0xFFFF) < quantile * 2**16) - quantile
+            correlation = (up * up[index ^ other]).mean() / up.var()
+            assert abs(correlation) < 5 / 2**9.5  # each pair is there twice
+
+
 @pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan])
 def test_what_bfloat16_has_stays(x):
     bits = jnp.full((1,), 0xFFFF, jnp.uint32)
@@ -199,10 +211,10 @@ def test_a_second_moment_moves_only_with_the_stochastic_rounding(rounding, moves
     params = {"w": jnp.ones((32, 32))}
     state = tx.init(params)
     update = jax.jit(tx.update)
-    _, state = update(params, state)
+    _, state = update(params, state, params)
     start = state.inner_state[0].nu["w"].astype(jnp.float32)
     for _ in range(300):
-        _, state = update(jax.tree.map(jnp.zeros_like, params), state)
+        _, state = update(jax.tree.map(jnp.zeros_like, params), state, params)
     nu = state.inner_state[0].nu["w"].astype(jnp.float32)
     expected = start.mean() * (0.999**300 if moves else 1)
     np.testing.assert_allclose(nu.mean(), expected, rtol=0.01 if moves else 0)
@@ -356,6 +368,71 @@ def test_a_state_of_nnx_gives_back_a_float32_model():
     assert state.merge_model().kernel.dtype == jnp.float32
 
 
+LABELS = {"kernel": "small", "bias": "rest"}
+SPLIT = {"small": optim.small_state(optax.sgd(1e-4)), "rest": optax.sgd(1e-4)}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(1e-4),
+        optim.sgd(1e-4),
+        optim.small_state(optax.sgd(1e-4)),
+        optim.small_state(optim.sgd(1e-4)),
+        optax.chain(optax.identity(), optim.small_state(optax.sgd(1e-4))),
+        optax.chain(optim.small_state(optax.sgd(2e-4)), optax.scale(0.5)),
+        optax.MultiSteps(optim.small_state(optax.sgd(1e-4)), 1),
+        optax.inject_hyperparams(optax.sgd)(1e-4),
+        optax.apply_if_finite(optim.small_state(optax.sgd(1e-4)), 5),
+        optax.masked(
+            optim.small_state(optax.sgd(1e-4)), {"kernel": True, "bias": True}
+        ),
+        optax.multi_transform(
+            {k: getattr(tx, "to_optax", lambda tx=tx: tx)() for k, tx in SPLIT.items()},
+            LABELS,
+        ),
+        optax.multi_transform({"small": SPLIT["rest"], "rest": SPLIT["small"]}, LABELS),
+    ],
+    ids=range(12),
+)
+def test_wherever_it_stands_parameters_learn(tx):
+    """What is below their spacing: each update is 1e-4, and the spacing at 1 is 2^-8."""
+    state = create(tx=tx)
+    step = make_train_step(lambda params, batch: (params["kernel"] * batch).sum())
+    for _ in range(200):
+        state, _ = step(state, jnp.float32(1.0))
+    kernel = state.params["kernel"].astype(jnp.float32)
+    np.testing.assert_allclose(kernel.mean(), 0.98, atol=0.005)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(small_adam(), optax.scale(0.5)),
+        optax.chain(small_adam(), optax.sgd(1e-2)),
+        optax.partition({"a": small_adam(), "b": optax.sgd(1.0)}, lambda p: "a"),
+        optax.masked(small_adam(), lambda p: True),
+    ],
+    ids=["before scale", "before sgd", "in a part", "masked"],
+)
+def test_a_half_model_of_nnx_needs_it_outermost(tx):
+    model = nnx.Linear(16, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = make_nnx_train_step(lambda model, x: (model(x) ** 2).mean())
+    with pytest.raises(ValueError, match="small_state for an nnx.Optimizer"):
+        step(model, optimizer, None, BATCH)
+
+
+def test_derivatives_through_an_update_are_those_of_the_mean():
+    def after(rate, params):
+        tx = optim.small_state(optax.sgd(rate))
+        updates, _ = tx.update(PARAMS, tx.init(params), params)
+        return optax.apply_updates(params, updates)["kernel"].astype(jnp.float32).sum()
+
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    assert jax.grad(after)(0.1, half) == -PARAMS["kernel"].size
+
+
 def test_parameters_in_bfloat16_learn_what_is_below_their_spacing():
     """Each update is 1e-4, where 1 and the next numbers are 2^-8 and 2^-7 apart."""
 
@@ -413,6 +490,18 @@ def test_two_states_share_a_compiled_step(kind):
     assert jax.tree.structure(first) == jax.tree.structure(second)
 
 
+@pytest.mark.parametrize("small_first", [True, False])
+def test_migrate_keeps_the_learning_rate(small_first, tmp_path):
+    small, plain = optim.small_state(optim.adam(1e-2)), optim.adam(1e-2)
+    saved, target = (small, plain) if small_first else (plain, small)
+    state = create(tx=saved, param_dtype=jnp.float32)
+    state = state.replace_hyperparams(learning_rate=1e-5)
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, state)
+    read = checkpoint.migrate(tmp_path, create(tx=target, param_dtype=jnp.float32))
+    assert read.hyperparams["learning_rate"] == np.float32(1e-5)
+
+
 # Messages
 
 
@@ -430,9 +519,24 @@ def test_wrong_arguments(options, error, text):
         optim.small_state(**{"tx": optax.adam(1e-3)} | options)
 
 
-def test_another_param_dtype_is_refused():
-    with pytest.raises(ValueError, match="param_dtype=float16; expected float32 or bf"):
-        create(param_dtype=jnp.float16)
+@pytest.mark.parametrize("dtype", ["float16", "bf16"])
+def test_another_param_dtype_is_refused(dtype):
+    with pytest.raises(
+        ValueError, match=f"param_dtype='{dtype}'; expected float32 or "
+    ):
+        create(param_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("state", "params", "text"),
+    [
+        (small_adam().init(PARAMS), None, "update got no parameters"),
+        (ADAM.init(PARAMS), PARAMS, "update got a state that is a tuple"),
+    ],
+)
+def test_update_with_something_missing(state, params, text):
+    with pytest.raises(TypeError, match=f"small_state: {text}; expected"):
+        small_adam().update(PARAMS, state, params)
 
 
 def test_parameters_in_bfloat16_need_an_optimizer_that_rounds():
@@ -449,4 +553,5 @@ def test_bits_are_drawn_by_the_path_of_the_leaf(monkeypatch):
         lambda shape, key, name: names.append(name) or random_bits(shape, key, name),
     )
     plain_loop(1)
-    assert set(names) == {"params/kernel", "0/mu/kernel", "0/nu/kernel"}
+    expected = {("params", "kernel"), ("0", "mu", "kernel"), ("0", "nu", "kernel")}
+    assert {tuple(name.split("\0")) for name in names} == expected
