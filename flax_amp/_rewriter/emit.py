@@ -32,8 +32,8 @@ from flax_amp._rewriter.casts import (
     rounded_function,
     saturating_cast,
 )
+from flax_amp._rewriter.embedding_lookup import lookup_p
 from flax_amp._rewriter.environment import Environment, to_float32
-from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
@@ -64,7 +64,7 @@ class Emitter:
         emitting, and holds the rules of structured primitives.
       recompute: how much the backward pass computes again.
       wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`),
-        and tables of embeddings theirs without a rounding (`lookup.py`).
+        and tables of embeddings theirs without a rounding (`embedding_lookup.py`).
       merge_layers: whether equal layers become calls of one function.
     """
 
