@@ -141,9 +141,11 @@ class Emitter:
             self._capture(plan, env, outs)
         return [env.array(v, unrounded=unrounded) for v in jaxpr.outvars]
 
-    def _capture(self, plan: Plan, env: Environment, variables: Iterable[Var]) -> None:
-        """Records the float32 arrays of the variables that rules close over."""
-        for v in plan.exports and plan.exports.intersection(variables):
+    def _capture(self, plan: Plan, env: Environment, written: Iterable[Var]) -> None:
+        """Records the float32 arrays of those variables that rules close over."""
+        if not plan.exports:
+            return  # Most plans export nothing, and this runs for every equation.
+        for v in plan.exports.intersection(written):
             if env.has(v):
                 self.captured[v] = env.full(v)
 
