@@ -319,12 +319,11 @@ def _merge_metrics(
             "state; expected other names. Rename them. A field of a subclass changes "
             "in its apply_gradients, or by state.replace after the step."
         )
-    named = {f"aux/{key}" if key in own else key: x for key, x in aux.items()}
-    if len(own | named) < len(own) + len(aux):
-        taken = sorted(key for key in aux if key in own)
+    names = own.keys() | aux.keys()
+    if taken := sorted(k for k in own.keys() & aux.keys() if f"aux/{k}" in names):
         raise ValueError(
             f"{options.caller}: the loss returned aux with {taken}, names of other "
             "metrics, and 'aux/<name>', which it would be called instead, is taken as "
             "well; expected other names. Rename them."
         )
-    return own | named
+    return own | {f"aux/{key}" if key in own else key: x for key, x in aux.items()}
