@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -64,7 +65,7 @@ def fields_as_data(value: Any) -> dict[str, Any]:
 def as_data(value: Any) -> Any:
     """Returns a value as dicts, lists, strings and numbers that JSON has.
 
-    Objects of other types, such as scalars of NumPy, stay as they are.
+    Objects of other types, such as sets and arrays, stay as they are.
     """
     if hasattr(value, "to_dict"):
         return value.to_dict()
@@ -76,6 +77,8 @@ def as_data(value: Any) -> Any:
         return {str(key): as_data(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [*map(as_data, value)]
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
