@@ -76,7 +76,7 @@ class _RoundingOptimizer:
 
     def init(self, params: PyTree) -> SmallState:
         """Returns the state of a new run."""
-        state = self.inner.init(jax.tree.map(_tree.wide, params))
+        state = self.inner.init(jax.tree.map(_tree.float32_if_bfloat16, params))
         shapes = {path: x.shape for path, x in _leaves_by_path(params).items()}
 
         def as_stored(keys: Any, leaf: Any) -> Any:
@@ -112,7 +112,9 @@ class _RoundingOptimizer:
         parameter shrinks by more than about 2**16 in one update: it is then a few of
         its smallest steps off.
         """
-        wide = jax.tree.map(_tree.wide, (updates, state.inner_state, params))
+        wide = jax.tree.map(
+            _tree.float32_if_bfloat16, (updates, state.inner_state, params)
+        )
         inner = optax.with_extra_args_support(self.inner)
         updates, new = inner.update(*wide, **extra_args)
         key = key_of(state.roundings)
@@ -125,9 +127,11 @@ class _RoundingOptimizer:
         def rounded_update(keys: Any, update: Any, param: Any) -> Any:
             if not _is_bfloat16(param):
                 return update
-            old = _tree.wide(param)
+            old = _tree.float32_if_bfloat16(param)
             keys = (jax.tree_util.GetAttrKey("params"), *keys)
-            return _tree.wide(self._rounded(old + update, key, keys)) - old
+            return (
+                _tree.float32_if_bfloat16(self._rounded(old + update, key, keys)) - old
+            )
 
         map_ = jax.tree_util.tree_map_with_path
         if params is not None:
