@@ -129,9 +129,8 @@ class _RoundingOptimizer:
                 return update
             old = _tree.float32_if_bfloat16(param)
             keys = (jax.tree_util.GetAttrKey("params"), *keys)
-            return (
-                _tree.float32_if_bfloat16(self._rounded(old + update, key, keys)) - old
-            )
+            rounded = self._rounded(old + update, key, keys)
+            return _tree.float32_if_bfloat16(rounded) - old
 
         map_ = jax.tree_util.tree_map_with_path
         if params is not None:
