@@ -60,7 +60,7 @@ def widen(x: Any) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def wide(leaf: Any) -> Any:
+def float32_if_bfloat16(leaf: Any) -> Any:
     """Returns a bfloat16 array, or its shape, in float32; other leaves as they are."""
     if getattr(leaf, "dtype", None) != jnp.bfloat16:
         return leaf

@@ -128,6 +128,7 @@ def _saturate_tangent(
 
 
 def _saturate_transpose(t: Array, x: Array, **_: Any) -> Arrays:
+    """Returns the cotangent in the dtype of the operand: as a derivative, a cast."""
     return [lax.convert_element_type(t, x.aval.dtype)]
 
 

@@ -56,7 +56,7 @@ class Role(enum.Enum):
     UNROUNDED = "a sum, or what else is never rounded"
     ORIGINAL = "in float32 by the policy"
     PRECISE = "linear algebra, or a product in float32: nothing is rounded for it"
-    USERS = "by a user's precision function"
+    USER_FUNCTION = "by a user's precision function"
     STRUCTURED = "by the rule of a structured primitive"
 
 
@@ -90,8 +90,8 @@ class Chooser:
       policy: the checked policy.
       compute_dtype: the dtype of products.
       structured: the names of the primitives that have rules of their own.
-      emits_all: whether these rules emit even those that a policy leaves in their
-        original precision, because what is inside closes over values (`captures.py`).
+      emits_all: whether these rules emit structured primitives even where the policy
+        stops `amp`, because what is inside closes over values (`captures.py`).
     """
 
     def __init__(
@@ -125,18 +125,20 @@ class Chooser:
         role, reason = self._role_by_policy(eqn, decision)
         kind = kind_of(eqn)
         is_float32_product = kind is Kind.PRODUCT and role is Role.ORIGINAL
-        is_linear_algebra = kind is Kind.LINEAR_ALGEBRA and role is not Role.USERS
+        is_linear_algebra = (
+            kind is Kind.LINEAR_ALGEBRA and role is not Role.USER_FUNCTION
+        )
         is_precise = is_float32_product or is_linear_algebra
         return (Role.PRECISE, reason) if is_precise else (role, reason)
 
     def _role_by_policy(self, eqn: Eqn, decision: Decision) -> tuple[Role, Reason]:
-        because = Reason("{0.origin.value} {0.key}", decision)
+        reason = Reason("{0.origin.value} {0.key}", decision)
         function = self._built_in(eqn, decision.function)
         if function is None and not isinstance(decision.function, use_precision):
-            return Role.USERS, because
+            return Role.USER_FUNCTION, reason
         if function in (use_original_precision, use_widest_precision):
             if decision.is_chosen:
-                return Role.ORIGINAL, because
+                return Role.ORIGINAL, reason
             return _role_by_traits(eqn, decision)
         if function is follow_precision:
             return _role_by_traits(eqn, decision)
@@ -144,7 +146,7 @@ class Chooser:
         if has_update(eqn):
             return Role.ORIGINAL, FLOAT32_UPDATE
         if function is None:  # a third dtype
-            return Role.USERS, because
+            return Role.USER_FUNCTION, reason
         if obstacle := self._obstacle_to_low(eqn):
             return Role.ORIGINAL, obstacle
         # A scope lowers all that is inside of it, inner and outer products too.
@@ -153,7 +155,7 @@ class Chooser:
             return Role.ARITHMETIC, MULTIPLICATION
         if kind is ProductKind.SUM:
             return Role.UNROUNDED, Reason("an inner product is a sum")
-        return Role.PRODUCT, because
+        return Role.PRODUCT, reason
 
     def _built_in(self, eqn: Eqn, function: PrecisionFunction) -> Any:
         """Returns the function of `policy.py` that a function amounts to, if any.
@@ -194,7 +196,7 @@ class Chooser:
 
 def _role_by_traits(eqn: Eqn, decision: Decision) -> tuple[Role, Reason]:
     """Returns what an equation is that no key of the policy names."""
-    because = Reason("{0.origin.value} {0.key}", decision)
+    reason = Reason("{0.origin.value} {0.key}", decision)
     match kind_of(eqn):
         case Kind.MOVE if has_update(eqn):
             return Role.ORIGINAL, FLOAT32_UPDATE
@@ -205,11 +207,11 @@ def _role_by_traits(eqn: Eqn, decision: Decision) -> tuple[Role, Reason]:
         case Kind.LINEAR_ALGEBRA:
             return Role.UNROUNDED, Reason("linear algebra")
         case Kind.PRODUCT:  # without a key
-            return Role.ORIGINAL, because
+            return Role.ORIGINAL, reason
         case Kind.SUM:
             return Role.UNROUNDED, SUM
     # Random numbers, and primitives that are not known here.
-    return Role.UNROUNDED, because
+    return Role.UNROUNDED, reason
 
 
 def _is_default_precision(precision: Any) -> bool:

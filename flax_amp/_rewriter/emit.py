@@ -32,8 +32,8 @@ from flax_amp._rewriter.casts import (
     rounded_function,
     saturating_cast,
 )
+from flax_amp._rewriter.embedding_lookup import lookup_p
 from flax_amp._rewriter.environment import Environment, to_float32
-from flax_amp._rewriter.lookup import lookup_p
 from flax_amp._rewriter.outline.equality import EquationIds
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.paint import Painter
@@ -64,7 +64,7 @@ class Emitter:
         emitting, and holds the rules of structured primitives.
       recompute: how much the backward pass computes again.
       wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`),
-        and tables of embeddings theirs without a rounding (`lookup.py`).
+        and tables of embeddings theirs without a rounding (`embedding_lookup.py`).
       merge_layers: whether equal layers become calls of one function.
     """
 
@@ -141,9 +141,11 @@ class Emitter:
             self._capture(plan, env, outs)
         return [env.array(v, unrounded=unrounded) for v in jaxpr.outvars]
 
-    def _capture(self, plan: Plan, env: Environment, variables: Iterable[Var]) -> None:
-        """Records the float32 arrays of the variables that rules close over."""
-        for v in plan.exports and plan.exports.intersection(variables):
+    def _capture(self, plan: Plan, env: Environment, written: Iterable[Var]) -> None:
+        """Records the float32 arrays of those variables that rules close over."""
+        if not plan.exports:
+            return  # Most plans export nothing, and this runs for every equation.
+        for v in plan.exports.intersection(written):
             if env.has(v):
                 self.captured[v] = env.full(v)
 

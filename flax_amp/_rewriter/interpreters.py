@@ -16,7 +16,7 @@ from jax.extend.core.primitives import reduce_precision_p, remat_p
 from flax_amp._compat import Array, Arrays, Jaxpr
 from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._rewriter.casts import rounded_function_p, saturate_p
-from flax_amp._rewriter.lookup import lookup_p
+from flax_amp._rewriter.embedding_lookup import lookup_p
 from flax_amp._rewriter.recompute.stored import stored_p
 
 _ELEMENTWISE = saturate_p, rounded_function_p, stored_p, reduce_precision_p

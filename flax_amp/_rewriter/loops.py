@@ -355,7 +355,7 @@ class LinearSolve:
         jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
         *consts, vectors = split_list(ins, *lengths)
         outs = like(out_avals(eqn), FULL)
-        # One for each vector, of its type, and then those that `has_aux` adds.
+        # The results are the vectors, in their types, and then those of `has_aux`.
         state = tuple(map(_value_in_body, outs[: len(vectors)]))
         # Its own derivative says what is stored.
         inner = context.inside(BodyKind.OPAQUE)

@@ -1,4 +1,7 @@
-"""The analysis: a jaxpr and a policy become a plan. Pure; nothing is traced here.
+"""The analysis: a jaxpr and a policy become a plan.
+
+It only reads the program. It traces one thing, a user's precision function
+(`_paint_call`), to learn which dtypes it gives.
 
 Every float32 value of the program gets a `Paint`, every equation a `Step`. All other
 dtypes (integers, float64, complex, keys, and halves that the user asked for) are left
@@ -10,8 +13,9 @@ exactly as they are. The rule:
   precision if it is *kept* (`keep.py`), and is float32 otherwise.
 - **Moves** (reshapes, slices, selections, maxima) round nothing: they run in half
   precision where their result is kept in it, and on the float32 values otherwise. A
-  maximum or minimum with a number that half precision does not have is float32.
-- **What leads to no product** reads numbers as they were before they were rounded.
+  maximum or minimum with a constant that half precision cannot represent is float32.
+- **Equations that lead to no product**, as for a loss or a metric, read unrounded
+  numbers.
 - **Never in half precision**: the results of sums, the states of loops and arithmetic
   on them inside of the loop, and what is computed from arguments and constants alone,
   such as a parameter, which is cast at each use.
@@ -98,8 +102,8 @@ class Painter:
       policy: the checked policy.
       compute_dtype: the dtype of `LOW` values.
       rules: the rules of structured primitives, by primitive name.
-      emits_all: whether their rules emit even those that a policy leaves in their
-        original precision, because what is inside closes over values (`captures.py`).
+      emits_all: whether these rules emit structured primitives even where the policy
+        stops `amp`, because what is inside closes over values (`captures.py`).
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Painter:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.rules = rules
         self._choose = Chooser(policy, self.compute_dtype, rules.keys(), emits_all)
-        # By the jaxpr itself: a jaxpr equals only itself, and lives as long as its key.
+        # By the jaxpr itself: jaxprs compare by identity, and the key keeps them alive.
         self._plans: dict[Any, Plan] = {}
         self._flows: dict[Any, Flow] = {}
         # The variables that hold states of unrolled recurrences, and the open jaxprs
@@ -151,7 +155,7 @@ class Painter:
         return tuple(map(flow.need, _compat.open_jaxpr(jaxpr)[0].invars))
 
     def _flow(self, jaxpr: Jaxpr, out_needs: Needs, context: Context) -> Flow:
-        # What a body is of, and numbers that it casts, change no need.
+        # `body_kind` and `numbers` of the context change no need.
         key = (jaxpr, out_needs, context.scopes, context.forced)
         if key not in self._flows:
             jaxpr_ = _compat.open_jaxpr(jaxpr)[0]
@@ -159,7 +163,7 @@ class Painter:
                 jaxpr_,
                 out_needs or (Need.NONE,) * len(jaxpr_.outvars),
                 self.has_product,
-                functools.partial(self._reads, context=context),
+                functools.partial(self._choose_and_find_needs, context=context),
             )
         return self._flows[key]
 
@@ -182,13 +186,13 @@ class Painter:
         values = dict(zip(jaxpr.invars, ins, strict=True))
         values |= dict(zip(jaxpr.constvars, const_ins, strict=True))
         steps = []
-        twice: set[Var] = set()  # what there is both rounded and not
+        in_both_forms: set[Var] = set()  # rounded and unrounded
         for eqn in jaxpr.eqns:
             operands = tuple(value_of(v, values) for v in eqn.invars)
-            step = self._step(eqn, operands, twice, flow, context)
+            step = self._step(eqn, operands, in_both_forms, flow, context)
             values.update(zip(eqn.outvars, step.outs, strict=True))
             if step.unrounded is not None:
-                twice.update(eqn.outvars)
+                in_both_forms.update(eqn.outvars)
             steps.append(step)
         return Plan(
             jaxpr=jaxpr,
@@ -200,9 +204,10 @@ class Painter:
             body_kind=context.body_kind,
         )
 
-    def _reads(
+    def _choose_and_find_needs(
         self, eqn: Eqn, results: Needs, flow: Flow, context: Context
     ) -> Sequence[Need]:
+        """Stores how an equation runs in `flow`; returns the needs of its operands."""
         choice = flow.choices[eqn] = self._choose(eqn, context)
         if choice.role is not Role.STRUCTURED:
             return operand_needs(eqn, choice.role, results, flow)
@@ -210,18 +215,23 @@ class Painter:
         needs = rule.needs(self, eqn, results, choice.inside(context))
         return rounded_needs(needs) if _leads_on(results) else needs
 
-    # --- forward: the paint of its results -------------------------------------------
+    # --- forward: the paint of an equation's results ---------------------------------
 
     def _step(
-        self, eqn: Eqn, ins: Values, twice: Set[Var], flow: Flow, context: Context
+        self,
+        eqn: Eqn,
+        ins: Values,
+        in_both_forms: Set[Var],
+        flow: Flow,
+        context: Context,
     ) -> Step:
         needs = tuple(map(flow.need, eqn.outvars))
         step = self._paint(eqn, ins, needs, flow, context)
         # A loss reads numbers as they were before their rounding. What leads on to a
         # product reads those that the rest of the network sees.
-        has_unrounded = not twice.isdisjoint(variables(eqn.invars))
+        has_unrounded = not in_both_forms.isdisjoint(variables(eqn.invars))
         reads_unrounded = has_unrounded and not _leads_on(needs)
-        # What is compared in half precision are then the float32 numbers.
+        # A comparison in half precision then takes the float32 numbers.
         if reads_unrounded and step.mode is Mode.LOW and not any(step.outs):
             step = dataclasses.replace(step, mode=Mode.FULL)
         return dataclasses.replace(
@@ -241,14 +251,14 @@ class Painter:
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]
             return rule.paint(self, eqn, ins, needs, choice.inside(context))
-        if role is Role.USERS:
+        if role is Role.USER_FUNCTION:
             return self._paint_call(eqn, ins, choice.decision, reason)
         if not any(ins):  # such as `iota`: a constant until something reads it
             return _full(eqn, LEAF, NO_OPERAND)
         if role in (Role.ORIGINAL, Role.PRECISE, Role.UNROUNDED):
             return _full(eqn, FULL, reason)
         if role is Role.PRODUCT:
-            # Rounded whoever reads it: the rounding of its operands does as much harm.
+            # Rounded even for a loss: its operands were rounded, which costs as much.
             return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
         if role is Role.MOVE:
             return self._paint_move(eqn, ins, needs)
@@ -259,12 +269,14 @@ class Painter:
     ) -> Step | None:
         """Returns the step of an equation without a rounding of its result.
 
-        There is one if products read the result, and arithmetic that leads to none. In
+        There is one if a product reads the result, and so does arithmetic that leads to
+        no product. In
 
             t = logistic z;  y = dot t v;  l = log (sub 1 t)
 
-        the product reads a half, which may be one, and the subtraction a float32 number
-        below one. Products, and additions in half precision, have no other result.
+        the product reads a bfloat16 number, which may be 1.0, and the subtraction a
+        float32 number below 1.0. Products, and additions in half precision, have no
+        other result.
 
         Args:
           eqn: the equation.
@@ -275,7 +287,7 @@ class Painter:
         is_read = any(need.is_read_unrounded for need in needs)
         if not is_read or LOW not in step.outs or self.compute_dtype == jnp.float32:
             return None
-        # A move of what has no other form would only be cast up.
+        # If a move's operand exists only rounded, an unrounded step is a mere cast.
         moves_halves = step.mode is Mode.LOW and kind_of(eqn) is Kind.MOVE
         if step.mode.rounds or (moves_halves and has_unrounded):
             again = _full(eqn, FULL, step.reason)
@@ -321,10 +333,10 @@ class Painter:
         """Whether a move of half-precision values gives half-precision values."""
         if gathers_once(eqn):  # whoever reads it; `keep.py` says why
             return True
-        if self._is_unrounded_bound(eqn, operands):
+        if self._bounds_by_float32(eqn, operands):
             return False
-        # A selection between a half and a float32 number is kept like arithmetic, not
-        # for a maximum alone.
+        # A selection between a half and a float32 number is not half for a maximum
+        # alone: like arithmetic, it must be kept.
         has_full = any(v.paint is Paint.FULL for v in operands)
         return any(
             need.is_kept or (Need.COMPARED in need and not has_full) for need in needs
@@ -335,9 +347,9 @@ class Painter:
     ) -> Step:
         # A constant that is reshaped has the same bits, one that is concatenated with
         # another one may not.
-        is_same = len(operands) == 1 and has(eqn, Trait.LAYOUT)
-        value = operands[0] if is_same else LEAF
-        # A number that is broadcast is no bias, nor is an array padded with one.
+        keeps_bits = len(operands) == 1 and has(eqn, Trait.LAYOUT)
+        value = operands[0] if keeps_bits else LEAF
+        # A scalar that is broadcast is no bias, nor is an array padded with a scalar.
         has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
         may_be_bias = not has_scalar and all(v.may_be_bias for v in operands)
         outs = like(out_avals(eqn), value._replace(may_be_bias=may_be_bias))
@@ -356,7 +368,7 @@ class Painter:
             for v in operands
         )
 
-    def _is_unrounded_bound(self, eqn: Eqn, operands: Sequence[Value]) -> bool:
+    def _bounds_by_float32(self, eqn: Eqn, operands: Sequence[Value]) -> bool:
         """Whether an equation bounds a value by what is not in half precision.
 
         Such as `clip(p, 1e-7, 1 - 1e-7)`, for a logarithm. And the derivative of a
@@ -370,7 +382,7 @@ class Painter:
         return Step(mode, (None,) * len(eqn.outvars), Reason("a comparison"))
 
     def _paint_call(
-        self, eqn: Eqn, ins: Values, decision: Decision, because: Reason
+        self, eqn: Eqn, ins: Values, decision: Decision, reason: Reason
     ) -> Step:
         def call(*operands: Array) -> list[Array]:
             return call_precision_function(eqn, decision, self.compute_dtype, operands)
@@ -387,7 +399,7 @@ class Painter:
             else None
             for aval, shape in zip(out_avals(eqn), shapes, strict=True)
         )
-        return Step(Mode.CALL, outs, because, detail=decision)
+        return Step(Mode.CALL, outs, reason, detail=decision)
 
     def dtype_of(self, value: Value | None, aval: Aval) -> DType:
         """Returns the dtype in which a value of the original `aval` is emitted."""
@@ -398,7 +410,7 @@ class Painter:
 def _with_single_reads(jaxpr: Jaxpr, ins: Values) -> Values:
     """Returns the values of inputs; `read_once` stays on those that are only looked up.
 
-    Who calls the jaxpr knows that it passes the value to nothing else, and no more.
+    Who calls the jaxpr knows only that it passes the value to nothing else.
     """
     if not any(value is not None and value.read_once for value in ins):
         return ins
@@ -443,8 +455,8 @@ def _gives_as_is(eqn: Eqn, needs: Needs) -> bool:
 def _mode_of_half_move(eqn: Eqn, needs: Needs) -> Mode:
     """Returns the mode of a move of half-precision values.
 
-    Gathered in float32 and rounded again, the result is the same, but the cotangents of
-    an element that is read twice are added in float32.
+    A gather in float32, rounded again, gives the same result, but its transpose adds in
+    float32 the cotangents of an element that is read twice.
     """
     return _mode_of_rounding(needs) if may_read_twice(eqn) else Mode.LOW
 
@@ -463,7 +475,7 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
         # In front of a loss, the sum of two halves has more digits in float32.
         return Need.LATER in need
     has_half = len(others) < len(operands)
-    # Not a running mean that is subtracted.
+    # `sub` is left out: it may subtract a running mean.
     return (
         has_half
         and eqn.primitive.name == "add"
@@ -472,9 +484,10 @@ def _adds_halves(eqn: Eqn, ins: Values, need: Need, flow: Flow) -> bool:
 
 
 def _is_bias(eqn: Eqn, v: Var, value: Value, flow: Flow) -> bool:
-    """Whether an operand of an addition is a bias: one number for many of the result's.
+    """Whether an operand of an addition is a bias.
 
-    An argument of the shape of the result is an activation, except along one axis.
+    Each number of a bias is added to many numbers of the other operand. An argument of
+    the shape of the result is an activation, unless it has one axis only.
     """
     if not value.may_be_bias or not v.aval.shape:
         return False

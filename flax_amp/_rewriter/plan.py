@@ -188,7 +188,8 @@ class Mode(enum.Enum):
     # to memory, and in the backward pass that of cotangents. This one it cannot drop.
     ROUNDED_FOR_GOOD = "rounded for good"
     AS_IS = "as is"  # operands as they arrive
-    LOOKUP = "lookup"  # a gather as it is, with a gradient of its own (`lookup.py`)
+    # A gather as it is, with a gradient of its own (`embedding_lookup.py`).
+    LOOKUP = "lookup"
     CALL = "call"  # a user's precision function decides
     RULE = "rule"  # a structured primitive, by its own rule
     REPEAT = "repeat"  # a call that stands for a repeated layer (`outline/`)

@@ -2,13 +2,13 @@
 
 It reads from top to bottom. The order of a step is fixed here, because every other
 order is wrong somewhere. `passes.py` scales the loss in float32, differentiates,
-unscales by the scale that was used, and averages over micro-batches and devices. Here
-follows one decision whether everything is finite, equal on all devices. Only then does
+unscales by the scale that was used, and averages over micro-batches and devices. This
+module then decides, once for all devices, whether everything is finite. Only then does
 the step clip and update, which is what `tx` does. A step that is not finite changes
 nothing but `step`, the scaler and the counters of skipped steps. One select between the
 old and the new state does that, so every other leaf keeps its bits. The scale falls
-only if the loss is finite and the gradients are not. A bad batch, or an overflow of the
-activations, would be the same at every scale.
+only if the loss is finite and the gradients are not. No scale would mend a bad batch or
+an overflow of the activations.
 
 What is trained is an adapter: a train state in `train_step.py`, a model and its
 optimizer in `nnx_step.py`.
@@ -62,7 +62,8 @@ class Decision(NamedTuple):
 
     Attributes:
       finite: bool[], whether loss, gradients and updated variables are finite.
-      applied: bool[], whether the update is finite, too.
+      applied: bool[], whether the step is applied: `finite` and, with `check_update`,
+        the update finite too.
       selected: `Update.after` if it is applied, or `Update.before`, bit for bit.
       scaler: what `update_scaler` made of `finite`.
     """
@@ -77,15 +78,17 @@ class Decision(NamedTuple):
 
         It stays as it is if only the update was not finite, which no other scale mends.
         """
-        old = {key: old[key] for key in self.scaler}  # without counts of skipped steps
-        return _tree.select(self.applied | ~self.finite, self.scaler, old)
+        # The old scaler may also hold counts of skipped steps.
+        old = {key: old[key] for key in self.scaler}
+        advances = self.applied | ~self.finite
+        return _tree.select(advances, self.scaler, old)
 
 
 class Adapter(Protocol):
-    """What a step trains: how it is updated, and what of it always advances."""
+    """What a step trains: how it is updated, and what a step leaves, applied or not."""
 
     @property
-    def fields(self) -> Collection[str]:
+    def reserved_names(self) -> Collection[str]:
         """The names that the metrics of the user must not have."""
 
     def update(self, grads: PyTree, variables: PyTree, scaler: Scaler) -> Update:
@@ -94,7 +97,11 @@ class Adapter(Protocol):
     def finish(
         self, update: Update, decision: Decision
     ) -> tuple[Any, Scaler, dict[str, PyTree]]:
-        """Returns the result of the step, its scaler, and further metrics."""
+        """Returns the result of the step, its scaler, and further metrics.
+
+        The counters of steps and of skipped steps advance even if the step is skipped.
+        The one of NNX also writes what was selected into the model and the optimizer.
+        """
 
 
 def run_step(
@@ -110,15 +117,15 @@ def run_step(
     """
 
     # Parameters that are stored in bfloat16 are float32 for the loss. XLA drops a cast
-    # up that is followed by one down, so products read what is stored.
-    state = state.replace(params=jax.tree.map(_tree.wide, state.params))
+    # to float32 that is followed by one back, so products read what is stored.
+    state = state.replace(params=jax.tree.map(_tree.float32_if_bfloat16, state.params))
 
     def run(scaler: Scaler) -> tuple[PassResult, PyTree]:
         return run_passes(options, state, scaler, batch, args), state.variables
 
     # Complete, strongly typed, and without the counts of `make_nnx_train_step`.
     scaler = validate_scaler(state.scaler)
-    scaler, finite, result = repeat_until_finite(run, scaler, options.redo_on_nan)
+    scaler, finite, result = run_with_retries(run, scaler, options.redo_on_nan)
     grads = complete_grads(result, state.params)
     variables = _tree.combine(result.variables, state.variables)
     update = adapter.update(grads, variables, scaler)
@@ -128,17 +135,19 @@ def run_step(
     out, scaler, more = adapter.finish(update, decision)
     own = more | dict(
         loss=result.loss,
-        grads_finite=applied,
+        grads_finite=applied,  # the public name is older than `check_update`
         scaler=scaler["scaler"],
         grad_norm=optax.tree.norm(result.grads),
     )
-    return out, _merge_metrics(options, own, measured, result.aux, adapter.fields)
+    return out, _merge_metrics(
+        options, own, measured, result.aux, adapter.reserved_names
+    )
 
 
 # The decision about the gradients
 
 
-def repeat_until_finite(
+def run_with_retries(
     run: Callable[[Scaler], tuple[PassResult, PyTree]], scaler: Scaler, retries: int
 ) -> tuple[Scaler, Array, PassResult]:
     """Runs one pass, and repeats it as long as lowering the scale may help.
@@ -154,22 +163,22 @@ def repeat_until_finite(
 
     def one_pass(scaler: Scaler) -> tuple[Scaler, Array, tuple[Array, Array, PyTree]]:
         result, variables = run(scaler)
-        forward = _tree.all_finite(result.loss)
-        forward &= _tree.stays_finite(result.variables, variables)
+        forward_finite = _tree.all_finite(result.loss)
+        forward_finite &= _tree.stays_finite(result.variables, variables)
         # The fp8 statistics of cotangents depend on the scale, as gradients do.
-        backward = _tree.all_finite((result.grads, result.overwrite))
-        new_scaler = update_scaler(scaler, backward, loss_finite=forward)
+        backward_finite = _tree.all_finite((result.grads, result.overwrite))
+        new_scaler = update_scaler(scaler, backward_finite, loss_finite=forward_finite)
         # The scale also stays where it is at its lower limit.
-        failed = forward & ~backward
-        lowered = failed & (new_scaler["scaler"] < scaler["scaler"])
-        return new_scaler, lowered, (forward, backward, result)
+        overflowed = forward_finite & ~backward_finite
+        lowered = overflowed & (new_scaler["scaler"] < scaler["scaler"])
+        return new_scaler, lowered, (forward_finite, backward_finite, result)
 
     if retries > 0:
         scaler, last = _repeat(one_pass, scaler, retries)
     else:
         scaler, _, last = one_pass(scaler)
-    forward, backward, result = last
-    return scaler, forward & backward, result
+    forward_finite, backward_finite, result = last
+    return scaler, forward_finite & backward_finite, result
 
 
 def _repeat(
@@ -177,7 +186,7 @@ def _repeat(
     scaler: Scaler,
     retries: int,
 ) -> tuple[Scaler, PyTree]:
-    """Returns the scaler and the result of the last pass; see `repeat_until_finite`.
+    """Returns the scaler and the result of the last pass; see `run_with_retries`.
 
     The first pass stands before the loop, because its results give the carry its types,
     and under `shard_map` its varying axes. The loss is traced once for both: to bind
@@ -196,8 +205,8 @@ def _repeat(
 
     def attempt(scaler: Scaler) -> tuple[Scaler, Array, PyTree]:
         found = evaluate(closed, jax.tree.leaves(scaler))
-        # A result that does not depend on the inputs is a number in the jaxpr, not an
-        # array, such as the gradient of `lambda x: x`.
+        # A constant result, such as the gradient of `lambda x: x`, comes back as a
+        # number.
         return jax.tree.map(
             lambda x, like: x if _tree.is_array(x) else jnp.asarray(x, like.dtype),
             jax.tree.unflatten(jax.tree.structure(shapes), found),
@@ -226,15 +235,17 @@ def _select(options: Options, finite: Array, update: Update) -> tuple[Array, PyT
     An optimizer can make an inf or a NaN of finite gradients: `adam(eps=0)` divides
     zeros, and squares of 1e20 overflow. What it would store is checked, unless the user
     has switched that off. The decision then has to wait for the whole update, which XLA
-    computes twice: on a v5e 1.22 of the time of a 3 x 4096 MLP and 1.02 of a small ViT,
-    with 1.35 and 1.50 of the kernels. To keep the old value of each element that is not
-    finite would cost nothing. But the moments of an optimizer would no longer fit each
-    other: after one gradient of 1e20, the second moment of Adam stayed small beside its
-    first, and the next update was 3e16.
+    computes twice: on a v5e, a 3 x 4096 MLP takes 1.22 times as long and 1.35 times the
+    kernels, a small ViT 1.02 times as long and 1.50 times the kernels.
+
+    Rejected: keeping the old value of each single element that is not finite. It is
+    free, but the moments of an optimizer would no longer fit each other: after one
+    gradient of 1e20, the second moment of Adam stayed small beside its first, and the
+    next update was 3e16.
 
     Raises:
-      ValueError: if the update changed structure or shapes. It does not fail if the
-        state of an optimizer for other parameters broadcasts against these.
+      ValueError: if the update changed structure or shapes. The update itself need not
+        fail there: a state that was made for other parameters may broadcast.
     """
     old, new = update.before, update.after
     if changed := differences(old, new, jnp.shape):
@@ -264,7 +275,11 @@ def _measure(options: Options, update: Update) -> Metrics:
     if options.metrics_fn is None:
         return {}
     old, new = update.params
-    updates = jax.tree.map(lambda x, y: _tree.wide(x) - _tree.wide(y), new, old)
+    updates = jax.tree.map(
+        lambda x, y: _tree.float32_if_bfloat16(x) - _tree.float32_if_bfloat16(y),
+        new,
+        old,
+    )
     name = f"{options.caller}: metrics_fn"
     found = options.metrics_fn(update.subject, update.grads, updates)
     expected = "a dict of metrics by name."
@@ -283,15 +298,14 @@ def _merge_metrics(
     own: Metrics,
     measured: Metrics,
     aux: Metrics,
-    fields: Collection[str],
+    reserved_names: Collection[str],
 ) -> Metrics:
     """Returns the metrics of a step: its own ones, `measured`, and those of `aux`.
 
     An entry of `aux` with the name of another metric becomes `aux/<name>`. So a loss
-    that returns itself in `aux`, as Flax's examples do, is right as it is, and tools
-    read the step's own value. The names of `fields`, those of the state, are reserved.
-    A user who means to change a field by `aux` would not notice that it stays as it
-    was.
+    that returns itself in `aux`, as Flax's examples do, needs no change: `loss` stays
+    the step's. `reserved_names`, those of the state's fields, must not be in `aux`: a
+    user who means to change a field by `aux` would not notice that it stays as it was.
     """
     if taken := sorted(measured.keys() & own.keys()):
         raise ValueError(
@@ -299,18 +313,17 @@ def _merge_metrics(
             "itself; expected other names. Rename them."
         )
     own = own | measured
-    if taken := sorted(aux.keys() & set(fields)):
+    if taken := sorted(aux.keys() & set(reserved_names)):
         raise ValueError(
             f"{options.caller}: the loss returned aux with {taken}, fields of its "
             "state; expected other names. Rename them. A field of a subclass changes "
             "in its apply_gradients, or by state.replace after the step."
         )
-    named = {f"aux/{key}" if key in own else key: x for key, x in aux.items()}
-    if len(own | named) < len(own) + len(aux):
-        taken = sorted(key for key in aux if key in own)
+    names = own.keys() | aux.keys()
+    if taken := sorted(k for k in own.keys() & aux.keys() if f"aux/{k}" in names):
         raise ValueError(
             f"{options.caller}: the loss returned aux with {taken}, names of other "
             "metrics, and 'aux/<name>', which it would be called instead, is taken as "
             "well; expected other names. Rename them."
         )
-    return own | named
+    return own | {f"aux/{key}" if key in own else key: x for key, x in aux.items()}

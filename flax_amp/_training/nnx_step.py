@@ -268,7 +268,7 @@ class _ModelAdapter:
     The step updates them, finite or not, and then writes the selected state into them.
     """
 
-    fields: tuple[str, ...] = ()
+    reserved_names: tuple[str, ...] = ()
 
     def __init__(self, whole: nnx.Dict, optimizer: nnx.Optimizer, scaler: Scaler):
         self._whole, self._optimizer, self._scaler = whole, optimizer, scaler
@@ -316,7 +316,8 @@ class _ModelAdapter:
 def _complete_with_counts(given: Any, *, wait: bool) -> Scaler:
     """Returns a checked scaler with its counts of skipped steps.
 
-    It gets new counts unless it is traced: the keys of a carry must not change.
+    A scaler that lacks them gets new ones. A traced scaler does not: it may be the
+    carry of a loop, whose keys must not change.
     """
     scaler = validate_scaler(given, "train_step: scaler", wait=wait)
     kept = [key for key in SKIP_COUNTS if key in given]

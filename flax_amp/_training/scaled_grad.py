@@ -24,7 +24,7 @@ from flax_amp._training.arguments import (
     check_type,
     describe,
 )
-from flax_amp._training.core import repeat_until_finite
+from flax_amp._training.core import run_with_retries
 from flax_amp._training.loss import split_aux
 from flax_amp._training.passes import (
     PassResult,
@@ -221,7 +221,7 @@ def _make_grad_fn(
             )
             return result, old
 
-        scaler, finite, result = repeat_until_finite(run, scaler, retries)
+        scaler, finite, result = run_with_retries(run, scaler, retries)
         # A batch with a NaN must not stay in the statistics of a BatchNorm.
         updates = _tree.select(finite, result.variables, old)
         call.finish((None, jax.tree.unflatten(updates_def, updates)))

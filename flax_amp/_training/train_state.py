@@ -307,7 +307,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
                 "one made with create(model=...). Use state.apply_fn(...) instead."
             )
         params, variables = jax.tree.map(
-            lambda x: _tree.strong_copy(_tree.wide(x)), (self.params, self.variables)
+            lambda x: _tree.strong_copy(_tree.float32_if_bfloat16(x)),
+            (self.params, self.variables),
         )
         return nnx.merge(self.graphdef, params, variables)
 

@@ -311,7 +311,7 @@ def make_eval_step(
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
         named = rewrites[state.precision](named_after(pure, fn))
-        params = jax.tree.map(_tree.wide, state.params)
+        params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
         return named(params, state.variables, batch, rngs, *args)
 
     if not jit:
@@ -327,7 +327,7 @@ class _StateAdapter:
     shardings: PyTree
 
     @property
-    def fields(self) -> list[str]:
+    def reserved_names(self) -> list[str]:
         return [field.name for field in dataclasses.fields(self.state)]
 
     def update(self, grads: PyTree, variables: PyTree, scaler: Scaler) -> Update:

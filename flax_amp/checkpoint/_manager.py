@@ -300,7 +300,7 @@ def manager(
     )
     settings |= options
     if best_metric is not None:
-        settings["best_fn"] = _score(best_metric, best_mode)
+        settings["best_fn"] = _key_of_metric(best_metric, best_mode)
         settings.setdefault("preservation_policy", _best_and_newest(settings))
     # Orbax would reject a relative path, but only at the first save.
     return Manager(folder, ocp.CheckpointManagerOptions(**settings), best_metric)
@@ -330,18 +330,18 @@ def _best_and_newest(
     return policies.AnyPreservationPolicy(kept)
 
 
-def _score(name: str, mode: str) -> Callable[[Any], float]:
-    """Returns the key that orders steps; a missing or NaN metric comes last."""
+def _key_of_metric(name: str, mode: str) -> Callable[[Any], float]:
+    """Returns the key that orders steps by a metric; a missing or NaN one is worst."""
     worst = -math.inf if mode == "max" else math.inf
 
-    def score(metrics: Any) -> float:
+    def key(metrics: Any) -> float:
         try:
             value = float(metrics[name])
         except (LookupError, TypeError, ValueError):
             return worst
         return worst if math.isnan(value) else value
 
-    return score
+    return key
 
 
 def save_error(manager: ocp.CheckpointManager, error: Exception) -> CheckpointSaveError:

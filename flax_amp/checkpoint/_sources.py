@@ -88,7 +88,7 @@ def _steps_of_any_kind(path: epath.Path) -> list[Step]:
     Raises:
       ValueError: if steps have names of different forms.
     """
-    if path.is_file() or _is_tree(path):
+    if path.is_file() or _is_orbax_tree(path):
         return []
     if ours := steps_in(path):
         return ours
@@ -116,8 +116,8 @@ def _read_entry(path: epath.Path) -> NumpyLeaves:
     """Reads a file of msgpack, a tree of Orbax, or the only tree in a directory."""
     if path.is_file():
         return numpy_leaves(_read_msgpack(path.read_bytes(), path.name))
-    children = [path] if _is_tree(path) else list(path.iterdir())
-    trees = sorted(child for child in children if _is_tree(child))
+    children = [path] if _is_orbax_tree(path) else list(path.iterdir())
+    trees = sorted(child for child in children if _is_orbax_tree(child))
     if len(trees) == 1:
         return read_on_host(trees[0], read_metadata(trees[0]))
     names = [child.name for child in trees or sorted(children)]
@@ -129,7 +129,7 @@ def _read_entry(path: epath.Path) -> NumpyLeaves:
     )
 
 
-def _is_tree(path: epath.Path) -> bool:
+def _is_orbax_tree(path: epath.Path) -> bool:
     return (path / _TREE_FILE).exists()
 
 

@@ -66,7 +66,9 @@ def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
         name = getattr(loss_fn, "__name__", "loss_fn")
         refuse_rewritten(f"{caller}: {name}", loss_fn)
         check_function(loss_fn, f"{caller}: loss_fn")
-        params = jax.tree.map(_tree.wide, fun.params)  # as the loss of a step sees them
+        params = jax.tree.map(
+            _tree.float32_if_bfloat16, fun.params
+        )  # as the loss of a step sees them
         return Target(name, _of_step(loss_fn), (params, fun, tuple(rest), batch))
     if step or not callable(fun):
         raise TypeError(

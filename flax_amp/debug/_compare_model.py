@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flax_amp._training.arguments import check_count
-from flax_amp.debug._report import Report, as_text, plain
+from flax_amp.debug._report import Report, as_data, as_text
 
 _MODULES = "of modules"
 _HELPS = 0.9  # what a remedy that helps leaves of the error of the gradients, at most
@@ -158,7 +158,7 @@ class Comparison(Report):
         return as_text(parts(self, top))
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"cheapest": plain(self.cheapest)}
+        return super().to_dict() | {"cheapest": as_data(self.cheapest)}
 
     def plot(self, path: str | os.PathLike[str], *, top: int = 20) -> None:
         """Draws the errors of the modules, and exponents beside the range of float16.

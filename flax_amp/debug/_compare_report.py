@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from flax_amp.debug._compare_model import Comparison, ModuleErrors, Setting
-from flax_amp.debug._report import Part, size, table
+from flax_amp.debug._report import Part, bytes_text, table
 
 _MODULES = (
     "\nmodule",
@@ -59,7 +59,7 @@ def _run(run: Setting) -> list[str]:
         f"{run.name} in float32" if run.policy else run.name,
         error(run.loss_error),
         error(run.gradient_error),
-        "" if run.stored is None else size(run.stored),
+        "" if run.stored is None else bytes_text(run.stored),
         "" if run.low_share is None else percent(run.low_share),
     ]
 

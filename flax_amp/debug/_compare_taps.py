@@ -67,6 +67,7 @@ def gradient(
     chosen = [i for i, is_trained in enumerate(trained) if is_trained]
 
     def scaled_loss(wrt: Arrays, taps: dict[str, Array]) -> Any:
+        """Returns the scaled loss, and with it the loss and the values of the edges."""
         operands = list(arrays)
         for index, x in zip(chosen, wrt, strict=True):
             operands[index] = x

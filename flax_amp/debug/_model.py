@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flax_amp._jaxpr.traits import Kind, kind_of
-from flax_amp.debug._report import Report, as_text, fields
+from flax_amp.debug._report import Report, as_text, fields_as_data
 
 
 class Dtypes(NamedTuple):
@@ -130,7 +130,7 @@ class Equation:
 
     def to_dict(self) -> dict[str, Any]:
         computed = {"computes_in": self.computes_in, "low_flops": self.low_flops}
-        return fields(self) | computed
+        return fields_as_data(self) | computed
 
 
 @dataclasses.dataclass
@@ -170,7 +170,10 @@ class Module:
 
     def to_dict(self) -> dict[str, Any]:
         children = [child.to_dict() for child in self.children.values()]
-        return fields(self) | {"totals": self.totals.to_dict(), "children": children}
+        return fields_as_data(self) | {
+            "totals": self.totals.to_dict(),
+            "children": children,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +193,7 @@ class Totals:
         return self.low_flops / self.flops if self.flops else None
 
     def to_dict(self) -> dict[str, Any]:
-        return fields(self) | {"low_share": self.low_share}
+        return fields_as_data(self) | {"low_share": self.low_share}
 
 
 def total(equations: Iterable[Equation]) -> Totals:

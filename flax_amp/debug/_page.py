@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from flax_amp.debug._model import Equation, Explanation, Module, Totals, total
-from flax_amp.debug._report import amount, size
+from flax_amp.debug._report import amount, bytes_text
 from flax_amp.debug._terminal import (
     as_words,
     by_dtype,
@@ -100,5 +100,5 @@ def _cells(
     yield f"<span class={kind}>{percent(low_flops, row.flops)}</span>"
     yield f"<span>{casts}</span>"
     for stored in halves_and_others(Counter(row.stored)):
-        yield f"<span>{size(stored)}</span>"
+        yield f"<span>{bytes_text(stored)}</span>"
     yield f"<span class=facts>{escape(facts)}</span>"

@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# The columns of a terminal that a table has beside the names in its first one.
-_FIGURES = 58
+# How many characters a table needs to the right of its first column.
+_WIDTH_BESIDE_NAMES = 58
 
 # What a report is made of. A string stays one line, and all else is wrapped.
 Part = str | Text | Table | Padding
@@ -42,7 +43,7 @@ class Report:
         JSON has no infinity and no NaN: they are the strings `"inf"`, `"-inf"` and
         `"nan"`, which `float` reads.
         """
-        return fields(self)
+        return fields_as_data(self)
 
     def __str__(self) -> str:
         return self.report()
@@ -55,24 +56,29 @@ class Report:
 # --- plain data ----------------------------------------------------------------------
 
 
-def fields(value: Any) -> dict[str, Any]:
+def fields_as_data(value: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass as plain data."""
     names = (field.name for field in dataclasses.fields(value))
-    return {name: plain(getattr(value, name)) for name in names}
+    return {name: as_data(getattr(value, name)) for name in names}
 
 
-def plain(value: Any) -> Any:
-    """Returns dicts, lists, strings and numbers that JSON has."""
+def as_data(value: Any) -> Any:
+    """Returns a value as dicts, lists, strings and numbers that JSON has.
+
+    Objects of other types, such as sets and arrays, stay as they are.
+    """
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if dataclasses.is_dataclass(value):
-        return fields(value)
+        return fields_as_data(value)
     if hasattr(value, "_asdict"):  # a NamedTuple
         value = value._asdict()
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): as_data(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [*map(plain, value)]
+        return [*map(as_data, value)]
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
@@ -93,7 +99,7 @@ def _width() -> int:
 
 
 def show(parts: Iterable[Part], **options: Any) -> None:
-    """Prints a report on a console of rich, with texts of users as they are."""
+    """Prints a report on a console of rich, without reading markup in users' names."""
     console = Console(markup=False, emoji=False, highlight=False, **options)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
@@ -102,7 +108,7 @@ def show(parts: Iterable[Part], **options: Any) -> None:
 def table(
     headers: Sequence[str],
     rows: Iterable[Sequence[str]],
-    left: Collection[int] = (0,),
+    left: Collection[int] = (),
     styles: Iterable[str] = (),
 ) -> Table:
     """Returns a table.
@@ -110,26 +116,32 @@ def table(
     Args:
       headers: the headers of its columns.
       rows: the cells of each row.
-      left: the columns that stand at the left side of theirs. Where there is no room,
-        a name in the first one is cut, and the others are broken into lines.
+      left: the indices of left-aligned columns. Column 0 is always left-aligned. Where
+        there is no room, a name in it is cut, and the other left-aligned columns are
+        broken into lines.
       styles: the style of each row on a terminal with colors, if they have any.
     """
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
         if i == 0:
             # A long name is cut: in two lines it would look like two modules.
-            found.add_column(header, no_wrap=True, max_width=_width() - _FIGURES)
+            made.add_column(
+                header, no_wrap=True, max_width=_width() - _WIDTH_BESIDE_NAMES
+            )
         elif i in left:
-            found.add_column(header, overflow="fold")
+            made.add_column(header, overflow="fold")
         else:
-            found.add_column(header, justify="right", no_wrap=True)
+            made.add_column(header, justify="right", no_wrap=True)
     for cells, style in itertools.zip_longest(rows, styles, fillvalue=""):
-        found.add_row(*cells, style=style)
-    return found
+        made.add_row(*cells, style=style)
+    return made
 
 
 def amount(number: float) -> str:
-    """Returns a number with three digits and a prefix of the SI: `262 G`."""
+    """Returns a number with three digits and a prefix of the SI: `262 G`.
+
+    The space is there without a prefix, too, for the unit that follows: `5 `.
+    """
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or prefix == "P":
             break
@@ -137,6 +149,6 @@ def amount(number: float) -> str:
     return f"{number:.3g} {prefix}"
 
 
-def size(count: int) -> str:
-    """Returns a number of bytes: `1.28 GB`."""
+def bytes_text(count: int) -> str:
+    """Returns a number of bytes, `1.28 GB`; the empty string if there are none."""
     return f"{amount(count)}B" if count else ""

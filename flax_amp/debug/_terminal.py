@@ -27,7 +27,7 @@ from flax_amp.debug._model import (
     total,
 )
 from flax_amp.debug._problems import fold, where
-from flax_amp.debug._report import Part, amount, size, table
+from flax_amp.debug._report import Part, amount, bytes_text, table
 
 ONLY = ("problems", "equations")
 
@@ -66,7 +66,7 @@ def totals_of(found: Explanation) -> dict[str, str]:
         f"in a program of {totals.equations:,} equations"
     )
     if found.stored_without_recompute is not None:
-        without = size(found.stored_without_recompute.total()) or "nothing"
+        without = bytes_text(found.stored_without_recompute.total()) or "nothing"
         rows["stored"] = (
             f"{by_dtype(totals.stored)}, for the gradient of the first argument; "
             f"{without} if nothing were recomputed"
@@ -76,7 +76,7 @@ def totals_of(found: Explanation) -> dict[str, str]:
 
 def by_dtype(stored: Counter[str]) -> str:
     """Returns numbers of bytes as words, the largest first."""
-    shown = (f"{size(n)} {short(d)}" for d, n in stored.most_common(4) if n)
+    shown = (f"{bytes_text(n)} {short(d)}" for d, n in stored.most_common(4) if n)
     return " + ".join(shown) or "nothing"
 
 
@@ -125,7 +125,7 @@ def _equations(root: Module) -> Table:
         for row in module.equations:
             rows.append([f"  {row.primitive}", short(row.computes_in), row.result])
     styles = ["" if row[0].startswith(" ") else "bold" for row in rows]
-    return table(["equation", "computes in", "result"], rows, (0, 1, 2), styles)
+    return table(["equation", "computes in", "result"], rows, (1, 2), styles)
 
 
 # --- the tree ------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def _tree(found: Explanation, depth: int | None) -> Table:
     rows = [_cells(line, has_stored) for line in shown]
     lacking = (line.totals.low_flops < line.totals.flops for line in shown)
     styles = ["red" if lacks else "" for lacks in lacking]
-    left = (0, len(headers))
+    left = (len(headers),)
     return table([*headers, "kept in\nfloat32"], rows, left, styles)
 
 
@@ -237,7 +237,7 @@ def _cells(branch: Branch, has_stored: bool) -> list[str]:
         f"{totals.casts_down}/{totals.casts_up}",
     ]
     if has_stored:
-        cells += map(size, halves_and_others(totals.stored))
+        cells += map(bytes_text, halves_and_others(totals.stored))
     return [*cells, _kept_in_float32(branch.equations)]
 
 

@@ -1,7 +1,7 @@
 """One picture of a run: loss, scale, gradient norm, learning rate and skip rate.
 
 It is an image, and no page of widgets, so that it can be pasted anywhere. The lines
-have labels at their ends in the place of a legend.
+have labels at the right edge of their panel in the place of a legend.
 """
 
 import os
@@ -264,17 +264,21 @@ def _say(axes: Any, text: str, color: str) -> None:
 
 
 def _label(axes: Any, name: str, lines: Sequence[Line]) -> None:
-    """Writes name and last value beside the end of each line, apart from each other."""
+    """Writes the last value of each line to the right of its panel, none over another.
+
+    The name of the run stands before it, and the prefix, where there are several.
+    """
+    to_points = 72 / axes.figure.dpi  # from pixels; an inch has 72 points
     ends = []
     for line in lines:
         finite = np.flatnonzero(np.isfinite(line.values))
         if len(finite):
             value = line.values[finite[-1]]
-            y = axes.transData.transform((0, value))[1] * 72 / axes.figure.dpi
+            y = axes.transData.transform((0, value))[1] * to_points
             ends.append((y, value, line))
     ends.sort(key=lambda end: end[0])
     has_prefixes = len({line.prefix for line in lines}) > 1
-    top = axes.bbox.y1 * 72 / axes.figure.dpi
+    top = axes.bbox.y1 * to_points
     places = _spread(np.array([y for y, *_ in ends]), top)
     for (y, value, line), place in zip(ends, places, strict=True):
         words = (line.run, line.prefix if has_prefixes else "")

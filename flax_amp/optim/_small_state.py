@@ -76,7 +76,7 @@ class _RoundingOptimizer:
 
     def init(self, params: PyTree) -> SmallState:
         """Returns the state of a new run."""
-        state = self.inner.init(jax.tree.map(_tree.wide, params))
+        state = self.inner.init(jax.tree.map(_tree.float32_if_bfloat16, params))
         shapes = {path: x.shape for path, x in _leaves_by_path(params).items()}
 
         def as_stored(keys: Any, leaf: Any) -> Any:
@@ -124,7 +124,9 @@ class _RoundingOptimizer:
                 "expected tx.update(grads, state, params), with the state of tx.init, "
                 "or of checkpoint.migrate."
             )
-        wide = jax.tree.map(_tree.wide, (updates, state.inner_state, params))
+        wide = jax.tree.map(
+            _tree.float32_if_bfloat16, (updates, state.inner_state, params)
+        )
         inner = optax.with_extra_args_support(self.inner)
         updates, new = inner.update(*wide, **extra_args)
         key = key_of(state.roundings)
@@ -137,9 +139,10 @@ class _RoundingOptimizer:
         def rounded_update(keys: Any, update: Any, param: Any) -> Any:
             if not _is_bfloat16(param):
                 return update
-            old = _tree.wide(param)
+            old = _tree.float32_if_bfloat16(param)
             keys = (jax.tree_util.GetAttrKey("params"), *keys)
-            return _tree.wide(self._rounded(old + update, key, keys)) - old
+            rounded = self._rounded(old + update, key, keys)
+            return _tree.float32_if_bfloat16(rounded) - old
 
         map_ = jax.tree_util.tree_map_with_path
         updates = map_(rounded_update, updates, params)

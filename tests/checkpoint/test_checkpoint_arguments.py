@@ -164,6 +164,8 @@ ENDINGS = {  # what the program does last, and its exit code
     "the last line": (MORE, 0),
     "an error": ("raise KeyError", 1),
     "an interrupt": (
+        # A shell makes what it starts in the background ignore interrupts.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
         "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
         -signal.SIGINT,
     ),

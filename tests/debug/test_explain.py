@@ -6,12 +6,14 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import flax_amp
 from flax_amp import AmpTrainState, explain
+from flax_amp.debug._report import as_data
 
 X = jnp.ones((4, 8))
 
@@ -234,6 +236,14 @@ def test_a_dict_for_json(found):
     stored = sum(sum(row["stored"].values()) for row in rows)
     assert stored == sum(data["totals"]["stored"].values()) > 0
     assert rows[0].keys() >= {"before", "after", "reason", "source", "times"}
+
+
+def test_numpy_scalars_are_numbers_for_json():
+    half = np.dtype(jnp.bfloat16).type(2)
+    values = np.float32(0.5), half, np.int32(3), np.bool_(True)
+    assert json.dumps(as_data(values)) == "[0.5, 2.0, 3, true]"
+    infinite = np.float32("inf"), np.float64("-inf"), np.float16("nan")
+    assert as_data({"largest": infinite}) == {"largest": ["inf", "-inf", "nan"]}
 
 
 def test_the_report_folds_equal_layers(found):

@@ -33,9 +33,9 @@ def nnx_vit(_, size):
 # name: how it is made, a line of its report
 MODELS = {
     "resnet50": (linen, "Bottleneck_8..12  x5"),
-    "gpt_scan": (linen, "ScanCheckpointStep_0/Block_0  loop x12"),
-    "gpt_unroll": (linen, "_1..11/Block_0  x11"),
-    "nnx_vit": (nnx_vit, "blocks/0..11  x12"),
+    "gpt_scan": (linen, "ScanCheckpointStep_0  loop x12"),
+    "gpt_unroll": (linen, "CheckpointStep_1..11  x11"),
+    "nnx_vit": (nnx_vit, "0..11  x12"),
 }
 
 

@@ -179,7 +179,7 @@ def test_roundings_are_unbiased(x):
 
 
 def test_elements_are_not_correlated():
-    """Also not those whose indices differ in a few bits, as one round of a hash has it."""
+    """Nor are those whose indices differ in a few bits, as after one round of a hash."""
     bits = np.asarray(random_bits((2**20,), key_of(jnp.int32(0)), "w"))
     index = np.arange(2**20)
     for other in (1, 2, 160, 256, 17408, 2770):

@@ -167,9 +167,13 @@ def test_an_entry_with_the_name_of_another_metric():
     assert metrics == alone | {f"aux/{name}": 7.0 for name in own} | {"aux": 8.0}
     # A name that the step does not report is the user's.
     assert run(pair({rate: 1.0}), has_aux=True)()[1][rate] == 1
-    twice = pair({"loss": 1.0, "aux/loss": 2.0})
+    # `grad_norm` is renamed, and so no part of the clash.
+    twice = pair({"loss": 1.0, "aux/loss": 2.0, "grad_norm": 3.0})
     message = r"aux with \['loss'\], names of other metrics, and .*as well; .*Rename"
     raised(run(twice, has_aux=True), ValueError, message)
+    measured = dict(has_aux=True, metrics_fn=lambda *_: {"aux/loss": 2.0})
+    clash = run(pair({"loss": 1.0, "grad_norm": 3.0}), **measured)
+    raised(clash, ValueError, message)
 
 
 def test_names_of_fields_are_no_names_of_metrics():

@@ -204,7 +204,7 @@ class EquationIds:
         except ValueError:  # a variable that has no value yet
             return _Identity(function)
         # JAX does not change the lists that its functions hold; others may.
-        if _is_of(str(function.__globals__.get("__name__")), "jax"):
+        if _is_in_package(str(function.__globals__.get("__name__")), "jax"):
             cells = [tuple(x) if type(x) is list else x for x in cells]
         # Two functions of one `def` differ in closures and defaults only.
         return (
@@ -341,7 +341,7 @@ def _parts_of(value: Any) -> Sequence[Any] | None:
         return (value.func, value.args, *value.keywords.items())
     if kind is types.MethodType:
         return value.__func__, value.__self__
-    if dataclasses.is_dataclass(value) and _is_of(kind.__module__, *_KNOWN):
+    if dataclasses.is_dataclass(value) and _is_in_package(kind.__module__, *_KNOWN):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return _compat.parts(value)
 
@@ -351,7 +351,7 @@ def _is_comparable(value: Any) -> bool:
     kind = type(value)
     # Callables are compared by their parts, or equal only themselves.
     is_plain = not callable(value) or isinstance(value, jax.sharding.Mesh)
-    if not is_plain or not _is_of(kind.__module__, "jax", "jaxlib"):
+    if not is_plain or not _is_in_package(kind.__module__, "jax", "jaxlib"):
         return False
     try:
         hash(value)
@@ -361,6 +361,6 @@ def _is_comparable(value: Any) -> bool:
     return any("__eq__" in vars(base) for base in kind.__mro__[:-1])
 
 
-def _is_of(module: str, *packages: str) -> bool:
+def _is_in_package(module: str, *packages: str) -> bool:
     """Whether a module belongs to one of these packages."""
     return module.partition(".")[0] in packages

@@ -138,14 +138,14 @@ class Program:
             for scopes in _scopes(self.eqns[i], self.steps[i])
         ]
 
-    def saved(self, run: Run) -> int:
+    def equations_saved(self, run: Run) -> int:
         """Returns how many equations need not be rewritten if the layers are calls."""
         layer = self.weights[run.start : run.start + run.period]
         return sum(layer) * (run.copies - 1)
 
     def is_worth_it(self, run: Run) -> bool:
         """Whether calls in place of the layers pay."""
-        return run.copies >= _MIN_COPIES and self.saved(run) >= _MIN_SAVED
+        return run.copies >= _MIN_COPIES and self.equations_saved(run) >= _MIN_SAVED
 
 
 def _kind(eqn: Eqn) -> Any:
@@ -182,17 +182,17 @@ def _weight(eqn: Eqn, step: Step) -> int:
 
 def find(program: Program) -> list[EqualLayers]:
     """Returns equal layers that are worth it and do not overlap, in order."""
-    return list(_runs(program, 0, len(program.eqns)))
+    return list(_layers_between(program, 0, len(program.eqns)))
 
 
-def _runs(program: Program, start: int, stop: int) -> Iterator[EqualLayers]:
-    """Yields the best run between two indices, and those before and behind it."""
+def _layers_between(program: Program, start: int, stop: int) -> Iterator[EqualLayers]:
+    """Yields the best equal layers between two indices, and those on both sides."""
     for stretch in _stretches(program, start, stop):
         layers = _best_layers(program, stretch)
         if layers is not None:
-            yield from _runs(program, start, layers.run.start)
+            yield from _layers_between(program, start, layers.run.start)
             yield layers
-            yield from _runs(program, layers.run.stop, stop)
+            yield from _layers_between(program, layers.run.stop, stop)
             return
 
 
@@ -222,7 +222,7 @@ def _stretches(program: Program, start: int, stop: int) -> list[_Stretch]:
                 found.append(_Stretch(begin, i + period, period))
             begin = i + 1
     worth = [stretch for stretch in found if program.is_worth_it(stretch.run())]
-    return sorted(worth, key=lambda stretch: -program.saved(stretch.run()))
+    return sorted(worth, key=lambda stretch: -program.equations_saved(stretch.run()))
 
 
 def _best_layers(program: Program, stretch: _Stretch) -> EqualLayers | None:
