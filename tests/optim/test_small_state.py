@@ -179,7 +179,7 @@ def test_roundings_are_unbiased(x):
 
 
 def test_elements_are_not_correlated():
-    """Nor are those whose indices differ in a few bits, as after one round of a hash."""
+    """Nor are those whose indices differ in few bits, as after one round of a hash."""
     bits = np.asarray(random_bits((2**20,), key_of(jnp.int32(0)), "w"))
     index = np.arange(2**20)
     for other in (1, 2, 160, 256, 17408, 2770):
@@ -396,7 +396,7 @@ SPLIT = {"small": optim.small_state(optax.sgd(1e-4)), "rest": optax.sgd(1e-4)}
     ids=range(12),
 )
 def test_wherever_it_stands_parameters_learn(tx):
-    """What is below their spacing: each update is 1e-4, and the spacing at 1 is 2^-8."""
+    """Each update is 1e-4, where 1 and the number below are 2^-8 apart."""
     state = create(tx=tx)
     step = make_train_step(lambda params, batch: (params["kernel"] * batch).sum())
     for _ in range(200):
@@ -490,6 +490,7 @@ def test_two_states_share_a_compiled_step(kind):
     assert jax.tree.structure(first) == jax.tree.structure(second)
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint.migrate. .* rounded 2 arrays")
 @pytest.mark.parametrize("small_first", [True, False])
 def test_migrate_keeps_the_learning_rate(small_first, tmp_path):
     small, plain = optim.small_state(optim.adam(1e-2)), optim.adam(1e-2)
