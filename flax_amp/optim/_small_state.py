@@ -215,8 +215,8 @@ def small_state(
     Example:
       >>> params = {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
       >>> state = small_state(optax.adam(1e-3)).init(params)
-      >>> {x.dtype.name for x in jax.tree.leaves(state.inner_state[0].nu)}
-      {'bfloat16', 'float32'}
+      >>> {name: x.dtype.name for name, x in state.inner_state[0].nu.items()}
+      {'bias': 'float32', 'kernel': 'bfloat16'}
     """
     name = "flax_amp.optim.small_state"
     if jnp.dtype(dtype) != jnp.bfloat16:

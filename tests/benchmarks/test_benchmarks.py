@@ -307,6 +307,7 @@ def figures(tmp_path):
         ("tpu", "tpu7x", "mlp", other_clock),
         ("gpu-aot", "h200", "mlp", cells),
         ("mesh", "v5e:16x16", "mlp", cells),
+        ("state", "v5e", "mlp", cells),
         ("gpu", "NVIDIA H200", "mlp", times),
         ("host", "cpu", "gpt_24", {"float32": trace, "amp_bf16": trace}),
         ("error", "cpu", "mlp", errors),
