@@ -53,8 +53,8 @@ def clear_caches():
 
 
 def marks_of(part):
-    """A slice is enough on the other versions of JAX, and two are in the fast part."""
-    slow = [pytest.mark.slow] if part > 1 and not COUNT else []
+    """A slice is enough on the other versions of JAX, and for the fast part."""
+    slow = [pytest.mark.slow] if part and not COUNT else []
     return [pytest.mark.once, *slow] if part else []
 
 

@@ -23,6 +23,7 @@ LOOPS = {
     "big_vision's ViT": _loops.big_vision,
     "Hugging Face's causal model": _loops_of_tokens.hugging_face,
 }
+QUICK = "Flax's VAE", "nanodo", "PureJaxRL's PPO"
 # What a skipped step may change.
 COUNTERS = re.compile(r"\.step$|scaler|notfinite|last_finite|skip_state|dropout_rng")
 
@@ -66,7 +67,10 @@ def check_skip(loop):
     ],
     ids=lambda dtype: dtype.__name__,
 )
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LOOPS],
+)
 def test_public_loop(name, dtype):
     loop, losses = trained(name, dtype)
     _, precise = trained(name, jnp.float32)
