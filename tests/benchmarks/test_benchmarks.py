@@ -369,6 +369,7 @@ def test_no_results(tmp_path):
 class TestCommands:
     """Those that need no accelerator and no compiler for one, on the smallest model."""
 
+    @pytest.mark.slow
     def test_error(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv("XLA_FLAGS", error._EXACT)  # what the command would add
         monkeypatch.setattr(error, "SEEDS", 1)
@@ -387,6 +388,7 @@ class TestCommands:
         wrong = {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(())}
         assert error.relative_error(wrong, grads) == pytest.approx(0.2)
 
+    @pytest.mark.slow
     def test_host(self, tmp_path, monkeypatch):
         monkeypatch.setattr(host, "REPEATS", 1)
         asked = Request(("mlp",), ("float32",), size="tiny", folder=tmp_path)

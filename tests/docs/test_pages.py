@@ -63,7 +63,12 @@ def numbers(text):
     return [float(number) for number in NUMBER.findall(SOURCE.sub("file", text))]
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG = "nonfinite", "tour"  # they compile several models
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in LONG)) for p in PAGES]
+)
 def test_code_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", WIDTH)
