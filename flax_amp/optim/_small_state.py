@@ -124,11 +124,10 @@ class _RoundingOptimizer:
                 "expected tx.update(grads, state, params), with the state of tx.init, "
                 "or of checkpoint.migrate."
             )
-        wide = jax.tree.map(
-            _tree.float32_if_bfloat16, (updates, state.inner_state, params)
-        )
+        grads, wide_params = jax.tree.map(_tree.float32_if_bfloat16, (updates, params))
+        inner_state = self._as_the_optimizer_has_it(state.inner_state, wide_params)
         inner = optax.with_extra_args_support(self.inner)
-        updates, new = inner.update(*wide, **extra_args)
+        updates, new = inner.update(grads, inner_state, wide_params, **extra_args)
         key = key_of(state.roundings)
 
         def rounded_leaf(keys: Any, new: Any, old: Any) -> Any:
@@ -149,6 +148,22 @@ class _RoundingOptimizer:
         inner_state = map_(rounded_leaf, new, state.inner_state)
         # The count may wrap around. One that stopped would draw the same bits for ever.
         return updates, SmallState(state.roundings + 1, inner_state)
+
+    def _as_the_optimizer_has_it(self, stored: PyTree, params: PyTree) -> PyTree:
+        """Returns a state with the dtypes that the optimizer itself gives it.
+
+        One that stores a moment in bfloat16 by its own `mu_dtype` has to get it so: in
+        the branches of `optax.MultiSteps`, the old state and the new one must be alike.
+        """
+        own = jax.tree.leaves(jax.eval_shape(self.inner.init, params))
+        leaves, structure = jax.tree.flatten(stored)
+        return jax.tree.unflatten(
+            structure,
+            [
+                leaf.astype(like.dtype) if _is_bfloat16(leaf) else leaf
+                for leaf, like in zip(leaves, own, strict=True)
+            ],
+        )
 
     def _rounded(self, x: jax.Array, key: jax.Array, path: Any) -> jax.Array:
         if self.rounding == "nearest":

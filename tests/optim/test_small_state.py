@@ -73,6 +73,26 @@ def test_what_stays_in_float32(inner, kept):
     assert "bfloat16" not in dtypes(kept(state.inner_state))
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: tx,
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.apply_if_finite(tx, 5),
+        lambda tx: optax.inject_hyperparams(lambda learning_rate: tx)(1e-2),
+    ],
+    ids=["itself", "MultiSteps", "apply_if_finite", "inject_hyperparams"],
+)
+def test_a_moment_that_the_optimizer_stores_in_bfloat16_stays(around):
+    """The branches of a `cond` inside of the optimizer have to agree."""
+    tx = optim.small_state(around(optax.adam(1e-2, mu_dtype=jnp.bfloat16)))
+    state, step = create(tx=tx), make_train_step(loss_fn)
+    before = jax.tree.map(lambda x: x.dtype, state)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    assert jax.tree.map(lambda x: x.dtype, state) == before
+
+
 def test_where_selects_by_path():
     seen = []
     tx = small_adam(where=lambda path, leaf: seen.append(path) or "/nu/" in path)
