@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from flax import core, nnx
 from jax.tree_util import keystr, tree_leaves_with_path
+from jax.typing import DTypeLike
 
 from flax_amp import _tree
 
@@ -391,6 +392,25 @@ def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> N
             "To store them in bfloat16, use AmpTrainState.create(param_dtype="
             "jnp.bfloat16), or flax_amp.optim.small_state for an nnx.Optimizer."
         )
+
+
+def param_dtype_is_half(dtype: DTypeLike) -> bool:
+    """Whether `param_dtype` is bfloat16.
+
+    Raises:
+      ValueError: if it is neither that nor float32.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"AmpTrainState.create: param_dtype={dtype!r}; expected float32 or "
+            "bfloat16. In float16, weights below 6e-8 would become 0. Choose what to "
+            "compute in with precision=."
+        )
+    return found == jnp.bfloat16
 
 
 def check_collections(params: PyTree, variables: Any) -> PyTree:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._training.arguments import (
@@ -196,25 +195,6 @@ def wrap_optimizer(tx: Any, params: PyTree) -> tuple[Any, Any]:
     # under `vmap`.
     shared = optax.GradientTransformationExtraArgs(_no_init, update_state)
     return wrapped, apply_if_finite(shared, masked=masked)
-
-
-def param_dtype_is_half(dtype: DTypeLike) -> bool:
-    """Whether `param_dtype` is bfloat16.
-
-    Raises:
-      ValueError: if it is neither that nor float32.
-    """
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(
-            f"AmpTrainState.create: param_dtype={dtype!r}; expected float32 or "
-            "bfloat16. In float16, weights below 6e-8 would become 0. Choose what to "
-            "compute in with precision=."
-        )
-    return found == jnp.bfloat16
 
 
 def store_in_half(params: PyTree, tx: Any) -> tuple[PyTree, Any]:

@@ -28,10 +28,10 @@ from flax_amp._training.arguments import (
     check_params,
     check_selection,
     check_streams,
+    param_dtype_is_half,
 )
 from flax_amp._training.optimizer import (
     collect_hyperparams,
-    param_dtype_is_half,
     replace_hyperparams,
     resume_opt_state,
     store_in_half,
