@@ -36,6 +36,7 @@ from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
 from flax_amp.policy import keep_precision as keep_precision
 from flax_amp.policy import use_compute_precision as use_compute_precision
+from flax_amp.policy import use_fp8 as use_fp8
 from flax_amp.policy import use_original_precision as use_original_precision
 from flax_amp.policy import use_precision as use_precision
 from flax_amp.policy import use_widest_precision as use_widest_precision
@@ -76,6 +77,7 @@ __all__ = [
     "update_scaler",
     "use_compute_precision",
     "use_original_precision",
+    "use_fp8",
     "use_precision",
     "use_widest_precision",
 ]

@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +175,83 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class use_fp8:  # noqa: N801 - reads as a function in a policy
+    """Runs matrix products by weights on 8-bit floats, all else by the rule of `amp`.
+
+    Both factors are scaled by a power of two and rounded to `float8_e4m3fn`, cotangents
+    to `float8_e5m2`. Sums are in float32, and results in the compute dtype. Scales come
+    from the numbers at hand, so there is no state.
+
+    As the value of a primitive, or as `matmul_dtype`, it leaves products in half
+    precision that would lose by it: small ones, the first one (of two arguments of the
+    function) and the last one (with no product behind it). As the value of a scope it
+    takes all products by weights inside. Products of two activations, such as those of
+    attention, and convolutions stay in half precision in any case. So do products of
+    arrays with explicit shardings.
+
+    Args:
+      scaling: `"tensor"`: each factor has one scale. `"row"`: each row has one, or each
+        column, whatever is summed over, which helps if a few of them have outliers. The
+        factors are then scaled anew for each gradient.
+      weight_gradients: `"fp8"`, or `"half"`: gradients of weights are products in half
+        precision.
+      any_shape: whether small products run in fp8, too.
+      emulate: `None`: a device without such products is refused where the function is
+        traced. `True`: the products run in float32 on the same 8-bit numbers, on any
+        device, only slower. `False`: nothing is refused, as to compile for another
+        device.
+
+    Raises:
+      ValueError: if `scaling` or `weight_gradients` is none of these words.
+      TypeError: if `any_shape` or `emulate` is none of these values.
+
+    Example:
+      >>> import jax.numpy as jnp, flax_amp
+      >>> policy = flax_amp.default_amp_policy | {
+      ...     "*/mlp/*": flax_amp.use_fp8, "*/lm_head": jnp.bfloat16}
+
+    References:
+      Micikevicius et al., [FP8 Formats for Deep
+      Learning](https://arxiv.org/abs/2209.05433), 2022.
+    """
+
+    scaling: Literal["tensor", "row"] = "tensor"
+    weight_gradients: Literal["fp8", "half"] = "fp8"
+    any_shape: bool = False
+    emulate: bool | None = None
+
+    def __post_init__(self) -> None:
+        words = {"scaling": ("tensor", "row"), "weight_gradients": ("fp8", "half")}
+        for name, expected in words.items():
+            if (word := getattr(self, name)) not in expected:
+                listed = " or ".join(map(repr, expected))
+                raise ValueError(f"use_fp8: {name} is {word!r}; expected {listed}.")
+        if not isinstance(self.any_shape, bool):
+            raise TypeError(
+                f"use_fp8: any_shape is {self.any_shape!r}; expected True or False."
+            )
+        if not isinstance(self.emulate, bool | None):
+            raise TypeError(
+                f"use_fp8: emulate is {self.emulate!r}; expected True, False or None."
+            )
+
+    def __call__(
+        self,
+        compute_dtype: DTypeLike,
+        original_dtypes: Sequence[DType],
+        *invars: Array,
+        **bind_params: Any,
+    ) -> BindArguments:
+        """Arguments and result as in `use_compute_precision`.
+
+        Called on its own, the function runs the equation in the compute dtype.
+        """
+        return use_compute_precision(
+            compute_dtype, original_dtypes, *invars, **bind_params
+        )
+
+
 def follow_precision(
     compute_dtype: DTypeLike,
     original_dtypes: Sequence[DType],
@@ -232,6 +309,39 @@ jaxamp_policy: dict[Any, PrecisionFunction] = {
 }
 
 
+MatmulDType = Literal["fp8"] | use_fp8 | type | None  # short, for signatures
+
+
+def with_matmul_dtype(
+    entries: PolicyEntries | None, matmul_dtype: MatmulDType
+) -> PolicyEntries | None:
+    """Returns a policy whose matrix products in the compute dtype run in fp8, if asked.
+
+    Keys for scopes stay, and a key of the user's own for `dot_general`.
+
+    Raises:
+      TypeError: if `matmul_dtype` is something else.
+    """
+    if matmul_dtype is None:
+        return entries
+    recipe = use_fp8 if matmul_dtype == "fp8" else matmul_dtype
+    if recipe is not use_fp8 and not isinstance(recipe, use_fp8):
+        raise TypeError(
+            f"matmul_dtype: got {matmul_dtype!r}; expected 'fp8', or "
+            "flax_amp.use_fp8(...) with options, or None for the compute dtype."
+        )
+    entries = default_amp_policy if entries is None else entries
+    if not isinstance(entries, Mapping):
+        return entries  # `Policy` refuses it
+    changed = {
+        key: recipe
+        for key, value in entries.items()
+        if getattr(key, "name", None) == "dot_general"
+        and value is use_compute_precision
+    }
+    return {**entries, **changed}
+
+
 # --- looking a policy up -------------------------------------------------------------
 
 
@@ -258,6 +368,12 @@ class Decision:
     def is_chosen(self) -> bool:
         """Whether a key for a scope or a primitive decided, not `amp_default`."""
         return self.origin is not Origin.DEFAULT
+
+    @property
+    def lowers_scope(self) -> bool:
+        """Whether it asks for all inside of a scope in one dtype, not only products."""
+        is_fp8 = isinstance(self.function, use_fp8)
+        return self.origin is Origin.SCOPE and not is_fp8
 
 
 class Policy:
@@ -296,7 +412,8 @@ class Policy:
         self.names_scopes = bool(self.scope_keys)
         # Whether the policy can change a program whose compute dtype is float32: a
         # function of the user's may cast to any dtype.
-        known = (*BUILT_IN, use_precision(jnp.float32))
+        self.recipes = {fn for fn in functions.values() if isinstance(fn, use_fp8)}
+        known = (*BUILT_IN, use_precision(jnp.float32), *self.recipes)
         self.may_leave_float32 = any(fn not in known for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
@@ -364,6 +481,8 @@ def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
 
 def _as_function(value: Any) -> Any:
     """Returns the precision function that a value of a policy means, if any."""
+    if value is use_fp8:
+        return use_fp8()
     if callable(value) and not isinstance(value, type):
         return value
     # Arrays have a dtype, and numpy takes them for it.

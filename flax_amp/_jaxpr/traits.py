@@ -191,6 +191,7 @@ TRAITS = _table(
         "flax_amp_saturate flax_amp_rounded_function flax_amp_lookup": Traits(
             Kind.OTHER, _CHEAP
         ),
+        "flax_amp_fp8_dot": Traits(Kind.OTHER, reads=Reads.FACTORS),
         # What runs as it was written.
         "convert_element_type": Traits(Kind.OTHER, _MAP, Reads.NOTHING),
         "reduce_precision real imag": Traits(Kind.OTHER, _CHEAP, Reads.NOTHING),

@@ -39,6 +39,7 @@ from flax_amp.policy import (
     PrecisionFunction,
     follow_precision,
     use_compute_precision,
+    use_fp8,
     use_original_precision,
     use_precision,
     use_widest_precision,
@@ -142,6 +143,8 @@ class Chooser:
             return _role_by_traits(eqn, decision)
         if function is follow_precision:
             return _role_by_traits(eqn, decision)
+        if isinstance(decision.function, use_fp8) and kind_of(eqn) is not Kind.PRODUCT:
+            return _role_by_traits(eqn, decision)
         # What is left is a key that asks for half precision.
         if has_update(eqn):
             return Role.ORIGINAL, FLOAT32_UPDATE
@@ -150,7 +153,7 @@ class Chooser:
         if obstacle := self._obstacle_to_low(eqn):
             return Role.ORIGINAL, obstacle
         # A scope lowers all that is inside of it, inner and outer products too.
-        kind = None if decision.origin is Origin.SCOPE else product_kind(eqn)
+        kind = None if decision.lowers_scope else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
             return Role.ARITHMETIC, MULTIPLICATION
         if kind is ProductKind.SUM:
@@ -163,6 +166,8 @@ class Chooser:
         `use_precision` with a third dtype, such as float16 under bfloat16, amounts to
         none of them: it is called on the equation, as a user's own function is.
         """
+        if isinstance(function, use_fp8):  # of what it takes, `fp8_rule.py` decides
+            return use_compute_precision
         if not isinstance(function, use_precision):
             return function if function in BUILT_IN else None
         if function.dtype == self._compute_dtype:

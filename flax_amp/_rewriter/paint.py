@@ -55,7 +55,8 @@ from flax_amp._jaxpr.traits import (
 from flax_amp._jaxpr.walk import only_looked_up, variables
 from flax_amp._rewriter.captures import HasUserRule
 from flax_amp._rewriter.casts import is_exact
-from flax_amp._rewriter.choice import Chooser, Role
+from flax_amp._rewriter.choice import Choice, Chooser, Role
+from flax_amp._rewriter.fp8_rule import product_in_fp8
 from flax_amp._rewriter.keep import Flow, HasProduct, find_flow, operand_needs
 from flax_amp._rewriter.plan import (
     FULL,
@@ -88,11 +89,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.precision_call import call_precision_function
 from flax_amp._rewriter.recurrence import find_states
-from flax_amp.policy import (
-    Decision,
-    Origin,
-    Policy,
-)
+from flax_amp.policy import Decision, Policy, use_fp8
 
 
 class Painter:
@@ -115,6 +112,7 @@ class Painter:
     ) -> None:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.rules = rules
+        self.has_fp8 = bool(policy.recipes)
         self._choose = Chooser(policy, self.compute_dtype, rules.keys(), emits_all)
         # By the jaxpr itself: jaxprs compare by identity, and the key keeps them alive.
         self._plans: dict[Any, Plan] = {}
@@ -247,7 +245,7 @@ class Painter:
         choice = flow.choices[eqn]
         role, reason = choice.role, choice.reason
         if role is Role.STRUCTURED:
-            if choice.decision.origin is Origin.SCOPE and _takes_no_data(ins):
+            if choice.decision.lowers_scope and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]
             return rule.paint(self, eqn, ins, needs, choice.inside(context))
@@ -258,11 +256,23 @@ class Painter:
         if role in (Role.ORIGINAL, Role.PRECISE, Role.UNROUNDED):
             return _full(eqn, FULL, reason)
         if role is Role.PRODUCT:
-            # Rounded even for a loss: its operands were rounded, which costs as much.
-            return Step(Mode.LOW, like(out_avals(eqn), LOW), reason)
+            return self._paint_product(eqn, ins, needs, choice)
         if role is Role.MOVE:
             return self._paint_move(eqn, ins, needs)
         return self._paint_arithmetic(eqn, ins, needs, flow, reason)
+
+    def _paint_product(
+        self, eqn: Eqn, ins: Values, needs: Needs, choice: Choice
+    ) -> Step:
+        # Rounded even for a loss: its operands were rounded, which costs as much.
+        outs = like(out_avals(eqn), LOW)
+        recipe = choice.decision.function
+        if not isinstance(recipe, use_fp8) or self.compute_dtype == jnp.float32:
+            return Step(Mode.LOW, outs, choice.reason)
+        found = product_in_fp8(eqn, ins, needs[0], choice.decision)
+        if isinstance(found, Reason):
+            return Step(Mode.LOW, outs, found)
+        return Step(Mode.LOW, outs, choice.reason, detail=found)
 
     def _unrounded(
         self, eqn: Eqn, step: Step, needs: Needs, has_unrounded: bool

@@ -14,6 +14,7 @@ from flax_amp import _compat, _tree
 from flax_amp._compat import Array, Arrays, Aval, DType, Jaxpr
 from flax_amp._rewriter.captures import with_captured_outputs
 from flax_amp._rewriter.emit import Emitter
+from flax_amp._rewriter.fp8_rule import check_device
 from flax_amp._rewriter.interpreters import add_sparse_rules
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.paint import Painter
@@ -27,7 +28,13 @@ from flax_amp._rewriter.recompute.regions import Recompute, check_recompute
 from flax_amp._rewriter.rewritten import refuse_if_asked, rewritten
 from flax_amp._rewriter.rules import RULES
 from flax_amp._tree import PyTree
-from flax_amp.policy import Policy, PolicyEntries, check_compute_dtype
+from flax_amp.policy import (
+    MatmulDType,
+    Policy,
+    PolicyEntries,
+    check_compute_dtype,
+    with_matmul_dtype,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +44,7 @@ def amp(
     fun: F,
     *,
     compute_dtype: DTypeLike = ...,
+    matmul_dtype: MatmulDType = ...,
     amp_policy: PolicyEntries | None = ...,
     recompute: Recompute = ...,
     reduce_dtype: DTypeLike | None = ...,
@@ -47,6 +55,7 @@ def amp(
     fun: None = None,
     *,
     compute_dtype: DTypeLike = ...,
+    matmul_dtype: MatmulDType = ...,
     amp_policy: PolicyEntries | None = ...,
     recompute: Recompute = ...,
     reduce_dtype: DTypeLike | None = ...,
@@ -56,6 +65,7 @@ def amp(
     fun: Any = None,
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -80,6 +90,9 @@ def amp(
         `flax_amp.dynamic_scale_value_and_grad`); or `jnp.float32` to change nothing:
         `fun` is then called as it is, unless an entry of `amp_policy` is another dtype
         or a function of your own.
+      matmul_dtype: what matrix products run in. `None`: `compute_dtype`. `"fp8"`, or
+        `flax_amp.use_fp8(...)` with options: those by weights run on 8-bit floats where
+        it pays (`docs/fp8.md`), on devices that have such products.
       amp_policy: which primitive or scope runs in which precision: `{primitive or scope
         string: precision function or dtype}`, usually `flax_amp.default_amp_policy |
         {...}`. `None`: `flax_amp.default_amp_policy`. A scope is a `jax.named_scope` or
@@ -107,11 +120,12 @@ def amp(
       The transformed function.
 
     Raises:
-      TypeError: if `compute_dtype`, an entry of `amp_policy` or `merge_layers` has the
-        wrong type; when called, if a precision function does not take or return what it
-        should.
+      TypeError: if `compute_dtype`, `matmul_dtype`, an entry of `amp_policy` or
+        `merge_layers` has the wrong type; when called, if a precision function does not
+        take or return what it should.
       ValueError: if `recompute` is none of its three values, or `reduce_dtype` neither
-        float32 nor the compute dtype.
+        float32 nor the compute dtype; when called, if the device has no products in
+        fp8.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -127,7 +141,7 @@ def amp(
       2017.
     """
     compute_dtype = check_compute_dtype(compute_dtype)
-    policy = Policy(amp_policy)
+    policy = Policy(with_matmul_dtype(amp_policy, matmul_dtype))
     recompute = check_recompute(recompute)
     if compute_dtype == jnp.float32:  # there is nothing to save
         recompute = "never"
@@ -138,6 +152,7 @@ def amp(
         return functools.partial(
             amp,
             compute_dtype=compute_dtype,
+            matmul_dtype=matmul_dtype,
             amp_policy=amp_policy,
             recompute=recompute,
             reduce_dtype=reduce_dtype,
@@ -186,6 +201,7 @@ def rewrite(
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         refuse_if_asked()
+        check_device(policy.recipes)
         add_sparse_rules()
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         check_parameters(call)

@@ -50,7 +50,7 @@ from flax_amp._training.step_call import Step, explain_deleted, explain_failure
 from flax_amp._training.train_state import AmpTrainState, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.optim._small_state import rounds_parameters
-from flax_amp.policy import Policy, PolicyEntries
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries
 
 
 class NnxTrainStep(Protocol):
@@ -72,6 +72,7 @@ def make_nnx_train_step(
     has_aux: bool = False,
     precision: Precision = "bf16-mixed",
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -98,8 +99,10 @@ def make_nnx_train_step(
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics, or any
         other pytree, which becomes the metric `aux`.
       precision: what to compute in, and the scaler to start with: "bf16-mixed",
-        "16-mixed" or "32-true", as in `AmpTrainState.create`.
+        "16-mixed", "32-true" or "fp8-mixed", as in `AmpTrainState.create`.
       compute_dtype: what to compute in, instead of `precision`.
+      matmul_dtype: what matrix products run in, instead of `precision`; see
+        `flax_amp.amp`.
       amp_policy, recompute, reduce_dtype, merge_layers: see `flax_amp.amp`.
       redo_on_nan, accum_steps, axis_name: see `make_train_step`.
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
@@ -145,6 +148,7 @@ def make_nnx_train_step(
         has_aux=has_aux,
         amp=amp_by_precision(
             compute_dtype,
+            matmul_dtype,
             amp_policy=amp_policy,
             recompute=recompute,
             reduce_dtype=reduce_dtype,

@@ -98,8 +98,9 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         frozen parameters.
       rngs: typed PRNG keys by the name of their stream.
       graphdef: the structure of the NNX model; `None` for Linen.
-      precision: "bf16-mixed", "16-mixed" or "32-true", which the steps follow. It is
-        static, and no part of a checkpoint: a run that is resumed may change it.
+      precision: "bf16-mixed", "16-mixed", "32-true" or "fp8-mixed", which the steps
+        follow. It is static, and no part of a checkpoint: a run that is resumed may
+        change it.
 
     Example:
       >>> import flax.linen as nn
@@ -161,9 +162,11 @@ class AmpTrainState(_StateClass, train_state.TrainState):
           precision: what the steps compute in, and the scaler that they start with.
             "bf16-mixed", the default, and "32-true": bfloat16 or float32, and
             `flax_amp.no_scaler()`, which scales nothing. "16-mixed": float16 and
-            `flax_amp.init_scaler()`. The names of dtypes, "bfloat16", "float16" and
-            "float32", mean the same, and so do "bf16", "fp16", "16" and "32". The
-            `compute_dtype` of a step overrides the dtype.
+            `flax_amp.init_scaler()`. "fp8-mixed": as "bf16-mixed", with matrix products
+            on 8-bit floats where it pays, on devices that have them (`docs/fp8.md`).
+            The names of dtypes, "bfloat16", "float16" and "float32", mean the same, and
+            so do "bf16", "fp16", "16", "32" and "fp8". The `compute_dtype` and the
+            `matmul_dtype` of a step override it.
           param_dtype: in what to store the parameters: float32, or bfloat16 for those
             with two or more dimensions. They are updated in float32, and rounded as
             `flax_amp.optim.small_state` says. The loss sees them in float32.

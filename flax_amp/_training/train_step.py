@@ -54,7 +54,7 @@ from flax_amp._training.scaler import Scaler, check_keys
 from flax_amp._training.step_call import JittedStep, Step
 from flax_amp._training.train_state import AmpTrainState, StateT
 from flax_amp.optim._small_state import rounds_parameters
-from flax_amp.policy import Policy, PolicyEntries
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries
 
 ResultT = TypeVar("ResultT")
 
@@ -72,6 +72,7 @@ def make_train_step(
     *,
     has_aux: bool = False,
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -100,6 +101,8 @@ def make_train_step(
         `apply` with `mutable=` returns them. The state of an NNX model is collected
         from the model itself.
       compute_dtype: what to compute in, instead of the `precision` of the state.
+      matmul_dtype: what matrix products run in, instead of the `precision` of the
+        state; see `flax_amp.amp`.
       amp_policy, recompute, merge_layers: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
         in float32.
@@ -184,6 +187,7 @@ def make_train_step(
         has_aux=has_aux,
         amp=amp_by_precision(
             compute_dtype,
+            matmul_dtype,
             amp_policy=amp_policy,
             recompute=recompute,
             reduce_dtype=reduce_dtype,
@@ -245,6 +249,7 @@ def make_eval_step(
     fn: Callable[..., ResultT],
     *,
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     merge_layers: bool = True,
     jit: bool = True,
@@ -257,6 +262,8 @@ def make_eval_step(
         (`model.eval()`), and its updates are dropped. `fn` may declare the keywords
         `state` and `rngs`, as in `make_train_step`.
       compute_dtype: what to compute in, instead of the `precision` of the state.
+      matmul_dtype: what matrix products run in, instead of the `precision` of the
+        state; see `flax_amp.amp`.
       amp_policy, merge_layers: see `flax_amp.amp`.
       jit: compile the step.
 
@@ -285,6 +292,7 @@ def make_eval_step(
     # Nothing is differentiated, so nothing is computed again for a backward pass.
     rewrites = amp_by_precision(
         compute_dtype,
+        matmul_dtype,
         amp_policy=amp_policy,
         recompute="never",
         merge_layers=merge_layers,

@@ -25,9 +25,14 @@ from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._training.arguments import check_function
 from flax_amp._training.loss import call_user_fn, check_loss, fold_in
-from flax_amp._training.precision import compute_dtype_of
+from flax_amp._training.precision import compute_dtype_of, matmul_dtype_of
 from flax_amp._training.train_state import AmpTrainState, variables_of
-from flax_amp.policy import check_compute_dtype
+from flax_amp.policy import (
+    MatmulDType,
+    PolicyEntries,
+    check_compute_dtype,
+    with_matmul_dtype,
+)
 
 T = TypeVar("T")
 
@@ -85,6 +90,15 @@ def read_compute_dtype(fun: Any, compute_dtype: DTypeLike | None) -> DType:
     """Returns the compute dtype: as given, or that of a state, or bfloat16."""
     word = fun.precision if isinstance(fun, AmpTrainState) else "bf16-mixed"
     return check_compute_dtype(compute_dtype_of(word, compute_dtype))
+
+
+def read_policy(
+    fun: Any, amp_policy: PolicyEntries | None, matmul_dtype: MatmulDType
+) -> PolicyEntries | None:
+    """Returns the policy, with products in fp8 if that or a state asks for them."""
+    if isinstance(fun, AmpTrainState):
+        matmul_dtype = matmul_dtype_of(fun.precision, matmul_dtype)
+    return with_matmul_dtype(amp_policy, matmul_dtype)
 
 
 def read_scale(caller: str, fun: Any, scale: Any) -> float:

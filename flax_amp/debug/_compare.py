@@ -23,6 +23,7 @@ from flax_amp.debug._call import (
     UsersCall,
     check_concrete,
     read_compute_dtype,
+    read_policy,
     read_scale,
     read_target,
     with_scopes,
@@ -36,7 +37,7 @@ from flax_amp.debug._compare_model import (
 from flax_amp.debug._compare_programs import Programs
 from flax_amp.debug._compare_taps import Passed
 from flax_amp.debug._explain import explain
-from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries, default_amp_policy
 
 # A module whose own error is this many times the spacing of numbers at 1 stands out.
 _STANDS_OUT = 8
@@ -49,6 +50,7 @@ def compare_precision(
     fun: Any,
     *step: Any,
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -76,6 +78,7 @@ def compare_precision(
       *step: the loss function and what the step takes after the state, if `fun` is one.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
         bfloat16.
+      matmul_dtype: see `flax_amp.amp`; by default that of the state's precision.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
@@ -114,7 +117,7 @@ def compare_precision(
     """
     options = {
         "compute_dtype": read_compute_dtype(fun, compute_dtype),
-        "amp_policy": amp_policy,
+        "amp_policy": read_policy(fun, amp_policy, matmul_dtype),
         "recompute": recompute,
         "reduce_dtype": reduce_dtype,
     }

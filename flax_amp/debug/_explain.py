@@ -20,6 +20,7 @@ from flax_amp.debug._call import (
     UsersCall,
     on_arrays,
     read_compute_dtype,
+    read_policy,
     read_target,
     trained_inputs,
     with_scopes,
@@ -30,7 +31,7 @@ from flax_amp.debug._place import Place
 from flax_amp.debug._problems import find_problems
 from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
 from flax_amp.debug._walk import Visit, Walk
-from flax_amp.policy import Policy, PolicyEntries
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ def explain(
     /,
     *,
     compute_dtype: DTypeLike | None = ...,
+    matmul_dtype: MatmulDType = ...,
     amp_policy: PolicyEntries | None = ...,
     recompute: Recompute = ...,
     reduce_dtype: DTypeLike | None = ...,
@@ -64,6 +66,7 @@ def explain(
     fun: Callable[..., Any],
     *,
     compute_dtype: DTypeLike | None = ...,
+    matmul_dtype: MatmulDType = ...,
     amp_policy: PolicyEntries | None = ...,
     recompute: Recompute = ...,
     reduce_dtype: DTypeLike | None = ...,
@@ -74,6 +77,7 @@ def explain(
     fun: Any,
     *step: Any,
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     recompute: Recompute = "auto",
     reduce_dtype: DTypeLike | None = None,
@@ -96,6 +100,7 @@ def explain(
       *step: the loss function and what the step takes after the state, if `fun` is one.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
         bfloat16.
+      matmul_dtype: see `flax_amp.amp`; by default that of the state's precision.
       amp_policy: see `flax_amp.amp`.
       recompute: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
@@ -129,7 +134,7 @@ def explain(
     recompute = check_recompute(recompute)
     options = _Options(
         dtype,
-        Policy(amp_policy),
+        Policy(read_policy(fun, amp_policy, matmul_dtype)),
         "never" if dtype == jnp.float32 else recompute,
         is_wide(reduce_dtype, dtype),
         merge_layers,

@@ -26,6 +26,7 @@ from flax_amp.debug._call import (
     UsersCall,
     check_concrete,
     read_compute_dtype,
+    read_policy,
     read_scale,
     read_target,
     with_scopes,
@@ -38,7 +39,7 @@ from flax_amp.debug._nonfinite_model import (
     Verdict,
 )
 from flax_amp.debug._nonfinite_run import Cause, Runner, first_of
-from flax_amp.policy import Policy, PolicyEntries, default_amp_policy
+from flax_amp.policy import MatmulDType, Policy, PolicyEntries, default_amp_policy
 
 _MAX_POLICIES = 4  # policies tried for modules with faults
 
@@ -49,6 +50,7 @@ class _Options:
 
     compute_dtype: Any
     amp_policy: PolicyEntries | None
+    has_own_policy: bool
     reduce_dtype: DTypeLike | None
     scale: float
     scaler: dict[str, float]  # of the state, if there is one
@@ -58,6 +60,7 @@ def find_nonfinite(
     fun: Any,
     *step: Any,
     compute_dtype: DTypeLike | None = None,
+    matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
     reduce_dtype: DTypeLike | None = None,
     scale: float | None = None,
@@ -84,6 +87,7 @@ def find_nonfinite(
       *step: the loss function and what the step takes after the state, if `fun` is one.
       compute_dtype: see `flax_amp.amp`; by default that of the state's precision, or
         bfloat16.
+      matmul_dtype: see `flax_amp.amp`; by default that of the state's precision.
       amp_policy: see `flax_amp.amp`.
       reduce_dtype: see `flax_amp.amp`.
       scale: what the loss is multiplied by; by default the scale of the state, or 1.
@@ -107,7 +111,8 @@ def find_nonfinite(
     scaler = fun.scaler if isinstance(fun, AmpTrainState) else {}
     options = _Options(
         read_compute_dtype(fun, compute_dtype),
-        amp_policy,
+        read_policy(fun, amp_policy, matmul_dtype),
+        amp_policy is not None,
         reduce_dtype,
         read_scale("find_nonfinite", fun, scale),
         {key: float(np.max(x)) for key, x in scaler.items()},
@@ -330,7 +335,7 @@ class _Search:
             programs = self._in_float32(keys)
             now = self._run(programs, self._options.scale)
             if now is None or self._is_of_scale(programs, now):
-                own = self._options.amp_policy is not None
+                own = self._options.has_own_policy
                 return self._make(
                     "precision",
                     advice.for_policy(keys, own=own),

@@ -15,6 +15,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._jaxpr.traits import CASTABLE, Kind, is_matrix_product, kind_of
+from flax_amp._rewriter.fp8_dot import FORWARD
+from flax_amp._rewriter.fp8_rule import Fp8Product
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
 from flax_amp._rewriter.outline.scopes import resolved
@@ -95,6 +97,8 @@ class Walk:
             operands = [_operand_value(value, step) for value in values]
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
+            if isinstance(step.detail, Fp8Product):
+                after = after._replace(operands=(str(FORWARD),) * 2)
             self._note(step, place.of(eqn), after)
 
     def _find_returned(self, eqn: Eqn, step: Step) -> None:
