@@ -104,11 +104,11 @@ def exponent(x: Array, format_: DType, axes: Sequence[int]) -> Array:
     bits = lax.bitcast_convert_type(x, word) & no_sign
     # What is not finite has the largest exponent. One more, and it is among the least.
     bits = (bits + lowest) & no_sign
-    largest = jnp.max(bits, axes, keepdims=True, initial=lowest).astype(jnp.int32)
+    largest = jnp.max(bits, axes, keepdims=True, initial=lowest) - lowest
     # The largest number of a format is 1.75 * 2**n. What is larger than 1.75 times a
     # power of two gets the next exponent.
     carry = (1 << (info.nmant - 2)) - 1
-    found = ((largest + carry) >> info.nmant) - 1
+    found = (largest.astype(jnp.int32) + carry) >> info.nmant
     n = math.frexp(float(ml_dtypes.finfo(format_).max))[1] - 1
     return jnp.maximum(found - _BIAS, _LEAST) - n
 
