@@ -315,7 +315,7 @@ class Emitter:
         shape, dtype = eqn.outvars[0].aval.shape, self.compute_dtype
         return [
             jnp.broadcast_to(clamped(x, None, dtype), shape)
-            if x.shape != shape and value is not None and value.may_be_bias
+            if x.shape != shape and value is not None and value.is_argument
             else x
             for x, value in zip(arrays, values, strict=True)
         ]

@@ -21,7 +21,7 @@ import jax
 
 from flax_amp._compat import Eqn
 from flax_amp._jaxpr.traits import is_matrix_product
-from flax_amp._rewriter.plan import Need, Paint, Reason, Value, Values, has_paint
+from flax_amp._rewriter.plan import Need, Reason, Values
 from flax_amp.policy import Decision, Origin, use_fp8
 
 
@@ -32,10 +32,16 @@ class Fp8Product(NamedTuple):
     weight: int
 
 
+NOT_IN_FP8 = "not in fp8: "  # a product for which fp8 was asked
+
+
 def product_in_fp8(
     eqn: Eqn, ins: Values, need: Need, decision: Decision
 ) -> Fp8Product | Reason:
     """Returns how a product runs in fp8, or why it stays in half precision.
+
+    A weight is an argument of the whole function, moved at most, such as a slice of the
+    parameters of all layers. The other factor must not be one.
 
     Args:
       eqn: the equation of a product.
@@ -44,44 +50,41 @@ def product_in_fp8(
       decision: the decision of the policy, whose function is a `use_fp8`.
     """
     recipe: Any = decision.function
+    obstacle = _obstacle(eqn, ins)
+    # Who names a layer means it, also if it is the last one, or small.
+    if not obstacle and decision.origin is not Origin.SCOPE:
+        if Need.LATER not in need:
+            obstacle = "no product behind it"
+        elif not recipe.any_shape:
+            obstacle = _size_that_loses(eqn, _weight(ins))
+    if obstacle:
+        return Reason(NOT_IN_FP8 + "{}", obstacle)
+    return Fp8Product(recipe, _weight(ins))
+
+
+def _obstacle(eqn: Eqn, ins: Values) -> str:
+    """Says why a product cannot run in fp8, or is never meant to."""
     if eqn.primitive.name != "dot_general" or not is_matrix_product(eqn):
-        return Reason("not in fp8: no matrix product")
+        return "no matrix product"
     if any(_has_explicit_sharding(v.aval) for v in eqn.invars):
-        return Reason("not in fp8: its sharding is explicit")
+        return "its sharding is explicit"
     if None in ins:
-        return Reason("not in fp8: a factor is not float32")
-    weight = weight_of(*ins)
-    if weight is None:
-        are_leaves = all(has_paint(value, Paint.LEAF) for value in ins)
-        of_what = "arguments alone" if are_leaves else "activations alone"
-        return Reason("not in fp8: a product of {}", of_what)
-    found = Fp8Product(recipe, weight)
-    if decision.origin is Origin.SCOPE:  # who names a layer means it
-        return found
-    if Need.LATER not in need:
-        return Reason("not in fp8: no product behind it")
-    sizes = _sizes(eqn, weight)
-    if recipe.any_shape or _pays(*sizes):
-        return found
-    return Reason("not in fp8: too small, {}", " x ".join(map(str, sizes)))
+        return "a factor is not float32"
+    # Masks and one-hot matrices are no arguments either.
+    count = sum(value is not None and value.is_argument for value in ins)
+    if count == 2:
+        return "both factors are arguments"
+    return "" if count else "neither factor is an argument"
 
 
-def weight_of(left: Value | None, right: Value | None) -> int | None:
-    """Returns which factor is a weight: an argument of the function, or made of some.
-
-    The other one must be computed. Of two that are made of arguments alone, such as the
-    first norm of a network and a weight, the one that is an argument is the weight.
-    """
-    if left is None or right is None:
-        return None
-    leaves = [value.paint is Paint.LEAF for value in (left, right)]
-    if all(leaves):
-        leaves = [left.may_be_bias, right.may_be_bias]
-    return leaves.index(True) if sum(leaves) == 1 else None
+def _weight(ins: Values) -> int:
+    """Returns which factor is the weight."""
+    left, _ = ins
+    return 0 if left is not None and left.is_argument else 1
 
 
-def _sizes(eqn: Eqn, weight: int) -> tuple[int, int, int]:
-    """Returns the numbers of rows, of terms of a sum, and of columns of the weight."""
+def _size_that_loses(eqn: Eqn, weight: int) -> str:
+    """Returns the rows, the terms of a sum and the columns of the weight, if small."""
     contracted, batch = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
     terms = math.prod(shapes[0][axis] for axis in contracted[0])
@@ -90,14 +93,12 @@ def _sizes(eqn: Eqn, weight: int) -> tuple[int, int, int]:
         math.prod(n for axis, n in enumerate(shape) if axis not in axes)
         for shape, axes in zip(shapes, taken, strict=True)
     )
-    return (columns, terms, rows) if weight == 0 else (rows, terms, columns)
-
-
-def _pays(rows: Any, terms: Any, columns: Any) -> bool:
-    sizes = rows, terms, columns
-    if not all(isinstance(n, int) and n > 0 for n in sizes):
-        return False  # a size that is not known yet, under `jax.export`
-    return bool(900 / rows + 400 / terms + 400 / columns < 1)
+    if weight == 0:
+        rows, columns = columns, rows
+    # Under `jax.export`, a size may be a symbol, which may be small.
+    known = [max(n, 1) if isinstance(n, int) else 1 for n in (rows, terms, columns)]
+    costs = 900 / known[0] + 400 / known[1] + 400 / known[2]
+    return f"too small, {rows} x {terms} x {columns}" if costs >= 1 else ""
 
 
 def _has_explicit_sharding(aval: Any) -> bool:

@@ -361,8 +361,8 @@ class Painter:
         value = operands[0] if keeps_bits else LEAF
         # A scalar that is broadcast is no bias, nor is an array padded with a scalar.
         has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
-        may_be_bias = not has_scalar and all(v.may_be_bias for v in operands)
-        outs = like(out_avals(eqn), value._replace(may_be_bias=may_be_bias))
+        is_argument = not has_scalar and all(v.is_argument for v in operands)
+        outs = like(out_avals(eqn), value._replace(is_argument=is_argument))
         if eqn.primitive.name != "gather" or not operands[0].read_once:
             return Step(Mode.FULL, outs, LEAVES_ONLY)
         # Where all readers round the rows, the gradient may be rounded, too.
@@ -499,7 +499,7 @@ def _is_bias(eqn: Eqn, v: Var, value: Value, flow: Flow) -> bool:
     Each number of a bias is added to many numbers of the other operand. An argument of
     the shape of the result is an activation, unless it has one axis only.
     """
-    if not value.may_be_bias or not v.aval.shape:
+    if not value.is_argument or not v.aval.shape:
         return False
     shape = eqn.outvars[0].aval.shape
     return flow.is_broadcast(v, shape) or len(shape) == 1

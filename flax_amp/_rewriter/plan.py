@@ -44,7 +44,7 @@ class Value(NamedTuple):
         known. Numbers would not do, since `0.0 == -0.0` and `nan != nan`.
       read_once: it is an input of the whole program that a single equation reads: a
         gather, or a call in which again a single equation reads it.
-      may_be_bias: of a `LEAF` value: it is an input of the whole program, moved at
+      is_argument: of a `LEAF` value: it is an input of the whole program, moved at
         most, and was never a scalar. Neither constants nor computed values are.
     """
 
@@ -52,7 +52,7 @@ class Value(NamedTuple):
     is_state: bool = False
     bits: bytes | None = None
     read_once: bool = False
-    may_be_bias: bool = False
+    is_argument: bool = False
 
     @property
     def constant(self) -> float | None:
@@ -65,7 +65,7 @@ class Value(NamedTuple):
 
 
 LEAF = Value(Paint.LEAF)
-ARGUMENT = Value(Paint.LEAF, may_be_bias=True)
+ARGUMENT = Value(Paint.LEAF, is_argument=True)
 LOW = Value(Paint.LOW)
 FULL = Value(Paint.FULL)
 STATE = Value(Paint.FULL, is_state=True)

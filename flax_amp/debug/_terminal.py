@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flax_amp._rewriter.fp8_dot import FORWARD
+from flax_amp._rewriter.fp8_rule import NOT_IN_FP8
 from flax_amp._rewriter.plan import ReasonKind
 from flax_amp._training.arguments import check_count
 from flax_amp.debug._model import (
@@ -61,6 +63,8 @@ def totals_of(found: Explanation) -> dict[str, str]:
         rows["products"] = (
             f"{amount(totals.flops)}FLOP forward, {_share(totals)} in half precision"
         )
+    if in_fp8 := _in_fp8(found):
+        rows["in fp8"] = in_fp8
     rows["casts"] = (
         f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} to f32, "
         f"in a program of {totals.equations:,} equations"
@@ -72,6 +76,22 @@ def totals_of(found: Explanation) -> dict[str, str]:
             f"{without} if nothing were recomputed"
         )
     return rows
+
+
+def _in_fp8(found: Explanation) -> str:
+    """Returns the share of products in fp8, and why others are not, if any is asked."""
+    rows = [row for row in found.equations if row.flops]
+    flops = sum(r.flops for r in rows if r.after.operands == (FORWARD.name,) * 2)
+    others = Counter(
+        row.reason.removeprefix(NOT_IN_FP8)
+        for row in rows
+        if row.reason.startswith(NOT_IN_FP8)
+    )
+    if not flops and not others:
+        return ""
+    reasons = "; ".join(f"{why} ({n})" for why, n in others.most_common())
+    share = f"{flops / found.totals.flops:.0%} of them"
+    return f"{share}, not: {reasons}" if reasons else share
 
 
 def by_dtype(stored: Counter[str]) -> str:
