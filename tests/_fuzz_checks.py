@@ -28,7 +28,8 @@ from _fuzz_language import (
     arguments,
     run,
 )
-from flax_amp import amp
+from flax_amp import amp, use_fp8
+from flax_amp._rewriter.fp8_dot import fp8_dot_p
 from helpers import MATMULS, assert_identical, assert_same_avals, rewritten_in_float32
 
 # --- generation ----------------------------------------------------------------------
@@ -380,6 +381,36 @@ def _errors(actual, expected):
         with np.errstate(all="ignore"):
             error = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
         found.append(float(np.nan_to_num(error, nan=np.inf)))
+    return found
+
+
+def check_fp8(program, transform, dtype, options):
+    """With products in fp8, types, effects and random bits are those of half precision.
+
+    What is a number in half precision is one in fp8, and not far from it.
+
+    Returns:
+      How many products run in fp8.
+    """
+    if transform in FORWARD_MODE:
+        options = options | {"reduce_dtype": None}
+    case = made(program, transform)
+    results = []
+    for matmul_dtype in (None, use_fp8(emulate=True, any_shape=True)):
+        lower = functools.partial(amp, compute_dtype=dtype, **options)
+        fn = lower(case.function, matmul_dtype=matmul_dtype)
+        closed, shapes = case.trace(fn)
+        assert_same_avals(shapes, case.shapes)
+        results.append(case.evaluate(closed))
+    (half, _, _), (outs, log, bits) = results
+    assert_same_log(log, case.expected[1], exact=False)
+    assert_same_bits(bits, case.expected[2])
+    found = sum(eqn.primitive.name == fp8_dot_p.name for eqn, _ in _equations(closed))
+    for path, actual, plain in zip(_paths(shapes), outs, half, strict=True):
+        if not found or actual.dtype.kind in "iub":
+            assert actual.tobytes() == plain.tobytes(), path
+        elif np.isfinite(plain).all():
+            assert np.isfinite(actual).all(), path
     return found
 
 

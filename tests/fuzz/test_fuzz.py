@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from _fuzz_checks import check, examples, options, programs
+from _fuzz_checks import check, check_fp8, examples, options, programs
 from _fuzz_language import In, Layers, Op, names
 from _fuzz_twins import GRADIENTS, beside_twin
 from flax_amp._rewriter.outline import repeats
@@ -80,6 +80,28 @@ def test_generated_programs(part):
         print(f"{transforms.total()} programs of FLAX_AMP_FUZZ_SEED={SEED + part}")
         for drawn in (transforms, nodes, primitives):
             print(dict(drawn.most_common()))
+
+
+@pytest.mark.usefixtures("clear_caches")
+@pytest.mark.parametrize(
+    "part", [pytest.param(i, marks=marks_of(i)) for i in range(SLICES)]
+)
+def test_generated_programs_in_fp8(part):
+    transforms, found = Counter(), Counter()
+
+    @seed(SEED + part)
+    @_settings
+    @given(examples(HALVES))
+    def run(example):
+        program, transform, dtype, options, _ = example
+        transforms[transform] += 1
+        found["products in fp8"] += check_fp8(program, transform, dtype, options)
+
+    try:
+        run()
+    finally:
+        print(f"{transforms.total()} programs of FLAX_AMP_FUZZ_SEED={SEED + part}")
+        print(dict(transforms.most_common()), dict(found))
 
 
 @pytest.mark.slow
