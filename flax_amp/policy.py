@@ -154,10 +154,12 @@ class use_precision:  # noqa: N801 - reads as a function in a policy
     def __post_init__(self) -> None:
         # numpy reads None as float64
         checked = None if self.dtype is None else _as_dtype(self.dtype)
-        if checked is None or not jnp.issubdtype(checked, jnp.floating):
+        is_float = checked is not None and jnp.issubdtype(checked, jnp.floating)
+        if checked is None or not is_float or checked.itemsize < 2:
             raise TypeError(
                 f"use_precision: got {self.dtype!r}; expected a float dtype such as "
-                "jnp.float32 or jnp.bfloat16."
+                "jnp.float32 or jnp.bfloat16. For matrix products on 8-bit floats, "
+                "which have to be scaled, use flax_amp.use_fp8."
             )
         object.__setattr__(self, "dtype", checked)
 
@@ -180,27 +182,29 @@ class use_fp8:  # noqa: N801 - reads as a function in a policy
     """Runs matrix products by weights on 8-bit floats, all else by the rule of `amp`.
 
     Both factors are scaled by a power of two and rounded to `float8_e4m3fn`, cotangents
-    to `float8_e5m2`. Sums are in float32, and results in the compute dtype. Scales come
-    from the numbers at hand, so there is no state.
+    to `float8_e5m2`. Results are in the compute dtype. Scales come from the numbers at
+    hand, so there is no state.
 
-    As the value of a primitive, or as `matmul_dtype`, it leaves products in half
-    precision that would lose by it: small ones, the first one (of two arguments of the
-    function) and the last one (with no product behind it). As the value of a scope it
-    takes all products by weights inside. Products of two activations, such as those of
-    attention, and convolutions stay in half precision in any case. So do products of
-    arrays with explicit shardings.
+    As the value of `jax.lax.dot_general_p`, or as `matmul_dtype`, it takes the products
+    that `docs/fp8.md` lists: those by weights, which are arguments of the function. It
+    leaves small ones in half precision, what is computed from arguments alone, such as
+    a first layer, and the last product. As the value of a scope it takes small products
+    and the last one as well. Products of two activations, such as those of attention,
+    convolutions, and products of arrays with explicit shardings stay in half precision
+    in any case.
 
     Args:
-      scaling: `"tensor"`: each factor has one scale. `"row"`: each row has one, or each
-        column, whatever is summed over, which helps if a few of them have outliers. The
-        factors are then scaled anew for each gradient.
+      scaling: `"tensor"`: each factor has one scale. `"row"`: it has one for each index
+        of the axes that are not summed over: for each row of `x` and each column of `w`
+        in `x @ w`, which helps if a few of them are much larger than others. Gradients
+        sum over other axes, so the factors are then rounded anew for each.
       weight_gradients: `"fp8"`, or `"half"`: gradients of weights are products in half
         precision.
       any_shape: whether small products run in fp8, too.
-      emulate: `None`: a device without such products is refused where the function is
-        traced. `True`: the products run in float32 on the same 8-bit numbers, on any
-        device, only slower. `False`: nothing is refused, as to compile for another
-        device.
+      emulate: `None`: a default device without such products is refused where the
+        function is traced. `True`: the products run in float32 on the same 8-bit
+        numbers, on any device, only slower. `False`: nothing is refused, as to compile
+        for another device.
 
     Raises:
       ValueError: if `scaling` or `weight_gradients` is none of these words.
@@ -317,7 +321,7 @@ def with_matmul_dtype(
 ) -> PolicyEntries | None:
     """Returns a policy whose matrix products in the compute dtype run in fp8, if asked.
 
-    Keys for scopes stay, and a key of the user's own for `dot_general`.
+    Keys for scopes stay, and one for `dot_general` with another value.
 
     Raises:
       TypeError: if `matmul_dtype` is something else.
@@ -370,7 +374,7 @@ class Decision:
         return self.origin is not Origin.DEFAULT
 
     @property
-    def lowers_scope(self) -> bool:
+    def lowers_all_inside(self) -> bool:
         """Whether it asks for all inside of a scope in one dtype, not only products."""
         is_fp8 = isinstance(self.function, use_fp8)
         return self.origin is Origin.SCOPE and not is_fp8
@@ -410,10 +414,10 @@ class Policy:
         self.spans_scopes = any(set("/*?[") & set(key) for key in scopes)
         self.scope_keys = frozenset(scopes) - {"amp_stop", "amp_default"}
         self.names_scopes = bool(self.scope_keys)
+        self.fp8_recipes = {fn for fn in functions.values() if isinstance(fn, use_fp8)}
         # Whether the policy can change a program whose compute dtype is float32: a
         # function of the user's may cast to any dtype.
-        self.recipes = {fn for fn in functions.values() if isinstance(fn, use_fp8)}
-        known = (*BUILT_IN, use_precision(jnp.float32), *self.recipes)
+        known = (*BUILT_IN, use_precision(jnp.float32), *self.fp8_recipes)
         self.may_leave_float32 = any(fn not in known for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
@@ -467,21 +471,26 @@ def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
     ] + [
         f"  value {entries[key]!r} of key {key!r}"
         for key, function in functions.items()
-        if function is None
+        if function is None or (isinstance(function, use_fp8) and not _may_be_fp8(key))
     ]
     if wrong:
         raise TypeError(
             "amp_policy: wrong entries:\n" + "\n".join(wrong) + "\nexpected keys that "
             "are JAX primitives (jax.lax.exp_p) or scope strings ('*/LayerNorm_*'), "
             "and as values precision functions (flax_amp.use_original_precision) or "
-            "float dtypes (jnp.float32)."
+            "float dtypes (jnp.float32); flax_amp.use_fp8 for scopes and for "
+            "jax.lax.dot_general_p alone."
         )
     return functions
 
 
+def _may_be_fp8(key: Any) -> bool:
+    return isinstance(key, str) or getattr(key, "name", None) == "dot_general"
+
+
 def _as_function(value: Any) -> Any:
     """Returns the precision function that a value of a policy means, if any."""
-    if value is use_fp8:
+    if value is use_fp8 or (isinstance(value, str) and value == "fp8"):
         return use_fp8()
     if callable(value) and not isinstance(value, type):
         return value

@@ -153,7 +153,7 @@ class Chooser:
         if obstacle := self._obstacle_to_low(eqn):
             return Role.ORIGINAL, obstacle
         # A scope lowers all that is inside of it, inner and outer products too.
-        kind = None if decision.lowers_scope else product_kind(eqn)
+        kind = None if decision.lowers_all_inside else product_kind(eqn)
         if kind is ProductKind.MULTIPLICATION:
             return Role.ARITHMETIC, MULTIPLICATION
         if kind is ProductKind.SUM:
@@ -166,7 +166,9 @@ class Chooser:
         `use_precision` with a third dtype, such as float16 under bfloat16, amounts to
         none of them: it is called on the equation, as a user's own function is.
         """
-        if isinstance(function, use_fp8):  # of what it takes, `fp8_rule.py` decides
+        if isinstance(
+            function, use_fp8
+        ):  # `fp8_rule.py` decides which of these run in fp8
             return use_compute_precision
         if not isinstance(function, use_precision):
             return function if function in BUILT_IN else None

@@ -270,22 +270,17 @@ class Emitter:
         if step.mode is Mode.CALL:
             return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
         if step.mode is Mode.LOW:
-            return self._emit_low(eqn, step, arrays, values)
+            if isinstance(step.detail, Fp8Product):
+                dtype, wide = self.compute_dtype, self.wide_gradients
+                return [fp8_dot(eqn, *step.detail, dtype, arrays, wide)]
+            return self._emit_low(eqn, arrays, values)
         if step.mode is Mode.LOOKUP:
             dtype = None if self.wide_gradients else step.detail
             return [lookup_p.bind(*arrays, dtype=dtype, **eqn.params)]
         return _compat.bind(eqn, arrays, eqn.params)
 
-    def _emit_low(self, eqn: Eqn, step: Step, arrays: Arrays, values: Values) -> Arrays:
+    def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
         """Binds an equation in the compute dtype, its operands cast for it alone."""
-        if isinstance(step.detail, Fp8Product):
-            recipe, weight = step.detail
-            factors = [
-                x if i == weight else self.to_compute_dtype(x, value, "dot_general")
-                for i, (x, value) in enumerate(zip(arrays, values, strict=True))
-            ]
-            dtype = self.compute_dtype
-            return [fp8_dot(eqn, recipe, dtype, factors, self.wide_gradients)]
         params = with_result_dtype(eqn.params, self.compute_dtype)
         # A ragged product has a third operand, the sizes of its groups.
         is_product = kind_of(eqn) is Kind.PRODUCT and len(values) == 2

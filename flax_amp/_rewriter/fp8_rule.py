@@ -1,15 +1,16 @@
 """Which matrix products run in fp8: those by weights, where it pays.
 
-A product `y = dot x w` of `M x K` by `K x N` numbers has a forward and two backward
-products, which take half of their time in fp8. To find the largest magnitudes and to
-round takes passes over the factors and the cotangent, of about 4 bytes for each number
-of `x` and of `y`'s cotangent, and 9 for each of `w`, which is stored in float32. With
-300 operations in the time of one byte, as on an H100 or a TPU7x, it pays if
+A product `y = dot x w` of `M x K` by `K x N` numbers and its two backward products take
+half of their time in fp8. What they cost is traffic. Each number of `x` and of the
+cotangent of `y` is read twice in half precision, to find the largest and to be rounded,
+and its copies are written and read in two layouts: 8 bytes. Each number of `w` is read
+twice in float32 and written once, in both passes: 18 bytes. On an H100 or a TPU7x some
+300 operations take the time of a byte, so it pays if
 
-    3 M K N > 300 (4 M K + 4 M N + 9 K N),  or  400/N + 400/K + 900/M < 1
+    3 M K N > 300 (8 M K + 8 M N + 18 K N)
 
-Examples, with many rows: 4096 x 4096 pays (0.2), 768 x 3072 as well (0.65), 768 x 768
-does not (1.04).
+By XLA's estimates for a TPU7x, four layers of two products with 16384 rows take 0.72 of
+the time of bfloat16 with 2048 x 8192 weights, and 1.04 with 1024 x 4096.
 """
 
 import math
@@ -20,9 +21,14 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_amp._compat import Eqn
-from flax_amp._jaxpr.traits import is_matrix_product
-from flax_amp._rewriter.plan import Need, Reason, Values
+from flax_amp._rewriter.plan import Need, Paint, Reason, Values, has_paint
 from flax_amp.policy import Decision, Origin, use_fp8
+
+_OPERATIONS_PER_BYTE = 300
+_BYTES_OF_ACTIVATION, _BYTES_OF_WEIGHT = 8, 18
+
+# The start of the reason of a product that is in half precision though fp8 was asked.
+NOT_IN_FP8 = "not in fp8: "
 
 
 class Fp8Product(NamedTuple):
@@ -32,16 +38,10 @@ class Fp8Product(NamedTuple):
     weight: int
 
 
-NOT_IN_FP8 = "not in fp8: "  # a product for which fp8 was asked
-
-
 def product_in_fp8(
     eqn: Eqn, ins: Values, need: Need, decision: Decision
 ) -> Fp8Product | Reason:
     """Returns how a product runs in fp8, or why it stays in half precision.
-
-    A weight is an argument of the whole function, moved at most, such as a slice of the
-    parameters of all layers. The other factor must not be one.
 
     Args:
       eqn: the equation of a product.
@@ -54,51 +54,56 @@ def product_in_fp8(
     # Who names a layer means it, also if it is the last one, or small.
     if not obstacle and decision.origin is not Origin.SCOPE:
         if Need.LATER not in need:
-            obstacle = "no product behind it"
+            obstacle = "no product in half precision behind it"
         elif not recipe.any_shape:
-            obstacle = _size_that_loses(eqn, _weight(ins))
+            obstacle = _too_small(eqn, _weight(ins))
     if obstacle:
         return Reason(NOT_IN_FP8 + "{}", obstacle)
     return Fp8Product(recipe, _weight(ins))
 
 
 def _obstacle(eqn: Eqn, ins: Values) -> str:
-    """Says why a product cannot run in fp8, or is never meant to."""
-    if eqn.primitive.name != "dot_general" or not is_matrix_product(eqn):
-        return "no matrix product"
+    """Returns why a product cannot or should not run in fp8, or an empty string."""
+    if eqn.primitive.name != "dot_general":
+        return f"{eqn.primitive.name} has no form in fp8"
     if any(_has_explicit_sharding(v.aval) for v in eqn.invars):
         return "its sharding is explicit"
     if None in ins:
         return "a factor is not float32"
-    # Masks and one-hot matrices are no arguments either.
-    count = sum(value is not None and value.is_argument for value in ins)
-    if count == 2:
-        return "both factors are arguments"
-    return "" if count else "neither factor is an argument"
+    # Such as a first layer, or a one-hot matrix times a table.
+    if all(has_paint(value, Paint.LEAF) for value in ins):
+        return "computed from arguments and constants alone"
+    # A weight is an argument of the whole function, moved at most, such as a slice of
+    # the parameters of all layers.
+    if not any(value is not None and value.is_argument for value in ins):
+        return "neither factor is an argument"
+    return ""
 
 
 def _weight(ins: Values) -> int:
     """Returns which factor is the weight."""
-    left, _ = ins
-    return 0 if left is not None and left.is_argument else 1
+    lhs, _ = ins
+    return 0 if lhs is not None and lhs.is_argument else 1
 
 
-def _size_that_loses(eqn: Eqn, weight: int) -> str:
-    """Returns the rows, the terms of a sum and the columns of the weight, if small."""
-    contracted, batch = eqn.params["dimension_numbers"]
+def _too_small(eqn: Eqn, weight: int) -> str:
+    """Returns the size of a product that fp8 would not speed up, or an empty string."""
+    contracting, batch = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
-    terms = math.prod(shapes[0][axis] for axis in contracted[0])
-    taken = [{*c, *b} for c, b in zip(contracted, batch, strict=True)]
-    rows, columns = (
-        math.prod(n for axis, n in enumerate(shape) if axis not in axes)
-        for shape, axes in zip(shapes, taken, strict=True)
+    k = math.prod(shapes[0][axis] for axis in contracting[0])
+    used = [{*c, *b} for c, b in zip(contracting, batch, strict=True)]
+    m, n = (
+        math.prod(length for axis, length in enumerate(shape) if axis not in axes)
+        for shape, axes in zip(shapes, used, strict=True)
     )
     if weight == 0:
-        rows, columns = columns, rows
+        m, n = n, m
     # Under `jax.export`, a size may be a symbol, which may be small.
-    known = [max(n, 1) if isinstance(n, int) else 1 for n in (rows, terms, columns)]
-    costs = 900 / known[0] + 400 / known[1] + 400 / known[2]
-    return f"too small, {rows} x {terms} x {columns}" if costs >= 1 else ""
+    if not all(isinstance(size, int) for size in (m, k, n)):
+        return f"too small, {m} x {k} x {n}"
+    traffic = _BYTES_OF_ACTIVATION * (m * k + m * n) + _BYTES_OF_WEIGHT * k * n
+    pays = 3 * m * k * n > _OPERATIONS_PER_BYTE * traffic
+    return "" if pays else f"too small, {m} x {k} x {n}"
 
 
 def _has_explicit_sharding(aval: Any) -> bool:
@@ -112,7 +117,8 @@ def _has_explicit_sharding(aval: Any) -> bool:
 def check_device(recipes: Collection[use_fp8]) -> None:
     """Raises a ValueError if the default device has no products in fp8.
 
-    A recipe that says whether to emulate them is not asked about.
+    Where the arrays or a mesh lie is not known here. A recipe that says whether to
+    emulate the products is not asked about.
     """
     if all(recipe.emulate is not None for recipe in recipes):
         return
@@ -123,7 +129,8 @@ def check_device(recipes: Collection[use_fp8]) -> None:
     if not has_fp8(device):
         raise ValueError(
             f"fp8: the device {device.device_kind!r} has no matrix products in fp8, as "
-            "GPUs from NVIDIA of compute capability 8.9 and TPUs of generation 7 have. "
+            "GPUs of NVIDIA from compute capability 8.9 on and TPUs from generation 7 "
+            "on have. "
             "Expected precision='bf16-mixed' (or no matmul_dtype). To run the same "
             "numbers without the speed, pass "
             "matmul_dtype=flax_amp.use_fp8(emulate=True); to compile for another "

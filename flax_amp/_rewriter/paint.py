@@ -112,7 +112,7 @@ class Painter:
     ) -> None:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.rules = rules
-        self.has_fp8 = bool(policy.recipes)
+        self.has_fp8 = bool(policy.fp8_recipes)
         self._choose = Chooser(policy, self.compute_dtype, rules.keys(), emits_all)
         # By the jaxpr itself: jaxprs compare by identity, and the key keeps them alive.
         self._plans: dict[Any, Plan] = {}
@@ -245,7 +245,7 @@ class Painter:
         choice = flow.choices[eqn]
         role, reason = choice.role, choice.reason
         if role is Role.STRUCTURED:
-            if choice.decision.lowers_scope and _takes_no_data(ins):
+            if choice.decision.lowers_all_inside and _takes_no_data(ins):
                 return _full(eqn, FULL, Reason("makes its numbers itself"))
             rule = self.rules[eqn.primitive.name]
             return rule.paint(self, eqn, ins, needs, choice.inside(context))

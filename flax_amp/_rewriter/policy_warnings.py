@@ -6,7 +6,9 @@ wrong, there is no warning.
 """
 
 import difflib
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
 from flax_amp._jaxpr.traits import is_matrix_product
 from flax_amp._jaxpr.walk import Visit, walk
 from flax_amp._rewriter.casts import finfo
+from flax_amp._rewriter.fp8_rule import NOT_IN_FP8, Fp8Product
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.outline.equality import plans_in
-from flax_amp._rewriter.plan import Plan, ReasonKind
+from flax_amp._rewriter.plan import Plan, ReasonKind, Step
 from flax_amp._scope_paths import paths, split_method
 from flax_amp._tree import fill, is_array, is_inexact_array, pick
 from flax_amp.policy import (
@@ -89,7 +92,7 @@ def warn_of_precision(plan: Plan) -> None:
     # All of these mean `Precision.DEFAULT`, which asks for nothing.
     if default in (None, "default", "fastest", "bfloat16"):
         return
-    count = _count_precise(plan, set())
+    count = sum(step.reason.kind is ReasonKind.PRECISION for step in _steps(plan))
     if count:
         warnings.warn(
             f"amp: {count} products stay in float32, because they ask for precision "
@@ -99,6 +102,30 @@ def warn_of_precision(plan: Plan) -> None:
             "precision=... at the products that need it.",
             stacklevel=4,
         )
+
+
+def warn_of_fp8(policy: Policy, plan: Plan) -> None:
+    """Warns if fp8 is asked for, and no product runs in it."""
+    if not policy.fp8_recipes:
+        return
+    steps = _steps(plan)
+    if any(isinstance(step.detail, Fp8Product) for step in steps):
+        return
+    reasons = Counter(str(step.reason) for step in steps)
+    found = (
+        f"{reason.removeprefix(NOT_IN_FP8)} ({count})"
+        for reason, count in reasons.most_common()
+        if reason.startswith(NOT_IN_FP8)
+    )
+    why = "; ".join(itertools.islice(found, 3)) or "it has none that could"
+    warnings.warn(
+        f"amp: no matrix product of this program runs in fp8: {why}. Expected one by a "
+        "weight, an argument of the function, that is large enough (docs/fp8.md). "
+        "Leave out fp8, or take small products as well with "
+        "flax_amp.use_fp8(any_shape=True).",
+        PolicyWarning,
+        stacklevel=4,
+    )
 
 
 class HalfParameterCheck:
@@ -159,13 +186,17 @@ def _half_parameters(call: FunctionalCall) -> tuple[list[Array], list[Array]]:
     return parameters, half
 
 
-def _count_precise(plan: Plan, seen: set[int]) -> int:
-    if id(plan) in seen:
-        return 0
-    seen.add(id(plan))
-    inner = [p for step in plan.steps for p in plans_in(step.detail)]
-    own = sum(step.reason.kind is ReasonKind.PRECISION for step in plan.steps)
-    return own + sum(_count_precise(p, seen) for p in inner)
+def _steps(plan: Plan) -> list[Step]:
+    """Returns the steps of a plan and of all plans in it, each plan once."""
+    plans, found = {plan: None}, []
+    queue = [plan]
+    while queue:
+        for step in queue.pop().steps:
+            found.append(step)
+            inner = [p for p in plans_in(step.detail) if p not in plans]
+            plans |= dict.fromkeys(inner)
+            queue += inner
+    return found
 
 
 def _equations(jaxpr: Jaxpr, scopes: tuple[str, ...] = ()) -> list[Visit]:

@@ -31,7 +31,7 @@ from flax_amp._rewriter.custom_derivatives import (
     tangent_like,
 )
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.fp8_dot import saves_as_before
+from flax_amp._rewriter.fp8_dot import PolicyOfPlainProducts
 from flax_amp._rewriter.loops import LinearSolve, Scan, While
 from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import (
@@ -85,8 +85,8 @@ class _Checkpoint(SingleBodyRule):
         closed = rewrite_body(emitter, step.detail, operands)
         body, consts = _compat.hoist_consts(closed)
         params = eqn.params | {traits_of(eqn).body: body}
-        if emitter.painter.has_fp8:
-            params["policy"] = saves_as_before(params["policy"])
+        if emitter.painter.has_fp8 and params["policy"] is not None:
+            params["policy"] = PolicyOfPlainProducts(params["policy"])
         # The backward pass reads the operands from memory.
         operands = [
             rounded(x) if has_paint(value, Paint.LOW) else x

@@ -21,6 +21,7 @@ from flax_amp._rewriter.paint import Painter
 from flax_amp._rewriter.plan import ARGUMENT, LEAF, Need, Plan, Values, like
 from flax_amp._rewriter.policy_warnings import (
     HalfParameterCheck,
+    warn_of_fp8,
     warn_of_policy,
     warn_of_precision,
 )
@@ -201,7 +202,8 @@ def rewrite(
     @functools.wraps(fun)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         refuse_if_asked()
-        check_device(policy.recipes)
+        if compute_dtype != jnp.float32:
+            check_device(policy.fp8_recipes)
         add_sparse_rules()
         call = FunctionalCall(fun, args, kwargs, open_scopes=policy.names_scopes)
         check_parameters(call)
@@ -277,6 +279,7 @@ def plan_call(
     plan = dataclasses.replace(painter.plan(traced, ins, needs), exports=exports)
     if compute_dtype != jnp.float32:
         warn_of_precision(plan)
+        warn_of_fp8(policy, plan)
     outs = like([v.aval for v in jaxpr.outvars], LEAF)
     return PlannedCall(plan, painter, outs, rebuild)
 

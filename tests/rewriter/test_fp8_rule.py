@@ -28,9 +28,11 @@ from flax_amp import (
     make_train_step,
     optim,
     use_fp8,
+    use_precision,
 )
 from flax_amp._rewriter.fp8_dot import FORWARD, fp8_dot_p
 from flax_amp._rewriter.fp8_rule import has_fp8
+from flax_amp.policy import Policy
 from helpers import (
     MATMULS,
     assert_close,
@@ -38,6 +40,8 @@ from helpers import (
     dtypes_of,
     equations_of,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:amp. no matrix product of this")
 
 FP8 = use_fp8(emulate=True, any_shape=True)
 DOT = jax.lax.dot_general_p
@@ -116,8 +120,8 @@ class Row(NamedTuple):
 
 
 FIRST, LAST = (
-    "not in fp8: both factors are arguments",
-    "not in fp8: no product behind it",
+    "not in fp8: computed from arguments and constants alone",
+    "not in fp8: no product in half precision behind it",
 )
 PAIR = "not in fp8: neither factor is an argument"
 ROWS = {
@@ -160,11 +164,11 @@ def test_products(name):
 
 
 SIZES = {
-    (2048, 4096, 4096): True,
-    (2048, 768, 3072): False,  # few rows
-    (8192, 768, 3072): True,
-    (8192, 768, 768): False,
-    (8192, 384, 1536): False,
+    (16384, 4096, 4096): True,
+    (2048, 4096, 4096): False,  # few rows
+    (16384, 2048, 8192): True,
+    (16384, 8192, 2048): True,
+    (16384, 1024, 4096): False,
     (8, 4096, 4096): False,
 }
 
@@ -217,38 +221,35 @@ def test_a_word_is_a_key_of_the_policy():
 
 def test_the_class_means_the_recipe_without_options():
     for value in ("fp8", use_fp8, use_fp8()):
+        assert Policy({DOT: value}).fp8_recipes == {use_fp8()}
         found = explain(mlp, matmul_dtype=value, backward=False)(W, X)
         assert "not in fp8: too small, 8 x 16 x 16" in str(
             [row.reason for row in found.equations]
         )
 
 
+def with_last(w, x):
+    y = mlp(w, x)
+    with jax.named_scope("last"):
+        return jnp.sin(y) @ w[0]
+
+
 SCOPES = {
-    "a scope alone": (default_amp_policy | {"middle": FP8}, (1, 2)),
+    "a scope alone": (mlp, default_amp_policy | {"middle": FP8}, (1, 2)),
     "a small product that is named": (
+        mlp,
         default_amp_policy | {"middle": use_fp8(emulate=True)},
         (1, 2),
     ),
-    "the last one, which is named": (fp8_policy(**{"last": FP8}), (2, 1)),
-    "a scope left out": (fp8_policy(middle=jnp.bfloat16), (0, 3)),
-    "a scope in float32": (fp8_policy(middle=jnp.float32), (0, 3)),
-    "stopped": (fp8_policy(amp_stop=jnp.float32), (1, 2)),
+    "the last one, which is named": (with_last, fp8_policy(last=FP8), (3, 1)),
+    "a scope left out": (mlp, fp8_policy(middle=jnp.bfloat16), (0, 3)),
+    "a scope in float32": (mlp, fp8_policy(middle=jnp.float32), (0, 3)),
 }
 
 
 @pytest.mark.parametrize("name", SCOPES)
 def test_scopes(name):
-    policy, expected = SCOPES[name]
-
-    def named(w, x):
-        y = mlp(w, x)
-        with jax.named_scope("last"):
-            return jnp.sin(y) @ w[0]
-
-    fn = named if "last" in name else mlp
-    policy = {k: v for k, v in policy.items() if k != "last" or fn is named}
-    if fn is named:
-        expected = (3, 1)
+    fn, policy, expected = SCOPES[name]
     assert count(amp(fn, amp_policy=policy), W, X) == expected
 
 
@@ -326,6 +327,41 @@ def test_called_on_its_own_it_casts():
     assert x.dtype == jnp.bfloat16 and params == {"axis": 0}
 
 
+@pytest.mark.parametrize("key", [jax.lax.exp_p, jax.lax.conv_general_dilated_p])
+def test_fp8_is_for_matrix_products(key):
+    message = "flax_amp.use_fp8 for scopes and for jax.lax.dot_general_p alone"
+    with pytest.raises(TypeError, match=message):
+        amp(mlp, amp_policy=default_amp_policy | {key: use_fp8})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, "float8_e5m2"])
+def test_8_bit_floats_are_no_dtype_of_a_policy(dtype):
+    """They have to be scaled."""
+    with pytest.raises(
+        TypeError, match="which have to be scaled, use flax_amp.use_fp8"
+    ):
+        use_precision(dtype)
+    with pytest.raises(TypeError, match="wrong entries"):
+        amp(mlp, amp_policy=fp8_policy(dtype))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("emulate", [True, False])
+def test_a_program_without_products_in_fp8_warns(emulate):
+    recipe = use_fp8(emulate=emulate)
+    message = (
+        "amp: no matrix product of this program runs in fp8: computed from arguments "
+        "and constants alone (1); too small, 8 x 16 x 16 (1); no product in half "
+        "precision behind it (1). Expected one by a weight, an argument of the "
+        "function, that is large enough (docs/fp8.md)."
+    )
+    with pytest.warns(PolicyWarning, match=re.escape(message)):
+        jax.eval_shape(amp(mlp, matmul_dtype=recipe), W, X)
+    with pytest.warns(PolicyWarning, match="it has none that could"):
+        jax.eval_shape(amp(jnp.sin, matmul_dtype=recipe), X)
+    jax.eval_shape(jax.grad(lambda w: amp(mlp, matmul_dtype=FP8)(w, X).sum()), W)
+
+
 # --- devices -------------------------------------------------------------------------
 
 
@@ -354,8 +390,8 @@ def test_devices_with_fp8(device, expected):
 
 
 REFUSED = re.escape(
-    "fp8: the device 'cpu' has no matrix products in fp8, as GPUs from NVIDIA of "
-    "compute capability 8.9 and TPUs of generation 7 have. Expected "
+    "fp8: the device 'cpu' has no matrix products in fp8, as GPUs of NVIDIA from "
+    "compute capability 8.9 on and TPUs from generation 7 on have. Expected "
     "precision='bf16-mixed' (or no matmul_dtype). To run the same numbers without the "
     "speed, pass matmul_dtype=flax_amp.use_fp8(emulate=True)"
 )
@@ -365,6 +401,10 @@ def test_a_device_without_fp8_is_refused():
     with pytest.raises(ValueError, match=REFUSED):
         jax.eval_shape(amp(mlp, matmul_dtype="fp8"), W, X)
     amp(mlp, matmul_dtype=use_fp8(emulate=False))(W, X)  # who compiles for another one
+
+
+def test_no_device_is_asked_in_float32():
+    amp(mlp, compute_dtype=jnp.float32, matmul_dtype="fp8")(W, X)
 
 
 @pytest.mark.parametrize("device", ["cpu", "object"])
@@ -479,7 +519,7 @@ def test_layers_of_flax_in_fp8_stay_as_they_are():
         @nn.compact
         def __call__(self, x):
             x = nn.Dense(16, dot_general_cls=fp8_ops.Fp8DotGeneral)(x)
-            return nn.Dense(16)(jnp.tanh(nn.Dense(16)(x)))
+            return nn.Dense(16)(jnp.tanh(nn.Dense(16)(jnp.tanh(nn.Dense(16)(x)))))
 
     net = Net()
     variables = net.init(jax.random.key(0), X)
@@ -498,7 +538,8 @@ def test_explain_tells_fp8():
     assert str(row.after) == "f8_e4m3fn -> bf16"
     assert report.totals.low_share == 1.0
     wanted = (
-        "33% of them, not: both factors are arguments (1); no product behind it (1)"
+        "33% of them, not: computed from arguments and constants alone (1); no product "
+        "in half precision behind it (1)"
     )
     assert wanted in " ".join(str(report).split())
     assert "in fp8" not in str(explain(mlp)(W, X))
