@@ -193,7 +193,9 @@ def _quantized_factor(
     free = _free_axes(x.ndim, contracting, batch)
     # Each product of a batch, such as one for each expert, has exponents of its own.
     axes = contracting if recipe.scaling == "row" else (*contracting, *free)
-    e = scale_exponent(x, format_, axes)
+    # In order, so that both passes make the same copy: to XLA, a maximum over the axes
+    # (1, 0) is another one than that over (0, 1).
+    e = scale_exponent(x, format_, sorted(axes))
     in_order = jnp.transpose(e, [*batch, *free, *contracting])
     shape = in_order.shape[: x.ndim - len(contracting)]
     return quantize(x, e, format_), in_order.reshape(shape)

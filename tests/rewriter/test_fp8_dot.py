@@ -1,6 +1,7 @@
 """`fp8_dot`: products of 8-bit floats, their derivatives, every transform of them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -391,6 +392,15 @@ def test_taylor_series_are_of_half_precision():
 def test_eager_and_compiled_are_the_same():
     eager, compiled = fp8(loss)(W, X), jax.jit(fp8(loss))(W, X)
     assert_close(eager, compiled, jnp.bfloat16)
+
+
+def test_both_passes_make_the_same_copies():
+    """XLA merges what is equal to the order of its axes."""
+    run = amp(loss, matmul_dtype=use_fp8(emulate=False, any_shape=True))
+    text = jax.jit(jax.grad(run, (0, 1))).lower(W, X).compile().as_text()
+    maxima = [line for line in text.splitlines() if " reduce(" in line]
+    dimensions = [re.search(r"dimensions={(.*?)}", line)[1] for line in maxima]
+    assert "0,1" in dimensions and "1,0" not in dimensions
 
 
 @pytest.mark.parametrize("policy", ["checkpoint_dots", "everything_saveable"])

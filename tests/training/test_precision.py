@@ -123,7 +123,8 @@ def test_a_word_says_dtype_and_scaler(word, maker):
 
 
 def test_there_are_no_other_words():
-    assert get_args(Precision) == (*WORDS, *ALIASES)
+    # tests/rewriter/test_fp8_rule.py has those of fp8.
+    assert get_args(Precision) == (*WORDS, "fp8-mixed", *ALIASES, "fp8")
 
 
 @pytest.mark.parametrize("alias", ALIASES)
@@ -209,9 +210,10 @@ def test_other_words_are_errors(word):
         return lambda: make(linear_loss, jit=jit)(state, linear_batch())
 
     expected = (
-        f" is {word!r}; expected one of 'bf16-mixed', '16-mixed', '32-true': bfloat16, "
-        "float16 with a loss scaler, or float32; "
-        f"{', '.join(map(repr, ALIASES))} are short for them. Pass a dtype to the step"
+        f" is {word!r}; expected one of 'bf16-mixed', '16-mixed', '32-true', "
+        "'fp8-mixed': bfloat16, float16 with a loss scaler, float32, or bfloat16 with "
+        f"matrix products in fp8; {', '.join(map(repr, (*ALIASES, 'fp8')))} are short "
+        "for them. Pass a dtype to the step"
     )
     for name, call in [
         ("AmpTrainState.create: ", lambda: linen_state(precision=word)),

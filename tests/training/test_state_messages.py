@@ -351,7 +351,7 @@ def test_unknown_fields(make):
     for fields, error, message in [
         (dict(lr=0.1), TypeError, r"unknown fields \['lr'\]; expected .*'rngs'.*\]"),
         (dict(lr=0.1), TypeError, "replace_hyperparams"),
-        (dict(precision="fp8"), ValueError, "precision is 'fp8'; expected one"),
+        (dict(precision="fp9"), ValueError, "precision is 'fp9'; expected one"),
     ]:
         call = functools.partial(state.replace, **fields)
         raised(call, error, f"^{name}.replace: .*{message}")
