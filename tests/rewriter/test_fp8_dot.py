@@ -207,6 +207,52 @@ def test_gradients_are_products_of_cotangents_in_the_wider_format(name, i):
     assert relative_error(actual, expected) < 2.0**-7
 
 
+@products
+@pytest.mark.parametrize("i", [0, 1])
+def test_tangents_are_in_the_wider_format(name, i):
+    bind, *factors = bound(name)
+    t = normal(3, *factors[i].shape).astype(jnp.bfloat16)
+
+    def tangent(t):
+        primals = [(x,) for x in factors]
+        fn = (
+            (lambda a: bind(a, factors[1]))
+            if i == 0
+            else (lambda b: bind(factors[0], b))
+        )
+        return jax.jvp(fn, primals[i], (t,))[1]
+
+    found = equations_of(tangent, t, primitive=NAME)[-1].params["formats"]
+    assert found == ((BACKWARD, FORWARD) if i == 0 else (FORWARD, BACKWARD))
+    operands = [*factors]
+    operands[i] = t
+    expected = exact(bind.keywords["dimension_numbers"], *operands)
+    assert_close(tangent(t), expected, FORWARD, gradient=True)
+
+
+@products
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 1), (1, 0)], ids=str)
+def test_batching(name, mapped):
+    """A product of two mapped factors is that of each pair."""
+    bind, *factors = bound(name)
+    stacked = [
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+        for x, axis in zip(factors, mapped, strict=True)
+    ]
+    found = jax.vmap(bind, mapped)(*stacked)
+    each = [
+        bind(
+            *(
+                x if a is None else x.take(k, a)
+                for x, a in zip(stacked, mapped, strict=True)
+            )
+        )
+        for k in range(3)
+    ]
+    assert_close(found, jnp.stack(each), jnp.bfloat16)
+    assert equations_of(jax.vmap(bind, mapped), *stacked, primitive=NAME)
+
+
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("weight_gradients", ["fp8", "half"])
 def test_dtypes_of_gradients(weight_gradients, wide):
@@ -220,6 +266,11 @@ def test_dtypes_of_gradients(weight_gradients, wide):
     (eqn,) = of_weight
     assert (eqn.primitive.name == NAME) == (weight_gradients == "fp8")
     assert eqn.outvars[0].aval.dtype == (jnp.float32 if wide else jnp.bfloat16)
+    (of_activation,) = [eqn for eqn in dots if eqn is not of_weight[0]]
+    assert of_activation.outvars[0].aval.dtype == jnp.bfloat16
+    # Only what is a weight still has its layout constrained, and its gradients widened.
+    assert of_activation.params["weight"] == 1
+    assert eqn.params.get("weight") is None
     assert [g.dtype for g in pullback(y)] == [jnp.bfloat16, jnp.float32]
 
 
