@@ -346,6 +346,16 @@ def with_matmul_dtype(
     return {**entries, **changed}
 
 
+def without_fp8(entries: PolicyEntries | None) -> PolicyEntries | None:
+    """Returns a policy in which products in fp8 run in the compute dtype."""
+    if entries is None:
+        return None
+    return {
+        key: use_compute_precision if isinstance(function, use_fp8) else function
+        for key, function in _functions(entries).items()
+    }
+
+
 # --- looking a policy up -------------------------------------------------------------
 
 

@@ -80,7 +80,7 @@ class PolicyOfPlainProducts:
     def __call__(self, primitive: Primitive, *avals: Any, **params: Any) -> Any:
         if primitive is fp8_dot_p:
             avals = tuple(_plain_avals(*avals, **params))
-            primitive, params = lax.dot_general_p, _plain_params(**params)
+            primitive, params = lax.dot_general_p, plain_params(**params)
         return self.policy(primitive, *avals, **params)
 
 
@@ -290,7 +290,7 @@ def _batch(
     return fp8_dot_p.bind(*operands, dimension_numbers=new, **params), at
 
 
-def _plain_params(*, dimension_numbers: Any, dtype: DType, **_: Any) -> dict[str, Any]:
+def plain_params(*, dimension_numbers: Any, dtype: DType, **_: Any) -> dict[str, Any]:
     """Returns the parameters of the same product as a `dot_general`."""
     return dict(
         dimension_numbers=dimension_numbers,
@@ -306,13 +306,13 @@ def _plain_avals(*factors: Any, dtype: DType, **_: Any) -> list[Any]:
 
 def _abstract_eval(*factors: Any, **params: Any) -> Any:
     avals = _plain_avals(*factors, **params)
-    return lax.dot_general_p.abstract_eval(*avals, **_plain_params(**params))
+    return lax.dot_general_p.abstract_eval(*avals, **plain_params(**params))
 
 
 def _jet_rule(primals: Arrays, series: Arrays, **params: Any) -> Any:
     def plain_product(*factors: Array) -> Array:
         halves = [x.astype(params["dtype"]) for x in factors]
-        return lax.dot_general_p.bind(*halves, **_plain_params(**params))
+        return lax.dot_general_p.bind(*halves, **plain_params(**params))
 
     return jet.jet(plain_product, primals, series, factorial_scaled=False)
 

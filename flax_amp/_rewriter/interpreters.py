@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import jet
 from jax.extend.core.primitives import reduce_precision_p, remat_p
 
@@ -17,6 +18,7 @@ from flax_amp._compat import Array, Arrays, Jaxpr
 from flax_amp._jaxpr.evaluate import evaluate
 from flax_amp._rewriter.casts import rounded_function_p, saturate_p
 from flax_amp._rewriter.embedding_lookup import lookup_p
+from flax_amp._rewriter.fp8_dot import fp8_dot_p, plain_params
 from flax_amp._rewriter.recompute.stored import stored_p
 
 _ELEMENTWISE = saturate_p, rounded_function_p, stored_p, reduce_precision_p
@@ -69,8 +71,20 @@ def add_sparse_rules() -> None:
     def lookup(env: Any, *values: Any, dtype: Any, **params: Any) -> Any:
         return bcoo[jax.lax.gather_p](env, *values, **params)
 
+    def product(rules: Any, env: Any, *values: Any, **params: Any) -> Any:
+        # Products with sparse arrays stay float32, in fp8 as well as in half precision.
+        wide = [
+            env.dense(env.data(value).astype(params["dtype"]).astype(jnp.float32))
+            if value.is_dense()
+            else value
+            for value in values
+        ]
+        plain = plain_params(**params | {"dtype": jnp.dtype(jnp.float32)})
+        return rules[jax.lax.dot_general_p](env, *wide, **plain)
+
     for rules in (bcoo, bcsr):
         rules.setdefault(remat_p, checkpoint)
+        rules.setdefault(fp8_dot_p, functools.partial(product, rules))
         for primitive in _ELEMENTWISE:
             rules.setdefault(primitive, functools.partial(elementwise, primitive))
     bcoo.setdefault(lookup_p, lookup)  # JAX has no rule for a gather from a BCSR array

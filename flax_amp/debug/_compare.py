@@ -37,7 +37,13 @@ from flax_amp.debug._compare_model import (
 from flax_amp.debug._compare_programs import Programs
 from flax_amp.debug._compare_taps import Passed
 from flax_amp.debug._explain import explain
-from flax_amp.policy import MatmulDType, Policy, PolicyEntries, default_amp_policy
+from flax_amp.policy import (
+    MatmulDType,
+    Policy,
+    PolicyEntries,
+    default_amp_policy,
+    without_fp8,
+)
 
 # A module whose own error is this many times the spacing of numbers at 1 stands out.
 _STANDS_OUT = 8
@@ -253,6 +259,13 @@ class _Call:
         self, programs: Programs, row: Setting, modules: list[ModuleErrors], count: int
     ) -> Iterator[Setting]:
         """Tries another scale, unless gradients fit, and then float32 for modules."""
+        policy = self.options["amp_policy"]
+        if Policy(policy).fp8_recipes:
+            in_half = {**self.options, "amp_policy": without_fp8(policy)}
+            found, _ = self._run(programs, "without fp8", in_half)
+            yield found
+            if self._is_enough(found):
+                return
         call, scale = self, self._fitting_scale(modules)
         if scale != self.scale:
             other = dataclasses.replace(self, scale=scale)

@@ -39,7 +39,13 @@ from flax_amp.debug._nonfinite_model import (
     Verdict,
 )
 from flax_amp.debug._nonfinite_run import Cause, Runner, first_of
-from flax_amp.policy import MatmulDType, Policy, PolicyEntries, default_amp_policy
+from flax_amp.policy import (
+    MatmulDType,
+    Policy,
+    PolicyEntries,
+    default_amp_policy,
+    without_fp8,
+)
 
 _MAX_POLICIES = 4  # policies tried for modules with faults
 
@@ -323,6 +329,11 @@ class _Search:
 
     def _precision(self, fault: _Fault) -> NonfiniteReport:
         """Tries a policy for the module at fault, then also for the next ones."""
+        policy, dtype = self._options.amp_policy, self._options.compute_dtype
+        if Policy(policy).fp8_recipes:
+            in_half = self._trace(dtype, without_fp8(policy))
+            if self._run(in_half, self._options.scale) is None:
+                return self._make("precision", advice.without_fp8(dtype.name), fault)
         modules: list[str] = []
         left = fault
         for _ in range(_MAX_POLICIES):

@@ -40,6 +40,16 @@ def for_policy(keys: Iterable[str], *, own: bool) -> str:
     return _POLICY.format(policy=f"{base} | {{{entries}}}")
 
 
+def without_fp8(compute_dtype: str) -> str:
+    """Returns what to do where only products in fp8 are at fault."""
+    return (
+        f"In {compute_dtype} without products in fp8 it is finite. In fp8, numbers "
+        "below about 1/300,000 of the largest of their array become zeros. Keep the "
+        "layers before this one out of fp8, as in flax_amp.default_amp_policy | "
+        f'{{"*/layer": jnp.{compute_dtype}}}, or leave out fp8.'
+    )
+
+
 def without_policy(*, is_float16: bool) -> str:
     """Returns what to do where no policy was found that mends it."""
     wider = "train with precision='bf16-mixed', which has the range of float32, "
