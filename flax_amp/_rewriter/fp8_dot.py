@@ -170,7 +170,7 @@ def _product(
         dimension_numbers,
         # Hopper has faster products in fp8, which add up in fewer digits. They are good
         # enough for the forward pass.
-        precision="highest" if BACKWARD in formats else None,
+        precision="highest" if BACKWARD in formats and not recipe.emulate else None,
         preferred_element_type=dtype if rounds_first else jnp.float32,
     )
     e = _sum_of_exponents(exponents[0], exponents[1], len(batch[0]))
