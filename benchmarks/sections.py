@@ -270,8 +270,8 @@ SECTIONS = {
         "or for their products (1979, 989 or 494 TFLOP/s by the dtype), whichever is "
         "longer. `fp8` and `others` count the products of the traced step, loops "
         "counted: those that stay are of attention, of the last layer and of small "
-        "shapes. `compiled fp8` are those that the program computes in fp8; one that "
-        "XLA computes again counts again. `launches` are kernels without the scalar "
+        "shapes. `compiled fp8` are those in the program: XLA merges some that have a "
+        "factor in common, and repeats others. `launches` are kernels without the scalar "
         "additions and the like that a TPU runs beside them. In brackets: the ratio to "
         "amp_bf16.",
         columns=(
