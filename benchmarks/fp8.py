@@ -53,9 +53,10 @@ def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
 def compiled(text: str, on_gpu: bool) -> Figures:
     """Returns the figures of a program, from its text.
 
-    `fp8_dots` are products of two factors in fp8; `launches` the kernels without the
-    scalar instructions that a TPU runs beside them; `roofline_ms` is `None` for a TPU;
-    `exchanges` says how many collectives run, and how many of them only with scalars.
+    `fp8_dots` are products of two factors in fp8; `launches` the kernels without those
+    that are no fusion and make one number, of which a TPU has many; `roofline_ms` is
+    `None` for a TPU; `exchanges` says how many collectives run, and how many of them
+    exchange single numbers only.
     """
     module = parse(text)
     dots = [(dot, n) for dot, n in module.instructions(fused=True) if _is_dot(dot)]
@@ -70,7 +71,7 @@ def compiled(text: str, on_gpu: bool) -> Figures:
 
 
 def _is_scalar(instruction: Instruction) -> bool:
-    is_small = all(not shape.dims for shape in instruction.shapes)
+    is_small = all(math.prod(shape.dims) == 1 for shape in instruction.shapes)
     called = (*FUSIONS, "custom-call")
     return is_small and instruction.opcode not in called and not _kind(instruction)
 

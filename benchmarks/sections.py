@@ -271,9 +271,9 @@ SECTIONS = {
         "longer. `fp8` and `others` count the products of the traced step, loops "
         "counted: those that stay are of attention, of the last layer and of small "
         "shapes. `compiled fp8` are those in the program: XLA merges some that have a "
-        "factor in common, and repeats others. `launches` are kernels without the scalar "
-        "additions and the like that a TPU runs beside them. In brackets: the ratio to "
-        "amp_bf16.",
+        "factor in common, and repeats others. `launches` are kernels without those "
+        "that are no fusion and whose result is one number, which a TPU has many of. "
+        "In brackets: the ratio to amp_bf16.",
         columns=(
             _TPU[0],
             Column("roofline ms", "roofline_ms", 3, ratio=True),
