@@ -20,6 +20,7 @@ COMMANDS = {
     "gpu-aot": ("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
     "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips"),
     "state": ("commands.compiled", "run_state", "states in bfloat16, compiled"),
+    "fp8": ("commands.compiled", "run_fp8", "products in fp8, compiled"),
     "gpu": ("commands.gpu", "run", "measured on the GPU that is here"),
     "host": ("commands.host", "run", "tracing and lowering on the CPU"),
     "error": ("commands.error", "run", "error of the gradients, on the CPU"),
@@ -41,6 +42,11 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "gpu-aot": {"--target": dict(choices=[*compiled.GPUS], default="h200")},
     "state": {
         "--target": dict(choices=[*compiled.TPUS, compiled.CHIPS], default="v5e")
+    },
+    "fp8": {
+        "--target": dict(
+            choices=[*compiled.TPUS, "h200", compiled.CHIPS], default="tpu7x"
+        )
     },
     "gpu": {
         "--platform": dict(default="cuda", help="cpu tries the command out"),

@@ -20,6 +20,7 @@ raw figures. A training step is `value_and_grad` and adamw, parameters in float3
 - `amp_bf16`: `flax_amp.amp` around the loss of the float32 model. `amp_step_bf16`:
   `flax_amp.make_train_step`, which also skips what is not finite.
 - `amp_small_moments`, `amp_small_state`: the same with a state in bfloat16.
+- `amp_fp8`, `amp_fp8_all`, `flax_fp8`: with matrix products in fp8.
 - `jmp_bf16`, `mpx_bf16`, `jaxamp_bf16`: packages of others.
 - `hand_fp16`: layers with `dtype=float16` and Flax's `DynamicScale`. `amp_fp16`:
   `make_train_step` with its loss scaler.
@@ -98,7 +99,8 @@ def _section(results: Results) -> list[str]:
         _runs(results),
         markdown_table(section.header(), section.rows(models)),
         "\n".join(without),
-        *(_collectives(results) if results.command == "mesh" else []),
+        *(_collectives(results) if results.command in ("mesh", "fp8") else []),
+        *_exchanges(results),
     ]
 
 
@@ -122,6 +124,8 @@ def _collectives(results: Results) -> list[str]:
         if "error" not in figures
     ]
     kinds = sorted({kind for *_, moved in cells for kind in moved})
+    if not kinds:
+        return []
     rows = []
     for model, label, moved in cells:
         found = (moved.get(kind) for kind in kinds)
@@ -136,3 +140,22 @@ def _collectives(results: Results) -> list[str]:
         "brackets those in the text of the program, loop bodies once.",
         markdown_table(header, rows),
     ]
+
+
+def _exchanges(results: Results) -> list[str]:
+    """Returns the table of how many collectives run, where they were counted."""
+    rows = [
+        [model, label, *(str(value) for value in counts.values())]
+        for model, cells in results.models()
+        for label, figures in cells.items()
+        for counts in figures.get("exchanges", ())
+    ]
+    if not rows:
+        return []
+    titles = ["runs", "of scalars", "in text", "of scalars"]
+    header = ["model", "variant", "kind", *titles]
+    text = (
+        "How many collectives a step runs, and how many of them exchange nothing but "
+        "scalars; the same in the text of the program, loop bodies once."
+    )
+    return [text, markdown_table(header, rows, words=3)]

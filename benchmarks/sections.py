@@ -260,6 +260,33 @@ SECTIONS = {
         columns=(_STATE, *_TPU[:-1]),
         baselines=lambda label: ("amp_step_bf16",),
     ),
+    "fp8": Section(
+        title="Products in fp8",
+        note="`flax_amp.amp` with products in bfloat16 (`amp_bf16`), with those by "
+        "weights in fp8 where it pays (`amp_fp8`) and also where it does not "
+        "(`amp_fp8_all`), and the hand-set model in whose Dense layers, the last one "
+        "too, Flax's `Fp8DotGeneral` computes (`flax_fp8`). `roofline` stands for the "
+        "time on an H200: the sum over kernels of the time for their bytes (4.8 TB/s) "
+        "or for their products (1979, 989 or 494 TFLOP/s by the dtype), whichever is "
+        "longer. `fp8` and `others` count the products of the traced step, loops "
+        "counted: those that stay are of attention, of the last layer and of small "
+        "shapes. `compiled fp8` are those in the program: XLA merges some that have a "
+        "factor in common, and repeats others. `launches` are kernels without those "
+        "that are no fusion and whose result is one number, which a TPU has many of. "
+        "In brackets: the ratio to amp_bf16.",
+        columns=(
+            _TPU[0],
+            Column("roofline ms", "roofline_ms", 3, ratio=True),
+            _GB,
+            _TEMP,
+            _PEAK,
+            Column("launches", "launches", ratio=True),
+            Column("fp8", "fp8_products"),
+            Column("others", "other_products"),
+            Column("compiled fp8", "fp8_dots"),
+        ),
+        baselines=lambda label: ("amp_bf16",),
+    ),
 }
 
 

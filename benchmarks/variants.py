@@ -4,13 +4,16 @@ The optimizer, the skipping of steps that are not finite, and the form of the st
 the same for all of them; they differ in how they get their gradients.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DotGeneral
 from flax.training.dynamic_scale import DynamicScale
 from jax.typing import DTypeLike
 
@@ -165,6 +168,39 @@ def _scaled(
     return _training(task, gradients, scaler)._replace(gradients=compared)
 
 
+def _flax_fp8(model: str, size: str) -> Training:
+    """A hand-set model whose Dense layers in bfloat16 have the products of Flax in fp8.
+
+    Their statistics become what their gradients are, as in Flax's `TrainState`. The
+    router of experts is in float32 and stays so.
+    """
+    task = problem(model, size, _BF16)
+
+    def set_products(call, args, kwargs, context):
+        layer = context.module
+        if isinstance(layer, nn.Dense | nn.DenseGeneral) and layer.dtype == _BF16:
+            # A module refuses to be changed.
+            object.__setattr__(layer, "dot_general_cls", Fp8DotGeneral)
+        return call(*args, **kwargs)
+
+    def in_fp8(function):
+        def changed(*args):
+            with nn.intercept_methods(set_products):
+                return function(*args)
+
+        return changed
+
+    task = dataclasses.replace(task, init=in_fp8(task.init), loss=in_fp8(task.loss))
+    grad = jax.value_and_grad(task.loss, argnums=(0, 1), has_aux=True)
+
+    def gradients(params, others, _, batch):
+        (value, new), (grads, of_others) = grad(params, others, batch)
+        name = OVERWRITE_WITH_GRADIENT
+        return Result(value, {**new, name: of_others[name]}, grads)
+
+    return _training(task, gradients)
+
+
 def _mpx(model: str, size: str) -> Training:
     task = problem(model, size)
     grad = peers.mpx_gradients(task.loss, jnp.bfloat16)
@@ -228,11 +264,26 @@ def _amp_step(
 _BF16, _F16 = jnp.bfloat16, jnp.float16
 _partial = functools.partial
 
+
+# The device that a step is compiled for is not asked whether it has such products.
+_in_fp8 = _partial(flax_amp.use_fp8, emulate=False)
+
+
 _BUILDERS: dict[str, Callable[..., Training]] = {
     "float32": _of_loss,
     "hand_bf16": _partial(_of_loss, dtype=_BF16),
     "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
     "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
+    "amp_fp8": _partial(
+        _of_loss, wrap=flax_amp.amp, compute_dtype=_BF16, matmul_dtype=_in_fp8()
+    ),
+    "amp_fp8_all": _partial(
+        _of_loss,
+        wrap=flax_amp.amp,
+        compute_dtype=_BF16,
+        matmul_dtype=_in_fp8(any_shape=True),
+    ),
+    "flax_fp8": _flax_fp8,
     "amp_step_bf16": _partial(_amp_step, dtype=_BF16, scaling=False),
     "amp_small_moments": _partial(
         _amp_step, dtype=_BF16, scaling=False, tx=optim.small_state(OPTIMIZER)

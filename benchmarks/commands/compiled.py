@@ -1,4 +1,4 @@
-"""`tpu`, `gpu-aot`, `mesh`, `state`: the step as XLA compiles it for devices not here.
+"""`tpu`, `gpu-aot`, `mesh`, `state`, `fp8`: the step, compiled for devices not here.
 
 XLA compiles ahead of time for a described device: for a TPU through libtpu, for a GPU
 through the plugin `jax-cuda12-plugin[with-cuda]`, which carries descriptions of GPUs.
@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from benchmarks import hlo, request
+from benchmarks import fp8, hlo, request
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 from benchmarks.variants import Training
@@ -32,6 +32,10 @@ _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".spli
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # By the name of the target: how the plugin names it
 GPUS = {"h200": "NVIDIA H200 141GB HBM3e", "b200": "NVIDIA B200"}
+_FP8_MODELS = (
+    "llama_4k mlp_4k llama llama_noremat gpt_scan gpt_scan_noremat gpt_unroll "
+    "moe dit vit_s16"
+).split()
 _V5E_GHZ = 1.5  # the clocks of the other TPUs are not known here
 # They keep libtpu from looking for a TPU.
 _NO_TPU = {
@@ -53,9 +57,8 @@ def run_tpu(asked: Request, target: str = "v5e") -> None:
 
 def run_gpu(asked: Request, target: str = "h200") -> None:
     """Compiles every cell for a GPU."""
-    options = dict(target_config=_description(GPUS[target]), topology="1x1x1")
     cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
-    _run(asked, "gpu-aot", target, cells, _for_one(_devices("gpu", "cuda", **options)))
+    _run(asked, "gpu-aot", target, cells, _for_one(_gpu(target)))
 
 
 def run_mesh(asked: Request) -> None:
@@ -70,6 +73,23 @@ def run_state(asked: Request, target: str = "v5e") -> None:
     build = _for_one(_tpu_devices(TPUS[target])) if one else _for_chips()
     models = ("gpt_scan",) if one else ("gpt_fsdp", "llama_1b")
     _run(asked, "state", target, asked.cells(models, request.STATES), build)
+
+
+def run_fp8(asked: Request, target: str = "tpu7x") -> None:
+    """Compiles products in fp8 beside those in bfloat16."""
+    if target == CHIPS:
+        models, build = ["gpt_fsdp", "llama_1b"], _for_chips()
+    else:
+        is_gpu = target in GPUS
+        devices = _gpu(target) if is_gpu else _tpu_devices(TPUS[target])
+        models, build = _FP8_MODELS, _for_one(devices)
+    cells = asked.cells(models, ("amp_bf16", *request.FP8))
+
+    def figures(training: Training, compiled: jax.stages.Compiled) -> Figures:
+        made = fp8.products(training.step, *training.shapes())
+        return made | fp8.compiled(compiled.as_text() or "", target in GPUS)
+
+    _run(asked, "fp8", target, cells, build, figures)
 
 
 def _for_chips() -> Compile:
@@ -123,6 +143,11 @@ def _for_one(devices: Sequence[jax.Device]) -> Compile:
     return lambda training: compile_for(training.step, training.shapes(), one)
 
 
+def _gpu(target: str) -> list[jax.Device]:
+    options = dict(target_config=_description(GPUS[target]), topology="1x1x1")
+    return _devices("gpu", "cuda", **options)
+
+
 def _tpu_devices(topology: str) -> list[jax.Device]:
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
@@ -148,9 +173,18 @@ def _devices(name: str, platform: str, **options: Any) -> list[jax.Device]:
     return list(topologies.get_topology_desc(name, platform, **options).devices)
 
 
-def _run(asked: Request, command: str, target: str, cells: Any, build: Compile) -> None:
+def _run(
+    asked: Request,
+    command: str,
+    target: str,
+    cells: Any,
+    build: Compile,
+    more: Callable[..., Figures] = lambda *_: {},
+) -> None:
     def figures(variant: str, model: str) -> Figures:
-        found = hlo.measure(build(asked.training(variant, model)))
+        training = asked.training(variant, model)
+        compiled = build(training)
+        found = hlo.measure(compiled) | more(training, compiled)
         if target.startswith("v5e"):
             found["estimated_ms"] = found.pop("estimated_mcycles") / _V5E_GHZ
         return found

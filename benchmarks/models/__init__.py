@@ -9,7 +9,7 @@ NAMES = tuple(
     vit_small vit_s16 gpt_scan gpt_unroll gpt_scan_noremat gpt_24 gpt_fsdp
     resnet50 mlp lstm nnx_vit llama llama_noremat moe bert t5 griffin
     llama_1b griffin_loop dlrm convnext efficientnet unet gat dit swin clip mamba
-    mamba_loop mixer wavenet linear_attention nnx_gpt nnx_resnet50
+    mamba_loop mixer wavenet linear_attention nnx_gpt nnx_resnet50 llama_4k mlp_4k
     """.split()
 )
 SIZES = ("full", "tiny")
@@ -19,7 +19,7 @@ _SEVERAL = {
     "gpt": "gpt_scan gpt_unroll gpt_scan_noremat gpt_24 gpt_fsdp nnx_gpt",
     "resnet": "resnet50 nnx_resnet50",
     "small": "mlp lstm",
-    "llama": "llama_noremat llama_1b",
+    "llama": "llama_noremat llama_1b llama_4k mlp_4k",
     "griffin": "griffin_loop",
     "mamba": "mamba_loop",
 }

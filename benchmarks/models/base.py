@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
 PyTree = Any
@@ -86,7 +87,7 @@ def scan(layer: Any, length: int) -> Any:
     """Scans a Linen layer, whose second argument is the same for all turns."""
     return nn.scan(
         layer,
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, OVERWRITE_WITH_GRADIENT: 0},
         split_rngs={"params": True},
         in_axes=nn.broadcast,
         length=length,

@@ -1,7 +1,9 @@
 """A Llama in Linen, scanned over its layers, as public ones are written.
 
 `llama` computes its layers again in the backward pass, `llama_noremat` stores them.
-`llama_1b` has the sizes of Llama 3.2 1B, for 256 chips: a sequence for each.
+`llama_1b` has the sizes of Llama 3.2 1B, for 256 chips: a sequence for each. `llama_4k`
+has layers as wide as those of Llama 3 8B, `mlp_4k` their gated MLPs alone, unrolled:
+nothing but wide products.
 """
 
 import functools
@@ -19,7 +21,6 @@ SIZES = base.sizes(
     tiny=(48, 128, 4, 2, 128, 32, 12, 4, True),
 )
 
-
 LARGE = base.config(
     width=2048,
     hidden=8192,
@@ -31,6 +32,7 @@ LARGE = base.config(
     batch=256,
     remat=True,
 )
+WIDE = LARGE._replace(width=4096, hidden=14336, vocab=32000, layers=4, batch=8)
 
 
 class RMSNorm(nn.Module):
@@ -89,16 +91,38 @@ class Layer(base.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, None]:
-        config, dtype = self.config, self.dtype
-
-        def dense(width, name):
-            return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
-
         x = over_chips(x)
-        x = x + Attention(config, dtype)(RMSNorm(dtype)(x), positions)
-        y = RMSNorm(dtype)(x)
-        y = nn.silu(dense(config.hidden, "gate")(y)) * dense(config.hidden, "up")(y)
-        return x + dense(config.width, "down")(y), None
+        attention = Attention(self.config, self.dtype)
+        x = x + attention(RMSNorm(self.dtype)(x), positions)
+        return x + gated(self.config, self.dtype, RMSNorm(self.dtype)(x)), None
+
+
+def gated(config: base.Config, dtype: base.DType, x: jax.Array) -> jax.Array:
+    """The gated MLP of the module in which it is called."""
+
+    def dense(width, name):
+        return nn.Dense(width, use_bias=False, dtype=dtype, name=name)
+
+    y = nn.silu(dense(config.hidden, "gate")(x)) * dense(config.hidden, "up")(x)
+    return dense(config.width, "down")(y)
+
+
+class MLP(base.Module):
+    """A norm and the gated MLP of a layer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + gated(self.config, self.dtype, RMSNorm(self.dtype)(x))
+
+
+class MLPs(base.Module):
+    """The layers of a Llama without attention, unrolled, and no embedding."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.config.layers):
+            x = MLP(self.config, self.dtype)(x)
+        return x
 
 
 class Llama(base.Module):
@@ -114,8 +138,18 @@ class Llama(base.Module):
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
 
 
+def vectors(config: base.Config, key: jax.Array) -> base.Batch:
+    shape = (config.batch, config.length, config.width)
+    inputs, labels = jax.random.normal(key, (2, *shape))
+    return {"inputs": inputs, "labels": labels}
+
+
 def problem(name, size, dtype):
-    is_large = name == "llama_1b" and size == "full"
-    config = LARGE if is_large else SIZES[size]
+    others = {"llama_1b": LARGE, "llama_4k": WIDE, "mlp_4k": WIDE}
+    is_other = name in others and size == "full"
+    config = others[name] if is_other else SIZES[size]
+    if name == "mlp_4k":
+        data = functools.partial(vectors, config)
+        return base.linen(MLPs(config, dtype), data, base.squared_error)
     config = config._replace(remat=name != "llama_noremat")
     return base.linen(Llama(config, dtype), functools.partial(base.texts, config))

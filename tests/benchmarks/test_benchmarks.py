@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import models, plots, report, request, softmax, variants
+from benchmarks import fp8, models, plots, report, request, softmax, variants
 from benchmarks.commands import call, casts, compiled, error, gpu, host, optim, save
 from benchmarks.environment import command_line
 from benchmarks.models import efficientnet, gpt, resnet, vit
@@ -66,6 +66,7 @@ def signature(tree):
 SLOW = [pytest.param(m, marks=pytest.mark.slow) for m in models.NAMES if m != "mlp"]
 
 
+@pytest.mark.filterwarnings("ignore:amp. no matrix product")  # too small for fp8
 @pytest.mark.parametrize("model", ["mlp", *SLOW])
 def test_steps_keep_their_carries(model, shallow):
     """All variants of one model, and of each model those with most in the carry."""
@@ -102,7 +103,7 @@ def dtypes(training, function, primitive):
 # They have the layers of another one, in another loop or in another size.
 SAME_LAYERS = (
     "gpt_unroll gpt_scan_noremat gpt_24 gpt_fsdp llama_noremat llama_1b griffin_loop "
-    "mamba_loop vit_s16"
+    "mamba_loop vit_s16 llama_4k mlp_4k"
 ).split()
 
 
@@ -132,6 +133,29 @@ class TestHandSet:
         forward = softmax.in_float32(hand.problem.loss)
         left = "bfloat16" in dtypes(hand, forward, ("exp",))
         assert left == (model == "gat")  # it is written out there
+
+
+@pytest.mark.parametrize("model", ["gpt_scan", "moe"])
+def test_products_in_fp8(model, shallow):
+    """A layer of attention and a dense MLP has six such products; experts are no Dense.
+
+    Each of them has two more in the backward pass. The scanned layer computes those
+    again whose results the backward pass needs, five, and `amp` three of those of a
+    layer with experts. The last layer of `moe` is Dense.
+    """
+    found = {}
+    for name in ("amp_bf16", "amp_fp8_all", "flax_fp8"):
+        training = variants.training(name, model, "tiny")
+        carry, batch = training.shapes()
+        new, _ = jax.eval_shape(training.step, carry, batch)
+        assert signature(new) == signature(carry), name
+        counts = fp8.products(training.step, carry, batch)
+        found[name] = counts["fp8_products"]
+    assert found == {
+        "amp_bf16": 0,
+        "amp_fp8_all": 6 * 3 + 5 if model == "gpt_scan" else 6 * 3 + 3,
+        "flax_fp8": 6 * 3 + 5 if model == "gpt_scan" else 5 * 3,
+    }
 
 
 def test_a_mixture_of_experts_sows_a_term_of_its_loss(shallow):
@@ -281,6 +305,9 @@ RUN = {
 }
 
 
+PRODUCTS = ("amp_bf16", "amp_fp8", "flax_fp8")
+
+
 def compiled_cell(ms, gb, mb):
     moved = {"kind": "all-gather", "dtype": "bf16", "bytes": 8e6, "text_bytes": 1e6}
     found = {"run": 0, "estimated_ms": ms, "gb_accessed": gb, "temp_mb": mb}
@@ -310,12 +337,19 @@ def figures(tmp_path):
     cycles = {"estimated_ms": None, "estimated_mcycles": 6.0, "unknown_cycles": 2}
     other_clock = {name: cells[name] | cycles for name in ("hand_bf16", "amp_bf16")}
     other_clock["amp_bf16"] |= {"estimated_mcycles": 3.0, "unknown_cycles": 0}
+    exchange = dict(
+        kind="all-reduce", runs=9, scalar_runs=7, in_text=5, scalar_in_text=3
+    )
+    in_fp8 = {"roofline_ms": 2.0, "exchanges": [exchange], "fp8_products": 12}
+    fp8_cells = {name: compiled_cell(None, 4, 100) | in_fp8 for name in PRODUCTS}
+    fp8_cells["amp_fp8"] |= {"roofline_ms": 1.5}
     for command, target, model, of_model in (
         ("tpu", "v5e", "mlp", cells),
         ("tpu", "tpu7x", "mlp", other_clock),
         ("gpu-aot", "h200", "mlp", cells),
         ("mesh", "v5e:16x16", "mlp", cells),
         ("state", "v5e", "mlp", cells),
+        ("fp8", "h200", "mlp", fp8_cells),
         ("gpu", "NVIDIA H200", "mlp", times),
         ("host", "cpu", "gpt_24", {"float32": trace, "amp_bf16": trace}),
         ("error", "cpu", "mlp", errors),
@@ -339,6 +373,8 @@ def test_tables(figures, capsys, monkeypatch):
     assert "| mlp | amp_fp16 | 1.000 (0.50) | 1.000 to 3.000 | 1 (1.00) |" in text
     assert "| mlp | amp_fp16[a=1] | 1.000 | 1.000 to 1.000 | 1 |" in text  # other run
     assert "| mlp | amp_bf16 | 8.0 (1.0) |" in text  # collectives
+    assert "| mlp | amp_fp8 |  | 1.500 (0.75) | 4.00 (1.00) |" in text
+    assert "| mlp | amp_fp8 | all-reduce | 9 | 7 | 5 | 3 |" in text
     assert "| mlp | amp_bf16 | 2.500 ± 1.500 | 0.750 ± 0.250 | 2 |" in text
     assert "`python -m benchmarks tpu`, 2026-01-01T00:00:00+00:00" in text
     for section in SECTIONS.values():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import hlo
+from benchmarks import fp8, hlo
 from benchmarks.commands.compiled import compile_for
 from benchmarks.hlo_text import parse, parse_shapes
 
@@ -148,6 +148,49 @@ def test_figures_of_a_gpu():
             dict(kind="all-reduce", dtype="bf16", bytes=3 * 512, text_bytes=512),
         ],
     }
+
+
+def test_products_in_fp8_of_a_gpu():
+    """A product of 64 x 32 x 64 in each of three turns; a gather of scalars."""
+    text = GPU.replace("bf16[64,32]", "f8e4m3fn[64,32]")
+    text = text.replace("bf16[32,64]", "f8e5m2[32,64]").replace("f32[256]", "f32[]")
+    moved = 64 * 32 * 2 + 64 * 64 * 2 + 1024, 4 + 256 * 2, 2 * 256 * 2, 4 + 512 * 4
+    found = fp8.compiled(text, on_gpu=True)
+    assert found.pop("roofline_ms") == pytest.approx(3e3 * sum(moved) / 4.8e12)
+    gather = dict(kind="all-gather", runs=3, scalar_runs=3, in_text=1, scalar_in_text=1)
+    reduce = dict(kind="all-reduce", runs=3, scalar_runs=0, in_text=1, scalar_in_text=0)
+    assert found == {"fp8_dots": 3, "launches": 3 * 4, "exchanges": [gather, reduce]}
+    wider = text.replace("f8e5m2[32,64]", "bf16[32,64]")
+    assert fp8.compiled(wider, on_gpu=True)["fp8_dots"] == 0
+    # So large that its operations take longer than its bytes
+    large = text.replace("64,32]", "65536,32768]").replace("32,64]", "32768,65536]")
+    large = large.replace("bf16[64,64]", "bf16[65536,65536]")
+    product = 2 * 65536 * 32768 * 65536 / 1979e12
+    rest = sum(moved[1:]) / 4.8e12
+    found = fp8.compiled(large, on_gpu=True)["roofline_ms"]
+    assert found == pytest.approx(3e3 * (product + rest))
+
+
+def test_scalar_instructions_of_a_tpu_are_no_launches():
+    """The addition to the counter of the loop is one."""
+    found = fp8.compiled(TPU, on_gpu=False)
+    assert found["launches"] == 1 + 5 * 2 + 1
+    assert found["fp8_dots"] == 0 and found["roofline_ms"] is None
+
+
+def test_products_of_a_step_are_counted():
+    """Those of loops as often as they turn, those of nested functions once."""
+
+    def step(x, ws):
+        def layer(x, w):
+            return jax.jit(lambda x: x @ w)(x), None
+
+        x, _ = jax.lax.scan(layer, x, ws)
+        narrow = x.astype(jnp.float8_e4m3fn)
+        return x @ narrow.astype(jnp.float32), narrow @ narrow
+
+    found = fp8.products(step, ones(8, 8), ones(5, 8, 8))
+    assert found == {"fp8_products": 1, "other_products": 6}
 
 
 def test_what_cannot_be_counted_is_an_error():

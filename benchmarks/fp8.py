@@ -1,0 +1,140 @@
+"""What runs in fp8: in the jaxpr of a step, and in the program that XLA makes of it.
+
+A GPU that is not here has no estimate of a time. Its roofline stands for it: the sum
+over kernels of the time for their bytes or for their products, whichever is longer.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from benchmarks import hlo
+from benchmarks.hlo_text import FUSIONS, Instruction, Module, Shape, parse
+
+Figures = dict[str, Any]
+
+# Of an H200, per second: bytes, and operations of dense products by the narrowest
+# dtype of their factors, as its data sheet tells them
+_BYTES = 4.8e12
+_OPERATIONS = {8: 1979e12, 16: 989e12, 32: 494e12}
+
+
+def products(step: Any, *shapes: Any) -> Figures:
+    """Returns how many products a step has: in fp8, and others that have no fp8 factor.
+
+    Those in a loop count as often as it turns, those of a kernel of Pallas not at all.
+    """
+    closed = jax.make_jaxpr(step)(*shapes)
+    found: Counter[str] = Counter()
+    for eqn, times in _equations(closed.jaxpr, 1):
+        if eqn.primitive.name == "flax_amp_fp8_dot":
+            found["fp8"] += times
+        elif eqn.primitive.name == "dot_general":
+            dtypes = [str(v.aval.dtype) for v in eqn.invars]
+            in_fp8 = all("float8" in dtype for dtype in dtypes)
+            found["fp8" if in_fp8 else "other"] += times
+    return {"fp8_products": found["fp8"], "other_products": found["other"]}
+
+
+def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in jax.tree.leaves([*eqn.params.values()]):
+            body = getattr(value, "jaxpr", value)
+            if hasattr(body, "eqns"):
+                yield from _equations(body, times * turns)
+
+
+def compiled(text: str, on_gpu: bool) -> Figures:
+    """Returns the figures of a program, from its text.
+
+    `fp8_dots` are products of two factors in fp8; `launches` the kernels without those
+    that are no fusion and make one number, of which a TPU has many; `roofline_ms` is
+    `None` for a TPU; `exchanges` says how many collectives run, and how many of them
+    exchange single numbers only.
+    """
+    module = parse(text)
+    dots = [(dot, n) for dot, n in module.instructions(fused=True) if _is_dot(dot)]
+    launched = [(i, n) for i, n in module.instructions() if not hlo._is_free(i)]
+    roofline = sum(n * _seconds(instruction) for instruction, n in launched)
+    return {
+        "fp8_dots": sum(n for dot, n in dots if _bits(dot) == 8),
+        "launches": sum(n for i, n in launched if not _is_scalar(i)),
+        "roofline_ms": 1e3 * roofline if on_gpu else None,
+        "exchanges": _exchanges(module),
+    }
+
+
+def _is_scalar(instruction: Instruction) -> bool:
+    is_small = all(math.prod(shape.dims) == 1 for shape in instruction.shapes)
+    called = (*FUSIONS, "custom-call")
+    return is_small and instruction.opcode not in called and not _kind(instruction)
+
+
+def _kind(instruction: Instruction) -> str:
+    """Returns what collective an instruction is, or an empty string."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in hlo._COLLECTIVES else ""
+
+
+def _exchanges(module: Module) -> list[Figures]:
+    """Returns how many collectives run, by kind: `in_text` counts loop bodies once."""
+    found: dict[str, Figures] = {}
+    seen = set()
+    for instruction, n in module.instructions(fused=True):
+        kind = _kind(instruction)
+        channel = kind, instruction.find(r"channel_id=(\d+)") or instruction
+        if not kind or channel in seen:
+            continue
+        seen.add(channel)
+        new = dict(kind=kind, runs=0, scalar_runs=0, in_text=0, scalar_in_text=0)
+        counts = found.setdefault(kind, new)
+        sent = [shape for operand in instruction.operands for shape in operand.shapes]
+        is_scalar = all(math.prod(shape.dims) == 1 for shape in sent)
+        for name in ("", "scalar_")[: 1 + is_scalar]:
+            counts[f"{name}runs"] += n
+            counts[f"{name}in_text"] += 1
+    return [found[kind] for kind in sorted(found)]
+
+
+# --- products and their operations ---------------------------------------------------
+
+
+def _is_dot(instruction: Instruction) -> bool:
+    is_gemm = instruction.opcode == "custom-call" and re.match(
+        r"__(cublas|cudnn)", instruction.target
+    )
+    return bool(is_gemm) or instruction.opcode in ("dot", "convolution")
+
+
+def _bits(dot: Instruction) -> int:
+    """Returns the bits of the wider one of the two factors."""
+    factors = [operand.shapes[0] for operand in dot.operands[:2]]
+    return max(8 * Shape(factor.dtype, ()).bytes for factor in factors)
+
+
+def _seconds(kernel: Instruction) -> float:
+    """Returns the time of a kernel; convolutions, of patches only, count as bytes."""
+    inside = [kernel]
+    if kernel.opcode in FUSIONS:
+        inside = [*kernel.fused.instructions.values()]
+    dots = [i for i in inside if _is_dot(i) and i.opcode != "convolution"]
+    computing = sum(_operations(dot) / _OPERATIONS[_bits(dot)] for dot in dots)
+    return max(hlo._bytes(kernel) / _BYTES, computing)
+
+
+def _operations(dot: Instruction) -> int:
+    """Returns the operations of a product: two for each term."""
+    found = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', dot.attributes
+    )
+    if found is None:
+        return 0
+    dims = dot.operands[0].shapes[0].dims
+    terms = math.prod(dims[int(axis)] for axis in re.findall(r"\d+", found[1]))
+    return 2 * terms * math.prod(dot.shapes[0].dims)
