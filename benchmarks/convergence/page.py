@@ -28,6 +28,8 @@ _COLOURS = {
     "float16": "#D55E00",
     "small_moments": "#56B4E9",
     "small_state": "#009E73",
+    "fp8": "#000000",
+    "fp8_row": "#8C510A",
     "nearest_state": "#CC79A7",
 }
 
@@ -58,17 +60,20 @@ def page(results: Results) -> str:
     """Returns the page in Markdown."""
     return f"""# Where training ends
 
-Whole runs of eight small tasks, in float32 and in each half precision. A seed
+Whole runs of nine small tasks, in float32 and in each half precision. A seed
 determines the first parameters and the batches, whatever the precision. `float32` and
 `hand_bf16` (the same model with `dtype=bfloat16` in every layer) are plain Flax and
 optax, with nothing of flax_amp in the step but the class of the state. `bfloat16` and
 `float16` are `AmpTrainState` with `make_train_step`. `small_moments` is `bfloat16` with
 both moments of the optimizer stored in bfloat16 by `flax_amp.optim.small_state`, and
 `small_state` stores the parameters in it, too; `nearest_state` rounds both to the
-nearest number, is no way to train, and is not judged. In float16 the scale doubles
-after {PATIENCE + 1} finite updates in a row, so that it grows too far and updates are
-skipped even in a short run. The metric is always measured in float32, on what is held
-out; the end of a run is the mean of its last {LAST} evaluations of {EVALUATIONS}.
+nearest number, is no way to train, and is not judged. `fp8` is `bfloat16` with
+`matmul_dtype=flax_amp.use_fp8(any_shape=True, emulate=True)`: matrix products by
+weights in fp8, of any size, with the numbers that hardware has; `fp8_row` has
+`scaling="row"`, too. In float16 the scale doubles after {PATIENCE + 1} finite updates
+in a row, so that it grows too far and updates are skipped even in a short run. The
+metric is always measured in float32, on what is held out; the end of a run is the mean
+of its last {LAST} evaluations of {EVALUATIONS}.
 
 **The rule**: a run is *in* if its end is not worse than the mean of the float32 ends by
 more than three of their standard deviations, or by more than the resolution of the
@@ -96,9 +101,19 @@ here was run by:
 ## Runs
 
 Metrics of the seeds 0, 1, ... in order; **bold** is out. With two states, both are
-listed: discriminator, generator.
+listed: discriminator, generator. `products low` is the share of the FLOPs of products
+that run in half precision or in fp8; `in fp8` says how many products of a forward pass
+run in fp8, of how many, and their share of the FLOPs. Convolutions, the last product
+and the two of each attention do not.
 
 {_runs(results)}
+
+## fp8 beside bfloat16
+
+Ends of the same seeds, and the mean of their differences with its standard error.
+float32 stands here to show how far rounding to bfloat16 moves an end.
+
+{_beside(results)}
 """
 
 
@@ -176,7 +191,7 @@ def _tasks(results: Results) -> str:
 def _runs(results: Results) -> str:
     header = (
         "task | precision | ends of the seeds | mean | float32, same seeds | in | "
-        "skipped updates | final scale | products low"
+        "skipped updates | final scale | products low | in fp8"
     )
     rows = [
         _row(results, task, way)
@@ -195,7 +210,7 @@ def _row(results: Results, task: str, way: str) -> list[str]:
     ]
     row = [task, way, ", ".join(texts), _mean(ends.values())]
     if way == "float32":
-        return [*row, "", "", "", "", ""]
+        return [*row, *[""] * 6]
     float32 = _ends(of_task["float32"])
     same = [float32[seed] for seed in ends if seed in float32]
     skips = any(any(run["skipped"]) for run in runs)
@@ -207,7 +222,29 @@ def _row(results: Results, task: str, way: str) -> list[str]:
         _each(runs, "skipped") if skips else "0",
         _each(runs, "scale") if way == "float16" else "",
         " and ".join(f"{x:.2f}" for x in share),
+        " and ".join(map(_counted, results.fp8.get(task, {}).get(way, ()))),
     ]
+
+
+def _beside(results: Results) -> str:
+    header = "task | precision | mean | bfloat16, same seeds | difference"
+    rows = []
+    for task in _in_order(results):
+        ways = {way: _ends(runs) for way, runs in results.runs[task].items()}
+        for way in ("fp8", "fp8_row", "float32"):
+            base, ends = ways.get("bfloat16", {}), ways.get(way, {})
+            seeds = [seed for seed in ends if seed in base]
+            if "fp8" in ways and len(seeds) > 1:
+                told = [[found[seed] for seed in seeds] for found in (ends, base)]
+                differences = [end - other for end, other in zip(*told, strict=True)]
+                error = statistics.stdev(differences) / len(seeds) ** 0.5
+                difference = f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
+                rows.append([task, way, *map(_mean, told), difference])
+    return markdown_table(header.split(" | "), rows, words=2)
+
+
+def _counted(found: dict[str, float]) -> str:
+    return f"{found['fp8']} of {found['all']} ({found['share']:.2f})"
 
 
 def _ends(runs: dict[str, Run]) -> dict[str, float]:
