@@ -24,7 +24,8 @@ MODELS = tuple(name for name in models.NAMES if name not in _OTHERS)
 FLOAT16 = ("hand_fp16", "amp_fp16")
 # What a step stores, for the command `state`
 STATES = ("amp_step_bf16", "amp_small_moments", "amp_small_state")
-BFLOAT16 = tuple(name for name in variants.NAMES if name not in (*FLOAT16, *STATES[1:]))
+_ELSEWHERE = (*FLOAT16, *STATES[1:], "amp_fp8_emulated")
+BFLOAT16 = tuple(name for name in variants.NAMES if name not in _ELSEWHERE)
 
 Figures = dict[str, Any]
 Cells = list[tuple[str, list[str]]]  # models with their variants
