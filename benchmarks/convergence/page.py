@@ -2,7 +2,7 @@
 
 import pathlib
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ _COLOURS = {
     "fp8_row": "#8C510A",
     "nearest_state": "#CC79A7",
 }
+_BESIDE = ("float32", "bfloat16", "fp8", "fp8_row")  # in a figure of their own
 
 # What was found by hand. It is told with its date, whatever the runs of a page are.
 _NOTES = {
@@ -114,6 +115,8 @@ Ends of the same seeds, and the mean of their differences with its standard erro
 float32 stands here to show how far rounding to bfloat16 moves an end.
 
 {_beside(results)}
+
+![The second half of these runs](convergence-fp8.png)
 """
 
 
@@ -231,7 +234,7 @@ def _beside(results: Results) -> str:
     rows = []
     for task in _in_order(results):
         ways = {way: _ends(runs) for way, runs in results.runs[task].items()}
-        for way in ("fp8", "fp8_row", "float32"):
+        for way in ("float32", "fp8", "fp8_row"):
             base, ends = ways.get("bfloat16", {}), ways.get(way, {})
             seeds = [seed for seed in ends if seed in base]
             if "fp8" in ways and len(seeds) > 1:
@@ -260,31 +263,52 @@ def _each(runs: list[Run], key: str) -> str:
     return ", ".join(" and ".join(f"{x:.0f}" for x in run[key]) for run in runs)
 
 
-def draw(results: Results, path: pathlib.Path) -> None:
-    """Draws every run as a line, where matplotlib is installed."""
+def draw(results: Results, folder: pathlib.Path) -> None:
+    """Draws every run as a line, where matplotlib is installed.
+
+    Of the tasks that were trained in fp8, the second half is drawn once more, without
+    the other precisions.
+    """
     if not can_draw():
         return
     names = [name for name in TASKS if results.runs.get(name)]
-    rows = -(-len(names) // 4)
-    with drawn(path, (13, 3.1 * rows + 0.4), dpi=80) as figure:
-        panels = figure.subplots(rows, 4, squeeze=False).ravel()
+    _figure(results, folder / "convergence.png", names, 5, [*_COLOURS])
+    names = [name for name in names if "fp8" in results.runs[name]]
+    if names:
+        _figure(results, folder / "convergence-fp8.png", names, 4, _BESIDE, late=True)
+
+
+def _figure(
+    results: Results,
+    path: pathlib.Path,
+    names: list[str],
+    columns: int,
+    ways: Sequence[str],
+    late: bool = False,
+) -> None:
+    rows = -(-len(names) // columns)
+    with drawn(path, (3.25 * columns, 3.1 * rows + 0.4), dpi=80) as figure:
+        panels = figure.subplots(rows, columns, squeeze=False).ravel()
         for panel in panels[len(names) :]:
             panel.remove()
         for panel, name in zip(panels, names, strict=False):
-            _panel(panel, name, results.runs[name])
-        for line in legend_below(figure, [*_COLOURS]).get_lines():
+            runs = results.runs[name]
+            found = {way: runs[way] for way in ways if way in runs}
+            _panel(panel, name, found, EVALUATIONS // 2 if late else 0)
+        for line in legend_below(figure, ways).get_lines():
             line.set_linewidth(3.0)
 
 
-def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
+def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]], first: int) -> None:
     task = TASKS[name]
-    for way, colour in _COLOURS.items():
-        for index, run in enumerate(ways.get(way, {}).values()):
+    for way, runs in ways.items():
+        for index, run in enumerate(runs.values()):
             steps = run["every"] * (1 + np.arange(len(run["curve"])))
             label = way if index == 0 else None
             wide = way == "float32"
-            look = {"lw": 2.4, "alpha": 0.45} if wide else {"lw": 0.9}
-            panel.plot(steps, run["curve"], color=colour, label=label, **look)
+            look: Any = {"lw": 2.4, "alpha": 0.45} if wide else {"lw": 0.9}
+            look |= {"color": _COLOURS[way], "label": label}
+            panel.plot(steps[first:], run["curve"][first:], **look)
     panel.set_title(task.title, fontsize=10, loc="left")
     panel.set_ylabel(task.metric, fontsize=9)
     panel.tick_params(labelsize=8)
@@ -293,7 +317,7 @@ def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
         panel.set_yscale("log", subs=(2, 3, 5, 7))
         panel.yaxis.set_major_formatter("{x:.2g}")
         panel.yaxis.set_minor_formatter("{x:.2g}")
-    elif task.resolution:  # an accuracy
+    elif task.resolution and not first:  # an accuracy
         panel.set_ylim(0.85, 1.0)
     panel.grid(color="#e0e0e0", linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)
