@@ -61,7 +61,7 @@ def page(results: Results) -> str:
     """Returns the page in Markdown."""
     return f"""# Where training ends
 
-Whole runs of nine small tasks, in float32 and in each half precision. A seed
+Whole runs of nine small tasks, in float32, in half precision and in fp8. A seed
 determines the first parameters and the batches, whatever the precision. `float32` and
 `hand_bf16` (the same model with `dtype=bfloat16` in every layer) are plain Flax and
 optax, with nothing of flax_amp in the step but the class of the state. `bfloat16` and
