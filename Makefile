@@ -52,7 +52,7 @@ test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writ
 test-peers: $(RUN_READY) ## The tests of jaxamp, jmp and jamp, on flax_amp; prints a table.
 	$(BIN)/python tests/peers/suites.py
 
-convergence: $(RUN_READY) ## Trains eight tasks in each precision to the end; compares.
+convergence: $(RUN_READY) ## Trains nine tasks in each precision to the end; compares.
 	$(BIN)/python -m benchmarks.convergence
 
 coverage: $(DEV_READY) ## Lines and branches that `make test` does not reach.

@@ -24,6 +24,7 @@ raw figures. A training step is `value_and_grad` and adamw, parameters in float3
 - `jmp_bf16`, `mpx_bf16`, `jaxamp_bf16`: packages of others.
 - `hand_fp16`: layers with `dtype=float16` and Flax's `DynamicScale`. `amp_fp16`:
   `make_train_step` with its loss scaler.
+- `amp_fp8_emulated`: `amp_bf16` with matrix products by weights, of any size, in fp8.
 """
 
 # Of the summary, by title: command, variant and column of the section

@@ -25,9 +25,8 @@ FLOAT16 = ("hand_fp16", "amp_fp16")
 # What a step stores, for the command `state`
 STATES = ("amp_step_bf16", "amp_small_moments", "amp_small_state")
 FP8 = ("amp_fp8", "amp_fp8_all", "flax_fp8")
-BFLOAT16 = tuple(
-    name for name in variants.NAMES if name not in (*FLOAT16, *STATES[1:], *FP8)
-)
+_ELSEWHERE = (*FLOAT16, *STATES[1:], *FP8, "amp_fp8_emulated")
+BFLOAT16 = tuple(name for name in variants.NAMES if name not in _ELSEWHERE)
 
 Figures = dict[str, Any]
 Cells = list[tuple[str, list[str]]]  # models with their variants

@@ -300,5 +300,11 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "jaxamp_bf16": _partial(_of_loss, wrap=_partial(peers.jaxamp_loss, dtype=_BF16)),
     "hand_fp16": _partial(_scaled, dtype=_F16),
     "amp_fp16": _partial(_amp_step, dtype=_F16, scaling=True),
+    # For gradients alone, whose numbers are those of hardware
+    "amp_fp8_emulated": _partial(
+        _of_loss,
+        wrap=flax_amp.amp,
+        matmul_dtype=flax_amp.use_fp8(any_shape=True, emulate=True),
+    ),
 }
 NAMES = tuple(_BUILDERS)

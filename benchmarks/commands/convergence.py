@@ -18,7 +18,7 @@ from benchmarks.show import write_page
 
 
 def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
-    """Writes convergence.json, convergence.md and convergence.png.
+    """Writes convergence.json, convergence.md and two figures.
 
     Args:
       asked: folder of the request, and whether to keep the runs that are there.
@@ -48,7 +48,7 @@ def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
                 _run(results, task, way, missing)
             jax.clear_caches()
     write_page(folder / "convergence.md", page.page(results))
-    page.draw(results, folder / "convergence.png")
+    page.draw(results, folder)
     outside = page.outside(results)
     print(f"{len(outside)} runs out: {', '.join(outside)}")
     sys.exit(bool(outside))
@@ -61,3 +61,5 @@ def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> No
     if WAYS[way].precision != "32-true":
         program = TASKS[name].build(WAYS[way])
         results.put_share(name, way, training.low_share(program))
+        if (dtype := WAYS[way].matmul_dtype) is not None:
+            results.put_fp8(name, way, training.in_fp8(program, dtype))

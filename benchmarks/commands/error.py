@@ -20,7 +20,10 @@ from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 
 SEEDS = 8  # of weights and batches
-_VARIANTS = ("hand_bf16", "smcast_bf16", "amp_bf16", "hand_fp16", "amp_fp16")
+_VARIANTS = (
+    *("hand_bf16", "smcast_bf16", "amp_bf16"),
+    *("hand_fp16", "amp_fp16", "amp_fp8_emulated"),
+)
 _EXACT = "--xla_allow_excess_precision=false"
 
 PyTree = Any

@@ -1,4 +1,4 @@
-"""Models on other data: a GPT, PPO, a neural ODE; and the table of all tasks."""
+"""Models on other data: GPTs, PPO, a neural ODE; and the table of all tasks."""
 
 import functools
 from typing import Any
@@ -11,17 +11,27 @@ from jax import lax
 
 from benchmarks.convergence import digits
 from benchmarks.convergence.task import Carry, Program, Task, Way, supervised
-from benchmarks.models import base, gpt
+from benchmarks.models import base, gpt, moe
 from configs import char_lm as char_lm_config
 from examples.char_lm import data as text
 
 
 def char_lm(way: Way, steps: int) -> Program:
-    """The text of `examples/char_lm`, with a scanned model that takes a dtype."""
+    """A GPT that scans its layers."""
+    return _characters(gpt.GPT, way, steps, **gpt.RUN | dict(tied=False))
+
+
+def char_moe(way: Way, steps: int) -> Program:
+    """A GPT whose MLPs are four experts, two of them for each token."""
+    options = dict(experts=4, chosen=2, capacity=1.25, tied=False)
+    return _characters(moe.MoE, way, steps, **options)
+
+
+def _characters(make: Any, way: Way, steps: int, **options: Any) -> Program:
+    """The text of `examples/char_lm`, with a model that takes a dtype."""
     sizes = dict(width=64, layers=2, heads=4, length=32, batch=16)
-    run = gpt.RUN | dict(tied=False)
-    config = base.config(**sizes, **run, vocab=text.VOCABULARY)
-    model, reference = (gpt.GPT(config, dtype) for dtype in (way.dtype, None))
+    config = base.config(**sizes, **options, vocab=text.VOCABULARY)
+    model, reference = (make(config, dtype) for dtype in (way.dtype, None))
     settings = char_lm_config.get_config()
     settings.update(length=config.length, eval_windows=128, max_chars=1_000_000)
     train, test = text.load(settings)
@@ -37,8 +47,11 @@ def char_lm(way: Way, steps: int) -> Program:
         return {"input": rows[:, :-1], "target": rows[:, 1:]}
 
     def bits(module, params, batch):
-        logits = module.apply({"params": params}, batch["input"])
-        return base.cross_entropy(logits, batch["target"]) / jnp.log(2.0)
+        logits, sown = module.apply(
+            {"params": params}, batch["input"], mutable="losses"
+        )
+        balance = sum(jax.tree.leaves(sown))  # of a router, if there is one
+        return base.cross_entropy(logits, batch["target"]) / jnp.log(2.0), balance
 
     def create(key):
         variables = model.init(key, jnp.zeros((1, config.length), jnp.int32))
@@ -48,10 +61,11 @@ def char_lm(way: Way, steps: int) -> Program:
         return dict(params=variables["params"], tx=tx)
 
     def loss_fn(params, batch, *, state):
-        return bits(model, params, batch), {}
+        loss, balance = bits(model, params, batch)
+        return loss + 0.01 * balance, {}
 
     def evaluate(state, data):
-        return bits(reference, state.params, data["test"])
+        return bits(reference, state.params, data["test"])[0]
 
     return supervised(way, data, create, loss_fn, sample, evaluate)
 
@@ -259,6 +273,7 @@ def ppo(way: Way, steps: int) -> Program:
 
 TASKS = digits.TASKS | {
     "char_lm": Task("GPT, characters", "bits per character", char_lm, 500),
+    "char_moe": Task("MoE, characters", "bits per character", char_moe, 500),
     "neural_ode": Task("neural ODE", "test RMS error", neural_ode, 1000),
     "ppo": Task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),
 }

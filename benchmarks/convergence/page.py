@@ -2,7 +2,7 @@
 
 import pathlib
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,11 @@ _COLOURS = {
     "float16": "#D55E00",
     "small_moments": "#56B4E9",
     "small_state": "#009E73",
+    "fp8": "#000000",
+    "fp8_row": "#8C510A",
     "nearest_state": "#CC79A7",
 }
+_BESIDE = ("float32", "bfloat16", "fp8", "fp8_row")  # in a figure of their own
 
 # What was found by hand. It is told with its date, whatever the runs of a page are.
 _NOTES = {
@@ -58,17 +61,20 @@ def page(results: Results) -> str:
     """Returns the page in Markdown."""
     return f"""# Where training ends
 
-Whole runs of eight small tasks, in float32 and in each half precision. A seed
+Whole runs of nine small tasks, in float32, in half precision and in fp8. A seed
 determines the first parameters and the batches, whatever the precision. `float32` and
 `hand_bf16` (the same model with `dtype=bfloat16` in every layer) are plain Flax and
 optax, with nothing of flax_amp in the step but the class of the state. `bfloat16` and
 `float16` are `AmpTrainState` with `make_train_step`. `small_moments` is `bfloat16` with
 both moments of the optimizer stored in bfloat16 by `flax_amp.optim.small_state`, and
 `small_state` stores the parameters in it, too; `nearest_state` rounds both to the
-nearest number, is no way to train, and is not judged. In float16 the scale doubles
-after {PATIENCE + 1} finite updates in a row, so that it grows too far and updates are
-skipped even in a short run. The metric is always measured in float32, on what is held
-out; the end of a run is the mean of its last {LAST} evaluations of {EVALUATIONS}.
+nearest number, is no way to train, and is not judged. `fp8` is `bfloat16` with
+`matmul_dtype=flax_amp.use_fp8(any_shape=True, emulate=True)`: matrix products by
+weights in fp8, of any size, with the numbers that hardware has; `fp8_row` has
+`scaling="row"`, too. In float16 the scale doubles after {PATIENCE + 1} finite updates
+in a row, so that it grows too far and updates are skipped even in a short run. The
+metric is always measured in float32, on what is held out; the end of a run is the mean
+of its last {LAST} evaluations of {EVALUATIONS}.
 
 **The rule**: a run is *in* if its end is not worse than the mean of the float32 ends by
 more than three of their standard deviations, or by more than the resolution of the
@@ -96,9 +102,21 @@ here was run by:
 ## Runs
 
 Metrics of the seeds 0, 1, ... in order; **bold** is out. With two states, both are
-listed: discriminator, generator.
+listed: discriminator, generator. `products low` is the share of the FLOPs of products
+that run in half precision or in fp8; `in fp8` says how many products of a forward pass
+run in fp8, of how many, and their share of the FLOPs. Convolutions, the last product
+and the two of each attention do not.
 
 {_runs(results)}
+
+## fp8 beside bfloat16
+
+Ends of the same seeds, and the mean of their differences with its standard error.
+float32 stands here to show how far rounding to bfloat16 moves an end.
+
+{_beside(results)}
+
+![The second half of these runs](convergence-fp8.png)
 """
 
 
@@ -176,7 +194,7 @@ def _tasks(results: Results) -> str:
 def _runs(results: Results) -> str:
     header = (
         "task | precision | ends of the seeds | mean | float32, same seeds | in | "
-        "skipped updates | final scale | products low"
+        "skipped updates | final scale | products low | in fp8"
     )
     rows = [
         _row(results, task, way)
@@ -195,7 +213,7 @@ def _row(results: Results, task: str, way: str) -> list[str]:
     ]
     row = [task, way, ", ".join(texts), _mean(ends.values())]
     if way == "float32":
-        return [*row, "", "", "", "", ""]
+        return [*row, *[""] * 6]
     float32 = _ends(of_task["float32"])
     same = [float32[seed] for seed in ends if seed in float32]
     skips = any(any(run["skipped"]) for run in runs)
@@ -207,7 +225,29 @@ def _row(results: Results, task: str, way: str) -> list[str]:
         _each(runs, "skipped") if skips else "0",
         _each(runs, "scale") if way == "float16" else "",
         " and ".join(f"{x:.2f}" for x in share),
+        " and ".join(map(_counted, results.fp8.get(task, {}).get(way, ()))),
     ]
+
+
+def _beside(results: Results) -> str:
+    header = "task | precision | mean | bfloat16, same seeds | difference"
+    rows = []
+    for task in _in_order(results):
+        ways = {way: _ends(runs) for way, runs in results.runs[task].items()}
+        for way in ("float32", "fp8", "fp8_row"):
+            base, ends = ways.get("bfloat16", {}), ways.get(way, {})
+            seeds = [seed for seed in ends if seed in base]
+            if "fp8" in ways and len(seeds) > 1:
+                told = [[found[seed] for seed in seeds] for found in (ends, base)]
+                differences = [end - other for end, other in zip(*told, strict=True)]
+                error = statistics.stdev(differences) / len(seeds) ** 0.5
+                difference = f"{statistics.fmean(differences):+.4f} ± {error:.4f}"
+                rows.append([task, way, *map(_mean, told), difference])
+    return markdown_table(header.split(" | "), rows, words=2)
+
+
+def _counted(found: dict[str, float]) -> str:
+    return f"{found['fp8']} of {found['all']} ({found['share']:.2f})"
 
 
 def _ends(runs: dict[str, Run]) -> dict[str, float]:
@@ -223,31 +263,52 @@ def _each(runs: list[Run], key: str) -> str:
     return ", ".join(" and ".join(f"{x:.0f}" for x in run[key]) for run in runs)
 
 
-def draw(results: Results, path: pathlib.Path) -> None:
-    """Draws every run as a line, where matplotlib is installed."""
+def draw(results: Results, folder: pathlib.Path) -> None:
+    """Draws every run as a line, where matplotlib is installed.
+
+    Of the tasks that were trained in fp8, the second half is drawn once more, without
+    the other precisions.
+    """
     if not can_draw():
         return
     names = [name for name in TASKS if results.runs.get(name)]
-    rows = -(-len(names) // 4)
-    with drawn(path, (13, 3.1 * rows + 0.4), dpi=80) as figure:
-        panels = figure.subplots(rows, 4, squeeze=False).ravel()
+    _figure(results, folder / "convergence.png", names, 5, [*_COLOURS])
+    names = [name for name in names if "fp8" in results.runs[name]]
+    if names:
+        _figure(results, folder / "convergence-fp8.png", names, 4, _BESIDE, late=True)
+
+
+def _figure(
+    results: Results,
+    path: pathlib.Path,
+    names: list[str],
+    columns: int,
+    ways: Sequence[str],
+    late: bool = False,
+) -> None:
+    rows = -(-len(names) // columns)
+    with drawn(path, (3.25 * columns, 3.1 * rows + 0.4), dpi=80) as figure:
+        panels = figure.subplots(rows, columns, squeeze=False).ravel()
         for panel in panels[len(names) :]:
             panel.remove()
         for panel, name in zip(panels, names, strict=False):
-            _panel(panel, name, results.runs[name])
-        for line in legend_below(figure, [*_COLOURS]).get_lines():
+            runs = results.runs[name]
+            found = {way: runs[way] for way in ways if way in runs}
+            _panel(panel, name, found, EVALUATIONS // 2 if late else 0)
+        for line in legend_below(figure, ways).get_lines():
             line.set_linewidth(3.0)
 
 
-def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
+def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]], first: int) -> None:
     task = TASKS[name]
-    for way, colour in _COLOURS.items():
-        for index, run in enumerate(ways.get(way, {}).values()):
+    for way, runs in ways.items():
+        for index, run in enumerate(runs.values()):
             steps = run["every"] * (1 + np.arange(len(run["curve"])))
             label = way if index == 0 else None
             wide = way == "float32"
-            look = {"lw": 2.4, "alpha": 0.45} if wide else {"lw": 0.9}
-            panel.plot(steps, run["curve"], color=colour, label=label, **look)
+            look: Any = {"lw": 2.4, "alpha": 0.45} if wide else {"lw": 0.9}
+            look |= {"color": _COLOURS[way], "label": label}
+            panel.plot(steps[first:], run["curve"][first:], **look)
     panel.set_title(task.title, fontsize=10, loc="left")
     panel.set_ylabel(task.metric, fontsize=9)
     panel.tick_params(labelsize=8)
@@ -256,7 +317,7 @@ def _panel(panel: Any, name: str, ways: dict[str, dict[str, Any]]) -> None:
         panel.set_yscale("log", subs=(2, 3, 5, 7))
         panel.yaxis.set_major_formatter("{x:.2g}")
         panel.yaxis.set_minor_formatter("{x:.2g}")
-    elif task.resolution:  # an accuracy
+    elif task.resolution and not first:  # an accuracy
         panel.set_ylim(0.85, 1.0)
     panel.grid(color="#e0e0e0", linewidth=0.5)
     panel.spines[["top", "right"]].set_visible(False)

@@ -4,6 +4,7 @@ One JSON file holds all of them:
 
 {"made": [{"command": ..., "date": ..., "machine": ..., "versions": ...}],
  "shares": {"gan": {"float16": [1.0, 1.0]}},
+ "fp8": {"char_lm": {"fp8": [{"fp8": 12, "all": 17, "share": 0.6}]}},
  "runs": {"gan": {"float16": {"0": {"made": 0, "curve": [...], ...}}}}}
 """
 
@@ -21,6 +22,7 @@ import flax_amp
 from benchmarks import environment
 from benchmarks.convergence.task import Carry, Program, Task, Way
 from benchmarks.results import write_json
+from flax_amp.policy import MatmulDType
 
 LAST = 5  # evaluations that are averaged
 _DEVIATIONS = 3.0
@@ -67,14 +69,38 @@ def _told(program: Program, carry: Carry, took: float) -> Run:
 
 def low_share(program: Program) -> list[float]:
     """Returns the share of FLOPs of products in half precision, for each state."""
+    return [_rounded(told.totals.low_share) for told in _explained(program)]
+
+
+def in_fp8(program: Program, matmul_dtype: MatmulDType) -> list[dict[str, float]]:
+    """Returns how many products of a forward pass run in fp8, for each state.
+
+    Products by the layers of a loop count as often as it turns. `share` is that of the
+    FLOPs of products, which is the same in the backward pass.
+    """
+    found = []
+    for told in _explained(program, matmul_dtype):
+        products = [row for row in told.equations if row.flops]
+        fp8 = [row for row in products if "float8_e4m3fn" in row.after.operands]
+        share = sum(row.flops for row in fp8) / told.totals.flops
+        counts = [sum(row.times for row in rows) for rows in (fp8, products)]
+        found.append({"fp8": counts[0], "all": counts[1], "share": _rounded(share)})
+    return found
+
+
+def _explained(
+    program: Program, matmul_dtype: MatmulDType = None
+) -> Iterator[flax_amp.debug.Explanation]:
     key = jax.random.key(0)
     carry = jax.eval_shape(program.start, key)
     batches = jax.eval_shape(program.batches, carry, program.data, key)
-    found = []
+    options: Any = dict(matmul_dtype=matmul_dtype, backward=False)
     for name, loss_fn in program.losses.items():
-        told = flax_amp.explain(carry[name], loss_fn, batches[name], backward=False)
-        found.append(float(f"{told.totals.low_share:.4g}"))
-    return found
+        yield flax_amp.explain(carry[name], loss_fn, batches[name], **options)
+
+
+def _rounded(share: float | None) -> float:
+    return float(f"{share:.4g}")
 
 
 @dataclasses.dataclass
@@ -84,6 +110,7 @@ class Results:
     path: pathlib.Path
     made: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     shares: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
+    fp8: dict[str, dict[str, list[Any]]] = dataclasses.field(default_factory=dict)
     runs: dict[str, dict[str, dict[str, Run]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -106,6 +133,10 @@ class Results:
         self.shares.setdefault(task, {})[way] = shares
         self._write()
 
+    def put_fp8(self, task: str, way: str, counts: list[dict[str, float]]) -> None:
+        self.fp8.setdefault(task, {})[way] = counts
+        self._write()
+
     def _here(self) -> int:
         """Returns the index of an entry of `made` for this process."""
         here = environment.this_run()
@@ -116,7 +147,7 @@ class Results:
         return same.index(True)
 
     def _write(self) -> None:
-        kept = ("made", "shares", "runs")
+        kept = ("made", "shares", "fp8", "runs")
         write_json(self.path, {key: getattr(self, key) for key in kept})
 
 

@@ -61,7 +61,7 @@ def test_the_page_tells_what_is_out(tmp_path):
     assert page.outside(again) == ["lstm float16 1"]
     text = page.page(again)
     assert "1 in, 1 out: lstm float16 1." in text
-    row = "| lstm | float16 | 1, **2** | 1.5 | 1.05 | 1 of 2 | 0, 1 | 8, 8 | 1.00 |"
+    row = "| lstm | float16 | 1, **2** | 1.5 | 1.05 | 1 of 2 | 0, 1 | 8, 8 | 1.00 |  |"
     assert row in text
 
 
