@@ -166,9 +166,8 @@ class Chooser:
         `use_precision` with a third dtype, such as float16 under bfloat16, amounts to
         none of them: it is called on the equation, as a user's own function is.
         """
-        if isinstance(
-            function, use_fp8
-        ):  # `fp8_rule.py` decides which of these run in fp8
+        if isinstance(function, use_fp8):
+            # Which of these products run in fp8 is decided in `fp8_rule.py`.
             return use_compute_precision
         if not isinstance(function, use_precision):
             return function if function in BUILT_IN else None

@@ -8,7 +8,8 @@ dtypes (integers, float64, complex, keys, and halves that the user asked for) ar
 exactly as they are. The rule:
 
 - **Products** (matrix products, convolutions) read half precision, add up in float32,
-  and give half precision.
+  and give half precision. Some read 8-bit floats, if the policy asks for it
+  (`fp8_rule.py`).
 - **All other arithmetic** runs in float32, as written. Its result is rounded to half
   precision if it is *kept* (`keep.py`), and is float32 otherwise.
 - **Moves** (reshapes, slices, selections, maxima) round nothing: they run in half
@@ -359,7 +360,8 @@ class Painter:
         # another one may not.
         keeps_bits = len(operands) == 1 and has(eqn, Trait.LAYOUT)
         value = operands[0] if keeps_bits else LEAF
-        # A scalar that is broadcast is no bias, nor is an array padded with a scalar.
+        # A scalar that is broadcast is neither a bias nor a weight, nor is an array
+        # padded with a scalar.
         has_scalar = any(is_painted(v.aval) and not v.aval.shape for v in eqn.invars)
         is_argument = not has_scalar and all(v.is_argument for v in operands)
         outs = like(out_avals(eqn), value._replace(is_argument=is_argument))

@@ -260,8 +260,9 @@ class Step:
       reason: the rule that decided what it computes in.
       reads: of a structured primitive: the values as which it reads its operands, if
         it does not take them as they are.
-      detail: what the mode needs: the user's decision, the plans of sub-jaxprs, or the
-        dtype to which the gradient of a lookup may be rounded.
+      detail: what the mode needs: the user's decision, the plans of sub-jaxprs, the
+        dtype to which the gradient of a lookup may be rounded, or how a product runs in
+        fp8.
       needs: what is needed of its results, for `explain`.
       reads_unrounded: whether it reads operands as they were before they were rounded,
         where these are at hand. It does if it leads to no product.
