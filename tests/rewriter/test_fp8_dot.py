@@ -400,8 +400,8 @@ def _cells():
             # A row of shard_map has too few examples for these.
             if transform == "shard_map" and function.startswith("vmap"):
                 continue
-            is_slow = function not in ("straight", "scan")
-            marks = [pytest.mark.slow] if is_slow else []
+            is_slow = function != "straight"
+            marks = [pytest.mark.slow, pytest.mark.once] if is_slow else []
             yield pytest.param(function, transform, marks=marks)
 
 

@@ -41,7 +41,10 @@ from helpers import (
     equations_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:amp. no matrix product of this")
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:amp. no matrix product of this"),
+]
 
 FP8 = use_fp8(emulate=True, any_shape=True)
 DOT = jax.lax.dot_general_p
