@@ -139,6 +139,9 @@ ROWS = {
         0,
         (FIRST, PAIR, LAST),
     ),
+    "a first layer behind a norm": Row(
+        lambda w, x: jnp.tanh((x - x.mean(1, keepdims=True)) @ w[0]) @ w[1], 1, (LAST,)
+    ),
     "a convolution": Row(convolved, 0, (FIRST, "primitive conv_general_dilated", LAST)),
     "a user's cast": Row(cast, 0, (FIRST, "not in fp8: a factor is not float32", LAST)),
     "precision": Row(
