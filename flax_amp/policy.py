@@ -340,19 +340,23 @@ def with_matmul_dtype(
     changed = {
         key: recipe
         for key, value in entries.items()
-        if getattr(key, "name", None) == "dot_general"
-        and value is use_compute_precision
+        if _is_dot_general(key) and value is use_compute_precision
     }
     return {**entries, **changed}
 
 
 def without_fp8(entries: PolicyEntries | None) -> PolicyEntries | None:
-    """Returns a policy in which products in fp8 run in the compute dtype."""
+    """Returns a policy without its entries for fp8.
+
+    `dot_general` runs in the compute dtype instead. A scope loses its key: with
+    `use_compute_precision`, its norms and softmaxes would be in half precision as well.
+    """
     if entries is None:
         return None
     return {
         key: use_compute_precision if isinstance(function, use_fp8) else function
         for key, function in _functions(entries).items()
+        if not (isinstance(key, str) and isinstance(function, use_fp8))
     }
 
 
@@ -481,7 +485,11 @@ def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
     ] + [
         f"  value {entries[key]!r} of key {key!r}"
         for key, function in functions.items()
-        if function is None or (isinstance(function, use_fp8) and not _may_be_fp8(key))
+        if function is None
+        or (
+            isinstance(function, use_fp8)
+            and not (isinstance(key, str) or _is_dot_general(key))
+        )
     ]
     if wrong:
         raise TypeError(
@@ -494,8 +502,8 @@ def _functions(entries: Any) -> dict[Any, PrecisionFunction]:
     return functions
 
 
-def _may_be_fp8(key: Any) -> bool:
-    return isinstance(key, str) or getattr(key, "name", None) == "dot_general"
+def _is_dot_general(key: Any) -> bool:
+    return isinstance(key, Primitive) and key.name == "dot_general"
 
 
 def _as_function(value: Any) -> Any:

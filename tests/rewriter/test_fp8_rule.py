@@ -32,7 +32,7 @@ from flax_amp import (
 )
 from flax_amp._rewriter.fp8_dot import FORWARD, fp8_dot_p
 from flax_amp._rewriter.fp8_rule import has_fp8
-from flax_amp.policy import Policy
+from flax_amp.policy import Policy, without_fp8
 from helpers import (
     MATMULS,
     assert_close,
@@ -599,6 +599,27 @@ def test_compare_precision_tries_it_without_fp8():
     assert found.cheapest.gradient_error == half.gradient_error
     others = [run.name for run in compare_precision(fn)(W, X).remedies]
     assert "without fp8" not in others
+
+
+def test_a_scope_without_fp8_is_that_of_amp():
+    """Its softmax is not lowered with its products."""
+
+    def fn(w, x):
+        x = jnp.tanh(x @ w[0])
+        with jax.named_scope("mlp"):
+            y = jax.nn.softmax(x @ w[1]) @ w[2]
+        return jnp.mean(jnp.square(y @ w[0]))
+
+    policy = without_fp8(default_amp_policy | {"mlp": FP8})
+    found, plain = (
+        [(row.primitive, row.after, row.kept) for row in told.equations]
+        for told in (explain(fn, amp_policy=policy)(W, X), explain(fn)(W, X))
+    )
+    assert found == plain
+    compared = compare_precision(fn, amp_policy=default_amp_policy | {"mlp": FP8})
+    half = compare_precision(fn)(W, X).settings[0]
+    (without,) = [r for r in compared(W, X).remedies if r.name == "without fp8"]
+    assert without.gradient_error == half.gradient_error
 
 
 def test_products_with_sparse_arrays_stay_float32():
