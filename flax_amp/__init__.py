@@ -76,8 +76,8 @@ __all__ = [
     "unscale_grads",
     "update_scaler",
     "use_compute_precision",
-    "use_original_precision",
     "use_fp8",
+    "use_original_precision",
     "use_precision",
     "use_widest_precision",
 ]

@@ -81,7 +81,7 @@ def in_fp8(program: Program, matmul_dtype: MatmulDType) -> list[dict[str, float]
     found = []
     for told in _explained(program, matmul_dtype):
         products = [row for row in told.equations if row.flops]
-        fp8 = [row for row in products if "float8_e4m3fn" in row.after.operands]
+        fp8 = [row for row in products if row.is_in_fp8]
         share = sum(row.flops for row in fp8) / told.totals.flops
         counts = [sum(row.times for row in rows) for rows in (fp8, products)]
         found.append({"fp8": counts[0], "all": counts[1], "share": _rounded(share)})

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flax_amp._jaxpr.traits import Kind, kind_of
+from flax_amp._rewriter.fp8_dot import FORWARD
 from flax_amp.debug._report import Report, as_text, fields_as_data
+
+IN_FP8 = (FORWARD.name,) * 2  # the operands of a product in fp8
 
 
 class Dtypes(NamedTuple):
@@ -122,6 +125,11 @@ class Equation:
             factors = float_factors(self.after.operands)
             return bool(factors) and all(map(is_half, factors))
         return any(map(is_half, self.after.operands))
+
+    @property
+    def is_in_fp8(self) -> bool:
+        """Whether it is a product whose factors are rounded to 8-bit floats."""
+        return self.after.operands == IN_FP8
 
     @property
     def low_flops(self) -> int:

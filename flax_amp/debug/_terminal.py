@@ -14,7 +14,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_amp._rewriter.fp8_dot import FORWARD
 from flax_amp._rewriter.fp8_rule import NOT_IN_FP8
 from flax_amp._rewriter.plan import ReasonKind
 from flax_amp._training.arguments import check_count
@@ -81,7 +80,7 @@ def totals_of(found: Explanation) -> dict[str, str]:
 def _in_fp8(found: Explanation) -> str:
     """Returns the share of products in fp8, and why others are not, if any is asked."""
     rows = [row for row in found.equations if row.flops]
-    flops = sum(r.flops for r in rows if r.after.operands == (FORWARD.name,) * 2)
+    flops = sum(row.flops for row in rows if row.is_in_fp8)
     others = Counter(
         row.reason.removeprefix(NOT_IN_FP8)
         for row in rows

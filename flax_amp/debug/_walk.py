@@ -15,7 +15,6 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from flax_amp._compat import Atom, Eqn, Var
 from flax_amp._jaxpr.traits import CASTABLE, Kind, is_matrix_product, kind_of
-from flax_amp._rewriter.fp8_dot import FORWARD
 from flax_amp._rewriter.fp8_rule import Fp8Product
 from flax_amp._rewriter.outline.equality import plans_in
 from flax_amp._rewriter.outline.outline import outline
@@ -38,7 +37,7 @@ from flax_amp._rewriter.plan import (
 )
 from flax_amp._rewriter.rules import RULES
 from flax_amp.debug._kept import CROSSES, Kept, kept
-from flax_amp.debug._model import Dtypes, Equation, float_factors, is_half
+from flax_amp.debug._model import IN_FP8, Dtypes, Equation, float_factors, is_half
 from flax_amp.debug._place import Place, known_size, places
 
 _CONVERT = "convert_element_type"
@@ -98,7 +97,7 @@ class Walk:
             sides = (eqn.invars, operands), (eqn.outvars, step.outs)
             after = Dtypes(*(self._dtypes(*side) for side in sides))
             if isinstance(step.detail, Fp8Product):
-                after = after._replace(operands=(str(FORWARD),) * 2)
+                after = after._replace(operands=IN_FP8)
             self._note(step, place.of(eqn), after)
 
     def _find_returned(self, eqn: Eqn, step: Step) -> None:
