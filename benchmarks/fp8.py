@@ -7,13 +7,13 @@ over kernels of the time for their bytes or for their products, whichever is lon
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from benchmarks import hlo
 from benchmarks.hlo_text import FUSIONS, Instruction, Module, Shape, parse
+from flax_amp.debug._place import places
 
 Figures = dict[str, Any]
 
@@ -28,26 +28,16 @@ def products(step: Any, *shapes: Any) -> Figures:
 
     Those in a loop count as often as it turns, those of a kernel of Pallas not at all.
     """
-    closed = jax.make_jaxpr(step)(*shapes)
     found: Counter[str] = Counter()
-    for eqn, times in _equations(closed.jaxpr, 1):
+    for place in places(jax.make_jaxpr(step)(*shapes)):
+        eqn = place.eqn
         if eqn.primitive.name == "flax_amp_fp8_dot":
-            found["fp8"] += times
+            found["fp8"] += place.times
         elif eqn.primitive.name == "dot_general":
             dtypes = [str(v.aval.dtype) for v in eqn.invars]
             in_fp8 = all("float8" in dtype for dtype in dtypes)
-            found["fp8" if in_fp8 else "other"] += times
+            found["fp8" if in_fp8 else "other"] += place.times
     return {"fp8_products": found["fp8"], "other_products": found["other"]}
-
-
-def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-    for eqn in jaxpr.eqns:
-        yield eqn, times
-        turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for value in jax.tree.leaves([*eqn.params.values()]):
-            body = getattr(value, "jaxpr", value)
-            if hasattr(body, "eqns"):
-                yield from _equations(body, times * turns)
 
 
 def compiled(text: str, on_gpu: bool) -> Figures:
@@ -60,7 +50,7 @@ def compiled(text: str, on_gpu: bool) -> Figures:
     """
     module = parse(text)
     dots = [(dot, n) for dot, n in module.instructions(fused=True) if _is_dot(dot)]
-    launched = [(i, n) for i, n in module.instructions() if not hlo._is_free(i)]
+    launched = hlo.launches(module)
     roofline = sum(n * _seconds(instruction) for instruction, n in launched)
     return {
         "fp8_dots": sum(n for dot, n in dots if _bits(dot) == 8),
@@ -73,25 +63,18 @@ def compiled(text: str, on_gpu: bool) -> Figures:
 def _is_scalar(instruction: Instruction) -> bool:
     is_small = all(math.prod(shape.dims) == 1 for shape in instruction.shapes)
     called = (*FUSIONS, "custom-call")
-    return is_small and instruction.opcode not in called and not _kind(instruction)
-
-
-def _kind(instruction: Instruction) -> str:
-    """Returns what collective an instruction is, or an empty string."""
-    kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in hlo._COLLECTIVES else ""
+    return (
+        is_small
+        and instruction.opcode not in called
+        and not hlo.collective_kind(instruction)
+    )
 
 
 def _exchanges(module: Module) -> list[Figures]:
     """Returns how many collectives run, by kind: `in_text` counts loop bodies once."""
     found: dict[str, Figures] = {}
-    seen = set()
-    for instruction, n in module.instructions(fused=True):
-        kind = _kind(instruction)
-        channel = kind, instruction.find(r"channel_id=(\d+)") or instruction
-        if not kind or channel in seen:
-            continue
-        seen.add(channel)
+    for instruction, n in hlo.collectives(module):
+        kind = hlo.collective_kind(instruction)
         new = dict(kind=kind, runs=0, scalar_runs=0, in_text=0, scalar_in_text=0)
         counts = found.setdefault(kind, new)
         sent = [shape for operand in instruction.operands for shape in operand.shapes]
@@ -125,7 +108,7 @@ def _seconds(kernel: Instruction) -> float:
         inside = [*kernel.fused.instructions.values()]
     dots = [i for i in inside if _is_dot(i) and i.opcode != "convolution"]
     computing = sum(_operations(dot) / _OPERATIONS[_bits(dot)] for dot in dots)
-    return max(hlo._bytes(kernel) / _BYTES, computing)
+    return max(hlo.bytes_accessed(kernel) / _BYTES, computing)
 
 
 def _operations(dot: Instruction) -> int:

@@ -6,7 +6,7 @@ once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def figures(text: str) -> dict[str, Any]:
     launches: of a fusion, a custom call, a copy.
     """
     module = parse(text)
-    launched = [(i, count) for i, count in module.instructions() if not _is_free(i)]
+    launched = launches(module)
     estimates = [
         (int(instruction.find(r'"estimated_cycles":"(\d+)"') or 0), count)
         for instruction, count in module.instructions()
@@ -62,11 +62,16 @@ def figures(text: str) -> dict[str, Any]:
     return {
         "estimated_mcycles": cycles / 1e6 or None,
         "unknown_cycles": sum(n for each, n in estimates if each == _UNKNOWN),
-        "gb_accessed": sum(count * _bytes(i) for i, count in launched) / 1e9,
+        "gb_accessed": sum(count * bytes_accessed(i) for i, count in launched) / 1e9,
         "converts": sum(count for i, count in every if i.opcode == "convert"),
         "kernels": sum(count for _, count in launched),
-        "collectives": _collectives(module),
+        "collectives": _exchanged(module),
     }
+
+
+def launches(module: Module) -> list[tuple[Instruction, int]]:
+    """Returns what is launched, and how often."""
+    return [(i, count) for i, count in module.instructions() if not _is_free(i)]
 
 
 def _is_free(instruction: Instruction) -> bool:
@@ -75,23 +80,37 @@ def _is_free(instruction: Instruction) -> bool:
     return free or instruction.target in _NOT_LAUNCHED
 
 
-def _collectives(module: Module) -> list[dict[str, Any]]:
-    """Returns the bytes that one device sends or receives, by collective and dtype.
+def collective_kind(instruction: Instruction) -> str:
+    """Returns what collective an instruction is, or an empty string."""
+    kind = instruction.opcode.removesuffix("-start")
+    return kind if kind in _COLLECTIVES else ""
 
-    `bytes` are those of a run, `text_bytes` count each instruction once. A TPU splits
-    an asynchronous collective over several fusions of one channel, which count once.
+
+def collectives(module: Module) -> Iterator[tuple[Instruction, int]]:
+    """Yields the collectives, and how often they run.
+
+    A TPU splits an asynchronous collective over several fusions of one channel, which
+    count once.
     """
-    moved: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     seen = set()
     for instruction, count in module.instructions(fused=True):
-        kind = instruction.opcode.removesuffix("-start")
+        kind = collective_kind(instruction)
         channel = kind, instruction.find(r"channel_id=(\d+)") or instruction
-        if kind not in _COLLECTIVES or channel in seen:
-            continue
-        seen.add(channel)
+        if kind and channel not in seen:
+            seen.add(channel)
+            yield instruction, count
+
+
+def _exchanged(module: Module) -> list[dict[str, Any]]:
+    """Returns the bytes that one device sends or receives, by collective and dtype.
+
+    `bytes` are those of a run, `text_bytes` count each instruction once.
+    """
+    moved: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for instruction, count in collectives(module):
         read = [shape for o in instruction.operands for shape in o.shapes]
         for shape in max(read, _results(instruction), key=_unpadded):
-            total = moved[kind, shape.dtype]
+            total = moved[collective_kind(instruction), shape.dtype]
             total[0] += count * shape.bytes
             total[1] += shape.bytes
     return [
@@ -105,7 +124,7 @@ def _collectives(module: Module) -> list[dict[str, Any]]:
 # one that it updates in place, the update.
 
 
-def _bytes(instruction: Instruction) -> int:
+def bytes_accessed(instruction: Instruction) -> int:
     """Returns the bytes that one run of a scheduled instruction reads and writes."""
     opcode, operands = instruction.opcode, instruction.operands
     results = _results(instruction)
