@@ -143,8 +143,6 @@ class Chooser:
             return _role_by_traits(eqn, decision)
         if function is follow_precision:
             return _role_by_traits(eqn, decision)
-        if isinstance(decision.function, use_fp8) and kind_of(eqn) is not Kind.PRODUCT:
-            return _role_by_traits(eqn, decision)
         # What is left is a key that asks for half precision.
         if has_update(eqn):
             return Role.ORIGINAL, FLOAT32_UPDATE
@@ -168,7 +166,8 @@ class Chooser:
         """
         if isinstance(function, use_fp8):
             # Which of these products run in fp8 is decided in `fp8_rule.py`.
-            return use_compute_precision
+            is_product = kind_of(eqn) is Kind.PRODUCT
+            return use_compute_precision if is_product else follow_precision
         if not isinstance(function, use_precision):
             return function if function in BUILT_IN else None
         if function.dtype == self._compute_dtype:
