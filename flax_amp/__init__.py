@@ -32,14 +32,10 @@ from flax_amp._training.train_step import make_eval_step as make_eval_step
 from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
 from flax_amp.policy import default_amp_policy as default_amp_policy
-from flax_amp.policy import follow_precision as follow_precision
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
-from flax_amp.policy import keep_precision as keep_precision
 from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_fp8 as use_fp8
 from flax_amp.policy import use_original_precision as use_original_precision
-from flax_amp.policy import use_precision as use_precision
-from flax_amp.policy import use_widest_precision as use_widest_precision
 
 __version__ = "0.2.0"
 
@@ -61,10 +57,8 @@ __all__ = [
     "dynamic_scale_value_and_grad",
     "explain",
     "find_nonfinite",
-    "follow_precision",
     "init_scaler",
     "jaxamp_policy",
-    "keep_precision",
     "make_eval_step",
     "make_nnx_train_step",
     "make_train_step",
@@ -78,8 +72,6 @@ __all__ = [
     "use_compute_precision",
     "use_fp8",
     "use_original_precision",
-    "use_precision",
-    "use_widest_precision",
 ]
 
 

@@ -10,12 +10,10 @@ import importlib
 import itertools
 import os
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as _public_primitives
@@ -49,15 +47,6 @@ _PRIVATE_PRIMITIVE_MODULES = (
 )
 
 _JAX_FOLDER = os.path.dirname(jax.__file__)
-# The attributes that decide how objects of some private classes behave; see `parts`.
-_PARTS = {
-    "jax._src.linear_util.WrappedFun": ("f", "transforms", "params", "in_type"),
-    "jax._src.linear_util.Store": (),
-    "jax._src.linear_util.EqualStore": (),
-    "jax._src.linear_util.DebugInfo": (),
-    "jax._src.util.Unhashable": ("val",),
-    "jax._src.custom_batching.ClosedRule": ("rule",),
-}
 
 
 @functools.cache
@@ -91,39 +80,27 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
-def parts(value: Any) -> Sequence[Any] | None:
-    """Returns what decides how an object that JAX made for itself behaves.
+def source_of(closed: Jaxpr) -> str:
+    """Returns the name and the place of a function of JAX that was traced to a jaxpr.
 
-    The rule of a custom derivative, for example, is in its equation as a memoized thunk
-    around a wrapped function with transformations. All of these are new objects at each
-    call. Names for people, caches, and what traces leave in functions are not among
-    the parts.
-
-    Returns:
-      The parts; `None` if they are not known.
+    It is empty for functions outside of JAX.
     """
-    if isinstance(value, types.FunctionType):
-        code = value.__code__
-        if code is not _memoized_code():
-            return None
-        cells = dict(zip(code.co_freevars, value.__closure__ or (), strict=True))
-        return [cells["fn"].cell_contents]
-    kind = type(value)
-    names = _PARTS.get(f"{kind.__module__}.{kind.__qualname__}")
-    if names is not None:
-        return [kind, *(getattr(value, name) for name in names)]
-    if isinstance(value, jax.core.Trace):
-        return kind, value.requires_low
-    if isinstance(value, jax.tree_util.PyTreeDef):
-        of_node, data = value.node_data() or (None, None)
-        data = tuple(data) if isinstance(data, list) else data
-        return value.num_leaves, of_node, data, *value.children()
-    return None
+    info = getattr(open_jaxpr(closed)[0], "debug_info", None)
+    source = str(getattr(info, "func_src_info", ""))
+    return source if _JAX_FOLDER in source else ""
 
 
-@functools.cache
-def _memoized_code() -> Any:
-    return _private("interpreters.partial_eval")._memoize(len).__code__
+def has_options(eqn: Eqn) -> bool:
+    """Whether a jit has shardings, layouts or other options of its own."""
+    params = eqn.params
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    return (
+        any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings)
+        or any(layout is not None for layout in layouts)
+        or any(params.get("donated_invars", ()))
+        or bool(params.get("compiler_options_kvs"))
+    )
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
@@ -177,10 +154,25 @@ def call_or_locate_nan(call: Callable[[], Any], one_by_one: Callable[[], Any]) -
     raise FloatingPointError(message)
 
 
+def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
+    """Binds an equation with its own parameters, scopes and source line."""
+    with equation_context(eqn):
+        return bind(eqn, operands, eqn.params)
+
+
 def evaluate(
-    closed: Jaxpr, operands: Arrays, run: Callable[[Eqn, Arrays], Arrays]
+    closed: Jaxpr,
+    operands: Arrays,
+    run: Callable[[Eqn, Arrays], Arrays] = bind_in_context,
 ) -> Arrays:
-    """Runs a jaxpr (see `flax_amp/_jaxpr/evaluate.py`)."""
+    """Runs a jaxpr equation by equation; returns its results.
+
+    Args:
+      closed: the jaxpr; if it is open, it must have no constants.
+      operands: one for each input, arrays or anything that `run` takes.
+      run: returns the results of an equation for its operands; by default those that
+        JAX computes. Literals and constants reach it as they are.
+    """
     jaxpr, consts = open_jaxpr(closed)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= zip(jaxpr.invars, operands, strict=True)
@@ -202,11 +194,6 @@ def evaluate(
 def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Returns those operands or results of an equation that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
-
-
-def bind_in_context(eqn: Eqn, operands: Arrays) -> Arrays:
-    with equation_context(eqn):
-        return bind(eqn, operands, eqn.params)
 
 
 def equation_context(eqn: Eqn) -> contextlib.ExitStack:
@@ -359,45 +346,6 @@ def with_weak_type(x: Array, is_weak: bool) -> Array:
     return convert.bind(x, new_dtype=x.dtype, weak_type=is_weak, sharding=None)
 
 
-def variable_of(x: Any) -> Var | None:
-    """Returns the variable of a tracer of a jaxpr that is being, or was, made.
-
-    `None` for everything else.
-    """
-    variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
-    return variable if isinstance(variable, jax.extend.core.Var) else None
-
-
-def number_of(x: Any) -> Array | None:
-    """Returns the number of a tracer that stands for one, such as `jnp.float32(2)`.
-
-    `None` for everything else.
-    """
-    literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
-    if not isinstance(literal, jax.extend.core.Literal):
-        return None
-    return np.asarray(literal.val, jax.numpy.result_type(x))
-
-
-def call_vmap_rule(
-    eqn: Eqn, axis_size: int, in_batched: Sequence[bool], operands: Sequence[Array]
-) -> tuple[list[Any], list[bool]]:
-    """Calls the rule of a `custom_vmap`; returns results, and which are batched."""
-    in_tree = eqn.params["in_tree"]
-    args = jax.tree.unflatten(in_tree, operands)
-    flags = jax.tree.unflatten(in_tree, in_batched)
-    outs, out_batched = eqn.params["rule"](axis_size, list(flags), *args)
-    leaves, tree = jax.tree.flatten(outs)
-    flags_tree, expected = jax.tree.structure(out_batched), eqn.params["out_tree"]
-    if (tree, flags_tree) != (expected, expected):
-        raise ValueError(
-            f"custom_vmap: the batching rule gave results of structure {tree} with "
-            f"flags of structure {flags_tree}; expected {expected} for both, as the "
-            "function gives it."
-        )
-    return leaves, jax.tree.leaves(out_batched)
-
-
 def takes_symbolic_zeros() -> bool:
     """Whether a `custom_vjp` may ask for symbolic zeros here.
 
@@ -408,11 +356,6 @@ def takes_symbolic_zeros() -> bool:
     while trace is not None and type(trace).__name__ != "ShardMapTrace":
         trace = getattr(trace, "parent_trace", None)
     return trace is None
-
-
-def is_of_trace(x: Any) -> bool:
-    """Whether an object belongs to a trace, and so reaches all that the trace made."""
-    return isinstance(x, _TRACE) or type(x).__module__ == _TRACING
 
 
 def is_differentiated(x: Any) -> bool:
@@ -458,9 +401,4 @@ def traced_as(
     return function
 
 
-# Raised where a rule that closes over a value has to be differentiated by it.
-CustomVJPException = _private("interpreters.ad").CustomVJPException
-
 _CORE = _private("core")
-_TRACE = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
-_TRACING = "jax._src.interpreters.partial_eval"

@@ -36,7 +36,7 @@ def pattern(key: str) -> re.Pattern[str]:
     return re.compile(rf"(?:.*/)?{f'{_METHOD}/'.join(parts)}{_METHOD}", re.DOTALL)
 
 
-def paths(scopes: tuple[str, ...], start: int = 0) -> Iterator[set[str]]:
+def paths(scopes: tuple[str, ...]) -> Iterator[set[str]]:
     """Yields, for each nested scope, the set of paths by which a key may name it.
 
     One is the path as it is. In the other one, a module whose methods call each other
@@ -45,16 +45,14 @@ def paths(scopes: tuple[str, ...], start: int = 0) -> Iterator[set[str]]:
     Args:
       scopes: the names of the scopes, outermost first. A name with slashes stands for
         several.
-      start: how many of the outer scopes are left out.
     """
     segments: list[str] = []
     modules: list[str] = []
-    for depth, scope in enumerate(scopes):
+    for scope in scopes:
         for segment in scope.split("/"):
             name, method = split_method(segment)
             if method and modules and split_method(modules[-1])[0] == name:
                 modules.pop()
             segments.append(segment)
             modules.append(segment)
-            if depth >= start:
-                yield {"/".join(segments), "/".join(modules)}
+            yield {"/".join(segments), "/".join(modules)}

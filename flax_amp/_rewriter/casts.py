@@ -1,7 +1,6 @@
-"""Casts between float32 and the compute dtype, and functions with rounded results."""
+"""Casts between float32 and half precision."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -21,60 +19,29 @@ def finfo(dtype: DType) -> Any:
     return ml_dtypes.finfo(dtype)
 
 
-def cast_constant(value: Any, dtype: DType, headroom: bool = False) -> np.ndarray:
-    """Casts a scalar constant; a finite value out of range becomes the limit.
+def cast_number(value: Any, dtype: DType) -> np.ndarray:
+    """Casts a number, or an array of them, and keeps finite ones finite.
 
-    A mask of `-1e9` or `finfo(float32).min` stays a finite, very negative number, so
-    that a fully masked softmax row gives no NaN. True infinities stay infinite.
-
-    Args:
-      value: the number.
-      dtype: float16, bfloat16 or float32.
-      headroom: saturate at half the limit, so that what is added to a mask does not
-        push it over the limit.
+    A mask of `-1e9` or `finfo(float32).min` becomes half of the lowest number, so that
+    what is added to it does not make an infinity, and a fully masked softmax row no
+    NaN. True infinities stay infinite.
     """
-    constant = np.asarray(value, np.float64)
-    largest, limit = _limits(dtype, headroom)
-    if np.isfinite(constant) and abs(constant) > largest:
-        constant = np.copysign(limit, constant)
-    return constant.astype(dtype)
+    number = np.asarray(value, np.float64)
+    largest = float(finfo(dtype).max)
+    is_out = np.isfinite(number) & (np.abs(number) > largest)
+    return np.where(is_out, np.sign(number) * largest / 2, number).astype(dtype)
 
 
-def is_exact(constant: float, dtype: DType) -> bool:
+def is_exact(number: float, dtype: DType) -> bool:
     """Whether a dtype has this very number."""
-    return float(cast_constant(constant, dtype)) == constant
-
-
-def saturating_cast(x: Array, dtype: DType, headroom: bool = False) -> Array:
-    """Casts a float32 array down; finite values out of range become the limit.
-
-    The derivative is that of the plain cast: the backward pass stores no mask, and the
-    rule is linear. Arguments as in `cast_constant`.
-    """
-    return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=headroom, rounds=True)
-
-
-def clamped(x: Array, constant: float | None, dtype: DType) -> Array:
-    """Returns a float32 operand of a sum within half of the range of `dtype`.
-
-    Args:
-      x: the operand.
-      constant: the number that all its elements have, if known.
-      dtype: the dtype to which the sum is rounded.
-    """
-    if constant is None:
-        return saturate_p.bind(x, dtype=jnp.dtype(dtype), headroom=True, rounds=False)
-    largest, limit = _limits(dtype, headroom=True)
-    if not np.isfinite(constant) or abs(constant) <= largest:
-        return x
-    return jnp.full_like(x, np.copysign(limit, constant))
+    return float(cast_number(number, dtype)) == number
 
 
 def rounded(x: Array) -> Array:
     """Returns `x` with no more digits than its dtype has.
 
     XLA drops a cast to half precision that is cast up again at once, such as behind a
-    product (`--xla_allow_excess_precision`, which is on), so that those who read an
+    matmul (`--xla_allow_excess_precision`, which is on), so that those who read an
     array may see other numbers than those who read it from memory.
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
@@ -83,104 +50,128 @@ def rounded(x: Array) -> Array:
     return lax.reduce_precision(x, limits.nexp, limits.nmant)
 
 
-# The tangents of functions whose derivative can be written in their result `y`, such
-# that the backward pass reads `y` itself, not a float32 array that was made of it.
-DERIVATIVES: dict[str, Callable[[Array, Array], Array]] = {
-    "exp": lambda t, y: t * y,
-    "tanh": lambda t, y: t - (t * y) * y,
-    "logistic": lambda t, y: t * y - (t * y) * y,
-}
+def up(x: Array, half: DType) -> Array:
+    """Returns a number of half precision in float32, and any other as it is."""
+    is_half = getattr(x, "dtype", None) == half
+    return lax.convert_element_type(x, jnp.float32) if is_half else x
 
 
-def rounded_function(name: str, x: Array, dtype: DType) -> Array:
-    """Returns a function of `DERIVATIVES`, computed in float32 and rounded to `dtype`.
+def down(x: Array, half: DType) -> Array:
+    """Returns a float32 array, or a literal of the program, in half precision."""
+    if isinstance(x, jax.Array):
+        return x if x.dtype == half else lax.convert_element_type(x, half)
+    return cast_number(x, half)
 
-    The derivative reads the rounded result, so that the float32 one need not be stored
-    for the backward pass.
+
+# --- broadcasts ----------------------------------------------------------------------
+
+# The derivative of a broadcast is a sum over all copies, which takes float32:
+#
+#     y = spread b          cotangent of b:  collect c = sum(c in float32)
+#
+# On a GPU XLA would see that `c` was float32 before it was rounded, drop the rounding
+# (`rounded`), and write the float32 array for the sum, beside `c`. So `c` is widened
+# there by its bits, which XLA does not see through. On a TPU, where a sum of halves
+# adds up in float32 as it is, a wider one would not be fused with what made `c`. The
+# lowering decides, and a shift of bits has no derivative: so these are primitives.
+spread_p, collect_p = Primitive("flax_amp_spread"), Primitive("flax_amp_collect")
+
+
+def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> Array:
+    """Returns a float32 array broadcast to a shape, in half precision.
+
+    Finite numbers stay finite, as in `cast_number`, unless the array has a single axis:
+    an argument that is added to scores may be a mask of `-1e9`, which float16 lacks.
+
+    Args:
+      x: the array.
+      shape: the shape.
+      onto: which axis of the shape each axis of the array becomes.
+      half: the dtype.
     """
-    return rounded_function_p.bind(x, name=name, dtype=jnp.dtype(dtype))
+    # Axes of length one that grow are left out.
+    pairs = list(zip(x.shape, onto, strict=True))
+    kept = [(size, dim) for size, dim in pairs if size == shape[dim]]
+    x = lax.reshape(x, [size for size, _ in kept])
+    onto = tuple(dim for _, dim in kept)
+    return spread_p.bind(x, shape=tuple(shape), onto=onto, half=jnp.dtype(half))
 
 
-def _limits(dtype: DType, headroom: bool) -> tuple[float, float]:
-    largest = float(finfo(dtype).max)
-    return largest, largest / 2 if headroom else largest
+def _spread(x: Array, *, shape: Sequence[int], onto: Any, half: DType) -> Array:
+    if x.ndim > 1:
+        largest = x.dtype.type(finfo(half).max)
+        size = lax.abs(x)
+        is_finite = lax.ne(size, x.dtype.type(np.inf))
+        is_out = lax.bitwise_and(lax.gt(size, largest), is_finite)
+        x = lax.select(is_out, lax.mul(lax.sign(x), largest / 2), x)
+    return lax.broadcast_in_dim(lax.convert_element_type(x, half), shape, onto)
 
 
-# This is a primitive, because it stands at every use of every bias, and JAX takes much
-# longer to trace a function with a custom derivative.
-saturate_p = Primitive("flax_amp_saturate")
+def _collect(c: Array, *, axes: Sequence[int]) -> Array:
+    return lax.reduce_sum(lax.convert_element_type(c, jnp.float32), axes)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "headroom", "rounds"))
-def _saturate(x: Array, *, dtype: DType, headroom: bool, rounds: bool) -> Array:
-    # Each function of `jax.numpy` would be one more jit to trace and to lower.
-    largest, limit = map(x.dtype.type, _limits(dtype, headroom))
-    size = lax.abs(x)
-    is_over = lax.bitwise_and(lax.gt(size, largest), lax.ne(size, x.dtype.type(np.inf)))
-    saturated = lax.select(is_over, lax.mul(lax.sign(x), limit), x)
-    return lax.convert_element_type(saturated, dtype) if rounds else saturated
+def _collect_by_bits(c: Array, *, axes: Sequence[int]) -> Array:
+    if c.dtype != jnp.bfloat16:  # bfloat16 is the upper half of float32
+        return _collect(c, axes=axes)
+    bits = lax.convert_element_type(lax.bitcast_convert_type(c, np.uint16), np.uint32)
+    wide = lax.bitcast_convert_type(lax.shift_left(bits, np.uint32(16)), np.float32)
+    return lax.reduce_sum(wide, axes)
 
 
-def _saturate_tangent(
-    t: Array, x: Array, *, dtype: DType, headroom: bool, rounds: bool
-) -> Array:
-    return lax.convert_element_type(t, dtype) if rounds else t
+def _collect_halves(c: Array, *, axes: Sequence[int]) -> Array:
+    return lax.convert_element_type(lax.reduce_sum(c, axes), jnp.float32)
 
 
-def _saturate_transpose(t: Array, x: Array, **_: Any) -> Arrays:
-    """Returns the cotangent in the dtype of the operand: as a derivative, a cast."""
-    return [lax.convert_element_type(t, x.aval.dtype)]
+def _transpose_spread(c: Array, x: Any, *, onto: Any, **_: Any) -> Arrays:
+    axes = tuple(k for k in range(c.ndim) if k not in onto)
+    return [collect_p.bind(c, axes=axes)]
 
 
-def _saturate_series(primals: Arrays, series: Arrays, **params: Any) -> Any:
-    terms = [_saturate_tangent(t, *primals, **params) for t in series[0]]
-    return saturate_p.bind(*primals, **params), terms
+def _transpose_collect(t: Array, c: Any, *, axes: Sequence[int]) -> Arrays:
+    shape, half = c.aval.shape, c.aval.dtype
+    onto = tuple(k for k in range(len(shape)) if k not in axes)
+    return [spread_p.bind(t, shape=shape, onto=onto, half=half)]
 
 
-saturate_p.def_impl(_saturate)
-saturate_p.def_abstract_eval(
-    lambda x, *, dtype, headroom, rounds: x.update(
-        dtype=dtype if rounds else x.dtype, weak_type=False
-    )
-)
-ad.deflinear2(saturate_p, _saturate_transpose)  # `jax.linear_transpose` asks for it
-ad.defjvp(saturate_p, _saturate_tangent)
-batching.defvectorized(saturate_p)
-jet.jet_rules[saturate_p] = _saturate_series  # type: ignore[assignment]
-mlir.register_lowering(saturate_p, mlir.lower_fun(_saturate, multiple_results=False))
+def _batch_spread(
+    args: Arrays, batched: Any, *, shape: Any, onto: Any, half: Any
+) -> Any:
+    x = jnp.moveaxis(args[0], batched[0], 0)
+    shape, onto = (x.shape[0], *shape), (0, *(k + 1 for k in onto))
+    return spread_p.bind(x, shape=shape, onto=onto, half=half), 0
 
 
-rounded_function_p = Primitive("flax_amp_rounded_function")
+def _batch_collect(args: Arrays, batched: Any, *, axes: Sequence[int]) -> Any:
+    c = jnp.moveaxis(args[0], batched[0], 0)
+    return collect_p.bind(c, axes=tuple(k + 1 for k in axes)), 0
 
 
-def _round_function(x: Array, *, name: str, dtype: DType) -> Array:
-    y = getattr(lax, name)(lax.convert_element_type(x, jnp.float32))
-    y = lax.convert_element_type(y, dtype)
-    # Of a half-precision operand, what is stored is the result. XLA would store the
-    # float32 one, and go on with that.
-    return rounded(y) if x.dtype == dtype else y
+def _spread_aval(x: Any, *, shape: Any, onto: Any, half: DType) -> Any:
+    params = dict(shape=shape, broadcast_dimensions=onto, sharding=None)
+    aval, effects = lax.broadcast_in_dim_p.abstract_eval(x, **params)
+    return aval.update(dtype=half, weak_type=False), effects
 
 
-def _tangent_of_function(
-    t: Array, y: Array, x: Array, *, name: str, dtype: DType
-) -> Array:
-    t, y = (lax.convert_element_type(a, jnp.float32) for a in (t, y))
-    return lax.convert_element_type(DERIVATIVES[name](t, y), dtype)
+def _collect_aval(c: Any, *, axes: Sequence[int]) -> Any:
+    params = dict(axes=axes, out_sharding=None)
+    aval, effects = lax.reduce_sum_p.abstract_eval(c, **params)
+    return aval.update(dtype=jnp.dtype(jnp.float32), weak_type=False), effects
 
 
-def _series_of_function(primals: Arrays, series: Arrays, **params: Any) -> Any:
-    function = functools.partial(_round_function, **params)
-    # Rules get the terms of the series without their factorials.
-    return jet.jet(function, primals, series, factorial_scaled=False)
-
-
-rounded_function_p.def_impl(_round_function)
-rounded_function_p.def_abstract_eval(
-    lambda x, *, name, dtype: x.update(dtype=dtype, weak_type=False)
-)
-ad.defjvp2(rounded_function_p, _tangent_of_function)
-batching.defvectorized(rounded_function_p)
-jet.jet_rules[rounded_function_p] = _series_of_function  # type: ignore[assignment]
-mlir.register_lowering(
-    rounded_function_p, mlir.lower_fun(_round_function, multiple_results=False)
-)
+spread_p.def_impl(_spread)
+spread_p.def_effectful_abstract_eval(_spread_aval)
+ad.deflinear2(spread_p, _transpose_spread)
+batching.primitive_batchers[spread_p] = _batch_spread
+mlir.register_lowering(spread_p, mlir.lower_fun(_spread, multiple_results=False))
+collect_p.def_impl(_collect)
+collect_p.def_effectful_abstract_eval(_collect_aval)
+ad.deflinear2(collect_p, _transpose_collect)
+batching.primitive_batchers[collect_p] = _batch_collect
+mlir.register_lowering(collect_p, mlir.lower_fun(_collect, multiple_results=False))
+for _platform, _how in (
+    *(("cuda", _collect_by_bits), ("rocm", _collect_by_bits)),
+    ("tpu", _collect_halves),
+):
+    _rule = mlir.lower_fun(_how, multiple_results=False)
+    mlir.register_lowering(collect_p, _rule, platform=_platform)

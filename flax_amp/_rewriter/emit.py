@@ -1,389 +1,517 @@
-"""The evaluator: runs a plan, equation by equation, on arrays or tracers.
+"""Emits a plan: the equations of the user's program, with casts at their borders.
 
-It decides no dtype, and it looks at the one that an operand really has: a wrong plan
-can cost precision, but it cannot give a value a wrong dtype. What it chooses is how to
-round: by a plain cast, one that saturates, or one that XLA cannot drop (`casts.py`).
-
-A weight is cast down at each use, inside loop bodies too. XLA merges the converts of
-straight code anyway, whereas the cotangents of one shared half-precision copy would add
-up in half precision. For the same reason all readers in a jaxpr share one cast up. What
-was computed is cast down once for all products that read it: three projections of one
-norm would otherwise make a float32 sum of three cotangents.
+An array's own dtype says what it is: a float32 variable whose array is bfloat16 has
+been rounded. What arithmetic reads is cast up, once for each region, so that the
+cotangents of all its readers add up in float32.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.extend.core import Literal
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, DType, Eqn, Var
-from flax_amp._jaxpr.traits import Kind, Trait, has, kind_of
-from flax_amp._jaxpr.walk import variables
+from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import (
-    DERIVATIVES,
-    cast_constant,
-    clamped,
-    rounded,
-    rounded_function,
-    saturating_cast,
+    cast_number,
+    down,
+    is_exact,
+    spread,
+    up,
 )
-from flax_amp._rewriter.embedding_lookup import lookup_p
-from flax_amp._rewriter.environment import Environment, to_float32
-from flax_amp._rewriter.fp8_dot import fp8_dot
-from flax_amp._rewriter.fp8_rule import Fp8Product
-from flax_amp._rewriter.outline.equality import EquationIds
-from flax_amp._rewriter.outline.outline import outline
-from flax_amp._rewriter.paint import Painter
+from flax_amp._rewriter.fp8 import fp8_dot, fp8_product
 from flax_amp._rewriter.plan import (
-    Mode,
-    Paint,
+    HALF_ROLES,
+    Ask,
+    Piece,
     Plan,
-    Step,
-    Value,
-    Values,
-    has_paint,
+    Planner,
+    Read,
+    is_float32,
+    is_same_dtype,
 )
 from flax_amp._rewriter.precision_call import call_precision_function
-from flax_amp._rewriter.recompute.regions import Recompute, Region, group_into_regions
-from flax_amp._rewriter.recompute.residuals import is_stored
-from flax_amp._rewriter.wide_grad import product
-from flax_amp.policy import with_result_dtype
+from flax_amp._rewriter.primitives import Trait, has, is_relu, literal, repeats
+from flax_amp._rewriter.roles import Choice, Role
+from flax_amp._rewriter.stored import (
+    NOWHERE,
+    ON_GPU,
+    ON_GPU_AND_TPU,
+    is_saved,
+    mark_stored,
+)
+from flax_amp.policy import Decision, use_fp8, with_result_dtype
 
-T = TypeVar("T")
 
+class Place(NamedTuple):
+    """Where an equation stands.
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Emitter:
-    """Evaluates plans.
-
-    Args:
-      painter: plans the rules of custom derivatives, which are known only while
-        emitting, and holds the rules of structured primitives.
-      recompute: how much the backward pass computes again.
-      wide_gradients: whether weights get their gradients in float32 (`wide_grad.py`),
-        and tables of embeddings theirs without a rounding (`embedding_lookup.py`).
-      merge_layers: whether equal layers become calls of one function.
+    Attributes:
+      scopes: the names of the scopes around its jaxpr, outermost first.
+      around: the equations in whose bodies it stands, outermost first.
     """
 
-    painter: Painter
-    recompute: Recompute
-    wide_gradients: bool
-    merge_layers: bool
-    # What `cached` made: orders of equations, rewritten bodies, functions of layers.
+    scopes: tuple[str, ...] = ()
+    around: tuple[Eqn, ...] = ()
+
+    def inside(self, eqn: Eqn) -> "Place":
+        """Returns the place of the bodies of an equation here."""
+        return Place(self.scopes + _compat.scope_names(eqn), (*self.around, eqn))
+
+
+class Why(NamedTuple):
+    """Why an equation runs as it does.
+
+    Attributes:
+      role: what it is for the rule.
+      reason: the policy's key or the fact of its primitive that decided.
+      decision: the decision of the policy.
+      result: what became of its first result, such as "rounded: a matmul reads it
+        later"; empty if that is no float32 one.
+    """
+
+    role: Role
+    reason: str
+    decision: Decision
+    result: str
+
+
+class Record(Protocol):
+    """What is told of each equation of the user's program as it is emitted."""
+
+    def __call__(
+        self, eqn: Eqn, place: Place, operands: Arrays, results: Arrays, why: Why
+    ) -> None: ...
+
+
+# How to emit an equation with bodies: `rule(emitter, eqn, operands, ask)`.
+Rule = Callable[..., Arrays]
+
+
+# No repr: JAX writes that of functions into its debug information.
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Emitter:
+    """Emits the plans of one call of the user's function.
+
+    Args:
+      planner: plans jaxprs.
+      half: the dtype of products.
+      rules: how equations with bodies are emitted, by their primitive.
+      recompute: whether the backward pass computes regions again.
+      is_straight: whether the equations run once, and not as the body of a loop.
+      record: is told of each equation.
+      place: where the equations stand.
+      cache: bodies that were rewritten.
+      fp8: why products stay in half precision, or "" for those in fp8, counted.
+    """
+
+    planner: Planner
+    half: DType
+    rules: dict[str, Rule]
+    recompute: bool
+    is_straight: bool = True
+    record: Record | None = None
+    place: Place = Place()
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    # The arrays that rules of custom derivatives close over (`captures.py`).
-    captured: dict[Var, Array] = dataclasses.field(default_factory=dict)
-    # Of the place of the call. JAX traces nested rules where this cannot be seen.
-    takes_symbolic_zeros: bool = dataclasses.field(
-        default_factory=_compat.takes_symbolic_zeros
-    )
+    fp8: Counter[str] = dataclasses.field(default_factory=Counter)
 
-    @property
-    def compute_dtype(self) -> DType:
-        """The dtype of `LOW` values."""
-        return self.painter.compute_dtype
+    def replace(self, **changes: Any) -> "Emitter":
+        """Returns an emitter that differs in some of these."""
+        return dataclasses.replace(self, **changes)
 
-    def cached(self, kind: str, plan: Plan, make: Callable[[], T], *types: Any) -> T:
-        """Returns what `make` gave at the first call for a plan and operand types.
+    def inside(self, eqn: Eqn) -> "Emitter":
+        """Returns the emitter of the bodies of an equation."""
+        return self.replace(place=self.place.inside(eqn))
+
+    def emit(self, closed: Jaxpr, operands: Arrays, ask: Ask) -> list[Array]:
+        """Evaluates a jaxpr.
+
+        Args:
+          closed: the jaxpr.
+          operands: one for each input; what is float32 in the jaxpr may be half.
+          ask: what is known of it from outside.
+
+        Returns:
+          The results; what is float32 in the jaxpr may be half.
+        """
+        plan = self.planner.plan(closed, ask)
+        program = plan.flow.program
+        values = _Values(self, plan, False)
+        values.set(program.consts, program.consts.values())
+        values.set(program.invars, operands)
+        for piece in plan.pieces:
+            if piece.is_apart:
+                (i,) = piece.indices
+                self._equation(i, plan, values)
+            else:
+                self._piece(piece, plan, values)
+        return [
+            v.val if read is None else values.get(read)
+            for v, read in zip(program.outvars, plan.results, strict=True)
+        ]
+
+    def rewrite_body(self, closed: Jaxpr, operands: Arrays, ask: Ask) -> Jaxpr:
+        """Returns the rewritten closed jaxpr for operands of these types.
 
         A block that is called 24 times is rewritten once, and JAX lowers it once.
         """
-        key = (kind, plan, self.recompute, *types)
-        if key not in self.cache:
-            self.cache[key] = make()
+        types = tuple(map(jax.typeof, operands))
+        key = (closed, ask, types, self.is_straight, self.recompute)
+        # Each equation is told of, however often it runs.
+        if key not in self.cache or self.record is not None:
+            # Few frames, because calls may be nested deeply.
+            function = functools.partial(self.emit, closed, ask=ask)
+            self.cache[key] = jax.make_jaxpr(function)(list(operands))
         return self.cache[key]
 
-    def shared_rules(self, eqn: Eqn, step: Step) -> dict[Any, Any]:
-        """Returns where the planned rules of a custom derivative are kept.
-
-        It is one dictionary for all equal equations: each rule is traced and planned
-        once.
-        """
-        ids = self.cache.setdefault("ids", EquationIds(self.painter.has_user_rule))
-        key = "rules", ids.id_of_rules(eqn, step), self.recompute
-        return self.cache.setdefault(key, {})
-
-    def emit(
-        self, plan: Plan, operands: Arrays, *, unrounded: bool = False
-    ) -> list[Array]:
-        """Evaluates a plan.
-
-        Args:
-          plan: the plan.
-          operands: one for each input, in the dtype that `plan.ins` says.
-          unrounded: whether to return results as they were before they were rounded,
-            in float32, where these are at hand.
-
-        Returns:
-          The results, otherwise in the dtypes that `plan.outs` says.
-        """
-        plan, order = self.cached("order", plan, lambda: self._order(plan))
-        jaxpr = plan.jaxpr
-        env = Environment(
-            {
-                **dict(zip(jaxpr.invars, operands, strict=True)),
-                **dict(zip(jaxpr.constvars, plan.consts, strict=True)),
-            },
-            plan.known(),
-            [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars),
+    def _piece(self, piece: Piece, plan: Plan, values: "_Values") -> None:
+        flow = plan.flow
+        recompute = self.recompute and any(
+            flow.choices[i].role in HALF_ROLES or _is_curved(flow.program.eqns[i])
+            for i in piece.indices
         )
-        self._capture(plan, env, plan.exports)
-        for item in order:
-            if isinstance(item, Region):
-                self._emit_region(plan, item, env)
-                outs = item.outs
-            else:
-                self._emit_equation(plan, item, env)
-                outs = jaxpr.eqns[item].outvars
-            self._capture(plan, env, outs)
-        return [env.array(v, unrounded=unrounded) for v in jaxpr.outvars]
 
-    def _capture(self, plan: Plan, env: Environment, written: Iterable[Var]) -> None:
-        """Records the float32 arrays of those variables that rules close over."""
-        if not plan.exports:
-            return  # Most plans export nothing, and this runs for every equation.
-        for v in plan.exports.intersection(written):
-            if env.has(v):
-                self.captured[v] = env.full(v)
+        def run(*arrays: Array) -> list[Array]:
+            inner = _Values(self, plan, recompute)
+            inner.arrays.update(zip(piece.ins, arrays, strict=True))
+            for i in piece.indices:
+                self._equation(i, plan, inner)
+            return [inner.get(read) for read in piece.outs]
 
-    def _order(self, plan: Plan) -> tuple[Plan, list[Region | int]]:
-        """Returns the plan with calls for its repeated layers, and its regions."""
-        # What rules close over must not be inside of a call, out of their sight.
-        if self.merge_layers and not (plan.exports or self.captured):
-            plan = outline(plan, self.painter.has_user_rule)
-        regions = group_into_regions(
-            plan, self.recompute, self.compute_dtype, self.painter.has_user_rule
-        )
-        return plan, regions
-
-    def _emit_region(self, plan: Plan, region: Region, env: Environment) -> None:
-        pairs = [(plan.jaxpr.eqns[i], plan.steps[i]) for i in region.indices]
-        unrounded = env.unrounded(_read_unrounded(pairs))
-        unrounded_outs = [v for v in _emitted_twice(pairs) if v in region.outs]
-        # What is inside of a region is recomputed with it, not by regions of its own.
-        inner = dataclasses.replace(self, recompute="never")
-
-        def evaluate(operands: Arrays, unrounded_operands: Arrays) -> Any:
-            inside = env.of_region(region, [eqn for eqn, _ in pairs], operands)
-            inside.write_unrounded(zip(unrounded, unrounded_operands, strict=True))
-            for i in region.indices:
-                inner._emit_equation(plan, i, inside)
-            return (
-                [inside.array(v) for v in region.outs],
-                [inside.array(v, unrounded=True) for v in unrounded_outs],
+        function = run
+        if recompute:
+            function = jax.checkpoint(run, policy=is_saved, prevent_cse=False)
+        arrays = [values.get(read) for read in piece.ins]
+        last = flow.program.eqns[piece.indices[-1]]
+        with _compat.source_line(last):
+            outs = _compat.call_or_locate_nan(
+                lambda: function(*arrays), lambda: run(*arrays)
             )
+        values.arrays.update(zip(piece.outs, outs, strict=True))
 
-        # No barriers here: the stored values carry them (`stored.py`).
-        recomputed = jax.checkpoint(evaluate, policy=is_stored, prevent_cse=False)
-        arrays = [env.array(v) for v in region.ins], list(unrounded.values())
-        with _compat.source_line(pairs[-1][0]):
-            outs, more = _compat.call_or_locate_nan(
-                lambda: recomputed(*arrays), lambda: evaluate(*arrays)
-            )
-        values: dict[Var, Value | None] = {}
-        for eqn, step in pairs:
-            values |= zip(eqn.outvars, step.outs, strict=True)
-            env.release(eqn.invars)
-        env.write(region.outs, outs, [values[v] for v in region.outs])
-        env.write_unrounded(zip(unrounded_outs, more, strict=True))
-
-    def _emit_equation(self, plan: Plan, index: int, env: Environment) -> None:
-        eqn, step = plan.jaxpr.eqns[index], plan.steps[index]
+    def _equation(self, i: int, plan: Plan, values: "_Values") -> None:
+        """Emits an equation, and writes what it gives."""
+        eqn, choice = plan.flow.program.eqns[i], plan.flow.choices[i]
         with _compat.equation_context(eqn):
-            outs = self._results(eqn, step, index, env)
-            if step.unrounded is not None:
-                again = self._results(eqn, step.unrounded, index, env)
-                found = dict(zip(eqn.outvars, again, strict=True))
-                twice = _emitted_twice([(eqn, step)])
-                env.write_unrounded((v, found[v]) for v in twice)
-            # The functions of `DERIVATIVES` round their result themselves.
-            rounds_itself = eqn.primitive.name in DERIVATIVES
-            if step.mode is Mode.ROUNDED_FOR_GOOD and not rounds_itself:
-                outs = list(map(rounded, outs))
-            pairs = zip(eqn.outvars, outs, strict=True)
-            outs = [env.mark(v, x, index) for v, x in pairs]
-        env.write(eqn.outvars, outs, step.outs)
-        env.release(eqn.invars)
+            operands, results, reason = self._results(i, eqn, choice, plan, values)
+            results = values.write(eqn, results)
+            values.forget(plan.dead.get(i, ()))
+        if self.record is not None:
+            result = _result(eqn, choice.role, plan, results)
+            why = Why(choice.role, reason, choice.decision, result)
+            self.record(eqn, self.place, operands, results, why)
 
     def _results(
-        self, eqn: Eqn, step: Step, index: int, env: Environment
-    ) -> list[Array]:
-        """Returns the results of an equation, in the dtypes that its step says."""
-        values = tuple(env.value(v) for v in eqn.invars)
-        # First the casts that readers share; what is left is cast for this reader alone
-        # in `_emit_low`.
-        full = functools.partial(env.full, unrounded=step.reads_unrounded)
-        if step.mode.is_float32:
-            arrays = [full(v) for v in eqn.invars]
-            arrays = self._within_range(eqn, step, arrays, values)
-        elif step.reads:
-            arrays = [
-                full(v) if has_paint(read, Paint.FULL) else env.array(v)
-                for v, read in zip(eqn.invars, step.reads, strict=True)
-            ]
-        elif step.mode is Mode.LOW:
-            arrays = [env.low(v, self.compute_dtype, index) for v in eqn.invars]
+        self, i: int, eqn: Eqn, choice: Choice, plan: Plan, values: "_Values"
+    ) -> tuple[Arrays, Arrays, str]:
+        """Returns what an equation was bound to, what it gives, and why."""
+        reads, role, reason = plan.reads(i), choice.role, choice.reason
+        pairs = list(zip(eqn.invars, reads, strict=True))
+        if plan.flow.has_product[i]:
+            operands = [values.natural(*pair) for pair in pairs]
+            ask = self._ask(i, eqn, choice, plan)
+            emitter = self.inside(eqn)
+            return (
+                operands,
+                self.rules[eqn.primitive.name](emitter, eqn, operands, ask),
+                reason,
+            )
+        if role is Role.PRODUCT and isinstance(choice.decision.function, use_fp8):
+            in_fp8 = self._fp8(eqn, choice, plan)
+            self.fp8[in_fp8 if isinstance(in_fp8, str) else ""] += 1
+            if not isinstance(in_fp8, str):
+                operands = [values.natural(*pair) for pair in pairs]
+                out = fp8_dot(eqn, *in_fp8, self.half, operands)
+                return operands, [out], "in fp8"
+            reason = f"not in fp8: {in_fp8}"
+        if role in HALF_ROLES:
+            operands = [values.low(*pair) for pair in pairs]
+            params = eqn.params
+            if any(is_float32(v) for v in eqn.invars):
+                params = with_result_dtype(params, self.half)
+            return operands, _compat.bind(eqn, operands, params), reason
+        if role is Role.CALLED:
+            operands = [values.natural(*pair) for pair in pairs]
+            outs = call_precision_function(eqn, choice.decision, self.half, operands)
+            return operands, list(map(self._back, outs, eqn.outvars)), reason
+        if values.is_stored_relu(eqn):
+            operands = [values.low(*pair) for pair in pairs]
+            mark = functools.partial(values.mark, eqn, eqn.outvars[0])
+            return operands, [_stored_relu(operands[0], mark)], reason
+        level = plan.flow.levels[i]
+        if self.half != jnp.float32 and is_same_dtype(eqn):  # from float32 to float32
+            operands = [values.natural(*pair) for pair in pairs]
+            return operands, operands, reason
+        is_low = role in (Role.MOVE, Role.ARITHMETIC) and self._is_low(
+            eqn, role, pairs, plan, values
+        )
+        if is_low:
+            if repeats(eqn):  # its derivative adds up
+                operands = [values.wide(*pair, level) for pair in pairs]
+                if eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1:
+                    shape, dims = (
+                        eqn.params[name] for name in ("shape", "broadcast_dimensions")
+                    )
+                    out = spread(operands[0], shape, dims, self.half)
+                else:
+                    (wide,) = _compat.bind(eqn, operands, eqn.params)
+                    out = down(wide, self.half)
+                return operands, [out], reason
+            shape = eqn.outvars[0].aval.shape if role is Role.ARITHMETIC else None
+            operands = [values.low(*pair, shape) for pair in pairs]
         else:
-            arrays = [env.array(v) for v in eqn.invars]
-        outs = self._emit_step(eqn, step, arrays, values)
-        # What a rule or a user's function gives need not be what was planned.
-        return self.cast_to_plan(outs, step.outs)
+            operands = [values.wide(*pair, level) for pair in pairs]
+        return operands, _compat.bind(eqn, operands, eqn.params), reason
 
-    def _within_range(
-        self, eqn: Eqn, step: Step, arrays: list[Array], values: Values
+    def _is_low(
+        self,
+        eqn: Eqn,
+        role: Role,
+        pairs: Sequence[tuple[Atom, Read | None]],
+        plan: Plan,
+        values: "_Values",
+    ) -> bool:
+        """Whether a move, a sum of two or a bias stays in half precision."""
+        is_half = [values.is_half(*pair) for pair in pairs]
+        others = [
+            v
+            for (v, _), half in zip(pairs, is_half, strict=True)
+            if is_float32(v) and not half
+        ]
+        leads = any(v in plan.flow.leads for v in eqn.outvars)
+        name = eqn.primitive.name
+        if not any(is_half):
+            return False
+        if role is Role.MOVE:
+            if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
+                return False
+            fits = all(self._fits(v, eqn, plan) for v in others)
+            return fits and (leads or name == "gather")
+        if name not in ("add", "add_any"):
+            return False
+        is_bias = name == "add" and all(
+            v in plan.weights and v.aval.shape
+            for v in others
+            if not isinstance(v, Literal)
+        )
+        if any(isinstance(v, Literal) for v in others):
+            return False
+        return leads and (is_bias or not others)
+
+    def _fits(self, v: Atom, eqn: Eqn, plan: Plan) -> bool:
+        """Whether a move may read a float32 operand rounded beside one that is half."""
+        number = literal(v) if isinstance(v, Literal) else plan.numbers.get(v)
+        if number is None:
+            is_joined = eqn.primitive.name == "concatenate"
+            return is_joined and not isinstance(v, Literal) and v in plan.weights
+        return not has(eqn, Trait.BOUND) or is_exact(number, self.half)
+
+    def _fp8(self, eqn: Eqn, choice: Choice, plan: Plan) -> tuple[use_fp8, int] | str:
+        """Returns how a product runs in fp8, or why it does not."""
+        factors = eqn.invars[:2]
+        known = [not isinstance(v, Literal) for v in factors]
+        weights = [k and v in plan.weights for k, v in zip(known, factors, strict=True)]
+        # In a loop, what is no weight is computed by the step before, as far as known.
+        computed = [
+            k and (v in plan.computed or not (self.is_straight or v in plan.weights))
+            for k, v in zip(known, factors, strict=True)
+        ]
+        leads = eqn.outvars[0] in plan.flow.leads
+        return fp8_product(eqn, weights, computed, leads, choice.decision)
+
+    def _ask(self, i: int, eqn: Eqn, choice: Choice, plan: Plan) -> Ask:
+        """Returns what the bodies of an equation are asked."""
+        known = [not isinstance(v, Literal) for v in eqn.invars]
+        flags = [
+            tuple(k and v in which for k, v in zip(known, eqn.invars, strict=True))
+            for which in (plan.weights, plan.computed)
+        ]
+        outs = plan.flow.outs[i]
+        assert outs is not None
+        return Ask(choice.inside, outs, *flags)
+
+    def _back(self, x: Array, v: Var) -> Array:
+        """Returns a result of a user's function; a third dtype returns to float32."""
+        dtype = getattr(x, "dtype", None)
+        if is_float32(v) and dtype not in (self.half, jnp.float32):
+            return jnp.asarray(x, jnp.float32)
+        return x
+
+    def cast_like(
+        self, arrays: Arrays, variables: Sequence[Atom], halves: Sequence[bool]
     ) -> list[Array]:
-        """Returns the operands of an equation, such that its result can be rounded.
+        """Returns arrays of fixed dtypes: half precision, or what the jaxpr says.
 
-        A mask of -1e9, or of the smallest float32 number, that is added to something
-        would be rounded to an infinity.
+        Args:
+          arrays: the arrays of some variables.
+          variables: the variables.
+          halves: which of those that are float32 become half.
         """
-        if eqn.primitive.name not in ("add", "sub") or not step.mode.rounds:
-            return arrays
         return [
-            clamped(x, value.constant, self.compute_dtype)
-            if value is not None and value.paint is Paint.LEAF
-            else x
-            for x, value in zip(arrays, values, strict=True)
+            (down(x, self.half) if half else up(x, self.half)) if is_float32(v) else x
+            for x, v, half in zip(arrays, variables, halves, strict=True)
         ]
 
-    def _emit_step(
-        self, eqn: Eqn, step: Step, arrays: Arrays, values: Values
-    ) -> Arrays:
-        if step.mode is Mode.RULE:
-            rule = self.painter.rules[eqn.primitive.name]
-            return rule.emit(self, eqn, step, arrays)
-        if step.mode is Mode.REPEAT:
-            layer = self.cached("layer", step.detail, lambda: self._layer(step.detail))
-            return layer(*arrays)
-        is_half = self.compute_dtype != jnp.float32
-        if is_half and eqn.primitive.name in DERIVATIVES and step.mode.rounds:
-            (x,) = arrays
-            # The function has to see whether its operand is a half (`casts.py`).
-            if has_paint(values[0], Paint.LOW):
-                x = x.astype(self.compute_dtype)
-            return [rounded_function(eqn.primitive.name, x, self.compute_dtype)]
-        if step.mode is Mode.CALL:
-            return call_precision_function(eqn, step.detail, self.compute_dtype, arrays)
-        if step.mode is Mode.LOW:
-            if isinstance(step.detail, Fp8Product):
-                dtype, wide = self.compute_dtype, self.wide_gradients
-                return [fp8_dot(eqn, *step.detail, dtype, arrays, wide)]
-            return self._emit_low(eqn, arrays, values)
-        if step.mode is Mode.LOOKUP:
-            dtype = None if self.wide_gradients else step.detail
-            return [lookup_p.bind(*arrays, dtype=dtype, **eqn.params)]
-        return _compat.bind(eqn, arrays, eqn.params)
 
-    def _emit_low(self, eqn: Eqn, arrays: Arrays, values: Values) -> Arrays:
-        """Binds an equation in the compute dtype, its operands cast for it alone."""
-        params = with_result_dtype(eqn.params, self.compute_dtype)
-        # A ragged product has a third operand, the sizes of its groups.
-        is_product = kind_of(eqn) is Kind.PRODUCT and len(values) == 2
-        widens = self.wide_gradients and is_product
-        # Computed factors are no weights: their gradients go on in the compute dtype.
-        wide = [widens and has_paint(value, Paint.LEAF) for value in values]
-        if has(eqn, Trait.ADDITION) and self.compute_dtype == jnp.float16:
-            arrays = self._broadcast_biases(eqn, arrays, values)
-        # A weight enters in float32, so that its gradient leaves in float32.
-        operands = [
-            x if is_wide else self.to_compute_dtype(x, value, eqn.primitive.name)
-            for x, value, is_wide in zip(arrays, values, wide, strict=True)
-        ]
-        if not any(wide):
-            return _compat.bind(eqn, operands, params)
-        return [product(eqn, params, self.compute_dtype, operands, wide)]
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class _Values:
+    """The arrays of variables while a plan, or a piece of it, is emitted.
 
-    def _broadcast_biases(
-        self, eqn: Eqn, arrays: Arrays, values: Values
-    ) -> list[Array]:
-        """Returns the operands of a sum, with leaves in the shape of its result.
+    Attributes:
+      emitter: the emitter.
+      plan: the plan.
+      recompute: whether `jax.checkpoint` holds the equations.
+      arrays: by variable, and whether it is the array before the border.
+      wides: what regions have cast up, by variable and level of the region.
+    """
 
-        The gradient of a bias is a sum of cotangents. It is one in float32 if the bias
-        is cast after it was broadcast. In bfloat16, XLA adds up in float32 itself, and
-        this would cost a float32 array of cotangents.
-        """
-        shape, dtype = eqn.outvars[0].aval.shape, self.compute_dtype
-        return [
-            jnp.broadcast_to(clamped(x, None, dtype), shape)
-            if x.shape != shape and value is not None and value.is_argument
-            else x
-            for x, value in zip(arrays, values, strict=True)
-        ]
+    emitter: Emitter
+    plan: Plan
+    recompute: bool
+    arrays: dict[Read, Array] = dataclasses.field(default_factory=dict)
+    wides: dict[Read, dict[int, Array]] = dataclasses.field(default_factory=dict)
 
-    def _layer(self, plan: Plan) -> Callable[..., Arrays]:
-        """Returns the jitted function of a repeated layer."""
+    def set(self, variables: Any, arrays: Any) -> None:
+        """Writes arrays that come from outside."""
+        reads = (Read(v, False) for v in variables)
+        self.arrays.update(zip(reads, arrays, strict=True))
 
-        # Its name is what a profile shows around the scopes of a layer.
-        def repeated(*operands: Array) -> list[Array]:
-            return self.emit(plan, operands)
+    def get(self, read: Read) -> Array:
+        return self.arrays[read]
 
-        return jax.jit(repeated)
+    def forget(self, reads: Iterable[Read]) -> None:
+        """Drops arrays that nothing reads any more."""
+        for read in reads:
+            self.arrays.pop(read, None)
+            self.wides.pop(read, None)
 
-    def to_compute_dtype(
-        self, x: Array, value: Value | None, primitive: str = ""
+    def natural(self, v: Atom, read: Read | None) -> Array:
+        """Returns an operand as it is."""
+        return v.val if read is None else self.arrays[read]
+
+    def is_half(self, v: Atom, read: Read | None) -> bool:
+        """Whether an operand that is float32 in the program is half here."""
+        half = self.emitter.half
+        x = self.natural(v, read)
+        is_array = read is not None and half != jnp.float32 and is_float32(v)
+        return is_array and x.dtype == half
+
+    def wide(self, v: Atom, read: Read | None, level: int) -> Array:
+        """Returns an operand in float32; a region casts it once."""
+        if read is None or not is_float32(v):
+            return self.natural(v, read)
+        of_levels = self.wides.setdefault(read, {})
+        if level not in of_levels:
+            of_levels[level] = up(self.arrays[read], self.emitter.half)
+        return of_levels[level]
+
+    def low(
+        self, v: Atom, read: Read | None, shape: tuple[Any, ...] | None = None
     ) -> Array:
-        """Returns an operand in the compute dtype; a leaf saturates.
+        """Returns an operand in half precision.
 
         Args:
-          x: the operand.
-          value: what is known of it. With `None` it is returned as it is.
-          primitive: the name of the primitive that reads it, if one does.
+          v: the operand.
+          read: how it is read.
+          shape: that of the sum, if it is added to something. What is smaller is
+            broadcast in float32, so that its derivative adds up in float32.
         """
-        if value is None or x.dtype == self.compute_dtype:
+        x, half = self.natural(v, read), self.emitter.half
+        if not is_float32(v):
             return x
-        headroom = primitive in ("add", "sub")
-        if value.constant is not None:
-            number = cast_constant(value.constant, self.compute_dtype, headroom)
-            if np.ndim(x) == 0:
-                return number
-            # A new array, not a cast: XLA would hoist the float32 one out of a loop.
-            return jax.lax.full_like(x, number, dtype=self.compute_dtype)
-        # bfloat16 has the range of float32, except for the numbers next to the largest
-        # one, which round up to infinity. Masks may be that large, weights are not:
-        # they get a plain convert, which XLA can move across an all-gather.
-        is_product = kind_of(primitive) is Kind.PRODUCT
-        is_plain = is_product and self.compute_dtype == jnp.bfloat16
-        if value.paint is Paint.LEAF and not is_plain:
-            return saturating_cast(x, self.compute_dtype, headroom)
-        return jax.lax.convert_element_type(x, self.compute_dtype)
+        if read is not None and v in self.plan.numbers and x.dtype != half:
+            number = cast_number(self.plan.numbers[v], half)
+            return jax.lax.full_like(x, number, dtype=half)
+        if shape is None or x.dtype == half and x.shape == shape:
+            return down(x, half)
+        return spread(up(x, half), shape, range(len(shape)), half)
 
-    def cast_to_plan(
-        self, arrays: Arrays, values: Values, origins: Values | None = None
-    ) -> list[Array]:
-        """Casts arrays to the dtypes that a plan has for them.
+    def is_stored_relu(self, eqn: Eqn) -> bool:
+        """Whether an equation is a relu whose derivative can read what is stored."""
+        v = eqn.outvars[0] if eqn.outvars else None
+        return (
+            v in self.plan.border
+            and v not in self.plan.flow.exact
+            and self._is_marked(v)
+            and is_relu(eqn)
+        )
 
-        Args:
-          arrays: the arrays.
-          values: the values that they become.
-          origins: the values that they are, if they may be leaves: these saturate,
-            what was computed does not.
-        """
-        origins = origins or (None,) * len(arrays)
-        return [
-            self.to_compute_dtype(x, origin or value)
-            if has_paint(value, Paint.LOW)
-            else to_float32(x, value)
-            for x, value, origin in zip(arrays, values, origins, strict=True)
-        ]
+    def write(self, eqn: Eqn, results: Arrays) -> list[Array]:
+        """Writes the results of an equation; returns them as others read them."""
+        half, plan = self.emitter.half, self.plan
+        found = []
+        for v, x in zip(eqn.outvars, results, strict=True):
+            exact = x
+            if v in plan.border and half != jnp.float32:
+                x = down(x, half)
+            if not self.is_stored_relu(eqn):  # it is marked already
+                x = self.mark(eqn, v, x)
+            self.arrays[Read(v, False)] = x
+            if v in plan.twofold:
+                # Of what is half anyway, all read what is stored.
+                is_half = getattr(exact, "dtype", None) == half
+                self.arrays[Read(v, True)] = x if is_half else exact
+            found.append(x)
+        return found
+
+    def mark(self, eqn: Eqn, v: Var, x: Array) -> Array:
+        """Returns a result, marked if the backward pass stores it."""
+        if not self._is_marked(v):
+            return x
+        stored, where = self.plan.stored[v], NOWHERE
+        if stored.has_barrier and self.emitter.is_straight:
+            where = ON_GPU_AND_TPU if stored.also_on_tpu else ON_GPU
+        return mark_stored(x, where, stored.is_rounded)
+
+    def _is_marked(self, v: Var | None) -> bool:
+        if not self.recompute or v not in self.plan.stored:
+            return False
+        # In a loop, what nothing but products reads is computed again.
+        is_border = v in self.plan.border
+        return self.emitter.is_straight or not is_border or v in self.plan.later
 
 
-def _read_unrounded(pairs: Iterable[tuple[Eqn, Step]]) -> list[Var]:
-    """Returns what some equations read as it was before it was rounded."""
-    read = [eqn.invars for eqn, step in pairs if step.reads_unrounded]
-    return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
+def _is_curved(eqn: Eqn) -> bool:
+    """Whether the derivative of an equation reads something."""
+    return not has(eqn, Trait.LINEAR)
 
 
-def _emitted_twice(pairs: Iterable[tuple[Eqn, Step]]) -> list[Var]:
-    """Returns the results of some equations that are also there without a rounding."""
-    return [
-        v
-        for eqn, step in pairs
-        if step.unrounded is not None
-        for v, value in zip(eqn.outvars, step.unrounded.outs, strict=True)
-        if has_paint(value, Paint.FULL)
-    ]
+def _stored_relu(x: Array, mark: Callable[[Array], Array]) -> Array:
+    """Returns a relu whose derivative reads its stored result, and nothing else."""
+
+    @jax.custom_jvp
+    def relu(x: Array) -> Array:
+        return mark(jnp.maximum(x, 0))
+
+    @relu.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        y = relu(*primals)
+        return y, jnp.where(y > 0, tangents[0], 0)
+
+    return relu(x)
+
+
+def _result(eqn: Eqn, role: Role, plan: Plan, results: Arrays) -> str:
+    """Says what became of the first result of an equation."""
+    if not eqn.outvars or not is_float32(eqn.outvars[0]):
+        return ""
+    v, flow = eqn.outvars[0], plan.flow
+    is_half = results[0].dtype != jnp.float32
+    if v in plan.border and is_half:
+        return "rounded: a matmul reads it later"
+    if is_half:
+        return "half precision"
+    if not v.aval.shape:
+        return "float32: a scalar"
+    if v not in flow.leads:
+        return "float32: no matmul reads it later"
+    if v not in plan.computed:
+        return "float32: computed from arguments alone"
+    if role is Role.SUM or has(eqn, Trait.ILL_CONDITIONED | Trait.STORED):
+        return "float32: a sum or a maximum"
+    return "float32: only its own region reads it"

@@ -1,130 +1,92 @@
 """Warnings at trace time: a policy has no effect, or products stay in float32.
 
 A policy is judged by the traced program alone, before it is planned, once for each
-trace of the function that `amp` was given. If it is not certain that something is
-wrong, there is no warning.
+trace of the function that `amp` was given.
 """
 
 import difflib
-import itertools
+import os
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import flax
 import jax
 import jax.numpy as jnp
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, DType, Eqn, Jaxpr
-from flax_amp._jaxpr.traits import is_matrix_product
-from flax_amp._jaxpr.walk import Visit, walk
-from flax_amp._rewriter.casts import finfo
-from flax_amp._rewriter.fp8_rule import NOT_IN_FP8, Fp8Product
+from flax_amp._compat import DType, Jaxpr
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
-from flax_amp._rewriter.outline.equality import plans_in
-from flax_amp._rewriter.plan import Plan, ReasonKind, Step
+from flax_amp._rewriter.primitives import is_matrix_product
+from flax_amp._rewriter.roles import ASKS_FOR_PRECISION, Chooser, Context, Role
+from flax_amp._rewriter.walk import Visit, walk
 from flax_amp._scope_paths import paths, split_method
-from flax_amp._tree import fill, is_array, is_inexact_array, pick
-from flax_amp.policy import (
-    Origin,
-    Policy,
-    follow_precision,
-    use_original_precision,
-    use_precision,
-    use_widest_precision,
-)
+from flax_amp._tree import is_array, is_inexact_array
+from flax_amp.policy import Origin, Policy
 
-_FLAX = str(Path(flax.__file__).parent)
+_FLAX = os.path.join(os.path.dirname(flax.__file__), "")
+_LIBRARIES = (
+    _FLAX,
+    os.path.join(os.path.dirname(jax.__file__), ""),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), ""),
+)
 _HALVES = (jnp.float16, jnp.bfloat16)
-_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
-
-# Precision functions that never cast to the compute dtype.
-_HIGH = (
-    use_original_precision,
-    use_widest_precision,
-    follow_precision,
-    use_precision(jnp.float32),
-)
 
 
 class PolicyWarning(UserWarning):
     """A policy, or a part of it, has no effect on the program that `amp` was given."""
 
 
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of the user: the innermost one outside of JAX and Flax."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
 def warn_of_policy(
-    policy: Policy,
-    closed: Jaxpr,
-    compute_dtype: DType,
-    paths_of_inputs: Callable[[], Sequence[str]],
+    policy: Policy, closed: Jaxpr, compute_dtype: DType, call: FunctionalCall
 ) -> None:
-    """Warns of keys that match nothing, and of an `amp` that changes nothing.
+    """Warns of keys that match nothing, and of products that stay as they are.
 
     Args:
       policy: the policy.
       closed: the traced program.
       compute_dtype: its compute dtype.
-      paths_of_inputs: returns the path of each input of the program among the arguments
-        of the user's function.
+      call: the call of the user's function that was traced.
     """
     if compute_dtype == jnp.float32:
         return
-    jaxpr, _ = _compat.open_jaxpr(closed)
-    equations = _equations(jaxpr)
-    found = (
-        _nothing_in_compute_dtype(policy, equations, compute_dtype),
-        _half_already(policy, equations),
-        _unmatched(policy, equations, jaxpr, paths_of_inputs),
-    )
-    for message in filter(None, found):
-        # For the caller of the function that `amp` returned.
-        warnings.warn(message, PolicyWarning, stacklevel=4)
+    # A kernel has its own precision.
+    equations = list(walk(closed, enter=lambda e: e.primitive.name != "pallas_call"))
+    messages = [_unmatched(policy, equations, closed, call)]
+    # What amp has transformed before has no dtypes of the user's.
+    if not any(v.eqn.primitive.name.startswith("flax_amp_") for v in equations):
+        messages.append(_not_in_half(Chooser(policy, compute_dtype), equations))
+    for message in filter(None, messages):
+        warn(message, PolicyWarning)
 
 
-def warn_of_precision(plan: Plan) -> None:
-    """Warns if JAX's default precision keeps products in float32.
+def warn_of_fp8(policy: Policy, reasons: Counter[str], found: int) -> None:
+    """Warns if fp8 is asked for, and no product runs in it.
 
-    An equation does not tell who asked for its precision, the user or the default.
+    Args:
+      policy: the policy.
+      reasons: why products stay in half precision; see `fp8.fp8_product`.
+      found: how many products run in fp8.
     """
-    default: Any = getattr(jax.config, "jax_default_matmul_precision", None)
-    # All of these mean `Precision.DEFAULT`, which asks for nothing.
-    if default in (None, "default", "fastest", "bfloat16"):
+    if not policy.fp8_recipes or found:
         return
-    count = sum(step.reason.kind is ReasonKind.PRECISION for step in _steps(plan))
-    if count:
-        warnings.warn(
-            f"amp: {count} products stay in float32, because they ask for precision "
-            f"while jax.default_matmul_precision is {default!r}. Expected the default, "
-            "None, so that they run in the compute dtype: unset it around what amp "
-            "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
-            "precision=... at the products that need it.",
-            stacklevel=4,
-        )
-
-
-def warn_of_fp8(policy: Policy, plan: Plan) -> None:
-    """Warns if fp8 is asked for, and no product runs in it."""
-    if not policy.fp8_recipes:
-        return
-    steps = _steps(plan)
-    if any(isinstance(step.detail, Fp8Product) for step in steps):
-        return
-    reasons = Counter(str(step.reason) for step in steps)
-    found = (
-        f"{reason.removeprefix(NOT_IN_FP8)} ({count})"
-        for reason, count in reasons.most_common()
-        if reason.startswith(NOT_IN_FP8)
-    )
-    why = "; ".join(itertools.islice(found, 3)) or "it has none that could"
-    warnings.warn(
-        f"amp: no matrix product of this program runs in fp8: {why}. Expected one by a "
-        "weight, an argument of the function, that is large enough (docs/fp8.md). "
-        "Leave out fp8, or take small products as well with "
-        "flax_amp.use_fp8(any_shape=True).",
+    shown = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common(3))
+    warn(
+        "amp: no matrix product of this program runs in fp8: "
+        f"{shown or 'it has none that could'}. Expected one by a weight, an argument "
+        "of the function, that is large enough (docs/fp8.md). Leave out fp8, or name "
+        "the layers that run in it whatever their size, as in "
+        'flax_amp.default_amp_policy | {"*/mlp/*": flax_amp.use_fp8}.',
         PolicyWarning,
-        stacklevel=4,
     )
 
 
@@ -143,155 +105,92 @@ class HalfParameterCheck:
         self._done = False
 
     def __call__(self, call: FunctionalCall) -> None:
-        if self._done:
+        groups = [
+            (argument, floats)
+            for argument, leaves in call.leaves_by_argument()
+            if (floats := list(filter(is_inexact_array, leaves)))
+        ]
+        if self._done or not groups or is_array(groups[0][0]):
             return
-        parameters, half = _half_parameters(call)
-        if not half:
+        (_, parameters), *others = groups
+        in_half = [x for x in parameters if x.dtype in _HALVES]
+        half = list(filter(_compat.is_differentiated, in_half))
+        rest = (x for _, floats in others for x in floats)
+        if not half or any(map(_compat.is_differentiated, rest)):
             return
         self._done = True
-        arrays = filter(is_array, call.inputs)
-        names = dict(zip(map(id, arrays), call.array_names(), strict=True))
-        shown = ", ".join(names[id(x)] for x in half[:3] if id(x) in names)
         dtype = half[0].dtype
-        warnings.warn(
-            f"amp: {len(half)} of {len(parameters)} parameters are in half precision"
-            f"{shown and f', such as {shown} in {dtype.name}'}: gradients and updates "
-            "are rounded, and "
-            f"an update below 1/{round(2 / float(finfo(dtype).eps))} of a weight "
-            "is lost, so that training stalls. Expected float32 parameters, which amp "
-            "casts at each use: keep them in float32, as in jax.tree.map(lambda x: "
-            "x.astype(jnp.float32), params), without param_dtype= or to_bf16().",
-            UserWarning,
-            stacklevel=3,
+        warn(
+            f"amp: {len(half)} of {len(parameters)} parameters are in half precision, "
+            f"{dtype.name}: an update below 1/{round(2 / float(jnp.finfo(dtype).eps))} "
+            "of a weight is lost, so that training stalls. Expected float32 "
+            "parameters, which amp casts at each use: keep them in float32, as in "
+            "jax.tree.map(lambda x: x.astype(jnp.float32), params), without "
+            "param_dtype= or to_bf16()."
         )
 
 
-def _half_parameters(call: FunctionalCall) -> tuple[list[Array], list[Array]]:
-    """Returns what may be the parameters of a call, and those in half precision.
-
-    There are none of these if it is not certain that they are parameters.
-    """
-    groups = [
-        (argument, floats)
-        for argument, leaves in call.leaves_by_argument()
-        if (floats := list(filter(is_inexact_array, leaves)))
-    ]
-    if not groups or is_array(groups[0][0]):
-        return [], []
-    (_, parameters), *others = groups
-    in_half = [x for x in parameters if x.dtype in _HALVES]
-    half = list(filter(_compat.is_differentiated, in_half))
-    if any(_compat.is_differentiated(x) for _, floats in others for x in floats):
-        return parameters, []
-    return parameters, half
-
-
-def _steps(plan: Plan) -> list[Step]:
-    """Returns the steps of a plan and of all plans in it, each plan once."""
-    plans, found = {plan: None}, []
-    queue = [plan]
-    while queue:
-        for step in queue.pop().steps:
-            found.append(step)
-            inner = [p for p in plans_in(step.detail) if p not in plans]
-            plans |= dict.fromkeys(inner)
-            queue += inner
-    return found
-
-
-def _equations(jaxpr: Jaxpr, scopes: tuple[str, ...] = ()) -> list[Visit]:
-    """Returns the equations of a jaxpr and of all jaxprs inside of it."""
-    return [
-        visit
-        for visit in walk(jaxpr, scopes)
-        # A kernel has its own precision.
-        if all(eqn.primitive.name != "pallas_call" for eqn in visit.around)
-    ]
-
-
-def _nothing_in_compute_dtype(
-    policy: Policy, equations: Sequence[Visit], compute_dtype: DType
-) -> str | None:
-    deciding: list[str] = []
-    for equation in equations:
-        decision = policy.decide(equation.eqn.primitive, equation.scopes)
-        if decision.function not in _HIGH:  # this one may run in the compute dtype
-            return None
-        is_asked = decision.origin is not Origin.SCOPE  # a scope is meant to be high
-        if is_asked and _is_product_in(equation.eqn, (jnp.float32,)):
-            deciding.append(decision.key)
-    if not deciding:
+def _not_in_half(choose: Chooser, equations: Sequence[Visit]) -> str | None:
+    """Says why no product runs in half precision because of `amp`, if none does."""
+    products = [visit for visit in equations if is_matrix_product(visit.eqn)]
+    kept = Counter(_why_kept(choose, visit) for visit in products)
+    asking = sum(kept[why] for why in kept if why.startswith(ASKS_FOR_PRECISION))
+    default = getattr(jax.config, "jax_default_matmul_precision", None)
+    # An equation does not tell who asked for its precision, the user or the default.
+    if asking and default not in (None, "default", "bfloat16"):
+        return (
+            f"amp: {asking} products stay in float32, because they ask for precision "
+            f"while jax.default_matmul_precision is {default!r}. Expected the default, "
+            "None, so that they run in the compute dtype: unset it around what amp "
+            "transforms, `with jax.default_matmul_precision(None): ...`, and ask for "
+            "precision=... at the products that need it."
+        )
+    if "" in kept or not kept:
         return None
-    keys = ", ".join(map(repr, sorted(set(deciding))))
+    shown = "; ".join(f"{reason} ({count})" for reason, count in kept.most_common(3))
     return (
-        f"amp_policy: nothing in this program runs in {compute_dtype}: the policy "
-        f"leaves all of its {len(deciding)} matrix products and convolutions in "
-        f"float32 (by {keys}). Expected a policy that casts some of them. Start from "
-        "the default one: flax_amp.default_amp_policy | {...}."
+        f"amp: no matrix product or convolution of this program runs in {choose.half} "
+        f"by amp: {shown}. Expected some between float32 arrays: cast what is float64, "
+        "leave out dtype=, precision= and preferred_element_type=, and start from "
+        "flax_amp.default_amp_policy | {...} with fewer keys. Or leave out amp; "
+        "flax_amp.explain shows each product."
     )
 
 
-def _is_product_in(eqn: Eqn, dtypes: Sequence[Any]) -> bool:
-    """Whether an equation is a matrix product of factors in some dtypes."""
-    factors = eqn.invars[:2]
-    return is_matrix_product(eqn) and all(v.aval.dtype in dtypes for v in factors)
-
-
-def _half_already(policy: Policy, equations: Sequence[Visit]) -> str | None:
-    if any(e.eqn.primitive.name.startswith("flax_amp_") for e in equations):
-        return None  # amp has transformed it before
-    products = [
-        equation
-        for equation in equations
-        if is_matrix_product(equation.eqn)
-        if policy.decide(equation.eqn.primitive, equation.scopes).origin
-        is not Origin.SCOPE
-    ]
-    halves = [e for e in products if _is_product_in(e.eqn, _HALVES)]
-    layers = [equation for equation in halves if _is_of_flax(equation.eqn)]
-    # Half of the products or more: a single layer in half precision may be on purpose.
-    if not layers or 2 * len(halves) < len(products):
-        return None
-    scope = "/".join(layers[0].scopes)
-    where = f", such as {scope}" if scope else ""
-    dtype = layers[0].eqn.invars[0].aval.dtype
-    return (
-        f"amp: {len(halves)} of the {len(products)} matrix products and convolutions "
-        f"run in {dtype} without amp, in Flax layers that have a dtype of their own"
-        f"{where}; amp changes nothing there. Expected layers in float32: leave out "
-        "their dtype=, or put flax_amp.amp_stop around those that need it."
-    )
-
-
-def _is_of_flax(eqn: Eqn) -> bool:
-    """Whether an equation stands in the code of a layer that comes with Flax."""
-    return _compat.user_file(eqn).startswith(_FLAX)
-
-
-# --- keys that match nothing ---------------------------------------------------------
+def _why_kept(choose: Chooser, product: Visit) -> str:
+    """Says why `amp` leaves a product as it is, or "" if that is not its doing."""
+    eqn, scopes, around = product
+    outer = scopes[: len(scopes) - len(_compat.scope_names(eqn))]
+    # A loop or a call may be left untouched as a whole.
+    by_key = (choose.policy.decide(e.primitive, ()) for e in around)
+    forced = next((d for d in by_key if d.origin is Origin.PRIMITIVE), None)
+    choice = choose(eqn, Context(outer, forced))
+    if choice.decision.key == "amp_stop":
+        return ""
+    dtypes = [v.aval.dtype for v in eqn.invars[:2]]
+    if any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes):
+        # The program says so itself. In Flax it may do so inadvertently.
+        is_layer = _compat.user_file(eqn).startswith(_FLAX)
+        is_half = all(dtype in _HALVES for dtype in dtypes)
+        return f"a Flax layer with dtype={dtypes[0]}" if is_layer and is_half else ""
+    return choice.reason if choice.role is Role.PRECISE else ""
 
 
 def _unmatched(
-    policy: Policy,
-    equations: Sequence[Visit],
-    jaxpr: Jaxpr,
-    paths_of_inputs: Callable[[], Sequence[str]],
+    policy: Policy, equations: Sequence[Visit], closed: Jaxpr, call: FunctionalCall
 ) -> str | None:
     if not policy.scope_keys:
         return None
     scopes = {equation.scopes for equation in equations}
-    missing = policy.unmatched(policy.scope_keys, scopes)
-    if missing:  # Keys may name modules that are passed but not called.
-        missing = policy.unmatched(missing, _idle_modules(jaxpr, paths_of_inputs()))
-    custom = [e for e in equations if e.eqn.primitive.name in _CUSTOM]
-    for equation in custom:  # ... or scopes in a derivative, which is not traced yet.
-        inside = _scopes_of_rule(equation) if missing else set()
-        if inside is None:  # may be anything
-            return None
-        missing = policy.unmatched(missing, inside)
+    # Keys may name modules that are passed but not called: inputs that nothing reads.
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    inputs = zip(call.array_paths(), jaxpr.invars, strict=True)
+    idle = {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
+    missing = policy.unmatched(scopes | idle)
     if not missing:
         return None
-    lines = "\n".join(f"  {key!r}{_nearest(key, scopes)}" for key in sorted(missing))
+    lines = "\n".join(f"  {key!r} ({_nearest(key, scopes)})" for key in sorted(missing))
     return (
         f"amp_policy: scope keys that match nothing in this program:\n{lines}\n"
         "expected the name of a jax.named_scope, or the path of a Flax module "
@@ -301,63 +200,21 @@ def _unmatched(
     )
 
 
-def _idle_modules(jaxpr: Jaxpr, paths: Sequence[str]) -> set[tuple[str, ...]]:
-    """Returns the paths of the inputs that no equation reads."""
-    used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    inputs = zip(paths, jaxpr.invars, strict=True)
-    return {tuple(path.split("/")) for path, v in inputs if id(v) not in used}
-
-
-def _scopes_of_rule(equation: Visit) -> set[tuple[str, ...]] | None:
-    """Returns the scopes in the derivative of a call with a custom one.
-
-    `None` if its rule cannot be traced here: it may have any scopes.
-    """
-    eqn = equation.eqn
-    # JAX does not differentiate with respect to what a `custom_vjp` closes over.
-    first = eqn.params.get("num_consts", 0)
-    moves = [
-        i >= first and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        for i, v in enumerate(eqn.invars)
-    ]
-
-    def derivative(*operands: Array) -> Any:
-        def call(*moving: Array) -> Arrays:
-            outs = _compat.bind(eqn, fill(moving, moves, operands), eqn.params)
-            return list(filter(is_inexact_array, outs))
-
-        moving = pick(operands, moves)
-        if eqn.primitive.name == "custom_jvp_call":
-            return jax.jvp(call, moving, moving)
-        outs, pullback = jax.vjp(call, *moving)
-        return pullback(outs)
-
-    structs = [_compat.struct_of(v.aval, v.aval.dtype) for v in eqn.invars]
-    try:
-        closed = jax.make_jaxpr(derivative)(*structs)
-    except Exception:  # whatever a rule raises that the program never uses
-        return None
-    jaxpr, _ = _compat.open_jaxpr(closed)
-    return {inside.scopes for inside in _equations(jaxpr, equation.scopes)}
-
-
 def _nearest(key: str, scopes: set[tuple[str, ...]]) -> str:
-    """Returns the keys of existing scopes that look most like a key, for a message."""
-    segments = _names(key.removeprefix("*/"))
+    """Returns the paths of existing scopes that look most like a key, for a message."""
+    wanted = _modules(key.removeprefix("*/"))
     # The shorter one names a module once whose methods call each other.
-    modules = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
-    if not modules:
-        return " (it has no scopes)"
-    known: dict[str, str] = {}  # by their last segments, as many as the key has
+    found = {min(pair, key=len) for nested in scopes for pair in paths(nested)}
+    ends: dict[str, str] = {}  # by their last segments, as many as the key has
     # Of several paths with the same end, the shortest is shown.
-    for names in sorted(map(_names, modules), key=lambda names: (len(names), names)):
-        end = "/".join(names[-len(segments) :])
-        known.setdefault(end.lower(), "/".join(names))
-    close = difflib.get_close_matches("/".join(segments).lower(), known)
-    shown = [known[end] for end in close] or list(known.values())[:3]
-    return f" (nearest: {', '.join(map(repr, shown))})"
+    for modules in sorted(map(_modules, found), key=lambda names: (len(names), names)):
+        end = "/".join(modules[-len(wanted) :])
+        ends.setdefault(end.lower(), "/".join(modules))
+    close = difflib.get_close_matches("/".join(wanted).lower(), ends) or [*ends][:3]
+    shown = ", ".join(repr(ends[end]) for end in close)
+    return f"nearest: {shown}" if shown else "it has no scopes"
 
 
-def _names(path: str) -> list[str]:
+def _modules(path: str) -> list[str]:
     """Returns the modules of a path, without their methods."""
     return [split_method(segment)[0] for segment in path.split("/")]

@@ -6,6 +6,7 @@ of other code, only the call tells.
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,6 +23,13 @@ def rewritten(fun: F) -> F:
     return fun
 
 
+def is_rewritten(fun: Any) -> bool:
+    """Whether a function runs in mixed precision already."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return getattr(fun, _MARK, False)
+
+
 def refuse_if_asked() -> None:
     """Raises a TypeError inside of `only_before_amp`."""
     if caller := _refused_by.get():
@@ -35,7 +43,7 @@ def refuse_rewritten(caller: str, fun: Any) -> None:
       caller: the tool and the function, for messages.
       fun: what the user has handed over.
     """
-    if getattr(fun, _MARK, False):
+    if is_rewritten(fun):
         raise TypeError(_message(caller, "is already rewritten by amp"))
 
 

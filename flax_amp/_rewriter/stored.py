@@ -7,11 +7,11 @@ computed again in the backward pass:
     z = sin(cos(y))                backward:  c = cos y; dc = g * cos c; ...
 
 But XLA sees both passes in one program and merges equal computations: in straight code
-it would undo the recomputation and store `c` after all. On a GPU an optimization
-barrier between the stored value and what is computed from it saves the memory. On a TPU
-it saves memory and time in merged layers (`outline/`); elsewhere it costs more fusions
-than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend. Here
-the marked value carries the barrier, and whether there is one is decided when the
+it would undo the recomputation and store `c` after all. An optimization barrier between
+the stored value and what is computed from it saves the memory: on GPUs behind every
+value, on TPUs behind results of matmuls and residual sums; elsewhere it costs more
+fusions than it saves. `jax.checkpoint(prevent_cse=True)` has barriers on every backend.
+Here the marked value carries the barrier, and whether there is one is decided when the
 program is lowered, for the platform that it is lowered to. That takes a primitive;
 `jax.ad_checkpoint.checkpoint_name` cannot do it. Partial evaluation splits it into a
 forward and a backward equation, and the backward one is lowered to a barrier.
@@ -19,9 +19,9 @@ forward and a backward equation, and the backward one is lowered to a barrier.
 XLA may go on with more digits than bfloat16 has where a cast to float32 follows a
 product. The backward pass would compute from other numbers than the forward pass: the
 weights of a softmax would not add up to one. So where the difference would grow
-(`residuals.read_by_ill_conditioned`), the forward pass rounds the value to what is
-stored (`casts.rounded`), as JAX's own `jax.checkpoint` does. Elsewhere that would only
-keep XLA from fusing.
+(`Stored.is_rounded` of the plan), the forward pass rounds the value to what is stored
+(`casts.rounded`), as JAX's own `jax.checkpoint` does. Elsewhere that would only keep
+XLA from fusing.
 """
 
 import functools
@@ -30,12 +30,12 @@ from typing import Any
 
 from jax import lax
 from jax.ad_checkpoint import Saveable
-from jax.experimental import jet
 from jax.extend.core import Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from flax_amp._compat import Array, Arrays
 from flax_amp._rewriter.casts import rounded
+from flax_amp._rewriter.primitives import Trait, has
 
 stored_p = Primitive("flax_amp_stored")
 stored_p.multiple_results = True
@@ -66,17 +66,17 @@ def mark_stored(x: Array, platforms: Sequence[str], is_rounded: bool) -> Array:
     )[0]
 
 
+def is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`: stores what is marked, and what takes long."""
+    return primitive is stored_p or has(primitive, Trait.STORED)
+
+
 def _identity(x: Array, *, copies: int, **_: Any) -> list[Array]:
     return [x] * copies
 
 
 def _jvp(primals: Arrays, tangents: Arrays, **params: Any) -> tuple[Arrays, Arrays]:
     return stored_p.bind(*primals, **params), _identity(*tangents, **params)
-
-
-def _series(primals: Arrays, series: Arrays, **params: Any) -> Any:
-    outs = stored_p.bind(*primals, **params)
-    return outs, [series[0]] * len(outs)
 
 
 def _batch(args: Arrays, dims: Sequence[int], **params: Any) -> Any:
@@ -135,7 +135,6 @@ def _lowering_for(platform: str) -> Any:
 stored_p.def_impl(_identity)
 stored_p.def_abstract_eval(_identity)
 ad.primitive_jvps[stored_p] = _jvp
-jet.jet_rules[stored_p] = _series  # type: ignore[assignment]
 ad.primitive_transposes[stored_p] = _transpose
 batching.primitive_batchers[stored_p] = _batch
 partial_eval.partial_eval_jaxpr_custom_rules[stored_p] = _partial_eval

@@ -1,1 +1,0 @@
-"""Jaxprs: facts about primitives, a walk over equations, an interpreter."""

@@ -1,0 +1,315 @@
+"""How equations with products in their bodies are emitted.
+
+A rule gets the operands as they are, in float32 or rounded, and what is asked of the
+bodies. It changes only what it has to (the bodies, and the dtypes at their borders) and
+leaves everything else as it is: names, shardings, donation, policies, unrolling. What
+has no product inside is bound as it was written, and needs no rule.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
+from flax_amp._rewriter.casts import rounded
+from flax_amp._rewriter.custom_derivatives import custom_jvp, custom_vjp
+from flax_amp._rewriter.emit import Emitter, Rule
+from flax_amp._rewriter.fp8 import PolicyOfPlainProducts
+from flax_amp._rewriter.plan import (
+    Ask,
+    Flags,
+    Outs,
+    Planner,
+    is_float32,
+    is_layout,
+)
+from flax_amp._rewriter.primitives import bodies
+from flax_amp._rewriter.roles import Context, Role
+from flax_amp._tree import split_list
+
+
+def _jit(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """A jit stays a jit: same name, shardings, layouts, donation."""
+    body = emitter.rewrite_body(eqn.params["jaxpr"], operands, ask)
+    return _compat.bind(eqn, operands, eqn.params | {"jaxpr": body})
+
+
+def _call(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """A plain call is evaluated in place."""
+    return emitter.emit(bodies(eqn)[0], operands, ask)
+
+
+def _checkpoint(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """A checkpoint stays as it is: same policy and `prevent_cse`."""
+    # The backward pass reads the operands from memory.
+    operands = [
+        rounded(x) if is_float32(v) else x
+        for x, v in zip(operands, eqn.invars, strict=True)
+    ]
+    closed = emitter.rewrite_body(eqn.params["jaxpr"], operands, ask)
+    body, consts = _compat.hoist_consts(closed)
+    params = eqn.params | {"jaxpr": body}
+    if emitter.planner.choose.policy.fp8_recipes and params["policy"] is not None:
+        params["policy"] = PolicyOfPlainProducts(params["policy"])
+    return _compat.bind(eqn, [*consts, *operands], params)
+
+
+def _shard_map(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """A shard_map stays as it is: same mesh, specs, manual axes and checks."""
+    params = eqn.params
+    return jax.shard_map(
+        lambda *xs: tuple(emitter.emit(params["jaxpr"], xs, ask)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(params["newly_manual_axes"]),
+    )(*operands)
+
+
+def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """Branches agree on the dtype of each result: half where that is asked."""
+    index, *xs = operands
+    inside = ask.without_first()
+
+    def branch(closed: Any, *xs: Array) -> tuple[Array, ...]:
+        outs = emitter.emit(closed, xs, inside)
+        return tuple(emitter.cast_like(outs, eqn.outvars, ask.outs.halves))
+
+    branches = [functools.partial(branch, b) for b in eqn.params["branches"]]
+    platforms = eqn.params.get("branches_platforms")
+    if not platforms:
+        return jax.lax.switch(index, branches, *xs)
+    # The compiler for a platform must not see the branches of other platforms.
+    named = {
+        name: chosen
+        for names, chosen in zip(platforms, branches, strict=True)
+        for name in names or ("default",)
+    }
+    return jax.lax.platform_dependent(*xs, **named)
+
+
+# --- loops ---------------------------------------------------------------------------
+
+
+def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """A scan carries the stream through a stack of layers in half precision.
+
+    A stream is what products multiply by weights that each step has for itself. Small
+    terms add up in every other carry, such as the state of a recurrence, or weights
+    that each step updates. It stays float32.
+    """
+    emitter = emitter.replace(is_straight=False)
+    closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
+    consts, init, xs = split_list(operands, *sizes)
+    start, count = len(consts), len(init)
+    _, states, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
+    *_, stacked = split_list(ask.weights, *sizes)
+    none: Flags = (False,) * count
+    inputs = [
+        *[_NOTHING] * start,
+        *(_Origin(carry=i, carries=frozenset([i])) for i in range(count)),
+        *(_Origin(is_weight=is_one) for is_one in stacked),
+    ]
+    origins, kernels = _origins(emitter.planner, closed, ask.context, inputs)
+    halves = tuple(
+        i in x.streams and i not in kernels and bool(v.aval.shape)
+        for i, (x, v) in enumerate(zip(origins, states, strict=False))
+    )
+    rest = (False,) * len(xs)
+    inside = Ask(
+        ask.context,
+        Outs(halves + ask.outs.leads[count:], halves + ask.outs.halves[count:]),
+        weights=(*ask.weights[:start], *none, *stacked),
+        computed=(*(False,) * start, *halves, *rest),
+    )
+
+    def body(carry: tuple[Array, ...], x: tuple[Array, ...]) -> Any:
+        found = emitter.emit(closed, (*consts, *carry, *x), inside)
+        carry_out, ys = split_list(found, count)
+        return tuple(emitter.cast_like(carry_out, states, halves)), tuple(ys)
+
+    first = tuple(emitter.cast_like(_arrays(init), states, halves))
+    carry, ys = jax.lax.scan(body, first, tuple(xs), **_compat.scan_options(eqn))
+    return [*carry, *ys]
+
+
+class _Origin(NamedTuple):
+    """What a variable in the body of a scan comes from.
+
+    Attributes:
+      is_weight: whether it is an argument that each step has for itself, moved at most.
+      carry: the carry that it is, moved at most.
+      carries: those that it was computed from.
+      streams: those of which it was computed through a product with such a weight.
+    """
+
+    is_weight: bool = False
+    carry: int | None = None
+    carries: frozenset[int] = frozenset()
+    streams: frozenset[int] = frozenset()
+
+
+_NOTHING = _Origin()
+
+
+def _joined(origins: Sequence[_Origin]) -> _Origin:
+    return _Origin(
+        carries=frozenset().union(*(x.carries for x in origins)),
+        streams=frozenset().union(*(x.streams for x in origins)),
+    )
+
+
+def _origins(
+    planner: Planner, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
+) -> tuple[list[_Origin], set[int]]:
+    """Returns what the results come from, and the carries that are weights themselves.
+
+    Args:
+      planner: plans jaxprs.
+      closed: the body, or one inside of it.
+      context: where it stands.
+      inputs: what its inputs come from.
+    """
+    program = planner.program(closed, context)
+    known = dict(zip(program.invars, inputs, strict=True))
+    kernels: set[int] = set()
+
+    def read(atoms: Sequence[Atom]) -> list[_Origin]:
+        return [
+            _NOTHING if isinstance(v, Literal) else known.get(v, _NOTHING)
+            for v in atoms
+        ]
+
+    for eqn in program.eqns:
+        choice, origins = planner.choose(eqn, context), read(eqn.invars)
+        results = [_joined(origins)] * len(eqn.outvars)
+        if is_layout(eqn) and len(origins) == 1:
+            results = origins * len(eqn.outvars)  # of a split, say
+        elif choice.role is Role.PRODUCT and _is_kernel(eqn):
+            x, kernel = origins[:2]
+            kernels.update([] if kernel.carry is None else [kernel.carry])
+            if kernel.is_weight:
+                streams = results[0].streams | x.carries
+                results = [results[0]._replace(streams=streams)]
+        elif planner.has_product(eqn, choice):
+            for body in bodies(eqn):
+                # The index of a branch comes before the operands of the body.
+                first = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
+                if first < 0:
+                    continue
+                inside, more = _origins(planner, body, choice.inside, origins[first:])
+                kernels |= more
+                if len(inside) == len(results):
+                    pairs = zip(results, inside, strict=True)
+                    results = [_joined(pair) for pair in pairs]
+        known |= zip(eqn.outvars, results, strict=True)
+    return read(program.outvars), kernels
+
+
+def _is_kernel(eqn: Eqn) -> bool:
+    """Whether the second factor of a product is one array, not one for each example."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    _, (_, batch) = eqn.params["dimension_numbers"]
+    return eqn.invars[1].aval.ndim >= 2 and not batch
+
+
+def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """A while loop carries float32; reverse mode does not differentiate it."""
+    emitter = emitter.replace(is_straight=False, recompute=False)
+    params = eqn.params
+    sizes = params["cond_nconsts"], params["body_nconsts"]
+    of_cond, of_body, init = split_list(operands, *sizes)
+    _, _, states = split_list(eqn.invars, *sizes)
+    float32 = (False,) * len(states)
+
+    def state(arrays: Arrays) -> list[Array]:
+        return _strongly_typed(emitter.cast_like(_arrays(arrays), states, float32))
+
+    def flags(which: Flags, start: int, count: int) -> Flags:
+        carry = (False,) * len(states)
+        return (*which[start : start + count], *carry)
+
+    def body(*xs: Array) -> list[Array]:
+        outs = Outs(float32, float32)
+        weights = flags(ask.weights, *sizes)
+        inside = Ask.of_states(ask.context, outs, weights)
+        return state(emitter.emit(params["body_jaxpr"], xs, inside))
+
+    def condition(*xs: Array) -> Arrays:
+        weights = flags(ask.weights, 0, sizes[0])
+        alone = Outs((False,), (False,))
+        inside = Ask.of_states(ask.context, alone, weights)
+        return emitter.emit(params["cond_jaxpr"], xs, inside)
+
+    # The primitive is bound: under vmap there is a condition for each example, which
+    # jax.lax.while_loop does not take.
+    start = state(init)
+    jaxprs = {
+        "cond_jaxpr": jax.make_jaxpr(condition)(*of_cond, *start),
+        "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
+    }
+    return _compat.bind(eqn, [*of_cond, *of_body, *start], params | jaxprs)
+
+
+def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
+    """The functions of a solver are rewritten; its vectors stay float32.
+
+    A solver applies the same map again and again, so its vectors are the state of a
+    loop.
+    """
+    emitter = emitter.replace(is_straight=False, recompute=False)
+    jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
+    *consts, vectors = split_list(operands, *lengths)
+    *weights, _ = split_list(ask.weights, *lengths)
+    states = eqn.invars[sum(lengths) :]
+    state = emitter.cast_like(_arrays(vectors), states, (False,) * len(states))
+
+    def function(closed: Any, weights: Flags, *xs: Array) -> list[Array]:
+        results = _compat.open_jaxpr(closed)[0].outvars
+        float32 = (False,) * len(results)
+        outs = Outs(float32, float32)
+        flags = (*weights, *(False,) * (len(xs) - len(weights)))
+        inside = Ask.of_states(ask.context, outs, flags)
+        found = emitter.emit(closed, xs, inside)
+        return _strongly_typed(emitter.cast_like(_arrays(found), results, float32))
+
+    rewritten = [
+        # Two of the four are absent if the user gave no `transpose_solve`.
+        closed
+        and jax.make_jaxpr(functools.partial(function, closed, flags))(*arrays, *state)
+        for closed, flags, arrays in zip(jaxprs, weights, consts, strict=True)
+    ]
+    params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
+    flat = [x for arrays in consts for x in arrays]
+    return _compat.bind(eqn, [*flat, *state], params)
+
+
+def _arrays(values: Arrays) -> list[Array]:
+    """Returns literals of a jaxpr as arrays."""
+    return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in values]
+
+
+def _strongly_typed(arrays: Arrays) -> list[Array]:
+    # The results of a body must have the types of its inputs.
+    return [_compat.with_weak_type(x, False) for x in arrays]
+
+
+RULES: dict[str, Rule] = {
+    "jit": _jit,
+    "closed_call": _call,
+    "eval_jaxpr": _call,
+    "remat2": _checkpoint,
+    "shard_map": _shard_map,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+    "custom_linear_solve": _linear_solve,
+    "custom_jvp_call": custom_jvp,
+    "custom_vjp_call": custom_vjp,
+}

@@ -1,0 +1,100 @@
+"""Opens calls: the equations of a small call without a matmul stand in its place.
+
+Most functions of `jax.numpy` and `jax.nn` are jitted. What they compute belongs to the
+arithmetic around them, and `jnp.where(mask, x, 0)` is a move like any other:
+
+    y = jit[name=_where { select_n a b c }] m x z      becomes      y = select_n m x z
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jax.extend.core import Literal, Var
+
+from flax_amp import _compat
+from flax_amp._compat import Array, Atom, Eqn, Jaxpr
+from flax_amp._rewriter.primitives import bodies
+
+# A larger call is not opened: calls of calls would be copied again and again.
+_LARGEST = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A jaxpr with its constants, in which small calls are open.
+
+    Attributes:
+      invars: its inputs.
+      outvars: its results.
+      eqns: its equations.
+      consts: the variables that are constants, and their arrays.
+    """
+
+    invars: Sequence[Var]
+    outvars: Sequence[Atom]
+    eqns: Sequence[Eqn]
+    consts: dict[Var, Array]
+
+
+class Flattener:
+    """Opens the calls of programs; each body is opened once.
+
+    Args:
+      may_open: whether an equation is a call that may be opened.
+    """
+
+    def __init__(self, may_open: Callable[[Eqn], bool]):
+        self._may_open = may_open
+        self._programs: dict[Jaxpr, Program] = {}
+
+    def __call__(self, closed: Jaxpr) -> Program:
+        """Returns a jaxpr with the equations of calls in their place."""
+        if closed not in self._programs:
+            self._programs[closed] = self._flatten(closed)
+        return self._programs[closed]
+
+    def _flatten(self, closed: Jaxpr) -> Program:
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        eqns: list[Eqn] = []
+        renamed: dict[Var, Atom] = {}  # what a variable is called now
+        for eqn in jaxpr.eqns:
+            inside = self(bodies(eqn)[0]) if self._may_open(eqn) else None
+            if inside is not None and len(inside.eqns) <= _LARGEST:
+                opened, results = _copy(inside, eqn, _now(eqn.invars, renamed))
+                eqns += opened.eqns
+                known |= opened.consts
+                renamed |= zip(eqn.outvars, results, strict=True)
+            else:
+                eqns.append(_renamed(eqn, renamed))
+        return Program(jaxpr.invars, _now(jaxpr.outvars, renamed), eqns, known)
+
+
+def _now(atoms: Sequence[Atom], renamed: dict[Var, Atom]) -> list[Atom]:
+    return [x if isinstance(x, Literal) else renamed.get(x, x) for x in atoms]
+
+
+def _renamed(eqn: Eqn, renamed: dict[Var, Atom]) -> Eqn:
+    if not any(v in renamed for v in _compat.variables(eqn.invars)):
+        return eqn
+    return eqn.replace(invars=_now(eqn.invars, renamed))
+
+
+def _copy(
+    body: Program, call: Eqn, operands: Sequence[Atom]
+) -> tuple[Program, list[Atom]]:
+    """Returns the body of a call with variables of its own, and its results."""
+    renamed: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
+    consts = {}
+    for v, const in body.consts.items():
+        consts[renamed.setdefault(v, Var(v.aval))] = const
+    outer = _compat.scopes(call)
+    eqns = []
+    for eqn in body.eqns:
+        invars = _now(eqn.invars, renamed)
+        outvars = [renamed.setdefault(v, Var(v.aval)) for v in eqn.outvars]
+        eqn = eqn.replace(invars=invars, outvars=outvars)
+        inner = _compat.scopes(eqn)
+        eqns.append(_compat.with_scopes(eqn, (*outer, *inner)) if outer else eqn)
+    results = _now(body.outvars, renamed)
+    return Program(body.invars, results, eqns, consts), results

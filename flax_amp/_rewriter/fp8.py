@@ -1,0 +1,337 @@
+"""Matrix products of 8-bit floats: how one is computed, which ones pay, and where.
+
+Each factor is divided by a power of two, which is exact, such that its largest
+magnitude comes close to the largest number of the format, and is rounded to the format.
+The result of the product is multiplied by the two powers:
+
+    q:f8_e4m3fn = x / 2**d       where max |x| / 2**d is between 224 and 448
+    r:f8_e4m3fn = w / 2**e
+    y:bf16 = dot q r * 2**(d + e)
+
+The exponents are those of the numbers at hand ("current scaling" in TransformerEngine),
+so there is no state. Factors of the forward pass are `float8_e4m3fn`, with four digits,
+cotangents are `float8_e5m2`, with three digits and a wider range (Micikevicius et al.,
+"FP8 Formats for Deep Learning", 2022).
+
+To JAX it is a bilinear primitive, as `dot_general` is: derivatives of any order and
+mode are such products again, with the axes that JAX gives those of `dot_general`. One
+factor is a weight in float32, and the other one is in half precision; the backward pass
+stores them, and not their 8-bit copies. In straight code XLA finds that both passes
+make the same copies, and stores these instead.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from flax_amp import _compat
+from flax_amp._compat import Array, Arrays, DType, Eqn
+from flax_amp.policy import Decision, Origin, use_fp8
+
+FORWARD, BACKWARD = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+_BIAS = 127  # of the exponents of float32 and bfloat16
+
+fp8_dot_p = Primitive("flax_amp_fp8_dot")
+
+
+def fp8_dot(
+    eqn: Eqn, recipe: use_fp8, weight: int, dtype: DType, factors: Arrays
+) -> Array:
+    """Returns a `dot_general` on 8-bit floats, in a dtype of half precision."""
+    return fp8_dot_p.bind(
+        *[x if i == weight else x.astype(dtype) for i, x in enumerate(factors)],
+        dimension_numbers=eqn.params["dimension_numbers"],
+        formats=(FORWARD, FORWARD),
+        dtype=jnp.dtype(dtype),
+        emulate=bool(recipe.emulate),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyOfPlainProducts:
+    """A policy of `jax.checkpoint` that sees each fp8 product as a `dot_general`.
+
+    Policies such as `jax.checkpoint_policies.checkpoint_dots` ask for that primitive.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Primitive, *avals: Any, **params: Any) -> Any:
+        if primitive is fp8_dot_p:
+            primitive, (avals, params) = lax.dot_general_p, _plain(*avals, **params)
+        return self.policy(primitive, *avals, **params)
+
+
+# --- which products, and where -------------------------------------------------------
+
+# A product of `M x K` by `K x N` numbers and its two backward products take half of
+# their time in fp8, which is the time of `3 M K N` operations. Their traffic grows by 6
+# bytes for each number of the activations and of the cotangents, which are read twice
+# and written and read as copies, and by 15 for each one of the weight. On an H100 or a
+# TPU7x some 300 operations take the time of a byte: it pays if
+# 3 M K N > 300 (6 M K + 6 M N + 15 K N). By XLA's estimates for a TPU7x, four layers of
+# two products with 16384 rows take 0.95 of the time of bfloat16 with 1024 x 4096
+# weights, and 0.62 with 2048 x 8192; a GPT with 768 x 3072 weights takes 1.08.
+
+
+def fp8_product(
+    eqn: Eqn,
+    is_weight: Sequence[bool],
+    is_computed: Sequence[bool],
+    leads: bool,
+    decision: Decision,
+) -> tuple[use_fp8, int] | str:
+    """Returns how a product runs in fp8 and its weight, or why it stays in half.
+
+    Args:
+      eqn: the equation of a product.
+      is_weight: of each factor: whether it is an argument, moved at most.
+      is_computed: of each factor: whether it comes from more than arguments.
+      leads: whether a product reads the result later.
+      decision: that of the policy, whose function is a `use_fp8`.
+    """
+    recipe: Any = decision.function
+    if eqn.primitive.name != "dot_general":
+        return f"{eqn.primitive.name} has no form in fp8"
+    meshes = [v.aval.sharding.mesh for v in eqn.invars]
+    if any(jax.sharding.AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        return "its sharding is explicit"
+    if any(v.aval.dtype != jnp.float32 for v in eqn.invars):
+        return "a factor is not float32"
+    # Such as a first layer, or a one-hot matrix times a table.
+    if not any(is_computed):
+        return "computed from arguments and constants alone"
+    if not any(is_weight):
+        return "neither factor is an argument"
+    weight = 0 if is_weight[0] else 1
+    # Who names a layer means it, also if it is the last one, or small.
+    if decision.origin is Origin.SCOPE:
+        return recipe, weight
+    if not leads:
+        return "no product in half precision behind it"
+    contracting, batch = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    k = math.prod(shapes[0][axis] for axis in contracting[0])
+    m, n = (
+        math.prod(
+            shapes[i][a] for a in _free_axes(len(shapes[i]), contracting[i], batch[i])
+        )
+        for i in (1 - weight, weight)
+    )
+    # A size is a symbol under `jax.export`.
+    is_known = all(isinstance(size, int) for size in (m, k, n))
+    if not is_known or 3 * m * k * n <= 300 * (6 * (m * k + m * n) + 15 * k * n):
+        return f"too small, {m} x {k} x {n}"
+    return recipe, weight
+
+
+def check_device(recipes: Collection[use_fp8]) -> None:
+    """Raises a ValueError if a recipe asks, and the default device has no fp8."""
+    if all(recipe.emulate is not None for recipe in recipes):
+        return
+    config: Any = jax.config
+    device = config.jax_default_device or jax.default_backend()
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    if not has_fp8(device):
+        raise ValueError(
+            f"fp8: the device {device.device_kind!r} has no matrix products in fp8, as "
+            "GPUs of NVIDIA from compute capability 8.9 on and TPUs from generation 7 "
+            "on have. Expected precision='bf16-mixed', or to run the same numbers "
+            "without the speed, matmul_dtype=flax_amp.use_fp8(emulate=True), or to "
+            "compile for another device, flax_amp.use_fp8(emulate=False)."
+        )
+
+
+def has_fp8(device: Any) -> bool:
+    """Whether a device has products of `float8_e4m3fn` numbers."""
+    if device.platform == "tpu":
+        return re.match(r"TPU v[2-6]", device.device_kind) is None
+    # GPUs of AMD say "gfx942", and have other formats with the same names.
+    numbers = str(getattr(device, "compute_capability", "")).split(".")
+    is_nvidia = device.platform in ("gpu", "cuda") and all(map(str.isdigit, numbers))
+    return is_nvidia and tuple(map(int, numbers)) >= (8, 9)
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def scale_exponent(x: Array, format_: DType, axes: Sequence[int]) -> Array:
+    """Returns the least `e` for which `x / 2**e` is in the range of a format.
+
+    It is an int32 array of at least -126, with length one along `axes`. Numbers that
+    are not finite do not count. All is done on the bits of `x`, float32 or bfloat16: as
+    integers, magnitudes have the order of the numbers, and integers need no masks,
+    which XLA would write to memory.
+    """
+    info = ml_dtypes.finfo(x.dtype)
+    word = np.dtype(f"uint{info.bits}").type
+    one = word(1 << info.nmant)  # the lowest bit of the exponent
+    magnitude = word(2 ** (info.bits - 1) - 1)
+    # Infinities and NaNs have the largest exponent. One more wraps it to the least: in
+    # bfloat16, an infinity is 0x7f80, and (0x7f80 + 0x80) & 0x7fff = 0. With `initial`,
+    # an array without a finite number looks like zeros.
+    bits = ((lax.bitcast_convert_type(x, word) & magnitude) + one) & magnitude
+    bits = jnp.max(bits, axes, keepdims=True, initial=one) - one
+    # The largest number of a format is 1.75 * 2**n. What is larger than 1.75 times a
+    # power of two is rounded up to the next exponent.
+    up_from_1_75 = (1 << (info.nmant - 2)) - 1
+    of_largest = ((bits.astype(jnp.int32) + up_from_1_75) >> info.nmant) - _BIAS
+    of_format = math.frexp(float(ml_dtypes.finfo(format_).max))[1] - 1
+    return jnp.maximum(of_largest - of_format, 1 - _BIAS)
+
+
+def power_of_two(e: Array, dtype: DType) -> Array:
+    """Returns `2**e` in float32 or bfloat16: zero below its range, infinity above."""
+    info = ml_dtypes.finfo(dtype)
+    bits = jnp.clip(e + _BIAS, 0, 2 * _BIAS + 1) << info.nmant
+    return lax.bitcast_convert_type(bits.astype(f"uint{info.bits}"), dtype)
+
+
+def quantize(x: Array, e: Array, format_: DType) -> Array:
+    """Returns `x / 2**e`, rounded to an 8-bit format, in whose range it is.
+
+    What is not finite becomes a NaN. `float8_e4m3fn` has no infinity, and a compiler
+    may round one to 448.
+    """
+    not_finite = x - x  # 0, or NaN
+    return (x * power_of_two(-e, x.dtype) + not_finite).astype(format_)
+
+
+def _product(
+    *factors: Array,
+    dimension_numbers: Any,
+    formats: Sequence[DType],
+    dtype: DType,
+    emulate: bool,
+    constrain_layout: bool = False,
+) -> Array:
+    _, batch = dimension_numbers
+    copies, exponents = [], []
+    for x, format_, of_batch in zip(factors, formats, batch, strict=True):
+        # Each product of a batch, such as one for each expert, has its own exponent.
+        # The axes are in order, so that both passes make the same copy: to XLA, a
+        # maximum over the axes (1, 0) is another one than that over (0, 1).
+        axes = _free_axes(x.ndim, of_batch)
+        wide = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+        e = scale_exponent(wide, format_, axes)
+        copy = quantize(wide, e, format_)
+        if constrain_layout and x.dtype == jnp.float32:
+            # A GPU may want the weight transposed. The constraint makes it transpose
+            # the 8-bit copy. Without it, XLA transposes all float32 weights of a loop
+            # at once, which is a second copy of them.
+            copy = with_layout_constraint(copy, Layout(tuple(range(copy.ndim))))
+        copies.append(copy.astype(jnp.float32) if emulate else copy)
+        in_order = jnp.transpose(e, [*of_batch, *axes])
+        exponents.append(lax.squeeze(in_order, range(len(of_batch), x.ndim)))
+    # The powers of two can follow the rounding to bfloat16, because they change no
+    # digit. Devices that add up a sharded product then exchange bfloat16.
+    rounds_first = dtype == jnp.bfloat16 and not emulate
+    lhs, rhs = copies
+    y = lax.dot_general(
+        lhs,
+        rhs,
+        dimension_numbers,
+        # Hopper has faster products in fp8, which add up in fewer digits. They are good
+        # enough for the forward pass.
+        precision="highest" if BACKWARD in formats and not emulate else None,
+        preferred_element_type=dtype if rounds_first else jnp.float32,
+    )
+    e = lax.expand_dims(sum(exponents), range(len(batch[0]), y.ndim))
+    # In two steps, since `2**e` itself may be out of range where its product is not.
+    for part in (e >> 1, e - (e >> 1)):
+        y = y * power_of_two(part, y.dtype)
+    return y.astype(dtype)
+
+
+def _free_axes(ndim: int, *used: Sequence[int]) -> list[int]:
+    return [axis for axis in range(ndim) if not any(axis in axes for axes in used)]
+
+
+# --- the rules of the primitive ------------------------------------------------------
+
+
+def _as_plain(fn: Callable[..., Array], *operands: Array, **params: Any) -> Array:
+    """Returns what a function of one `dot_general` gives, with its product in fp8."""
+
+    def run(eqn: Eqn, values: Arrays) -> Arrays:
+        if eqn.primitive is not lax.dot_general_p:
+            return _compat.bind(eqn, values, eqn.params)
+        numbers = eqn.params["dimension_numbers"]
+        return [fp8_dot_p.bind(*values, dimension_numbers=numbers, **params)]
+
+    structs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands]
+    (out,) = _compat.evaluate(jax.make_jaxpr(fn)(*structs), operands, run)
+    return out
+
+
+def _transpose(i: int) -> Any:
+    """Returns the rule of the cotangent of factor `i`."""
+
+    def transpose(
+        g: Array, *factors: Any, dimension_numbers: Any, formats: Any, **params: Any
+    ) -> Array:
+        aval, other = factors[i].aval, factors[1 - i]
+
+        def of_plain(g: Array, other: Array) -> Array:
+            def product(x: Array) -> Array:
+                pair = (x, other) if i == 0 else (other, x)
+                return lax.dot_general(*pair, dimension_numbers)
+
+            x = jax.ShapeDtypeStruct(aval.shape, jnp.float32)
+            return jax.linear_transpose(product, x)(g)[0]
+
+        params |= dict(dtype=g.dtype, formats=(BACKWARD, formats[1 - i]))
+        return _as_plain(of_plain, g, other, **params).astype(aval.dtype)
+
+    return transpose
+
+
+def _batch(
+    factors: Arrays, dims: Sequence[Any], *, dimension_numbers: Any, **params: Any
+) -> Any:
+    product = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
+    return _as_plain(jax.vmap(product, tuple(dims)), *factors, **params), 0
+
+
+def _plain(*factors: Any, dimension_numbers: Any, dtype: DType, **_: Any) -> Any:
+    """Returns the operands and parameters of the same product as a `dot_general`."""
+    return tuple(x.update(dtype=dtype, weak_type=False) for x in factors), dict(
+        dimension_numbers=dimension_numbers,
+        precision=None,
+        preferred_element_type=dtype,
+        out_sharding=None,
+    )
+
+
+def _abstract_eval(*factors: Any, **params: Any) -> Any:
+    avals, params = _plain(*factors, **params)
+    return lax.dot_general_p.abstract_eval(*avals, **params)
+
+
+def _lower_for_gpu(context: Any, *factors: Any, **params: Any) -> Any:
+    # A layout is a custom call, which `jax.export` would refuse.
+    is_exported = context.module_context.lowering_parameters.for_export
+    product = functools.partial(_product, constrain_layout=not is_exported)
+    return mlir.lower_fun(product, multiple_results=False)(context, *factors, **params)
+
+
+fp8_dot_p.def_impl(_product)
+fp8_dot_p.def_effectful_abstract_eval(_abstract_eval)
+ad.defbilinear(fp8_dot_p, _transpose(0), _transpose(1))
+batching.primitive_batchers[fp8_dot_p] = _batch
+mlir.register_lowering(fp8_dot_p, mlir.lower_fun(_product, multiple_results=False))
+for _platform in ("cuda", "rocm"):
+    mlir.register_lowering(fp8_dot_p, _lower_for_gpu, platform=_platform)

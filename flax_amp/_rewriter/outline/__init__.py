@@ -1,1 +1,0 @@
-"""Equal layers of an unrolled network, rewritten once."""

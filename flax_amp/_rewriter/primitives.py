@@ -1,0 +1,251 @@
+"""Facts about primitives, in one table, and about the equations that they make.
+
+A primitive without a row is of the kind `OTHER`: it runs as it was written, and its
+result is stored for the backward pass.
+"""
+
+import enum
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Literal, Primitive
+
+from flax_amp import _compat
+from flax_amp._compat import Eqn, Jaxpr
+
+
+class Kind(enum.Enum):
+    """What a primitive does with digits."""
+
+    PRODUCT = "a matmul or a convolution"  # what half precision speeds up
+    MOVE = "moves, selects or compares numbers, and rounds none"
+    ARITHMETIC = "arithmetic"
+    SUM = "adds up along an axis or over devices"
+    LINEAR_ALGEBRA = "linear algebra"  # no half-precision kernels, ill-conditioned
+    STRUCTURED = "has bodies"
+    OTHER = "anything else, such as a random number or a callback"
+
+
+class Trait(enum.Flag):
+    """What else is true of a primitive."""
+
+    NONE = 0
+    # Its result is stored for the backward pass: to compute it again takes long.
+    STORED = enum.auto()
+    LINEAR = enum.auto()  # its derivative reads nothing
+    # A small relative error of the operand makes a large one of the result. The
+    # derivative of a maximum is not even continuous.
+    ILL_CONDITIONED = enum.auto()
+    LAYOUT = enum.auto()  # each number of the result is one of the operand's
+    RANKS = enum.auto()  # numbers by their size: a rounding makes equals of neighbors
+    BOUND = enum.auto()  # the larger or the smaller of two numbers
+    APART = enum.auto()  # a move that is faster outside of `jax.checkpoint`
+
+
+class Traits(NamedTuple):
+    """The row of a primitive.
+
+    Attributes:
+      kind: what it does with digits.
+      traits: what else is true of it.
+      body: the parameter that holds its body, or a tuple of bodies, if it has any.
+    """
+
+    kind: Kind
+    traits: Trait = Trait.NONE
+    body: str = ""
+
+
+def _table(rows: dict[str, Traits]) -> dict[str, Traits]:
+    table: dict[str, Traits] = {}
+    for names, traits in rows.items():
+        for name in names.split():
+            assert name not in table, f"{name} has two rows"
+            table[name] = traits
+    return table
+
+
+_LAYOUT = Trait.LAYOUT | Trait.LINEAR
+_ILL = Trait.ILL_CONDITIONED
+
+TRAITS = _table(
+    {
+        # Products. The hardware adds up in float32 whatever the dtype of the result.
+        # `dot_general` may also be an inner or an outer product: see `product_kind`.
+        "dot_general conv_general_dilated ragged_dot_general": Traits(
+            Kind.PRODUCT, Trait.STORED
+        ),
+        # Moves: exact in any dtype.
+        """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile
+        concatenate pad stack copy stop_gradient pvary name sharding_constraint
+        layout_constraint relayout reshard xla_metadata_value optimization_barrier
+        device_put preduced reduced_vary_cast reduced_vary_cast_p""": Traits(
+            Kind.MOVE, _LAYOUT
+        ),
+        # Traffic between devices is not repeated in the backward pass.
+        """all_gather all_gather_invariant all_gather_reduced all_to_all
+        ragged_all_to_all ppermute pbroadcast pbroadcast_dynamic""": Traits(
+            Kind.MOVE, Trait.STORED | Trait.LINEAR
+        ),
+        "pmax pmin unreduced_pmax unreduced_pmin": Traits(Kind.MOVE, Trait.STORED),
+        """gather scatter dynamic_slice dynamic_update_slice select_n neg abs sign eq ne
+        lt le gt ge is_finite eq_to lt_to le_to""": Traits(Kind.MOVE),
+        "max min clamp": Traits(Kind.MOVE, Trait.BOUND),
+        "reduce_max reduce_min": Traits(Kind.MOVE, Trait.STORED | _ILL),
+        "scatter-max scatter-min": Traits(Kind.MOVE, Trait.STORED | _ILL),
+        "cummax cummin": Traits(Kind.MOVE, Trait.STORED),
+        "reduce_window_max reduce_window_min": Traits(Kind.MOVE, Trait.APART),
+        "sort top_k approx_top_k argmax argmin": Traits(
+            Kind.MOVE, Trait.STORED | Trait.RANKS
+        ),
+        # Arithmetic.
+        "add sub add_any": Traits(Kind.ARITHMETIC, Trait.LINEAR),
+        """mul div rem floor ceil round one_minus_square square integer_pow sqrt rsqrt
+        cbrt sin cos atan atan2 erf erfc tanh logistic log log1p log2 asin acos asinh
+        acosh atanh erf_inv polynomial pow tan""": Traits(Kind.ARITHMETIC),
+        "exp exp2 expm1 sinh cosh": Traits(Kind.ARITHMETIC, _ILL),
+        # Series and continued fractions: hundreds of operations for each element.
+        """lgamma digamma polygamma zeta igamma igammac igamma_grad_a bessel_i0e
+        bessel_i1e regularized_incomplete_beta select_and_scatter_add
+        select_and_gather_add""": Traits(Kind.ARITHMETIC, Trait.STORED),
+        # These sums are as large as an activation: messages that are added up at the
+        # nodes of a graph.
+        "scatter-add scatter-sub scatter-mul": Traits(Kind.ARITHMETIC, Trait.STORED),
+        # Sums. 70 000 ones add up to inf in float16.
+        """reduce_sum reduce_prod cumsum psum cumprod cumlogsumexp reduce_window_sum
+        psum_invariant unreduced_psum reduce_scatter
+        unreduced_reduce_scatter""": Traits(Kind.SUM, Trait.STORED),
+        """cholesky cholesky_update lu qr geqrf geqp3 ormqr householder_product eig eigh
+        svd schur hessenberg triangular_solve tridiagonal tridiagonal_solve
+        fft""": Traits(Kind.LINEAR_ALGEBRA, Trait.STORED),
+        # What has bodies.
+        "jit remat2 shard_map scan": Traits(Kind.STRUCTURED, body="jaxpr"),
+        "closed_call eval_jaxpr custom_jvp_call custom_vjp_call": Traits(
+            Kind.STRUCTURED, body="call_jaxpr"
+        ),
+        "custom_vmap_call": Traits(Kind.STRUCTURED, body="call"),
+        "linear_call": Traits(Kind.STRUCTURED, body="callee"),
+        "while": Traits(Kind.STRUCTURED, body="body_jaxpr"),
+        "cond": Traits(Kind.STRUCTURED, body="branches"),
+        "custom_linear_solve": Traits(Kind.STRUCTURED, body="jaxprs"),
+        # Primitives of this package, in a program that `amp` has rewritten before.
+        "flax_amp_fp8_dot": Traits(Kind.OTHER, Trait.STORED),
+        "flax_amp_spread flax_amp_collect flax_amp_stored": Traits(
+            Kind.ARITHMETIC, Trait.LINEAR
+        ),
+        # What runs as it was written, and belongs to the arithmetic around it.
+        "convert_element_type reduce_precision real imag": Traits(
+            Kind.ARITHMETIC, Trait.LINEAR
+        ),
+        """bitcast_convert_type iota not and or xor shift_left shift_right_logical
+        shift_right_arithmetic reduce_and reduce_or""": Traits(Kind.ARITHMETIC),
+    }
+)
+_UNKNOWN = Traits(Kind.OTHER, Trait.STORED)
+
+
+def traits_of(item: Eqn | Primitive | str) -> Traits:
+    """Returns the row of an equation, of a primitive, or of its name."""
+    if not isinstance(item, str):
+        item = getattr(item, "primitive", item).name
+    return TRAITS.get(item, _UNKNOWN)
+
+
+def kind_of(item: Eqn | Primitive | str) -> Kind:
+    """Returns the kind of an equation, of a primitive, or of its name."""
+    return traits_of(item).kind
+
+
+def has(item: Eqn | Primitive | str, trait: Trait) -> bool:
+    """Whether a trait is one of an equation, of a primitive, or of its name."""
+    return trait in traits_of(item).traits
+
+
+def bodies(eqn: Eqn) -> list[Jaxpr]:
+    """Returns the jaxprs in the parameter that the table names.
+
+    These are what the equation runs. `jaxprs_in_params` of JAX finds all jaxprs: those
+    of conditions, and of primitives without a row, too.
+    """
+    found = eqn.params.get(traits_of(eqn).body, ())
+    found = found if isinstance(found, tuple | list) else (found,)
+    return [body for body in found if body is not None]
+
+
+# --- equations -----------------------------------------------------------------------
+
+
+class ProductKind(enum.Enum):
+    """What a product is for precision; `dot_general` is of all three kinds."""
+
+    MATRIX = "a matrix product or a convolution"
+    MULTIPLICATION = "a multiplication"
+    SUM = "a sum of products"
+
+
+def product_kind(eqn: Eqn) -> ProductKind | None:
+    """Returns the kind of a product or a convolution; `None` for other equations.
+
+    A product that adds nothing up is a multiplication. A product that leaves no axes
+    but those of a batch is a sum:
+
+        einsum("i,j->ij", positions, frequencies)     a multiplication
+        positions[:, None] @ frequencies[None]        the same: it adds one term
+        vdot(losses, mask)                            a sum
+        einsum("bi,bi->b", x, y)                      a sum for each `b`
+
+    An axis of length one that is left counts as any other: it may be a batch of one.
+    """
+    if eqn.primitive.name != "dot_general":
+        return ProductKind.MATRIX if kind_of(eqn) is Kind.PRODUCT else None
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars]
+    if all(shapes[0][axis] == 1 for axis in contracted):
+        return ProductKind.MULTIPLICATION
+    shared = len(contracted) + len(batch)
+    is_sum = all(len(shape) == shared for shape in shapes)
+    return ProductKind.SUM if is_sum else ProductKind.MATRIX
+
+
+def is_matrix_product(eqn: Eqn) -> bool:
+    """Whether an equation is a matrix product or a convolution."""
+    return product_kind(eqn) is ProductKind.MATRIX
+
+
+def repeats(eqn: Eqn) -> bool:
+    """Whether an equation may give an element of its operand more than once.
+
+    The derivative with respect to that element is then a sum with one term for each. A
+    broadcast and the lookup of a token in an embedding are the common cases.
+    """
+    if eqn.primitive.name == "broadcast_in_dim":
+        return True
+    if eqn.primitive.name != "gather" or eqn.params["unique_indices"]:
+        return False
+    batch = eqn.params["dimension_numbers"].start_indices_batching_dims
+    *shape, _ = eqn.invars[1].aval.shape
+    reads = [n for i, n in enumerate(shape) if i not in batch]
+    # A symbolic size (`jax.export`) may be larger than one.
+    return not all(isinstance(n, int) for n in reads) or math.prod(reads) > 1
+
+
+def is_relu(eqn: Eqn) -> bool:
+    """Whether an equation is `jax.nn.relu`."""
+    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) != 1:
+        return False
+    return _compat.source_of(bodies(eqn)[0]).startswith("relu at ")
+
+
+def has_update(eqn: Eqn) -> bool:
+    """Whether an equation is a scatter with an update function of its own."""
+    is_plain = eqn.primitive.name == "scatter"
+    return is_plain and eqn.params.get("update_jaxpr") is not None
+
+
+def literal(atom: Any) -> float | None:
+    """Returns the number of a scalar literal, `None` for every other atom."""
+    if not isinstance(atom, Literal) or getattr(atom.aval, "shape", None) != ():
+        return None
+    is_real = np.issubdtype(np.asarray(atom.val).dtype, np.number)
+    return float(atom.val) if is_real and not np.iscomplexobj(atom.val) else None

@@ -1,1 +1,0 @@
-"""What the backward pass stores, and what it computes again."""

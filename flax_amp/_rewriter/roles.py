@@ -1,0 +1,225 @@
+"""What an equation is for the rule of `amp`: by the policy, then by its primitive."""
+
+import dataclasses
+import enum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flax_amp import _compat
+from flax_amp._compat import DType, Eqn
+from flax_amp._rewriter.primitives import (
+    Kind,
+    ProductKind,
+    bodies,
+    has_update,
+    kind_of,
+    product_kind,
+)
+from flax_amp._rewriter.walk import walk
+from flax_amp.policy import (
+    Decision,
+    InDtype,
+    Origin,
+    Policy,
+    use_compute_precision,
+    use_fp8,
+    use_original_precision,
+)
+
+
+class Role(enum.Enum):
+    """What an equation is for the rule."""
+
+    PRODUCT = "a product in half precision"
+    HALF = "in half precision by a key of the policy"
+    ORIGINAL = "in its own dtypes by a key of the policy"
+    CALLED = "by a user's precision function, or in a third dtype"
+    MOVE = "a move"
+    ARITHMETIC = "arithmetic"
+    SUM = "a sum"
+    PRECISE = "linear algebra, or a product in its own dtypes"
+    STRUCTURED = "a loop, a branch, a call"
+    OTHER = "anything else"
+
+
+class Context(NamedTuple):
+    """Where a jaxpr stands.
+
+    Attributes:
+      scopes: the names of the scopes around it, outermost first.
+      forced: the decision of a key that holds for all that is inside, if there is one.
+    """
+
+    scopes: tuple[str, ...] = ()
+    forced: Decision | None = None
+
+
+class Choice(NamedTuple):
+    """How an equation runs, as far as it does not depend on its operands.
+
+    Attributes:
+      role: what it is for the rule.
+      reason: why.
+      decision: the decision of the policy.
+      inside: of a structured primitive, where its bodies stand.
+    """
+
+    role: Role
+    reason: str
+    decision: Decision
+    inside: Context = Context()
+
+
+_BY_KIND = {
+    Kind.MOVE: Role.MOVE,
+    Kind.ARITHMETIC: Role.ARITHMETIC,
+    Kind.SUM: Role.SUM,
+    Kind.LINEAR_ALGEBRA: Role.PRECISE,
+    Kind.PRODUCT: Role.PRECISE,  # without a key
+    Kind.STRUCTURED: Role.STRUCTURED,
+    Kind.OTHER: Role.OTHER,
+}
+# What can run in half precision, if a policy says so.
+_CASTABLE = (Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
+
+ASKS_FOR_PRECISION = "it asks for precision"  # the start of a reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Chooser:
+    """Says of each equation what it is for the rule.
+
+    Args:
+      policy: the checked policy.
+      half: the dtype of products.
+    """
+
+    policy: Policy
+    half: DType
+
+    def __call__(self, eqn: Eqn, context: Context) -> Choice:
+        scopes = context.scopes + _compat.scope_names(eqn)
+        decision = context.forced or self.policy.decide(eqn.primitive, scopes)
+        if kind_of(eqn) is Kind.STRUCTURED:
+            return self._structured(eqn, decision, scopes)
+        role, reason = self._role(eqn, decision)
+        return Choice(role, reason or _reason(decision), decision)
+
+    def _structured(
+        self, eqn: Eqn, decision: Decision, scopes: tuple[str, ...]
+    ) -> Choice:
+        if decision.is_chosen and decision.function is use_original_precision:
+            return Choice(Role.ORIGINAL, _reason(decision), decision)
+        if decision.origin is Origin.PRIMITIVE:
+            raise TypeError(
+                f"amp_policy: key {decision.key!r} is a structured primitive, and its "
+                f"value is {decision.function!r}; expected "
+                "flax_amp.use_original_precision, which leaves it untouched. To set "
+                "the precision of what is inside, use the primitives inside or a scope "
+                "as keys."
+            )
+        if reason := _untraceable(eqn):
+            return Choice(Role.ORIGINAL, reason, decision)
+        if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
+            # A rounding makes infinities of the numbers next to one.
+            return Choice(Role.ORIGINAL, "it draws random numbers", decision)
+        # Without a key that spans several scopes, equal bodies in different scopes have
+        # one context, and so one plan.
+        around = scopes if self.policy.spans_scopes else ()
+        inside = Context(around, decision if decision.is_chosen else None)
+        return Choice(Role.STRUCTURED, "it has bodies", decision, inside)
+
+    def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, str]:
+        """Returns the role of an equation without bodies, and why if no key says it."""
+        kind, function = kind_of(eqn), decision.function
+        is_key = decision.is_chosen
+        by_row = _BY_KIND[kind]
+        if has_update(eqn):
+            return Role.ORIGINAL, "its update function is a float32 one"
+        if isinstance(function, use_fp8) and kind is not Kind.PRODUCT:
+            return by_row, kind.value
+        if function is use_original_precision or _is_in(function, jnp.float32):
+            if kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA:
+                return Role.PRECISE, "" if is_key else kind.value
+            return (Role.ORIGINAL, "") if is_key else (by_row, kind.value)
+        is_half = function is use_compute_precision or _is_in(function, self.half)
+        if not is_half and not isinstance(function, use_fp8):
+            can_cast = kind in _CASTABLE and not eqn.params.get("update_jaxpr")
+            if can_cast or not isinstance(function, InDtype):
+                return Role.CALLED, ""
+            return Role.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
+        if obstacle := self._obstacle(eqn):
+            is_product = kind in (Kind.PRODUCT, Kind.LINEAR_ALGEBRA)
+            return (Role.PRECISE if is_product else Role.ORIGINAL), obstacle
+        if kind is not Kind.PRODUCT:
+            return Role.HALF, ""
+        # A scope lowers all that is inside of it, inner and outer products too.
+        if not decision.lowers_all_inside:
+            match product_kind(eqn):
+                case ProductKind.MULTIPLICATION:
+                    return Role.ARITHMETIC, "it adds nothing up: a multiplication"
+                case ProductKind.SUM:
+                    return Role.SUM, "an inner product is a sum"
+        return Role.PRODUCT, ""
+
+    def _obstacle(self, eqn: Eqn) -> str:
+        """Says why an equation cannot run in half precision, if it cannot."""
+        if kind_of(eqn) not in _CASTABLE or eqn.params.get("update_jaxpr"):
+            return f"{eqn.primitive.name} runs in its own dtypes only"
+        dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
+        for dtype in dtypes:
+            # float64, complex and the other half are what the user asked for.
+            is_inexact = dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+            if is_inexact and dtype not in (jnp.float32, self.half):
+                return f"{dtype} operand"
+        if kind_of(eqn) is Kind.PRODUCT:
+            # A quantized weight has a range of its own, which a half may not have.
+            for dtype in dtypes[:2]:
+                if not jnp.issubdtype(dtype, jnp.floating):
+                    return f"{dtype} operand"
+        if not _is_default_precision(eqn.params.get("precision")):
+            return f"{ASKS_FOR_PRECISION}: precision={eqn.params['precision']}"
+        preferred = eqn.params.get("preferred_element_type")
+        if preferred not in (None, jnp.float32, self.half):
+            return f"preferred_element_type={preferred}"
+        return ""
+
+
+def _draws(eqn: Eqn) -> bool:
+    """Whether an equation draws random numbers, and has no product."""
+    names = {visit.eqn.primitive.name for visit in walk(bodies(eqn)[0])}
+    draws = not names.isdisjoint(("random_bits", "threefry2x32", "rng_bit_generator"))
+    return draws and not any(kind_of(name) is Kind.PRODUCT for name in names)
+
+
+def _untraceable(eqn: Eqn) -> str:
+    """Says why the rule of an equation cannot be traced by itself, if it cannot.
+
+    Such an equation runs as it is written.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("custom_vmap_call", "linear_call"):
+        return f"the rule of a {name} runs as written"
+    if name not in ("custom_jvp_call", "custom_vjp_call"):
+        return ""
+    if params["symbolic_zeros"]:
+        return "its rule asks which operands are perturbed"
+    if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.invars):
+        return "its rule takes a ref"
+    return ""
+
+
+def _is_in(function: Any, dtype: Any) -> bool:
+    return isinstance(function, InDtype) and function.dtype == dtype
+
+
+def _reason(decision: Decision) -> str:
+    return f"{decision.origin.value} {decision.key}"
+
+
+def _is_default_precision(precision: Any) -> bool:
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    defaults = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.DEFAULT)
+    return all(part in defaults for part in parts)
