@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from flax_amp import _tree
-from flax_amp._jaxpr.evaluate import evaluate
+from flax_amp._compat import evaluate
 from flax_amp._training.arguments import (
     Array,
     Batch,

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.arguments import (
     AxisName,
@@ -74,9 +73,6 @@ def make_nnx_train_step(
     compute_dtype: DTypeLike | None = None,
     matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
-    recompute: Recompute = "auto",
-    reduce_dtype: DTypeLike | None = None,
-    merge_layers: bool = True,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -95,7 +91,8 @@ def make_nnx_train_step(
       loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss, where
         `args` are the further arguments of the step, if there are any. Modules in the
         batch or in `args`, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are
-        updated like the model, but do not train.
+        updated like the model, but do not train. A loss that is already
+        `flax_amp.amp(...)` is taken as it is.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics, or any
         other pytree, which becomes the metric `aux`.
       precision: what to compute in, and the scaler to start with: "bf16-mixed",
@@ -103,7 +100,7 @@ def make_nnx_train_step(
       compute_dtype: what to compute in, instead of `precision`.
       matmul_dtype: what matrix products run in, instead of `precision`; see
         `flax_amp.amp`.
-      amp_policy, recompute, reduce_dtype, merge_layers: see `flax_amp.amp`.
+      amp_policy: see `flax_amp.amp`.
       redo_on_nan, accum_steps, axis_name: see `make_train_step`.
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
         is a copy of the model before the update; `grads` and `updates` are an
@@ -147,12 +144,11 @@ def make_nnx_train_step(
         keywords=(),
         has_aux=has_aux,
         amp=amp_by_precision(
-            compute_dtype,
-            matmul_dtype,
+            loss_fn,
+            "make_nnx_train_step",
+            compute_dtype=compute_dtype,
+            matmul_dtype=matmul_dtype,
             amp_policy=amp_policy,
-            recompute=recompute,
-            reduce_dtype=reduce_dtype,
-            merge_layers=merge_layers,
         ),
         open_scopes=Policy(amp_policy).names_scopes,
         redo_on_nan=redo_on_nan,

@@ -2,68 +2,26 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from flax_amp._rewriter.rewritten import is_rewritten
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.arguments import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
-from flax_amp.policy import MatmulDType
+from flax_amp.policy import (
+    MatmulDType,
+    PolicyEntries,
+    long_word,
+    read_precision,
+)
+from flax_amp.policy import Precision as Precision
 
-# The words that `AmpTrainState.create` and `make_nnx_train_step` take. The first four
-# are those that a state holds; the others are short for them.
-Precision = Literal[
-    "bf16-mixed",
-    "16-mixed",
-    "32-true",
-    "fp8-mixed",
-    "bf16",
-    "bfloat16",
-    "16",
-    "fp16",
-    "float16",
-    "32",
-    "float32",
-    "fp8",
-]
-
-
-class _Meaning(NamedTuple):
-    """What a word stands for.
-
-    Attributes:
-      compute_dtype: the dtype in which steps compute.
-      first_scaler: makes the scaler with which a run starts. Gradients in bfloat16 need
-        no scale, because it has the range of float32.
-      matmul_dtype: see `flax_amp.amp`.
-    """
-
-    compute_dtype: DTypeLike
-    first_scaler: Callable[[], Scaler] = no_scaler
-    matmul_dtype: MatmulDType = None
-
-
-_MEANINGS: dict[Precision, _Meaning] = {
-    "bf16-mixed": _Meaning(jnp.bfloat16),
-    "16-mixed": _Meaning(jnp.float16, init_scaler),
-    "32-true": _Meaning(jnp.float32),
-    "fp8-mixed": _Meaning(jnp.bfloat16, matmul_dtype="fp8"),
-}
-_ALIASES: dict[Precision, Precision] = {
-    "bf16": "bf16-mixed",
-    "bfloat16": "bf16-mixed",
-    "16": "16-mixed",
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "32": "32-true",
-    "float32": "32-true",
-    "fp8": "fp8-mixed",
-}
-_MEANINGS |= {alias: _MEANINGS[word] for alias, word in _ALIASES.items()}
+_WORDS: tuple[Precision, ...] = get_args(Precision)
 
 
 def check_precision(word: Any, name: str) -> Precision:
@@ -72,45 +30,71 @@ def check_precision(word: Any, name: str) -> Precision:
     Raises:
       ValueError: if it is no word for a precision. The message lists them all.
     """
-    if not isinstance(word, str) or word not in _MEANINGS:
-        words = ", ".join(repr(x) for x in _MEANINGS if x not in _ALIASES)
-        raise ValueError(
-            f"{name} is {word!r}; expected one of {words}: bfloat16, float16 with a "
-            "loss scaler, float32, or bfloat16 with matrix products in fp8; "
-            f"{', '.join(map(repr, _ALIASES))} are short for them. Pass a dtype to the "
-            "step as compute_dtype, and a scaler as scaler."
-        )
-    return _ALIASES.get(word, word)
+    return long_word(word, name)
 
 
 def compute_dtype_of(word: Precision, override: DTypeLike | None) -> DTypeLike:
     """Returns the dtype in which a step computes, unless it has one of its own."""
-    return _MEANINGS[word].compute_dtype if override is None else override
-
-
-def first_scaler(word: Precision) -> Scaler:
-    """Returns the scaler with which a run of a precision starts."""
-    return _MEANINGS[word].first_scaler()
+    return read_precision(word)[0] if override is None else override
 
 
 def matmul_dtype_of(word: Precision, override: MatmulDType) -> MatmulDType:
     """Returns what a step runs matrix products in, unless it says so itself."""
-    return _MEANINGS[word].matmul_dtype if override is None else override
+    return read_precision(word)[1] if override is None else override
+
+
+def first_scaler(word: Precision) -> Scaler:
+    """Returns the scaler with which a run of a precision starts.
+
+    Gradients in bfloat16 need no scale, because it has the range of float32.
+    """
+    is_float16 = compute_dtype_of(word, None) == jnp.float16
+    return init_scaler() if is_float16 else no_scaler()
 
 
 def amp_by_precision(
-    compute_dtype: DTypeLike | None, matmul_dtype: MatmulDType, **options: Any
+    fn: UserFn,
+    caller: str,
+    *,
+    compute_dtype: DTypeLike | None,
+    matmul_dtype: MatmulDType,
+    amp_policy: PolicyEntries | None,
+    recompute: bool = True,
 ) -> dict[Precision, Callable[[UserFn], UserFn]]:
-    """Returns `amp` for each word, with these two dtypes unless they are `None`."""
+    """Returns `amp` for each word, with these two dtypes unless they are `None`.
+
+    Args:
+      fn: the user's function. If it is `amp(...)` already, it is taken as it is.
+      caller: the step, for messages.
+      compute_dtype, matmul_dtype: as in the step.
+      amp_policy, recompute: see `flax_amp.amp`.
+
+    Raises:
+      ValueError: if a function that is `amp(...)` already comes with an option.
+    """
+    if is_rewritten(fn):
+        given = dict(
+            compute_dtype=compute_dtype,
+            matmul_dtype=matmul_dtype,
+            amp_policy=amp_policy,
+        )
+        if names := [name for name, value in given.items() if value is not None]:
+            raise ValueError(
+                f"{caller}: {getattr(fn, '__name__', 'the function')} is already "
+                f"rewritten by amp, and {', '.join(names)} is given, too; expected "
+                "one of them. Pass the option to amp."
+            )
+        return dict.fromkeys(_WORDS, lambda fn: fn)
     # For all words at once, so that a wrong option fails where the step is made. An
     # `amp` costs little until it is called.
     return {
         word: amp(
             compute_dtype=compute_dtype_of(word, compute_dtype),
             matmul_dtype=matmul_dtype_of(word, matmul_dtype),
-            **options,
+            amp_policy=amp_policy,
+            recompute=recompute,
         )
-        for word in _MEANINGS
+        for word in _WORDS
     }
 
 

@@ -164,9 +164,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
             `flax_amp.no_scaler()`, which scales nothing. "16-mixed": float16 and
             `flax_amp.init_scaler()`. "fp8-mixed": as "bf16-mixed", with matrix products
             on 8-bit floats where it pays, on devices that have them (`docs/fp8.md`).
-            The names of dtypes, "bfloat16", "float16" and "float32", mean the same, and
-            so do "bf16", "fp16", "16", "32" and "fp8". The `compute_dtype` and the
-            `matmul_dtype` of a step override it.
+            "bf16", "fp32", "fp16" and "fp8" are short for them. The `compute_dtype` and
+            the `matmul_dtype` of a step override it.
           param_dtype: in what to store the parameters: float32, or bfloat16 for those
             with two or more dimensions. They are updated in float32, and rounded as
             `flax_amp.optim.small_state` says. The loss sees them in float32.

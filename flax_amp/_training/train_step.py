@@ -16,7 +16,6 @@ import jax
 from jax.typing import DTypeLike
 
 from flax_amp import _tree
-from flax_amp._rewriter.recompute.regions import Recompute
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.arguments import (
     AxisName,
@@ -74,9 +73,6 @@ def make_train_step(
     compute_dtype: DTypeLike | None = None,
     matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
-    recompute: Recompute = "auto",
-    reduce_dtype: DTypeLike | None = None,
-    merge_layers: bool = True,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
@@ -94,7 +90,8 @@ def make_train_step(
         the step, if there are any. It returns a scalar float loss. It may also declare
         the keywords `state` and `rngs`. `state` is then the state, with the parameters
         and variables of this pass, and `rngs` is `state.rngs`, folded with
-        `state.step`.
+        `state.step`. A loss that is already `flax_amp.amp(...)` is taken as it is, for
+        options of `amp` that the step does not have.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
         of a dict become metrics, under names that no field of the state has; only its
         reserved key `"variables"` holds updated collections of a Linen model, as
@@ -103,9 +100,7 @@ def make_train_step(
       compute_dtype: what to compute in, instead of the `precision` of the state.
       matmul_dtype: what matrix products run in, instead of the `precision` of the
         state; see `flax_amp.amp`.
-      amp_policy, recompute, merge_layers: see `flax_amp.amp`.
-      reduce_dtype: see `flax_amp.amp`. Over `axis_name`, gradients are always averaged
-        in float32.
+      amp_policy: see `flax_amp.amp`.
       redo_on_nan: while the loss is finite, the gradients are not, and the scale can
         still fall, compute the same batch again with the lower scale, at most this
         many times.
@@ -115,9 +110,9 @@ def make_train_step(
         averaged too, nodes with a `reduce` method (clu metrics) are reduced, and all
         other leaves come back stacked.
       axis_name: mapped axis (of `shard_map`, `pmap` or `vmap`), or a tuple of them,
-        over which to average gradients, loss, variables and scalar float leaves of
-        `aux`. Each device draws its own `rngs`. Use it with `jit=False` inside the
-        mapped function.
+        over which to average gradients (in float32), loss, variables and scalar float
+        leaves of `aux`. Each device draws its own `rngs`. Use it with `jit=False`
+        inside the mapped function.
       metrics_fn: `metrics_fn(state, grads, updates)`, which returns a dict of further
         metrics, such as norms by layer. It is traced into the step and runs in float32.
         `state` is the one before the update; `grads` are its gradients, unscaled and
@@ -159,8 +154,9 @@ def make_train_step(
       TypeError: if an argument is of a wrong kind; when called, if the state is not an
         `AmpTrainState`, if the loss does not take the arguments of the step, or if what
         it or `metrics_fn` returns is not what is expected.
-      ValueError: if `recompute`, `reduce_dtype`, `redo_on_nan` or `accum_steps` is out
-        of range, or if `state_shardings` comes with `jit=False`; when called, if the
+      ValueError: if `redo_on_nan` or `accum_steps` is out of range, if a loss that is
+        already `flax_amp.amp(...)` comes with an option of `amp`, or if
+        `state_shardings` comes with `jit=False`; when called, if the
         batch does not split, if a parameter is not float32, if updated variables, the
         update of the optimizer or `state_shardings` do not fit the state, if `aux` has
         the name of a field of the state, or if two leaves of the state are the same
@@ -186,12 +182,11 @@ def make_train_step(
         "make_train_step",
         has_aux=has_aux,
         amp=amp_by_precision(
-            compute_dtype,
-            matmul_dtype,
+            loss_fn,
+            "make_train_step",
+            compute_dtype=compute_dtype,
+            matmul_dtype=matmul_dtype,
             amp_policy=amp_policy,
-            recompute=recompute,
-            reduce_dtype=reduce_dtype,
-            merge_layers=merge_layers,
         ),
         open_scopes=Policy(amp_policy).names_scopes,
         redo_on_nan=redo_on_nan,
@@ -251,7 +246,6 @@ def make_eval_step(
     compute_dtype: DTypeLike | None = None,
     matmul_dtype: MatmulDType = None,
     amp_policy: PolicyEntries | None = None,
-    merge_layers: bool = True,
     jit: bool = True,
 ) -> Callable[Concatenate[AmpTrainState, Batch, ...], ResultT]:
     """Makes an evaluation step in the precision of training, without a scaler.
@@ -260,11 +254,12 @@ def make_eval_step(
       fn: `fn(params, batch, *args)`, or `fn(model, batch, *args)` for NNX, where `args`
         are the further arguments of the step. The model is then in evaluation mode
         (`model.eval()`), and its updates are dropped. `fn` may declare the keywords
-        `state` and `rngs`, as in `make_train_step`.
+        `state` and `rngs`, and it may be `flax_amp.amp(...)` already, as in
+        `make_train_step`.
       compute_dtype: what to compute in, instead of the `precision` of the state.
       matmul_dtype: what matrix products run in, instead of the `precision` of the
         state; see `flax_amp.amp`.
-      amp_policy, merge_layers: see `flax_amp.amp`.
+      amp_policy: see `flax_amp.amp`.
       jit: compile the step.
 
     Returns:
@@ -291,11 +286,12 @@ def make_eval_step(
     check_function(fn, "make_eval_step: fn")
     # Nothing is differentiated, so nothing is computed again for a backward pass.
     rewrites = amp_by_precision(
-        compute_dtype,
-        matmul_dtype,
+        fn,
+        "make_eval_step",
+        compute_dtype=compute_dtype,
+        matmul_dtype=matmul_dtype,
         amp_policy=amp_policy,
-        recompute="never",
-        merge_layers=merge_layers,
+        recompute=False,
     )
     open_scopes = Policy(amp_policy).names_scopes
     name = getattr(fn, "__name__", "fn")
