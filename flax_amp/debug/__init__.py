@@ -2,30 +2,30 @@
 
 `explain` tells which equation of which module runs in which dtype, what decided so, and
 what a person has to act on. `find_nonfinite` names the equation that made an inf or a
-NaN, and `report_nonfinite` does so for the steps that a run skips. `measure` tells what
+NaN, and `report_nonfinite` does so for the steps that a run skips. `compare_precision`
+tells how far gradients are from those in float32, and what helps. `measure` tells what
 a step takes in each precision. Nothing here is needed for training, and nothing else in
 the package imports it. README.md in this folder says more.
 """
 
+from flax_amp.debug._compare import Comparison as Comparison
+from flax_amp.debug._compare import GradientErrors as GradientErrors
+from flax_amp.debug._compare import Setting as Setting
 from flax_amp.debug._compare import compare_precision as compare_precision
-from flax_amp.debug._compare_model import Comparison as Comparison
-from flax_amp.debug._compare_model import Errors as Errors
-from flax_amp.debug._compare_model import ModuleErrors as ModuleErrors
-from flax_amp.debug._compare_model import Setting as Setting
 from flax_amp.debug._explain import explain as explain
+from flax_amp.debug._explanation import Explanation as Explanation
 from flax_amp.debug._measure import Figures as Figures
 from flax_amp.debug._measure import Measurement as Measurement
 from flax_amp.debug._measure import measure as measure
 from flax_amp.debug._model import Dtypes as Dtypes
 from flax_amp.debug._model import Equation as Equation
-from flax_amp.debug._model import Explanation as Explanation
 from flax_amp.debug._model import Module as Module
 from flax_amp.debug._model import Problem as Problem
 from flax_amp.debug._model import Totals as Totals
 from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
-from flax_amp.debug._nonfinite_model import BadInput as BadInput
-from flax_amp.debug._nonfinite_model import Finding as Finding
-from flax_amp.debug._nonfinite_model import NonfiniteReport as NonfiniteReport
-from flax_amp.debug._nonfinite_model import Operand as Operand
+from flax_amp.debug._nonfinite_report import BadInput as BadInput
+from flax_amp.debug._nonfinite_report import Finding as Finding
+from flax_amp.debug._nonfinite_report import NonfiniteReport as NonfiniteReport
+from flax_amp.debug._nonfinite_report import Operand as Operand
 from flax_amp.debug._nonfinite_steps import ReportingStep as ReportingStep
 from flax_amp.debug._nonfinite_steps import report_nonfinite as report_nonfinite

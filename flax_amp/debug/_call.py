@@ -1,8 +1,9 @@
-"""The two ways to call the tools of this room: with a function, or with a state.
+"""The ways to call the tools of this room: with a function, or with what is trained.
 
 Each tool is called as `tool(fun)(*args)`, or as `tool(state, loss_fn, batch, *args)`
-with the state and the loss of `make_train_step`, and what its step takes. The second
-way becomes the first one here.
+with the state and the loss of `make_train_step`, and what its step takes, or as
+`tool((model, optimizer), loss_fn, batch, *args)` for `make_nnx_train_step`. The other
+ways become the first one here.
 """
 
 import dataclasses
@@ -10,13 +11,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
+from rich.console import Console
 
 from flax_amp import _tree
 from flax_amp._compat import Array, DType
@@ -26,18 +28,26 @@ from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._training.arguments import check_function
 from flax_amp._training.loss import call_user_fn, check_loss, fold_in
 from flax_amp._training.precision import compute_dtype_of, matmul_dtype_of
+from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState, variables_of
 from flax_amp.policy import (
     MatmulDType,
+    Policy,
     PolicyEntries,
+    Precision,
     check_compute_dtype,
+    default_amp_policy,
+    long_word,
     with_matmul_dtype,
 )
 
-T = TypeVar("T")
-
 # The attribute of a step's function that is the same one without scopes of its own.
 _WITHOUT_SCOPES = "_flax_amp_without_scopes"
+_NO_NAMES = "modules have no names: the code needs equal modules"
+
+
+# What a tool is asked about.
+Asked = Callable[..., Any] | AmpTrainState | tuple[nnx.Module, Any]
 
 
 class Target(NamedTuple):
@@ -51,54 +61,55 @@ class Target(NamedTuple):
 def read_target(caller: str, fun: Any, step: Sequence[Any]) -> Target:
     """Returns what the user asks a tool about.
 
-    Args:
-      caller: the name of the tool, for messages.
-      fun: a function, or a state.
-      step: the loss function, the batch and further arguments of the step, if `fun` is
-        a state.
-
     Raises:
-      TypeError: if it is neither of the two ways, or a function that `amp` has
-        rewritten.
+      TypeError: if it is none of the ways, or a function that `amp` has rewritten.
+      RuntimeError: if a step has deleted the state.
     """
-    if isinstance(fun, AmpTrainState):
-        if len(step) < 2:
+    is_state, is_pair = isinstance(fun, AmpTrainState), _is_pair(fun)
+    if not (is_state or is_pair):
+        if step or not callable(fun):
             raise TypeError(
-                f"{caller}: got a state and {len(step)} more arguments; expected "
-                f"{caller}(state, loss_fn, batch, *args)."
+                f"{caller}: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
+                f"expected {caller}(fun)(*args), or {caller}(state, loss_fn, batch, "
+                "*args) with an AmpTrainState or a pair (model, optimizer)."
             )
-        loss_fn, batch, *rest = step
-        name = getattr(loss_fn, "__name__", "loss_fn")
-        refuse_rewritten(f"{caller}: {name}", loss_fn)
-        check_function(loss_fn, f"{caller}: loss_fn")
-        params = jax.tree.map(
-            _tree.float32_if_bfloat16, fun.params
-        )  # as the loss of a step sees them
-        return Target(name, _of_step(loss_fn), (params, fun, tuple(rest), batch))
-    if step or not callable(fun):
+        name = getattr(fun, "__name__", type(fun).__name__)
+        refuse_rewritten(f"{caller}: {name}", fun)
+        return Target(name, fun)
+    what = "state" if is_state else "(model, optimizer)"
+    if len(step) < 2:
         raise TypeError(
-            f"{caller}: got {', '.join(type(x).__name__ for x in (fun, *step))}; "
-            f"expected {caller}(fun)(*args), or {caller}(state, loss_fn, batch, "
-            "*args) with an AmpTrainState."
+            f"{caller}: got a {what} and {len(step)} more arguments; expected "
+            f"{caller}({what}, loss_fn, batch, *args)."
         )
-    name = getattr(fun, "__name__", type(fun).__name__)
-    refuse_rewritten(f"{caller}: {name}", fun)
-    return Target(name, fun)
+    loss_fn, batch, *rest = step
+    name = getattr(loss_fn, "__name__", "loss_fn")
+    refuse_rewritten(f"{caller}: {name}", loss_fn)
+    check_function(loss_fn, f"{caller}: loss_fn")
+    if is_pair:
+        return Target(name, _of_model(loss_fn), (fun[0], tuple(rest), batch))
+    check_not_deleted(caller, "state", fun)
+    # As the loss of a step sees them.
+    params = jax.tree.map(_tree.float32_if_bfloat16, fun.params)
+    return Target(name, _of_step(loss_fn), (params, fun, tuple(rest), batch))
 
 
-def read_compute_dtype(fun: Any, compute_dtype: DTypeLike | None) -> DType:
-    """Returns the compute dtype: as given, or that of a state, or bfloat16."""
-    word = fun.precision if isinstance(fun, AmpTrainState) else "bf16-mixed"
-    return check_compute_dtype(compute_dtype_of(word, compute_dtype))
+def _is_pair(fun: Any) -> bool:
+    """Whether it is a model of NNX with its optimizer."""
+    return isinstance(fun, tuple) and len(fun) == 2 and isinstance(fun[0], nnx.Module)
 
 
-def read_policy(
-    fun: Any, amp_policy: PolicyEntries | None, matmul_dtype: MatmulDType
-) -> PolicyEntries | None:
-    """Returns the policy, with products in fp8 if that or a state asks for them."""
-    if isinstance(fun, AmpTrainState):
-        matmul_dtype = matmul_dtype_of(fun.precision, matmul_dtype)
-    return with_matmul_dtype(amp_policy, matmul_dtype)
+def read_scaler(fun: Any) -> dict[str, float]:
+    """Returns the numbers of the scaler of a state or an optimizer, if it has one.
+
+    Of a stack of states they are the largest of each.
+    """
+    holder = fun[1] if _is_pair(fun) else fun
+    scaler = getattr(holder, "scaler", None) if not callable(fun) else None
+    scaler = scaler[...] if isinstance(scaler, nnx.Variable) else scaler
+    if not isinstance(scaler, Mapping):
+        return {}
+    return {key: float(np.max(x)) for key, x in scaler.items()}
 
 
 def read_scale(caller: str, fun: Any, scale: Any) -> float:
@@ -109,11 +120,12 @@ def read_scale(caller: str, fun: Any, scale: Any) -> float:
       ValueError: if it is not a positive, finite one.
     """
     if scale is None:
-        scale = fun.scaler["scaler"] if isinstance(fun, AmpTrainState) else 1.0
+        check_concrete(caller, getattr(fun, "scaler", None))
+        scale = read_scaler(fun).get("scaler", 1.0)
     check_concrete(caller, scale)
     if isinstance(scale, bool | str):
         raise TypeError(f"{caller}: {scale=}; expected a positive number.")
-    scale = float(np.max(scale))  # a stack of states has one for each
+    scale = float(np.max(scale))
     if not 0 < scale < math.inf:
         raise ValueError(
             f"{caller}: scale is {scale}; expected a positive number, such as 2.0**15: "
@@ -122,13 +134,132 @@ def read_scale(caller: str, fun: Any, scale: Any) -> float:
     return scale
 
 
+def check_concrete(caller: str, tree: Any) -> None:
+    """Raises a TypeError if a tool that runs a program gets arrays without values."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+            raise TypeError(
+                f"{caller} got a {type(leaf).__name__} among its arguments; expected "
+                "arrays with values, outside of jax.jit: the program is run. "
+                "flax_amp.explain takes shapes, and runs nothing."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+    """A tool and what it is asked about."""
+
+    caller: str
+    target: Target
+    dtype: DType  # the compute dtype
+    entries: PolicyEntries  # of the policy
+    recompute: bool
+    has_own_policy: bool  # whether the user gave one
+
+    @classmethod
+    def read(
+        cls,
+        caller: str,
+        fun: Any,
+        step: Sequence[Any],
+        precision: Precision | None,
+        compute_dtype: DTypeLike | None,
+        matmul_dtype: MatmulDType,
+        amp_policy: PolicyEntries | None,
+        recompute: bool = False,
+    ) -> "Tool":
+        """Checks the arguments of a tool.
+
+        What is not given is that of the state or the optimizer, or bfloat16.
+        """
+        holder = fun[1] if _is_pair(fun) else fun
+        word = precision or getattr(holder, "precision", None)
+        word = long_word(word if isinstance(word, str) else "bf16-mixed")
+        dtype = check_compute_dtype(compute_dtype_of(word, compute_dtype))
+        if not isinstance(recompute, bool):
+            raise TypeError(f"{caller}: {recompute=}; expected True or False.")
+        given = default_amp_policy if amp_policy is None else amp_policy
+        entries: Any = with_matmul_dtype(given, matmul_dtype_of(word, matmul_dtype))
+        Policy(entries)  # checks it
+        recompute = recompute and dtype != jnp.float32
+        target = read_target(caller, fun, step)
+        return cls(caller, target, dtype, entries, recompute, amp_policy is not None)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.target.name
+
+    @property
+    def where(self) -> str:
+        """The tool and the function, for messages."""
+        return f"{self.caller}: {self.name}"
+
+    def on_target(self, call: Callable[..., Any]) -> Any:
+        """Returns a function of the user's arguments, or its result if all is known."""
+        return call if self.target.args is None else call(*self.target.args)
+
+    def working(self) -> Any:
+        """Returns a context in which a terminal shows that the tool is at work."""
+        return Console(stderr=True).status(f"{self.where} ...")
+
+    def run(self, use: Callable[["UsersCall"], Any], args: Any, kwargs: Any) -> Any:
+        """Calls `use` with the user's call, in which each NNX module opens a scope.
+
+        Some code needs modules that equal each other, which their names prevent. It
+        runs without names, unless the policy has keys for them, and a note says so.
+        """
+
+        def call(open_scopes: bool) -> Any:
+            fun = self.target.fun
+            if not open_scopes:
+                fun = getattr(fun, _WITHOUT_SCOPES, fun)
+            return use(
+                UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=self.where)
+            )
+
+        try:
+            return call(True)
+        except Exception as error:
+            is_of_names = SCOPES_NOTE in getattr(error, "__notes__", ())
+            if Policy(self.entries).names_scopes or not is_of_names:
+                raise
+            found = call(False)
+            return dataclasses.replace(found, notes=(_NO_NAMES, *found.notes))
+
+
+# --- the loss of a step as a function ------------------------------------------------
+
+
+class _StepAux(NamedTuple):
+    """What the loss of a step returns beside the loss, and the updated variables."""
+
+    aux: Any
+    updates: Any
+
+
+def _without_signature(fun: Callable[..., Any], loss_fn: Any) -> Any:
+    """Names a function as the user's loss, which has other arguments."""
+    made: Any = functools.wraps(loss_fn)(fun)
+    del made.__wrapped__
+    return made
+
+
+def _of_model(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the loss of a step of NNX. The batch comes last: see `_of_step`."""
+
+    def pure(model: Any, args: Any, batch: Any) -> Any:
+        return loss_fn(model, batch, *args)
+
+    return _without_signature(pure, loss_fn)
+
+
 def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
     """Returns the loss of a step as a function of its parameters, and what it takes.
 
     The batch comes last, as in most functions: its examples are those of a report.
     """
 
-    @functools.wraps(loss_fn)
     def pure(params: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
         rngs = fold_in(state.rngs, state.step)
         now = state.replace(params=params)
@@ -145,23 +276,18 @@ def _of_step(loss_fn: Callable[..., Any], open_scopes: bool = True) -> Any:
             updates = aux.pop("variables", {})
         return loss, _StepAux(aux, updates)
 
-    made: Any = pure
-    del made.__wrapped__  # its arguments are its own
+    made = _without_signature(pure, loss_fn)
     if open_scopes:
         setattr(made, _WITHOUT_SCOPES, _of_step(loss_fn, open_scopes=False))
     return made
 
 
-class _StepAux(NamedTuple):
-    """What the loss of a step returns beside the loss, and the updated variables."""
-
-    aux: Any
-    updates: Any
-
-
 def _split(out: Any) -> tuple[Any, Any]:
     """Returns the loss and all else that a user's function returns."""
     return out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+
+
+# --- calls as functions of arrays ----------------------------------------------------
 
 
 class UsersCall(FunctionalCall):
@@ -184,14 +310,47 @@ class UsersCall(FunctionalCall):
         with only_before_amp(self._caller):
             return super().function(inputs)
 
+    def trained(self) -> list[bool]:
+        """Returns which of its arrays are trained.
+
+        They are the floats of the first argument; of a module, those in an `nnx.Param`.
+        """
+
+        def params(state: nnx.State) -> Any:
+            return nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))
+
+        args, _ = self.rebuild_arguments(list(range(len(self.inputs))), params)
+        first = set(jax.tree.leaves(args[:1]))
+        return [
+            i in first and _tree.is_inexact_array(x)
+            for i, x in enumerate(self.inputs)
+            if _tree.is_array(x)
+        ]
+
+    def paths(self) -> list[str]:
+        """Returns the path of each array, by the names of the arguments."""
+        indices = list(range(len(self.inputs)))
+        args, kwargs = self.rebuild_arguments(indices, nnx.to_pure_dict)
+        try:
+            names = list(inspect.signature(self.fun).parameters)[: len(args)]
+        except (TypeError, ValueError):  # some builtins have no signature
+            names = []
+        names += [*map(str, range(len(names), len(args))), *kwargs]
+        paths: dict[int, str] = {}
+        for name, value in zip(names, (*args, *kwargs.values()), strict=True):
+            for path, index in jax.tree_util.tree_leaves_with_path(value):
+                own = jax.tree_util.keystr(path, simple=True, separator="/")
+                if isinstance(index, int):
+                    paths.setdefault(index, f"{name}/{own}".rstrip("/"))
+        return [paths[i] for i, x in enumerate(self.inputs) if _tree.is_array(x)]
+
 
 def on_arrays(
     fun: Callable[..., Any], args: Any, kwargs: Any, caller: str
 ) -> tuple[Callable[[list[Any]], Any], list[Any]]:
     """Returns a call as a function of a list of its arrays, and the list.
 
-    They may be abstract: inside of a trace of that function, `fun` gets tracers, which
-    are arrays like all others.
+    They may be abstract: inside of a trace of that function, `fun` gets tracers.
     """
     call = FunctionalCall(fun, args, kwargs, caller=caller)
     is_traced = [
@@ -202,69 +361,6 @@ def on_arrays(
         return call.function(_tree.fill(arrays, is_traced, call.inputs))
 
     return run, _tree.pick(call.inputs, is_traced)
-
-
-def check_concrete(caller: str, tree: Any) -> None:
-    """Raises a TypeError if a tool that runs a program is given arrays without values.
-
-    `caller` is the tool, with the function that it is asked about.
-    """
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
-            raise TypeError(
-                f"{caller} got a {type(leaf).__name__} among its arguments; expected "
-                "arrays with values, outside of jax.jit: the program is run. "
-                "flax_amp.explain takes shapes, and runs nothing."
-            )
-
-
-def with_scopes(
-    use: Callable[[UsersCall], T],
-    target: Target,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: str,
-    *,
-    needs_scopes: bool = False,
-) -> tuple[T, tuple[str, ...]]:
-    """Calls `use` with the user's call, in which each NNX module opens a scope.
-
-    Returns:
-      Its result, and a note if modules have no names. Some code needs modules that
-      equal each other, which the names prevent. It runs without them, unless
-      `needs_scopes`.
-    """
-    where = f"{caller}: {target.name}"
-
-    def call(open_scopes: bool) -> T:
-        fun = target.fun
-        if not open_scopes:
-            fun = getattr(fun, _WITHOUT_SCOPES, fun)
-        return use(UsersCall(fun, args, kwargs, open_scopes=open_scopes, caller=where))
-
-    try:
-        return call(True), ()
-    except Exception as error:
-        if needs_scopes or SCOPES_NOTE not in getattr(error, "__notes__", ()):
-            raise
-        return call(False), ("modules have no names: the code needs equal modules",)
-
-
-def trained_inputs(call: FunctionalCall) -> list[bool]:
-    """Returns which arrays among the inputs are trained.
-
-    They are the floats of the first argument; of a module, those in an `nnx.Param`.
-    """
-    indices = list(range(len(call.inputs)))
-    args, _ = call.rebuild_arguments(
-        indices, lambda state: nnx.to_pure_dict(nnx.filter_state(state, nnx.Param))
-    )
-    first = set(jax.tree.leaves(args[:1]))
-    return [
-        i in first and _tree.is_inexact_array(x)
-        for i, x in enumerate(call.inputs)
-        if _tree.is_array(x)
-    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -291,13 +387,13 @@ class FlatLoss:
         Raises:
           TypeError: if nothing in the first argument is trained.
         """
-        trained = trained_inputs(call)
+        trained = call.trained()
         if not any(trained):
             raise TypeError(
                 f"{name}: the first argument has no float arrays; expected the "
                 "parameters, or a module, to differentiate with respect to."
             )
-        return cls(name, call.arrays, _argument_paths(call), trained, call)
+        return cls(name, call.arrays, call.paths(), trained, call)
 
     def __call__(
         self, arrays: Sequence[Array]
@@ -316,23 +412,3 @@ class FlatLoss:
             for tree in ((aux.updates, updated), aux.aux)
         )
         return jnp.asarray(loss), updates, others
-
-
-def _argument_paths(call: FunctionalCall) -> list[str]:
-    """Returns the path of each array among the arguments, by the names of these."""
-    indices = list(range(len(call.inputs)))
-    args, kwargs = call.rebuild_arguments(indices, nnx.to_pure_dict)
-    try:
-        names = list(inspect.signature(call.fun).parameters)[: len(args)]
-    except (TypeError, ValueError):  # some builtins have no signature
-        names = []
-    names += [str(i) for i in range(len(names), len(args))]
-    values = [*args, *kwargs.values()]
-    names += kwargs
-    paths: dict[int, str] = {}
-    for name, value in zip(names, values, strict=True):
-        for path, index in jax.tree_util.tree_leaves_with_path(value):
-            own = jax.tree_util.keystr(path, simple=True, separator="/")
-            if isinstance(index, int):
-                paths.setdefault(index, f"{name}/{own}".rstrip("/"))
-    return [paths[i] for i, x in enumerate(call.inputs) if _tree.is_array(x)]

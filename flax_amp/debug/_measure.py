@@ -19,7 +19,14 @@ from flax_amp._training.precision import Precision, compute_dtype_of, first_scal
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
-from flax_amp.debug._call import FlatLoss, Target, UsersCall, on_arrays, read_target
+from flax_amp.debug._call import (
+    Asked,
+    FlatLoss,
+    Target,
+    UsersCall,
+    on_arrays,
+    read_target,
+)
 from flax_amp.debug._report import Part, Report, table
 from flax_amp.policy import Policy
 
@@ -101,13 +108,13 @@ class Measurement(Report):
             yield f"{shown} x{value / base:.2f}" if base else shown
 
 
-def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
+def measure(fun: Asked, *step: Any, turns: int = 20, **options: Any) -> Any:
     """Measures what a step takes in float32, bfloat16 and float16, on this device.
 
-    There are two ways to call it. `measure(state, loss_fn, batch, *args)` measures the
-    step of `make_train_step` in each precision. `measure(fun)(*args)` measures a loss
-    with its gradient with respect to the first argument: in float32 as it is, in the
-    others under `amp`, without a loss scale.
+    `measure(state, loss_fn, batch, *args)` measures the step of `make_train_step` in
+    each precision. `measure(loss)(params, batch)`, and `measure((model, optimizer),
+    loss_fn, batch, *args)`, measure a loss with its gradient with respect to the first
+    argument: in float32 as it is, in the others under `amp`, without a loss scale.
 
     Sharp edges:
       It empties JAX's caches, so that each program is traced anew. What you have
@@ -145,21 +152,23 @@ def measure(fun: Any, *step: Any, turns: int = 20, **options: Any) -> Any:
     """
     turns = check_count(turns, f"measure: {turns=}", "of steps to time")
     target = read_target("measure", fun, step)
+    state = fun if isinstance(fun, AmpTrainState) else None
 
     def measured(*args: Any, **kwargs: Any) -> Measurement:
-        _check_call((fun, step, args, kwargs))
-        check_not_deleted("measure", "state" if step else "args", fun if step else args)
+        _check_call((args, kwargs))
+        if state is None:  # otherwise it was asked before
+            check_not_deleted("measure", "args", args)
         programs = {}
         for name, precision in _PRECISIONS.items():
-            if step:
+            if state is not None:
                 program = _train_step(target, step[0], options, precision)
             else:
                 program = _gradient(target, args, kwargs, options, precision)
             programs[name] = program
         found = _measured(target.name, programs, turns)
-        return dataclasses.replace(found, state_mb=_state_mb(fun) if step else None)
+        return dataclasses.replace(found, state_mb=_state_mb(state) if state else None)
 
-    return measured() if step else measured
+    return measured if target.args is None else measured(*target.args)
 
 
 def _check_call(arguments: Any) -> None:

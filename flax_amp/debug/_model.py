@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
-import html
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from flax_amp._jaxpr.traits import Kind, kind_of
-from flax_amp._rewriter.fp8_dot import FORWARD
-from flax_amp.debug._report import Report, as_text, fields_as_data
+from flax_amp._rewriter.primitives import Kind, kind_of
+from flax_amp._training.arguments import first_of
+from flax_amp.debug._report import fields_as_data
 
-IN_FP8 = (FORWARD.name,) * 2  # the operands of a product in fp8
+# How the reasons of products begin that run in fp8, and of those that do not.
+IN_FP8, NOT_IN_FP8 = "in fp8", "not in fp8: "
+# Why results are float32 about which there is nothing to tell.
+_IN_PASSING = "only its own", "computed from", "no matmul reads", "a scalar"
 
 
 class Dtypes(NamedTuple):
@@ -30,7 +33,8 @@ class Dtypes(NamedTuple):
 
 def short(dtype: str) -> str:
     """Returns a dtype as JAX writes it in jaxprs, `bf16` for `bfloat16`."""
-    for long, letter in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+    names = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
+    for long, letter in (*names, ("complex", "c")):
         if dtype.startswith(long):
             return letter + dtype.removeprefix(long)
     return dtype
@@ -47,18 +51,12 @@ def is_half(dtype: str) -> bool:
 
 
 def float_factors(dtypes: Sequence[str]) -> list[str]:
-    """Returns the dtypes of the factors of a product of floats.
+    """Returns the dtypes of the real or complex floats among the factors of a product.
 
     Args:
       dtypes: those of all operands of a product or a convolution.
-
-    Returns:
-      The floats among the two factors; none if a factor is complex.
     """
-    factors = dtypes[:2]
-    if any("complex" in dtype for dtype in factors):
-        return []
-    return [dtype for dtype in factors if "float" in dtype]
+    return [x for x in dtypes[:2] if "float" in x or "complex" in x]
 
 
 @dataclasses.dataclass
@@ -74,9 +72,8 @@ class Equation:
       before: its dtypes as the user wrote it.
       after: its dtypes under `amp`.
       reason: the rule or the policy key that decided what it computes in.
-      kept: the dtype in which its first float32 result is kept; empty if it is used in
-        passing, or if there is none.
-      kept_by: the rule that decided about this result; empty if there is none.
+      result: what became of its result, and why: `rounded: a matmul reads it later`,
+        `float32: a sum`.
       shape: the shape of its first result, such as `8x1024x768`.
       times: how often it runs. The body of a `while` counts once.
       casts_down: the casts to a narrower float that are put in for it.
@@ -92,8 +89,7 @@ class Equation:
     before: Dtypes
     after: Dtypes
     reason: str
-    kept: str = ""
-    kept_by: str = ""
+    result: str = ""
     shape: str = ""
     times: int = 1
     casts_down: int = 0
@@ -111,14 +107,6 @@ class Equation:
         return next(iter((*floats, *results, *operands)), "")
 
     @property
-    def result(self) -> str:
-        """What becomes of its first float32 result, as words."""
-        if not self.kept_by:
-            return ""
-        what = f"kept in {short(self.kept)}" if self.kept else "not kept"
-        return f"{what}: {self.kept_by}"
-
-    @property
     def is_low(self) -> bool:
         """Whether an operand arrives in half precision; of a product, all factors."""
         if kind_of(self.primitive) is Kind.PRODUCT:
@@ -129,7 +117,14 @@ class Equation:
     @property
     def is_in_fp8(self) -> bool:
         """Whether it is a product whose factors are rounded to 8-bit floats."""
-        return self.after.operands == IN_FP8
+        return self.reason.startswith(IN_FP8)
+
+    @property
+    def stays_by_rule(self) -> bool:
+        """Whether a rule keeps its result in float32: it is a sum, or a key says so."""
+        what, _, why = self.result.partition(": ")
+        is_sum = kind_of(self.primitive) is Kind.SUM
+        return what == "float32" and (is_sum or not why.startswith(_IN_PASSING))
 
     @property
     def low_flops(self) -> int:
@@ -207,14 +202,12 @@ class Totals:
 def total(equations: Iterable[Equation]) -> Totals:
     """Returns the sums over equations."""
     rows = list(equations)
-    return Totals(
-        equations=len(rows),
-        flops=sum(row.flops for row in rows),
-        low_flops=sum(row.low_flops for row in rows),
-        casts_down=sum(row.casts_down for row in rows),
-        casts_up=sum(row.casts_up for row in rows),
-        stored=sum((row.stored for row in rows), Counter()),
-    )
+    names = ("flops", "low_flops", "casts_down", "casts_up")
+    stored: Counter[str] = Counter()
+    for row in rows:
+        stored.update(row.stored)
+    sums = {name: sum(getattr(row, name) for row in rows) for name in names}
+    return Totals(len(rows), stored=stored, **sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,74 +231,12 @@ class Problem:
     count: int = 0
     flops: int = 0
 
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Explanation(Report):
-    """What mixed precision does to a function, and why. Made by `flax_amp.explain`.
-
-    It prints as a report, and shows itself as a page in a notebook.
-
-    Attributes:
-      name: the name of the function.
-      compute_dtype: the dtype of low-precision values.
-      root: the modules and their equations.
-      problems: what a person has to act on, the most important first.
-      stored_without_recompute: the bytes that the backward pass would store, by dtype,
-        if it computed nothing again; `None` if the function has no derivative, or none
-        was asked for.
-      stored_without_amp: the bytes that the backward pass stores without `amp`, by
-        dtype; `None` if not known.
-      notes: what limits these figures.
-    """
-
-    name: str
-    compute_dtype: str
-    root: Module
-    problems: tuple[Problem, ...]
-    stored_without_recompute: Counter[str] | None = None
-    stored_without_amp: Counter[str] | None = None
-    notes: tuple[str, ...] = ()
-
     @property
-    def equations(self) -> list[Equation]:
-        """All equations, module by module."""
-        return list(self.root.walk())
+    def where(self) -> str:
+        """Its modules as words."""
+        return first_of([path or "outside of any module" for path in self.paths])
 
-    @property
-    def totals(self) -> Totals:
-        """The sums over all equations."""
-        return self.root.totals
 
-    def report(self, *, depth: int | None = None, only: str | None = None) -> str:
-        """Returns the report as text.
-
-        Args:
-          depth: how many levels of modules to show. `None`: as many as fit a screen.
-          only: `"problems"` to leave out the modules; `"equations"` for a list of all
-            equations, with what each computes in and what becomes of its result.
-
-        Raises:
-          ValueError: if `only` is something else, or `depth` is negative.
-        """
-        from flax_amp.debug._terminal import render
-
-        return as_text(render(self, depth=depth, only=only))
-
-    def to_dict(self) -> dict[str, Any]:
-        found = super().to_dict()
-        return found | {"totals": self.totals.to_dict(), "modules": found.pop("root")}
-
-    def to_html(self) -> str:
-        """Returns one page that needs nothing else: a tree to fold, search and sort."""
-        from flax_amp.debug._page import page
-
-        return page(self)
-
-    def _repr_html_(self) -> str:
-        # In a frame, so that its styles leave the notebook alone.
-        source = html.escape(self.to_html(), quote=True)
-        style = 'width="100%" height="640" style="border: 0"'
-        return f'<iframe srcdoc="{source}" {style}></iframe>'
-
-    def _summary(self) -> str:
-        return f"{self.totals.equations} equations"
+def without_numbers(path: str) -> str:
+    """Returns a path without the numbers of layers: `GPT/Block_*`."""
+    return re.sub(r"\d+", "*", path)

@@ -13,8 +13,9 @@ program. So a mask of `-inf`, or an inf that a `where` drops, is no false alarm:
 What an operand has to do with a result is found by running the equation again, with
 numbers in the place of what is not finite in its operands.
 
-Calls and branches are followed inside. A loop, a `shard_map` and each iteration run as
-a whole first, and once more equation by equation only if a result is not finite.
+Calls and branches are followed inside. A loop and each of its iterations run as a whole
+first, and once more equation by equation only if a result is not finite. A `shard_map`
+runs as a whole, and so does what is not known.
 """
 
 import dataclasses
@@ -28,16 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from flax_amp import _compat
-from flax_amp._compat import Array, Atom, Eqn, Jaxpr
-from flax_amp._jaxpr.evaluate import evaluate
-from flax_amp._jaxpr.traits import Kind, bodies, kind_of
+from flax_amp import _compat, _tree
+from flax_amp._compat import Array, Atom, Eqn, Jaxpr, evaluate
+from flax_amp._rewriter.primitives import Kind, bodies, kind_of
 from flax_amp._tree import split_list
 from flax_amp.debug._model import is_half
-from flax_amp.debug._nonfinite_arrays import as_text, is_finite, kinds, operand
-from flax_amp.debug._nonfinite_devices import Devices, compiled
-from flax_amp.debug._nonfinite_model import Finding
-from flax_amp.debug._place import Place
+from flax_amp.debug._nonfinite_report import Finding, Operand
+from flax_amp.debug._place import Location
+from flax_amp.debug._report import plural
+from flax_amp.debug._rows import CALLS
 from flax_amp.policy import with_result_dtype
 
 
@@ -80,17 +80,11 @@ def _value(x: Array, cause: Cause | None) -> Value:
 
 @dataclasses.dataclass(eq=False)
 class Runner:
-    """Runs a program on arrays.
+    """Runs a program on arrays."""
 
-    Args:
-      functions: what runs of the same program have compiled.
-      backward: what is said of the equations: whether they matter for gradients only.
-      examples: returns the examples that are marked in an array of bools.
-    """
-
-    functions: dict[Any, Any]
-    backward: bool
-    examples: Callable[[Any], tuple[int, ...]]
+    functions: dict[Any, Any]  # what runs of the same program have compiled
+    backward: bool  # whether its equations matter for gradients only
+    examples: Callable[[Any], tuple[int, ...]]  # those marked in an array of bools
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -98,123 +92,97 @@ class Runner:
     def start(
         self, closed: Jaxpr, arrays: Sequence[Array], faults: Container[int]
     ) -> list[Value]:
-        """Runs a program, and returns its results.
-
-        Args:
-          closed: the program.
-          arrays: its arguments.
-          faults: the numbers of those that should have been finite.
-        """
+        """Returns the results; `faults` are arguments that should have been finite."""
         values = [
             _value(x, Cause((-1 if i in faults else 2, i), arguments=frozenset({i})))
             for i, x in enumerate(arrays)
         ]
-        return self._run(closed, values, Place())
+        return self._run(closed, values, Location())
 
-    def _run(self, closed: Jaxpr, values: Sequence[Value], place: Place) -> list[Value]:
+    def _run(
+        self, closed: Jaxpr, values: Sequence[Value], start: Location
+    ) -> list[Value]:
         """Runs a jaxpr equation by equation."""
 
         def run(eqn: Eqn, operands: Sequence[Any]) -> list[Value]:
-            at = place.of(eqn)
+            at = start.of(eqn)
             return self._equation(eqn, self._lifted(eqn.invars, operands, at), at)
 
         outs = evaluate(closed, values, run)
-        return self._lifted(_compat.open_jaxpr(closed)[0].outvars, outs, place)
+        return self._lifted(_compat.open_jaxpr(closed)[0].outvars, outs, start)
 
     def _lifted(
-        self, atoms: Sequence[Atom], values: Sequence[Any], place: Place
+        self, atoms: Sequence[Atom], values: Sequence[Any], at: Location
     ) -> list[Value]:
         """Returns values, also for literals and constants, which have no cause yet."""
         return [
-            x if isinstance(x, Value) else self._constant(x, atom, place)
+            x if isinstance(x, Value) else self._constant(x, atom, at)
             for atom, x in zip(atoms, values, strict=True)
         ]
 
     # A constant is looked at where it is read: only there it can do harm.
-    def _constant(self, x: Any, atom: Atom, place: Place) -> Value:
+    def _constant(self, x: Any, atom: Atom, at: Location) -> Value:
         if isinstance(atom, Literal):
             x = np.asarray(x, getattr(atom.aval, "dtype", None))
-        value = x if place.devices is None else place.devices.lift(x)
         if is_finite(x):
-            return Value(value)
-        finding = self._finding(place, primitive="constant", kind=kinds(x))
-        return Value(value, Cause((1, next(self._numbers)), finding))
+            return Value(x)
+        finding = self._finding(at, primitive="constant", kind=kinds(x))
+        return Value(x, Cause((1, next(self._numbers)), finding))
 
-    def _equation(self, eqn: Eqn, values: Sequence[Value], place: Place) -> list[Value]:
-        body = _called(eqn)
-        if body is not None:
-            return self._run(body, values, place)
-        arrays = [value.array for value in values]
-        if eqn.primitive.name == "cond":
-            index = place.devices.common(arrays[0]) if place.devices else arrays[0]
-            if index is not None:
-                branches = eqn.params["branches"]
-                chosen = min(max(int(index), 0), len(branches) - 1)
-                at = place.noted(f"branch {chosen} of {len(branches)}")
-                return self._run(branches[chosen], values[1:], at)
-        outs = self._bind(eqn, arrays, place)
+    def _equation(self, eqn: Eqn, values: Sequence[Value], at: Location) -> list[Value]:
+        name = eqn.primitive.name
+        if name in CALLS and name != "shard_map":
+            return self._run(bodies(eqn)[0], values, at)
+        if name == "cond":
+            branches = eqn.params["branches"]
+            chosen = min(max(int(values[0].array), 0), len(branches) - 1)
+            inside = at.noted(f"branch {chosen} of {len(branches)}")
+            return self._run(branches[chosen], values[1:], inside)
+        outs = self._bind(eqn, [value.array for value in values])
         if all(map(is_finite, outs)):
             return list(map(Value, outs))
-        causes = self._causes_inside(eqn, values, place) or [None] * len(outs)
+        causes: list[Cause | None] = [None] * len(outs)
+        if name == "scan":
+            causes = self._in_scan(eqn, values, at)
+        elif name == "while":
+            causes = self._in_while(eqn, values, at)
         return [
             Value(x)
             if is_finite(x)
-            else Value(x, cause or self._cause(eqn, values, x, i, place))
+            else Value(x, cause or self._cause(eqn, values, x, i, at))
             for i, (x, cause) in enumerate(zip(outs, causes, strict=True))
         ]
 
-    def _bind(self, eqn: Eqn, arrays: Sequence[Array], place: Place) -> list[Array]:
+    def _bind(self, eqn: Eqn, arrays: Sequence[Array]) -> list[Array]:
         """Runs an equation as a whole."""
         run = functools.partial(_compat.bind_in_context, eqn)
-        if place.devices is None and not any(jaxprs_in_params(eqn.params)):
+        if not any(jaxprs_in_params(eqn.params)):
             return list(run(arrays))  # JAX caches it
-        return self._compiled(lambda *arrays: run(arrays), eqn, arrays, place)
+        return self._compiled(lambda *arrays: run(arrays), eqn, arrays)
 
-    def _body(self, body: Jaxpr, values: Sequence[Value], place: Place) -> list[Value]:
+    def _whole(self, body: Jaxpr, values: Sequence[Value]) -> list[Array]:
+        """Runs one iteration as a whole."""
+        key, arrays = _compat.open_jaxpr(body)[0], [value.array for value in values]
+        return self._compiled(lambda *arrays: evaluate(body, arrays), key, arrays)
+
+    def _compiled(self, run: Any, key: Any, arrays: Sequence[Array]) -> list[Array]:
+        """Runs a function, compiled once for a key, which is compared by identity."""
+        if id(key) not in self.functions:
+            # With the key, so that no other object gets its id.
+            self.functions[id(key)] = key, jax.jit(run, compiler_options=_OPTIONS)
+        return list(self.functions[id(key)][1](*arrays))
+
+    # --- loops -----------------------------------------------------------------------
+
+    def _body(self, body: Jaxpr, values: Sequence[Value], at: Location) -> list[Value]:
         """Runs one iteration, equation by equation if it is not finite."""
-        outs = self._whole(body, values, place)
+        outs = self._whole(body, values)
         if all(map(is_finite, outs)):
             return list(map(Value, outs))
-        return self._run(body, values, place)
-
-    def _whole(self, body: Jaxpr, values: Sequence[Value], place: Place) -> list[Array]:
-        def run(*arrays: Array) -> Sequence[Array]:
-            return evaluate(body, arrays)
-
-        jaxpr, _ = _compat.open_jaxpr(body)
-        return self._compiled(run, jaxpr, [value.array for value in values], place)
-
-    def _compiled(
-        self, run: Any, key: Any, arrays: Sequence[Array], place: Place
-    ) -> list[Array]:
-        """Runs a function, compiled once for a key, which is compared by identity."""
-        ids = place.devices, id(key)
-        if ids not in self.functions:
-            # With the key, so that no other object gets its id.
-            self.functions[ids] = key, compiled(run, key, place.devices)
-        return list(self.functions[ids][1](*arrays))
-
-    # --- loops and devices: the causes of their results ------------------------------
-
-    def _causes_inside(
-        self, eqn: Eqn, values: Sequence[Value], place: Place
-    ) -> list[Cause | None] | None:
-        name = eqn.primitive.name
-        if name == "scan":
-            return self._in_scan(eqn, values, place)
-        # Within a `shard_map`, devices may need other numbers of iterations.
-        if name == "while" and place.devices is None:
-            return self._in_while(eqn, values, place)
-        if name == "shard_map" and place.devices is None:
-            devices = Devices.of(eqn)
-            parts = devices.enter(eqn, [value.array for value in values])
-            inner = [_value(x, v.cause) for x, v in zip(parts, values, strict=True)]
-            at = dataclasses.replace(place, devices=devices)
-            return [v.cause for v in self._run(eqn.params["jaxpr"], inner, at)]
-        return None
+        return self._run(body, values, at)
 
     def _in_scan(
-        self, eqn: Eqn, values: Sequence[Value], place: Place
+        self, eqn: Eqn, values: Sequence[Value], at: Location
     ) -> list[Cause | None]:
         counts = _compat.scan_counts(eqn)
         consts, carry, xs = split_list(values, *counts)
@@ -224,32 +192,32 @@ class Runner:
         if eqn.params["reverse"]:
             order, note = order[::-1], " (reverse)"
         for count, i in enumerate(order, 1):  # as it runs
-            rows = [_value(_row(x.array, i, _lead(place)), x.cause) for x in xs]
-            at = place.noted(f"scan iteration {count} of {length}{note}")
-            outs = self._body(eqn.params["jaxpr"], [*consts, *carry, *rows], at)
+            rows = [_value(_row(x.array, i), x.cause) for x in xs]
+            inside = at.noted(f"scan iteration {count} of {length}{note}")
+            outs = self._body(eqn.params["jaxpr"], [*consts, *carry, *rows], inside)
             carry, ys = split_list(outs, counts[1])
             causes = [first_of((c, y.cause)) for c, y in zip(causes, ys, strict=True)]
         return [*(value.cause for value in carry), *causes]
 
     def _in_while(
-        self, eqn: Eqn, values: Sequence[Value], place: Place
+        self, eqn: Eqn, values: Sequence[Value], at: Location
     ) -> list[Cause | None]:
         params = eqn.params
         counts = params["cond_nconsts"], params["body_nconsts"]
         cond_consts, consts, carry = split_list(values, *counts)
         i = 0
-        while bool(self._whole(params["cond_jaxpr"], [*cond_consts, *carry], place)[0]):
+        while bool(self._whole(params["cond_jaxpr"], [*cond_consts, *carry])[0]):
             i += 1
-            at = place.noted(f"while iteration {i}")
-            carry = tuple(self._body(params["body_jaxpr"], [*consts, *carry], at))
+            inside = at.noted(f"while iteration {i}")
+            carry = tuple(self._body(params["body_jaxpr"], [*consts, *carry], inside))
         return [value.cause for value in carry]
 
     # --- the cause of a result of one equation ---------------------------------------
 
     def _cause(
-        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, place: Place
+        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, at: Location
     ) -> Cause:
-        carried, fresh = self._origins(eqn, values, x, result, place)
+        carried, fresh = self._origins(eqn, values, x, result)
         first = first_of(carried)
         if first and first.is_fault:
             return first
@@ -261,11 +229,11 @@ class Runner:
             if not fresh.any() or any(np.isnan(a).any() for a in given):
                 return first
             arguments = arguments.union(*(cause.arguments for cause in carried))
-        finding = self._describe(eqn, values, x, fresh, place)
+        finding = self._describe(eqn, values, x, fresh, at)
         return Cause((0, next(self._numbers)), finding, arguments)
 
     def _origins(
-        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int, place: Place
+        self, eqn: Eqn, values: Sequence[Value], x: Array, result: int
     ) -> tuple[list[Cause], Any]:
         """Returns the causes that a result inherits, and which elements are new."""
         bad = ~np.isfinite(np.asarray(x))
@@ -273,7 +241,7 @@ class Runner:
         def bad_from(kept: Value | None) -> Any:
             """Returns what is still bad with numbers in all operands but one."""
             arrays = [v.array if v is kept else _numbers_only(v) for v in values]
-            again = np.asarray(self._bind(eqn, arrays, place)[result])
+            again = np.asarray(self._bind(eqn, arrays)[result])
             # An inf that would be made anyway does not explain a NaN.
             is_other = kept is None and np.isnan(x) & ~np.isnan(again)
             return bad & ~np.isfinite(again) & ~np.asarray(is_other)
@@ -285,36 +253,33 @@ class Runner:
             carried = [v.cause for v in suspects]  # as max(-inf, -inf)
         return list(filter(None, carried)), fresh
 
-    def _finding(self, place: Place, **known: Any) -> Finding:
-        known.setdefault("inside", place.inside)
-        return Finding(place.path, place.source, self.backward, **known)
+    def _finding(self, at: Location, **known: Any) -> Finding:
+        known.setdefault("inside", at.inside)
+        return Finding(at.path, at.source, self.backward, **known)
 
     def _describe(
-        self, eqn: Eqn, values: Sequence[Value], x: Array, fresh: Any, place: Place
+        self, eqn: Eqn, values: Sequence[Value], x: Array, fresh: Any, at: Location
     ) -> Finding:
         arrays = [value.array for value in values]
-        known: dict[str, Any] = {}
-        if place.devices is None:
-            known["examples"] = self.examples(fresh)
-            known["text"] = as_text(eqn.primitive.name, arrays, x, fresh)
-        else:
-            found = np.flatnonzero(fresh.reshape(len(fresh), -1).any(axis=1))
-            known["inside"] = (*place.inside, place.devices.names(found.tolist(), x))
+        inside = at.inside
+        if eqn.primitive.name == "shard_map":
+            devices = plural(eqn.params["mesh"].size, "device")
+            inside = (*inside, f"one of {devices}")
         return self._finding(
-            place,
+            at,
             primitive=eqn.primitive.name,
             kind=kinds(np.asarray(x)[fresh]),
-            operands=tuple(operand(a, _lead(place)) for a in arrays),
-            result=operand(x, _lead(place)),
+            operands=tuple(map(_operand, arrays)),
+            result=_operand(x),
             bad=int(fresh.sum()),
             size=int(fresh.size),
-            finite_in_float32=self._finite_in_float32(eqn, arrays, place),
-            **known,
+            finite_in_float32=self._finite_in_float32(eqn, arrays),
+            examples=self.examples(fresh),
+            text=_as_text(eqn, arrays, x, fresh),
+            inside=inside,
         )
 
-    def _finite_in_float32(
-        self, eqn: Eqn, arrays: Sequence[Array], place: Place
-    ) -> bool | None:
+    def _finite_in_float32(self, eqn: Eqn, arrays: Sequence[Array]) -> bool | None:
         """Whether it is finite in float32 for the same operands, if that is known."""
         wide = [a.astype(jnp.float32) if is_half(str(a.dtype)) else a for a in arrays]
         params = with_result_dtype(eqn.params, jnp.float32)
@@ -323,23 +288,15 @@ class Runner:
         if any(jaxprs_in_params(params)):
             return None
         try:
-            outs = self._bind(eqn.replace(params=params), wide, place)
+            outs = self._bind(eqn.replace(params=params), wide)
         except Exception:  # a primitive for which other dtypes are not possible
             return None
         return all(map(is_finite, outs))
 
 
-def _called(eqn: Eqn) -> Jaxpr | None:
-    """Returns the body of an equation that is a call."""
-    if kind_of(eqn) is not Kind.CALL or eqn.primitive.name == "shard_map":
-        return None
-    (body,) = bodies(eqn)
-    return body
-
-
-def _lead(place: Place) -> int:
-    """Returns the number of axes that stand before those of the program."""
-    return int(place.devices is not None)
+# XLA may keep the digits and the range of float32 in fused code. Here each equation is
+# to run in its own dtype.
+_OPTIONS = {"xla_allow_excess_precision": False}
 
 
 def _numbers_only(value: Value) -> Array:
@@ -348,6 +305,64 @@ def _numbers_only(value: Value) -> Array:
     return x if value.cause is None else jnp.where(jnp.isfinite(x), x, 0.5)
 
 
-def _row(x: Array, i: int, axis: int) -> Array:
+def _row(x: Array, i: int) -> Array:
     # A static index would be compiled for each iteration.
-    return jax.lax.dynamic_index_in_dim(x, np.int32(i), axis, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, np.int32(i), keepdims=False)
+
+
+# --- arrays --------------------------------------------------------------------------
+
+
+@jax.jit
+def _is_finite(x: Array) -> Array:
+    return jnp.isfinite(x).all()
+
+
+def is_finite(x: Array) -> bool:
+    """Whether an array holds neither inf nor NaN."""
+    if not _tree.is_inexact_array(x):
+        return True
+    if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
+        return bool(_is_finite(x))
+    return bool(np.isfinite(np.asarray(x)).all())
+
+
+def kinds(x: Array) -> str:
+    """Returns which of inf, -inf and NaN an array holds."""
+    x = np.asarray(x)
+    parts = [x.real, x.imag] if np.iscomplexobj(x) else [x]
+    tests: dict[str, Callable[[Any], Any]] = {
+        "inf": lambda x: x == np.inf,
+        "-inf": lambda x: x == -np.inf,
+        "NaN": np.isnan,
+    }
+    found = [name for name, test in tests.items() if any(test(p).any() for p in parts)]
+    return " and ".join(found)
+
+
+def _operand(x: Array) -> Operand:
+    largest = None
+    if _tree.is_inexact_array(x):
+        host = np.abs(np.asarray(x))
+        finite = host[np.isfinite(host)]
+        largest = float(finite.max()) if finite.size else None
+    return Operand(str(x.dtype), tuple(x.shape), largest)
+
+
+def _as_text(eqn: Eqn, arrays: Sequence[Array], x: Array, fresh: Any) -> str:
+    """Returns what elementwise arithmetic did first, such as `log(0) = -inf`."""
+    name = eqn.primitive.name
+    # An axis of length one is as good as the whole axis.
+    fits = (
+        n in (1, m) for a in arrays for n, m in zip(np.shape(a), x.shape, strict=False)
+    )
+    is_elementwise = all(np.ndim(a) in (0, x.ndim) for a in arrays) and all(fits)
+    if kind_of(eqn) is not Kind.ARITHMETIC or not is_elementwise:
+        return ""
+    # As Python numbers, because a bfloat16 has no format.
+    *numbers, made = (
+        np.broadcast_to(a, x.shape)[fresh][0].item() for a in (*arrays, x)
+    )
+    if name == "convert_element_type":
+        return f"{numbers[0]:.6g}"
+    return f"{name}({', '.join(f'{n:.6g}' for n in numbers)}) = {made:.6g}"

@@ -12,18 +12,16 @@ import numpy as np
 from flax_amp._training.arguments import check_count, check_function
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._nonfinite import find_nonfinite
-from flax_amp.debug._nonfinite_model import NonfiniteReport
+from flax_amp.debug._nonfinite_report import NonfiniteReport
 
 StateT = TypeVar("StateT", bound=AmpTrainState)
 
 # The scaler looks for its scale: so many skips in a row need no report.
 _MAX_SEARCH = 8
-
 _NOT_AGAIN = (
     "the step was skipped, which this run does not show: fused code rounds otherwise, "
     "accum_steps draws other random numbers, or other options were given"
 )
-_NO_REPORT = "report_nonfinite: a step was skipped, and find_nonfinite failed: {error}"
 
 
 class _Pending(NamedTuple):
@@ -60,17 +58,28 @@ class ReportingStep:
         Raises:
           TypeError: if it is not given an `AmpTrainState` and a batch, with values.
         """
-        _check_step(state, batch, *args)
+        given = (batch, *args)
+        if not isinstance(state, AmpTrainState):
+            names = ", ".join(type(x).__name__ for x in (state, *given))
+            raise TypeError(
+                f"report_nonfinite: the step got {names}; expected an AmpTrainState, a "
+                "batch, and what else the loss takes. For the step of "
+                "make_nnx_train_step, call find_nonfinite(loss_fn)(model, batch) on "
+                "the batch of a skipped step."
+            )
+        leaves = jax.tree.leaves((state, given))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            raise TypeError(
+                "report_nonfinite: the step got a tracer; expected arrays with values: "
+                "call it in a Python loop, outside of jax.jit and jax.lax.scan."
+            )
         if self._left > 0:
             self.check(state)
         if self._left <= 0:
-            return self._step(state, batch, *args)
-        # A copy: the step deletes the state that it is given.
+            return self._step(state, *given)
+        # Copies: the step deletes the state, and a loader may use its memory again.
         scale = jnp.copy(state.scaler["scaler"])
-        # A loader may use its memory again.
-        given = jax.tree.map(
-            lambda x: x.copy() if type(x) is np.ndarray else x, (batch, *args)
-        )
+        given = jax.tree.map(lambda x: x.copy() if type(x) is np.ndarray else x, given)
         new_state, metrics = self._step(state, *given)
         self._pending = _Pending(given, scale, metrics)
         return new_state, metrics
@@ -94,17 +103,18 @@ class ReportingStep:
         if may_search and pending.scale > self._fine:
             return
         # A skipped step has changed nothing else that the loss depends on.
-        before = state.replace(
-            step=state.step - 1, scaler={**state.scaler, "scaler": pending.scale}
-        )
+        scaler = {**state.scaler, "scaler": pending.scale}
+        before = state.replace(step=state.step - 1, scaler=scaler)
         try:
-            found = find_nonfinite(
-                before, self._loss_fn, *pending.given, **self._options
-            )
+            given = pending.given
+            found = find_nonfinite(before, self._loss_fn, *given, **self._options)
         except Exception as error:  # which is no reason to end the training
             self._left -= 1
-            text = f"{type(error).__name__}: {error}"
-            warnings.warn(_NO_REPORT.format(error=text), stacklevel=4)
+            warnings.warn(
+                "report_nonfinite: a step was skipped, and find_nonfinite failed: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=4,
+            )
             return
         if may_search and found.verdict == "scale":
             return
@@ -112,21 +122,6 @@ class ReportingStep:
         if found.verdict == "nothing":
             found = dataclasses.replace(found, notes=(*found.notes, _NOT_AGAIN))
         self._report(found)
-
-
-def _check_step(*given: Any) -> None:
-    if not isinstance(given[0], AmpTrainState):
-        names = ", ".join(type(x).__name__ for x in given)
-        raise TypeError(
-            f"report_nonfinite: the step got {names}; expected an AmpTrainState, a "
-            "batch, and what else the loss takes. For the step of make_nnx_train_step, "
-            "call find_nonfinite(loss_fn)(model, batch) on the batch of a skipped step."
-        )
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
-        raise TypeError(
-            "report_nonfinite: the step got a tracer; expected arrays with values: "
-            "call it in a Python loop, outside of jax.jit and jax.lax.scan."
-        )
 
 
 def report_nonfinite(
@@ -154,8 +149,7 @@ def report_nonfinite(
       loss_fn: its loss.
       report: what is called with each `NonfiniteReport`.
       limit: the number of reports. After them, steps are not looked at.
-      **options: the options of `find_nonfinite`; pass `amp_policy`, `compute_dtype` and
-        `reduce_dtype` as to `make_train_step`.
+      **options: those of `find_nonfinite`; pass `amp_policy` as to `make_train_step`.
 
     Returns:
       `step(state, batch, *args) -> (state, metrics)`. Call `step.check(state)` after

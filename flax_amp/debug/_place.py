@@ -8,7 +8,6 @@ more dots, such as `eqx.nn.Linear`, is one name.
 """
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ from typing import Any
 
 import flax
 import optax
+from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
-from flax_amp._jaxpr.walk import walk
-from flax_amp._rewriter.outline.scopes import resolved
 from flax_amp._scope_paths import split_method
 
 _LIBRARIES = tuple(
@@ -62,11 +60,17 @@ def _is_scope(entry: Any) -> bool:
     return type(entry).__name__ == "Scope"
 
 
+def is_derivative(eqn: Eqn) -> bool:
+    """Whether an equation is one of a gradient that the user's own function takes."""
+    entries = (entry for entry in _compat.scopes(eqn) if not _is_scope(entry))
+    return any(getattr(entry, "name", "") == "transpose" for entry in entries)
+
+
 def module_path(scopes: tuple[str, ...]) -> str:
     """Returns the path of modules that scopes mean, without the names of methods."""
     names: list[str] = []
     was_method = False
-    for segment in "/".join(resolved(scopes)).split("/"):
+    for segment in "/".join(scopes).split("/"):
         if not segment or "->" in segment:  # `jnp.einsum` opens a scope of its formula
             continue
         name, method = split_method(segment)
@@ -80,7 +84,7 @@ def module_path(scopes: tuple[str, ...]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Location:
     """Where a jaxpr stands, or an equation.
 
     Attributes:
@@ -88,16 +92,14 @@ class Place:
       inside: the loops and other structured primitives around it, outermost first.
       times: how often it runs.
       eqn: the equation; of a jaxpr, the one that holds it.
-      outer: the place of the jaxpr around the equation.
-      devices: the devices of the `shard_map` around it, for an interpreter.
+      outer: the location of the jaxpr around the equation.
     """
 
     scopes: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     times: int = 1
     eqn: Eqn = None
-    outer: "Place | None" = None
-    devices: Any = None
+    outer: "Location | None" = None
 
     @property
     def path(self) -> str:
@@ -107,29 +109,29 @@ class Place:
     @property
     def source(self) -> str:
         """The line of the user's code; if it is not known, that of what is around."""
-        lines = (source_line(place.eqn) for place in self.chain())
+        lines = (source_line(at.eqn) for at in self.chain())
         return next(filter(None, lines), "")
 
-    def chain(self) -> "Iterator[Place]":
-        """Yields the place and those of the equations around it, innermost first."""
-        place: Place | None = self
-        while place is not None and place.eqn is not None:
-            yield place
-            place = place.outer
+    def chain(self) -> "Iterator[Location]":
+        """Yields the location and those of the equations around it, innermost first."""
+        at: Location | None = self
+        while at is not None and at.eqn is not None:
+            yield at
+            at = at.outer
 
-    def of(self, eqn: Eqn) -> "Place":
-        """Returns the place of an equation, which is that of a body that runs once."""
+    def of(self, eqn: Eqn) -> "Location":
+        """Returns the location of an equation in this jaxpr."""
         scopes = self.scopes + scopes_of(eqn)
         return dataclasses.replace(self, scopes=scopes, eqn=eqn, outer=self)
 
-    def noted(self, note: str) -> "Place":
-        """Returns the place of one iteration of a loop, or of one branch."""
+    def noted(self, note: str) -> "Location":
+        """Returns the location of one iteration of a loop, or of one branch."""
         return dataclasses.replace(self, inside=(*self.inside, note))
 
-    def within(self, eqn: Eqn) -> "Place":
-        """Returns the place of the bodies of an equation."""
+    def within(self, eqn: Eqn) -> "Location":
+        """Returns the location of the bodies of an equation."""
         at, name = self.of(eqn), eqn.primitive.name
-        if name in ("jit", "flax_amp_repeat"):
+        if name == "jit":
             return at
         if name != "scan":
             return at.noted(name)
@@ -140,21 +142,17 @@ class Place:
 
 def places(
     jaxpr: Jaxpr,
-    place: Place = Place(),
+    start: Location = Location(),
     enter: Callable[[Eqn], bool] = lambda eqn: True,
-) -> Iterator[Place]:
-    """Yields the places of all equations of a program, each as often as it is called.
+) -> Iterator[Location]:
+    """Yields the locations of all equations of a program, each as often as called.
 
-    Args:
-      jaxpr: the program.
-      place: where it stands.
-      enter: whether to walk the bodies of an equation.
+    `enter` tells whether to walk the bodies of an equation.
     """
-    within, last = place, ()
-    for eqn, _, around in walk(jaxpr, every_call=True, enter=enter):
-        if around is not last:  # the equations of one body share the tuple
-            within, last = functools.reduce(Place.within, around, place), around
-        yield within.of(eqn)
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        yield start.of(eqn)
+        for body in jaxprs_in_params(eqn.params) if enter(eqn) else ():
+            yield from places(body, start.within(eqn), enter)
 
 
 def known_size(number: Any, unknown: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What a person has to act on, found in the equations of a walk.
+"""What a person has to act on, found in the rows of `explain`.
 
 Each finding has a kind and a message. Findings with the same message are one problem:
 twelve layers whose products ask for `precision=HIGHEST` are one line, not twelve.
@@ -12,20 +12,24 @@ import jax.numpy as jnp
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn
-from flax_amp._jaxpr.traits import (
+from flax_amp._rewriter.primitives import (
+    TRAITS,
     Kind,
     ProductKind,
-    Trait,
-    has,
     is_matrix_product,
     kind_of,
     product_kind,
 )
-from flax_amp._rewriter.plan import Reason, ReasonKind
-from flax_amp._training.arguments import first_of
-from flax_amp.debug._model import Equation, Problem, float_factors, is_half, short
-from flax_amp.debug._place import known_size
-from flax_amp.debug._walk import Visit
+from flax_amp.debug._model import (
+    Equation,
+    Problem,
+    float_factors,
+    is_half,
+    short,
+    without_numbers,
+)
+from flax_amp.debug._place import is_derivative, known_size
+from flax_amp.debug._rows import Visit
 from flax_amp.policy import Decision, Origin, Policy
 
 # The most important first.
@@ -33,14 +37,21 @@ KINDS = (
     "policy",
     "shadowed policy key",
     "float32 product",
+    "complex product",
     "own dtype",
     "unknown primitive",
+    "second derivative",
     "risk",
 )
 _CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
 
-# Random numbers and callbacks: `amp` leaves them alone, and there is nothing to do.
-_AS_WRITTEN = re.compile("random_|rng_|.*_callback$")
+# Random numbers, callbacks and solvers: there is nothing to do about them.
+_AS_WRITTEN = re.compile("random_|rng_|flax_amp_|.*_callback$")
+# What leaves the range of float16 first.
+_WIDE_RANGE = frozenset(
+    """exp exp2 expm1 sinh cosh pow tan square integer_pow log log1p log2 rsqrt asin
+    acos asinh acosh atanh erf_inv""".split()
+)
 
 Finding = tuple[str, str]  # kind, message
 
@@ -53,11 +64,7 @@ def find_problems(
 ) -> tuple[list[Problem], list[str]]:
     """Returns the problems, the most important first, and notes of what was chosen.
 
-    Args:
-      visits: the equations of the walk.
-      warnings: the messages of the warnings that `amp` gives for this function.
-      policy: the policy that the walk follows.
-      compute_dtype: the dtype of low-precision values.
+    `warnings` are the messages that `amp` gives for this function.
     """
     found: dict[Finding, list[Equation]] = {
         ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
@@ -78,24 +85,14 @@ def find_problems(
 def _note(chosen: Problem) -> str:
     count = chosen.count
     products = "1 product is" if count == 1 else f"{count} products are"
-    return f"{products} kept in float32 {chosen.message}: {where(chosen)}"
-
-
-def where(problem: Problem) -> str:
-    """Returns the places of a problem as words."""
-    return first_of([path or "outside of any module" for path in problem.paths])
-
-
-def fold(path: str) -> str:
-    """Returns a path without the numbers of layers: `GPT/Block_*`."""
-    return re.sub(r"\d+", "*", path)
+    return f"{products} kept in float32 {chosen.message}: {chosen.where}"
 
 
 def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
     kind, message = finding
     paths = dict.fromkeys(row.path for row in rows)
     if len(paths) > 3:
-        paths = dict.fromkeys(map(fold, paths))
+        paths = dict.fromkeys(map(without_numbers, paths))
     return Problem(
         kind,
         message,
@@ -133,12 +130,47 @@ def _shadowed_keys(
     return found
 
 
+def _choice(visit: Visit) -> str:
+    """Returns who chose to keep a product in float32; empty if nobody did."""
+    row, decision = visit.row, visit.why.decision
+    floats = float_factors(row.before.operands)
+    if not is_matrix_product(visit.eqn) or row.is_low or not floats:
+        return ""
+    is_key = row.reason == f"{decision.origin.value} {decision.key}"
+    if is_key and decision.origin is not Origin.DEFAULT:
+        # The policy that is the default lets all products run in half.
+        is_stop = decision.key == "amp_stop"
+        key = f"your policy key {decision.key!r}"
+        return f"by {'flax_amp.amp_stop' if is_stop else key}"
+    is_of_jax = _asked(visit.eqn) and _compat.is_numerics_of_jax(visit.eqn)
+    return "by JAX's own numerics" if is_of_jax else ""
+
+
+def _asked(eqn: Eqn) -> str:
+    """Returns the precision that a product asks for; empty if it asks for none."""
+    precision = eqn.params.get("precision")
+    # An algorithm is a tuple as well, of its own type.
+    parts = precision if type(precision) is tuple else (precision,)
+    names = [getattr(part, "name", str(part)) for part in parts]
+    is_default = {*names} <= {"None", "DEFAULT"}
+    return "" if is_default else "/".join(dict.fromkeys(names))
+
+
 def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
-    row, reason = visit.row, visit.step.reason
+    row, decision = visit.row, visit.why.decision
+    if is_derivative(visit.eqn) and is_matrix_product(visit.eqn) and row.is_low:
+        yield (
+            "second derivative",
+            "belongs to a gradient that your function takes, as for forces. The loss "
+            "differentiates it again, which makes its roundings larger: see what "
+            "flax_amp.compare_precision tells, or put flax_amp.amp_stop around it.",
+        )
     if kind_of(row.primitive) is Kind.PRODUCT:
         yield from _of_product(visit, compute_dtype)
     elif (
-        _is_by_default(reason)
+        row.primitive not in TRAITS
+        and visit.whole is None
+        and decision.origin is Origin.DEFAULT
         and "float32" in row.before.results
         and not _AS_WRITTEN.match(row.primitive)
     ):
@@ -149,43 +181,27 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         )
     elif row.is_low:
         yield from _of_reduction(visit)
-        yield from _of_range(visit.row)
-
-
-def _is_by_default(reason: Reason) -> bool:
-    """Whether no key of the policy names the primitive of an equation."""
-    decision = reason.decision
-    is_default = decision is not None and decision.origin is Origin.DEFAULT
-    return is_default and not reason.inside
-
-
-def _choice(visit: Visit) -> str:
-    """Returns who chose to keep a product in float32; empty if nobody did."""
-    row = visit.row
-    if (
-        not is_matrix_product(visit.eqn)
-        or row.is_low
-        or not float_factors(row.before.operands)
-    ):
-        return ""
-    reason = visit.step.reason
-    if reason.kind is ReasonKind.PRECISION and _compat.is_numerics_of_jax(visit.eqn):
-        return "by JAX's own numerics"
-    decision = reason.decision
-    if decision is None or decision.origin is Origin.DEFAULT:
-        return ""
-    if decision.key == "amp_stop":
-        return "by flax_amp.amp_stop"
-    # The policy that is the default lets all products run in half.
-    return f"by your policy key {decision.key!r}"
+        if "float16" in row.after.operands and row.primitive in _WIDE_RANGE:
+            yield (
+                "risk",
+                f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 "
+                "and begins at 6e-8; run it in float32.",
+            )
 
 
 def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
     row = visit.row
-    floats = dict.fromkeys(float_factors(row.before.operands))
-    if not floats:  # in integer dtypes, or of complex numbers
-        return
-    if any(map(is_half, floats)):
+    floats = list(dict.fromkeys(float_factors(row.before.operands)))
+    if any("complex" in dtype for dtype in floats):
+        if is_matrix_product(visit.eqn):
+            names = " and ".join(map(short, floats))
+            yield (
+                "complex product",
+                f"has factors in {names}: no half precision has complex numbers. "
+                "Multiply real and imaginary parts apart to run it in "
+                f"{compute_dtype}.",
+            )
+    elif any(map(is_half, floats)):
         names = " and ".join(map(short, floats))
         yield (
             "own dtype",
@@ -194,25 +210,23 @@ def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         )
     elif row.is_low:
         yield from _of_reduction(visit)
-    elif is_matrix_product(visit.eqn):
+    elif floats and is_matrix_product(visit.eqn):
         why = _why(visit, compute_dtype)
-        yield "float32 product", f"stays in {next(iter(floats))}: {why}"
+        yield "float32 product", f"stays in {floats[0]}: {why}"
 
 
 def _why(visit: Visit, compute_dtype: str) -> str:
-    reason = visit.step.reason
-    if reason.inside:
-        return f"it stands {reason}, and amp does not rewrite what is there."
-    if reason.kind is ReasonKind.PRECISION:
-        parts = reason.value if type(reason.value) is tuple else (reason.value,)
-        asked = "/".join(dict.fromkeys(getattr(p, "name", str(p)) for p in parts))
+    if asked := _asked(visit.eqn):
         return (
             f"it asks for precision={asked}. Leave that out to run it in "
             f"{compute_dtype}."
         )
-    if _is_by_default(reason):
+    if visit.whole is not None:
+        name = visit.whole.primitive.name
+        return f"it stands inside of {name}, which runs as a whole."
+    if visit.why.decision.origin is Origin.DEFAULT:
         return f"no key of the policy names {visit.row.primitive}."
-    return f"{reason}."
+    return f"{visit.row.reason}."
 
 
 def _of_reduction(visit: Visit) -> Iterator[Finding]:
@@ -230,17 +244,11 @@ def _of_reduction(visit: Visit) -> Iterator[Finding]:
 
 def _terms(eqn: Eqn) -> int:
     """Returns how many numbers go into each result of a sum, on average, or 0."""
-    if product_kind(eqn) is not ProductKind.SUM and not has(eqn, Trait.ADDS_UP):
+    name = eqn.primitive.name
+    is_scatter = name.startswith("scatter-") and name[8:] in ("add", "sub", "mul")
+    is_sum = kind_of(eqn) is Kind.SUM or product_kind(eqn) is ProductKind.SUM
+    if not is_sum and not is_scatter:
         return 0
-    terms = eqn.invars[2 if eqn.primitive.name.startswith("scatter") else 0]
+    terms = eqn.invars[2 if is_scatter else 0]
     results = known_size(eqn.outvars[0].aval.size)
     return known_size(terms.aval.size) // results if results else 0
-
-
-def _of_range(row: Equation) -> Iterator[Finding]:
-    if "float16" in row.after.operands and has(row.primitive, Trait.WIDE_RANGE):
-        yield (
-            "risk",
-            f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 and "
-            "begins at 6e-8; run it in float32.",
-        )

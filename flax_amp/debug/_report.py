@@ -152,3 +152,27 @@ def amount(number: float) -> str:
 def bytes_text(count: int) -> str:
     """Returns a number of bytes, `1.28 GB`; the empty string if there are none."""
     return f"{amount(count)}B" if count else ""
+
+
+def percent(part: float, whole: float) -> str:
+    """Returns a share, never rounded to all; nothing if there is nothing to share."""
+    if part in (0, whole):
+        return f"{part / whole:.0%}".replace("%", " %") if whole else ""
+    return f"{min(100 * part / whole, 99.9):.3g} %"
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns `1 step`, or `2 steps`."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def policy_text(keys: Iterable[str], *, own: bool) -> str:
+    """Returns the code of a policy that keeps modules in float32.
+
+    Args:
+      keys: the keys of the modules.
+      own: whether they are for the user's own policy.
+    """
+    entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
+    base = "your_policy" if own else "flax_amp.default_amp_policy"
+    return f"{base} | {{{entries}}}"
