@@ -17,11 +17,10 @@ from jax.lax import linalg
 
 PRODUCT, ARITHMETIC, SUM, MOVE = "product", "arithmetic", "sum", "move"
 STRUCTURED, OPAQUE = "structured", "opaque"
-HALF, FLOAT32 = "half", "float32"
 
-# The classes that run in half precision between products. All others run in float32;
-# of these, the results of arithmetic are then rounded.
-IN_HALF = (PRODUCT, MOVE, STRUCTURED)
+# The classes whose results may be in half precision between products. All others run in
+# float32.
+MAY_BE_HALF = (PRODUCT, MOVE, STRUCTURED)
 
 
 class Row(NamedTuple):
@@ -32,8 +31,6 @@ class Row(NamedTuple):
       why: why it is in that class.
       call: a public function that gives the primitive.
       args: its arguments. Every number of them is exact in bfloat16.
-      dtype: of its equation between products, if it is not that of the class.
-      note: why it is not.
       versions: of JAX, in which the function gives it; empty for all that have it.
     """
 
@@ -41,8 +38,6 @@ class Row(NamedTuple):
     why: str
     call: Callable[..., Any]
     args: tuple[Any, ...]
-    dtype: str = ""
-    note: str = ""
     versions: tuple[str, ...] = ()
 
 
@@ -59,11 +54,6 @@ def rows(family: str, why: str, **calls: Any) -> None:
 def only_in(name: str, *versions: str) -> None:
     """Says that the public function gives a primitive in some versions of JAX only."""
     ROWS[name] = ROWS[name]._replace(versions=versions)
-
-
-def differs(name: str, dtype: str, note: str) -> None:
-    """Says that one row runs in another dtype than its class."""
-    ROWS[name] = ROWS[name]._replace(dtype=dtype, note=note)
 
 
 def array(*numbers: Any) -> np.ndarray:
@@ -109,7 +99,7 @@ rows(
 
 rows(
     ARITHMETIC,
-    "rounded where it is kept; the result may be much larger than the operand",
+    "the result may be much larger than the operand",
     exp=(lax.exp, A),
     exp2=(lax.exp2, A),
     expm1=(lax.expm1, A),
@@ -187,7 +177,7 @@ def max_pool(x):
 
 rows(
     ARITHMETIC,
-    "rounded where it is kept",
+    "between two products nothing is rounded",
     add=(lax.add, A, B),
     sub=(lax.sub, A, B),
     mul=(lax.mul, A, B),
@@ -216,8 +206,6 @@ rows(
 )
 for name in ("add", "sub", "mul"):
     ROWS[f"scatter-{name}"] = ROWS.pop(f"scatter_{name}")
-for name in ("add", "sub"):
-    differs(name, HALF, "two halves are added in half precision")
 
 # --- moves ---------------------------------------------------------------------------
 
@@ -286,13 +274,9 @@ rows(
     sign=(lax.sign, SIGNED),
     clamp=(lax.clamp, A * 0.25, B, A + 0.125),
 )
-differs("le_to", FLOAT32, "what each step of the search indexes is a leaf")
 only_in("le_to", "0.10", "0.11")
 ROWS["scatter-max"] = Row(MOVE, "chooses", lambda x, y: x.at[0].max(y[1]), (A, B))
 ROWS["scatter-min"] = Row(MOVE, "chooses", lambda x, y: x.at[0].min(y[1]), (A, B))
-
-for name in ("scatter-max", "scatter-min"):
-    differs(name, FLOAT32, "with the float32 update function in its jaxpr")
 
 # --- opaque: numbers -----------------------------------------------------------------
 

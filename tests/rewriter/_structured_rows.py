@@ -11,7 +11,6 @@ import jax.experimental.fused
 import jax.numpy as jnp
 import numpy as np
 from _primitive_rows import (
-    FLOAT32,
     LINE,
     MOVE,
     OPAQUE,
@@ -21,7 +20,6 @@ from _primitive_rows import (
     SYMMETRIC,
     A,
     W,
-    differs,
     only_in,
     rows,
 )  # fmt: skip
@@ -99,9 +97,6 @@ rows(
     eval_jaxpr=(checkpointed, W, np.tile(A, (8, 1))),
     **{"while": (while_loop, W, A)},
 )  # fmt: skip
-differs("custom_linear_solve", FLOAT32, "the vectors of a solver are state")
-differs("scan", FLOAT32, "weights that were computed are no stack of layers")
-differs("while", FLOAT32, "each iteration applies the same weights")
 
 # --- opaque: functions ---------------------------------------------------------------
 

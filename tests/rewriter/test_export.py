@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from jax import export, lax
@@ -105,7 +106,7 @@ def test_known_shapes():
     def loss(w, x):
         return jnp.mean(norm(nn.gelu(x @ w)) ** 2)
 
-    lowered = jax.grad(amp(loss, compute_dtype=jnp.bfloat16, recompute="always"))
+    lowered = jax.grad(amp(loss, compute_dtype=jnp.bfloat16))
     w, x = jnp.eye(4) + 0.1, jnp.arange(32.0).reshape(8, 4)
     assert keeps(lowered, w, x)
     done = exported(lowered, struct(w), struct(x))
@@ -117,7 +118,9 @@ def test_known_shapes():
 
 def trained():
     """A state, its batches, and a batch of which the size is a symbol."""
-    state = linen_state()
+    state = linen_state(
+        tx=optax.sgd(0.1)
+    )  # Adam divides gradients of zero by themselves
 
     def make(size):
         return state, make_batch(size=size)
@@ -145,7 +148,7 @@ def test_eval_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"recompute": "always", "accum_steps": 2}])
+@pytest.mark.parametrize("options", [{}, {"accum_steps": 2}])
 def test_train_step(options):
     make, symbolic = trained()
     step = flax_amp.make_train_step(linen_loss, has_aux=True, donate=False, **options)

@@ -56,7 +56,7 @@ def scopes(fn, *args):
     return [
         "/".join(path)
         for path, eqn in scoped_equations(jax.make_jaxpr(fn)(*args))
-        if eqn.primitive.name in ("dot_general", "exp", "flax_amp_rounded_function")
+        if eqn.primitive.name in ("dot_general", "exp")
     ]
 
 

@@ -1,10 +1,12 @@
-"""A policy that has no effect says so at trace time; no other one says anything."""
+"""What has no effect says so at trace time; nothing else says anything."""
 
 import functools
 import warnings
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -13,7 +15,9 @@ from jax import lax
 
 import flax_amp
 from _programs import WITHIN
-from flax_amp import PolicyWarning, amp, default_amp_policy
+from flax_amp import PolicyWarning, amp, default_amp_policy, use_fp8
+from flax_amp._rewriter.policy_warnings import warn_of_fp8
+from flax_amp.policy import Policy
 from helpers import assert_identical, jit
 
 SIZE = 4
@@ -34,7 +38,7 @@ def warned(fn, *args, traced=True):
 
 
 def with_keys(fn, *keys, **options):
-    policy = default_amp_policy | dict.fromkeys(keys, jnp.float32)
+    policy = default_amp_policy | dict.fromkeys(keys, jnp.bfloat16)
     return amp(fn, amp_policy=policy, **options)
 
 
@@ -83,11 +87,22 @@ def test_a_key_that_matches_nothing(name):
     assert "expected the name of a jax.named_scope" in message
 
 
-def test_it_is_said_where_the_function_is_called():
+AROUND = {
+    "call": lambda f: f(W, X),
+    "jit": lambda f: jax.jit(f)(W, X),
+    "vmap": lambda f: jax.vmap(f, (None, 0))(W, X),
+    "scan": lambda f: lax.scan(lambda c, x: (c, f(c, x)), W, X),
+    "nnx": lambda f: nnx.jit(nnx.grad(lambda w: f(w, X).sum()))(W),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_it_points_to_the_line_of_the_user(name):
+    """Not into JAX, Flax or this package."""
     lowered = with_keys(scoped, "otter")
     with pytest.warns(PolicyWarning) as caught:
-        lowered(W, X)
-    assert caught[0].filename == __file__
+        AROUND[name](lowered)
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 INSIDE = WITHIN | {
@@ -106,36 +121,6 @@ def test_scopes_inside_count_and_one_trace_warns_once(name):
     assert len(warned(lowered, W, X)) == 1
     assert len(warned(jax.jit(lowered).trace, W, X)) == 1
     assert len(warned(jax.linearize, lowered, W, X)) == 1
-
-
-def custom(differentiate):
-    """A function with a rule of its own, in which there is another scope."""
-
-    def rule(w, x):
-        with jax.named_scope("rule"):
-            return x @ w
-
-    if differentiate is jax.custom_jvp:
-        fn = jax.custom_jvp(lambda w, x: x @ w)
-        fn.defjvp(lambda xs, ts: (fn(*xs), rule(xs[0], ts[1]) + rule(ts[0], xs[1])))
-        return fn
-    fn = jax.custom_vjp(lambda w, x: x @ w)
-    fn.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, ct: (r[0], rule(r[0], ct)))
-    return fn
-
-
-@pytest.mark.parametrize("kind", [jax.custom_jvp, jax.custom_vjp])
-@pytest.mark.parametrize("within", ["plain", "scan"])
-def test_scopes_in_rules_that_are_not_taken(kind, within):
-    fn = WITHIN[within](custom(kind))
-    assert warned(with_keys(fn, "rule"), W, X) == []
-    assert len(warned(with_keys(fn, "ruel"), W, X)) == 1
-
-
-def test_rules_that_cannot_be_traced_are_given_the_benefit_of_doubt():
-    fn = jax.custom_vjp(lambda x: x)
-    fn.defvjp(lambda x: (x, None), lambda residuals, ct: 1 / 0)
-    assert warned(with_keys(fn, "rule"), X) == []
 
 
 class Parts(nn.Module):
@@ -183,30 +168,118 @@ def test_a_part_that_is_not_called_here():
     assert len(warned(with_keys(call, "*/smapler"), model, X)) == 1
 
 
-# --- policies that lower nothing -----------------------------------------------------
+# --- programs without a product in half precision -------------------------------------
 
 
 def convolution(w, x):
     return lax.conv(x[None, :, :, None], w[:2, :, None, None][:, :2], (1, 1), "SAME")
 
 
-NOTHING = {
-    "without the default": ({"inner": jnp.float32}, scoped, "'amp_default'"),
+def scanned(w, x):
+    return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 3)[0]
+
+
+NOTHING = {  # name: (policy, function, what the message says)
+    "without the default": ({"inner": jnp.float32}, scoped, "scope inner (1)"),
     "by a primitive": (
         default_amp_policy | {lax.dot_general_p: jnp.float32},
         scoped,
-        "'dot_general'",
+        "primitive dot_general (2)",
     ),
-    "convolution": ({}, convolution, "'amp_default'"),
+    "by a scope": (
+        default_amp_policy | {"outer": jnp.float32},
+        scoped,
+        "scope outer (2)",
+    ),
+    "by a loop": (
+        default_amp_policy | {lax.scan_p: flax_amp.use_original_precision},
+        scanned,
+        "primitive scan (1)",
+    ),
+    "convolution": ({}, convolution, "a matmul or a convolution (1)"),
 }
 
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_a_policy_that_lowers_nothing(name):
-    policy, fn, key = NOTHING[name]
+    policy, fn, said = NOTHING[name]
     (message,) = warned(amp(fn, amp_policy=policy, compute_dtype=jnp.bfloat16), W, X)
-    assert "nothing in this program runs in bfloat16" in message
-    assert f"(by {key})" in message and "flax_amp.default_amp_policy | {" in message
+    assert (
+        "no matrix product or convolution of this program runs in bfloat16" in message
+    )
+    assert said in message and "flax_amp.default_amp_policy | {" in message
+
+
+def product(w, x):
+    return x @ w
+
+
+IN_OTHER_DTYPES = {  # name: (function, arguments, the reason)
+    "float64 batch": (
+        product, (np.eye(4, dtype="float32"), np.ones((2, 4))), "float64 operand (1)",
+    ),
+    "made inside": (
+        lambda x: x @ jnp.eye(4), (np.ones((2, 4), "float32"),), "float64 operand (1)",
+    ),
+    "complex": (
+        product, (np.eye(4, dtype="complex64"), np.ones((2, 4), "float32")),
+        "complex64 operand (1)",
+    ),
+    "integers": (
+        product, (np.eye(4, dtype="int8"), np.ones((2, 4), "int8")), "int8 operand (1)",
+    ),
+    "precision": (
+        functools.partial(jnp.dot, precision="highest"),
+        (np.eye(4, dtype="float32"), np.ones((4, 4), "float32")),
+        "it asks for precision: precision=",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_OTHER_DTYPES)
+def test_products_in_other_dtypes(name):
+    fn, args, reason = IN_OTHER_DTYPES[name]
+    with jax.enable_x64(True):
+        messages = warned(amp(fn), *args)
+        assert warned(amp(fn, compute_dtype=jnp.float32), *args) == []
+    (message,) = messages
+    assert f"runs in bfloat16 by amp: {reason}" in message
+    assert "cast what is float64, leave out dtype=, precision= and pref" in message
+
+
+def test_one_product_in_half_is_enough():
+    def fn(w, x):
+        return jnp.dot(x @ w, w, precision="highest")
+
+    assert warned(amp(fn), W, X) == []
+    with jax.enable_x64(True):
+        assert warned(amp(lambda w, x: (x @ w).astype("float64") @ w), W, X) == []
+
+
+@pytest.mark.parametrize("default, said", [("highest", 1), ("bfloat16", 0), (None, 0)])
+def test_the_default_precision_is_said_once(default, said):
+    with jax.default_matmul_precision(default):
+        messages = warned(amp(lambda w, x: jnp.dot(x, w)), W, X)
+    assert len(messages) == said
+    for message in messages:
+        assert "amp: 1 products stay in float32, because they ask for prec" in message
+        assert "jax.default_matmul_precision is 'highest'" in message
+
+
+FP8_REASONS = Counter({"too small, 8 x 4 x 4": 2, "neither factor is an argument": 1})
+
+
+def test_no_product_in_fp8():
+    policy = Policy(default_amp_policy | {lax.dot_general_p: use_fp8})
+    said = "too small, 8 x 4 x 4 \\(2\\); neither factor is an argument \\(1\\). Exp"
+    with pytest.warns(PolicyWarning, match=said) as caught:
+        warn_of_fp8(policy, FP8_REASONS, 0)
+    assert '"*/mlp/*": flax_amp.use_fp8' in str(caught[0].message)
+    with pytest.warns(PolicyWarning, match="it has none that could. Expected one by"):
+        warn_of_fp8(policy, Counter(), 0)
+    with warnings.catch_warnings(action="error"):
+        warn_of_fp8(policy, FP8_REASONS, 1)
+        warn_of_fp8(Policy(None), FP8_REASONS, 0)
 
 
 def stopped(w, x):
@@ -225,8 +298,12 @@ QUIET = {  # name: (function, policy, compute dtype)
     "float32": (scoped, {"none": jnp.float32}, jnp.float32),
     "stopped": (stopped, DEFAULT, jnp.float16),
     "a function": (scoped, {lax.dot_general_p: mine}, jnp.float16),
-    "highest": (
-        lambda w, x: jnp.dot(x, w, precision="highest"), DEFAULT, jnp.float16
+    "no matrix product": (lambda w, x: jnp.vdot(x, x), {}, jnp.float16),
+    "8-bit floats": (
+        lambda w, x: lax.dot(
+            x.astype("float8_e4m3fn"), w.astype("float8_e4m3fn"),
+            preferred_element_type=jnp.float32,
+        ), DEFAULT, jnp.float16,
     ),
     "by hand": (by_hand, DEFAULT, jnp.float16),
     "seed": (scoped, flax_amp.jaxamp_policy, jnp.bfloat16),
@@ -258,13 +335,11 @@ HALF, OTHER, FULL = jnp.bfloat16, jnp.float16, jnp.float32
 
 
 SAID = {  # dtypes of the layers: what is said of them
-    (HALF,): "1 of the 1 ",
-    (HALF, HALF, None): "2 of the 3 ",
-    (OTHER, OTHER): "2 of the 2 ",
-    (HALF, FULL): "1 of the 2 ",
+    (HALF,): "a Flax layer with dtype=bfloat16 (1)",
+    (OTHER, OTHER): "a Flax layer with dtype=float16 (2)",
+    (HALF, None): None,  # one on purpose
     (None, None): None,
     (FULL, FULL): None,
-    (HALF, None, None): None,  # one on purpose
 }
 
 
@@ -279,14 +354,7 @@ def test_layers_that_have_a_half_dtype(dtypes):
         (lambda model, x: model(x), (nnx_layers(*dtypes), X)),
     ):
         messages = warned(amp(fn, compute_dtype=HALF), *args)
-        if said:
-            (message,) = messages
-            assert said in message
-            assert f"run in {jnp.dtype(dtypes[0])} without amp" in message
-            assert "leave out their dtype=" in message and "amp_stop" in message
-            assert fn is not run or "such as Sequential/layers_0" in message
-        else:
-            assert messages == []
+        assert [said in message for message in messages] == [True] * bool(said)
         assert warned(amp(fn, compute_dtype=jnp.float32), *args) == []
         assert warned(amp(flax_amp.amp_stop(fn)), *args) == []
 

@@ -13,6 +13,9 @@ from _programs import squares
 from flax_amp import amp, default_amp_policy, use_compute_precision
 from helpers import MATMULS, TOLERANCE, jit, relative_error, scoped_equations
 
+# Of policies that keep all products in float32.
+pytestmark = pytest.mark.filterwarnings("ignore:.*of this program runs in")
+
 SIZE, WORDS, LAYERS = 4, 6, 2
 TOKENS = jnp.arange(WORDS)[None]
 

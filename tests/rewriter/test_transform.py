@@ -93,18 +93,18 @@ POLICIES = {
     "default": (default_amp_policy, "float16"),
     "stopped": ({"amp_default": flax_amp.use_original_precision}, "float32"),
     "dot_full": (
-        default_amp_policy | {lax.dot_general_p: flax_amp.use_widest_precision},
+        default_amp_policy | {lax.dot_general_p: flax_amp.use_original_precision},
         "float32",
     ),
     "dot_bfloat16": (
-        default_amp_policy | {lax.dot_general_p: flax_amp.use_precision(jnp.bfloat16)},
+        default_amp_policy | {lax.dot_general_p: jnp.bfloat16},
         "bfloat16",
     ),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.filterwarnings("ignore:.*nothing in this program:flax_amp.PolicyWarning")
+@pytest.mark.filterwarnings("ignore:.*of this program runs in:flax_amp.PolicyWarning")
 def test_policies(policy):
     """Each policy puts the matmuls where it says, and keeps the avals."""
     entries, name = POLICIES[policy]

@@ -5,8 +5,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from flax_amp._jaxpr.evaluate import evaluate
-from flax_amp._jaxpr.walk import walk
+from flax_amp._compat import evaluate
+from flax_amp._rewriter.walk import walk
 
 
 class Held:
@@ -54,3 +54,12 @@ def test_the_walk_enters_the_bodies_that_it_is_told_to():
     assert names() == ["scan", "jit", "sin"]
     assert names(enter=lambda eqn: eqn.primitive.name == "scan") == ["scan", "jit"]
     assert names(enter=lambda eqn: False) == ["scan"]
+
+
+def test_deep_calls_are_walked():
+    """More calls within calls than Python may recurse into."""
+    fn = jnp.sin
+    for _ in range(100):
+        fn = jax.jit(lambda x, fn=fn: fn(x))
+    *calls, sine = walk(jax.make_jaxpr(fn)(1.0))
+    assert len(calls) == len(sine.around) == 100

@@ -1,0 +1,661 @@
+"""Products in fp8: their numbers, every transform of them, which ones, and where."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import export, lax
+from jax.sharding import PartitionSpec as P
+
+from _programs import normal
+from flax_amp import (
+    AmpTrainState,
+    PolicyWarning,
+    amp,
+    amp_stop,
+    default_amp_policy,
+    make_eval_step,
+    make_train_step,
+    use_fp8,
+)
+from flax_amp._rewriter.fp8 import (
+    BACKWARD,
+    FORWARD,
+    fp8_dot_p,
+    fp8_product,
+    has_fp8,
+    power_of_two,
+    quantize,
+    scale_exponent,
+)
+from flax_amp._rewriter.transform import rewrite
+from flax_amp.policy import Decision, Origin, Policy, with_matmul_dtype
+from helpers import (
+    MATMULS,
+    assert_close,
+    assert_identical,
+    dtypes_of,
+    equations_of,
+    relative_error,
+)
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:amp. no matrix product of this"),
+]
+
+FP8, REAL = use_fp8(emulate=True), use_fp8(emulate=False)
+NAME = fp8_dot_p.name
+
+
+def fp8(fn, recipe=FP8, **options):
+    """Returns `amp(fn)` with its products in fp8, small ones and the last one, too."""
+
+    @functools.wraps(fn)
+    def scoped(*args, **kwargs):
+        with jax.named_scope("net"):
+            return fn(*args, **kwargs)
+
+    return amp(scoped, amp_policy=default_amp_policy | {"net": recipe}, **options)
+
+
+def count(fn, *args):
+    """Returns how many products run in fp8 in `fn(*args)`, and how many others."""
+    return tuple(len(equations_of(fn, *args, primitive=p)) for p in (NAME, MATMULS))
+
+
+# --- numbers -------------------------------------------------------------------------
+
+# Every number of bfloat16, each for itself, and float32 numbers around the borders.
+BFLOAT16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+_NEAR = np.float32([1.75, 1.5, 2.0, 1.0, 448.0, 57344.0, 3.3e38, 1e-30, 1.2e-38])
+FLOAT32 = np.concatenate(
+    [_NEAR, np.nextafter(_NEAR, np.float32(0)), np.nextafter(_NEAR, np.float32(np.inf))]
+)
+
+
+@pytest.mark.parametrize("format_", [FORWARD, BACKWARD], ids=str)
+@pytest.mark.parametrize("numbers", [BFLOAT16, FLOAT32], ids=["bfloat16", "float32"])
+def test_numbers_are_rounded_with_the_least_exponent_that_fits(numbers, format_):
+    info = ml_dtypes.finfo(format_)
+    x = jnp.asarray(numbers)
+    e = scale_exponent(x, format_, ())
+    power = np.exp2(np.asarray(e, np.float64))
+    with np.errstate(invalid="ignore"):  # of a NaN
+        wide = numbers.astype(np.float64)
+    is_normal = np.isfinite(wide) & (np.abs(wide) > 2.0**-110)
+    scaled = np.abs(wide)[is_normal] / power[is_normal]
+    assert (scaled <= float(info.max)).all() and (2 * scaled > float(info.max)).all()
+    # What is smaller, or no number, gets a power of two that is a number itself.
+    assert e.min() >= -126
+    # None saturates or becomes a NaN.
+    actual = np.asarray(quantize(x, e, format_).astype(jnp.float32), np.float64) * power
+    assert (np.isfinite(actual) == np.isfinite(wide)).all()
+    errors = np.abs(actual - wide)[is_normal] / np.abs(wide)[is_normal]
+    assert errors.max() <= float(info.eps) / 2
+
+
+def test_one_exponent_for_all_along_the_axes():
+    x = jnp.array([[1.0, -900.0, 0.0], [jnp.inf, jnp.nan, 0.25]])
+    of_all, of_rows = (scale_exponent(x, FORWARD, axes) for axes in ((0, 1), (1,)))
+    assert (of_all.shape, of_rows.shape) == ((1, 1), (2, 1))
+    assert of_all.item() == of_rows[0, 0] == 2  # 900 / 2**2 = 225
+    assert of_rows[1, 0] == -10  # what is not finite does not count
+    for x in (jnp.zeros((2, 3)), jnp.zeros((0, 3))):
+        e = scale_exponent(x, FORWARD, (0, 1))
+        assert_identical(quantize(x, e, FORWARD), x.astype(FORWARD))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_powers_of_two(dtype):
+    e = np.arange(-126, 128)
+    assert_identical(power_of_two(jnp.asarray(e), dtype), np.exp2(e).astype(dtype))
+    ends = power_of_two(jnp.array([-300, -127, 128, 300]), dtype)
+    assert_identical(ends, np.array([0, 0, np.inf, np.inf], dtype))
+
+
+# --- products ------------------------------------------------------------------------
+
+
+def rounded_by_numpy(x, format_, batch):
+    """Returns an array, scaled and rounded to a format and scaled back, in float64."""
+    x = np.asarray(x, np.float64)
+    axes = tuple(set(range(x.ndim)) - set(batch))
+    largest = np.abs(x).max(axes, keepdims=True)
+    scale = np.exp2(np.ceil(np.log2(largest / float(ml_dtypes.finfo(format_).max))))
+    return (x / scale).astype(format_).astype(np.float64) * scale
+
+
+PRODUCTS = {
+    "dense": ("bk,kn->bn", (16, 8), (8, 4)),
+    "two sums": ("bhd,hdn->bn", (5, 2, 4), (2, 4, 3)),
+    "heads": ("btk,khd->bthd", (5, 2, 8), (8, 2, 3)),
+    "experts in the middle": ("bek,ken->ebn", (5, 3, 8), (8, 3, 4)),
+}
+products = pytest.mark.parametrize("name", PRODUCTS)
+
+
+def bound(name, emulate=True):
+    """Returns the primitive on one of the products, and its factors in bfloat16."""
+    spec, left, right = PRODUCTS[name]
+    a, b = (
+        normal(i, *shape).astype(jnp.bfloat16) for i, shape in ((1, left), (2, right))
+    )
+    einsum = functools.partial(jnp.einsum, spec)
+    (eqn,) = equations_of(einsum, a, b, primitive="dot_general")
+    bind = functools.partial(
+        fp8_dot_p.bind,
+        dimension_numbers=eqn.params["dimension_numbers"],
+        formats=(FORWARD, FORWARD),
+        dtype=jnp.dtype(jnp.bfloat16),
+        emulate=emulate,
+    )
+    is_swapped = eqn.invars[0].aval.shape != a.shape
+    return bind, *((b, a) if is_swapped else (a, b))
+
+
+def exact(numbers, a, b):
+    """Returns a product in float64."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (a, b)]
+        return np.asarray(lax.dot_general(*wide, numbers))
+
+
+@products
+def test_a_product_is_that_of_the_rounded_factors(name):
+    bind, *factors = bound(name)
+    numbers = bind.keywords["dimension_numbers"]
+    pairs = zip(factors, numbers[1], strict=True)
+    rounded = [rounded_by_numpy(x, FORWARD, batch) for x, batch in pairs]
+    assert relative_error(bind(*factors), exact(numbers, *rounded)) < 2.0**-8
+    # XLA for CPUs has products of 8-bit floats, which it computes in wider ones.
+    real, *_ = bound(name, emulate=False)
+    assert relative_error(real(*factors), bind(*factors)) < 2.0**-8
+
+
+@products
+@pytest.mark.parametrize("i", [0, 1])
+def test_gradients_are_products_of_cotangents_in_the_wider_format(name, i):
+    bind, *factors = bound(name)
+    numbers = bind.keywords["dimension_numbers"]
+    batch = numbers[1]
+    y, pullback = jax.vjp(bind, *factors)
+    g = normal(3, *y.shape).astype(y.dtype)
+    other = rounded_by_numpy(factors[1 - i], FORWARD, batch[1 - i]).astype(np.float32)
+
+    def plain(x):
+        operands = (x, other) if i == 0 else (other, x)
+        return lax.dot_general(*operands, numbers)
+
+    rounded = rounded_by_numpy(g, BACKWARD, range(len(batch[0]))).astype(np.float32)
+    (expected,) = jax.vjp(plain, factors[i].astype(jnp.float32))[1](rounded)
+    actual = pullback(g)[i]
+    assert actual.dtype == factors[i].dtype
+    assert relative_error(actual, expected) < 2.0**-7
+
+
+@products
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 1), (1, 0)], ids=str)
+def test_batching(name, mapped):
+    """A product of two mapped factors is that of each pair."""
+    bind, *factors = bound(name)
+    pairs = list(zip(factors, mapped, strict=True))
+    stacked = [
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in pairs
+    ]
+    each = []
+    for k in range(3):
+        of_k = zip(stacked, mapped, strict=True)
+        each.append(bind(*(x if a is None else x.take(k, a) for x, a in of_k)))
+    assert_close(jax.vmap(bind, mapped)(*stacked), jnp.stack(each), jnp.bfloat16)
+    assert equations_of(jax.vmap(bind, mapped), *stacked, primitive=NAME)
+
+
+def test_gradients_read_8_bit_floats():
+    """A weight in float32 gets a gradient in float32, rounded before."""
+    bind, x, w = bound("dense", emulate=False)
+    y, pullback = jax.vjp(bind, x, w.astype(jnp.float32))
+    dots = equations_of(pullback, y, primitive=NAME)
+    assert [eqn.outvars[0].aval.dtype for eqn in dots] == [jnp.bfloat16] * 2
+    assert [g.dtype for g in pullback(y)] == [jnp.bfloat16, jnp.float32]
+    text = jax.jit(pullback).lower(y).as_text()
+    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(dots) == 2
+    for line in dots:
+        assert "HIGHEST" in line  # no sums in fewer digits
+        assert {"f8E4M3FN", "f8E5M2"} <= set(line.replace(">", "x").split("x"))
+
+
+def test_powers_of_two_out_of_range_meet_in_a_product():
+    """`2**d * 2**e` is out of the range of float32 where the result is in it."""
+    a, b = jnp.array([[1e30, 1.0]], jnp.bfloat16), jnp.array([[0.0], [1e20]])
+    numbers = (((1,), (0,)), ((), ()))
+    bind = functools.partial(bound("dense")[0], dimension_numbers=numbers)
+    assert_close(bind(a * 1e-37, b * 1e-17), [[1e-37 * 1e3]], FORWARD)
+    for factors in ((a, b), (0 * a, b * 1e18)):
+        assert_identical(bind(*factors), jnp.zeros((1, 1), jnp.bfloat16))
+
+
+def test_a_number_that_is_not_finite_stays_in_its_row():
+    bind, x, w = bound("dense")
+    found = bind(x.at[3, 2].set(jnp.nan).at[5, 1].set(-jnp.inf), w)
+    is_bad = np.isnan(np.asarray(found, np.float32))
+    assert is_bad.all(axis=1).tolist() == [i in (3, 5) for i in range(16)]
+    keep = np.array([i not in (3, 5) for i in range(16)])
+    # The largest number may have been in one of these two rows.
+    assert relative_error(found[keep], bind(x, w)[keep]) < 0.05
+
+
+# --- transforms ----------------------------------------------------------------------
+
+
+def network(w, x):
+    for i in range(3):
+        x = jnp.tanh(x @ w[i])
+    return x
+
+
+def loss(w, x):
+    return jnp.sum(jnp.cos(network(w, x)))
+
+
+W, X = normal(4, 3, 8, 8) / 3, normal(5, 6, 8)
+MESH = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def over_devices(f):
+    def shard(w, x):
+        return lax.psum(f(w, x), "data")
+
+    return jax.shard_map(shard, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+
+
+def scanned(w, x):
+    return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] ** 2)
+
+
+def rematted(policy):
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy)
+    return lambda w, x: jnp.sum(layer(layer(x, w[0]), w[1]) @ w[2])
+
+
+FUNCTIONS = {
+    "straight": loss,
+    "scan": scanned,
+    "remat": rematted(jax.checkpoint_policies.checkpoint_dots),
+    "cond": lambda w, x: lax.cond(
+        x[0, 0] < 9, loss, lambda w, x: 0 * x.sum(), w, x
+    ),
+    "while": lambda w, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w[0]), x).sum(),
+    "vmap over examples": lambda w, x: jax.vmap(loss, (None, 0))(w, x[:, None]).sum(),
+    "vmap over both": lambda w, x: jax.vmap(loss)(
+        jnp.stack([w, w]), jnp.stack([x, 2 * x])
+    ).sum(),
+}  # fmt: skip
+TRANSFORMS = {
+    "value": lambda f: f,
+    "grad": lambda f: jax.jit(jax.grad(f, (0, 1))),
+    "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
+    "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
+    "hessian-vector": lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), (w, x))[1],
+    "grad of grad": lambda f: jax.grad(
+        lambda w, x: jnp.sum(jnp.sin(jax.grad(f)(w, x)))
+    ),
+    "vmap of grad": lambda f: (
+        lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, jnp.stack([x, x]))
+    ),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+    "shard_map": lambda f: jax.grad(over_devices(f), (0,)),
+}
+
+
+def _cells():
+    for function in FUNCTIONS:
+        for transform in TRANSFORMS:
+            # A row of shard_map has too few examples.
+            if transform == "shard_map" and function.startswith("vmap"):
+                continue
+            marks = [] if function == "straight" else [pytest.mark.slow]
+            yield pytest.param(function, transform, marks=marks)
+
+
+@pytest.mark.parametrize("function, transform", list(_cells()))
+def test_transforms(function, transform):
+    f, around = FUNCTIONS[function], TRANSFORMS[transform]
+    x = jnp.concatenate([X, X[:2]]) if transform == "shard_map" else X
+    assert count(around(fp8(f)), W, x)[0], "no product in fp8"
+    error = relative_error(around(fp8(f))(W, x), around(f)(W, x))
+    assert error < (0.4 if transform == "grad of grad" else 0.25)
+
+
+def test_an_exported_program_computes_the_same():
+    f = jax.jit(jax.grad(fp8(loss)))
+    again = export.deserialize(export.export(f)(W, X).serialize())
+    assert_close(again.call(W, X), f(W, X), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_program_is_exported_for_other_devices(platform):
+    f = jax.jit(jax.grad(fp8(loss, REAL)))
+    exported = export.export(f, platforms=[platform])(W, X)
+    assert "f8E4M3FN" in exported.mlir_module()
+    assert exported.serialize()
+    lowered = f.trace(W, X).lower(lowering_platforms=(platform,)).as_text()
+    constraints = lowered.count("LayoutConstraint")
+    assert bool(constraints) == (platform == "cuda")
+
+
+def test_both_passes_make_the_same_copies():
+    """XLA merges what is equal to the order of its axes."""
+    text = jax.jit(jax.grad(fp8(loss, REAL), (0, 1))).lower(W, X).compile().as_text()
+    maxima = [line for line in text.splitlines() if " reduce(" in line]
+    dimensions = [re.search(r"dimensions={(.*?)}", line)[1] for line in maxima]
+    assert "0,1" in dimensions and "1,0" not in dimensions
+
+
+def test_a_policy_for_dots_saves_products_in_fp8():
+    """The backward pass then has two products for each, and otherwise three."""
+    policies = jax.checkpoint_policies
+    found, expected = (
+        sum(count(jax.grad(fp8(rematted(policy))), W, X))
+        for policy in (policies.checkpoint_dots, policies.nothing_saveable)
+    )
+    assert found == expected - 2
+
+
+def test_no_8_bit_copy_is_a_residual():
+    """The factors are stored in half precision, or in float32 if they are weights."""
+    _, pullback = jax.vjp(fp8(loss), W, X)
+    dtypes = {x.dtype.name for x in jax.tree.leaves(pullback) if hasattr(x, "dtype")}
+    assert not [name for name in dtypes if name.startswith("float8")]
+
+
+def test_float16_products():
+    run = functools.partial(fp8, compute_dtype=jnp.float16)
+    found = equations_of(jax.grad(run(loss)), W, X, primitive=NAME)
+    assert {eqn.outvars[0].aval.dtype for eqn in found} == {jnp.dtype(jnp.float16)}
+    # The sums of 512 products of numbers near 448 are out of the range of float16.
+    w, x = jnp.ones((2, 512, 512)) / 512, jnp.ones((4, 512))
+    assert_close(run(lambda w, x: x @ w[0] @ w[1] @ w[0])(w, x), x, FORWARD)
+    assert_close(run(loss)(W, X), loss(W, X), FORWARD)
+
+
+# --- which products ------------------------------------------------------------------
+
+SIZES = {
+    (16384, 4096, 4096): True,
+    (2048, 4096, 4096): False,  # few rows
+    (16384, 2048, 8192): True,
+    (16384, 1024, 4096): True,
+    (16384, 768, 3072): False,
+}
+BY_KEY, BY_SCOPE = (
+    Decision(FP8, origin, "") for origin in (Origin.PRIMITIVE, Origin.SCOPE)
+)
+
+
+def struct(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_small_products_stay_in_half_precision(sizes, weight_first):
+    m, k, n = sizes
+    x, w = struct(m, k), struct(k, n)
+    fn, args = (lambda x, w: x @ w), (x, w)
+    if weight_first:
+        fn, args = (
+            (lambda w, x: lax.dot_general(w, x, (((0,), (1,)), ((), ())))),
+            (w, x),
+        )
+    (eqn,) = equations_of(fn, *args, primitive=MATMULS)
+    is_weight, is_computed = [y is w for y in args], [y is x for y in args]
+    decide = functools.partial(fp8_product, eqn, is_weight, is_computed)
+    fits = FP8, args.index(w)
+    assert decide(True, BY_KEY) == (
+        fits if SIZES[sizes] else f"too small, {m} x {k} x {n}"
+    )
+    assert decide(True, BY_SCOPE) == decide(False, BY_SCOPE) == fits
+    assert decide(False, BY_KEY) == "no product in half precision behind it"
+
+
+def test_a_symbolic_size_is_not_known_to_pay():
+    fn = jax.jit(amp(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w) @ w, matmul_dtype=REAL))
+    (rows,) = export.symbolic_shape("rows")
+    with pytest.warns(PolicyWarning, match="too small, rows x 4096 x 4096"):
+        exported = export.export(fn)(struct(4096, 4096), struct(rows, 4096))
+    assert "f8E4M3FN" not in exported.mlir_module()
+
+
+def mlp(w, x):
+    x = jnp.tanh(x @ w[0])
+    with jax.named_scope("middle"):
+        x = jnp.tanh(x @ w[1])
+    with jax.named_scope("last"):
+        return x @ w[2]
+
+
+def attention(w, x):
+    x = jnp.tanh(x @ w[0])
+    scores = jax.nn.softmax((x @ w[1]) @ (x @ w[2]).T)
+    return (scores @ x) @ w[0] @ w[1]
+
+
+def experts(w, x):
+    routed = jnp.tanh(jnp.tile(x, (3, 1)) @ w[0]).reshape(3, *x.shape)
+    return jnp.einsum("ebi,eij->ebj", routed, w)[0] @ w[1]
+
+
+def convolved(w, x):
+    y = jnp.tanh(x @ w[0])[None]
+    numbers = ("NWC", "WIO", "NWC")
+    y = lax.conv_general_dilated(y, w[:1], (1,), "SAME", dimension_numbers=numbers)
+    return y[0] @ w[1]
+
+
+def between(middle):
+    return lambda w, x: jnp.tanh(middle(jnp.tanh(x @ w[0]), w[1])) @ w[2]
+
+
+FIRST = "not in fp8: computed from arguments and constants alone"
+LAST = "not in fp8: no product in half precision behind it"
+PAIR = "not in fp8: neither factor is an argument"
+ROWS = {  # name: (function, how many in fp8, why not the others, in order)
+    "first and last": (mlp, 1, (FIRST, LAST)),
+    "attention": (attention, 3, (FIRST, PAIR, PAIR, LAST)),
+    "experts": (experts, 1, (FIRST, LAST)),
+    "a moved weight": (between(lambda x, w: x @ w.T[::-1]), 1, (FIRST, LAST)),
+    "a scaled weight": (between(lambda x, w: x @ (2 * w)), 0, (FIRST, PAIR, LAST)),
+    "a convolution": (convolved, 0, (FIRST, "primitive conv_general_dilated", LAST)),
+    "a user's cast": (
+        between(lambda x, w: x @ w.astype(jnp.bfloat16)), 0,
+        (FIRST, "not in fp8: a factor is not float32", LAST),
+    ),
+    "precision": (
+        between(lambda x, w: jnp.matmul(x, w, precision="highest")), 0,
+        (FIRST, "it asks for precision", LAST),
+    ),
+}  # fmt: skip
+
+
+def reasons(fn, *args, policy):
+    """Returns why each product runs as it does."""
+    found = []
+
+    def record(eqn, place, operands, results, why):
+        if eqn.primitive.name in MATMULS:
+            found.append(why.reason)
+
+    half = jnp.dtype(jnp.bfloat16)
+    jax.make_jaxpr(rewrite(fn, Policy(policy), half, record=record))(*args)
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_products(name):
+    fn, in_fp8, expected = ROWS[name]
+    args = struct(3, 4096, 4096), struct(16384, 4096)
+    assert count(amp(fn, matmul_dtype=FP8), *args)[0] == in_fp8
+    found = reasons(fn, *args, policy=with_matmul_dtype(None, FP8))
+    others = [reason for reason in found if not reason.startswith("in fp8")]
+    assert len(others) == len(expected)
+    assert all(map(str.startswith, others, expected)), others
+
+
+def test_a_carry_is_no_weight():
+    """It starts as an argument, and is something else in the next step."""
+    (eqn,) = equations_of(fp8(scanned), W, X, primitive=NAME)
+    assert [v.aval.dtype for v in eqn.invars] == [jnp.bfloat16, jnp.float32]
+
+
+V, Y = normal(1, 3, 16, 16) / 4, normal(2, 8, 16)
+
+
+def test_arrays_with_explicit_shardings_stay_in_half_precision():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        y = jax.device_put(Y, P("data"))
+        policy = default_amp_policy | {"middle": FP8}
+        assert count(amp(mlp, amp_policy=policy), V, y)[0] == 0
+        assert "not in fp8: its sharding is explicit" in reasons(
+            mlp, V, y, policy=policy
+        )
+
+
+KEY = default_amp_policy | {lax.dot_general_p: FP8}
+SCOPES = {  # name: (function, policy, how many products in fp8, and how many others)
+    "small, and the last one": (mlp, {"middle": FP8, "last": FP8}, (2, 1)),
+    "a scope left out": (mlp, KEY | {"middle": jnp.bfloat16}, (0, 3)),
+    "code that is stopped": (amp_stop(mlp), {"middle": FP8}, (0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_scopes(name):
+    fn, policy, expected = SCOPES[name]
+    assert count(amp(fn, amp_policy=default_amp_policy | policy), V, Y) == expected
+
+
+def test_a_scope_lowers_its_products_and_nothing_else():
+    """Other arithmetic inside is that of `amp`, not of a scope in half precision."""
+
+    def fn(w, x):
+        x = jnp.tanh(x @ w[0])
+        with jax.named_scope("norm"):
+            y = x @ w[1]
+            y = (y - y.mean(-1, keepdims=True)) / y.std(-1, keepdims=True)
+        return y @ w[2]
+
+    others = ("sub", "div", "mul", "reduce_sum", "sqrt", "tanh")
+    in_fp8 = amp(fn, amp_policy=default_amp_policy | {"norm": FP8})
+    found, plain = (dtypes_of(f, V, Y, primitive=others) for f in (in_fp8, amp(fn)))
+    assert found == plain and count(in_fp8, V, Y)[0] == 1
+
+
+def test_in_float32_nothing_is_rounded():
+    clz = {lax.clz_p: jnp.bfloat16}  # makes `amp` rewrite what it need not
+    for policy in (KEY, KEY | clz):
+        fn = amp(mlp, compute_dtype=jnp.float32, amp_policy=policy)
+        assert count(fn, V, Y) == (0, 3)
+        assert_identical(fn(V, Y), mlp(V, Y))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_program_without_products_in_fp8_warns():
+    message = (
+        "runs in fp8: computed from arguments and constants alone (1); too small, "
+        "8 x 16 x 16 (1); no product in half precision behind it (1). Expected one by a"
+    )
+    with pytest.warns(PolicyWarning, match=re.escape(message)):
+        jax.eval_shape(amp(mlp, matmul_dtype=FP8), V, Y)
+    with pytest.warns(PolicyWarning, match="it has none that could"):
+        jax.eval_shape(amp(jnp.sin, matmul_dtype=FP8), Y)
+    jax.eval_shape(jax.grad(lambda w: fp8(mlp)(w, Y).sum()), V)
+
+
+# --- devices -------------------------------------------------------------------------
+
+
+DEVICES = [  # platform, kind, compute capability, whether it has such products
+    ("cpu", "cpu", "", False),
+    ("tpu", "TPU v6 lite", "", False),
+    ("tpu", "TPU7x", "", True),
+    ("gpu", "NVIDIA A100", "8.0", False),
+    ("gpu", "NVIDIA L4", "8.9", True),
+    ("gpu", "NVIDIA B200", "10.0", True),
+    ("gpu", "MI300", "gfx942", False),
+]
+REFUSED = (
+    "fp8: the device 'cpu' has no matrix products in fp8, .* Expected precision="
+    "'bf16-mixed', .*emulate=True"
+)
+
+
+@pytest.mark.parametrize("platform, kind, capability, expected", DEVICES)
+def test_devices_with_fp8(platform, kind, capability, expected):
+    device = SimpleNamespace(
+        platform=platform, device_kind=kind, compute_capability=capability
+    )
+    assert has_fp8(device) == expected
+
+
+def test_a_device_without_fp8_is_refused():
+    with pytest.raises(ValueError, match=REFUSED):
+        jax.eval_shape(amp(mlp, matmul_dtype="fp8"), V, Y)
+    for device in (jax.devices()[0], "cpu"):
+        with jax.default_device(device), pytest.raises(ValueError, match=REFUSED):
+            fp8(mlp, "fp8")(V, Y)
+    amp(mlp, matmul_dtype=REAL)(V, Y)  # who compiles for another one
+    amp(mlp, compute_dtype=jnp.float32, matmul_dtype="fp8")(V, Y)
+
+
+# --- training ------------------------------------------------------------------------
+
+
+def loss_fn(params, batch):
+    return jnp.mean(jnp.square(mlp(params["w"], batch) - 1.0))
+
+
+def create(**options):
+    return AmpTrainState.create(params={"w": V}, tx=optax.adam(1e-2), **options)
+
+
+def test_a_state_in_fp8_steps_in_fp8():
+    for word in ("fp8", "fp8-mixed"):
+        state = create(precision=word)
+        assert state.precision == "fp8-mixed" and state.scaler["scaler"] == 1.0
+        for make in (make_train_step, make_eval_step):
+            with pytest.raises(ValueError, match=REFUSED):
+                make(loss_fn)(state, Y)
+    for make, expected in ((make_train_step, 6), (make_eval_step, 2)):
+        assert count(make(fp8(loss_fn), jit=False), create(), Y)[0] == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"accum_steps": 2}], ids=str)
+def test_training(options):
+    """The loss falls as it does in bfloat16."""
+    ends = []
+    for rewrite_loss in (fp8, amp):
+        step, state = make_train_step(rewrite_loss(loss_fn), **options), create()
+        for _ in range(40):
+            state, metrics = step(state, Y)
+        assert bool(metrics["grads_finite"])
+        ends.append(float(metrics["loss"]))
+    assert ends[0] < 0.3 * float(loss_fn({"w": V}, Y))
+    assert abs(ends[0] - ends[1]) < 0.05
+
+
+def test_nnx():
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(16, 16, rngs=rngs) for _ in range(3)]
+    model = nnx.Sequential(layers[0], jnp.tanh, layers[1], jnp.tanh, layers[2])
+    loss = fp8(lambda model, x: jnp.mean(model(x) ** 2))
+    assert count(lambda x: loss(model, x), Y)[0] == 2
