@@ -148,15 +148,6 @@ def _custom_vjp_closed(body, s, x, n):
     return fn(s.params, x)
 
 
-def _custom_vjp_rule_closed(body, s, x, n):
-    """Only the backward rule closes over a computed array."""
-    h = jax.lax.stop_gradient(x @ s.weight(n))
-    fn = jax.custom_vjp(body)
-    forward, backward = _vjp_rules(body, 1.0)
-    fn.defvjp(forward, lambda kept, g: backward(kept, g * jnp.tanh(h)))
-    return fn(s.params, x)
-
-
 def _custom_vjp_nondiff(body, s, x, n):
     def function(f, p, n, x, rows):
         return f(p, x)[rows] * n
@@ -271,7 +262,6 @@ AROUND = {
     "custom_vjp": _custom_vjp,
     "custom_vjp_const": _custom_vjp_const,
     "custom_vjp_closed": _custom_vjp_closed,
-    "custom_vjp_rule_closed": _custom_vjp_rule_closed,
     "custom_vjp_nondiff": _custom_vjp_nondiff,
     "custom_gradient": _custom_gradient,
     "custom_vmap": _custom_vmap,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import assume
 
-from _fuzz_checks import FORWARD_MODE, made
+from _fuzz_checks import made
 from benchmarks.exact import with_exact_products
 from benchmarks.twin import cast_products, count_cast
 from flax_amp import amp
@@ -20,8 +20,6 @@ def beside_twin(program, transform, dtype, options):
     It gives up programs whose products, if there are any, make no error, and those
     that the twin cannot run: it calls no rule that closes over a value.
     """
-    if transform in FORWARD_MODE:
-        options = options | {"reduce_dtype": None}
     case = made(program, transform)
     assume(count_cast(jax.make_jaxpr(case.function)(*case.args)))
 

@@ -3,14 +3,10 @@
 Many tests run over these tables, and some add rows of their own.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-
-from flax_amp._rewriter.recompute.residuals import is_stored
 
 ROWS, SIZE = 8, 4
 
@@ -167,5 +163,3 @@ SECOND_ORDER = {
     "hessian": jax.hessian,
 }
 DERIVATIVES = FIRST_ORDER | SECOND_ORDER
-# A checkpoint as `amp` writes it.
-stored = functools.partial(jax.checkpoint, policy=is_stored, prevent_cse=False)

@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 
 from flax_amp import _compat, amp, default_amp_policy
-from flax_amp._rewriter.paint import Painter
-from flax_amp._rewriter.plan import ARGUMENT, Need, Plan, Step, like
-from flax_amp._rewriter.rules import RULES
-from flax_amp.policy import Policy
 
 HALVES = (jnp.float16, jnp.bfloat16)
 # On the other versions of JAX one dtype is enough: they treat both in the same way.
@@ -97,27 +93,6 @@ def equations_of(
     names = (primitive,) if isinstance(primitive, str) else primitive
     found = equations(jax.make_jaxpr(fn)(*args))
     return [eqn for _, eqn in found if eqn.primitive.name in names]
-
-
-def plan_of(
-    fn: Callable[..., Any],
-    *args: Any,
-    policy: Any = None,
-    dtype: Any = jnp.bfloat16,
-) -> Plan:
-    """Returns the plan of `fn(*args)`, whose caller gets the results."""
-    closed = jax.make_jaxpr(fn)(*args)
-    ins = like([v.aval for v in closed.jaxpr.invars], ARGUMENT)
-    needs = (Need.READ_IN_FLOAT32,) * len(closed.jaxpr.outvars)
-    return Painter(Policy(policy), dtype, RULES).plan(closed, ins, needs)
-
-
-def steps_of(plan: Plan) -> Iterator[tuple[Any, Step]]:
-    """Yields each equation with its step, and those of the calls inside."""
-    for eqn, step in plan.pairs():
-        yield eqn, step
-        if isinstance(step.detail, Plan):
-            yield from steps_of(step.detail)
 
 
 def dtypes_of(

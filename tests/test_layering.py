@@ -29,8 +29,7 @@ BELOW = {
     "_compat": set(),
     "_tree": {"_compat"},
     "_scope_paths": set(),
-    "_jaxpr": {"_compat"},
-    "policy": {"_jaxpr", "_tree", "_scope_paths"},
+    "policy": {"_tree", "_scope_paths"},
     "_rewriter": {"policy"},
     "optim": {"_tree"},
     "_training": {"_rewriter", "optim"},
@@ -44,8 +43,7 @@ BRIDGES = {"nnx_bridge", "nnx_scopes", "policy_warnings"}
 CORE = [
     path
     for path in PACKAGE
-    if room_of(path) in {"_tree", "_jaxpr", "policy", "_rewriter"}
-    and path.stem not in BRIDGES
+    if room_of(path) in {"_tree", "policy", "_rewriter"} and path.stem not in BRIDGES
 ]
 FRAMEWORKS = {"flax", "optax", "orbax", "clu"}
 
@@ -106,7 +104,7 @@ def test_examples_use_public_names_only():
         assert used <= set(flax_amp.__all__), path
 
 
-HEAVY = {"orbax", "scipy.sparse", "clu", "tensorboardX", "matplotlib"}
+HEAVY = {"orbax", "clu", "tensorboardX", "matplotlib"}
 HEAVY |= {"flax_amp.debug", "flax_amp.metrics", "flax_amp.checkpoint"}
 
 

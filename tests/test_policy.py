@@ -1,4 +1,4 @@
-"""Policies: families, precision functions, lookup by scope, primitive and default."""
+"""Policies: words, precision functions, lookup by scope, primitive and default."""
 
 import inspect
 
@@ -9,8 +9,17 @@ import pytest
 
 import flax_amp
 from flax_amp import _compat
-from flax_amp._jaxpr.traits import Kind, names_of
-from flax_amp.policy import Origin, Policy, check_compute_dtype
+from flax_amp._rewriter.primitives import TRAITS, Kind
+from flax_amp.policy import (
+    InDtype,
+    Origin,
+    Policy,
+    check_compute_dtype,
+    long_word,
+    read_precision,
+    with_matmul_dtype,
+    without_fp8,
+)
 
 F16, F32, BF16 = jnp.float16, jnp.float32, jnp.bfloat16
 
@@ -30,7 +39,8 @@ def test_default_policy_is_a_plain_dict_of_functions():
         for key, fn in flax_amp.default_amp_policy.items()
         if fn is flax_amp.use_compute_precision
     }
-    assert low == set(names_of([Kind.PRODUCT]))
+    products = {name for name, row in TRAITS.items() if row.kind is Kind.PRODUCT}
+    assert low == products & set(_compat.primitives())
     assert len(flax_amp.default_amp_policy) == len(low) + 2
 
 
@@ -43,14 +53,9 @@ def test_default_policy_is_a_plain_dict_of_functions():
         (flax_amp.use_compute_precision, (F32, F32), (F32, F32), (F16, F16)),
         (flax_amp.use_original_precision, (F16, F32), (F32, F32), (F32, F32)),
         (flax_amp.use_original_precision, (F16, F16), (F32, BF16), (F32, BF16)),
-        (flax_amp.use_widest_precision, (F16, F16), (F32, BF16), (F32, F32)),
-        (flax_amp.use_precision(BF16), (F32, F16), (F32, F32), (BF16, BF16)),
-        (flax_amp.follow_precision, (F16, F32), (F32, F32), (F32, F32)),
-        (flax_amp.follow_precision, (F16, F16), (F32, F32), (F16, F16)),
-        (flax_amp.keep_precision, (F16, F16), (F32, F32), (F16, F16)),
-        (flax_amp.use_widest_precision, (jnp.int32,), (jnp.int32,), (jnp.int32,)),
+        (InDtype(BF16), (F32, F16), (F32, F32), (BF16, BF16)),
+        (flax_amp.use_fp8(), (F32, F32), (F32, F32), (F16, F16)),
         (flax_amp.use_compute_precision, (jnp.int32,), (jnp.int32,), (jnp.int32,)),
-        (flax_amp.follow_precision, (jnp.int32,), (jnp.int32,), (jnp.int32,)),
     ],
 )
 def test_precision_function(function, arriving, original, expected):
@@ -66,11 +71,63 @@ def test_result_dtype_parameters_follow():
     assert new == dict(params, preferred_element_type=jnp.dtype(F16))
 
 
-def test_use_precision_is_a_value():
-    assert flax_amp.use_precision(F32) == flax_amp.use_precision("float32")
-    for wrong in (jnp.int32, "bf8", 3, None):
-        with pytest.raises(TypeError, match="use_precision: got .*; expected a float"):
-            flax_amp.use_precision(wrong)
+# --- words ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "compute_dtype", "matmul_dtype"),
+    [
+        (("bf16-mixed", "bf16"), BF16, None),
+        (("16-mixed", "fp16"), F16, None),
+        (("32-true", "fp32"), F32, None),
+        (("fp8-mixed", "fp8"), BF16, "fp8"),
+    ],
+)
+def test_words(words, compute_dtype, matmul_dtype):
+    for word in words:
+        assert read_precision(word) == (compute_dtype, matmul_dtype)
+        assert long_word(word) == words[0]
+
+
+@pytest.mark.parametrize("word", ["16", "bfloat16", "half", None, 16, BF16, ["bf16"]])
+def test_other_words(word):
+    message = (
+        "amp: precision is .*; expected one of 'bf16-mixed' \\('bf16'\\), '16-mixed'"
+    )
+    with pytest.raises(ValueError, match=message):
+        long_word(word, "amp: precision")
+
+
+DOT = jax.lax.dot_general_p
+FP8 = flax_amp.use_fp8(emulate=True)
+
+
+def test_a_word_for_fp8_is_a_key():
+    for value in ("fp8", flax_amp.use_fp8, flax_amp.use_fp8()):
+        for entries in (None, flax_amp.default_amp_policy):
+            changed = with_matmul_dtype(entries, value)
+            assert Policy(changed).fp8_recipes == {flax_amp.use_fp8()}
+            assert decide(changed, "dot_general").function == flax_amp.use_fp8()
+    assert with_matmul_dtype(None, None) is None
+    mine = flax_amp.default_amp_policy | {DOT: F32, "head": BF16}
+    assert not Policy(with_matmul_dtype(mine, FP8)).fp8_recipes
+    assert Policy(with_matmul_dtype({"head": FP8}, FP8)).fp8_recipes == {FP8}
+
+
+def test_a_policy_without_fp8():
+    """A scope loses its key: else its norms would be in half precision, too."""
+    plain = flax_amp.default_amp_policy
+    assert without_fp8(plain | {DOT: FP8, "mlp": "fp8"}) == plain
+    both = Policy(plain | {DOT: FP8, "mlp": flax_amp.use_fp8, "head": BF16})
+    assert both.fp8_recipes == {FP8, flax_amp.use_fp8()}
+
+
+def test_what_may_leave_float32():
+    plain = flax_amp.default_amp_policy
+    for entries in ({}, plain, plain | {DOT: FP8}, plain | {"head": F32}):
+        assert not Policy(entries).may_leave_float32
+    for value in (BF16, lambda *args, **params: (args, params)):
+        assert Policy(plain | {"head": value}).may_leave_float32
 
 
 # --- lookup --------------------------------------------------------------------------
@@ -120,24 +177,21 @@ def test_scope_keys(keys, scopes, winner):
 
 
 def test_scope_before_primitive_before_default():
-    entries = {"here": ORIGINAL, jax.lax.exp_p: COMPUTE, "amp_default": BF16_ONLY}
+    entries = {"here": ORIGINAL, jax.lax.exp_p: COMPUTE, "amp_default": BF16}
     assert decide(entries, "exp", "here").function is ORIGINAL
     assert decide(entries, "exp", "there").function is COMPUTE
-    assert decide(entries, "log", "there").function is BF16_ONLY
+    assert decide(entries, "log", "there").function == InDtype(BF16)
     assert decide({}, "log").function is ORIGINAL
-
-
-BF16_ONLY = flax_amp.use_precision(BF16)
 
 
 @pytest.mark.parametrize("key", ["scope", jax.lax.exp_p, "amp_default", "amp_stop"])
 @pytest.mark.parametrize(
     "dtype", [BF16, jnp.dtype(BF16), "bfloat16", F32, np.float32, np.dtype("float16")]
 )
-def test_a_dtype_means_use_precision(key, dtype):
+def test_a_dtype_as_a_value(key, dtype):
     scope = "amp_stop" if key == "amp_stop" else "scope"
     decision = decide({key: dtype}, "exp", scope)
-    assert decision.function == flax_amp.use_precision(dtype)
+    assert decision.function == InDtype(dtype)
 
 
 def test_no_policy_is_the_default_one():
@@ -169,18 +223,26 @@ def test_wrong_entries_are_listed_together():
         "array": jnp.float32(1),
         "number": np.float32(1),
         "class": object,
-        "raw": flax_amp.use_precision,
+        "raw": InDtype,
+        "8 bits": jnp.float8_e4m3fn,
+        "named 8 bits": "float8_e5m2",
     }
     entries = {3: ORIGINAL, jnp.exp: ORIGINAL, "scope": BF16} | wrong
     with pytest.raises(TypeError) as error:
         Policy(entries | {jax.lax.exp_p: 3})
     message = str(error.value)
-    assert "key 3 of type int" in message and "'scope'" not in message
+    assert "\n  3: <function use_original" in message and "'scope'" not in message
     for key, value in wrong.items():
-        assert f"  value {value!r} of key {key!r}\n" in message
-    assert "float dtypes (jnp.float32)" in message
+        assert f"  {key!r}: {value!r}\n" in message
+    assert "float dtypes of at least 16 bits (jnp.float32)" in message
     with pytest.raises(TypeError, match="amp_policy: got list; expected a dict"):
         Policy([ORIGINAL])
+
+
+@pytest.mark.parametrize("value, seen", [("fp9", "'fp9'"), (BF16, "bfloat16"), (1, 1)])
+def test_wrong_matmul_dtype(value, seen):
+    with pytest.raises(TypeError, match=f"matmul_dtype: got .*{seen}.*expected 'fp8'"):
+        with_matmul_dtype(None, value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype(jnp.bfloat16)])

@@ -91,7 +91,7 @@ def test_the_step_of_an_nnx_optimizer() -> None:
     flax_amp.check_progress(make_state(), metrics)
 
 
-def test_a_word_for_the_precision_is_one_of_ten() -> None:
+def test_a_word_for_the_precision_is_one_of_eight() -> None:
     params = {"w": jnp.ones(3)}
     state = AmpTrainState.create(
         params=params, tx=optax.sgd(0.1), precision="bf16-mixed"
@@ -99,7 +99,7 @@ def test_a_word_for_the_precision_is_one_of_ten() -> None:
     assert_type(state.precision, Precision)
     flax_amp.make_nnx_train_step(loss_fn, precision=state.precision)
     flax_amp.make_nnx_train_step(loss_fn, precision="fp16")
-    AmpTrainState.create(params=params, tx=optax.sgd(0.1), precision="float32")
+    AmpTrainState.create(params=params, tx=optax.sgd(0.1), precision="fp32")
     with pytest.raises(ValueError, match="precision is 'bf8'"):
         flax_amp.make_nnx_train_step(loss_fn, precision="bf8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="precision is 'bf8'"):

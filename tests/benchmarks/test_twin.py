@@ -13,7 +13,7 @@ from _programs import X as DATA
 from benchmarks.exact import with_exact_products
 from benchmarks.products import PRODUCTS, with_products
 from benchmarks.twin import cast_products, count_cast
-from flax_amp._jaxpr.traits import Kind, kind_of
+from flax_amp._rewriter.primitives import Kind, kind_of
 from helpers import (
     HALVES,
     assert_identical,

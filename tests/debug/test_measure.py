@@ -139,6 +139,7 @@ def test_a_bound_state_stays():
 
 
 @pytest.mark.once
+@pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
 def test_nnx_state_and_options(programs):
     policy = flax_amp.default_amp_policy | {"Linear": jnp.float32}
     asked = nnx_state()

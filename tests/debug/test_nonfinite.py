@@ -110,9 +110,9 @@ def test_exp_in_one_module_of_a_gpt():
     assert place(found.finding) == where and found.finding.finite_in_float32
     assert found.finding.result.dtype == "float16" and found.finding.kind == "inf"
     assert found.verdict == "precision"
-    # With the gate alone, the residual stream overflows, which is kept in half.
-    assert found.policy == (("GPT/Block_1", "float32"),)
-    assert 'amp_policy=your_policy | {"GPT/Block_1": jnp.float32}' in str(found)
+    key = '"GPT/Block_1/gate": jnp.float32'
+    assert found.policy[0] == ("GPT/Block_1/gate", "float32")
+    assert f"amp_policy=your_policy | {{{key}" in str(found)
     found = find_nonfinite(gpt(gate=300.0), cross_entropy, TOKENS)
     assert place(found.finding) == where and not found.finding.finite_in_float32
     assert found.verdict == "mathematics" and not found.policy
@@ -307,17 +307,6 @@ def test_an_overflow_in_bfloat16():
     )
     assert {x.dtype for x in found.finding.operands} == {"bfloat16"}
     assert found.finding.text == "mul(1.70141e+38, 2) = inf"
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
-def test_reduce_dtype(dtype):
-    """It holds for the run itself, and not for the one in float32."""
-    options = dict(reduce_dtype=dtype, amp_policy=flax_amp.default_amp_policy)
-    found = find_nonfinite(square_state(), squares, X, scale=2.0**13, **options)
-    # 4 * 2**13 is in float16, and the sum of four of them is not.
-    assert found.verdict == ("nothing" if dtype == jnp.float32 else "scale")
-    found = find_nonfinite(square_state(), squares, X * 5e4, scale=1.0, **options)
-    assert found.verdict == "precision"
 
 
 def test_two_faults():

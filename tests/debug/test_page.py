@@ -1,9 +1,8 @@
-"""The page and the command: it stands alone, survives any text, works in a browser."""
+"""The page and the commands: it stands alone, and survives any text."""
 
 import builtins
 import html
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -33,39 +32,19 @@ def found():
     return explain(deep)(W, X)
 
 
-def test_it_has_everything_and_needs_nothing_else(found):
+def test_it_has_everything_and_needs_nothing_else(found, monkeypatch):
     page = found.to_html()
-    assert not re.search(r"(src|href)=|https?:|@import|fetch\(|url\(", page)
-    assert "color-scheme: light dark" in page and "{{" not in page
+    assert page == found._repr_html_()
+    assert not re.search(r"(src|href)=|https?:|@import|script|url\(", page)
     text = html.unescape(page)
     (problem,) = found.problems
-    for words in (problem.message, problem.source, "without amp", *found.notes):
+    for words in (problem.message, problem.source, *found.notes):
         assert words in text, words
     # A row for each module and for each equation, with its figures and its reasons.
-    assert text.count("<summary") == 2 + 5 * 6  # with those of what is in itself
-    assert text.count('class="row equation') == len(found.equations)
+    assert text.count("<summary") == 1 + 3 * 6
     for row in found.equations:
         facts = " · ".join(filter(None, (row.reason, row.result, row.source)))
-        assert facts in text and f"data-flops={row.flops}" in text
-    assert f"data-bytes={found.totals.stored.total()}" in text
-
-
-def test_text_of_users_ends_no_tag():
-    def fun(x):
-        with jax.named_scope("</script><b>{{notes}}"):
-            return x * 2
-
-    fun.__name__ = "</title><i>"
-    page = explain(fun)(X).to_html()
-    assert page.count("</script>") == 1 and "<i>" not in page and "<b>{{" not in page
-    assert "script&gt;&lt;b&gt;{{notes}}" in page
-
-
-def test_a_notebook_gets_the_page_in_a_frame(found, monkeypatch):
-    source = re.fullmatch(
-        r'<iframe srcdoc="(.*?)" .*</iframe>', found._repr_html_(), re.DOTALL
-    )
-    assert html.unescape(source[1]) == found.to_html()
+        assert facts in text and f"{row.primitive} {row.shape}" in text
     report = str(found)
     # rich takes this class of the name `get_ipython` for a notebook.
     shell = type("ZMQInteractiveShell", (), {})
@@ -74,56 +53,15 @@ def test_a_notebook_gets_the_page_in_a_frame(found, monkeypatch):
     assert str(found) == report != ""
 
 
-def chromium():
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
+def test_text_of_users_ends_no_tag():
+    def fun(x):
+        with jax.named_scope("</details><b>{notes}"):
+            return x * 2
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_in_a_browser(found, scheme, tmp_path):
-    """It takes `pip install playwright`, and Chromium from `apt-get`."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if chromium() is None:
-        pytest.skip("needs Chromium")
-    path = tmp_path / "page.html"
-    path.write_text(found.to_html())
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(
-            executable_path=chromium(), args=["--no-sandbox"]
-        )
-        tab = browser.new_page(color_scheme=scheme)
-        errors = []
-        tab.on("pageerror", lambda error: errors.append(str(error)))
-        tab.on("console", lambda m: m.type == "error" and errors.append(m.text))
-        tab.goto(path.as_uri())
-        rows = tab.locator("#tree .row:not(.head):visible")
-
-        def names():
-            every = [row.strip() for row in rows.locator(".name").all_inner_texts()]
-            return [name.lstrip("▸▾ ") for name in every]
-
-        # It opens on the modules, the costliest first, and on no equation.
-        assert names()[:2] == ["deep", "Layer_3"] and names()[-1].startswith("itself: ")
-        assert "norm" in names() and "total" not in names()
-        assert tab.locator(".equation:visible").count() == 0
-        tab.click("#fold")
-        assert names() == ["deep"]
-        tab.click("#unfold")
-        assert rows.count() == 32 + len(found.equations)
-        tab.fill("input", "reduce_sum")
-        assert "7 equations match" in tab.text_content("#found")
-        assert tab.locator(".equation:visible").count() == 7
-        tab.fill("input", "")
-        tab.select_option("select", "casts")
-        casts = tab.eval_on_selector_all(
-            "#tree > details > details", "rows => rows.map((x) => +x.dataset.casts)"
-        )
-        assert casts == sorted(casts, reverse=True) and len({*casts}) > 2
-        tab.select_option("select", "")
-        assert names()[1] == "Layer_0"
-        assert errors == []
-        browser.close()
+    fun.__name__ = "</title><i>"
+    page = explain(fun)(X).to_html()
+    assert "<i>" not in page and "<b>{" not in page
+    assert page.count("</details>") == page.count("<details") == 3
 
 
 # --- the command line ----------------------------------------------------------------

@@ -189,9 +189,15 @@ def test_products_of_other_numbers_do_not_count():
     only = explain(lambda w, x: (n @ n).sum() * w.sum())(W, X)
     assert only.totals.low_share is None
     # JAX multiplies a float matrix by a complex one without a cast.
-    for fun in (lambda w, x: w @ (w * 1j), lambda w, x: (w * 1j) @ (w * 1j)):
+    for fun, times in (
+        (lambda w, x: w @ (w * 1j), 2),
+        (lambda w, x: (w * 1j) @ (w * 1j), 4),
+    ):
         found = explain(lambda w, x, fun=fun: jnp.abs(fun(w, x)).sum())(W, X)
-        assert found.totals.low_share is None and not found.problems
+        size = 2 * 8 * 8 * fun(W, X).shape[1]
+        assert found.totals.low_share == 0 and found.totals.flops == times * size
+        kinds = {p.kind for p in found.problems}
+        assert "complex product" in kinds <= {"complex product", "policy"}
     # A float times an integer is a float product; amp leaves it as it is.
     mixed = explain(lambda w, x: jax.lax.dot(x, n, preferred_element_type="float32"))
     assert mixed(W, X).totals.low_share == 0
@@ -235,16 +241,17 @@ def test_long_sums_in_half(fun, count):
 
 
 def test_equal_findings_are_one_problem():
-    (problem,) = explain(layers)(W, X).problems
+    # That nothing runs in half is another one.
+    _, problem = explain(layers)(W, X).problems
     assert problem.count == 3 and problem.flops == 3 * 2 * 4 * 8 * 8
     loop = explain(lambda w, x: jax.lax.fori_loop(0, 7, lambda _, x: layers(w, x), x))
-    assert loop(W, X).problems[0].count == 21
+    assert loop(W, X).problems[1].count == 21
 
     def twice(w, x):
         with jax.named_scope("more"):
             return layers(w, layers(w, x) + layers(w, x))
 
-    assert explain(lambda w, x: layers(w, twice(w, x)))(W, X).problems[0].paths == (
+    assert explain(lambda w, x: layers(w, twice(w, x)))(W, X).problems[1].paths == (
         "more/Layer_*",
         "Layer_*",
     )
@@ -265,7 +272,8 @@ def test_a_sound_model_has_no_problems():
 
 def test_the_costliest_kind_is_first():
     def fun(w, x):
-        return jax.lax.nextafter(x, x) @ jnp.dot(w, w, precision="highest")
+        y = jax.lax.nextafter(x, x) @ jnp.dot(w, w, precision="highest")
+        return y @ w
 
     kinds = [p.kind for p in explain(fun)(W, X).problems]
     assert kinds == ["float32 product", "unknown primitive"]
@@ -283,23 +291,6 @@ def test_warnings_of_the_users_code_stay_warnings():
     assert kinds == ["policy", "float32 product"]
 
 
-@pytest.mark.parametrize("key", ["precision=HIGHEST", "inside scan: default", "a {} b"])
-def test_a_key_may_be_any_text(key):
-    def fun(w, x):
-        def step(x):
-            return x @ w
-
-        with jax.named_scope(key):
-            return jax.lax.while_loop(lambda x: x.sum() < 0, step, x @ w)
-
-    found = explain(fun, amp_policy={key: flax_amp.use_original_precision})(W, X)
-    (note,) = (note for note in found.notes if "kept" in note)
-    assert note.startswith("2 products are kept in float32 by your policy key")
-    assert repr(key) in note and not found.problems
-    reasons = {e.reason for e in found.equations if e.primitive == "dot_general"}
-    assert reasons == {f"scope {key}", f"inside while: scope {key}"}
-
-
 @pytest.mark.parametrize(
     ("precision", "words"),
     [
@@ -313,7 +304,7 @@ def test_a_key_may_be_any_text(key):
 )
 def test_the_precision_that_a_product_asks_for(precision, words):
     found = explain(lambda w, x: jax.lax.dot(x, w, precision=precision))(W, X)
-    assert words in found.problems[0].message
+    assert words in found.problems[-1].message
 
 
 def nested(w, x):

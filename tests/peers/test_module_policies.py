@@ -80,6 +80,7 @@ POLICIES = {  # name: (policy, the dtypes of the five products)
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.filterwarnings("ignore:.*of this program runs in:flax_amp.PolicyWarning")
 def test_haiku_policies(name):
     policy, expected = POLICIES[name]
     assert products(policy) == expected
@@ -188,7 +189,8 @@ def test_flux_statistics_and_embeddings():
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
     embed = nn.Embed(5, SIZE)
     table = jax.eval_shape(embed.init, jax.random.key(0), jnp.arange(2))
-    assert painted(embed.apply, table, jnp.arange(2)) == ["flax_amp_lookup:32"]
+    (read,) = only(painted(embed.apply, table, jnp.arange(2)), "gather")
+    assert read == "gather:32"
 
 
 LOSSES = {
@@ -205,7 +207,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_flux_losses(name):
-    """Behind low logits, whatever adds up or needs the range is float32."""
+    """Behind logits in half precision, everything is float32."""
     dtype = HALVES[len(name) % 2]
     fn = lambda x, w: LOSSES[name](x @ w).mean()  # noqa: E731
     found = painted(fn, ROWS, WEIGHT, compute_dtype=dtype)

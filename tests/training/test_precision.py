@@ -1,6 +1,7 @@
 """One word for the precision: what steps compute in, and the scaler of a new run."""
 
 import dataclasses
+import functools
 import re
 import warnings
 from typing import get_args
@@ -16,6 +17,7 @@ from _steps import counting, linear_batch, linear_loss, linear_state, raised
 from flax_amp import (
     AmpTrainState,
     Precision,
+    amp,
     checkpoint,
     init_scaler,
     make_eval_step,
@@ -34,15 +36,7 @@ WORDS = {
     "16-mixed": ("float16", init_scaler()),
     "32-true": ("float32", no_scaler()),
 }
-ALIASES = {
-    "bf16": "bf16-mixed",
-    "bfloat16": "bf16-mixed",
-    "16": "16-mixed",
-    "fp16": "16-mixed",
-    "float16": "16-mixed",
-    "32": "32-true",
-    "float32": "32-true",
-}
+ALIASES = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 
 
 class EmaState(AmpTrainState):
@@ -70,26 +64,30 @@ def nnx_loss(model, batch):
     return model(batch).mean()
 
 
-def by_state(scaler, precision, **options):
+def as_it_is(loss):
+    return loss
+
+
+def by_state(scaler, precision, wrap=as_it_is, **options):
     """Returns the dtypes of the products of each step, and the scaler."""
     state = linen_state(scaler=scaler, **precision)
     makers = make_train_step, make_eval_step
-    steps = [make(linen_loss, **options) for make in makers]
+    steps = [make(wrap(linen_loss), **options) for make in makers]
     return [dtypes_of(step, state, X) for step in steps], state.scaler
 
 
-def by_optimizer(scaler, precision, **options):
+def by_optimizer(scaler, precision, wrap=as_it_is, **options):
     """The same for the step on an `nnx.Optimizer`."""
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     graphdef, arrays = nnx.split((model, optimizer))
-    step = make_nnx_train_step(nnx_loss, jit=False, **precision, **options)
+    step = make_nnx_train_step(wrap(nnx_loss), jit=False, **precision, **options)
 
     def pure(arrays):
         return step(*nnx.merge(graphdef, arrays), scaler, X)
 
     step_dtypes = dtypes_of(pure, arrays)
-    step = make_nnx_train_step(nnx_loss, donate=False, **precision, **options)
+    step = make_nnx_train_step(wrap(nnx_loss), donate=False, **precision, **options)
     new, _ = step(model, optimizer, scaler, X)
     assert new["count"] == 1
     return [step_dtypes], new | {"count": jnp.int32(0)}
@@ -122,8 +120,26 @@ def test_a_word_says_dtype_and_scaler(word, maker):
         assert jax.tree.map(float, found) == jax.tree.map(float, wanted), row
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loss_that_is_rewritten_already_is_taken_as_it_is(maker):
+    """Whatever the word is: its options are those of `amp`, which the step has not."""
+    half = functools.partial(amp, compute_dtype=jnp.float16, recompute=False)
+    ways = half, lambda loss: functools.partial(half(loss)), lambda f: jax.jit(half(f))
+    for wrap in ways if maker == "state" else ways[:2]:
+        for word in WORDS:
+            dtypes, _ = MAKERS[maker](None, {"precision": word}, wrap)
+            assert {x for step in dtypes for dot in step for x in dot} == {"float16"}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_options_beside_a_loss_that_is_rewritten_already(maker):
+    for options in ({"compute_dtype": jnp.float16}, {"amp_policy": {}}):
+        with pytest.raises(ValueError, match="is already rewritten by amp, and "):
+            MAKERS[maker](None, {}, amp, **options)
+
+
 def test_there_are_no_other_words():
-    # tests/rewriter/test_fp8_rule.py has those of fp8.
+    # tests/rewriter/test_fp8.py has those of fp8.
     assert get_args(Precision) == (*WORDS, "fp8-mixed", *ALIASES, "fp8")
 
 
@@ -203,18 +219,13 @@ def test_a_restored_run_may_change_its_word(old, new, tmp_path):
     assert len(told) == 1
 
 
-@pytest.mark.parametrize("word", ["fp32", "float8", 16, None, jnp.float16], ids=str)
+@pytest.mark.parametrize("word", ["float16", 16, None, jnp.float16], ids=str)
 def test_other_words_are_errors(word):
     def given_to(make, jit):
         state = dataclasses.replace(linear_state(), precision=word)
         return lambda: make(linear_loss, jit=jit)(state, linear_batch())
 
-    expected = (
-        f" is {word!r}; expected one of 'bf16-mixed', '16-mixed', '32-true', "
-        "'fp8-mixed': bfloat16, float16 with a loss scaler, float32, or bfloat16 with "
-        f"matrix products in fp8; {', '.join(map(repr, (*ALIASES, 'fp8')))} are short "
-        "for them. Pass a dtype to the step"
-    )
+    expected = f" is {word!r}; expected one of 'bf16-mixed'"
     for name, call in [
         ("AmpTrainState.create: ", lambda: linen_state(precision=word)),
         ("AmpTrainState.create: ", lambda: nnx_state(precision=word)),
