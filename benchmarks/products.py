@@ -18,7 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from flax_amp import _compat
-from flax_amp._jaxpr.evaluate import evaluate
+from flax_amp._compat import evaluate
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 # What is entered; a kernel, for example, is not.

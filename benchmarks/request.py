@@ -132,7 +132,7 @@ def parse_option(text: str) -> tuple[str, Any]:
     """Reads "key=value"; a value that is no Python literal is a string."""
     key, separator, value = text.partition("=")
     if not (key.isidentifier() and separator and value):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected such as recompute=never")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected such as recompute=False")
     try:
         return key, ast.literal_eval(value)
     except (SyntaxError, ValueError):

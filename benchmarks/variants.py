@@ -266,7 +266,12 @@ _partial = functools.partial
 
 
 # The device that a step is compiled for is not asked whether it has such products.
-_in_fp8 = _partial(flax_amp.use_fp8, emulate=False)
+_IN_FP8 = flax_amp.use_fp8(emulate=False)
+
+
+def _everywhere(recipe: Any) -> dict[Any, Any]:
+    """Returns a policy of all scopes: its products run in fp8 at any size."""
+    return flax_amp.default_amp_policy | {"*": recipe}
 
 
 _BUILDERS: dict[str, Callable[..., Training]] = {
@@ -275,13 +280,13 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
     "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
     "amp_fp8": _partial(
-        _of_loss, wrap=flax_amp.amp, compute_dtype=_BF16, matmul_dtype=_in_fp8()
+        _of_loss, wrap=flax_amp.amp, compute_dtype=_BF16, matmul_dtype=_IN_FP8
     ),
     "amp_fp8_all": _partial(
         _of_loss,
         wrap=flax_amp.amp,
         compute_dtype=_BF16,
-        matmul_dtype=_in_fp8(any_shape=True),
+        amp_policy=_everywhere(_IN_FP8),
     ),
     "flax_fp8": _flax_fp8,
     "amp_step_bf16": _partial(_amp_step, dtype=_BF16, scaling=False),
@@ -304,7 +309,7 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "amp_fp8_emulated": _partial(
         _of_loss,
         wrap=flax_amp.amp,
-        matmul_dtype=flax_amp.use_fp8(any_shape=True, emulate=True),
+        amp_policy=_everywhere(flax_amp.use_fp8(emulate=True)),
     ),
 }
 NAMES = tuple(_BUILDERS)

@@ -61,5 +61,5 @@ def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> No
     if WAYS[way].precision != "32-true":
         program = TASKS[name].build(WAYS[way])
         results.put_share(name, way, training.low_share(program))
-        if (dtype := WAYS[way].matmul_dtype) is not None:
-            results.put_fp8(name, way, training.in_fp8(program, dtype))
+        if (policy := WAYS[way].amp_policy) is not None:
+            results.put_fp8(name, way, training.in_fp8(program, policy))

@@ -29,10 +29,9 @@ _COLOURS = {
     "small_moments": "#56B4E9",
     "small_state": "#009E73",
     "fp8": "#000000",
-    "fp8_row": "#8C510A",
     "nearest_state": "#CC79A7",
 }
-_BESIDE = ("float32", "bfloat16", "fp8", "fp8_row")  # in a figure of their own
+_BESIDE = ("float32", "bfloat16", "fp8")  # in a figure of their own
 
 # What was found by hand. It is told with its date, whatever the runs of a page are.
 _NOTES = {
@@ -75,9 +74,9 @@ optax, with nothing of flax_amp in the step but the class of the state. `bfloat1
 both moments of the optimizer stored in bfloat16 by `flax_amp.optim.small_state`, and
 `small_state` stores the parameters in it, too; `nearest_state` rounds both to the
 nearest number, is no way to train, and is not judged. `fp8` is `bfloat16` with
-`matmul_dtype=flax_amp.use_fp8(any_shape=True, emulate=True)`: matrix products by
-weights in fp8, of any size, with the numbers that hardware has; `fp8_row` has
-`scaling="row"`, too. In float16 the scale doubles after {PATIENCE + 1} finite updates
+`flax_amp.use_fp8(emulate=True)` for all scopes: matrix products by weights in fp8, of
+any size, with the numbers that hardware has. In float16 the scale doubles after
+{PATIENCE + 1} finite updates
 in a row, so that it grows too far and updates are skipped even in a short run. The
 metric is always measured in float32, on what is held out; the end of a run is the mean
 of its last {LAST} evaluations of {EVALUATIONS}.
@@ -240,7 +239,7 @@ def _beside(results: Results) -> str:
     rows = []
     for task in _in_order(results):
         ways = {way: _ends(runs) for way, runs in results.runs[task].items()}
-        for way in ("float32", "fp8", "fp8_row"):
+        for way in ("float32", "fp8"):
             base, ends = ways.get("bfloat16", {}), ways.get(way, {})
             seeds = [seed for seed in ends if seed in base]
             if "fp8" in ways and len(seeds) > 1:

@@ -22,7 +22,7 @@ import flax_amp
 from benchmarks import environment
 from benchmarks.convergence.task import Carry, Program, Task, Way
 from benchmarks.results import write_json
-from flax_amp.policy import MatmulDType
+from flax_amp.policy import PolicyEntries
 
 LAST = 5  # evaluations that are averaged
 _DEVIATIONS = 3.0
@@ -72,14 +72,14 @@ def low_share(program: Program) -> list[float]:
     return [_rounded(told.totals.low_share) for told in _explained(program)]
 
 
-def in_fp8(program: Program, matmul_dtype: MatmulDType) -> list[dict[str, float]]:
+def in_fp8(program: Program, amp_policy: PolicyEntries) -> list[dict[str, float]]:
     """Returns how many products of a forward pass run in fp8, for each state.
 
     Products by the layers of a loop count as often as it turns. `share` is that of the
     FLOPs of products, which is the same in the backward pass.
     """
     found = []
-    for told in _explained(program, matmul_dtype):
+    for told in _explained(program, amp_policy):
         products = [row for row in told.equations if row.flops]
         fp8 = [row for row in products if row.is_in_fp8]
         share = sum(row.flops for row in fp8) / told.totals.flops
@@ -89,12 +89,12 @@ def in_fp8(program: Program, matmul_dtype: MatmulDType) -> list[dict[str, float]
 
 
 def _explained(
-    program: Program, matmul_dtype: MatmulDType = None
+    program: Program, amp_policy: PolicyEntries | None = None
 ) -> Iterator[flax_amp.debug.Explanation]:
     key = jax.random.key(0)
     carry = jax.eval_shape(program.start, key)
     batches = jax.eval_shape(program.batches, carry, program.data, key)
-    options: Any = dict(matmul_dtype=matmul_dtype, backward=False)
+    options: Any = dict(amp_policy=amp_policy, backward=False)
     for name, loss_fn in program.losses.items():
         yield flax_amp.explain(carry[name], loss_fn, batches[name], **options)
 

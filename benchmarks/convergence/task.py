@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import flax_amp
-from flax_amp.policy import MatmulDType
+from flax_amp.policy import PolicyEntries
 
 PyTree = Any
 Carry = dict[str, Any]  # the states that train, by name, and whatever else a step needs
@@ -30,14 +30,14 @@ class Way:
       dtype: what the layers get as their `dtype` by hand.
       rounding: how the moments are rounded to bfloat16; `None` leaves them in float32.
       param_dtype: what the parameters are stored in.
-      matmul_dtype: what matrix products run in, if not in half precision.
+      amp_policy: see `flax_amp.amp`.
     """
 
     precision: flax_amp.Precision = "32-true"
     dtype: DTypeLike | None = None
     rounding: Literal["stochastic", "nearest"] | None = None
     param_dtype: DTypeLike = jnp.float32
-    matmul_dtype: MatmulDType = None
+    amp_policy: PolicyEntries | None = None
 
     def state(self, tx: Any, **options: Any) -> flax_amp.AmpTrainState:
         """Makes a state as users do, but with a scale that grows faster."""
@@ -60,20 +60,19 @@ class Way:
         """
         if self.precision == "32-true":
             return functools.partial(_plain_step, loss_fn)
-        options: Any = dict(matmul_dtype=self.matmul_dtype, jit=False)
+        options: Any = dict(amp_policy=self.amp_policy, jit=False)
         return flax_amp.make_train_step(loss_fn, has_aux=True, **options)
 
     def eval_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Makes `step(state, batch)` of `fn(params, batch)`, in this precision."""
         if self.precision == "32-true":
             return lambda state, batch: fn(state.params, batch)
-        options: Any = dict(matmul_dtype=self.matmul_dtype, jit=False)
+        options: Any = dict(amp_policy=self.amp_policy, jit=False)
         return flax_amp.make_eval_step(fn, **options)
 
 
 # The models are too small for products in fp8 to pay, and a CPU has none.
-_FP8 = flax_amp.use_fp8(any_shape=True, emulate=True)
-_BY_ROW = dataclasses.replace(_FP8, scaling="row")
+_FP8 = flax_amp.default_amp_policy | {"*": flax_amp.use_fp8(emulate=True)}
 WAYS = {
     "float32": Way(),
     "bfloat16": Way("bf16-mixed"),
@@ -81,8 +80,7 @@ WAYS = {
     "hand_bf16": Way(dtype=jnp.bfloat16),
     "small_moments": Way("bf16-mixed", rounding="stochastic"),
     "small_state": Way("bf16-mixed", rounding="stochastic", param_dtype=jnp.bfloat16),
-    "fp8": Way("bf16-mixed", matmul_dtype=_FP8),
-    "fp8_row": Way("bf16-mixed", matmul_dtype=_BY_ROW),
+    "fp8": Way("bf16-mixed", amp_policy=_FP8),
     NEAREST: Way("bf16-mixed", rounding="nearest", param_dtype=jnp.bfloat16),
 }
 

@@ -23,10 +23,10 @@ class ConvNet(nn.Module):
         x = images
         for index, features in enumerate(self.features):
             strides = (1, 1) if index == 0 else (2, 2)
-            x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
             if index == 1 and self.gain != 1:
                 with jax.named_scope("gain"):
                     x = x * self.gain
+            x = nn.Conv(features, (3, 3), strides, use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
             x = nn.relu(x)
         x = x.mean(axis=(1, 2))
