@@ -8,13 +8,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from _programs import WITHIN, normal, squares
+from benchmarks.exact import with_exact_products
 from flax_amp import amp
 from helpers import (
     HALVES,
     assert_identical,
     both_halves,
     equations_of,
-    gradient_error,
     jit,
     relative_error,
 )
@@ -79,7 +79,13 @@ def test_cotangents_are_summed_in_float32(name):
     grad = jax.grad(amp(fn, compute_dtype=dtype), (0, 1))
     sums = equations_of(grad, W, X, primitive="scatter-add")
     assert {str(e.outvars[0].aval.dtype) for e in sums} <= {"float32"}
-    assert gradient_error(fn, dtype, W, X, argnums=(0, 1), scale=SCALE) < 0.03
+    # XLA for the CPU adds up some products of halves in half. What replaces them knows
+    # no functions with a jvp rule.
+    lowered = amp(fn, compute_dtype=dtype)
+    if name != "in custom_jvp":
+        lowered = with_exact_products(lowered)
+    scaled = lambda f: jit(jax.grad(lambda *a: SCALE * f(*a), (0, 1)))(W, X)  # noqa: E731
+    assert relative_error(scaled(lowered), scaled(fn)) < 0.03
 
 
 @both_halves
