@@ -44,7 +44,8 @@ test-slow: $(RUN_READY) ## The slow part: long tables, and examples in processes
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
-	FLAX_AMP_FUZZ=$(FUZZ) $(BIN)/python -m pytest $(PYTEST_ARGS) -rP tests/fuzz
+	FLAX_AMP_FUZZ=$(FUZZ) $(BIN)/python -m pytest $(PYTEST_ARGS) -rP tests/fuzz \
+	  tests/rewriter/test_six_lines.py
 
 test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writes a table.
 	$(CORPUS)/bin/python -m benchmarks.corpus $(CORPUS_ARGS)
