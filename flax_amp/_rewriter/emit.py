@@ -278,6 +278,8 @@ class Emitter:
     ) -> bool:
         """Whether a move, a sum of two or a bias stays in half precision."""
         is_half = [values.is_half(*pair) for pair in pairs]
+        if not any(is_half):
+            return False
         others = [
             v
             for (v, _), half in zip(pairs, is_half, strict=True)
@@ -285,23 +287,17 @@ class Emitter:
         ]
         leads = any(v in plan.flow.leads for v in eqn.outvars)
         name = eqn.primitive.name
-        if not any(is_half):
-            return False
         if role is Role.MOVE:
             if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
                 return False
             fits = all(self._fits(v, eqn, plan) for v in others)
             return fits and (leads or name == "gather")
-        if name not in ("add", "add_any"):
-            return False
-        is_bias = name == "add" and all(
-            v in plan.weights and v.aval.shape
+        are_biases = all(
+            not isinstance(v, Literal) and v in plan.weights and v.aval.shape
             for v in others
-            if not isinstance(v, Literal)
         )
-        if any(isinstance(v, Literal) for v in others):
-            return False
-        return leads and (is_bias or not others)
+        is_sum = name == "add" or (name == "add_any" and not others)
+        return leads and is_sum and are_biases
 
     def _fits(self, v: Atom, eqn: Eqn, plan: Plan) -> bool:
         """Whether a move may read a float32 operand rounded beside one that is half."""
