@@ -354,3 +354,42 @@ def test_a_sum_that_is_moved_before_a_loss():
     expected, found = (jax.value_and_grad(f)(w, x, v) for f in (loss, amp(loss)))
     for a, b in zip(*map(jax.tree.leaves, (expected, found)), strict=True):
         np.testing.assert_allclose(b, a, rtol=0.05, atol=0.02)
+
+
+# --- what leaves a call with a product inside ----------------------------------------
+
+
+@jax.custom_vjp
+def gate_with_rule(x, w):
+    return sigmoid(6 + x @ w)
+
+
+gate_with_rule.defvjp(
+    lambda x, w: (gate_with_rule(x, w), (x, w)),
+    lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct),
+)
+
+
+def gate(x, w):
+    return sigmoid(6 + x @ w)
+
+
+CALLS = {
+    "jit": jax.jit(gate),
+    "checkpoint": jax.checkpoint(gate),
+    "cond": lambda x, w: lax.cond(x.sum() > 0, gate, lambda x, w: gate(x, -w), x, w),
+    "scan": lambda x, w: lax.scan(lambda c, x: (c, gate(x, w)), 0.0, x[None])[1][0],
+    "custom_vjp": gate_with_rule,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gate_that_leaves_a_call(name):
+    """A loss and a product read it: rounded, it would be one, and its loss infinite."""
+    w, x, v = matrices(0)
+
+    def loss(w, x, v):
+        t = CALLS[name](x, w)
+        return -jnp.log(1 - t).mean() + (t @ v).mean()
+
+    np.testing.assert_allclose(amp(loss)(w, x, v), loss(w, x, v), rtol=0.01)
