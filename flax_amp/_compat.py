@@ -295,11 +295,6 @@ def is_numerics_of_jax(eqn: Eqn) -> bool:
     return any({"linalg", "image"} & set(re.findall(r"\w+", file)) for file in of_jax)
 
 
-def user_file(eqn: Eqn) -> str:
-    """Returns the innermost file of `user_frames`."""
-    return next((file for file, _ in user_frames(eqn)), "")
-
-
 def scopes(eqn: Eqn) -> tuple[Any, ...]:
     """Returns all scopes around an equation within its jaxpr, outermost first."""
     return tuple(eqn.source_info.name_stack.stack)
@@ -358,31 +353,15 @@ def takes_symbolic_zeros() -> bool:
     return trace is None
 
 
-def is_differentiated(x: Any) -> bool:
-    """Whether reverse mode differentiates with respect to this very array.
-
-    An array that was computed from one does not count. False inside a `jit` or
-    `checkpoint` that is differentiated from outside, where it cannot be known.
-    """
-    while type(x).__name__ == "BatchTracer":
-        x = x.val  # under a vmap
-    if type(x).__name__ != "LinearizeTracer":
-        return False
-    return getattr(x.tangent, "parent", x) is None  # no equation made the tangent
-
-
-def name_arguments(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[str, ...]:
-    """Returns the names of the arguments of a call in JAX's messages, `batch`.
-
-    The keyword arguments come last, sorted.
-    """
-    leaves: Any = [0] * len(args), dict.fromkeys(kwargs, 0)
-    names: Any = jax.api_util.debug_info("amp", fun, *leaves).arg_names
-    if len(names) == len(args) + len(kwargs):
-        return names
-    # JAX loses one if it is positional and a keyword of `**kwargs` has the same name.
-    places = (f"args[{i}]" for i in range(len(args)))
-    return (*places, *(f"kwargs[{key!r}]" for key in sorted(kwargs)))
+def name_arrays(
+    fun: Callable[..., Any], args: Any, kwargs: Any, arrays: Arrays
+) -> list[str]:
+    """Returns what JAX's messages call arrays in the arguments, `batch['x']`."""
+    names: Any = jax.api_util.debug_info("amp", fun, args, kwargs).arg_names
+    # In reverse, since the first one counts if an array is passed twice.
+    leaves = reversed(jax.tree.leaves((args, kwargs)))
+    by_array = dict(zip(map(id, leaves), reversed(names), strict=False))
+    return [by_array.get(id(x), "") for x in arrays]
 
 
 def traced_as(
@@ -402,3 +381,6 @@ def traced_as(
 
 
 _CORE = _private("core")
+
+# The type of typed PRNG keys, which no public name has.
+KeyArray: Any = _private("random.prng").PRNGKeyArray

@@ -18,8 +18,7 @@ _SEGMENT = re.compile(rf"(.*?)({_METHOD})", re.DOTALL)
 
 def split_method(segment: str) -> tuple[str, str]:
     """Returns the name of a module, and `.method` or nothing."""
-    found = _SEGMENT.fullmatch(segment)
-    return found.groups() if found else (segment, "")  # type: ignore[return-value]
+    return _SEGMENT.fullmatch(segment).groups()  # type: ignore[union-attr, return-value]
 
 
 def names_method(key: str) -> bool:
@@ -40,11 +39,7 @@ def paths(scopes: tuple[str, ...]) -> Iterator[set[str]]:
     """Yields, for each nested scope, the set of paths by which a key may name it.
 
     One is the path as it is. In the other one, a module whose methods call each other
-    is named only once.
-
-    Args:
-      scopes: the names of the scopes, outermost first. A name with slashes stands for
-        several.
+    is named only once. A name with slashes stands for several scopes.
     """
     segments: list[str] = []
     modules: list[str] = []

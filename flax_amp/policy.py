@@ -8,14 +8,9 @@ dtypes or *precision functions*
 which cast the operands of one equation and adapt its parameters. `amp` recognizes the
 functions of this module; any other one it calls on the equations that its key selects.
 
-The value for an equation is that of
-
-1. the outermost `jax.named_scope` (or Flax module) around it that a key matches
-   (`flax_amp/_scope_paths.py`);
-2. or else its primitive;
-3. or else `"amp_default"`.
-
-An equation that none of the first two selects follows the rule of `amp`.
+The outermost `jax.named_scope` (or Flax module) around an equation that a key matches
+decides, or else its primitive. All other equations follow the rule of `amp`, with
+`"amp_default"` as their value.
 """
 
 import dataclasses
@@ -37,7 +32,7 @@ from flax_amp._scope_paths import names_method, paths, pattern
 
 BindArguments = tuple[Arrays, Params]  # what a primitive is bound to
 PrecisionFunction = Callable[..., BindArguments]
-PolicyEntries = Mapping[Any, Any]  # an alias, to keep signatures short
+PolicyEntries = Mapping[Any, Any]
 
 # --- precision functions -------------------------------------------------------------
 
@@ -102,9 +97,7 @@ class InDtype:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
-    def __call__(
-        self, compute_dtype: DTypeLike, *args: Any, **bind_params: Any
-    ) -> BindArguments:
+    def __call__(self, _: DTypeLike, *args: Any, **bind_params: Any) -> BindArguments:
         """Arguments and result as in `use_compute_precision`."""
         return use_compute_precision(self.dtype, *args, **bind_params)
 
@@ -113,21 +106,15 @@ class InDtype:
 class use_fp8:  # noqa: N801 - reads as a function in a policy
     """Runs matrix products by weights on 8-bit floats, all else by the rule of `amp`.
 
-    Both factors are scaled by a power of two and rounded to `float8_e4m3fn`, cotangents
-    to `float8_e5m2`. Results are in the compute dtype. Scales come from the numbers at
-    hand, so there is no state.
-
     As the value of `jax.lax.dot_general_p`, or as `matmul_dtype`, it leaves small
     products, the first layer and the last one in half precision. As the value of a
-    scope it takes small products and the last one as well. Products of two activations,
-    such as those of attention, and convolutions stay in half precision in any case
-    (`docs/fp8.md`).
+    scope it takes small products and the last one as well (`docs/fp8.md`).
 
     Args:
       emulate: `None`: a default device without such products is refused where the
         function is traced. `True`: the products run in float32 on the same 8-bit
-        numbers, on any device, only slower. `False`: nothing is refused, as to compile
-        for another device.
+        numbers, on any device. `False`: nothing is refused, as to compile for another
+        device.
 
     Example:
       >>> import jax.numpy as jnp, flax_amp
@@ -149,7 +136,6 @@ class use_fp8:  # noqa: N801 - reads as a function in a policy
 # --- words ---------------------------------------------------------------------------
 
 MatmulDType = Literal["fp8"] | use_fp8 | type | None  # short, for signatures
-# The words for a precision, and a short form of each.
 Precision = Literal[
     "bf16-mixed", "16-mixed", "32-true", "fp8-mixed", "bf16", "fp16", "fp32", "fp8"
 ]
@@ -159,20 +145,16 @@ _MEANING: dict[Any, tuple[Any, MatmulDType]] = {
     "32-true": (jnp.float32, None),
     "fp8-mixed": (jnp.bfloat16, "fp8"),
 }
-_SHORT: dict[Any, Any] = dict(
+_LONG: dict[Any, Any] = dict(
     zip(("bf16", "fp16", "fp32", "fp8"), _MEANING, strict=True)
 )
 
 
 def long_word(word: Any, name: str = "precision") -> Precision:
-    """Returns the long form of a word, which states and messages hold.
-
-    Raises:
-      ValueError: if it is no word for a precision. The message calls it `name`.
-    """
-    long: Any = _SHORT.get(word, word) if isinstance(word, str) else None
+    """Returns the long form of a word, or raises a ValueError that calls it `name`."""
+    long: Any = _LONG.get(word, word) if isinstance(word, str) else None
     if long not in _MEANING:
-        words = ", ".join(f"{word!r} ({short!r})" for short, word in _SHORT.items())
+        words = ", ".join(f"{long!r} ({short!r})" for short, long in _LONG.items())
         raise ValueError(
             f"{name} is {word!r}; expected one of {words}. Pass a dtype as "
             "compute_dtype."
@@ -187,36 +169,30 @@ def read_precision(word: Any) -> tuple[Any, MatmulDType]:
 
 # --- policies ------------------------------------------------------------------------
 
-
-def _policy(low: str, full: str = "") -> dict[Any, PrecisionFunction]:
-    # Names that this JAX version does not have are left out.
-    known = _compat.primitives()
-    functions: Any = {low: use_compute_precision, full: InDtype(jnp.float32)}
-    return {
-        **{
-            known[k]: f for ks, f in functions.items() for k in ks.split() if k in known
-        },
-        "amp_stop": use_original_precision,
-        "amp_default": use_original_precision,
-    }
-
-
 # The default of `amp`: products run in half precision, and everything else follows the
 # rule. Extend it with `default_amp_policy | {...}`.
-default_amp_policy = _policy("dot_general ragged_dot_general conv_general_dilated")
+default_amp_policy: dict[Any, PrecisionFunction] = {
+    lax.dot_general_p: use_compute_precision,
+    lax.conv_general_dilated_p: use_compute_precision,
+    _compat.primitives()["ragged_dot_general"]: use_compute_precision,
+    "amp_stop": use_original_precision,
+    "amp_default": use_original_precision,
+}
 
 # The default of jaxamp: four primitives are low, four are full, the rest is untouched.
-jaxamp_policy = _policy("add sub dot_general conv_general_dilated", "exp log mul div")
+_LOW = (lax.add_p, lax.sub_p, lax.dot_general_p, lax.conv_general_dilated_p)
+_FULL = (lax.exp_p, lax.log_p, lax.mul_p, lax.div_p)
+jaxamp_policy: dict[Any, PrecisionFunction] = {
+    **dict.fromkeys(_LOW, use_compute_precision),
+    **dict.fromkeys(_FULL, InDtype(jnp.float32)),
+    **dict.fromkeys(("amp_stop", "amp_default"), use_original_precision),
+}
 
 
 def with_matmul_dtype(
     entries: PolicyEntries | None, matmul_dtype: MatmulDType
 ) -> PolicyEntries | None:
-    """Returns a policy with fp8 for `dot_general`, if asked and if it has no other key.
-
-    Raises:
-      TypeError: if `matmul_dtype` is something else.
-    """
+    """Returns a policy with fp8 for `dot_general`, unless it has another key for it."""
     if matmul_dtype is None:
         return entries
     recipe = _as_function(matmul_dtype)
@@ -276,15 +252,7 @@ class Decision:
 
 
 class Policy:
-    """A checked policy dict, ready to be looked up equation by equation.
-
-    Args:
-      entries: `{primitive or scope string: precision function or dtype}`; `None` for
-        `default_amp_policy`.
-
-    Raises:
-      TypeError: if an entry has the wrong type; all wrong entries are listed.
-    """
+    """A checked policy dict, ready to be looked up equation by equation."""
 
     def __init__(self, entries: PolicyEntries | None):
         functions = _functions(entries)
@@ -317,17 +285,13 @@ class Policy:
         self.may_leave_float32 = any(fn not in mine for fn in functions.values())
 
     def decide(self, primitive: Primitive, scopes: tuple[str, ...]) -> Decision:
-        """Returns the decision for one equation; arguments as in `matching`."""
+        """Returns the decision for one equation, with the scopes around it."""
         return self.matching(primitive, scopes)[0]
 
     def matching(self, primitive: Primitive, scopes: tuple[str, ...]) -> list[Decision]:
         """Returns the decisions of all keys that match one equation.
 
         The first one decides: that of the outermost scope, or else of the primitive.
-
-        Args:
-          primitive: the equation's primitive.
-          scopes: the names of the scopes around it, outermost first.
         """
         by_primitive = self._primitives.get(primitive.name)
         found = (*self._match(scopes), by_primitive, self._default)
@@ -390,11 +354,7 @@ def _as_function(value: Any) -> Any:
 
 
 def check_compute_dtype(dtype: Any) -> DType:
-    """Returns float16, bfloat16 or float32 as a numpy dtype.
-
-    Raises:
-      TypeError: if it is another one, or none.
-    """
+    """Returns float16, bfloat16 or float32 as a numpy dtype, or raises a TypeError."""
     checked = _as_function(dtype)
     if checked not in map(InDtype, (jnp.float16, jnp.bfloat16, jnp.float32)):
         raise TypeError(

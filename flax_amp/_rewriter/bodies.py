@@ -7,7 +7,7 @@ has no product inside is bound as it was written, and needs no rule.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,16 +18,9 @@ from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import custom_jvp, custom_vjp
 from flax_amp._rewriter.emit import Emitter, Rule
+from flax_amp._rewriter.flow import Ask, Flags, Flows, Uses
 from flax_amp._rewriter.fp8 import PolicyOfPlainProducts
-from flax_amp._rewriter.plan import (
-    Ask,
-    Flags,
-    Outs,
-    Planner,
-    is_float32,
-    is_layout,
-)
-from flax_amp._rewriter.primitives import bodies
+from flax_amp._rewriter.primitives import bodies, is_float32, is_layout
 from flax_amp._rewriter.roles import Context, Role
 from flax_amp._tree import split_list
 
@@ -78,7 +71,7 @@ def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
 
     def branch(closed: Any, *xs: Array) -> tuple[Array, ...]:
         outs = emitter.emit(closed, xs, inside)
-        return tuple(emitter.cast_like(outs, eqn.outvars, ask.outs.halves))
+        return tuple(emitter.cast_like(outs, eqn.outvars, ask.uses.rounded))
 
     branches = [functools.partial(branch, b) for b in eqn.params["branches"]]
     platforms = eqn.params.get("branches_platforms")
@@ -121,9 +114,12 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
         for i, (x, v) in enumerate(zip(origins, states, strict=False))
     )
     rest = (False,) * len(xs)
+    uses = Uses(
+        halves + ask.uses.for_products[count:], halves + ask.uses.rounded[count:]
+    )
     inside = Ask(
         ask.context,
-        Outs(halves + ask.outs.leads[count:], halves + ask.outs.halves[count:]),
+        uses,
         weights=(*ask.weights[:start], *none, *stacked),
         computed=(*(False,) * start, *halves, *rest),
     )
@@ -165,7 +161,7 @@ def _joined(origins: Sequence[_Origin]) -> _Origin:
 
 
 def _origins(
-    planner: Planner, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
+    planner: Flows, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
 ) -> tuple[list[_Origin], set[int]]:
     """Returns what the results come from, and the carries that are weights themselves.
 
@@ -221,35 +217,15 @@ def _is_kernel(eqn: Eqn) -> bool:
 
 def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """A while loop carries float32; reverse mode does not differentiate it."""
-    emitter = emitter.replace(is_straight=False, recompute=False)
     params = eqn.params
     sizes = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body, init = split_list(operands, *sizes)
-    _, _, states = split_list(eqn.invars, *sizes)
-    float32 = (False,) * len(states)
-
-    def state(arrays: Arrays) -> list[Array]:
-        return _strongly_typed(emitter.cast_like(_arrays(arrays), states, float32))
-
-    def flags(which: Flags, start: int, count: int) -> Flags:
-        carry = (False,) * len(states)
-        return (*which[start : start + count], *carry)
-
-    def body(*xs: Array) -> list[Array]:
-        outs = Outs(float32, float32)
-        weights = flags(ask.weights, *sizes)
-        inside = Ask.of_states(ask.context, outs, weights)
-        return state(emitter.emit(params["body_jaxpr"], xs, inside))
-
-    def condition(*xs: Array) -> Arrays:
-        weights = flags(ask.weights, 0, sizes[0])
-        alone = Outs((False,), (False,))
-        inside = Ask.of_states(ask.context, alone, weights)
-        return emitter.emit(params["cond_jaxpr"], xs, inside)
-
+    cond_weights, body_weights, _ = split_list(ask.weights, *sizes)
+    start = _states(emitter, init, eqn.invars[sum(sizes) :])
     # The primitive is bound: under vmap there is a condition for each example, which
     # jax.lax.while_loop does not take.
-    start = state(init)
+    condition = _in_float32(emitter, params["cond_jaxpr"], ask, cond_weights)
+    body = _in_float32(emitter, params["body_jaxpr"], ask, body_weights)
     jaxprs = {
         "cond_jaxpr": jax.make_jaxpr(condition)(*of_cond, *start),
         "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
@@ -263,26 +239,14 @@ def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arr
     A solver applies the same map again and again, so its vectors are the state of a
     loop.
     """
-    emitter = emitter.replace(is_straight=False, recompute=False)
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     *consts, vectors = split_list(operands, *lengths)
     *weights, _ = split_list(ask.weights, *lengths)
-    states = eqn.invars[sum(lengths) :]
-    state = emitter.cast_like(_arrays(vectors), states, (False,) * len(states))
-
-    def function(closed: Any, weights: Flags, *xs: Array) -> list[Array]:
-        results = _compat.open_jaxpr(closed)[0].outvars
-        float32 = (False,) * len(results)
-        outs = Outs(float32, float32)
-        flags = (*weights, *(False,) * (len(xs) - len(weights)))
-        inside = Ask.of_states(ask.context, outs, flags)
-        found = emitter.emit(closed, xs, inside)
-        return _strongly_typed(emitter.cast_like(_arrays(found), results, float32))
-
+    state = _states(emitter, vectors, eqn.invars[sum(lengths) :])
     rewritten = [
         # Two of the four are absent if the user gave no `transpose_solve`.
         closed
-        and jax.make_jaxpr(functools.partial(function, closed, flags))(*arrays, *state)
+        and jax.make_jaxpr(_in_float32(emitter, closed, ask, flags))(*arrays, *state)
         for closed, flags, arrays in zip(jaxprs, weights, consts, strict=True)
     ]
     params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
@@ -290,14 +254,41 @@ def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arr
     return _compat.bind(eqn, [*flat, *state], params)
 
 
+def _in_float32(
+    emitter: Emitter, closed: Jaxpr, ask: Ask, weights: Sequence[bool]
+) -> Callable[..., list[Array]]:
+    """Returns a body of a loop as a function that gives float32.
+
+    Args:
+      emitter: emits it.
+      closed: the body.
+      ask: what is asked of the loop.
+      weights: which of its first inputs are arguments of the whole program; the others
+        are states.
+    """
+    emitter = emitter.replace(is_straight=False, recompute=False)
+    results = _compat.open_jaxpr(closed)[0].outvars
+
+    def body(*xs: Array) -> list[Array]:
+        flags = (*weights, *(False,) * (len(xs) - len(weights)))
+        inside = Ask.in_float32(ask.context, len(results), flags)
+        return _states(emitter, emitter.emit(closed, xs, inside), results)
+
+    return body
+
+
+def _states(emitter: Emitter, arrays: Arrays, atoms: Sequence[Atom]) -> list[Array]:
+    """Returns the states of a loop in the dtypes of the jaxpr, strongly typed.
+
+    The results of a body must have the types of its inputs.
+    """
+    cast = emitter.cast_like(_arrays(arrays), atoms, (False,) * len(atoms))
+    return [_compat.with_weak_type(x, False) for x in cast]
+
+
 def _arrays(values: Arrays) -> list[Array]:
     """Returns literals of a jaxpr as arrays."""
     return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in values]
-
-
-def _strongly_typed(arrays: Arrays) -> list[Array]:
-    # The results of a body must have the types of its inputs.
-    return [_compat.with_weak_type(x, False) for x in arrays]
 
 
 RULES: dict[str, Rule] = {

@@ -27,8 +27,8 @@ from jax.custom_derivatives import SymbolicZero
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
 from flax_amp._rewriter.emit import Emitter
-from flax_amp._rewriter.plan import Ask, Flags, Outs, is_float32
-from flax_amp._rewriter.primitives import bodies
+from flax_amp._rewriter.flow import Ask, Flags
+from flax_amp._rewriter.primitives import bodies, is_float32
 from flax_amp._tree import fill, pick, split_list
 
 
@@ -137,10 +137,9 @@ class _Call:
     def emit(self, closed: Jaxpr, operands: Arrays) -> list[Array]:
         """Evaluates a traced function of the rule."""
         jaxpr, _ = _compat.open_jaxpr(closed)
-        unasked = (False,) * len(jaxpr.outvars)
         count = len(jaxpr.invars)
-        outs = Outs(unasked, unasked)
-        ask = Ask(self.ask.context, outs, (False,) * count, (True,) * count)
+        ask = Ask.in_float32(self.ask.context, len(jaxpr.outvars), (False,) * count)
+        ask = ask._replace(computed=(True,) * count)
         return self.emitter.emit(closed, operands, ask)
 
     def cast(

@@ -1,23 +1,19 @@
 """Matrix products of 8-bit floats: how one is computed, which ones pay, and where.
 
-Each factor is divided by a power of two, which is exact, such that its largest
-magnitude comes close to the largest number of the format, and is rounded to the format.
+Each factor is divided by a power of two, which is exact, and is rounded to the format.
 The result of the product is multiplied by the two powers:
 
     q:f8_e4m3fn = x / 2**d       where max |x| / 2**d is between 224 and 448
     r:f8_e4m3fn = w / 2**e
     y:bf16 = dot q r * 2**(d + e)
 
-The exponents are those of the numbers at hand ("current scaling" in TransformerEngine),
-so there is no state. Factors of the forward pass are `float8_e4m3fn`, with four digits,
-cotangents are `float8_e5m2`, with three digits and a wider range (Micikevicius et al.,
-"FP8 Formats for Deep Learning", 2022).
+The exponents are those of the numbers at hand, so there is no state. Cotangents are
+`float8_e5m2`, with fewer digits and a wider range (`docs/fp8.md`).
 
 To JAX it is a bilinear primitive, as `dot_general` is: derivatives of any order and
 mode are such products again, with the axes that JAX gives those of `dot_general`. One
 factor is a weight in float32, and the other one is in half precision; the backward pass
-stores them, and not their 8-bit copies. In straight code XLA finds that both passes
-make the same copies, and stores these instead.
+stores them, and not their 8-bit copies.
 """
 
 import dataclasses
@@ -61,10 +57,7 @@ def fp8_dot(
 
 @dataclasses.dataclass(frozen=True)
 class PolicyOfPlainProducts:
-    """A policy of `jax.checkpoint` that sees each fp8 product as a `dot_general`.
-
-    Policies such as `jax.checkpoint_policies.checkpoint_dots` ask for that primitive.
-    """
+    """A policy of `jax.checkpoint` that sees each fp8 product as a `dot_general`."""
 
     policy: Callable[..., Any]
 
@@ -76,15 +69,6 @@ class PolicyOfPlainProducts:
 
 # --- which products, and where -------------------------------------------------------
 
-# A product of `M x K` by `K x N` numbers and its two backward products take half of
-# their time in fp8, which is the time of `3 M K N` operations. Their traffic grows by 6
-# bytes for each number of the activations and of the cotangents, which are read twice
-# and written and read as copies, and by 15 for each one of the weight. On an H100 or a
-# TPU7x some 300 operations take the time of a byte: it pays if
-# 3 M K N > 300 (6 M K + 6 M N + 15 K N). By XLA's estimates for a TPU7x, four layers of
-# two products with 16384 rows take 0.95 of the time of bfloat16 with 1024 x 4096
-# weights, and 0.62 with 2048 x 8192; a GPT with 768 x 3072 weights takes 1.08.
-
 
 def fp8_product(
     eqn: Eqn,
@@ -95,20 +79,16 @@ def fp8_product(
 ) -> tuple[use_fp8, int] | str:
     """Returns how a product runs in fp8 and its weight, or why it stays in half.
 
-    Args:
-      eqn: the equation of a product.
-      is_weight: of each factor: whether it is an argument, moved at most.
-      is_computed: of each factor: whether it comes from more than arguments.
-      leads: whether a product reads the result later.
-      decision: that of the policy, whose function is a `use_fp8`.
+    Of each factor is known whether it is an argument, moved at most, and whether it
+    comes from more than arguments; of the result, whether a product reads it later.
     """
-    recipe: Any = decision.function
     if eqn.primitive.name != "dot_general":
         return f"{eqn.primitive.name} has no form in fp8"
-    meshes = [v.aval.sharding.mesh for v in eqn.invars]
-    if any(jax.sharding.AxisType.Explicit in mesh.axis_types for mesh in meshes):
+    avals = [v.aval for v in eqn.invars]
+    explicit = jax.sharding.AxisType.Explicit
+    if any(explicit in aval.sharding.mesh.axis_types for aval in avals):
         return "its sharding is explicit"
-    if any(v.aval.dtype != jnp.float32 for v in eqn.invars):
+    if any(aval.dtype != jnp.float32 for aval in avals):
         return "a factor is not float32"
     # Such as a first layer, or a one-hot matrix times a table.
     if not any(is_computed):
@@ -117,24 +97,31 @@ def fp8_product(
         return "neither factor is an argument"
     weight = 0 if is_weight[0] else 1
     # Who names a layer means it, also if it is the last one, or small.
-    if decision.origin is Origin.SCOPE:
-        return recipe, weight
-    if not leads:
-        return "no product in half precision behind it"
-    contracting, batch = eqn.params["dimension_numbers"]
-    shapes = [v.aval.shape for v in eqn.invars]
-    k = math.prod(shapes[0][axis] for axis in contracting[0])
-    m, n = (
-        math.prod(
-            shapes[i][a] for a in _free_axes(len(shapes[i]), contracting[i], batch[i])
-        )
-        for i in (1 - weight, weight)
-    )
-    # A size is a symbol under `jax.export`.
-    is_known = all(isinstance(size, int) for size in (m, k, n))
-    if not is_known or 3 * m * k * n <= 300 * (6 * (m * k + m * n) + 15 * k * n):
-        return f"too small, {m} x {k} x {n}"
+    if decision.origin is not Origin.SCOPE:
+        if not leads:
+            return "no product in half precision behind it"
+        if not _pays(eqn, weight):
+            return f"too small, {avals[0].shape} by {avals[1].shape}"
+    recipe: Any = decision.function
     return recipe, weight
+
+
+def _pays(eqn: Eqn, weight: int) -> bool:
+    """Whether a product and those of its backward pass are faster in fp8.
+
+    For `M x K` by `K x N` numbers they save the time of `3 M K N` operations. Their
+    traffic grows by 6 bytes for each number of the activations and of the cotangents,
+    which are read twice and written and read as copies, and by 15 for each one of the
+    weight. On an H100 or a TPU7x some 300 operations take the time of a byte.
+    """
+    atoms = eqn.invars[1 - weight], eqn.invars[weight], eqn.outvars[0]
+    shapes = [v.aval.shape for v in atoms]
+    if not all(isinstance(size, int) for shape in shapes for size in shape):
+        return False  # a symbol, under `jax.export`
+    x, w, y = map(math.prod, shapes)
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    k = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracting)
+    return 3 * k * y > 300 * (6 * (x + y) + 15 * w)
 
 
 def check_device(recipes: Collection[use_fp8]) -> None:
@@ -142,9 +129,8 @@ def check_device(recipes: Collection[use_fp8]) -> None:
     if all(recipe.emulate is not None for recipe in recipes):
         return
     config: Any = jax.config
-    device = config.jax_default_device or jax.default_backend()
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
+    device = config.jax_default_device or jax.devices()[0]
+    device = jax.devices(device)[0] if isinstance(device, str) else device
     if not has_fp8(device):
         raise ValueError(
             f"fp8: the device {device.device_kind!r} has no matrix products in fp8, as "
@@ -158,11 +144,10 @@ def check_device(recipes: Collection[use_fp8]) -> None:
 def has_fp8(device: Any) -> bool:
     """Whether a device has products of `float8_e4m3fn` numbers."""
     if device.platform == "tpu":
-        return re.match(r"TPU v[2-6]", device.device_kind) is None
+        return not re.match(r"TPU v[2-6]", device.device_kind)
     # GPUs of AMD say "gfx942", and have other formats with the same names.
-    numbers = str(getattr(device, "compute_capability", "")).split(".")
-    is_nvidia = device.platform in ("gpu", "cuda") and all(map(str.isdigit, numbers))
-    return is_nvidia and tuple(map(int, numbers)) >= (8, 9)
+    capability = str(getattr(device, "compute_capability", ""))
+    return bool(re.fullmatch(r"8\.9|9\.\d|\d\d\.\d", capability))
 
 
 # --- numbers -------------------------------------------------------------------------
@@ -171,10 +156,9 @@ def has_fp8(device: Any) -> bool:
 def scale_exponent(x: Array, format_: DType, axes: Sequence[int]) -> Array:
     """Returns the least `e` for which `x / 2**e` is in the range of a format.
 
-    It is an int32 array of at least -126, with length one along `axes`. Numbers that
-    are not finite do not count. All is done on the bits of `x`, float32 or bfloat16: as
-    integers, magnitudes have the order of the numbers, and integers need no masks,
-    which XLA would write to memory.
+    It is at least -126, and has length one along `axes`. Numbers that are not finite do
+    not count. All is done on the bits of `x`, float32 or bfloat16: as integers, they
+    have the order of the numbers, and need no masks, which XLA would write to memory.
     """
     info = ml_dtypes.finfo(x.dtype)
     word = np.dtype(f"uint{info.bits}").type
@@ -201,11 +185,8 @@ def power_of_two(e: Array, dtype: DType) -> Array:
 
 
 def quantize(x: Array, e: Array, format_: DType) -> Array:
-    """Returns `x / 2**e`, rounded to an 8-bit format, in whose range it is.
-
-    What is not finite becomes a NaN. `float8_e4m3fn` has no infinity, and a compiler
-    may round one to 448.
-    """
+    """Returns `x / 2**e`, rounded to an 8-bit format, in whose range it is."""
+    # `float8_e4m3fn` has no infinity, and a compiler may round one to 448.
     not_finite = x - x  # 0, or NaN
     return (x * power_of_two(-e, x.dtype) + not_finite).astype(format_)
 
@@ -224,7 +205,7 @@ def _product(
         # Each product of a batch, such as one for each expert, has its own exponent.
         # The axes are in order, so that both passes make the same copy: to XLA, a
         # maximum over the axes (1, 0) is another one than that over (0, 1).
-        axes = _free_axes(x.ndim, of_batch)
+        axes = [axis for axis in range(x.ndim) if axis not in of_batch]
         wide = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
         e = scale_exponent(wide, format_, axes)
         copy = quantize(wide, e, format_)
@@ -244,8 +225,7 @@ def _product(
         lhs,
         rhs,
         dimension_numbers,
-        # Hopper has faster products in fp8, which add up in fewer digits. They are good
-        # enough for the forward pass.
+        # Hopper's faster products add up in fewer digits: only in the forward pass.
         precision="highest" if BACKWARD in formats and not emulate else None,
         preferred_element_type=dtype if rounds_first else jnp.float32,
     )
@@ -254,10 +234,6 @@ def _product(
     for part in (e >> 1, e - (e >> 1)):
         y = y * power_of_two(part, y.dtype)
     return y.astype(dtype)
-
-
-def _free_axes(ndim: int, *used: Sequence[int]) -> list[int]:
-    return [axis for axis in range(ndim) if not any(axis in axes for axes in used)]
 
 
 # --- the rules of the primitive ------------------------------------------------------
@@ -277,26 +253,22 @@ def _as_plain(fn: Callable[..., Array], *operands: Array, **params: Any) -> Arra
     return out
 
 
-def _transpose(i: int) -> Any:
-    """Returns the rule of the cotangent of factor `i`."""
+def _transpose(
+    i: int, g: Array, *factors: Any, dimension_numbers: Any, formats: Any, **params: Any
+) -> Array:
+    """Returns the cotangent of factor `i`."""
+    aval, other = factors[i].aval, factors[1 - i]
 
-    def transpose(
-        g: Array, *factors: Any, dimension_numbers: Any, formats: Any, **params: Any
-    ) -> Array:
-        aval, other = factors[i].aval, factors[1 - i]
+    def of_plain(g: Array, other: Array) -> Array:
+        def product(x: Array) -> Array:
+            pair = (x, other) if i == 0 else (other, x)
+            return lax.dot_general(*pair, dimension_numbers)
 
-        def of_plain(g: Array, other: Array) -> Array:
-            def product(x: Array) -> Array:
-                pair = (x, other) if i == 0 else (other, x)
-                return lax.dot_general(*pair, dimension_numbers)
+        x = jax.ShapeDtypeStruct(aval.shape, jnp.float32)
+        return jax.linear_transpose(product, x)(g)[0]
 
-            x = jax.ShapeDtypeStruct(aval.shape, jnp.float32)
-            return jax.linear_transpose(product, x)(g)[0]
-
-        params |= dict(dtype=g.dtype, formats=(BACKWARD, formats[1 - i]))
-        return _as_plain(of_plain, g, other, **params).astype(aval.dtype)
-
-    return transpose
+    params |= dict(dtype=g.dtype, formats=(BACKWARD, formats[1 - i]))
+    return _as_plain(of_plain, g, other, **params).astype(aval.dtype)
 
 
 def _batch(
@@ -330,7 +302,7 @@ def _lower_for_gpu(context: Any, *factors: Any, **params: Any) -> Any:
 
 fp8_dot_p.def_impl(_product)
 fp8_dot_p.def_effectful_abstract_eval(_abstract_eval)
-ad.defbilinear(fp8_dot_p, _transpose(0), _transpose(1))
+ad.defbilinear(fp8_dot_p, *(functools.partial(_transpose, i) for i in (0, 1)))
 batching.primitive_batchers[fp8_dot_p] = _batch
 mlir.register_lowering(fp8_dot_p, mlir.lower_fun(_product, multiple_results=False))
 for _platform in ("cuda", "rocm"):

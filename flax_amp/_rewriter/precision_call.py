@@ -1,8 +1,6 @@
-"""Calls of the precision functions that users write, with their error message."""
+"""Calls of the precision functions that users write."""
 
 from typing import Any
-
-import numpy as np
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, DType, Eqn
@@ -12,12 +10,7 @@ from flax_amp.policy import Decision
 def call_precision_function(
     eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
 ) -> list[Array]:
-    """Binds an equation to the operands and parameters that a user's function gives.
-
-    Raises:
-      TypeError: if the function fails, or if it does not return operands and parameters
-        that give results of the same shapes.
-    """
+    """Binds an equation to what a user's function gives; an error says which one."""
     function: Any = decision.function
     dtypes = [v.aval.dtype for v in eqn.invars]
     try:
@@ -27,15 +20,12 @@ def call_precision_function(
         # The message of JAX would blame the next equation.
         if shapes != expected:
             raise ValueError(f"results of shapes {shapes}; expected {expected}")
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        name = getattr(function, "__qualname__", repr(function))
-        raise TypeError(
-            f"amp_policy: the precision function {name} of key {decision.key!r} fails "
-            f"for {eqn.primitive.name} with {len(operands)} operands of shapes "
-            f"{[np.shape(x) for x in operands]} and the parameters "
-            f"{sorted(eqn.params)}: {error}. Expected `def f(compute_dtype, "
+    except Exception as error:
+        error.add_note(
+            f"amp_policy: in the precision function of key {decision.key!r}, called "
+            f"for {eqn.primitive.name}. Expected `def f(compute_dtype, "
             "original_dtypes, *invars, **bind_params): return invars, bind_params`, "
-            "which returns all operands, cast but of the same shapes, and all "
-            "parameters."
-        ) from error
+            "with operands of the same shapes."
+        )
+        raise
     return outs

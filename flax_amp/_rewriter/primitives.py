@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import Literal, Primitive
 
 from flax_amp import _compat
-from flax_amp._compat import Eqn, Jaxpr
+from flax_amp._compat import Atom, Eqn, Jaxpr
 
 
 class Kind(enum.Enum):
@@ -174,6 +174,23 @@ def bodies(eqn: Eqn) -> list[Jaxpr]:
 
 
 # --- equations -----------------------------------------------------------------------
+
+
+def is_float32(v: Atom) -> bool:
+    """Whether a variable is a float32 one in the user's program."""
+    return getattr(v.aval, "dtype", None) == np.float32
+
+
+def is_same_dtype(eqn: Eqn) -> bool:
+    """Whether an equation casts from float32 to float32, such as to a strong type."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
+
+
+def is_layout(eqn: Eqn) -> bool:
+    """Whether an equation gives its operands in another shape or order."""
+    return has(eqn, Trait.LAYOUT) or is_same_dtype(eqn)
 
 
 class ProductKind(enum.Enum):

@@ -30,33 +30,15 @@ def is_rewritten(fun: Any) -> bool:
     return getattr(fun, _MARK, False)
 
 
-def refuse_if_asked() -> None:
-    """Raises a TypeError inside of `only_before_amp`."""
-    if caller := _refused_by.get():
-        raise TypeError(_message(caller, "calls a function that amp has rewritten"))
-
-
 def refuse_rewritten(caller: str, fun: Any) -> None:
-    """Raises a TypeError if `fun` is marked.
-
-    Args:
-      caller: the tool and the function, for messages.
-      fun: what the user has handed over.
-    """
+    """Raises a TypeError if `fun` is marked; `caller` is the tool and the function."""
     if is_rewritten(fun):
-        raise TypeError(_message(caller, "is already rewritten by amp"))
+        _refuse(caller, "is already rewritten by amp")
 
 
 @contextlib.contextmanager
 def only_before_amp(caller: str) -> Iterator[None]:
-    """Refuses every call of a function that `amp` has rewritten.
-
-    Args:
-      caller: the tool and the function, for messages.
-
-    Raises:
-      TypeError: when a rewritten function is called.
-    """
+    """Lets every call of a function that `amp` has rewritten raise a TypeError."""
     token = _refused_by.set(caller)
     try:
         yield
@@ -64,9 +46,15 @@ def only_before_amp(caller: str) -> Iterator[None]:
         _refused_by.reset(token)
 
 
-def _message(caller: str, what: str) -> str:
+def refuse_if_asked() -> None:
+    """Raises a TypeError inside of `only_before_amp`."""
+    if caller := _refused_by.get():
+        _refuse(caller, "calls a function that amp has rewritten")
+
+
+def _refuse(caller: str, what: str) -> None:
     tool = caller.partition(":")[0]
-    return (
+    raise TypeError(
         f"{caller} {what}; expected the function before amp: {tool}(loss), not "
         f"{tool}(amp(loss)), its gradient or a train step."
     )

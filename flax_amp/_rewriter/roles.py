@@ -81,10 +81,6 @@ _BY_KIND = {
     Kind.STRUCTURED: Role.STRUCTURED,
     Kind.OTHER: Role.OTHER,
 }
-# What can run in half precision, if a policy says so.
-_CASTABLE = (Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
-
-ASKS_FOR_PRECISION = "it asks for precision"  # the start of a reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,39 +130,40 @@ class Chooser:
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, str]:
         """Returns the role of an equation without bodies, and why if no key says it."""
         kind, function = kind_of(eqn), decision.function
-        is_key = decision.is_chosen
-        by_row = _BY_KIND[kind]
+        is_fp8 = isinstance(function, use_fp8)
         if has_update(eqn):
             return Role.ORIGINAL, "its update function is a float32 one"
-        if isinstance(function, use_fp8) and kind is not Kind.PRODUCT:
-            return by_row, kind.value
         if function is use_original_precision or _is_in(function, jnp.float32):
             if kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA:
-                return Role.PRECISE, "" if is_key else kind.value
-            return (Role.ORIGINAL, "") if is_key else (by_row, kind.value)
-        is_half = function is use_compute_precision or _is_in(function, self.half)
-        if not is_half and not isinstance(function, use_fp8):
-            can_cast = kind in _CASTABLE and not eqn.params.get("update_jaxpr")
-            if can_cast or not isinstance(function, InDtype):
-                return Role.CALLED, ""
+                return Role.PRECISE, "" if decision.is_chosen else kind.value
+            if decision.is_chosen:
+                return Role.ORIGINAL, ""
+        elif is_fp8 or function is use_compute_precision or _is_in(function, self.half):
+            if kind is Kind.PRODUCT or not is_fp8:
+                return self._in_half(eqn, kind, decision)
+        elif isinstance(function, InDtype) and not _is_castable(eqn):
             return Role.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
+        else:
+            return Role.CALLED, ""
+        return _BY_KIND[kind], kind.value
+
+    def _in_half(self, eqn: Eqn, kind: Kind, decision: Decision) -> tuple[Role, str]:
+        """Returns the role of an equation that the policy wants in half precision."""
         if obstacle := self._obstacle(eqn):
-            is_product = kind in (Kind.PRODUCT, Kind.LINEAR_ALGEBRA)
+            is_product = kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA
             return (Role.PRECISE if is_product else Role.ORIGINAL), obstacle
-        if kind is not Kind.PRODUCT:
-            return Role.HALF, ""
         # A scope lowers all that is inside of it, inner and outer products too.
-        if not decision.lowers_all_inside:
+        if kind is Kind.PRODUCT and not decision.lowers_all_inside:
             match product_kind(eqn):
                 case ProductKind.MULTIPLICATION:
                     return Role.ARITHMETIC, "it adds nothing up: a multiplication"
                 case ProductKind.SUM:
                     return Role.SUM, "an inner product is a sum"
-        return Role.PRODUCT, ""
+        return (Role.PRODUCT if kind is Kind.PRODUCT else Role.HALF), ""
 
     def _obstacle(self, eqn: Eqn) -> str:
         """Says why an equation cannot run in half precision, if it cannot."""
-        if kind_of(eqn) not in _CASTABLE or eqn.params.get("update_jaxpr"):
+        if not _is_castable(eqn):
             return f"{eqn.primitive.name} runs in its own dtypes only"
         dtypes: list[Any] = [getattr(v.aval, "dtype", None) for v in eqn.invars]
         for dtype in dtypes:
@@ -180,7 +177,7 @@ class Chooser:
                 if not jnp.issubdtype(dtype, jnp.floating):
                     return f"{dtype} operand"
         if not _is_default_precision(eqn.params.get("precision")):
-            return f"{ASKS_FOR_PRECISION}: precision={eqn.params['precision']}"
+            return f"it asks for precision: precision={eqn.params['precision']}"
         preferred = eqn.params.get("preferred_element_type")
         if preferred not in (None, jnp.float32, self.half):
             return f"preferred_element_type={preferred}"
@@ -209,6 +206,12 @@ def _untraceable(eqn: Eqn) -> str:
     if any(isinstance(v.aval, jax.ref.AbstractRef) for v in eqn.invars):
         return "its rule takes a ref"
     return ""
+
+
+def _is_castable(eqn: Eqn) -> bool:
+    """Whether an equation can run in half precision, if a policy says so."""
+    kinds = (Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
+    return kind_of(eqn) in kinds and not eqn.params.get("update_jaxpr")
 
 
 def _is_in(function: Any, dtype: Any) -> bool:

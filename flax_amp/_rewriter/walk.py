@@ -1,67 +1,42 @@
-"""The equations of a program, one after the other."""
+"""The equations of a program, with those of all bodies in it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
-from flax_amp._compat import variables as variables
 
 
 class Visit(NamedTuple):
-    """An equation of a walk.
-
-    Attributes:
-      eqn: the equation.
-      scopes: the names of the scopes around it, outermost first.
-      around: the equations in whose bodies it stands, outermost first.
-    """
+    """An equation, the names of the scopes and the equations around it, outer first."""
 
     eqn: Eqn
     scopes: tuple[str, ...]
     around: tuple[Eqn, ...]
 
 
-def walk(
-    jaxpr: Jaxpr,
-    scopes: tuple[str, ...] = (),
-    *,
-    every_call: bool = False,
-    enter: Callable[[Eqn], bool] = lambda eqn: True,
-) -> Iterator[Visit]:
-    """Yields the equations of a jaxpr, each before those of its bodies.
+def walk(jaxpr: Jaxpr) -> Iterator[Visit]:
+    """Yields the equations of an open or closed jaxpr, each before those of its bodies.
 
-    Args:
-      jaxpr: an open or closed jaxpr.
-      scopes: the scopes around it.
-      every_call: whether a body that is called again in the same scopes is walked
-        again. A few calls within calls may make millions of equations.
-      enter: whether the bodies of an equation are walked.
+    Kernels are left out, because they have a precision of their own. A body that is
+    called again in the same scopes is walked once: a few calls within calls may make
+    millions of equations.
     """
     # By the open jaxpr: before JAX 0.11, several closed ones may share one.
     seen: set[tuple[int, tuple[str, ...]]] = set()
     # A stack instead of recursion: calls may be nested deeply.
-    stack = [iter([(jaxpr, scopes, ())])]
+    stack: list[tuple[Jaxpr, tuple[str, ...], tuple[Eqn, ...]]] = [(jaxpr, (), ())]
     while stack:
-        item = next(stack[-1], None)
-        if item is None:
-            stack.pop()
-        elif isinstance(item, Visit):
-            yield item
-            if enter(item.eqn):
-                around = (*item.around, item.eqn)
-                inner = jaxprs_in_params(item.eqn.params)
-                stack.append(iter([(body, item.scopes, around) for body in inner]))
-        else:
-            body, outer, around = item
-            open_jaxpr = _compat.open_jaxpr(body)[0]
-            if not every_call and (id(open_jaxpr), outer) in seen:
-                continue
-            seen.add((id(open_jaxpr), outer))
-            visits = [
-                Visit(eqn, outer + _compat.scope_names(eqn), around)
-                for eqn in open_jaxpr.eqns
-            ]
-            stack.append(iter(visits))
+        body, outer, around = stack.pop()
+        body = _compat.open_jaxpr(body)[0]
+        if (id(body), outer) in seen:
+            continue
+        seen.add((id(body), outer))
+        for eqn in body.eqns:
+            scopes = outer + _compat.scope_names(eqn)
+            yield Visit(eqn, scopes, around)
+            if eqn.primitive.name != "pallas_call":
+                inner = jaxprs_in_params(eqn.params)
+                stack += [(x, scopes, (*around, eqn)) for x in inner]

@@ -169,7 +169,7 @@ def test_a_jitted_method_of_equal_layers_is_traced_once():
     assert found == [path.replace("Model", "Layers") for path in LAYER_PATHS]
 
 
-# Code that takes modules for equal, and modules that look into themselves
+# --- code that takes modules for equal, and modules that look into themselves ---------
 
 
 def stack_layers(model, x):
@@ -220,10 +220,7 @@ def test_linen_modules_inside_of_nnx():
     assert len(found) == 1 and found[0].startswith("Mixed/")
 
 
-# Policies
-
-
-# Nothing of it stays
+# --- nothing of it stays -------------------------------------------------------------
 
 
 def assert_untouched(model, before):

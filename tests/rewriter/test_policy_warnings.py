@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,7 @@ from jax import lax
 
 import flax_amp
 from _programs import WITHIN
-from flax_amp import PolicyWarning, amp, default_amp_policy, use_fp8
-from flax_amp._rewriter.policy_warnings import warn_of_fp8
-from flax_amp.policy import Policy
+from flax_amp import PolicyWarning, amp, default_amp_policy
 from helpers import assert_identical, jit
 
 SIZE = 4
@@ -244,7 +241,7 @@ def test_products_in_other_dtypes(name):
         assert warned(amp(fn, compute_dtype=jnp.float32), *args) == []
     (message,) = messages
     assert f"runs in bfloat16 by amp: {reason}" in message
-    assert "cast what is float64, leave out dtype=, precision= and pref" in message
+    assert "cast what is float64, leave out dtype=, precision=, pref" in message
 
 
 def test_one_product_in_half_is_enough():
@@ -257,29 +254,13 @@ def test_one_product_in_half_is_enough():
 
 
 @pytest.mark.parametrize("default, said", [("highest", 1), ("bfloat16", 0), (None, 0)])
-def test_the_default_precision_is_said_once(default, said):
+def test_the_default_precision(default, said):
     with jax.default_matmul_precision(default):
         messages = warned(amp(lambda w, x: jnp.dot(x, w)), W, X)
     assert len(messages) == said
     for message in messages:
-        assert "amp: 1 products stay in float32, because they ask for prec" in message
-        assert "jax.default_matmul_precision is 'highest'" in message
-
-
-FP8_REASONS = Counter({"too small, 8 x 4 x 4": 2, "neither factor is an argument": 1})
-
-
-def test_no_product_in_fp8():
-    policy = Policy(default_amp_policy | {lax.dot_general_p: use_fp8})
-    said = "too small, 8 x 4 x 4 \\(2\\); neither factor is an argument \\(1\\). Exp"
-    with pytest.warns(PolicyWarning, match=said) as caught:
-        warn_of_fp8(policy, FP8_REASONS, 0)
-    assert '"*/mlp/*": flax_amp.use_fp8' in str(caught[0].message)
-    with pytest.warns(PolicyWarning, match="it has none that could. Expected one by"):
-        warn_of_fp8(policy, Counter(), 0)
-    with warnings.catch_warnings(action="error"):
-        warn_of_fp8(policy, FP8_REASONS, 1)
-        warn_of_fp8(Policy(None), FP8_REASONS, 0)
+        assert "by amp: it asks for precision" in message
+        assert "leave out" in message and "jax.default_matmul_precision" in message
 
 
 def stopped(w, x):
@@ -317,52 +298,20 @@ def test_no_false_alarm(name):
     assert warned(amp(fn, amp_policy=policy, compute_dtype=dtype), W, X) == []
 
 
-# --- layers with a dtype of their own ------------------------------------------------
+# --- programs that are in half precision already -------------------------------------
 
 
-def layers(*dtypes, **options):
-    options |= dict(features=SIZE)
-    return nn.Sequential([nn.Dense(dtype=dtype, **options) for dtype in dtypes])
-
-
-def nnx_layers(*dtypes):
-    rngs = nnx.Rngs(0)
-    layers = [nnx.Linear(SIZE, SIZE, dtype=dtype, rngs=rngs) for dtype in dtypes]
-    return nnx.Sequential(*layers)
-
-
-HALF, OTHER, FULL = jnp.bfloat16, jnp.float16, jnp.float32
-
-
-SAID = {  # dtypes of the layers: what is said of them
-    (HALF,): "a Flax layer with dtype=bfloat16 (1)",
-    (OTHER, OTHER): "a Flax layer with dtype=float16 (2)",
-    (HALF, None): None,  # one on purpose
-    (None, None): None,
-    (FULL, FULL): None,
-}
-
-
-@pytest.mark.parametrize("dtypes", SAID)
-def test_layers_that_have_a_half_dtype(dtypes):
-    said, model = SAID[dtypes], layers(*dtypes)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_layers_with_a_half_dtype_are_the_users_choice(dtype):
+    model = nn.Dense(SIZE, dtype=dtype)
     params = jit(model.init)(jax.random.key(0), X)
-    run = functools.partial(model.apply, params)
-    for fn, args in (
-        (run, (X,)),
-        (jax.jit(run), (X,)),
-        (lambda model, x: model(x), (nnx_layers(*dtypes), X)),
-    ):
-        messages = warned(amp(fn, compute_dtype=HALF), *args)
-        assert [said in message for message in messages] == [True] * bool(said)
-        assert warned(amp(fn, compute_dtype=jnp.float32), *args) == []
-        assert warned(amp(flax_amp.amp_stop(fn)), *args) == []
+    assert warned(amp(model.apply, compute_dtype=jnp.bfloat16), params, X) == []
 
 
 def test_amp_over_amp():
     """What amp lowered has no dtype of its own."""
-    for dtype in (HALF, OTHER):
-        model = layers(None, None)
+    model = nn.Sequential([nn.Dense(SIZE), nn.Dense(SIZE)])
+    for dtype in (jnp.bfloat16, jnp.float16):
         params = jit(model.init)(jax.random.key(0), X)
         inner = amp(model.apply, compute_dtype=dtype)
         assert warned(amp(inner, compute_dtype=dtype), params, X) == []
@@ -381,9 +330,8 @@ def test_the_steps_warn_once_and_train_all_the_same():
     policy = default_amp_policy | {"*/bdoy": jnp.float32}
     results = []
     for entries, expected in ((policy, 1), (default_amp_policy, 0), (None, 0)):
-        options = dict(amp_policy=entries, compute_dtype=HALF)
-        step = flax_amp.make_train_step(loss, donate=False, **options)
-        evaluate = flax_amp.make_eval_step(loss, **options)
+        step = flax_amp.make_train_step(loss, donate=False, amp_policy=entries)
+        evaluate = flax_amp.make_eval_step(loss, amp_policy=entries)
         assert len(warned(step, state, X, traced=False)) == expected
         assert len(warned(step, state, X, traced=False)) == 0  # compiled
         assert len(warned(evaluate, state, X)) == expected

@@ -301,3 +301,24 @@ def test_linear_functions_are_transposed(name, mode):
     (expected,) = jax.linear_transpose(f, x)(f(x))
     assert actual.dtype == jnp.float32
     assert relative_error(actual, expected) < 1e-2
+
+
+def test_a_relu_is_stored():
+    """The derivative of a relu between matmuls reads its result, which is stored."""
+
+    def loss(p, x):
+        return jnp.mean((jax.nn.relu(jnp.sin(x @ p["out"][0])) @ p["out"][1]) ** 2)
+
+    grad = jax.grad(bfloat16(loss))
+    assert len(equations_of(grad, weights(), inputs(), primitive="max")) == 1
+
+
+def test_a_maximum_is_float32():
+    """Not only its result: XLA would compare other numbers than the softmax reads."""
+
+    def loss(w, x):
+        return jnp.mean((jax.nn.softmax(x @ w) @ w) ** 2)
+
+    grad = jax.grad(bfloat16(loss))
+    (maximum,) = equations_of(grad, W, X, primitive="reduce_max")
+    assert maximum.invars[0].aval.dtype == jnp.float32

@@ -1,0 +1,288 @@
+"""The flow of a program: its regions, what a product reads later, and what reads first.
+
+Between two matmuls everything is float32; what is carried to the next one is half. A
+*region* is the arithmetic between products. It computes in float32, as written. What
+leaves a region towards another product is rounded, once, at the *border*:
+
+    h = dot x w        level 0, a product; its result is half
+    a = tanh h         level 1 --+
+    s = sum a          level 1   |  one region
+    l = div s 8        level 1 --+  the loss reads float32: nothing behind is a product
+    y = dot a v        level 1, a product; it reads `a` rounded, which is a border value
+    z = mul y a        level 2: another region, which reads `a` rounded
+
+The level of an equation is the number of products on the longest path to it. Loops,
+branches and calls without a product are arithmetic like any other. A call with products
+is one step from level to level; the region before it goes on inside, and that of its
+last level goes on behind it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
+from flax_amp._rewriter.flatten import Flattener, Program
+from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, is_float32, kind_of
+from flax_amp._rewriter.roles import Choice, Chooser, Context, Role
+
+Flags = tuple[bool, ...]
+
+# These read rounded numbers, and give half precision.
+HALF_ROLES = (Role.PRODUCT, Role.HALF)
+_CALLS = ("jit", "closed_call", "eval_jaxpr")
+
+
+class Uses(NamedTuple):
+    """What happens outside of a jaxpr to its results.
+
+    Attributes:
+      for_products: which ones a product reads later.
+      rounded: which of these nothing else reads before, so that they leave it rounded.
+    """
+
+    for_products: Flags
+    rounded: Flags
+
+
+class Ask(NamedTuple):
+    """What is known of a jaxpr from outside.
+
+    Attributes:
+      context: where it stands.
+      uses: what happens to its results.
+      weights: which inputs are arguments of the whole program, moved at most.
+      computed: which inputs come after a product. In a loop these are the streams
+        alone: nothing is rounded that was computed from the state of a recurrence.
+    """
+
+    context: Context
+    uses: Uses
+    weights: Flags
+    computed: Flags
+
+    @classmethod
+    def in_float32(cls, context: Context, results: int, weights: Flags) -> "Ask":
+        """Returns what is asked of a body that gives float32, for states of a loop."""
+        none = (False,) * results
+        return cls(context, Uses(none, none), weights, (False,) * len(weights))
+
+    def without_first(self) -> "Ask":
+        """Returns this without the first input, the index of a branch."""
+        return self._replace(weights=self.weights[1:], computed=self.computed[1:])
+
+
+class Read(NamedTuple):
+    """A variable, and whether it is read as it was before the border."""
+
+    v: Var
+    is_unrounded: bool
+
+
+Reads = list[Read | None]  # of an equation or of results; `None` stands for a literal
+
+
+# An equation may stand in a program twice, so nodes are keys by their identity.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """An equation of a program, and what two sweeps over the program find of it.
+
+    Attributes:
+      eqn: the equation.
+      choice: how it runs.
+      level: the number of products on the longest path to it.
+      has_product: whether a body of it has a product.
+      is_inside: which operands it reads as they were before a border, if they are of
+        its own region.
+      uses: what happens to its results, if a body of it has a product.
+    """
+
+    eqn: Eqn
+    choice: Choice
+    level: int
+    has_product: bool
+    is_inside: Flags
+    uses: Uses | None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether it belongs to a region."""
+        return not (self.choice.role in HALF_ROLES or self.has_product)
+
+
+class Flow(NamedTuple):
+    """What two sweeps over a program find, one forward and one backward.
+
+    Attributes:
+      program: the program.
+      nodes: its equations.
+      region: the region that each variable belongs to, by its level.
+      for_products: the variables that a product reads later.
+      read_inside: the variables that arithmetic of their own region reads.
+    """
+
+    program: Program
+    nodes: Sequence[Node]
+    region: dict[Var, int]
+    for_products: set[Var]
+    read_inside: set[Var]
+
+
+class Flows:
+    """Sweeps over jaxprs; over each once for what happens to its results.
+
+    Args:
+      choose: says what an equation is.
+    """
+
+    def __init__(self, choose: Chooser):
+        self.choose = choose
+        self.cache: dict[Any, Any] = {}
+
+    def flow(self, closed: Jaxpr, context: Context, uses: Uses) -> Flow:
+        """Sweeps over a jaxpr, for what happens to its results."""
+        key = ("flow", closed, context, uses)
+        if key not in self.cache:
+            program = self.program(closed, context)
+            self.cache[key] = self._flow(program, context, uses)
+        return self.cache[key]
+
+    def has_product(self, eqn: Eqn, choice: Choice) -> bool:
+        """Whether something in a body does not run in its own dtypes."""
+        if choice.role is not Role.STRUCTURED:
+            return False
+        condition = eqn.params.get("cond_jaxpr")
+        inside = [*bodies(eqn), *([] if condition is None else [condition])]
+        return any(self._holds_product(body, choice.inside) for body in inside)
+
+    def _holds_product(self, body: Jaxpr, context: Context) -> bool:
+        body = _compat.open_jaxpr(body)[0]
+        key = ("has_product", body, context)
+        if key not in self.cache:
+            changed = (*HALF_ROLES, Role.CALLED)
+            pairs = ((eqn, self.choose(eqn, context)) for eqn in body.eqns)
+            self.cache[key] = any(
+                choice.role in changed or self.has_product(eqn, choice)
+                for eqn, choice in pairs
+            )
+        return self.cache[key]
+
+    def program(self, closed: Jaxpr, context: Context) -> Program:
+        """Returns a jaxpr in which small calls are open."""
+        key = ("flattener", context)
+        if key not in self.cache:
+            self.cache[key] = Flattener(lambda eqn: self._may_open(eqn, context))
+        return self.cache[key](closed)
+
+    def _may_open(self, eqn: Eqn, context: Context) -> bool:
+        if eqn.primitive.name not in _CALLS:
+            return False
+        choice = self.choose(eqn, context)
+        if choice.role is not Role.STRUCTURED:
+            return False
+        if eqn.primitive.name != "jit":  # it has no options
+            return True
+        if _compat.has_options(eqn) or self.has_product(eqn, choice):
+            return False
+        body = _compat.open_jaxpr(bodies(eqn)[0])[0]
+        key = ("may_open", body, choice.inside)
+        if key not in self.cache:
+            self.cache[key] = all(
+                self._may_open(inner, choice.inside)
+                if inner.primitive.name in _CALLS
+                else not is_apart(inner)
+                for inner in body.eqns
+            )
+        return self.cache[key]
+
+    def _flow(self, program: Program, context: Context, uses: Uses) -> Flow:
+        choices = [self.choose(eqn, context) for eqn in program.eqns]
+        # Forward: the level of each equation, and the region of each variable.
+        region: dict[Var, int] = dict.fromkeys((*program.consts, *program.invars), 0)
+        found = []
+        for eqn, choice in zip(program.eqns, choices, strict=True):
+            level = max((region[v] for v in variables(eqn.invars)), default=0)
+            has_product = self.has_product(eqn, choice)
+            found.append((eqn, choice, level, has_product))
+            ends_region = has_product or choice.role in HALF_ROLES
+            region |= dict.fromkeys(eqn.outvars, level + ends_region)
+        # Backward: what a product reads later, and what its own region reads.
+        later = set(flagged(program.outvars, uses.for_products))
+        inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
+        nodes = []
+        for eqn, choice, level, has_product in reversed(found):
+            leads = tuple(v in later for v in eqn.outvars)
+            of_results = None
+            if has_product:
+                rounded = (v in later and v not in inside for v in eqn.outvars)
+                of_results = Uses(leads, tuple(rounded))
+                in_later, in_inside = self._operands(eqn, choice, of_results)
+                is_inside = in_inside
+            else:
+                count, is_light = len(eqn.invars), choice.role not in HALF_ROLES
+                in_later = (any(leads) or not is_light,) * count
+                is_inside = (is_light,) * count
+                # A move reads what it is asked for.
+                passes = _is_move(eqn, choice) and inside.isdisjoint(eqn.outvars)
+                in_inside = (is_light and not passes,) * count
+            nodes.append(Node(eqn, choice, level, has_product, is_inside, of_results))
+            later.update(flagged(eqn.invars, in_later))
+            read = flagged(eqn.invars, in_inside)
+            inside.update(v for v in read if region[v] == level)
+        return Flow(program, nodes[::-1], region, later, inside)
+
+    def _operands(self, eqn: Eqn, choice: Choice, uses: Uses) -> tuple[Flags, Flags]:
+        """Returns which operands a product reads, and which arithmetic reads first.
+
+        Args:
+          eqn: an equation with products in its bodies.
+          choice: what it is.
+          uses: what happens to its results.
+        """
+        count = len(eqn.invars)
+        if eqn.primitive.name in ("while", "custom_linear_solve"):
+            return (True,) * count, (True,) * count
+        if eqn.primitive.name == "scan":  # the next step reads what this one gives
+            _, carried = _compat.scan_counts(eqn)
+            for_products = (True,) * carried + uses.for_products[carried:]
+            uses = uses._replace(for_products=for_products)
+        later, inside = [False] * count, [False] * count
+        for body in bodies(eqn):
+            flow = self.flow(body, choice.inside, uses)
+            # The index of a branch comes before the operands of the body.
+            first = count - len(flow.program.invars)
+            for i, v in enumerate(flow.program.invars, start=first):
+                later[i] |= v in flow.for_products
+                inside[i] |= v in flow.read_inside
+        return tuple(later), tuple(inside)
+
+
+def is_apart(eqn: Eqn) -> bool:
+    """Whether no `jax.checkpoint` holds an equation that has no product inside."""
+    if eqn.effects or has(eqn, Trait.APART) or kind_of(eqn) is Kind.OTHER:
+        return True
+    # A policy of `jax.checkpoint` cannot store complex numbers or 8-bit floats.
+    dtypes = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
+    if any(jnp.issubdtype(d, jnp.complexfloating) or _is_tiny(d) for d in dtypes if d):
+        return True
+    is_structured = kind_of(eqn) is Kind.STRUCTURED
+    return is_structured and eqn.primitive.name not in ("custom_jvp_call", "cond")
+
+
+def _is_tiny(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
+
+
+def _is_move(eqn: Eqn, choice: Choice) -> bool:
+    """Whether an equation only moves numbers, so that its readers count."""
+    is_move = choice.role is Role.MOVE and not has(eqn, Trait.RANKS)
+    return is_move and any(map(is_float32, eqn.outvars))
+
+
+def flagged(atoms: Sequence[Atom], flags: Sequence[bool]) -> list[Var]:
+    pairs = zip(atoms, flags, strict=True)
+    return [v for v, flag in pairs if flag and not isinstance(v, Literal)]
