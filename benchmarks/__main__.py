@@ -28,7 +28,7 @@ COMMANDS = {
     "save": ("commands.save", "run", "what checksums add to saving and restoring 1 GB"),
     "faults": ("commands.faults", "run", "kills, damages, fills disks; what is lost"),
     "soak": ("commands.soak", "run", "50,000 steps with faults, kills and restarts"),
-    "call": ("commands.call", "run", "what Python adds to each call of a step"),
+    "step": ("commands.step", "run", "what make_train_step adds to a step by hand"),
     "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
     "corpus": ("commands.corpus", "run", "programs of other packages, and their twins"),
     "convergence": ("commands.convergence", "run", "whole runs in each precision"),
@@ -68,7 +68,7 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--seeds": dict(type=int, default=3, help="float32 may have more"),
         "--out": dict(default="", help="where the runs are kept"),
     },
-    "call": {"--rounds": dict(type=int, default=100, help="turns of each way")},
+    "step": {"--rounds": dict(type=int, default=100, help="turns of each way")},
     "optim": {
         "--only": dict(default="", help="optimizers by name, as A;B"),
         "--rounds": dict(type=int, default=50, help="turns of the timing"),

@@ -234,10 +234,9 @@ def _amp_step(
         loss, others = task.loss(params, state.variables, batch)
         return loss, {"variables": others}
 
-    # The steps by hand look at the gradients only, too.
-    step_options: dict[str, Any] = dict(check_update=False, jit=False, donate=False)
+    rewrite = flax_amp.amp(compute_dtype=dtype, **options) if options else None
     train_step = flax_amp.make_train_step(
-        loss_fn, has_aux=True, compute_dtype=dtype, **step_options | options
+        rewrite(loss_fn) if rewrite else loss_fn, has_aux=True, jit=False, donate=False
     )
 
     def start(variables):

@@ -5,10 +5,8 @@
 The layers are one stack (`nnx.vmap`), run by `nnx.scan` and `nnx.remat`, with BatchNorm
 and dropout inside. First everything but the LoRA factors trains. Then the images are
 inverted, and `wrt=nnx.LoRAParam` trains only the factors: the optimizer does not see
-the rest of the model. With `--keep-optimizer` the second part uses `nnx.Optimizer`.
+the rest of the model.
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -71,46 +69,30 @@ def inverted(images):
 
 
 def train(model, wrt, images):
-    """Trains what `wrt` selects; returns the model."""
-    state = flax_amp.AmpTrainState.create(model=model, tx=optax.adam(3e-3), wrt=wrt)
-    train_step = flax_amp.make_train_step(loss_fn, amp_policy=POLICY)
-    for batch in batches(images):
-        state, metrics = train_step(state, batch)
-    flax_amp.check_progress(state, metrics)
-    return state.merge_model()
-
-
-def train_in_place(model, wrt, images):
-    """Does the same with an `nnx.Optimizer`, and updates the model in place."""
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=wrt)
-    scaler = None  # at first: that of the precision
+    """Trains what `wrt` selects, in place."""
+    optimizer = flax_amp.AmpOptimizer(model, optax.adam(3e-3), wrt=wrt)
     train_step = flax_amp.make_nnx_train_step(loss_fn, amp_policy=POLICY)
     for batch in batches(images):
-        scaler, _ = train_step(model, optimizer, scaler, batch)
-    return model
+        metrics = train_step(model, optimizer, batch)
+    flax_amp.check_progress((model, optimizer), metrics)
 
 
 def report(title, model, images):
-    state = flax_amp.AmpTrainState.create(model=model, tx=optax.identity())
     evaluate = flax_amp.make_eval_step(accuracy, amp_policy=POLICY)
-    print(f"{title:34} accuracy {float(evaluate(state, images)):.2%}")
+    print(f"{title:34} accuracy {float(evaluate(model, images)):.2%}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep-optimizer", action="store_true")
-    args = parser.parse_args()
     train_images, test_images = data.load(split_seed=0)
 
     model = Network(nnx.Rngs(0))
     all_but_lora = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
-    model = train(model, all_but_lora, train_images)
+    train(model, all_but_lora, train_images)
     report("trained", model, test_images)
     report("on negatives", model, inverted(test_images))
 
     frozen = jnp.copy(model.blocks.dense.kernel[...])
-    adapt = train_in_place if args.keep_optimizer else train
-    model = adapt(model, nnx.LoRAParam, inverted(train_images))
+    train(model, nnx.LoRAParam, inverted(train_images))
     report("on negatives, after LoRA", model, inverted(test_images))
     sizes = [
         sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, kind)))

@@ -1,6 +1,6 @@
 """`casts`: every cast that `amp` leaves in a forward pass, and why it is there.
 
-`flax_amp.explain` finds them, with the rule or the key of the policy behind each.
+`flax_amp.explain` finds them, with the module and the dtypes of each.
 """
 
 import re
@@ -13,15 +13,14 @@ from benchmarks.show import markdown_table, write_page
 from flax_amp.debug import Explanation
 
 _MODELS = ("vit_s16", "gpt_scan", "resnet50")
-_HEADER = "where,at,why,down,up".split(",")
+_HEADER = "where,down,up".split(",")
 _TITLE = """# The casts that remain
 
 Made by `python -m benchmarks casts` with `flax_amp.explain`: every cast between float32
-and bfloat16 in the forward pass of the loss. `at` is the equation that reads the cast
-value (of `exp` in a softmax: that makes it), `why` what decided its precision, `down`
-and `up` are the numbers of casts in a step, to bfloat16 and to float32. The backward
-pass has the transpose of each; XLA fuses nearly all of them into what makes or reads
-them, so that they move no bytes of their own."""
+and bfloat16 in the forward pass of the loss, by module: `down` and `up` are the numbers
+of casts in a step, to bfloat16 and to float32. The backward pass has the transpose of
+each; XLA fuses nearly all of them into what makes or reads them, so that they move no
+bytes of their own."""
 
 
 def run(asked: Request) -> None:
@@ -29,20 +28,19 @@ def run(asked: Request) -> None:
     parts = [_TITLE]
     for model in asked.models or _MODELS:
         found = explained(model, asked.size)
-        down: Counter[tuple[str, str, str]] = Counter()
-        up: Counter[tuple[str, str, str]] = Counter()
-        for row in found.equations:
-            where = re.sub(r"\d+", "*", row.path)  # of all layers
-            key = f"`{where or found.name}`", row.primitive, row.reason
-            down[key] += row.casts_down
-            up[key] += row.casts_up
+        down: Counter[str] = Counter()
+        up: Counter[str] = Counter()
+        for row in found.added:
+            where = re.sub(r"\d+", "*", row.path) or found.name  # of all layers
+            down[where] += row.casts_down
+            up[where] += row.casts_up
         rows = [
-            [*key, str(down[key] or ""), str(up[key] or "")]
-            for key, count in (down + up).most_common()
+            [f"`{where}`", str(down[where] or ""), str(up[where] or "")]
+            for where, count in (down + up).most_common()
             if count
         ]
         text = f"{found.totals.casts_down} casts down, {found.totals.casts_up} up."
-        parts += [f"## {model}", text, markdown_table(_HEADER, rows, words=3)]
+        parts += [f"## {model}", text, markdown_table(_HEADER, rows, words=1)]
     write_page(asked.folder / "casts.md", "\n\n".join(parts) + "\n")
 
 

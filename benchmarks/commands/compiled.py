@@ -52,7 +52,7 @@ Compile = Callable[[Training], jax.stages.Compiled]
 def run_tpu(asked: Request, target: str = "v5e") -> None:
     """Compiles every cell for a TPU."""
     cells = asked.cells(request.MODELS, request.BFLOAT16)
-    _run(asked, "tpu", target, cells, _for_one(_tpu_devices(TPUS[target])))
+    _run(asked, "tpu", target, cells, _for_one(tpu_devices(target)))
 
 
 def run_gpu(asked: Request, target: str = "h200") -> None:
@@ -70,7 +70,7 @@ def run_mesh(asked: Request) -> None:
 def run_state(asked: Request, target: str = "v5e") -> None:
     """Compiles the step of each kind of state, for one TPU or for 256 chips."""
     one = target != CHIPS
-    build = _for_one(_tpu_devices(TPUS[target])) if one else _for_chips()
+    build = _for_one(tpu_devices(target)) if one else _for_chips()
     models = ("gpt_scan",) if one else ("gpt_fsdp", "llama_1b")
     _run(asked, "state", target, asked.cells(models, request.STATES), build)
 
@@ -81,7 +81,7 @@ def run_fp8(asked: Request, target: str = "tpu7x") -> None:
         models, build = ["gpt_fsdp", "llama_1b"], _for_chips()
     else:
         is_gpu = target in GPUS
-        devices = _gpu(target) if is_gpu else _tpu_devices(TPUS[target])
+        devices = _gpu(target) if is_gpu else tpu_devices(target)
         models, build = _FP8_MODELS, _for_one(devices)
     cells = asked.cells(models, ("amp_bf16", *request.FP8))
 
@@ -93,7 +93,7 @@ def run_fp8(asked: Request, target: str = "tpu7x") -> None:
 
 
 def _for_chips() -> Compile:
-    mesh = Mesh(np.array(_tpu_devices(CHIPS)), ("data",))
+    mesh = Mesh(np.array(tpu_devices(CHIPS)), ("data",))
 
     def build(training: Training) -> jax.stages.Compiled:
         carry, batch = training.shapes()
@@ -148,7 +148,9 @@ def _gpu(target: str) -> list[jax.Device]:
     return _devices("gpu", "cuda", **options)
 
 
-def _tpu_devices(topology: str) -> list[jax.Device]:
+def tpu_devices(target: str) -> list[jax.Device]:
+    """Returns described chips of a TPU: of `TPUS`, or of a topology."""
+    topology = TPUS.get(target, target)
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
     return _devices(topology, "tpu")

@@ -74,8 +74,8 @@ clipping) trains {len(history.rows):,} steps, {history.half:,} of them in float1
 processes that are killed and restarted at random, each with its own precision and
 number of devices (simulated on the CPU). `state.step` is the number of the next batch,
 skipped ones included. The scale starts at {first.scale:,.0f}, grows after
-{first.patience + 1} finite steps in a row, and has the limits {first.lowest:,.0f} and
-{first.highest:,.0f}; in float16 it was between {min(history.scales):,.0f} and
+{first.patience + 1} finite steps in a row, and has the limits 2^-24 and 2^24;
+in float16 it was between {min(history.scales):,.0f} and
 {max(history.scales):,.0f}.
 Compiled programs are kept on disk between processes; one that is read from there counts
 as compiled.

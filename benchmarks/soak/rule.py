@@ -3,6 +3,7 @@
 import dataclasses
 
 DYNAMIC = "16-mixed"  # the precision whose scale moves
+LOWEST, HIGHEST = 2.0**-24, 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,46 +13,43 @@ class Rule:
     Attributes:
       scale: the scale of the next step.
       count: finite steps since the scale moved.
-      resets: steps that were not finite.
-      lowest, highest: the limits of the scale; of a static one they are the scale.
       patience: the scale grows after one finite step more than these, in a row.
+      factor: it grows and falls by this; a static one is 1.
     """
 
     scale: float
-    lowest: float
-    highest: float
     patience: int
+    factor: float
     count: int = 0
-    resets: int = 0
 
     def after(self, forward_finite: bool, grads_finite: bool) -> "Rule":
         """Returns what the scale and its counters are after a step."""
-        scale, count, resets = self.scale, self.count, self.resets
+        scale, count = self.scale, self.count
         if not forward_finite:
-            resets += 1
-        elif not grads_finite:
-            scale, count, resets = scale / 2, 0, resets + 1
+            return self
+        if not grads_finite:
+            scale, count = scale / self.factor, 0
         elif count >= self.patience:
-            scale, count = scale * 2, 0
+            scale, count = scale * self.factor, 0
         else:
             count += 1
-        scale = min(max(scale, self.lowest), self.highest)
-        return dataclasses.replace(self, scale=scale, count=count, resets=resets)
+        scale = min(max(scale, LOWEST), HIGHEST)
+        return dataclasses.replace(self, scale=scale, count=count)
 
     def resumed_as(self, fresh: "Rule") -> "Rule":
         """Returns what a run goes on with whose own scaler would be `fresh`."""
         if self.is_static == fresh.is_static:
             return self
-        return dataclasses.replace(fresh, resets=self.resets)
+        return fresh
 
     @property
     def is_static(self) -> bool:
-        return self.lowest == self.highest
+        return self.factor == 1
 
 
 # What a run of each precision starts with.
 FIRST = {
-    DYNAMIC: Rule(scale=2.0**15, lowest=2.0**8, highest=2.0**24, patience=30),
-    "bf16-mixed": Rule(scale=1.0, lowest=1.0, highest=1.0, patience=2000),
-    "32-true": Rule(scale=1.0, lowest=1.0, highest=1.0, patience=2000),
+    DYNAMIC: Rule(scale=2.0**15, patience=30, factor=2.0),
+    "bf16-mixed": Rule(scale=1.0, patience=2000, factor=1.0),
+    "32-true": Rule(scale=1.0, patience=2000, factor=1.0),
 }

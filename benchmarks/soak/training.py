@@ -93,8 +93,6 @@ class Training:
                 scaler = flax_amp.init_scaler(
                     scaler=first.scale,
                     patience=first.patience,
-                    min_scaler=first.lowest,
-                    max_scaler=first.highest,
                 )
             return AmpTrainState.create(
                 params=params,
@@ -129,7 +127,6 @@ def observe(state: AmpTrainState) -> dict[str, Any]:
         "step": state.step,
         "scale": state.scaler["scaler"],
         "count": state.scaler["count"],
-        "resets": state.scaler["total_resets"],
         "skipped": state.opt_state.total_notfinite,
         "in_a_row": state.opt_state.notfinite_count,
         "updates": jnp.stack([count for _, count in counts]),

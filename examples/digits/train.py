@@ -76,8 +76,8 @@ def train_and_evaluate(
         state = flax_amp.checkpoint.restore(manager, state)
         print(f"resuming from step {int(state.step)}")
     elif config.init_from:  # a run of this model, with flax_amp or plain Flax
-        kept = ["params", "variables"]
-        state = flax_amp.checkpoint.migrate(config.init_from, state, include=kept)
+        read = {"params": state.params, "variables": state.variables}
+        state = state.replace(**flax_amp.checkpoint.migrate(config.init_from, read))
     start = int(state.step)
     writer = metrics.create_writer(
         workdir, first_step=start + 1, total_steps=config.num_steps

@@ -6,30 +6,22 @@ updated variables and `aux` out.
 """
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import core, errors, nnx
-from jax.typing import ArrayLike
+from flax import core, nnx
 
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
 from flax_amp._training.arguments import (
-    KEYWORDS,
     Array,
-    Batch,
     Metrics,
     Options,
     PyTree,
-    Rngs,
     UserFn,
-    call_checked,
-    check_leaves,
     declared_keywords,
     describe,
     differences,
@@ -37,99 +29,55 @@ from flax_amp._training.arguments import (
 from flax_amp._training.train_state import AmpTrainState, variables_of
 
 
-def pure_loss(
-    options: Options, state: AmpTrainState
-) -> Callable[..., tuple[Array, PyTree, Metrics]]:
+def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
     """Returns `(params, variables, batch, rngs, *args) -> (loss, updates, aux)`.
 
     The updates are the new variables, with `None` for those that did not change. The
     state says what the model is, and is for a function that declares it.
     """
-    loss_fn = options.loss_fn
-    name = f"{options.caller}: {getattr(loss_fn, '__name__', 'loss_fn')}"
+    name = options.loss_name
 
     def pure(
-        params: PyTree, variables: PyTree, batch: Batch, rngs: Rngs, *args: PyTree
+        params: PyTree, variables: PyTree, batch: PyTree, rngs: PyTree, *args: PyTree
     ) -> tuple[Array, PyTree, Metrics]:
         # A loss that declares `state` sees the parameters of this pass: those are what
         # is differentiated, and in mixed precision what is cast.
         now = state.replace(params=params, variables=variables)
         with inputs_unchanged(batch, args, name):
             target, out = call_user_fn(
-                loss_fn, now, batch, rngs, args, open_scopes=options.open_scopes
+                options.loss_fn, now, batch, rngs, args, open_scopes=options.open_scopes
             )
-        # The variables of an NNX model are in the model, so `aux` may have their names.
-        collections = variables if state.graphdef is None else {}
-        loss, aux = _split_output(out, options.has_aux, collections, name)
-        updates = aux.pop("variables", {})
-        # An empty dict, as `apply` with `mutable=[]` returns it, updates nothing.
-        given = not (isinstance(updates, Mapping) and not updates)
+        loss, aux = split_output(out, options)
         if state.graphdef is not None:
-            if given:
-                raise ValueError(
-                    f"{name} returned aux['variables'] for an NNX model; expected "
-                    "none: the model's own state is collected. Drop it from aux."
-                )
-            updates = variables_of(target, params)
-            updates = _match_structure(variables, updates, name, hint=_NNX_HINT)
-        elif given:
-            updates = _match_collections(variables, updates, name)
+            updates = match_variables(variables, variables_of(target, params), name)
+        else:
+            updates = variables | _collections(aux, variables, name)
         # An array that is still the same object did not change. That is told here: what
         # `amp` returns are other objects.
-        updates = jax.tree.map(
-            lambda new, old: None if new is old else new,
-            {**variables, **updates},
-            variables,
+        changed = jax.tree.map(
+            lambda new, old: None if new is old else new, updates, variables
         )
-        return loss, updates, aux
+        return loss, changed, aux
 
-    return named_after(pure, loss_fn)
+    return named_after(pure, options.loss_fn)
 
 
-def fold_in(rngs: Rngs, data: ArrayLike) -> Rngs:
+def named_after(pure: Any, fn: UserFn) -> UserFn:
+    """Gives `pure` the name of the user's function, which JAX's messages show."""
+    pure.__name__ = getattr(fn, "__name__", "loss_fn")
+    return pure  # type: ignore[no-any-return]
+
+
+def fold_in(rngs: PyTree, data: Any) -> PyTree:
     """Folds a number into every key."""
     return {name: jax.random.fold_in(key, data) for name, key in rngs.items()}
-
-
-def named_after(pure: UserFn, fn: UserFn) -> UserFn:
-    """Gives `pure` the name and the argument names of `fn`, which JAX's messages show.
-
-    `amp` asks JAX for both (`_compat.traced_as`), which finds the name of a function by
-    `__wrapped__`. It would take the arguments from there, too, but `pure` has others:
-    `__signature__` has those, with `params` and `batch` renamed.
-    """
-    signature = inspect.signature(pure)
-    renamed = dict(zip(("params", "batch"), _leading_names(fn), strict=False))
-    # A loss may call its batch `rngs`, or `args`: no signature has a name twice.
-    taken = {*signature.parameters, *KEYWORDS} - renamed.keys()
-    if taken & set(renamed.values()):
-        renamed = {}
-    parameters = signature.parameters.values()
-    attributes: Any = vars(pure)
-    attributes["__signature__"] = signature.replace(
-        parameters=[p.replace(name=renamed.get(p.name, p.name)) for p in parameters]
-    )
-    while isinstance(fn, functools.partial):  # which has no name
-        fn = fn.func
-    attributes["__wrapped__"] = fn
-    return pure
-
-
-def _leading_names(fn: UserFn) -> list[str]:
-    """Returns what `fn` calls its first two arguments, as far as it has names."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in list(parameters)[:2] if p.kind in named]
 
 
 def call_user_fn(
     fn: UserFn,
     state: AmpTrainState,
-    batch: Batch,
-    rngs: Rngs,
+    batch: PyTree,
+    rngs: PyTree,
     args: tuple[PyTree, ...],
     *,
     open_scopes: bool,
@@ -137,69 +85,26 @@ def call_user_fn(
 ) -> tuple[PyTree, PyTree]:
     """Returns the parameters or the module that `fn` was given, and its result.
 
-    Args:
-      fn: the user's function.
-      state: holds the parameters and the variables of this pass.
-      batch: the second argument of `fn`.
-      rngs: the keys of this pass.
-      args: the further arguments of `fn`.
-      open_scopes: open a named scope around each call of an NNX module.
-      evaluate: call an NNX module in evaluation mode.
+    `state` holds the parameters and the variables of this pass, and `rngs` are its
+    keys. An NNX module gets a named scope around each call with `open_scopes`, and is
+    called in evaluation mode with `evaluate`.
     """
     offered = {"state": state, "rngs": rngs}
     keywords = {name: offered[name] for name in declared_keywords(fn)}
     if state.graphdef is None:
-        with _explain_random_numbers(keywords, rngs):
-            return state.params, call_checked(
-                fn, state.params, batch, *args, **keywords
-            )
+        return state.params, fn(state.params, batch, *args, **keywords)
     # A new model for each call, so that the caller's arrays stay what they are. Its
     # changes are collected from it (`variables_of`).
     model = nnx.merge(state.graphdef, state.params, state.variables)
     if evaluate:
         model.eval()
-    with (
-        _explain_random_numbers(keywords, rngs),
-        module_scopes(model, wanted=open_scopes),
-    ):
-        return model, call_checked(fn, model, batch, *args, **keywords)
-
-
-@contextlib.contextmanager
-def _explain_random_numbers(keywords: Collection[str], rngs: Rngs) -> Iterator[None]:
-    """Adds a note on random numbers if a function may have failed for lack of them.
-
-    It is no error that a loss declares `rngs` and the state has none. Such a loss is
-    right for a model without dropout, and in evaluation.
-
-    Args:
-      keywords: those that the function declares.
-      rngs: the streams of the state.
-    """
-    try:
-        yield
-    except Exception as error:
-        # `rngs["dropout"]` of a state without that stream is a KeyError, and everything
-        # else that looks like a lack of keys has an error of its own in Flax.
-        lacks_stream = "rngs" in keywords and (not rngs or isinstance(error, KeyError))
-        if lacks_stream or isinstance(
-            error, errors.InvalidRngError | errors.TraceContextError
-        ):
-            error.add_note(
-                "flax_amp: if this is about random numbers: the state has "
-                f"{sorted(rngs) or 'none'}. Pass keys to "
-                "AmpTrainState.create(rngs={'dropout': jax.random.key(0)}), declare "
-                "the keyword rngs, and use rngs['dropout'], apply(..., rngs=rngs) or "
-                "nnx.Rngs(**rngs). A function cannot change an nnx.Rngs, or another "
-                "NNX module, that it closes over or has from functools.partial: put "
-                "it into the batch of make_nnx_train_step."
-            )
-        raise
+    with module_scopes(model, wanted=open_scopes):
+        return model, fn(model, batch, *args, **keywords)
 
 
 @contextlib.contextmanager
 def inputs_unchanged(
-    batch: Batch, args: tuple[PyTree, ...], name: str, *, wanted: bool = True
+    batch: PyTree, args: tuple[PyTree, ...], name: str, *, wanted: bool = True
 ) -> Iterator[None]:
     """Raises a ValueError if modules in the batch or in `args` are changed inside."""
     watched = [changes_in(batch, "batch"), changes_in(args, "args")] if wanted else []
@@ -213,6 +118,9 @@ def inputs_unchanged(
             "make nnx.Rngs(**rngs) from it. Return counts and measurements in aux. Or "
             "use make_nnx_train_step, which updates the modules in its arguments."
         )
+
+
+# What a loss returns
 
 
 def check_loss(loss: PyTree, name: str, hint: str = "") -> None:
@@ -230,63 +138,62 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
     """Splits the result of a loss function into `(loss, aux)`, after checking it."""
     if has_aux and not (isinstance(out, tuple) and len(out) == 2):
         raise TypeError(
-            f"{name} returned a {type(out).__name__}; expected a (loss, aux) pair "
-            "because of has_aux=True. Return the pair or drop has_aux=True."
+            f"{name} returned {describe(out)}; expected a (loss, aux) pair because of "
+            "has_aux=True. Return the pair or drop has_aux=True."
         )
-    if has_aux:
-        loss, aux = out
-        check_loss(loss, name)
-        return loss, aux
-    check_loss(out, name, "; if it returns a (loss, aux) pair, pass has_aux=True")
-    return out, None
+    loss, aux = out if has_aux else (out, None)
+    hint = "" if has_aux else "; if it returns a (loss, aux) pair, pass has_aux=True"
+    check_loss(loss, name, hint)
+    return loss, aux
 
 
-def _split_output(
-    out: PyTree, has_aux: bool, collections: PyTree, name: str
-) -> tuple[Array, Metrics]:
+def split_output(out: PyTree, options: Options) -> tuple[Array, Metrics]:
     """Splits the result of a step's loss into the loss and its `aux`, as a dict."""
-    loss, aux = split_aux(out, has_aux, name)
-    if not has_aux:
+    name = options.loss_name
+    loss, aux = split_aux(out, options.has_aux, name)
+    if not options.has_aux:
         return loss, {}
     # Metrics have names. What has none (a tuple, a dataclass, a dict by layer number)
-    # becomes one metric, `aux`. An empty dict has no key without a name.
-    keys = list(aux) if isinstance(aux, Mapping) else [None]
-    named = [isinstance(key, str) for key in keys]
-    if any(named) and not all(named):
-        raise TypeError(
-            f"{name} returned aux with the keys {keys}; expected only strings, the "
-            "names of metrics, or none. Write them out, e.g. {'layer_0': ...}."
+    # becomes one metric, `aux`.
+    is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
+    metrics = dict(aux) if is_named else {"aux": aux}
+    return loss, metrics
+
+
+def merge_metrics(
+    options: Options, own: Metrics, measured: Metrics, aux: Metrics
+) -> Metrics:
+    """Returns the metrics of a step: its own ones, `measured`, and those of `aux`.
+
+    An entry of `aux` with the name of another metric becomes `aux/<name>`. So a loss
+    that returns itself in `aux`, as Flax's examples do, needs no change: `loss` stays
+    the step's.
+    """
+    if taken := sorted(measured.keys() & own.keys()):
+        raise ValueError(
+            f"{options.caller}: metrics_fn returned {taken}, which the step reports "
+            "itself; expected other names. Rename them."
         )
-    if not all(named):
-        check_returned(aux, "aux", name)
-        return loss, {"aux": aux}
-    metrics = dict(aux)
-    if misplaced := sorted(metrics.keys() & set(collections)):
+    own = own | measured
+    renamed = {f"aux/{key}" if key in own else key: x for key, x in aux.items()}
+    if own.keys() & renamed.keys() or len(renamed) < len(aux):
+        raise ValueError(
+            f"{options.caller}: the loss returned aux with {sorted(aux)}; expected no "
+            "two entries that would have one name as aux/<name>. Rename one."
+        )
+    return own | renamed
+
+
+def _collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
+    """Takes the updated collections of a Linen model out of its `aux`."""
+    if misplaced := sorted(aux.keys() & set(old)):
         raise ValueError(
             f"{name} returned aux with {misplaced}, collections of state.variables; "
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
-    # Checked by itself, against the variables of the state (`_match_collections`).
-    variables = {key: metrics.pop(key) for key in ("variables",) if key in metrics}
-    check_returned(metrics, "aux", name)
-    return loss, metrics | variables
-
-
-def check_returned(out: PyTree, name: str, caller: str) -> None:
-    """Raises a TypeError that lists what a compiled step could not return."""
-    check_leaves(
-        out,
-        name,
-        f"{caller} returned",
-        "arrays and numbers, all that a compiled step can return. Drop the others, or "
-        "make their class a pytree, with flax.struct.dataclass.",
-    )
-
-
-def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
-    """Checks updated collections of a Linen model against those of the state."""
-    seen = sorted(updates) if isinstance(updates, Mapping) else type(updates).__name__
+    updates = aux.pop("variables", {})
+    seen = sorted(updates) if isinstance(updates, Mapping) else describe(updates)
     if not isinstance(updates, Mapping) or set(updates) - set(old):
         raise ValueError(
             f"{name} returned aux['variables'] with {seen}; expected a dict with some "
@@ -295,31 +202,21 @@ def _match_collections(old: PyTree, updates: PyTree, name: str) -> PyTree:
         )
     # A dict that is mapped has its keys sorted, as the collections of the state have.
     updates = jax.tree.map(lambda x: x, core.unfreeze(dict(updates)))
-    return {
-        key: _match_structure(old[key], new, name, key) for key, new in updates.items()
-    }
+    return match_variables({key: old[key] for key in updates}, updates, name)
 
 
-_LINEN_HINT = "Create the state with the variables that the model has after a call."
-_NNX_HINT = (
-    "Create all variables of the model in its __init__. In the loss, pop what the "
-    "model sows and return it: (loss, nnx.pop(model, nnx.Intermediate)), with "
-    "has_aux=True. If the model was called before training, pop once before the first "
-    "step."
-)
+def match_variables(old: PyTree, new: PyTree, name: str) -> PyTree:
+    """Returns `new` in the types of `old`, or raises an error that lists what differs.
 
-
-def _match_structure(
-    old: PyTree, new: PyTree, name: str, prefix: str = "", hint: str = _LINEN_HINT
-) -> PyTree:
-    """Returns `new` strongly typed, or raises an error that lists what differs."""
-    if changed := differences(old, new, describe, prefix):
+    The same object says that a variable did not change.
+    """
+    if changed := differences(old, new, describe):
         raise ValueError(
             f"{name} changed the structure of the variables: {'; '.join(changed)}; "
-            f"expected the same leaves, shapes and dtypes after each step. {hint}"
+            "expected the same leaves, shapes and dtypes after each step. Create the "
+            "state with the variables that the model has after a call, an NNX model "
+            "with all of them in its __init__. What a model sows, pop in the loss and "
+            "return it: (loss, nnx.pop(model, nnx.Intermediate)), with has_aux=True; "
+            "if it was called before training, pop once before the first step."
         )
-    # The same object says that a variable did not change (`pure_loss`). For another
-    # one, a weak type would compile the next step again.
-    return jax.tree.map(
-        lambda x, y: x if x is y else jnp.asarray(x).astype(y.dtype), new, old
-    )
+    return jax.tree.map(lambda x, y: x if x is y else jnp.asarray(x), new, old)

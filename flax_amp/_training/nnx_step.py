@@ -1,226 +1,186 @@
-"""`make_nnx_train_step`: the step of loops with their own `nnx.Optimizer`.
+"""`make_nnx_train_step`: the training step of a model and its optimizer.
 
-The step itself is `core.run_step`. This module adapts a model, its optimizer and the
-modules in the batch to it. It lets `run_step` train the model as a state that lives for
-one step, and writes what that selects back into the objects of the user.
+The step itself is `core.run_step`. This module tells it what of a model, its optimizer
+and the modules in the batch are arrays, and writes what it selects back into them: last
+of all, so that an error leaves them as they were.
 """
 
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.arguments import (
+    Array,
     AxisName,
-    Batch,
     Metrics,
     Options,
     PyTree,
     UserFn,
-    call_checked,
-    check_nnx,
     check_options,
     check_params,
     check_selection,
+    check_type,
 )
-from flax_amp._training.core import Decision, Update, run_step
-from flax_amp._training.loss import named_after
-from flax_amp._training.optimizer import (
-    apply_if_finite_counters,
-    count_skips,
-    explain_update,
-    hyperparam_metrics,
-)
+from flax_amp._training.core import Task, run_step
+from flax_amp._training.loss import named_after, pure_loss
+from flax_amp._training.optimizer import AmpOptimizer, counted, hyperparam_metrics
 from flax_amp._training.precision import (
     Precision,
-    UnscaledWarning,
-    amp_by_precision,
-    check_precision,
-    first_scaler,
+    check_amp_options,
+    needs_scale,
+    warn_if_unscaled,
 )
-from flax_amp._training.scaler import SKIP_COUNTS, Scaler, validate_scaler
-from flax_amp._training.step_call import Step, explain_deleted, explain_failure
-from flax_amp._training.train_state import AmpTrainState, split_model
+from flax_amp._training.scaler import Scaler, check_scaler, no_scaler
+from flax_amp._training.step_call import Known, call_step
+from flax_amp._training.train_state import model_state, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.optim._small_state import rounds_parameters
-from flax_amp.policy import MatmulDType, Policy, PolicyEntries
+from flax_amp.policy import PolicyEntries
 
 
 class NnxTrainStep(Protocol):
     """A training step that updates a model and its optimizer in place."""
 
     def __call__(
-        self,
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        scaler: Scaler | None,
-        batch: Batch,
-        *args: PyTree,
-    ) -> tuple[Scaler, Metrics]: ...
+        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *args: PyTree
+    ) -> Metrics: ...
 
 
 def make_nnx_train_step(
     loss_fn: UserFn,
     *,
     has_aux: bool = False,
-    precision: Precision = "bf16-mixed",
-    compute_dtype: DTypeLike | None = None,
-    matmul_dtype: MatmulDType = None,
+    precision: Precision | None = None,
     amp_policy: PolicyEntries | None = None,
     redo_on_nan: int = 0,
     accum_steps: int = 1,
     axis_name: AxisName = None,
     metrics_fn: UserFn | None = None,
-    check_update: bool = True,
     donate: bool = True,
     jit: bool = True,
 ) -> NnxTrainStep:
-    """Makes a training step that updates a model and its `nnx.Optimizer` in place.
+    """Makes a training step that updates a model and its optimizer in place.
 
-    It does what the step of `make_train_step` does, for a model and an optimizer of
-    your own. A step that is not finite changes neither of them, not even the
-    optimizer's own `step`.
+    It does what the step of `make_train_step` does. A step that is not finite changes
+    neither model nor optimizer, not even the optimizer's own `step`: only the scaler
+    and the counters of skipped steps of a `flax_amp.AmpOptimizer`.
 
     Args:
-      loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss, where
-        `args` are the further arguments of the step, if there are any. Modules in the
-        batch or in `args`, such as an `nnx.Rngs` or an `nnx.metrics.Metric`, are
-        updated like the model, but do not train. A loss that is already
-        `flax_amp.amp(...)` is taken as it is.
-      has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is a dict of metrics, or any
-        other pytree, which becomes the metric `aux`.
-      precision: what to compute in, and the scaler to start with: "bf16-mixed",
-        "16-mixed", "32-true" or "fp8-mixed", as in `AmpTrainState.create`.
-      compute_dtype: what to compute in, instead of `precision`.
-      matmul_dtype: what matrix products run in, instead of `precision`; see
-        `flax_amp.amp`.
-      amp_policy: see `flax_amp.amp`.
-      redo_on_nan, accum_steps, axis_name: see `make_train_step`.
+      loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss.
+        Modules in the batch or in `args`, such as an `nnx.Rngs` or an
+        `nnx.metrics.Metric`, are updated like the model, but do not train.
+      precision: what to compute in, instead of the `precision` of the optimizer. A
+        plain `nnx.Optimizer` tells none: for it, the default is "bf16-mixed".
+      has_aux, amp_policy, redo_on_nan, accum_steps, axis_name: see `make_train_step`.
       metrics_fn: `metrics_fn(model, grads, updates)`, as in `make_train_step`. `model`
         is a copy of the model before the update; `grads` and `updates` are an
         `nnx.State` of what trains, as `nnx.grad` returns it.
-      check_update: see `make_train_step`.
       donate: let the new arrays reuse the memory of the old ones, which are then
-        deleted.
+        deleted, also in an `nnx.clone` of the model: copy the arrays of a teacher.
       jit: compile the step, with `nnx.jit`.
 
     Returns:
-      `train_step(model, optimizer, scaler, batch, *args) -> (scaler, metrics)`. The
-      `wrt` of the optimizer selects what trains. The first scaler is `None`, for that
-      of `precision`, or a dict as from `flax_amp.init_scaler`; pass the returned scaler
-      to the next step. It has two more keys, `skipped_total` and `skipped_in_a_row`,
-      which `check_progress((optimizer, scaler))` reads; they are added unless the
-      scaler is traced, as a carry of `jax.lax.scan` is, whose keys must not change. The
-      metrics are those of `make_train_step`.
+      `train_step(model, optimizer, batch, *args) -> metrics`. The `wrt` of the
+      optimizer selects what trains. The metrics are those of `make_train_step`; without
+      a `flax_amp.AmpOptimizer` or an `optax.apply_if_finite`, nothing counts skipped
+      steps, and there is no `skipped_total`.
 
     Raises:
-      TypeError: if an argument is of a wrong kind; when called, if the model, the
-        optimizer or the result of the loss is not what is expected.
-      ValueError: as `make_train_step`, or if `precision` is another word; when called,
-        if a parameter is not float32.
-      RuntimeError: when called, if an earlier step has deleted the scaler.
+      TypeError, ValueError, RuntimeError: as `make_train_step`. A TypeError is also
+        raised where a plain `nnx.Optimizer` comes with float16, which needs a scaler.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import optax
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> optimizer = AmpOptimizer(model, optax.sgd(0.1))
       >>> train_step = make_nnx_train_step(lambda model, x: (model(x) ** 2).mean())
-      >>> scaler = None
-      >>> scaler, metrics = train_step(model, optimizer, scaler, jnp.ones((4, 3)))
+      >>> metrics = train_step(model, optimizer, jnp.ones((4, 3)))
       >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
       (1, True)
     """
-    precision = check_precision(precision, "make_nnx_train_step: precision")
+    caller = "make_nnx_train_step"
     options = check_options(
+        caller,
         loss_fn,
-        "make_nnx_train_step",
-        keywords=(),
         has_aux=has_aux,
-        amp=amp_by_precision(
-            loss_fn,
-            "make_nnx_train_step",
-            compute_dtype=compute_dtype,
-            matmul_dtype=matmul_dtype,
-            amp_policy=amp_policy,
-        ),
-        open_scopes=Policy(amp_policy).names_scopes,
+        precision=check_amp_options(loss_fn, caller, precision, amp_policy),
+        amp_policy=amp_policy,
         redo_on_nan=redo_on_nan,
         accum_steps=accum_steps,
         axis_name=axis_name,
         metrics_fn=metrics_fn,
-        check_update=check_update,
     )
-
-    def pure_step(
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        scaler: Scaler,
-        batch: Batch,
-        *args: PyTree,
-    ) -> tuple[Scaler, Metrics]:
-        return _step(options, precision, model, optimizer, scaler, batch, args)
-
-    step = pure_step
+    step: Any = functools.partial(_step, options)
     if jit:
-        step = nnx.jit(pure_step, donate_argnums=(0, 1, 2) if donate else ())
-
-    warn_if_unscaled = UnscaledWarning(compute_dtype)
-    # Of this step function, not of the scaler: a plain dict cannot hold a flag.
-    first = True
+        step = nnx.jit(step, donate_argnums=(0, 1) if donate else ())
+    known = Known()
 
     @rewritten
     def train_step(
-        model: nnx.Module,
-        optimizer: nnx.Optimizer,
-        scaler: Scaler | None,
-        batch: Batch,
-        *args: PyTree,
-    ) -> tuple[Scaler, Metrics]:
-        nonlocal first
-        check_nnx(model, optimizer)
-        if first and jit and donate:
-            _copy_repeated_arrays(model, optimizer)
-        # The word for the precision stands in one place. A scaler could not hold it,
-        # because it is a plain dict of arrays.
-        scaler = first_scaler(precision) if scaler is None else scaler
+        model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *args: PyTree
+    ) -> Metrics:
+        is_new = optimizer not in known
+        if is_new:
+            _check(options, model, optimizer)
+            if jit and donate:
+                _copy_repeated_arrays(model, optimizer)
 
         def arguments() -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-            # Modules among the inputs may share variables with the model.
-            nodes = {"model": model, "optimizer": optimizer}
-            states = {name: nnx.to_pure_dict(nnx.state(nodes[name])) for name in nodes}
-            _, arrays = _take_out(_WHOLE_NODES, {"batch": batch, "args": args})
-            return states | {"scaler": scaler}, arrays
+            modules, arrays = _take_out(_WHOLE_NODES, {"batch": batch, "args": args})
+            # Modules may share variables with the model, but no arrays.
+            objects = dict(model=model, modules=nnx.List(modules), optimizer=optimizer)
+            states = nnx.to_pure_dict(nnx.state(nnx.Dict(objects)))
+            return states, arrays | {"modules": states.pop("modules", {})}
 
-        with explain_deleted("train_step", "scaler", scaler):
-            # Values on the device are checked in the first step only: later, that would
-            # wait for the step before.
-            scaler = _complete_with_counts(scaler, wait=first)
-            first = False
-            warn_if_unscaled(precision, scaler, stacklevel=3)
-            if not jit:
-                return step(model, optimizer, scaler, batch, *args)
-            with explain_failure("train_step", donate, arguments):
-                return step(model, optimizer, scaler, batch, *args)
+        metrics: Metrics = call_step(
+            lambda: step(model, optimizer, batch, *args),
+            "train_step",
+            arguments,
+            look_first=is_new and jit and donate,
+        )
+        known.set(optimizer)
+        return metrics
 
-    return Step(train_step)
+    return train_step
+
+
+def _check(options: Options, model: Any, optimizer: Any) -> None:
+    """Raises a TypeError unless these are a model and an optimizer that fit a step."""
+    expected = "an nnx.Module. For Linen use make_train_step."
+    check_type(model, nnx.Module, "train_step: model", expected)
+    expected = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
+    check_type(optimizer, nnx.Optimizer, "train_step: optimizer", expected)
+    word = _word_of(options, optimizer)
+    if isinstance(optimizer, AmpOptimizer):
+        warn_if_unscaled(word, pure(optimizer.scaler), stacklevel=4)
+    elif needs_scale(word):
+        raise TypeError(
+            "train_step: the optimizer has no loss scaler, without which gradients "
+            "below 6e-8 become zero in float16; expected a flax_amp.AmpOptimizer. Make "
+            "it with AmpOptimizer(model, tx, wrt=wrt, precision='16-mixed')."
+        )
+
+
+def _word_of(options: Options, optimizer: Any) -> Precision:
+    """Returns the precision of a step: its own, or that of the optimizer."""
+    own = optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
+    return options.precision or own
 
 
 def _step(
     options: Options,
-    precision: Precision,
     model: nnx.Module,
     optimizer: nnx.Optimizer,
-    scaler: Scaler,
-    batch: Batch,
-    args: tuple[PyTree, ...],
-) -> tuple[Scaler, Metrics]:
+    batch: PyTree,
+    *args: PyTree,
+) -> Metrics:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
     in_batch = _WHOLE_NODES if options.accum_steps == 1 else (nnx.Pytree,)
     modules, batch = _take_out(in_batch, batch)
@@ -228,105 +188,75 @@ def _step(
     # One Dict holds the model and the modules of the inputs. `model` sorts before
     # `others`, so state that both share gets its path in the model.
     whole = nnx.Dict(model=model, others=nnx.List(modules + more_modules))
-    adapter = _ModelAdapter(whole, optimizer, scaler)
+    task = _task(options, whole, optimizer)
+    selected, metrics = run_step(options, task, batch, args)
+    nnx.update((whole, optimizer), selected)
+    return metrics
+
+
+def _task(options: Options, whole: nnx.Dict, optimizer: Any) -> Task:
+    """Returns what a step trains, of a model with other modules, and its optimizer."""
+    wrt = optimizer.wrt
     # By path: `wrt` must not select parameters of the other modules in `whole`.
-    trained = {
-        ("model", *path)
-        for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))
-    }
+    flat = nnx.to_flat_state(nnx.state(whole.model, wrt))
+    trained = {("model", *path) for path, _ in flat}
     graphdef, params, variables = split_model(whole, lambda path, _: path in trained)
-    check_selection(params, optimizer.wrt, "train_step")
-    may_be_half = rounds_parameters(optimizer.opt_state)
+    may_be_half = rounds_parameters(pure(optimizer.opt_state))
+    check_selection(params, wrt, "train_step")
     check_params(params["model"], "train_step", may_be_half=may_be_half)
-    # It lives for this step only. The adapter has the state of the optimizer.
-    state = AmpTrainState(
-        step=optimizer.step[...],
-        apply_fn=None,  # type: ignore[arg-type]  # as in `create` for a model
-        params=params,
-        tx=optimizer.tx,
-        opt_state=None,
-        scaler=scaler,
-        variables=variables,
-        rngs={},
-        graphdef=graphdef,
-        precision=precision,
-    )
-    user_loss_fn = options.loss_fn
+    # The update changes a copy in place.
+    copy_def, old = nnx.split((whole, optimizer))
+    new_whole, new_optimizer = nnx.merge(copy_def, old, copy=True)
+    is_amp = isinstance(optimizer, AmpOptimizer)
+    scaler = pure(optimizer.scaler) if is_amp else no_scaler()
 
-    def loss_fn(whole: nnx.Dict, batch: Batch, *args: PyTree) -> PyTree:
-        inputs = _tree.replace_nodes((batch, *args), _Placeholder, whole.others)
-        return call_checked(user_loss_fn, whole.model, *inputs)
+    def view(tree: PyTree) -> nnx.State:
+        """Returns a tree like the parameters as `nnx.grad` would."""
+        state = nnx.state(nnx.clone(whole.model), wrt)
+        nnx.replace_by_pure_dict(state, tree["model"])
+        return state
 
-    loss_fn.__name__ = getattr(user_loss_fn, "__name__", "loss_fn")
-    options = options._replace(loss_fn=named_after(loss_fn, user_loss_fn))
-    return run_step(options, state, batch, args, adapter)
-
-
-class _ModelAdapter:
-    """A model, the modules of its inputs and its optimizer as what `run_step` trains.
-
-    The step updates them, finite or not, and then writes the selected state into them.
-    """
-
-    reserved_names: tuple[str, ...] = ()
-
-    def __init__(self, whole: nnx.Dict, optimizer: nnx.Optimizer, scaler: Scaler):
-        self._whole, self._optimizer, self._scaler = whole, optimizer, scaler
-        # Now: the update and `finish` change the objects.
-        self._before = _copy_state((whole, optimizer))
-        self._opt_state = pure(optimizer.opt_state)
-
-    def update(self, grads: PyTree, variables: PyTree, scaler: Scaler) -> Update:
-        model, optimizer, wrt = self._whole.model, self._optimizer, self._optimizer.wrt
-        state = nnx.state(model, wrt)
-        nnx.replace_by_pure_dict(state, grads["model"])
-        # The update changes the model in place. The copy has the same arrays.
-        old = nnx.clone(model)
-        tx, opt_state = optimizer.tx, optimizer.opt_state
-        with explain_update("make_nnx_train_step", tx, opt_state, state):
-            optimizer.update(model, state)
-        _set_variables(self._whole, variables)
-        after = _copy_state((self._whole, optimizer))
-        params = nnx.state(old, wrt), nnx.state(model, wrt)
-        return Update(self._before, after, old, state, params)
+    def update(grads: PyTree, variables: PyTree) -> tuple[nnx.State, PyTree]:
+        finite = {"finite": True} if is_amp else {}
+        new_optimizer.update(new_whole.model, view(grads), **finite)
+        nnx.update(new_whole, variables)
+        new = nnx.state((new_whole, new_optimizer))
+        _, params, _ = split_model(new_whole, lambda path, _: path in trained)
+        return new, params
 
     def finish(
-        self, update: Update, decision: Decision
-    ) -> tuple[Scaler, Scaler, dict[str, PyTree]]:
-        """Writes what was selected; lets scaler and skip counters advance."""
-        nnx.update((self._whole, self._optimizer), decision.selected)
-        opt_state = self._optimizer.opt_state
-        more = hyperparam_metrics(opt_state)
-        scaler = decision.select_scaler(self._scaler)
-        # It has them, unless it is a carry that came without (`_complete_with_counts`).
-        if SKIP_COUNTS[0] in self._scaler:
-            in_a_row, total = map(self._scaler.__getitem__, SKIP_COUNTS)
-            counted = count_skips(in_a_row, total, decision.applied)
-            scaler |= dict(zip(SKIP_COUNTS, counted, strict=True))
-            more["skipped_total"] = scaler["skipped_total"]
-        # `check_progress` reads these counters.
-        if isinstance(self._opt_state, optax.ApplyIfFiniteState):
-            counters = apply_if_finite_counters(self._opt_state, decision.applied)
-            for name, value in counters.items():
-                getattr(opt_state, name).set_value(value)
+        selected: nnx.State, finite: Array, scaler: Scaler
+    ) -> tuple[nnx.State, Metrics]:
+        nnx.update((new_whole, new_optimizer), selected)
+        if is_amp:
+            nnx.update(new_optimizer, {"scaler": scaler})
+        more: Metrics = {}
+        before = pure(optimizer.opt_state)
+        if isinstance(before, optax.ApplyIfFiniteState):
+            counters = counted(before, finite)
+            nnx.update(new_optimizer, {"opt_state": counters})
             more["skipped_total"] = counters["total_notfinite"]
-        return scaler, scaler, more
+        more |= hyperparam_metrics(new_optimizer.opt_state)
+        return nnx.state((new_whole, new_optimizer)), more
 
+    def loss_fn(whole: nnx.Dict, *inputs: PyTree) -> PyTree:
+        inputs = _tree.replace_nodes(inputs, _Placeholder, whole.others)
+        return options.loss_fn(whole.model, *inputs)
 
-def _complete_with_counts(given: Any, *, wait: bool) -> Scaler:
-    """Returns a checked scaler with its counts of skipped steps.
-
-    A scaler that lacks them gets new ones. A traced scaler does not: it may be the
-    carry of a loop, whose keys must not change.
-    """
-    scaler = validate_scaler(given, "train_step: scaler", wait=wait)
-    kept = [key for key in SKIP_COUNTS if key in given]
-    counts = {key: jnp.asarray(given[key], jnp.int32) for key in kept}
-    old = scaler["count"]
-    if len(counts) < len(SKIP_COUNTS) and not isinstance(old, jax.core.Tracer):
-        # `count - count` is a zero on the devices of the scaler, without a transfer.
-        counts = {key: old - old for key in SKIP_COUNTS} | counts
-    return scaler | counts
+    of_whole = options._replace(loss_fn=named_after(loss_fn, options.loss_fn))
+    return Task(
+        precision=_word_of(options, optimizer),
+        loss=pure_loss(of_whole, model_state(graphdef, params, variables)),
+        params=params,
+        variables=variables,
+        rngs={},
+        scaler=check_scaler(scaler, "train_step: optimizer.scaler"),
+        old=old,
+        update=update,
+        finish=finish,
+        subject=lambda: nnx.clone(whole.model),
+        view=view,
+    )
 
 
 # What is no batch of examples: it is taken out of the inputs of a loss as it is.
@@ -356,25 +286,10 @@ def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
     each user to know that.
     """
     seen = set(map(id, jax.tree.leaves(nnx.state(model))))
-    state = nnx.state(optimizer)
-    leaves, structure = jax.tree.flatten(state)
-    if len(seen.union(map(id, leaves))) == len(seen) + len(leaves):
-        return
-    copies = []
-    for leaf in leaves:
-        copies.append(_tree.own(leaf) if id(leaf) in seen else leaf)
+
+    def own(leaf: Any) -> Any:
+        leaf = _tree.own(leaf) if id(leaf) in seen else leaf
         seen.add(id(leaf))
-    nnx.update(optimizer, jax.tree.unflatten(structure, copies))
+        return leaf
 
-
-def _copy_state(node: Any) -> nnx.State:
-    """Returns the state of a node, in Variable objects that the node does not share."""
-    return jax.tree.map(lambda leaf: leaf, nnx.state(node))
-
-
-def _set_variables(model: nnx.Module, variables: PyTree) -> None:
-    """Writes the variables of `split_model` into a model."""
-    paths = set(nnx.traversals.flatten_mapping(variables))
-    state = nnx.state(model, lambda path, _: path in paths)
-    nnx.replace_by_pure_dict(state, variables)
-    nnx.update(model, state)
+    nnx.update(optimizer, jax.tree.map(own, nnx.state(optimizer)))

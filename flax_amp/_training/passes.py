@@ -20,59 +20,50 @@ from flax_amp._rewriter.nnx_bridge import is_module
 from flax_amp._training.arguments import (
     Array,
     AxisName,
-    Batch,
     Metrics,
     Options,
     PyTree,
+    UserFn,
 )
-from flax_amp._training.loss import fold_in, pure_loss
+from flax_amp._training.loss import fold_in
 from flax_amp._training.scaler import Scaler, scale_loss, unscale_grads
-from flax_amp._training.train_state import AmpTrainState
 
 
 class PassResult(NamedTuple):
-    """The result of one forward and backward pass over a batch or a micro-batch.
+    """The result of one forward and backward pass over a batch or a micro-batch."""
 
-    Attributes:
-      grads: unscaled float32 gradients, `None` for integer parameters.
-      overwrite: the fp8 statistics that Flax passes on as gradients, usually `None`.
-      loss: the loss.
-      variables: the updated variables, `None` for those that did not change.
-      aux: what the loss function returned beside the loss.
-    """
-
-    grads: PyTree
-    overwrite: PyTree
+    grads: PyTree  # unscaled, float32; `None` for integer parameters
+    overwrite: PyTree  # fp8 statistics that Flax passes on as gradients, mostly `None`
     loss: Array
-    variables: PyTree
+    variables: PyTree  # the updated ones, `None` for those that did not change
     aux: Metrics
 
 
 def run_passes(
     options: Options,
-    state: AmpTrainState,
-    scaler: Scaler,
-    batch: Batch,
+    loss_fn: UserFn,
+    state: tuple[PyTree, PyTree, PyTree],
+    batch: PyTree,
     args: tuple[PyTree, ...],
+    scaler: Scaler,
 ) -> PassResult:
     """Returns the gradients of one batch, over all micro-batches and devices.
 
-    `args` are the further arguments of the loss, the same for all micro-batches.
+    `loss_fn(params, variables, batch, rngs, *args)` returns `(loss, updates, aux)`, and
+    `state` holds the first two and the keys before the pass.
     """
-    axis = options.axis_name
-    device = device_index(axis, options.caller)
-    params, variables = mark_varying((state.params, state.variables), axis)
-    rngs = fold_in(state.rngs, state.step)
-    if device is not None:  # each device draws its own numbers
+    axis_name = options.axis_name
+    params, variables = mark_varying(state[:2], axis_name)
+    rngs = state[2]
+    if axis_name is not None:  # each device draws its own numbers
+        device = jax.lax.axis_index(axis_name)
         rngs = fold_in(rngs, device)
         variables = jax.tree.map(lambda x: _fold_in_if_key(x, device), variables)
-    # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
-    loss_fn = options.amp[state.precision](pure_loss(options, state))
     # Integer parameters have no gradient, and JAX refuses to differentiate them.
     floating, rest = _tree.partition(params, _tree.is_inexact_array)
 
     def one_pass(
-        variables: PyTree, batch: Batch, index: Array | None = None
+        variables: PyTree, batch: PyTree, index: Array | None = None
     ) -> PassResult:
         streams = rngs if index is None else fold_in(rngs, index)
 
@@ -80,19 +71,18 @@ def run_passes(
             params = _tree.combine(floating, rest)
             return loss_fn(params, variables, batch, streams, *args)
 
-        result = run_pass(loss_of, floating, scaler, axis)
+        result = run_pass(loss_of, floating, scaler, axis_name)
         # Sums over micro-batches and devices need more than half precision.
         return result._replace(loss=result.loss.astype(jnp.float32))
 
     if options.accum_steps == 1:
         result = one_pass(variables, batch)
     else:
-        trained, _ = _tree.partition(state.params, _tree.is_inexact_array)
-        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(trained)[0])
         # The carry of a scan must vary over the axes of what is added to it.
-        zeros = mark_varying(zeros, axis)
+        zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
+        zeros = mark_varying(zeros, axis_name)
         result = _accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    return average_over_devices(result, axis, state.variables)
+    return average_over_devices(result, axis_name, state[1])
 
 
 def _fold_in_if_key(leaf: Any, data: Array) -> Any:
@@ -115,12 +105,8 @@ def run_pass(
 ) -> PassResult:
     """Differentiates a loss times the scale, and divides the gradients by the scale.
 
-    Args:
-      fn: takes `wrt`; returns `(loss, updated variables, aux)`.
-      wrt: a pytree of floating arrays.
-      scaler: the scaler.
-      axis_name: the mapped axes of the call.
-      **kwargs: further arguments of `jax.value_and_grad`.
+    `fn(wrt)` returns `(loss, updated variables, aux)`, and `kwargs` are further
+    arguments of `jax.value_and_grad`.
     """
 
     def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
@@ -165,26 +151,22 @@ def cast_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _accumulate(
-    one_pass: Callable[[PyTree, Batch, Array], PassResult],
+    one_pass: Callable[[PyTree, PyTree, Array], PassResult],
     zeros: PyTree,
     variables: PyTree,
-    batch: Batch,
+    batch: PyTree,
     accum_steps: int,
 ) -> PassResult:
     """Averages `one_pass(variables, micro_batch, index)` over the micro-batches.
 
-    Each pass starts with the variables that the last one updated. The sum of the
-    gradients starts with `zeros`.
-
-    Returns:
-      The mean gradients and loss, the last variables, and `aux` reduced or stacked.
+    Each pass starts with the variables that the last one updated.
     """
     # Only its structure is used (`None` where nothing changed): the arrays come from
     # the scan.
     updates: PyTree = None
 
     def body(
-        carry: tuple[PyTree, PyTree], x: tuple[Array, Batch]
+        carry: tuple[PyTree, PyTree], x: tuple[Array, PyTree]
     ) -> tuple[PyTree, PyTree]:
         nonlocal updates
         total, variables = carry
@@ -196,14 +178,13 @@ def _accumulate(
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
     # A module in the batch holds no examples, but an nnx.Variable by itself does.
-    modules, arrays = (
-        jax.tree.map(
-            lambda x, wanted=wanted: x if is_module(x) is wanted else None,
-            batch,
-            is_leaf=is_module,
-        )
-        for wanted in (True, False)
-    )
+    def part(are_modules: bool) -> PyTree:
+        def kept(x: Any) -> Any:
+            return x if is_module(x) is are_modules else None
+
+        return jax.tree.map(kept, batch, is_leaf=is_module)
+
+    modules, arrays = part(True), part(False)
     micro_batches = _split_batch(arrays, accum_steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)
@@ -217,7 +198,7 @@ def _accumulate(
     )
 
 
-def _split_batch(batch: Batch, accum_steps: int) -> Batch:
+def _split_batch(batch: PyTree, accum_steps: int) -> PyTree:
     """Turns every leaf [n, ...] into [accum_steps, n / accum_steps, ...]."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     shapes = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}
@@ -226,9 +207,8 @@ def _split_batch(batch: Batch, accum_steps: int) -> Batch:
         seen = "; ".join(f"batch{path} has shape {s}" for path, s in shapes.items())
         raise ValueError(
             f"train_step: {seen}; expected one leading axis, the same for all and "
-            f"divisible by {accum_steps=}. Change the batch size or accum_steps, and "
-            "pass what does not have one row for each example as a further argument: "
-            "train_step(state, batch, weight) calls loss_fn(params, batch, weight)."
+            f"divisible by {accum_steps=}. Pass what does not have one row for each "
+            "example as a further argument: train_step(state, batch, weight)."
         )
 
     # A micro-batch is every accum_steps-th example, not the first n / accum_steps: when
@@ -255,32 +235,11 @@ def _reduce_aux(stacked: Any) -> Any:
 # All devices
 
 
-def device_index(axis_name: AxisName, caller: str) -> Array | None:
-    """Returns the index of this device on the mapped axes, or `None` without axes.
-
-    Raises:
-      NameError: if the call is not inside a map over these axes.
-    """
-    if axis_name is None:
-        return None
-    try:
-        return jax.lax.axis_index(axis_name)
-    except NameError as error:
-        raise NameError(
-            f"{caller}: {axis_name=} is not the axis of a map around this call; "
-            "expected one of jax.shard_map, jax.pmap or jax.vmap. With jax.jit on a "
-            "sharded batch, leave axis_name out: the mean over the batch is the mean "
-            "over its devices."
-        ) from error
-
-
 def mark_varying(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Marks arrays as device-varying, where `shard_map` keeps track of that.
 
-    The steps mark two things. Marked parameters get one gradient for each device; JAX
-    would otherwise sum them over devices. A marked loss has the same derivative whether
-    or not the user has reduced it over devices already. The mean over devices that
-    follows is right for both, with and without `check_vma`.
+    Marked parameters get one gradient for each device; JAX would otherwise sum them. A
+    marked loss has the same derivative whether or not the user has reduced it already.
     """
     axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -329,8 +288,7 @@ def average_over_devices(
         return base + mean(new - base)
 
     def mean_of_scalar(leaf: Any) -> Any:
-        scalar = _tree.is_inexact_array(leaf) and leaf.ndim == 0
-        return mean(leaf) if scalar else leaf
+        return mean(leaf) if _tree.is_inexact_array(leaf) and not leaf.ndim else leaf
 
     return PassResult(
         grads=mean(result.grads),

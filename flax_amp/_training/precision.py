@@ -1,8 +1,7 @@
 """One word for the precision of a run: what it computes in, and its first scaler."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,112 +14,92 @@ from flax_amp._training.arguments import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
 from flax_amp.policy import (
     MatmulDType,
+    Policy,
     PolicyEntries,
     long_word,
     read_precision,
 )
 from flax_amp.policy import Precision as Precision
 
-_WORDS: tuple[Precision, ...] = get_args(Precision)
-
 
 def check_precision(word: Any, name: str) -> Precision:
-    """Returns the word that a state holds for a precision.
-
-    Raises:
-      ValueError: if it is no word for a precision. The message lists them all.
-    """
+    """Returns the long form of a word for a precision, or raises a ValueError."""
     return long_word(word, name)
 
 
-def compute_dtype_of(word: Precision, override: DTypeLike | None) -> DTypeLike:
-    """Returns the dtype in which a step computes, unless it has one of its own."""
+def compute_dtype_of(word: Precision, override: DTypeLike | None = None) -> DTypeLike:
+    """Returns the dtype in which a run computes, unless another one is given."""
     return read_precision(word)[0] if override is None else override
 
 
-def matmul_dtype_of(word: Precision, override: MatmulDType) -> MatmulDType:
-    """Returns what a step runs matrix products in, unless it says so itself."""
+def matmul_dtype_of(word: Precision, override: MatmulDType = None) -> MatmulDType:
+    """Returns what a run computes matmuls in, unless something else is given."""
     return read_precision(word)[1] if override is None else override
 
 
+def needs_scale(word: Precision) -> bool:
+    """Whether gradients need a loss scale; bfloat16 has the range of float32."""
+    return compute_dtype_of(word) == jnp.float16
+
+
 def first_scaler(word: Precision) -> Scaler:
-    """Returns the scaler with which a run of a precision starts.
-
-    Gradients in bfloat16 need no scale, because it has the range of float32.
-    """
-    is_float16 = compute_dtype_of(word, None) == jnp.float16
-    return init_scaler() if is_float16 else no_scaler()
+    """Returns the scaler with which a run of a precision starts."""
+    return init_scaler() if needs_scale(word) else no_scaler()
 
 
-def amp_by_precision(
-    fn: UserFn,
-    caller: str,
-    *,
-    compute_dtype: DTypeLike | None,
-    matmul_dtype: MatmulDType,
-    amp_policy: PolicyEntries | None,
-    recompute: bool = True,
-) -> dict[Precision, Callable[[UserFn], UserFn]]:
-    """Returns `amp` for each word, with these two dtypes unless they are `None`.
-
-    Args:
-      fn: the user's function. If it is `amp(...)` already, it is taken as it is.
-      caller: the step, for messages.
-      compute_dtype, matmul_dtype: as in the step.
-      amp_policy, recompute: see `flax_amp.amp`.
+def check_amp_options(
+    fn: Any, caller: str, word: Precision | None, amp_policy: PolicyEntries | None
+) -> Precision | None:
+    """Returns the long form of a word that a step got, after checking its options.
 
     Raises:
-      ValueError: if a function that is `amp(...)` already comes with an option.
+      ValueError: if it is no word, or if a function that is `amp(...)` already comes
+        with an option.
+    """
+    Policy(amp_policy)  # a wrong one fails where the step is made
+    given = dict(precision=word, amp_policy=amp_policy)
+    names = [name for name, value in given.items() if value is not None]
+    if names and is_rewritten(fn):
+        raise ValueError(
+            f"{caller}: {getattr(fn, '__name__', 'the function')} is amp(...) already, "
+            f"and {', '.join(names)} is given, too; expected one of them. Pass the "
+            "option to amp."
+        )
+    return None if word is None else check_precision(word, f"{caller}: precision")
+
+
+def lowered(
+    pure: UserFn,
+    fn: UserFn,
+    word: Precision,
+    amp_policy: PolicyEntries | None,
+    recompute: bool = True,
+) -> UserFn:
+    """Returns `amp(pure)`; if the user's `fn` inside is `amp(...)` already, `pure`.
+
+    Without a backward pass, `recompute=False` leaves no trace of one in the program.
     """
     if is_rewritten(fn):
-        given = dict(
-            compute_dtype=compute_dtype,
-            matmul_dtype=matmul_dtype,
-            amp_policy=amp_policy,
-        )
-        if names := [name for name, value in given.items() if value is not None]:
-            raise ValueError(
-                f"{caller}: {getattr(fn, '__name__', 'the function')} is already "
-                f"rewritten by amp, and {', '.join(names)} is given, too; expected "
-                "one of them. Pass the option to amp."
-            )
-        return dict.fromkeys(_WORDS, lambda fn: fn)
-    # For all words at once, so that a wrong option fails where the step is made. An
-    # `amp` costs little until it is called.
-    return {
-        word: amp(
-            compute_dtype=compute_dtype_of(word, compute_dtype),
-            matmul_dtype=matmul_dtype_of(word, matmul_dtype),
-            amp_policy=amp_policy,
-            recompute=recompute,
-        )
-        for word in _WORDS
-    }
+        return pure
+    rewritten: UserFn = amp(
+        pure, precision=word, amp_policy=amp_policy, recompute=recompute
+    )
+    return rewritten
 
 
-class UnscaledWarning:
-    """Warns once if a step computes in float16 without a scale.
+def warn_if_unscaled(word: Any, scaler: Any, stacklevel: int) -> None:
+    """Warns of a run in float16 whose scale is at most 1 and never moves.
 
-    It reads the scaler on the device in the first call only: later, that would wait for
-    the step before. Traced values tell nothing. `AmpTrainState.create` cannot warn,
-    because a step may override the dtype.
+    It waits for the scaler on the device. Traced values tell nothing.
     """
-
-    def __init__(self, compute_dtype: DTypeLike | None) -> None:
-        self._compute_dtype, self._done = compute_dtype, False
-
-    def __call__(self, word: Precision, scaler: Scaler, *, stacklevel: int) -> None:
-        highest = scaler["max_scaler"]
-        if self._done or isinstance(highest, jax.core.Tracer):
-            return
-        self._done = True
-        dtype = jnp.dtype(compute_dtype_of(word, self._compute_dtype))
-        if dtype == jnp.float16 and np.max(jax.device_get(highest)) <= 1:
-            warnings.warn(
-                "train_step: the step computes in float16 with a scale of at most 1, "
-                "as of no_scaler(): gradients below 6e-8 become zero and are lost. "
-                "Expected a loss scaler: leave scaler out or pass "
-                "flax_amp.init_scaler(). Or use precision='bf16-mixed' (or "
-                "compute_dtype=jnp.bfloat16), which needs none.",
-                stacklevel=stacklevel + 1,
-            )
+    factor = scaler.get("adjust_factor")
+    if isinstance(factor, jax.core.Tracer | None) or not needs_scale(word):
+        return
+    if np.all((np.asarray(scaler["scaler"]) <= 1) & (np.asarray(factor) == 1)):
+        warnings.warn(
+            "train_step: the step is in float16 with a scale of at most 1, as of "
+            "no_scaler(): gradients below 6e-8 become zero. Expected a loss scaler. "
+            "Make the state, or the AmpOptimizer, with precision='16-mixed', or pass "
+            "scaler=flax_amp.init_scaler().",
+            stacklevel=stacklevel,
+        )

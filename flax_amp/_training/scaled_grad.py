@@ -1,7 +1,7 @@
 """Gradients of a scaled loss, for training loops of the user's own.
 
-The third adapter of the core: it has the passes and the retries of a training step, but
-neither an optimizer nor a state.
+They have the passes and the retries of a training step, but neither an optimizer nor a
+state.
 """
 
 import functools
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_amp import _tree
@@ -18,23 +19,19 @@ from flax_amp._training.arguments import (
     AxisName,
     PyTree,
     UserFn,
-    check_argnums,
-    check_axis_name,
     check_retries,
     check_type,
     describe,
 )
-from flax_amp._training.core import run_with_retries
+from flax_amp._training.core import Judged, forward_finite, run_with_retries
 from flax_amp._training.loss import split_aux
 from flax_amp._training.passes import (
-    PassResult,
     average_over_devices,
     cast_like,
-    device_index,
     mark_varying,
     run_pass,
 )
-from flax_amp._training.scaler import Scaler, validate_scaler
+from flax_amp._training.scaler import Scaler, check_scaler
 
 
 def dynamic_scale_value_and_grad(
@@ -54,14 +51,11 @@ def dynamic_scale_value_and_grad(
     skip a step: `flax_amp.all_finite((loss, grads))` says if the result is finite.
 
     Args:
-      fun: function to differentiate; it returns a scalar float loss. If it updates
-        modules among its arguments, as `nnx.BatchNorm` or `nnx.Rngs` do, they keep the
-        updates. If loss, gradients or updated variables are not finite, the modules
-        stay as they were.
+      fun: function to differentiate; it returns a scalar float loss. Modules among its
+        arguments keep what it updates in them, unless something is not finite.
       has_aux: as in `jax.grad`: `fun` returns `(loss, aux)`.
       redo_on_nan: while the loss is finite, the gradients are not, and the scale can
-        still fall, compute again with the lower scale, at most this many times. After
-        that, the result is returned as it is.
+        still fall, compute again with the lower scale, at most this many times.
       filter: if True, only the floating and complex array leaves of the
         differentiated argument are differentiated; every other leaf is passed through
         and its gradient is `None`. If False, every leaf is differentiated, as in
@@ -76,16 +70,11 @@ def dynamic_scale_value_and_grad(
     Returns:
       A function that behaves like the output of `jax.value_and_grad`, except that it
       needs the keyword argument `dynamic_scaler_state` and returns
-      `(new_state, (value, grads))`, or `(new_state, ((value, aux), grads))`. Whether
-      `aux` is finite makes no difference to the scale.
+      `(new_state, (value, grads))`, or `(new_state, ((value, aux), grads))`.
 
     Raises:
-      TypeError: if `axis_name` is not a name, or if `holomorphic` is given; when
-        called, if the loss is not a scalar float or if `dynamic_scaler_state` is
-        missing.
-      ValueError: if `redo_on_nan` is negative; when called, if a value of the scaler is
-        out of its range, or `fun` changes the structure of a module.
-      NameError: when called, if `axis_name` is not bound.
+      TypeError, ValueError: if the loss is not a scalar float, if `argnums` selects
+        what cannot be differentiated, or if a value of the scaler is out of its range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,67 +87,8 @@ def dynamic_scale_value_and_grad(
       (36.0, 24.0, 1)
     """
     caller = "dynamic_scale_value_and_grad"
-    return _make_grad_fn(caller, fun, has_aux, redo_on_nan, filter, axis_name, kwargs)
-
-
-def dynamic_scale_grad(
-    fun: UserFn,
-    *,
-    has_aux: bool = False,
-    redo_on_nan: int = 0,
-    filter: bool = True,
-    axis_name: AxisName = None,
-    **kwargs: Any,
-) -> UserFn:
-    """Like `jax.grad`, with the loss scaled and the gradients unscaled.
-
-    Args:
-      fun, has_aux, redo_on_nan, filter, axis_name: see
-        `dynamic_scale_value_and_grad`.
-      **kwargs: further arguments of `jax.grad`, such as `argnums`.
-
-    Returns:
-      A function that behaves like the output of `jax.grad`, except that it needs the
-      keyword argument `dynamic_scaler_state` and returns `(new_state, grads)`, or
-      `(new_state, (grads, aux))` with `has_aux=True`.
-
-    Raises:
-      TypeError, ValueError, NameError: as `dynamic_scale_value_and_grad`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax_amp import init_scaler
-      >>> grad_fn = dynamic_scale_grad(lambda w: w**2)
-      >>> state, grad = grad_fn(jnp.float32(3), dynamic_scaler_state=init_scaler())
-      >>> float(grad)
-      6.0
-    """
-    caller = "dynamic_scale_grad"
-    value_and_grad_fn = _make_grad_fn(
-        caller, fun, has_aux, redo_on_nan, filter, axis_name, kwargs
-    )
-
-    @functools.wraps(fun)
-    def grad_fn(*args: PyTree, **fun_kwargs: PyTree) -> tuple[Scaler, PyTree]:
-        state, (value, grads) = value_and_grad_fn(*args, **fun_kwargs)
-        return state, ((grads, value[1]) if has_aux else grads)
-
-    return grad_fn
-
-
-def _make_grad_fn(
-    caller: str,
-    fun: UserFn,
-    has_aux: bool,
-    redo_on_nan: int,
-    filter: bool,
-    axis_name: AxisName,
-    kwargs: dict[str, Any],
-) -> UserFn:
-    """Returns the function of `dynamic_scale_value_and_grad`; `caller` is its name."""
     # Here, not in the call: an error then points to the line that passed the argument.
     retries = check_retries(redo_on_nan, caller)
-    check_axis_name(axis_name, caller)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     if "holomorphic" in kwargs:
         raise TypeError(
@@ -171,24 +101,13 @@ def _make_grad_fn(
 
     @functools.wraps(fun)
     def value_and_grad_fn(
-        *args: PyTree, dynamic_scaler_state: Any = None, **fun_kwargs: PyTree
+        *args: PyTree, dynamic_scaler_state: Any, **fun_kwargs: PyTree
     ) -> tuple[Scaler, PyTree]:
-        if dynamic_scaler_state is None:
-            raise TypeError(
-                f"{caller}: the keyword argument dynamic_scaler_state is missing; "
-                "expected a scaler. Call grad_fn(..., "
-                "dynamic_scaler_state=init_scaler()) and pass the state it returns to "
-                "the next call."
-            )
-        check_argnums(argnums, args, caller)
-        scaler = validate_scaler(
-            dynamic_scaler_state, "dynamic_scaler_state", wait=True
-        )
-        device_index(axis_name, caller)  # an axis that is not there fails here
+        scaler = check_scaler(dynamic_scaler_state, "dynamic_scaler_state", wait=True)
         # Each trace changes copies of the modules. The modules themselves get the
         # variables of the last pass (`finish`).
         call = FunctionalCall(fun, args, fun_kwargs, caller=f"{caller}: {name}")
-        indices = _select_inputs(call, argnums, filter)
+        indices = _select_inputs(call, argnums, filter, caller)
         selected = jax.tree.leaves(indices)
         # Known once the loss was traced: which variables of its modules it changes.
         updates_def: Any = None
@@ -203,27 +122,30 @@ def _make_grad_fn(
             loss, aux = split_aux(out, has_aux, name)
             return loss, updates, aux
 
-        def run(scaler: Scaler) -> tuple[PassResult, PyTree]:
+        def run(scaler: Scaler) -> Judged:
             nonlocal updates_def, old
             wrt = mark_varying([call.inputs[index] for index in selected], axis_name)
             result = run_pass(loss_of, wrt, scaler, axis_name, **kwargs)
             updates, updates_def = jax.tree.flatten(result.variables)
-            named = call.old_leaves()
+            named = call.old_leaves(result.variables)
             _check_variables(updates, named, caller)
             old = [leaf for _, leaf in named]
             result = result._replace(variables=updates)
             result = average_over_devices(result, axis_name, old)
             # A variable without an average, such as a key, is the old one: that is the
             # same on every device.
-            result = result._replace(
-                grads=cast_like(result.grads, wrt),
-                variables=_tree.combine(result.variables, old),
-            )
-            return result, old
+            variables = _tree.combine(result.variables, old)
+            result = result._replace(variables=variables)
+            forward = forward_finite(result, old)
+            # The caller looks at the gradients themselves, not at their squares.
+            backward = _tree.all_finite((result.grads, result.overwrite))
+            result = result._replace(grads=cast_like(result.grads, wrt))
+            return Judged(result, forward, backward, jnp.float32(0))
 
-        scaler, finite, result = run_with_retries(run, scaler, retries)
+        scaler, judged = run_with_retries(run, scaler, retries)
+        result = judged.result
         # A batch with a NaN must not stay in the statistics of a BatchNorm.
-        updates = _tree.select(finite, result.variables, old)
+        updates = _tree.select(judged.finite, result.variables, old)
         call.finish((None, jax.tree.unflatten(updates_def, updates)))
         grad_of = dict(zip(selected, result.grads, strict=True))
         grads = jax.tree.map(grad_of.__getitem__, indices)
@@ -232,7 +154,34 @@ def _make_grad_fn(
     return value_and_grad_fn
 
 
-def _select_inputs(call: FunctionalCall, argnums: Any, filter: bool) -> PyTree:
+def dynamic_scale_grad(fun: UserFn, *, has_aux: bool = False, **kwargs: Any) -> UserFn:
+    """Like `jax.grad`, with the loss scaled and the gradients unscaled.
+
+    It takes the arguments of `dynamic_scale_value_and_grad`, and returns a function
+    that returns `(new_state, grads)`, or `(new_state, (grads, aux))` with
+    `has_aux=True`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax_amp import init_scaler
+      >>> grad_fn = dynamic_scale_grad(lambda w: w**2)
+      >>> state, grad = grad_fn(jnp.float32(3), dynamic_scaler_state=init_scaler())
+      >>> float(grad)
+      6.0
+    """
+    value_and_grad_fn = dynamic_scale_value_and_grad(fun, has_aux=has_aux, **kwargs)
+
+    @functools.wraps(fun)
+    def grad_fn(*args: PyTree, **fun_kwargs: PyTree) -> tuple[Scaler, PyTree]:
+        state, (value, grads) = value_and_grad_fn(*args, **fun_kwargs)
+        return state, ((grads, value[1]) if has_aux else grads)
+
+    return grad_fn
+
+
+def _select_inputs(
+    call: FunctionalCall, argnums: Any, filter: bool, caller: str
+) -> PyTree:
     """Returns the arguments to differentiate, with each leaf's index in the inputs.
 
     An array that is not differentiated is `None`. A module has only those variables
@@ -254,9 +203,21 @@ def _select_inputs(call: FunctionalCall, argnums: Any, filter: bool) -> PyTree:
         args, _ = call.rebuild_arguments(
             indices, lambda state: nnx.filter_state(state, wrt)
         )
+        if not -len(args) <= argnum < len(args):
+            raise TypeError(
+                f"{caller}: argnums selects the argument {argnum}; got {len(args)} by "
+                "position. Pass it by position."
+            )
+        indices_of = args[argnum]
+        if filter and isinstance(indices_of, int) and not is_inexact(indices_of):
+            raise TypeError(
+                f"{caller}: the argument {argnum}, {call.inputs[indices_of]!r}, is "
+                "static; expected floating arrays to differentiate. Pass "
+                "jnp.float32(...), or filter=False."
+            )
         return jax.tree.map(
             lambda index: index if not filter or is_inexact(index) else None,
-            args[argnum],
+            indices_of,
         )
 
     if isinstance(argnums, Sequence):

@@ -1,24 +1,17 @@
-"""The dynamic loss scaler: a plain dict of 0-d arrays.
+"""The dynamic loss scaler: a plain dict of four 0-d arrays.
 
 The scaler is data, hyper-parameters included. So it passes through `jit`, `vmap` and
-any checkpoint without losing a field, and a sweep over settings compiles once. Whatever
-happens to the gradients, the scale stays a finite, positive number between `min_scaler`
-and `max_scaler`.
+any checkpoint, and a sweep over settings compiles once. A scaler with an
+`adjust_factor` of 1 never moves: so bfloat16 and float32 have the same dict.
 
-The scale falls only when a lower scale can help. The forward pass does not see the
-scale: a loss that is not finite comes from the batch or from the activations, and it
-would be the same at every other scale. Flax and jaxamp lower the scale then, too, so a
-few bad batches drive it to its lower limit.
-
-Sharp edges:
-  The scale grows on the `patience + 1`-th finite step since it moved, as in jaxamp and
-  in Flax's `DynamicScale`, not on the `patience`-th. A run that is migrated from one of
-  them goes on exactly.
+The scale falls only when a lower scale can help. The forward pass does not see it: a
+loss that is not finite would be the same at every other scale. Flax and jaxamp lower
+the scale then, too, so a few bad batches drive it to its lower limit. It grows on the
+`patience + 1`-th finite step since it moved, as theirs does.
 """
 
-import math
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,60 +24,24 @@ from flax_amp._training.arguments import Array, PyTree, check_type, describe
 
 Scaler = dict[str, Array]
 
-# The reciprocal of a scale must be a normal float32. XLA flushes subnormal numbers to
-# zero, and gradients that are multiplied by zero are lost.
-_LARGEST_SCALE = 2.0**126
-_SMALLEST_SCALE = 2.0**-126
+# Beyond 2**24 no gradient of float16 gains, and below 2**-24 all of them are 0.
+LOWEST, HIGHEST = 2.0**-24, 2.0**24
 
-_INT32_MAX = 2**31 - 1
-
-
-class DynamicScalerState(TypedDict, total=False):
-    """The type of the scaler: a dict of 0-d arrays, all strongly typed.
-
-    `DynamicScalerState(patience=10)` is the dict `{"patience": 10}`. Every function
-    that takes a scaler fills in missing keys with the defaults of `init_scaler` and
-    turns Python numbers into arrays, so this short form is enough to start with.
-
-    Attributes:
-      scaler: float32, the scale: the loss is multiplied by it.
-      count: int32, the number of finite steps since the scale last changed.
-      patience: int32, the scale grows on the finite step after `patience` others.
-      adjust_factor: float32, the factor by which the scale grows or falls.
-      total_resets: int32, the number of steps that were not finite. It also counts the
-        steps that left the scale alone.
-      min_scaler: float32, the lower limit of the scale.
-      max_scaler: float32, the upper limit of the scale.
-
-    Example:
-      >>> DynamicScalerState(patience=10)
-      {'patience': 10}
-    """
-
-    scaler: ArrayLike
-    count: ArrayLike
-    patience: ArrayLike
-    adjust_factor: ArrayLike
-    total_resets: ArrayLike
-    min_scaler: ArrayLike
-    max_scaler: ArrayLike
-
-
-# What `make_nnx_train_step` adds to these keys in the scaler that it returns: how many
-# steps were skipped since the last update, and in all.
-SKIP_COUNTS = ("skipped_in_a_row", "skipped_total")
-
-# What is missing in a scaler has its default: one of an older checkpoint is completed,
-# and so is `{"patience": 10}`.
-_DEFAULTS: dict[str, tuple[float, DTypeLike]] = {
-    "scaler": (2.0**15, jnp.float32),
-    "count": (0, jnp.int32),
-    "patience": (2000, jnp.int32),
-    "adjust_factor": (2.0, jnp.float32),
-    "total_resets": (0, jnp.int32),
-    "min_scaler": (2.0**-14, jnp.float32),
-    "max_scaler": (2.0**24, jnp.float32),
+# For each key: the dtype, and between which numbers a value must lie.
+KEYS: dict[str, tuple[DTypeLike, float, float]] = {
+    "scaler": (jnp.float32, LOWEST, HIGHEST),
+    "count": (jnp.int32, 0, 2**31 - 1),
+    "patience": (jnp.int32, 0, 2**31 - 1),
+    "adjust_factor": (jnp.float32, 1, HIGHEST),
 }
+
+
+class DynamicScalerState(dict[str, Array]):
+    """Makes the dict of `init_scaler`: the name that jaxamp has for it."""
+
+    def __new__(cls, **settings: Any) -> Scaler:  # type: ignore[misc]
+        """Returns `init_scaler(**settings)`, a plain dict."""
+        return init_scaler(**settings)
 
 
 def init_scaler(
@@ -92,73 +49,42 @@ def init_scaler(
     scaler: ArrayLike = 2.0**15,
     patience: ArrayLike = 2000,
     adjust_factor: ArrayLike = 2.0,
-    min_scaler: ArrayLike = 2.0**-14,
-    max_scaler: ArrayLike = 2.0**24,
 ) -> Scaler:
-    """Makes a dynamic loss scaler.
-
-    Powers of two for `scaler` and `adjust_factor` make scaling and unscaling exact.
-    Values that are traced (under `jit` or `vmap`) are not checked.
+    """Makes a dynamic loss scaler. Powers of two make scaling exact.
 
     Args:
-      scaler: the first scale.
+      scaler: the first scale, between 2**-24 and 2**24, where it always stays.
       patience: the number of finite steps to wait; the scale grows on the next one.
-      adjust_factor: the factor by which the scale grows or falls, greater than 1.
-      min_scaler: the scale never falls below it.
-      max_scaler: the scale never rises above it.
+      adjust_factor: the factor by which the scale grows or falls. With 1 it never does.
 
     Returns:
-      A dict of 0-d strongly typed arrays; see `DynamicScalerState` for the keys.
+      A dict of 0-d strongly typed arrays: `scaler` and `adjust_factor` float32,
+      `patience` and `count` (the finite steps since the scale last changed) int32.
 
     Raises:
       ValueError: if a value is out of its range.
 
     Example:
-      >>> state = init_scaler(patience=10)
-      >>> sorted(state)  # doctest: +NORMALIZE_WHITESPACE
-      ['adjust_factor', 'count', 'max_scaler', 'min_scaler', 'patience', 'scaler',
-       'total_resets']
-      >>> float(state["scaler"])
-      32768.0
+      >>> scaler = init_scaler(patience=10)
+      >>> sorted(scaler), float(scaler["scaler"])
+      (['adjust_factor', 'count', 'patience', 'scaler'], 32768.0)
     """
-    given = dict(
-        scaler=scaler,
-        patience=patience,
-        adjust_factor=adjust_factor,
-        min_scaler=min_scaler,
-        max_scaler=max_scaler,
-    )
-    # A step donates the scaler, so it must not hold an array of the caller, nor one
-    # array twice.
-    complete = validate_scaler(given, "init_scaler", wait=True)
-    return {key: _tree.own(value) for key, value in complete.items()}
+    given = dict(scaler=scaler, count=0, patience=patience, adjust_factor=adjust_factor)
+    return check_scaler(given, "init_scaler", wait=True)
 
 
-def static_scaler(value: ArrayLike) -> Scaler:
+def static_scaler(scale: ArrayLike) -> Scaler:
     """Makes a scaler whose scale never changes.
 
-    It has the same keys as a dynamic scaler, so one checkpoint fits both. Both of its
-    limits are `value`: the ordinary update leaves the scale there, and `total_resets`
-    still counts the steps that were not finite.
-
-    Args:
-      value: the scale.
-
-    Returns:
-      A scaler as from `init_scaler`.
-
     Example:
-      >>> float(update_scaler(static_scaler(1024.0), False)["scaler"])
-      1024.0
+      >>> float(update_scaler(static_scaler(8.0), False)["scaler"])
+      8.0
     """
-    # No flag says that it is static: one rule updates every scaler, in one program.
-    return init_scaler(scaler=value, min_scaler=value, max_scaler=value)
+    return init_scaler(scaler=scale, adjust_factor=1.0)
 
 
 def no_scaler() -> Scaler:
     """Makes a scaler of 1 for bfloat16 and float32, which need no loss scaling.
-
-    A jitted step in float16 warns when it gets one: small gradients are lost.
 
     Example:
       >>> float(no_scaler()["scaler"])
@@ -167,91 +93,29 @@ def no_scaler() -> Scaler:
     return static_scaler(1.0)
 
 
-def complete_scaler(state: Mapping[str, Any], name: str = "scaler") -> Scaler:
-    """Fills in missing keys and turns Python numbers into strongly typed arrays.
-
-    It also brings the scaler of an older checkpoint up to date, and leaves out the
-    counts of `make_nnx_train_step`. It does not look at the values; `check_scaler`
-    does.
-
-    Raises:
-      TypeError: if `state` is not a mapping.
-      ValueError: if a key is unknown or a value is not a scalar number.
-
-    Example:
-      >>> int(complete_scaler({"patience": 10})["patience"])
-      10
-    """
-    check_type(
-        state,
-        Mapping,
-        name,
-        "a dict such as flax_amp.init_scaler() returns. Pass that, or "
-        "flax_amp.no_scaler() for bfloat16.",
-    )
-    if unknown := sorted(str(key) for key in state.keys() - {*_DEFAULTS, *SKIP_COUNTS}):
-        raise ValueError(
-            f"{name}: unknown keys {unknown}; expected some of {sorted(_DEFAULTS)}. "
-            "Remove or rename them."
-        )
-    scaler = {}
-    for key, (default, dtype) in _DEFAULTS.items():
-        value = state.get(key, default)
-        _check_scalar(key, value)
-        scaler[key] = jnp.asarray(value, dtype)
-    return scaler
-
-
 def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
     """Returns `loss * scale`, in float32 at least, which has room for the product.
 
-    Args:
-      loss: a loss of any float dtype.
-      state: a scaler; see `flax_amp.DynamicScalerState`.
-
     Example:
-      >>> from flax_amp import init_scaler
       >>> scale_loss(jnp.float16(8), init_scaler())
       Array(262144., dtype=float32)
     """
-    scale = validate_scaler(state)["scaler"]
-    if not _tree.is_numeric(loss):
-        raise TypeError(
-            f"scale_loss: loss is {describe(loss)}; expected a number. Scale "
-            "the loss alone, without aux."
-        )
-    return _tree.widen(loss) * scale
+    return _tree.widen(loss) * check_scaler(state)["scaler"]
 
 
 def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
     """Divides gradients by the scale they were made with, in float32 at least.
 
     Args:
-      grads: gradients of `scale_loss(loss, state)`.
+      grads: gradients of `scale_loss(loss, state)`, any pytree.
       state: the scaler that was used for them, not the updated one.
 
-    Returns:
-      The gradients; floating leaves are float32, or wider if they were wider.
-
     Example:
-      Two losses that share one scaler:
-
-      >>> from flax_amp import all_finite, init_scaler, update_scaler
-      >>> scaler = init_scaler()
-      >>> def scaled(w):
-      ...     loss = w**2
-      ...     return scale_loss(loss, scaler), loss
-      >>> first, loss = jax.grad(scaled, has_aux=True)(jnp.float32(3))
-      >>> second, _ = jax.grad(scaled, has_aux=True)(jnp.float32(4))
-      >>> grads = unscale_grads((first, second), scaler)
-      >>> scaler = update_scaler(
-      ...     scaler, all_finite(grads), loss_finite=all_finite(loss)
-      ... )
-      >>> [float(grad) for grad in grads], int(scaler["count"])
-      ([6.0, 8.0], 1)
+      >>> float(unscale_grads(jnp.float16(8), static_scaler(4.0)))
+      2.0
     """
     # XLA fuses one multiplication for each leaf with the cast around it.
-    factor = 1.0 / validate_scaler(state)["scaler"]
+    factor = 1.0 / check_scaler(state)["scaler"]
     return jax.tree.map(
         lambda g: _tree.widen(g) * factor if _tree.is_inexact(g) else g, grads
     )
@@ -265,18 +129,13 @@ def update_scaler(
 ) -> Scaler:
     """Raises or lowers the scale after one step.
 
-    - If loss and gradients are finite, `count` goes up by one. If `count` has already
-      reached `patience`, the scale is multiplied by `adjust_factor` instead, and
-      `count` starts again at 0.
-    - If the loss is finite and the gradients are not, the scale is divided by
-      `adjust_factor`, `count` starts again at 0, and `total_resets` goes up by one.
-    - If the loss is not finite, no scale would have helped: scale and `count` stay, and
-      `total_resets` goes up by one.
-
-    The scale stays within its limits, and the counters stop at the largest int32.
+    If loss and gradients are finite, `count` goes up by one, or, if it has reached
+    `patience` already, the scale is multiplied by `adjust_factor` and `count` starts
+    again. If only the gradients are not finite, the scale is divided by
+    `adjust_factor`, and `count` starts again. If the loss is not, nothing changes.
 
     Args:
-      state: a scaler; see `DynamicScalerState`.
+      state: a scaler, as from `init_scaler`.
       grads_finite: bool[], True when the gradients are finite on every device.
       loss_finite: bool[], True when the loss and everything else that the forward pass
         computes is finite on every device.
@@ -285,18 +144,14 @@ def update_scaler(
       A new scaler with the same keys, shapes and dtypes.
 
     Raises:
-      TypeError: if `state` is not a mapping, or a flag is not bool[].
-      ValueError: if a key is unknown, or if a Python number is out of its range.
+      TypeError: if a flag is not bool[].
+      ValueError: if a key is missing or unknown, or a Python number out of its range.
 
     Example:
-      >>> state = update_scaler(init_scaler(), False)
-      >>> float(state["scaler"]), int(state["total_resets"])
-      (16384.0, 1)
-      >>> state = update_scaler(state, False, loss_finite=False)
-      >>> float(state["scaler"]), int(state["total_resets"])
-      (16384.0, 2)
+      >>> float(update_scaler(init_scaler(), False)["scaler"])
+      16384.0
     """
-    state = validate_scaler(state)
+    state = check_scaler(state)
     loss_finite = _as_flag(loss_finite, "loss_finite")
     # Gradients of a loss that is not finite are not finite either, so they tell nothing
     # about the scale.
@@ -304,17 +159,12 @@ def update_scaler(
     falls = loss_finite & ~finite
     scale, factor, count = state["scaler"], state["adjust_factor"], state["count"]
     grows = finite & (count >= state["patience"])
-    new_scale = jnp.where(grows, scale * factor, scale)
-    new_scale = jnp.where(falls, scale / factor, new_scale)
-    # fmax and fmin ignore a NaN operand, so even a NaN scale recovers.
-    new_scale = jnp.fmin(jnp.fmax(new_scale, state["min_scaler"]), state["max_scaler"])
-    # A counter that wrapped around would let the scale wait for 2**31 more steps.
-    new_count = jnp.where(finite, optax.safe_increment(count), count)
-    resets = state["total_resets"]
+    scale = jnp.where(grows, scale * factor, jnp.where(falls, scale / factor, scale))
+    count = jnp.where(finite, optax.safe_increment(count), count)
     return state | {
-        "scaler": new_scale,
-        "count": jnp.where(falls | grows, 0, new_count),
-        "total_resets": jnp.where(finite, resets, optax.safe_increment(resets)),
+        # fmax and fmin ignore a NaN operand, so even a NaN scale recovers.
+        "scaler": jnp.fmin(jnp.fmax(scale, LOWEST), HIGHEST),
+        "count": jnp.where(falls | grows, 0, count),
     }
 
 
@@ -328,91 +178,40 @@ def _as_flag(value: Any, name: str) -> Array:
     return jnp.asarray(value)
 
 
-def _check_scalar(key: str, value: Any) -> None:
-    shape = getattr(value, "shape", ())
-    if not isinstance(value, bool | int | float) and not _tree.is_array(value):
-        raise ValueError(
-            f"scaler[{key!r}] is a {type(value).__name__}; expected a scalar number. "
-            "Build the dict with flax_amp.init_scaler()."
-        )
-    if shape != ():
-        raise ValueError(
-            f"scaler[{key!r}] has shape {shape}; expected a scalar. To use several "
-            "scalers at once, use jax.vmap."
-        )
+def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Scaler:
+    """Returns a scaler of strongly typed arrays, after checking it.
 
-
-def validate_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Scaler:
-    """Returns a complete scaler after checking its values.
-
-    `name` is what the messages call it. With `wait`, arrays on the device are checked
-    too, and waited for.
+    Values of arrays on the device are checked only with `wait`, traced ones never.
+    `name` is what the messages call it.
     """
-    if isinstance(state, Mapping):
-        check_scaler(state, name, wait=wait)
-    return complete_scaler(state, name)
-
-
-def check_scaler(state: Mapping[str, Any], name: str, *, wait: bool = True) -> None:
-    """Raises a ValueError that lists every value out of its range.
-
-    Traced values are not checked. Arrays on the device are checked only with `wait`.
-    Missing keys have their defaults.
-    """
+    advice = "Pass flax_amp.init_scaler(), or flax_amp.no_scaler() for bfloat16."
+    check_type(state, Mapping, name, f"a dict of {sorted(KEYS)}. {advice}")
+    if state.keys() != KEYS.keys():
+        raise ValueError(
+            f"{name} has the keys {sorted(state)}; expected {sorted(KEYS)}. {advice}"
+        )
+    for key, value in state.items():
+        if not _tree.is_numeric(value) or jnp.shape(value) != ():
+            raise ValueError(
+                f"{name}[{key!r}] is {describe(value)}; expected a scalar number. To "
+                "use several scalers at once, use jax.vmap."
+            )
     unchecked = jax.core.Tracer if wait else Array  # a tracer is an Array, too
-    values = {key: state.get(key, default) for key, (default, _) in _DEFAULTS.items()}
-    for key, value in values.items():
-        _check_scalar(key, value)
-    known = {k: v for k, v in values.items() if not isinstance(v, unchecked)}
-    if known and (wrong := values_out_of_range(known)):
-        raise ValueError(
-            f"{name}: {', '.join(wrong)}. Correct these values; the scale must stay "
-            "a finite, positive float32."
-        )
-
-
-def check_keys(state: object, name: str) -> None:
-    """Raises a ValueError unless `state` is a dict with every key of a scaler."""
-    keys = state.keys() if isinstance(state, Mapping) else set()
-    if missing := sorted(_DEFAULTS.keys() - keys):
-        raise ValueError(
-            f"{name}, a {type(state).__name__}, lacks {missing}; expected every key "
-            "of flax_amp.init_scaler(). Complete it: flax_amp.init_scaler() | scaler."
-        )
+    known = {key: x for key, x in state.items() if not isinstance(x, unchecked)}
+    if wrong := values_out_of_range(known):
+        raise ValueError(f"{name}: {', '.join(wrong)}. Correct these values.")
+    return {key: jnp.asarray(state[key], dtype) for key, (dtype, *_) in KEYS.items()}
 
 
 def values_out_of_range(state: Mapping[str, Any]) -> list[str]:
-    """Describes each value of a scaler that is out of its range, with that range.
-
-    A missing value counts as one that is in its range.
-    """
-    known = {key: np.asarray(state[key]).item() for key in _DEFAULTS if key in state}
-    values = {key: default for key, (default, _) in _DEFAULTS.items()}
-    values |= {"min_scaler": _SMALLEST_SCALE, "max_scaler": _LARGEST_SCALE} | known
-    # The scaler holds float32, so its values are compared as float32. A number that
-    # overflows float32 becomes inf here, which is out of every range.
-    with np.errstate(over="ignore"):
-        scaler, factor, low, high = (
-            float(np.float32(values[key]))
-            for key in ("scaler", "adjust_factor", "min_scaler", "max_scaler")
-        )
-    rules = {
-        "min_scaler": (low >= _SMALLEST_SCALE, "at least 2**-126"),
-        "max_scaler": (high <= _LARGEST_SCALE, "at most 2**126"),
-        "scaler": (
-            low <= scaler <= high,
-            f"between min_scaler={low} and max_scaler={high}",
-        ),
-        "adjust_factor": (factor > 1 and math.isfinite(factor), "finite, above 1"),
-    } | {
-        key: (
-            0 <= values[key] <= _INT32_MAX and int(values[key]) == values[key],
-            "an integer of at least 0 that fits int32",
-        )
-        for key in ("patience", "count", "total_resets")
-    }
-    return [
-        f"{key}={values[key]!r} (expected {text})"
-        for key, (holds, text) in rules.items()
-        if key in known and not holds
-    ]
+    """Describes each value of a scaler that is out of its range, with that range."""
+    wrong = []
+    for key, (dtype, low, high) in KEYS.items():
+        if key not in state:
+            continue
+        value = np.asarray(state[key]).item()
+        if not low <= value <= high or (dtype == jnp.int32 and int(value) != value):
+            kind = "a number" if dtype == jnp.float32 else "an integer"
+            between = f"{kind} between {low:g} and {high:g}"
+            wrong.append(f"{key}={value!r} (expected {between})")
+    return wrong

@@ -1,149 +1,65 @@
 """The call of a step, and the array to blame if it fails.
 
 A step donates its state: the new state takes over the memory of the old one, which is
-then deleted. JAX reports misuse by the position of a flattened argument only.
+then deleted. JAX reports misuse by the position of a flattened argument only. Nothing
+here walks over the leaves of what the last step left, unless the call has failed.
 """
 
-import contextlib
-import functools
-import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from flax_amp._training.arguments import Array, PyTree, check_leaves
+from flax_amp._training.arguments import Array, PyTree
 
 
-class Step:
-    """A step whose errors name the arguments that it takes."""
+class Known:
+    """Remembers what the last call of a step left, without keeping it alive."""
 
-    __name__: str
+    def __init__(self) -> None:
+        self._last: Callable[[], Any] = lambda: None
 
-    def __init__(self, step: Callable[..., Any]) -> None:
-        # With the name and the docstring of the step, as `jax.jit` has them.
-        functools.update_wrapper(self, step)
-        self._step, self._signature = step, inspect.signature(step)
-        # The last parameter takes all further arguments, which the loss gets.
-        self._names = list(self._signature.parameters)[:-1]
+    def __contains__(self, value: object) -> bool:
+        return self._last() is value
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) < len(self._names):  # binding takes some microseconds
-            try:
-                args = self._signature.bind(*args, **kwargs).args
-            except TypeError as error:
-                raise TypeError(
-                    f"{self.__name__}: {error}; expected the arguments "
-                    f"({', '.join(self._names)}, *args). Pass what else the loss takes "
-                    "by position, after the batch."
-                ) from None
-        return self._step(*args)
+    def set(self, value: Any) -> None:
+        """Remembers a value."""
+        self._last = weakref.ref(value)
 
 
-class JittedStep(Step):
-    """A jitted step whose errors name the leaf that is wrong.
-
-    A loop calls it thousands of times, with arguments like those of the call before. So
-    it looks at them before a call only where JAX would not do it in time, and after a
-    call that has failed.
-    """
-
-    def __init__(
-        self,
-        jitted: Callable[..., Any],
-        *,
-        donates: bool,
-        check: Callable[[Any], None] = lambda state: None,
-    ) -> None:
-        super().__init__(jitted)
-        self._jitted, self._donates, self._check = jitted, donates, check
-        # No method stands between, because warnings of `check` count the calls up to
-        # the user's line, jitted or not.
-        self._step = self._first_call
-
-    def _first_call(self, state: PyTree, *inputs: PyTree) -> Any:
-        with explain_deleted(self.__name__, "state", state):
-            self._check(state)
-        if not any(
-            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(state)
-        ):
-            # A state of other types is traced again, and the trace checks it.
-            self._step = self._call
-        return self._call(state, *inputs)
-
-    def _call(self, state: PyTree, batch: PyTree, *args: PyTree) -> Any:
-        def arguments() -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-            return {"state": state}, {"batch": batch, "args": args}
-
-        with (
-            explain_deleted(self.__name__, "state", state),
-            explain_failure(self.__name__, self._donates, arguments),
-        ):
-            return self._jitted(state, batch, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns `lower`, `trace` and every other attribute of a jitted function."""
-        if name == "_jitted":  # the object is still being copied, and has no attributes
-            raise AttributeError(name)
-        return getattr(self._jitted, name)
-
-
-@contextlib.contextmanager
-def explain_failure(
+def call_step(
+    call: Callable[[], Any],
     caller: str,
-    donates: bool,
     arguments: Callable[[], tuple[dict[str, PyTree], dict[str, PyTree]]],
-) -> Iterator[None]:
-    """Names the leaf of an argument for which a call of a jitted step fails.
+    look_first: bool,
+) -> Any:
+    """Calls a step; if it fails, names an array that is deleted or passed twice.
 
-    With several devices, it looks for an array that is passed twice before the call.
-    Otherwise the look costs nothing but after a failure: for 160 leaves it takes 28 µs,
-    where the call itself takes 250.
-
-    Args:
-      caller: what the messages call the step.
-      donates: whether the step donates.
-      arguments: returns what it then donates and the other arguments, by name.
+    `arguments` returns what the step donates and its other arguments, by name. With
+    several devices, each of them refuses an array that is passed twice by itself, which
+    ends the process on CPUs: `look_first` says that the step donates, and what is not
+    what the last step left.
     """
-    if donates and has_several_devices():
+    if look_first:
         check_distinct(caller, *arguments())
     try:
-        yield
-    except (RuntimeError, TypeError, ValueError) as error:
+        return call()
+    except (RuntimeError, ValueError) as error:
         donated, others = arguments()
-        if donates:
-            check_distinct(caller, donated, others)
-        if isinstance(error, TypeError):
+        if "deleted" in str(error):
             for name, argument in (donated | others).items():
-                check_leaves(
-                    argument,
-                    name,
-                    f"{caller}: got",
-                    "arrays and numbers, all that a compiled step can take. Drop the "
-                    "others, or make the step with jit=False.",
-                )
+                check_not_deleted(caller, name, argument, error)
+        if "donate" in str(error):
+            check_distinct(caller, donated, others)
         raise
-
-
-@functools.cache
-def has_several_devices() -> bool:
-    """Whether an array that is passed twice has to be found before the call.
-
-    With one device, JAX refuses the call before it takes any memory. With several,
-    each device refuses by itself, which ends the process on CPUs.
-    """
-    return jax.local_device_count() > 1
 
 
 def check_distinct(
     caller: str, donated: Mapping[str, PyTree], others: Mapping[str, PyTree]
 ) -> None:
-    """Raises a ValueError if a donated array is a second time among the arguments.
-
-    JAX refuses such a call too, without a path. The arguments are given by name, for
-    the message.
-    """
+    """Raises a ValueError if a donated array is a second time among the arguments."""
     leaves = jax.tree.leaves((donated, others))
     if len(set(map(id, leaves))) == len(leaves):  # nearly always, and no path is made
         return
@@ -152,25 +68,14 @@ def check_distinct(
         for path, array in _arrays(arguments):
             if first := paths.get(id(array)):
                 raise ValueError(
-                    f"{caller}: {first} and {path} are the same array; expected two "
-                    "arrays, because the step donates the memory of the old ones to "
-                    "the new ones. Copy one of them with jnp.copy, or make the "
+                    f"{caller}: {first} and {path} are the same array; expected two, "
+                    "because the step donates the memory of the old ones to the new "
+                    "ones. Copy one of them, jax.tree.map(jnp.copy, ...), or make the "
                     "training step with donate=False."
                 )
             # Two arguments that are only read may be one array.
             if arguments is donated:
                 paths[id(array)] = path
-
-
-@contextlib.contextmanager
-def explain_deleted(caller: str, name: str, argument: PyTree) -> Iterator[None]:
-    """Names the first deleted array of an argument if a call fails because of it."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if "deleted" in str(error):
-            check_not_deleted(caller, name, argument, error)
-        raise
 
 
 def check_not_deleted(
@@ -180,10 +85,11 @@ def check_not_deleted(
     arrays = _arrays({name: argument})
     if deleted := [path for path, array in arrays if array.is_deleted()]:
         raise RuntimeError(
-            f"{caller}: {deleted[0]} was deleted ({len(deleted)} arrays of it were): "
-            f"an earlier step took its memory for the new {name}. Expected the {name} "
-            "that the last step returned. Go on with that, or make the training step "
-            "with donate=False."
+            f"{caller}: {deleted[0]} was deleted ({len(deleted)} arrays of {name} "
+            "were): an earlier step took its memory for the new one. Expected what the "
+            "last step left. To keep an old state, as for early stopping or a teacher, "
+            "copy it before the step (jax.tree.map(jnp.copy, state), or the same with "
+            "nnx.state(model)), or make the training step with donate=False."
         ) from cause
 
 

@@ -6,80 +6,43 @@ step is traced once. No leaf shares its memory with the user's arrays or with an
 leaf, so donating the state deletes no other array.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+import numpy as np
+import optax
+from flax import core, nnx, serialization, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 from jax.typing import DTypeLike
 
-from flax_amp import _tree
-from flax_amp._training import serialize
+from flax_amp import _compat, _tree
 from flax_amp._training.arguments import (
     Array,
     PyTree,
-    Rngs,
-    check_collections,
-    check_model,
+    check_mapping,
     check_params,
     check_selection,
-    check_streams,
-    param_dtype_is_half,
+    check_type,
 )
 from flax_amp._training.optimizer import (
     collect_hyperparams,
     replace_hyperparams,
-    resume_opt_state,
+    skipping,
     store_in_half,
-    wrap_optimizer,
 )
 from flax_amp._training.precision import Precision, check_precision, first_scaler
-from flax_amp._training.scaler import Scaler, validate_scaler
+from flax_amp._training.scaler import Scaler, check_scaler
 
 Filter = nnx.filterlib.Filter
 # The user's subclass of the state, which functions return as they got it.
 StateT = TypeVar("StateT", bound="AmpTrainState")
 
 
-class _StateClass:
-    """Gives subclasses a checked `replace`, and state dicts with keys as arrays."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Only now: Flax has just given the class its own ones.
-        cls.replace = _replace  # type: ignore[attr-defined]
-        serialize.register(cls)
-
-
-def _replace(state: Any, **updates: Any) -> Any:
-    """Returns a new object with new values for some fields."""
-    _check_fields(
-        type(state),
-        updates,
-        "replace",
-        "for hyper-parameters of flax_amp.optim use replace_hyperparams",
-    )
-    if "precision" in updates:
-        name = f"{type(state).__name__}.replace: precision"
-        updates["precision"] = check_precision(updates["precision"], name)
-    return dataclasses.replace(state, **updates)
-
-
-def _check_fields(cls: Any, given: Mapping[str, Any], method: str, hint: str) -> None:
-    """Raises a TypeError that lists every name that is not a field of a class."""
-    fields = [field.name for field in dataclasses.fields(cls)]
-    if unknown := sorted(set(given) - set(fields)):
-        raise TypeError(
-            f"{cls.__name__}.{method}: unknown fields {unknown}; expected some of "
-            f"{fields}. Declare new fields in a subclass; {hint}."
-        )
-
-
-class AmpTrainState(_StateClass, train_state.TrainState):
+class AmpTrainState(train_state.TrainState):
     """A train state for mixed precision, for Linen and for NNX models.
 
     To add fields, subclass it, as you would `TrainState`. A skipped step leaves them as
@@ -90,17 +53,16 @@ class AmpTrainState(_StateClass, train_state.TrainState):
       apply_fn: usually `model.apply` (Linen); `None` for NNX.
       params: the float32 master weights, or bfloat16 with `param_dtype`; for NNX a
         nested dict of plain arrays.
-      tx: the optimizer, inside an `apply_if_finite` of flax_amp.
-      opt_state: the state of `tx`, an `optax.ApplyIfFiniteState`.
+      tx: the optimizer, which skips updates that are not finite.
+      opt_state: an `optax.ApplyIfFiniteState`, which also has the fields of the state
+        of the optimizer inside: `opt_state.hyperparams`, `opt_state.inner_states`.
       scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
-      variables: every other collection. Linen: `{"batch_stats": ...}`. NNX: the state
-        that does not train, such as batch statistics, random streams and, with `wrt`,
-        frozen parameters.
+      variables: every other collection, `{"batch_stats": ...}`; of NNX, the state that
+        does not train, such as random streams and, with `wrt`, frozen parameters.
       rngs: typed PRNG keys by the name of their stream.
       graphdef: the structure of the NNX model; `None` for Linen.
       precision: "bf16-mixed", "16-mixed", "32-true" or "fp8-mixed", which the steps
-        follow. It is static, and no part of a checkpoint: a run that is resumed may
-        change it.
+        follow. It is static: a run that is resumed may change it.
 
     Example:
       >>> import flax.linen as nn
@@ -118,10 +80,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
     params: PyTree  # which TrainState declares as a FrozenDict
     scaler: Scaler
     variables: PyTree
-    rngs: Rngs
+    rngs: PyTree
     graphdef: nnx.GraphDef[Any] | None = struct.field(pytree_node=False)
-    # Training and evaluation follow the word without being told, and a compiled step
-    # knows its dtype. A checkpoint has no static fields.
     precision: Precision = struct.field(pytree_node=False)
 
     @classmethod
@@ -148,11 +108,10 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         Args:
           apply_fn: usually `model.apply` of a Linen model.
           params: its parameters, float32.
-          tx: an optimizer of optax or of `flax_amp.optim`. It is wrapped in
-            `apply_if_finite`, which skips updates that are not finite, however many,
-            unless it is an `optax.apply_if_finite` already. An optimizer of
-            `flax_amp.optim` becomes a part of the state. If its `init` was called, it
-            continues from the state that it has.
+          tx: an optimizer of optax or of `flax_amp.optim`. It is wrapped so that it
+            skips updates that are not finite, unless it is an `optax.apply_if_finite`
+            already. One of `flax_amp.optim` becomes a part of the state. If its `init`
+            was called, it continues from the state that it has.
           model: an `nnx.Module`, instead of `params` and `variables`. It is copied;
             `merge_model` returns the trained model.
           wrt: which variables of `model` train, as a filter of NNX: `nnx.LoRAParam`,
@@ -160,12 +119,10 @@ class AmpTrainState(_StateClass, train_state.TrainState):
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
           precision: what the steps compute in, and the scaler that they start with.
-            "bf16-mixed", the default, and "32-true": bfloat16 or float32, and
-            `flax_amp.no_scaler()`, which scales nothing. "16-mixed": float16 and
-            `flax_amp.init_scaler()`. "fp8-mixed": as "bf16-mixed", with matrix products
-            on 8-bit floats where it pays, on devices that have them (`docs/fp8.md`).
-            "bf16", "fp32", "fp16" and "fp8" are short for them. The `compute_dtype` and
-            the `matmul_dtype` of a step override it.
+            "bf16-mixed", the default, and "32-true": bfloat16 or float32, unscaled.
+            "16-mixed": float16 and `flax_amp.init_scaler()`. "fp8-mixed": bfloat16 with
+            matmuls on 8-bit floats where it pays, on devices that have them
+            (`docs/fp8.md`). "bf16", "fp32", "fp16" and "fp8" are short for them.
           param_dtype: in what to store the parameters: float32, or bfloat16 for those
             with two or more dimensions. They are updated in float32, and rounded as
             `flax_amp.optim.small_state` says. The loss sees them in float32.
@@ -176,90 +133,84 @@ class AmpTrainState(_StateClass, train_state.TrainState):
           A state at step 0.
 
         Raises:
-          TypeError: if both `params` and `model` are missing, if `params`, `rngs`,
-            `variables` or `scaler` is not a dict, if a leaf is neither an array nor a
-            number, if `wrt` comes without `model`, or if a field is unknown.
-          ValueError: if a parameter is not float32 (integers are allowed), if `wrt`
-            selects nothing, if `tx` accumulates around `apply_if_finite`, if
-            `precision` is another word, if `param_dtype` is neither float32 nor
-            bfloat16, or if a value of `scaler` is out of its range.
+          TypeError, ValueError: if an argument is none of those above.
         """
-        precision = check_precision(precision, "AmpTrainState.create: precision")
-        _check_fields(
-            cls,
-            kwargs,
-            "create",
-            "pass collections such as batch_stats as variables={'batch_stats': ...}, "
-            "keys as rngs, and the loss scale as scaler",
-        )
-        if made := sorted({"step", "opt_state", "graphdef"} & kwargs.keys()):
-            raise TypeError(
-                f"{cls.__name__}.create: got {made}, which it makes itself; expected "
-                "an NNX model as model=..., and a step or an optimizer's state by "
-                "create(...).replace(...). Leave them out."
-            )
-        # Either an NNX model, or the parameters and the collections of a Linen model.
+        name = f"{cls.__name__}.create"
+        precision = check_precision(precision, f"{name}: precision")
         graphdef = None
         if model is not None:
-            check_model(model, params, variables)
+            check_type(model, nnx.Module, f"{name}: model", "an nnx.Module.")
+            if params is not None or variables is not None:
+                raise TypeError(
+                    f"{name}: got model together with params or variables; expected "
+                    "model alone, which holds both. Drop the others."
+                )
             graphdef, params, collections = split_model(model, wrt)
-            check_selection(params, wrt, "AmpTrainState.create")
+            check_selection(params, wrt, name)
         else:
             if wrt is not nnx.Param:
-                raise TypeError(
-                    f"AmpTrainState.create: got {wrt=} without model; expected it for "
-                    "an nnx.Module. To train a part of params, pass "
-                    "tx=optax.multi_transform(...)."
-                )
-            collections = check_collections(params, variables)
-        may_be_half = param_dtype_is_half(param_dtype)
-        check_params(params, "AmpTrainState.create", may_be_half=may_be_half)
+                raise TypeError(f"{name}: got {wrt=} without model; expected both.")
+            expected = "a dict of arrays, or else an nnx.Module as model."
+            check_type(params, Mapping | list | tuple, f"{name}: params", expected)
+            expected = "a dict of collections such as {'batch_stats': ...}."
+            collections = check_mapping(variables, f"{name}: variables", expected)
+            collections = core.unfreeze(collections)
+        may_be_half = jnp.dtype(param_dtype) == jnp.bfloat16
+        if not may_be_half and jnp.dtype(param_dtype) != jnp.float32:
+            raise ValueError(
+                f"{name}: {param_dtype=}; expected float32 or bfloat16: in float16, "
+                "weights below 6e-8 would become 0. Choose what to compute in with "
+                "precision=."
+            )
+        check_params(params, name, may_be_half=may_be_half)
         if may_be_half:
             params, tx = store_in_half(params, tx)
-        # The first makes the state, the second updates it.
-        making, updating = wrap_optimizer(tx, params)
+        making, updating = skipping(tx, params)
+        given = first_scaler(precision) if scaler is None else scaler
         state = super().create(
             apply_fn=apply_fn,
             params=jax.tree.map(_tree.strong_copy, params),
             tx=making,
-            scaler=validate_scaler(
-                first_scaler(precision) if scaler is None else scaler,
-                "AmpTrainState.create: scaler",
-                wait=True,
-            ),
+            scaler=check_scaler(given, f"{name}: scaler", wait=True),
             variables=collections,
-            rngs=check_streams(rngs),
+            rngs=_streams(rngs, f"{name}: rngs"),
             graphdef=graphdef,
             precision=precision,
             **kwargs,
         )
-        state = state.replace(
-            tx=updating, opt_state=resume_opt_state(state.opt_state, tx)
-        )
         # The `init` of an optimizer may return the parameters themselves. All leaves
-        # are copied again, because one buffer must not be donated twice.
+        # are copied, because one buffer must not be donated twice.
         return jax.tree.map(_tree.strong_copy, state).replace(
-            step=jnp.zeros((), jnp.int32)
+            step=jnp.zeros((), jnp.int32), tx=updating
         )
 
-    def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
+    def apply_gradients(
+        self, *, grads: PyTree, finite: bool | None = None, **kwargs: Any
+    ) -> Self:
         """Returns the state after one update; see `flax.training.train_state`.
 
-        Gradients that are not finite change neither parameters nor fp8 statistics.
+        Gradients that are not finite change neither parameters nor fp8 statistics. With
+        `finite=True` nothing is checked: so the training step calls it, which selects.
         """
-        new = super().apply_gradients(grads=grads, **kwargs)
-        if not (isinstance(grads, Mapping) and OVERWRITE_WITH_GRADIENT in grads):
-            return new
-        name, finite = OVERWRITE_WITH_GRADIENT, _tree.all_finite(grads)
-        statistics = _tree.select(finite, new.params[name], self.params[name])
-        return new.replace(params={**new.params, name: statistics})
+        tx = self.tx
+        if finite is not None:
+            update = functools.partial(tx.update, finite=finite)
+            tx = optax.GradientTransformationExtraArgs(tx.init, update)
+        new = train_state.TrainState.apply_gradients(
+            self.replace(tx=tx), grads=grads, **kwargs
+        ).replace(tx=self.tx)
+        name = OVERWRITE_WITH_GRADIENT
+        if finite is None and isinstance(grads, Mapping) and name in grads:
+            kept = _tree.all_finite(grads), new.params[name], self.params[name]
+            new = new.replace(params={**new.params, name: _tree.select(*kept)})
+        return new
 
     @property
     def hyperparams(self) -> dict[str, Array]:
         """The hyper-parameters of this step by name.
 
-        They are those of `flax_amp.optim` and of `optax.inject_hyperparams`. Where
-        several optimizers hold some, their numbers precede the names: `0/b1`.
+        They are those of `flax_amp.optim` and of `optax.inject_hyperparams`; of several
+        optimizers, with the label of `optax.multi_transform`, `a/b1`, or a number.
 
         Example:
           >>> import optax
@@ -277,9 +228,6 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         Args:
           **changes: new values, by the names of `hyperparams`.
 
-        Raises:
-          TypeError: if a name is unknown, or if `tx` is not of `flax_amp.optim`.
-
         Example:
           >>> from flax_amp import optim
           >>> params = {"w": jnp.ones(3)}
@@ -293,9 +241,6 @@ class AmpTrainState(_StateClass, train_state.TrainState):
     def merge_model(self) -> nnx.Module:
         """Returns a copy of the NNX model as it is now; training does not change it.
 
-        Raises:
-          TypeError: if the state was made from a Linen model.
-
         Example:
           >>> import optax
           >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -305,8 +250,8 @@ class AmpTrainState(_StateClass, train_state.TrainState):
         """
         if self.graphdef is None:
             raise TypeError(
-                "merge_model: the state was made from apply_fn and params; expected "
-                "one made with create(model=...). Use state.apply_fn(...) instead."
+                "merge_model: the state was made from params; expected one made with "
+                "create(model=...). Use state.apply_fn(...) instead."
             )
         params, variables = jax.tree.map(
             lambda x: _tree.strong_copy(_tree.float32_if_bfloat16(x)),
@@ -320,10 +265,8 @@ def split_model(
 ) -> tuple[nnx.GraphDef[Any], PyTree, PyTree]:
     """Returns `(graphdef, params, variables)` of a module, the last two as plain dicts.
 
-    `nnx.merge` puts them together again. An `nnx.State` would hold Variable objects,
-    which a merge outside of `jit` shares and changes. With nested dicts of arrays,
-    optax and Orbax see arrays only, and the paths on disk are those of a Linen model
-    (`l1/kernel`, not `l1/kernel/value`).
+    An `nnx.State` would hold Variable objects, which a merge outside of `jit` shares
+    and changes. With dicts, the paths on disk are those of a Linen model.
     """
     graphdef, *states = nnx.split(model, wrt, ...)
     params, variables = map(nnx.to_pure_dict, states)
@@ -336,3 +279,77 @@ def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
     trained = set(nnx.traversals.flatten_mapping(params))
     rest = nnx.state(model, lambda path, _: path not in trained)
     return nnx.to_pure_dict(rest)
+
+
+def _streams(rngs: Any, name: str) -> PyTree:
+    """Returns typed PRNG keys by the name of their stream."""
+    expected = "a dict of keys by the name of their stream, {'dropout': key}."
+    return {
+        # Another one is of jax.random.PRNGKey.
+        stream: key if _tree.is_key(key) else jax.random.wrap_key_data(key)
+        for stream, key in check_mapping(rngs, name, expected).items()
+    }
+
+
+def check_state(state: Any, caller: str) -> None:
+    """Raises an error unless a state has the kinds of fields that `create` makes."""
+    check_type(
+        state,
+        AmpTrainState,
+        f"{caller}: state",
+        "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...), or train "
+        "an nnx.Module with make_nnx_train_step.",
+    )
+    check_precision(state.precision, f"{caller}: state.precision")
+    for name in ("variables", "rngs"):
+        expected = "a dict. Pass {} for none."
+        check_type(getattr(state, name), Mapping, f"{caller}: state.{name}", expected)
+
+
+def model_state(
+    graphdef: nnx.GraphDef[Any], params: PyTree, variables: PyTree
+) -> AmpTrainState:
+    """Returns a state of a module for the calls of one step."""
+    unused: Any = None
+    return AmpTrainState(
+        step=0,
+        apply_fn=unused,
+        params=params,
+        tx=unused,
+        opt_state=unused,
+        scaler={},
+        variables=variables,
+        rngs={},
+        graphdef=graphdef,
+        precision="bf16-mixed",
+    )
+
+
+# PRNG keys in the state dicts of `flax.serialization`: the array of their data, because
+# a typed key is no array that `to_bytes` can write. The target says of which
+# implementation it is.
+
+
+def _to_data(key: Any) -> Any:
+    return jax.random.key_data(key) if isinstance(key, _compat.KeyArray) else key
+
+
+def _to_key(key: Any, data: Any) -> Any:
+    if not _tree.is_key(key):
+        return data
+    # The data of threefry keys and of rbg keys are uint32 of two and of four numbers.
+    # They are compared, because another generator would draw other numbers in silence.
+    expected = jax.eval_shape(jax.random.key_data, key)
+    if (np.shape(data), jnp.result_type(data)) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"from_state_dict: {serialization.current_path()} is "
+            f"{jnp.result_type(data)}{list(np.shape(data))}; expected the data of a "
+            f"key, {expected.dtype}{list(expected.shape)}. Make the target with keys "
+            "of the implementation that was saved."
+        )
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=_tree.key_impl(key))
+
+
+# A target may be abstract.
+for kind in (_compat.KeyArray, jax.ShapeDtypeStruct):
+    serialization.register_serialization_state(kind, _to_data, _to_key)

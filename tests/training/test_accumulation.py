@@ -33,7 +33,7 @@ def optimizer():
 @functools.cache
 def step(accum_steps=1):
     return make_train_step(
-        linear_loss, compute_dtype=jnp.float32, donate=False, accum_steps=accum_steps
+        linear_loss, precision="32-true", donate=False, accum_steps=accum_steps
     )
 
 

@@ -85,9 +85,7 @@ def make_state(scale):
 def test_a_model_with_everything():
     """Every product is low, every collection moves, and each stream is its own."""
     state = make_state(2.0**6)
-    step = make_train_step(
-        loss_fn, has_aux=True, compute_dtype=jnp.float16, donate=False
-    )
+    step = make_train_step(loss_fn, has_aux=True, precision="16-mixed", donate=False)
     after, metrics = step(state, make_batch())
     assert metrics["grads_finite"]
     found = dtypes_of(step, state, make_batch())

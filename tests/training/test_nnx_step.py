@@ -17,8 +17,9 @@ from _models import (
     nnx_loss,
     optimizer,
 )
-from _steps import arrays, mapped
+from _steps import WORDS, arrays, mapped
 from flax_amp import (
+    AmpOptimizer,
     AmpTrainState,
     amp,
     init_scaler,
@@ -36,23 +37,22 @@ from helpers import (
 OPTIONS = dict(has_aux=True)
 
 
-def objects(wrt=nnx.Param, tx=None):
+def objects(wrt=nnx.Param, tx=None, **options):
     model = NnxNet(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, tx or optimizer(), wrt=wrt)
+    return model, AmpOptimizer(model, tx or optimizer(), wrt=wrt, **options)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"compute_dtype": jnp.bfloat16},
+        {"precision": "bf16-mixed"},
         pytest.param({"accum_steps": 2, "redo_on_nan": 2}, marks=pytest.mark.slow),
     ],
     ids=["plain", "accumulated and redone"],
 )
 def test_equals_the_step_on_a_state(options):
     """Through growing scales and skipped steps; XLA may fuse the two otherwise."""
-    model, opt = objects()
-    scaler = init_scaler(patience=1)
+    model, opt = objects(scaler=init_scaler(patience=1))
     step = make_nnx_train_step(nnx_loss, **OPTIONS, **options)
     state = AmpTrainState.create(
         model=model, tx=optimizer(), scaler=init_scaler(patience=1)
@@ -60,14 +60,15 @@ def test_equals_the_step_on_a_state(options):
     reference = make_train_step(nnx_loss, **OPTIONS, **options)
     for seed in range(5):
         batch = make_batch(seed, poisoned=seed == 3)
-        scaler, metrics = step(model, opt, scaler, batch)
+        metrics = step(model, opt, batch)
         state, expected = reference(state, batch)
         assert {*metrics} == {*expected}
         assert metrics["skipped_total"] == expected["skipped_total"]
         assert metrics["grads_finite"] == expected["grads_finite"] == (seed != 3)
 
-    assert (scaler.pop("skipped_in_a_row"), scaler.pop("skipped_total")) == (0, 1)
-    assert_identical(scaler, state.scaler)
+    counts = opt.opt_state.notfinite_count, opt.opt_state.total_notfinite
+    assert [int(count[...]) for count in counts] == [0, 1]
+    assert_identical({k: x[...] for k, x in opt.scaler.items()}, state.scaler)
     params, rest = (nnx.to_pure_dict(part) for part in nnx.state(model, nnx.Param, ...))
     assert_close(params, state.params, jnp.float32)
     assert_same_avals(rest, state.variables)
@@ -88,7 +89,7 @@ def test_the_optimizer_says_what_trains():
     model, opt = objects(wrt=last)
     before = arrays(model)
     step = make_nnx_train_step(nnx_loss, **OPTIONS)
-    step(model, opt, init_scaler(), make_batch())
+    step(model, opt, make_batch())
 
     trained = {path for path in changed(before, arrays(model)) if "kernel" in path}
     assert trained == {"[0]['last'][0]['kernel']"}
@@ -104,14 +105,13 @@ def test_one_trace_for_life_and_no_host_sync(donate):
 
     model, opt = objects()
     kernel = model.first.kernel[...]
-    scaler = init_scaler(patience=1)
     step = make_nnx_train_step(loss_fn, **OPTIONS, donate=donate)
     batches = [
         jax.device_put(make_batch(seed, poisoned=seed == 2)) for seed in range(4)
     ]
     for batch in batches:
         with jax.transfer_guard("disallow"):
-            scaler, _ = step(model, opt, scaler, batch)
+            step(model, opt, batch)
     assert len(traces) == 1
     assert kernel.is_deleted() == donate
 
@@ -121,7 +121,7 @@ def test_a_failed_trace_leaves_the_objects_alone():
     before = arrays(model, opt)
     step = make_nnx_train_step(lambda model, batch: model(batch["x"]))
     with pytest.raises(TypeError, match="expected a scalar float"):
-        step(model, opt, init_scaler(), make_batch())
+        step(model, opt, make_batch())
     assert not changed(before, arrays(model, opt))
 
 
@@ -134,9 +134,9 @@ def test_over_devices(mesh, check_vma):
 
     def make():
         model = nnx.Linear(FEATURES, 2, rngs=nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        return model, AmpOptimizer(model, optax.sgd(0.1))
 
-    options = dict(compute_dtype=jnp.float32)
+    options = dict(precision="32-true")
     batch = {"x": make_batch(size=16)["x"]}
     (model, opt), (alone, alone_opt) = make(), make()
     inner = make_nnx_train_step(loss_fn, axis_name="data", jit=False, **options)
@@ -145,13 +145,13 @@ def test_over_devices(mesh, check_vma):
         nnx.shard_map(
             inner,
             mesh=mesh,
-            in_specs=(spec(), spec(), spec(), spec("data")),
+            in_specs=(spec(), spec(), spec("data")),
             out_specs=spec(),
             check_vma=check_vma,
         )
     )
-    step(model, opt, no_scaler(), batch)
-    make_nnx_train_step(loss_fn, **options)(alone, alone_opt, no_scaler(), batch)
+    step(model, opt, batch)
+    make_nnx_train_step(loss_fn, **options)(alone, alone_opt, batch)
     assert_close(nnx.state(model), nnx.state(alone), jnp.float32)
 
 
@@ -207,7 +207,7 @@ def test_stacks(run, dtype):
     """Every state of a stack moves, in half precision, and a bad step moves none."""
     model = Net(nnx.Rngs(0), run)
     state = AmpTrainState.create(model=model, tx=optax.adam(1e-2), precision="16-mixed")
-    step = make_train_step(net_loss, compute_dtype=dtype, donate=False)
+    step = make_train_step(net_loss, precision=WORDS[dtype], donate=False)
 
     after, metrics = step(state, make_batch())
     assert metrics["grads_finite"]
@@ -244,7 +244,7 @@ def test_shared_parameters_get_the_gradients_of_all_uses():
     model = Tied(nnx.Rngs(0))
     state = AmpTrainState.create(model=model, tx=optax.sgd(1.0), scaler=no_scaler())
     step = make_train_step(
-        lambda model, x: model(x).mean(), compute_dtype=jnp.float32, donate=False
+        lambda model, x: model(x).mean(), precision="32-true", donate=False
     )
     after, _ = step(state, jnp.ones((2, 4)))
     trained = after.merge_model()
@@ -304,7 +304,7 @@ def test_frozen_parameters_keep_their_bits_on_three_devices(wrap, accum_steps):
     state = AmpTrainState.create(
         model=Wrapped(nnx.Rngs(0)), tx=optax.adam(1e-2), wrt=nnx.LoRAParam
     )
-    options = dict(accum_steps=accum_steps, compute_dtype=jnp.bfloat16)
+    options = dict(accum_steps=accum_steps, precision="bf16-mixed")
     step = make_train_step(net_loss, axis_name="data", jit=False, **options)
     step = mapped(step, jax.sharding.Mesh(np.array(jax.devices()[:3]), ("data",)))
     after, metrics = step(state, make_batch(size=12))
@@ -322,7 +322,7 @@ def test_frozen_parameters_keep_their_bits_on_three_devices(wrap, accum_steps):
 def test_amp_inside_a_foreign_trace_reads_a_module_from_outside():
     """Flax lets a module of an outer trace be read, not changed."""
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    forward = amp(lambda model, x: model(x), compute_dtype=jnp.bfloat16)
+    forward = amp(lambda model, x: model(x), precision="bf16-mixed")
 
     out = jax.jit(lambda x: forward(model, x))(jnp.ones((2, 4)))
     assert out.dtype == jnp.float32

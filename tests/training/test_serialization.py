@@ -82,7 +82,7 @@ def test_a_run_goes_on():
         traces.append(None)
         return nnx_loss(model, batch)
 
-    step = make_train_step(loss, has_aux=True, donate=False, compute_dtype=jnp.float32)
+    step = make_train_step(loss, has_aux=True, donate=False, precision="32-true")
     start = nnx_state()
     state, _ = step(start, make_batch())
     restored = serialization.from_bytes(start, serialization.to_bytes(state))
@@ -114,16 +114,10 @@ def test_what_does_not_fit():
     rows = [
         (
             (linear_state(rngs=keys("rbg")), saved),
-            r"dropout is uint32\[2\]; .*'rbg', uint32\[4\].*that was saved",
+            r"dropout is uint32\[2\]; .*uint32\[4\].*that was saved",
         ),
-        (
-            (state, saved | {"ema": 1}),
-            r"lacks \[\] and has \['ema'\] beside .*Amp",
-        ),
-        (
-            (extended(), saved),
-            r"lacks \['ema', 'sampler'\] and has \[\] beside .*Ext",
-        ),
+        ((state, saved | {"ema": 1}), "Unknown field.*ema.*AmpTrainState"),
+        ((extended(), saved), "do not match|Missing field"),
     ]
     for args, message in rows:
-        raised(lambda a=args: restore(*a), ValueError, f"from_state_dict: .*{message}")
+        raised(lambda a=args: restore(*a), ValueError, message)

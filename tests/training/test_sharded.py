@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from _models import changed
 from _steps import (
     SKIP_LEAVES,
+    WORDS,
     assert_same_on_every_device,
     copy,
     linear_batch,
@@ -110,7 +111,7 @@ def place(make, way):
 def on_one_device(name, dtype, accum_steps):
     """The state at the start and after four steps, and which of them it took."""
     make, loss_fn = MODELS[name]
-    options = dict(compute_dtype=dtype, accum_steps=accum_steps, donate=False)
+    options = dict(precision=WORDS[dtype], accum_steps=accum_steps, donate=False)
     step = make_train_step(loss_fn, has_aux=True, **options)
     start = state = make()
     taken = []
@@ -132,7 +133,7 @@ def test_equals_one_device(name, way, dtype, accum_steps):
     make, loss_fn = MODELS[name]
     shardings, examples = place(make, way)
     start, single, taken = on_one_device(name, dtype, accum_steps)
-    options = dict(has_aux=True, compute_dtype=dtype, accum_steps=accum_steps)
+    options = dict(has_aux=True, precision=WORDS[dtype], accum_steps=accum_steps)
     state = jax.jit(make, out_shardings=shardings)()
     step = make_train_step(loss_fn, **options)
     assert_close(state.params, start.params, jnp.float32)
@@ -201,7 +202,7 @@ def test_no_device_ever_holds_a_whole_kernel(name, way):
 )
 def test_one_device_of_eight_sees_an_inf(mesh, check_vma, accum_steps, redo_on_nan):
     """All of them skip; without it they do what one device does."""
-    options = dict(compute_dtype=jnp.float32, redo_on_nan=redo_on_nan)
+    options = dict(precision="32-true", redo_on_nan=redo_on_nan)
     single = make_train_step(linear_loss, donate=False, **options)
     options |= dict(axis_name="data", jit=False, accum_steps=accum_steps)
     step = mapped(make_train_step(linear_loss, **options), mesh, check_vma)
@@ -261,7 +262,7 @@ def test_a_loss_that_is_reduced_over_devices(check_vma, accum_steps, mesh):
         count = jax.lax.psum(rows["mask"].sum(), "data")
         return jax.lax.psum(total(params, rows), "data") / count
 
-    options = dict(axis_name="data", compute_dtype=jnp.float32)
+    options = dict(axis_name="data", precision="32-true")
     step = make_train_step(loss_fn, jit=False, accum_steps=accum_steps, **options)
     params = {"w": jnp.ones(4)}
     state = AmpTrainState.create(params=params, tx=optax.sgd(1.0))

@@ -48,7 +48,9 @@ def test_small_things():
     with jax.enable_x64(True):
         params = {"w": jnp.ones(3, jnp.float32)}
         assert simple(params=params).step.dtype == jnp.int32
-    state = simple(rngs={"dropout": jax.random.PRNGKey(3)}, scaler={"scaler": 8})
+    state = simple(
+        rngs={"dropout": jax.random.PRNGKey(3)}, scaler=init_scaler(scaler=8)
+    )
     assert (state.variables, state.graphdef, simple().rngs) == ({}, None, {})
     assert state.rngs["dropout"] == jax.random.key(3)
     assert float(state.scaler["scaler"]) == 8

@@ -25,7 +25,6 @@ from flax_amp import (
     make_train_step,
     static_scaler,
 )
-from flax_amp._training.arguments import KEYWORDS
 from helpers import assert_close
 
 # What a step computes
@@ -35,7 +34,7 @@ def test_float32_step_is_plain_training():
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
     state = linear_state(tx, scaler=static_scaler(2.0**12))
     params, opt_state = state.params, tx.init(state.params)
-    step = make_train_step(linear_loss, compute_dtype=jnp.float32, donate=False)
+    step = make_train_step(linear_loss, precision="32-true", donate=False)
     for _ in range(3):
         loss, grads = jax.value_and_grad(linear_loss)(params, linear_batch())
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -70,10 +69,10 @@ def test_loss_and_update_are_right_on_growing_and_skipped_steps():
         assert state.params["w"] == expected
     assert scales == [16, 32, 32, 32, 64]
     results = [
-        make_train_step(linear_loss, compute_dtype=dtype)(
-            linear_state(), linear_batch()
-        )[0].params["w"]
-        for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+        make_train_step(linear_loss, precision=word)(linear_state(), linear_batch())[
+            0
+        ].params["w"]
+        for word in ("fp16", "bf16", "fp32")
     ]
     for result, tolerance in zip(results, (2e-3, 2e-2), strict=False):
         np.testing.assert_allclose(result, results[2], rtol=tolerance, atol=tolerance)
@@ -214,7 +213,7 @@ partial = functools.partial
 # How a user binds keywords, and which ones in this test.
 BINDERS = {
     "neither": (lambda **bound: names, ()),
-    "partial": (lambda **bound: partial(names, **bound), KEYWORDS),
+    "partial": (lambda **bound: partial(names, **bound), ("state", "rngs")),
     "nested": (lambda **bound: partial(wrapped(partial(names, **bound))), ("state",)),
     "outside": (lambda **bound: partial(partial(names), **bound), ("rngs",)),
     "jitted inside": (lambda **bound: partial(jax.jit(names), **bound), ("state",)),
@@ -275,7 +274,7 @@ def test_fp8_statistics_are_neither_unscaled_nor_summed():
     }
     for accum_steps in (1, 2):
         state = AmpTrainState.create(params=params, tx=optax.adam(0.1))
-        step = make_train_step(loss, accum_steps=accum_steps, compute_dtype=jnp.float32)
+        step = make_train_step(loss, accum_steps=accum_steps, precision="32-true")
         good, _ = step(copy(state), np.array([3.0, 5.0], np.float32))
         assert float(good.params["_overwrite_with_gradient"]["stat"]) == 5
         bad, metrics = step(copy(state), np.array([3.0, 7.0], np.float32))
@@ -297,13 +296,14 @@ def predict_nnx(model, batch):
 
 
 @pytest.mark.parametrize(
-    "predict, dtype", [(predict_linen, jnp.float16), (predict_nnx, jnp.bfloat16)]
+    "predict, word, dtype",
+    [(predict_linen, "fp16", jnp.float16), (predict_nnx, "bf16", jnp.bfloat16)],
 )
-def test_eval_step(predict, dtype):
+def test_eval_step(predict, word, dtype):
     """In evaluation mode, and without a change of the state."""
     state, _ = setup("linen" if predict is predict_linen else "nnx")
     before = copy(state)
-    out = make_eval_step(predict, compute_dtype=dtype)(state, make_batch())
+    out = make_eval_step(predict, precision=word)(state, make_batch())
     assert not changed(before, state)
     if predict is predict_linen:
         expected = predict(state.params, make_batch(), state=state)
