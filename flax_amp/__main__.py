@@ -1,23 +1,18 @@
-"""Commands of flax_amp.
+"""Commands of flax_amp, as `flax_amp COMMAND` or `python -m flax_amp COMMAND`.
 
-`python -m flax_amp checkpoint DIR` lists what a directory of checkpoints holds. The
-exit code is 0 if every step is intact, 1 if a step is damaged, and 2 if there is no
-such directory. An old step that was half deleted when a run was killed is not damaged.
+`checkpoint DIR` lists what a directory of checkpoints holds. The exit code is 0 if
+every step is intact, 1 if a step is damaged, and 2 if there is no such directory. An
+old step that was half deleted when a run was killed is not damaged.
 
-`python -m flax_amp explain MODULE:FUNCTION` tells what mixed precision does to a loss,
-and why. The function takes nothing and returns `(loss_fn, args)`, or `(state, loss_fn,
-batch)` for a training state; the arguments may be abstract. Without a name, it is
-`to_explain`; the module may be a path: `examples/digits`. The exit code is 0 if there
-is no problem, 1 if there is one, and 2 if it cannot be explained.
+`explain MODULE:FUNCTION` tells what mixed precision does to a loss, and why.
+`nonfinite` names what made an inf or a NaN. `compare` tells how far its gradients are
+from those in float32, and what helps. `measure` times a step in float32, bfloat16 and
+float16. `flax_amp explain --help` says what the function returns. The exit code is 0 if
+there is nothing to act on, 1 if there is, and 2 if something fails.
 
-`python -m flax_amp measure MODULE:FUNCTION` compiles and runs a step in float32,
-bfloat16 and float16 on the device that is here, and prints what each takes. The
-function is as for `explain`; if its arguments are abstract, nothing is run. The exit
-code is 0, or 2 if something fails.
-
-`python -m flax_amp plot RUN` draws what a run has logged with
-`flax_amp.metrics.create_writer`: loss, scale, skipped steps, gradient norm and learning
-rate. Several runs are compared. The exit code is 0, or 2 if they cannot be drawn.
+`plot RUN` draws what a run has logged with `flax_amp.metrics.create_writer`: loss,
+scale, skipped steps, gradient norm and learning rate. Several runs are compared. The
+exit code is 0, or 2 if they cannot be drawn.
 """
 
 import argparse
@@ -27,18 +22,15 @@ from collections.abc import Sequence
 import jax
 
 import flax_amp
-from flax_amp.checkpoint._command import add_checkpoint
-from flax_amp.debug._command import add_explain, add_measure
-from flax_amp.metrics._command import add_plot
-
-# Each adds its parser, whose `run` takes the arguments and returns the exit code.
-COMMANDS = (add_checkpoint, add_explain, add_measure, add_plot)
+from flax_amp.checkpoint._report import add_checkpoint
+from flax_amp.debug._command import add_commands
+from flax_amp.metrics._plot import add_plot
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m flax_amp",
+        prog="flax_amp",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -46,10 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=version)
     # A run may hold the accelerator at the same time.
     parser.set_defaults(platforms="cpu")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in COMMANDS:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    # Each adds parsers, whose `run` takes the arguments and returns the exit code.
+    for add in (add_checkpoint, add_commands, add_plot):
         add(commands)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:  # with the usage of the command
+        words = " ".join(unknown)
+        commands.choices[args.command].error(f"unrecognized arguments: {words}")
     if args.platforms:
         jax.config.update("jax_platforms", args.platforms)
     return args.run(args)

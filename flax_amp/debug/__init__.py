@@ -8,24 +8,20 @@ a step takes in each precision. Nothing here is needed for training, and nothing
 the package imports it. README.md in this folder says more.
 """
 
-from flax_amp.debug._compare import Comparison as Comparison
-from flax_amp.debug._compare import GradientErrors as GradientErrors
-from flax_amp.debug._compare import Setting as Setting
 from flax_amp.debug._compare import compare_precision as compare_precision
+from flax_amp.debug._comparison import Comparison as Comparison
+from flax_amp.debug._comparison import GradientErrors as GradientErrors
+from flax_amp.debug._comparison import Setting as Setting
 from flax_amp.debug._explain import explain as explain
 from flax_amp.debug._explanation import Explanation as Explanation
 from flax_amp.debug._measure import Figures as Figures
 from flax_amp.debug._measure import Measurement as Measurement
 from flax_amp.debug._measure import measure as measure
-from flax_amp.debug._model import Dtypes as Dtypes
-from flax_amp.debug._model import Equation as Equation
-from flax_amp.debug._model import Module as Module
-from flax_amp.debug._model import Problem as Problem
-from flax_amp.debug._model import Totals as Totals
+from flax_amp.debug._nonfinite import NonfiniteReport as NonfiniteReport
 from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
-from flax_amp.debug._nonfinite_report import BadInput as BadInput
-from flax_amp.debug._nonfinite_report import Finding as Finding
-from flax_amp.debug._nonfinite_report import NonfiniteReport as NonfiniteReport
-from flax_amp.debug._nonfinite_report import Operand as Operand
-from flax_amp.debug._nonfinite_steps import ReportingStep as ReportingStep
-from flax_amp.debug._nonfinite_steps import report_nonfinite as report_nonfinite
+from flax_amp.debug._problems import Problem as Problem
+from flax_amp.debug._record import Dtypes as Dtypes
+from flax_amp.debug._record import Equation as Equation
+from flax_amp.debug._record import Totals as Totals
+from flax_amp.debug._reporting import report_nonfinite as report_nonfinite
+from flax_amp.debug._run import Finding as Finding

@@ -1,4 +1,4 @@
-"""Commands that call a function of the user: `explain` and `measure`."""
+"""Commands that call a function of the user with a tool of this room."""
 
 import argparse
 import importlib
@@ -6,50 +6,105 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import jax.numpy as jnp
+from typing import Any, NamedTuple, get_args
 
 from flax_amp._training.train_state import AmpTrainState
+from flax_amp.debug._compare import compare_precision
 from flax_amp.debug._explain import explain
-from flax_amp.debug._explanation import ONLY, render
+from flax_amp.debug._explanation import ONLY
 from flax_amp.debug._measure import measure
+from flax_amp.debug._nonfinite import find_nonfinite
 from flax_amp.debug._report import show
+from flax_amp.policy import Precision
 
-_EXPECTED = (
-    "(loss_fn, args) with a tuple of arguments, or (state, loss_fn, batch, *args)"
+_FORMS = (
+    "(loss_fn, args) with a tuple of arguments",
+    "(state, loss_fn, batch, *args)",
+    "((model, optimizer), loss_fn, batch, *args)",
 )
-_TARGET = f"a function without arguments that returns {_EXPECTED}"
+_EXPECTED = f"expected a function without arguments that returns {' or '.join(_FORMS)}"
+_TARGET = """MODULE is a module, or the path of its file. It is imported: keep training
+under `if __name__ == "__main__":`. FUNCTION, by default to_explain, takes nothing and
+returns what is asked about, with the loss before amp:
+  {}
+For explain and measure, arrays may be shapes (jax.ShapeDtypeStruct, jax.eval_shape).
+""".format("\n  ".join(_FORMS))
+_SCALE = dict(type=float, help="of the loss; by default that of the state")
 
 
-def add_explain(commands: Any) -> None:
-    """Adds the command to the parsers of all commands."""
-    text = "tell which layer runs in which dtype, and why"
-    command = commands.add_parser("explain", help=text, description=text)
-    add = command.add_argument
-    add("target", metavar="MODULE[:FUNCTION]", help=f"{_TARGET} (default: to_explain)")
-    dtypes = ("bfloat16", "float16", "float32")
-    add("--dtype", choices=dtypes, help="by default that of the state, or bfloat16")
-    add("--depth", type=int, help="levels of modules to show")
-    add("--only", choices=ONLY)
-    add("--html", type=Path, metavar="FILE", help="write a page, too")
-    command.set_defaults(run=lambda args: _or_error(_explain, args))
+class _Command(NamedTuple):
+    """A command: what it tells, its tool, the tool's options, and what exits with 1."""
+
+    text: str
+    tool: Any
+    options: dict[str, dict[str, Any]]
+    is_bad: Callable[[Any], bool] = lambda found: False
 
 
-def add_measure(commands: Any) -> None:
-    """Adds the command to the parsers of all commands."""
-    text = "time steps in float32, bfloat16 and float16 on this device"
-    command = commands.add_parser("measure", help=text, description=text)
-    add = command.add_argument
-    add("target", metavar="MODULE[:FUNCTION]", help=f"{_TARGET} (default: to_explain)")
-    add("--turns", type=int, default=20, help="steps in each dtype (default: 20)")
-    command.set_defaults(run=lambda args: _or_error(_measure, args), platforms=None)
+_COMMANDS = {
+    "explain": _Command(
+        "tell which module runs in which dtype, and why; exit with 1 for a problem",
+        explain,
+        {},
+        lambda found: bool(found.problems),
+    ),
+    "nonfinite": _Command(
+        "name what made an inf or a NaN; exit with 1 if there is one",
+        find_nonfinite,
+        {"scale": _SCALE},
+        lambda found: found.verdict != "nothing",
+    ),
+    "compare": _Command(
+        "compare gradients with those in float32; exit with 1 if they differ too much",
+        compare_precision,
+        {
+            "scale": _SCALE,
+            "remedies": dict(type=int, default=3, help="modules in float32 (3)"),
+        },
+        lambda found: found.as_it_is.gradient_error > found.threshold,
+    ),
+    "measure": _Command(
+        "time steps in float32, bfloat16 and float16 on this device",
+        measure,
+        {"turns": dict(type=int, default=20, help="steps in each dtype (20)")},
+    ),
+}
+_PRECISION = dict(choices=get_args(Precision), help="by default that of the state")
 
 
-def _or_error(run: Callable[[argparse.Namespace], int], args: Any) -> int:
+def add_commands(commands: Any) -> None:
+    """Adds the commands to the parsers of all commands."""
+    for name, (text, _, own, _) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=_TARGET,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_argument("target", metavar="MODULE[:FUNCTION]", help="see below")
+        options = own if name == "measure" else {"precision": _PRECISION} | own
+        for option, given in options.items():
+            command.add_argument(f"--{option}", **given)
+        if name == "explain":
+            command.add_argument("--depth", type=int, help="levels of modules to show")
+            command.add_argument("--only", choices=ONLY, help="a part of the report")
+            command.add_argument("--html", type=Path, metavar="FILE", help="of a page")
+        else:  # which runs the program on the device that is here
+            command.set_defaults(platforms=None)
+        command.set_defaults(run=_run, name=name, options=tuple(options))
+
+
+def _run(args: argparse.Namespace) -> int:
     """Returns the exit code; prints one line for an error, and returns 2."""
+    command = _COMMANDS[args.name]
+    options = {name: getattr(args, name) for name in args.options}
     try:
-        return run(args)
+        found = _call(command.tool, args.target, **options)
+        shown = (args.depth, args.only) if args.name == "explain" else ()
+        parts = list(found._parts(*shown))
+        if getattr(args, "html", None):
+            args.html.write_text(found.to_html(), encoding="utf-8")
     except (Exception, SystemExit) as error:  # of the user's code, too
         cause = str(error).partition("\n")[0]
         if isinstance(error, SystemExit):
@@ -57,46 +112,36 @@ def _or_error(run: Callable[[argparse.Namespace], int], args: Any) -> int:
         message = f"error: {args.target}: {type(error).__name__}: {cause}"
         print(message, file=sys.stderr)
         return 2
-
-
-def _explain(args: argparse.Namespace) -> int:
-    dtype = args.dtype and jnp.dtype(args.dtype)
-    found = _call(explain, args.target, compute_dtype=dtype)
-    parts = render(found, depth=args.depth, only=args.only)
-    if args.html:
-        args.html.write_text(found.to_html(), encoding="utf-8")
     show(parts)
-    if args.html:
-        print(f"\nwrote {args.html}")
-    return int(bool(found.problems))
-
-
-def _measure(args: argparse.Namespace) -> int:
-    print(_call(measure, args.target, turns=args.turns))
-    return 0
+    return int(command.is_bad(found))
 
 
 def _call(tool: Any, target: str, **options: Any) -> Any:
     """Calls a tool with what the function of a target returns."""
     given = _function(target)()
-    if isinstance(given, tuple) and given and isinstance(given[0], AmpTrainState):
+    is_tuple = isinstance(given, tuple) and len(given) > 1
+    if is_tuple and isinstance(given[0], AmpTrainState | tuple):
         return tool(*given, **options)
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], tuple):
+    if is_tuple and len(given) == 2 and isinstance(given[1], tuple):
         return tool(given[0], **options)(*given[1])
-    raise TypeError(f"it returned a {type(given).__name__}; expected {_EXPECTED}.")
+    raise TypeError(f"it returned a {type(given).__name__}; {_EXPECTED}.")
 
 
 def _function(target: str) -> Callable[[], Any]:
     """Returns the function that a target names."""
     module, _, name = target.partition(":")
+    name = name or "to_explain"
     if os.sep in module:
         module = os.path.relpath(module)
         if module.startswith(".."):
-            raise ValueError(
-                f"it is outside of {os.getcwd()}; expected a module, or a path below."
-            )
-    module = module.removesuffix(".py").replace(os.sep, ".")
-    function = getattr(importlib.import_module(module), name or "to_explain", None)
+            here = os.getcwd()
+            raise ValueError(f"it is outside of {here}; expected a module, or a path.")
+    sys.path.insert(0, "")  # which `python -m` does
+    found = importlib.import_module(module.removesuffix(".py").replace(os.sep, "."))
+    function = getattr(found, name, None)
     if not callable(function):
-        raise TypeError(f"it is a {type(function).__name__}; expected a function.")
+        kind = (
+            f"is a {type(function).__name__}" if hasattr(found, name) else "is missing"
+        )
+        raise TypeError(f"{name} {kind} in {found.__name__}; {_EXPECTED}.")
     return function

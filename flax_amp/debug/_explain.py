@@ -1,60 +1,28 @@
 """`explain`: what mixed precision does to each equation of a function, and why."""
 
-import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, overload
+from collections.abc import Callable, Iterable
+from typing import Any, Unpack, overload
 
 import jax
-from flax import nnx
-from jax.typing import DTypeLike
 
+from flax_amp import _compat
+from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.transform import TracedCall, trace_call
-from flax_amp._training.train_state import AmpTrainState
-from flax_amp.debug._call import Tool, UsersCall, on_arrays
+from flax_amp.debug._call import Asked, Call, Loss, Options, Trained
 from flax_amp.debug._explanation import Explanation
-from flax_amp.debug._model import Module
 from flax_amp.debug._problems import find_problems
-from flax_amp.debug._rows import Recorder, count_casts
-from flax_amp.debug._stored import attach, bytes_by_dtype, stored_arrays
-from flax_amp.policy import MatmulDType, Policy, PolicyEntries, Precision
+from flax_amp.debug._record import Equation, Recorder, Visit, casts, stored
+from flax_amp.policy import Policy
+
+_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on its way
 
 
 @overload
-def explain(
-    fun: AmpTrainState | tuple[nnx.Module, nnx.Optimizer],
-    loss_fn: Callable[..., Any],
-    batch: Any,
-    /,
-    *args: Any,
-    precision: Precision | None = ...,
-    compute_dtype: DTypeLike | None = ...,
-    matmul_dtype: MatmulDType = ...,
-    amp_policy: PolicyEntries | None = ...,
-    recompute: bool = ...,
-    backward: bool = ...,
-) -> Explanation: ...
+def explain(fun: Trained, /, *step: Any, **options: Unpack[Options]) -> Explanation: ...
 @overload
-def explain(
-    fun: Callable[..., Any],
-    *,
-    precision: Precision | None = ...,
-    compute_dtype: DTypeLike | None = ...,
-    matmul_dtype: MatmulDType = ...,
-    amp_policy: PolicyEntries | None = ...,
-    recompute: bool = ...,
-    backward: bool = ...,
-) -> Callable[..., Explanation]: ...
-def explain(
-    fun: Any,
-    *step: Any,
-    precision: Precision | None = None,
-    compute_dtype: DTypeLike | None = None,
-    matmul_dtype: MatmulDType = None,
-    amp_policy: PolicyEntries | None = None,
-    recompute: bool = True,
-    backward: bool = True,
-) -> Any:
+def explain(fun: Loss, /, **options: Unpack[Options]) -> Callable[..., Explanation]: ...
+def explain(fun: Any, /, *step: Any, backward: bool = True, **options: Any) -> Any:
     """Tells what `amp` does to a function: which equation runs in which dtype, and why.
 
     Nothing is compiled or run, so abstract arguments do (`jax.ShapeDtypeStruct`, or
@@ -71,11 +39,10 @@ def explain(
       fun: a float32 function, or an `AmpTrainState`, or a pair `(model, optimizer)`.
       *step: the loss function and what the step takes after its batch, unless `fun` is
         a function.
-      precision, compute_dtype, matmul_dtype: see `flax_amp.amp`; by default those of
-        the state or the optimizer, or bfloat16.
-      amp_policy, recompute: see `flax_amp.amp`.
       backward: whether to count what the backward pass stores, for the gradient with
         respect to the first argument. It takes a trace of the gradient.
+      **options: `precision`, `compute_dtype`, `matmul_dtype`, `amp_policy` and
+        `recompute` of `flax_amp.amp`; by default those of the state or the optimizer.
 
     Returns:
       An `Explanation`, or a function that returns one. Print it, or see its methods
@@ -83,6 +50,7 @@ def explain(
 
     Raises:
       TypeError: if an argument is of a wrong kind.
+      RuntimeError: if an array among the arguments was deleted by a step.
 
     Example:
       >>> import jax, jax.numpy as jnp, flax_amp
@@ -95,69 +63,52 @@ def explain(
       >>> product = found.equations[0]
       >>> print(product.path, product.primitive, product.before, "=>", product.after)
       head dot_general f32 -> f32 => bf16 -> bf16
-      >>> product.reason, product.casts_down, found.totals.low_share
+      >>> product.reason, found.totals.casts_down, found.totals.low_share
       ('primitive dot_general', 2, 1.0)
     """
-    tool = Tool.read(
-        "explain", fun, step, precision, compute_dtype, matmul_dtype, amp_policy,
-        recompute,
-    )  # fmt: skip
+    asked = Asked.read("explain", fun, step, **options)
 
-    def explained(*args: Any, **kwargs: Any) -> Explanation:
-        found: list[Explanation] = []
-        use = functools.partial(_explain, tool, backward)
+    def use(call: Call) -> Explanation:
+        return _explain(asked, backward, call)
 
-        def trace(*args: Any, **kwargs: Any) -> None:
-            found.append(tool.run(use, args, kwargs))
-
-        # Inside of a trace, arguments may be shapes, and nothing runs.
-        jax.eval_shape(*on_arrays(trace, args, kwargs, tool.where))
-        return found[0]
-
-    return tool.on_target(explained)
+    return asked.answer(use, runs=False)
 
 
-def _explain(tool: Tool, backward: bool, call: UsersCall) -> Explanation:
-    policy, recorder = Policy(tool.entries), Recorder()
-    traced, messages = _trace(tool, policy, call)
+def _explain(asked: Asked, backward: bool, call: Call) -> Explanation:
+    policy, recorder = Policy(asked.entries), Recorder()
+    traced, messages = _trace(asked, policy, call)
 
     def emitted(*arrays: Any) -> Any:
-        return traced.emit(arrays, tool.recompute, recorder)
-
-    def emitted_again(*arrays: Any) -> Any:
-        return traced.emit(arrays, tool.recompute)
+        return traced.emit(arrays, asked.recompute, recorder)
 
     closed = jax.make_jaxpr(emitted)(*call.arrays)
-    visits = recorder.visits(traced.closed)
-    results = count_casts(closed, visits, tool.dtype.name)
-    stored, notes = None, []
+    visits = recorder.visits()
+    added, notes, has_stored = casts(closed, visits), [], False
     if backward:
         try:
-            found = stored_arrays(emitted_again, call.arrays, call.trained())
-            stored = bytes_by_dtype(found)
-            results += attach(found, visits)
+            added += stored(closed, call.arrays, call.trained())
+            has_stored = True
         except Exception as error:
             text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(":. ")
             notes = [f"what the backward pass stores is not known: {text}"]
-    problems, choices = find_problems(visits, messages, policy, tool.dtype)
-    root = Module(tool.name, "")
-    for row in (*(visit.row for visit in visits), *results):
-        root.add(row)
+    problems, choices = find_problems(visits, messages, policy, asked.dtype)
     return Explanation(
-        name=tool.name,
-        compute_dtype=tool.dtype.name,
-        root=root,
+        name=asked.name,
+        compute_dtype=asked.dtype.name,
+        equations=tuple(visit.row for visit in visits),
+        added=tuple(added),
         problems=tuple(problems),
-        stored=stored,
         notes=(*notes, *choices),
+        loss_reads=_loss_reads(visits, traced),
+        has_stored=has_stored,
     )
 
 
-def _trace(tool: Tool, policy: Policy, call: UsersCall) -> tuple[TracedCall, list[str]]:
+def _trace(asked: Asked, policy: Policy, call: Call) -> tuple[TracedCall, list[str]]:
     """Returns the trace of a call, and what `amp` warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        traced = trace_call(call, policy, tool.dtype)
+        traced = trace_call(call, policy, asked.dtype)
     messages = []
     for warning in caught:
         text, category = str(warning.message), warning.category
@@ -167,3 +118,29 @@ def _trace(tool: Tool, policy: Policy, call: UsersCall) -> tuple[TracedCall, lis
             where = warning.filename, warning.lineno
             warnings.warn_explicit(warning.message, category, *where)
     return traced, messages
+
+
+def _loss_reads(visits: Iterable[Visit], traced: TracedCall) -> tuple[str, ...]:
+    """Returns which half-precision results the arithmetic of a scalar loss reads."""
+    outs = _compat.open_jaxpr(traced.closed)[0].outvars
+    if not outs or getattr(outs[0].aval, "shape", None) != ():
+        return ()
+    rows: dict[Any, Equation] = {}
+    levels: dict[Any, int] = {}  # how many matmuls stand before a result
+    found: dict[str, None] = {}
+    for row, eqn, *_ in visits:
+        operands = _compat.variables(eqn.invars)
+        level = max((levels.get(v, 0) for v in operands), default=0)
+        if row.result.startswith(_OF_LOSS):
+            for v in operands:
+                made = rows.get(v)
+                if made and (
+                    made.result == "half precision"
+                    or (made.result.startswith("rounded") and levels[v] < level)
+                ):
+                    of = f" of {made.path}" if made.path else ""
+                    found[f"{made.primitive}{of}, {made.source}"] = None
+        rows |= dict.fromkeys(eqn.outvars, row)
+        is_product = kind_of(eqn) is Kind.PRODUCT
+        levels |= dict.fromkeys(eqn.outvars, level + is_product)
+    return tuple(found)

@@ -1,42 +1,27 @@
-"""The result of `explain`, as text and as a page: totals, problems, a tree of modules.
-
-Twelve equal layers are one line of text, `Block_0..11  x12`, with the sums of all of
-them.
-"""
+"""The result of `explain`, as text and as a page: totals, problems, modules."""
 
 import dataclasses
-import functools
-import itertools
-import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
-from typing import Any
 
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flax_amp._training.arguments import check_count
-from flax_amp.debug._model import (
-    NOT_IN_FP8,
-    Equation,
-    Module,
-    Problem,
-    Totals,
-    is_half,
-    short,
-    total,
-    without_numbers,
-)
+from flax_amp._training.arguments import check_count, first_of
+from flax_amp.debug._problems import Problem, without_numbers
+from flax_amp.debug._record import Equation, Totals
 from flax_amp.debug._report import (
     Part,
     Report,
     amount,
     as_text,
     bytes_text,
+    is_half,
     percent,
     plural,
+    short,
     table,
 )
 
@@ -44,6 +29,7 @@ ONLY = ("problems", "equations")
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
 _COSTLY = 0.05  # the share of all FLOPs from which on a page unfolds a module
+_NOT_IN_FP8 = "not in fp8: "  # how the reason of such a product begins
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -55,29 +41,39 @@ class Explanation(Report):
     Attributes:
       name: the name of the function.
       compute_dtype: the dtype of low-precision values.
-      root: the modules and their equations.
+      equations: the equations of the function, as they are emitted.
+      added: the casts that `amp` puts in, and the arrays that the backward pass stores,
+        with their module and line.
       problems: what a person has to act on, the most important first.
-      stored: the bytes that the backward pass stores, by dtype; `None` if the function
-        has no derivative, or none was asked for.
-      notes: what limits these figures.
+      notes: what limits these figures, and what was chosen.
+      loss_reads: the half-precision results that the loss is computed from.
+      has_stored: whether it is known what the backward pass stores.
     """
 
     name: str
     compute_dtype: str
-    root: Module
+    equations: tuple[Equation, ...]
+    added: tuple[Equation, ...]
     problems: tuple[Problem, ...]
-    stored: Counter[str] | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def equations(self) -> list[Equation]:
-        """All equations, module by module."""
-        return list(self.root.walk())
+    loss_reads: tuple[str, ...] = ()
+    has_stored: bool = False
 
     @property
     def totals(self) -> Totals:
-        """The sums over all equations."""
-        return self.root.totals
+        """The sums over the whole function."""
+        return self.totals_of("")
+
+    @property
+    def stored(self) -> Counter[str] | None:
+        """The bytes that the backward pass stores, by dtype; `None` if not known."""
+        return self.totals.stored if self.has_stored else None
+
+    def totals_of(self, path: str) -> Totals:
+        """Returns the sums over a module and the modules inside: `GPT/Block_0`."""
+        rows = (*self.equations, *self.added)
+        inside = f"{path}/".lstrip("/")
+        return Totals.of(row for row in rows if f"{row.path}/".startswith(inside))
 
     def report(self, *, depth: int | None = None, only: str | None = None) -> str:
         """Returns the report as text.
@@ -90,64 +86,68 @@ class Explanation(Report):
         Raises:
           ValueError: if `only` is something else, or `depth` is negative.
         """
-        return as_text(render(self, depth=depth, only=only))
-
-    def to_dict(self) -> dict[str, Any]:
-        found = super().to_dict()
-        return found | {"totals": self.totals.to_dict(), "modules": found.pop("root")}
+        return as_text(self._parts(depth, only))
 
     def to_html(self) -> str:
         """Returns one page that needs nothing else, in which modules can be folded."""
-        return page(self)
+        return _page(self)
 
     def _repr_html_(self) -> str:
         return self.to_html()
 
     def _summary(self) -> str:
-        return f"{self.totals.equations} equations"
+        return f"{len(self.equations)} equations"
+
+    def _parts(
+        self, depth: int | None = None, only: str | None = None
+    ) -> Iterator[Part]:
+        if only not in (None, *ONLY):
+            expected = f"{' or '.join(map(repr, ONLY))}, or None"
+            raise ValueError(f"report: got only={only!r}; expected {expected}.")
+        if depth is not None:
+            check_count(depth, f"report: got {depth=}", "of levels", least=0)
+        if only == "equations":
+            yield _equations(self)
+            return
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(Text(self.name), f"in {self.compute_dtype}", style="bold")
+        for label, text in _totals(self).items():
+            grid.add_row(label, Text(text))
+        yield grid
+        yield Text(f"\n{_headline(self)}", "bold red" if self.problems else "green")
+        for problem in self.problems:
+            title, place = _as_words(problem, self.totals)
+            message = Text(f"{title}: {problem.message}", "yellow")
+            yield Padding(message, (0, 0, 0, 2))
+            yield from [Padding(Text(place), (0, 0, 0, 4))] if place else []
+        if only is None:
+            yield ""
+            yield _tree(self, depth)
+        yield from (Text(f"Note: {note}.") for note in self.notes)
 
 
 # --- text ----------------------------------------------------------------------------
 
 
-def render(
-    found: Explanation, *, depth: int | None = None, only: str | None = None
-) -> list[Part]:
-    """Returns the parts of the report; `depth` and `only` are those of `report`."""
-    if only not in (None, *ONLY):
-        expected = f"{' or '.join(map(repr, ONLY))}, or None"
-        raise ValueError(f"report: got only={only!r}; expected {expected}.")
-    if depth is not None:
-        check_count(depth, f"report: got {depth=}", "of levels", least=0)
-    if only == "equations":
-        return [_equations(found.root)]
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_row(Text(found.name), f"in {found.compute_dtype}", style="bold")
-    for label, text in _totals(found).items():
-        grid.add_row(label, text)
-    parts: list[Part] = [grid, "", *_problems(found)]
-    if only is None:
-        parts += ["", _tree(found, depth)]
-    return parts + [Text(f"Note: {note}.", style="dim") for note in found.notes]
-
-
 def _totals(found: Explanation) -> dict[str, str]:
     """Returns the figures of the whole function as words, by what they are about."""
     totals, dtype = found.totals, short(found.compute_dtype)
-    rows = {"products": "none"}
+    rows = {"matmuls": "none"}
     if totals.flops:
         share = percent(totals.low_flops, totals.flops)
         flops = f"{amount(totals.flops)}FLOP forward"
-        rows["products"] = f"{flops}, {share} in half precision"
+        rows["matmuls"] = f"{flops}, {share} in half precision"
     if in_fp8 := _in_fp8(found):
         rows["in fp8"] = in_fp8
     rows["casts"] = (
         f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} to f32, "
-        f"in a program of {totals.equations:,} equations"
+        f"in a program of {len(found.equations):,} equations"
     )
-    if found.stored is not None:
-        stored = _by_dtype(found.stored)
-        rows["stored"] = f"{stored}, for the gradient of the first argument"
+    if found.loss_reads:
+        rows["the loss"] = f"reads {dtype}: {first_of(found.loss_reads, 2, '; ')}"
+    if found.has_stored:
+        text = _by_dtype(totals.stored)
+        rows["stored"] = f"{text}, for the gradient of the first argument"
     return rows
 
 
@@ -155,8 +155,8 @@ def _in_fp8(found: Explanation) -> str:
     """Returns the share of products in fp8, and why others are not, if any is asked."""
     rows = [row for row in found.equations if row.flops]
     flops = sum(row.flops for row in rows if row.is_in_fp8)
-    reasons = (row.reason for row in rows if row.reason.startswith(NOT_IN_FP8))
-    others = Counter(reason.removeprefix(NOT_IN_FP8) for reason in reasons)
+    reasons = (row.reason for row in rows if row.reason.startswith(_NOT_IN_FP8))
+    others = Counter(reason.removeprefix(_NOT_IN_FP8) for reason in reasons)
     if not flops and not others:
         return ""
     why = "; ".join(f"{reason} ({n})" for reason, n in others.most_common())
@@ -164,19 +164,10 @@ def _in_fp8(found: Explanation) -> str:
     return f"{share}, not: {why}" if why else share
 
 
-def _by_dtype(stored: Counter[str]) -> str:
+def _by_dtype(sizes: Counter[str]) -> str:
     """Returns numbers of bytes as words, the largest first."""
-    shown = (f"{bytes_text(n)} {short(d)}" for d, n in stored.most_common(4) if n)
+    shown = (f"{bytes_text(n)} {short(d)}" for d, n in sizes.most_common(4) if n)
     return " + ".join(shown) or "nothing"
-
-
-def _problems(found: Explanation) -> Iterator[Part]:
-    yield Text(_headline(found), "bold red" if found.problems else "green")
-    for problem in found.problems:
-        title, place = _as_words(problem, found.totals)
-        yield Padding(Text(f"{title}: {problem.message}", "yellow"), (0, 0, 0, 2))
-        if place:
-            yield Padding(Text(place, "dim"), (0, 0, 0, 4))
 
 
 def _headline(found: Explanation) -> str:
@@ -186,7 +177,7 @@ def _headline(found: Explanation) -> str:
 
 def _as_words(problem: Problem, totals: Totals) -> tuple[str, str]:
     """Returns the title of a problem, and where it is."""
-    title = problem.kind + (f" x{problem.count}" if problem.count else "")
+    title = problem.kind + (f" x{problem.times}" if problem.times else "")
     if problem.flops and totals.flops:
         part = problem.flops / totals.flops
         title += f", {f'{part:.0%}' if part >= 0.01 else '<1%'} of FLOPs"
@@ -195,127 +186,67 @@ def _as_words(problem: Problem, totals: Totals) -> tuple[str, str]:
     return title, ", ".join(filter(None, (place, problem.source)))
 
 
-def _equations(root: Module) -> Table:
+def _equations(found: Explanation) -> Table:
     """Returns what each equation computes in and gives, module by module."""
-    rows, modules = [], [root]
-    while modules:
-        module = modules.pop(0)
-        modules = [*module.children.values(), *modules]
-        if module.equations:
-            rows.append([module.path or module.name, "", ""])
-        for row in module.equations:
-            rows.append([f"  {row.primitive}", short(row.computes_in), row.result])
-    styles = ["" if row[0].startswith(" ") else "bold" for row in rows]
-    return table(["equation", "computes in", "result"], rows, (1, 2), styles)
+    modules: dict[str, list[list[str]]] = {}
+    for row in found.equations:
+        cells = [f"  {row.primitive}", short(row.computes_in), row.result]
+        modules.setdefault(row.path or found.name, []).append(cells)
+    rows = [x for path, cells in modules.items() for x in ([path, "", ""], *cells)]
+    return table(["equation", "computes in", "result"], rows, (1, 2))
 
 
-# --- the tree ------------------------------------------------------------------------
+def _modules(found: Explanation) -> dict[tuple[str, ...], list[Equation]]:
+    """Returns the rows inside of each module, by its path without numbers of layers.
 
-
-@dataclasses.dataclass
-class _Branch:
-    """A line of the tree: equal modules, or the equations of a module itself."""
-
-    label: str
-    depth: int
-    equations: list[Equation]
-    copies: int = 1
-    times: int = 1
-
-    @functools.cached_property
-    def totals(self) -> Totals:
-        return total(self.equations)
-
-
-def _lines(
-    modules: Sequence[Module], depth: int, above: _Branch | None = None
-) -> list[_Branch]:
-    """Returns the lines of equal modules and of what is in them.
-
-    The modules are siblings, or in equal places of equal siblings; `above` is the line
-    of what they stand in.
+    Twelve layers are one, `GPT/Block_*`. A module comes before those in it.
     """
-    label = _common_name(modules)
-    every = [equation for module in modules for equation in module.walk()]
-    times = min((equation.times for equation in every), default=1)
-    copies = len(modules) // (above.copies if above else 1)
-    label += f"  x{copies}" if copies > 1 else ""
-    if above and times > above.times > 0:
-        label += f"  loop x{times // above.times}"
-    line = _Branch(label, above.depth + 1 if above else 0, every, len(modules), times)
-    if line.depth >= depth:
-        return [line]
-    own = [equation for module in modules for equation in module.equations]
-    sums = total(own)
-    has_figures = sums.flops or sums.casts_down or sums.casts_up
-    itself = [_Branch("(itself)", line.depth + 1, own)]
-    inside = [_lines(members, depth, line) for members in _equal_children(modules)]
-    return [
-        line,
-        *(itself if modules[0].children and has_figures else ()),
-        *itertools.chain(*inside),
-    ]
-
-
-def _equal_children(modules: Sequence[Module]) -> Iterator[list[Module]]:
-    """Yields those of the modules in equal modules that equal each other."""
-    groups: dict[Any, list[Module]] = {}
-    for children in zip(*(module.children.values() for module in modules), strict=True):
-        groups.setdefault(_signature(children[0]), []).extend(children)
-    yield from groups.values()
-
-
-def _signature(module: Module) -> Any:
-    """Returns what equal modules have in common."""
-    rows = [(e.primitive, e.after, e.flops, e.shape) for e in module.equations]
-    children = [_signature(child) for child in module.children.values()]
-    return without_numbers(module.name), tuple(rows), tuple(children)
-
-
-def _common_name(modules: Sequence[Module]) -> str:
-    """Returns one name for modules that differ in a number: `Block_0..11`."""
-    names = list(dict.fromkeys(module.name for module in modules))
-    numbers = [re.findall(r"\d+", name) for name in names]
-    if len(names) == 1 or any(len(found) != 1 for found in numbers):
-        return without_numbers(names[0]) if len(names) > 1 else names[0]
-    values = sorted(int(found[0]) for found in numbers)
-    if values == list(range(values[0], values[0] + len(values))):
-        span = f"{values[0]}..{values[-1]}"
-    else:
-        span = ",".join(map(str, values)) if len(values) < 5 else "*"
-    return re.sub(r"\d+", span, names[0])
+    modules: dict[tuple[str, ...], list[Equation]] = {(): []}
+    for row in (*found.equations, *found.added):
+        path = tuple(filter(None, without_numbers(row.path).split("/")))
+        for end in range(len(path) + 1):
+            modules.setdefault(path[:end], []).append(row)
+    place = {path: i for i, path in enumerate(modules)}
+    order = sorted(modules, key=lambda p: [place[p[:i]] for i in range(len(p) + 1)])
+    return {path: modules[path] for path in order}
 
 
 def _tree(found: Explanation, depth: int | None) -> Table:
-    root = found.root
-    shown = _lines([root], 1 if depth is None else depth)
-    for deeper in itertools.count(2) if depth is None else ():
-        more = _lines([root], deeper)
-        if len(more) == len(shown) or len(more) > _LINES:
-            break
-        shown = more
-    has_stored = found.stored is not None
+    modules = _modules(found)
+    levels = range(1, 1 + max(map(len, modules)))
+    if depth is None:  # as many as fit a screen
+        fit = (n for n in levels if sum(len(path) <= n for path in modules) <= _LINES)
+        depth = max(fit, default=1)
     headers = ["\nmodule", "forward\nFLOP", "in\nhalf"]
     headers.append(f"casts to\n{short(found.compute_dtype)}/f32")
-    headers += ["stored\nhalf", "stored\nother"] * has_stored
-    rows = [_cells(line, has_stored) for line in shown]
-    lacking = (line.totals.low_flops < line.totals.flops for line in shown)
-    styles = ["red" if lacks else "" for lacks in lacking]
-    left = (len(headers),)
-    return table([*headers, "stays in\nfloat32"], rows, left, styles)
+    headers += ["stored\nhalf", "stored\nother"] * found.has_stored
+    cells = [
+        _cells(found, path, rows)
+        for path, rows in modules.items()
+        if len(path) <= depth
+    ]
+    return table([*headers, "stays in\nfloat32"], cells, (len(headers),))
 
 
-def _cells(line: _Branch, has_stored: bool) -> list[str]:
-    totals = line.totals
+def _cells(
+    found: Explanation, path: tuple[str, ...], rows: list[Equation]
+) -> list[str]:
+    totals = Totals.of(rows)
     half = sum(n for dtype, n in totals.stored.items() if is_half(dtype))
-    stored = map(bytes_text, (half, totals.stored.total() - half))
-    stays = Counter(row.primitive for row in line.equations if row.stays_by_rule)
+    sizes = map(bytes_text, (half, totals.stored.total() - half))
+    stays = Counter(row.primitive for row in rows if row.stays_by_rule)
+    name = found.name
+    if path:
+        copies = {tuple(row.path.split("/")[: len(path)]) for row in rows}
+        names = {copy[-1] for copy in copies}
+        name = names.pop() if len(names) == 1 else path[-1]
+        name += f"  x{len(copies)}" if len(copies) > 1 else ""
     return [
-        "  " * line.depth + line.label,
+        "  " * len(path) + name,
         amount(totals.flops) if totals.flops else "",
         percent(totals.low_flops, totals.flops),
         f"{totals.casts_down}/{totals.casts_up}",
-        *(stored if has_stored else ()),
+        *(sizes if found.has_stored else ()),
         " ".join(name for name, _ in stays.most_common(3)),
     ]
 
@@ -325,49 +256,48 @@ def _cells(line: _Branch, has_stored: bool) -> list[str]:
 _PAGE = """<!doctype html><meta charset=utf-8><title>{title}</title><style>
 .amp {{ color-scheme: light dark; font: 14px/1.6 system-ui, sans-serif }}
 .amp details, .amp p {{ margin: 0 0 0 1em; overflow-wrap: anywhere }}
+.amp summary p {{ display: inline; margin: 0 }}
 .amp small {{ opacity: .7 }}
 </style><div class=amp><h3>{title}</h3>{parts}</div>
 """
 
 
-def page(found: Explanation) -> str:
+def _page(found: Explanation) -> str:
     """Returns one page that needs nothing else; a browser folds its modules."""
-    parts = [_line(label, text) for label, text in _totals(found).items()]
+    parts = [_item(label, text) for label, text in _totals(found).items()]
     parts.append(f"<h4>{_headline(found)}</h4>")
     for problem in found.problems:
         title, place = _as_words(problem, found.totals)
-        parts.append(_line(title, f"{problem.message} {place}"))
-    parts.append(_folded(found.root, found.totals.flops))
-    parts += [_line("Note", note) for note in found.notes]
+        parts.append(_item(title, f"{problem.message} {place}"))
+    open_paths: list[tuple[str, ...]] = []
+    for path, rows in _modules(found).items():
+        while open_paths and path[: len(open_paths[-1])] != open_paths[-1]:
+            open_paths.pop()
+            parts.append("</details>")
+        open_paths.append(path)
+        name, flops, half, *_ = _cells(found, path, rows)
+        figures = f"{flops}FLOP, {half} in half, " if flops else ""
+        text = f"{figures}{_by_dtype(Totals.of(rows).stored)} stored"
+        is_open = (
+            " open" if Totals.of(rows).flops > _COSTLY * found.totals.flops else ""
+        )
+        parts.append(
+            f"<details{is_open}><summary>{_item(name.strip(), text)}</summary>"
+        )
+        own = "/".join(path)
+        parts += [_row(row) for row in rows if without_numbers(row.path) == own]
+    parts += ["</details>"] * len(open_paths)
+    parts += [_item("Note", note) for note in found.notes]
     title = escape(f"{found.name} in {found.compute_dtype}")
     return _PAGE.format(title=title, parts="".join(parts))
 
 
-def _line(name: str, text: str) -> str:
+def _row(row: Equation) -> str:
+    dtypes = dict.fromkeys((str(row.before), str(row.after)))
+    size = f"{amount(row.flops)}FLOP" if row.flops else bytes_text(row.stored.total())
+    facts = (size, " => ".join(dtypes), row.reason, row.result, row.source)
+    return _item(f"{row.primitive} {row.shape}", " · ".join(filter(None, facts)))
+
+
+def _item(name: str, text: str) -> str:
     return f"<p><b>{escape(name)}</b> <small>{escape(text)}</small></p>"
-
-
-def _folded(module: Module, flops: int) -> str:
-    """Returns a module that can be folded; `flops` are those of the whole function."""
-    inside = [_folded(child, flops) for child in module.children.values()]
-    is_costly = not module.path or module.totals.flops > _COSTLY * flops
-    is_open = " open" if inside and is_costly else ""
-    for row in module.equations:
-        dtypes = dict.fromkeys((str(row.before), str(row.after)))
-        facts = (_words(row), " => ".join(dtypes), row.reason, row.result, row.source)
-        times = f" x{row.times}" if row.times > 1 else ""
-        name = f"{row.primitive} {row.shape}{times}"
-        inside.append(_line(name, " · ".join(filter(None, facts))))
-    head = f"<b>{escape(module.name)}</b> <small>{_words(module.totals)}</small>"
-    return f"<details{is_open}><summary>{head}</summary>{''.join(inside)}</details>"
-
-
-def _words(row: Equation | Totals) -> str:
-    """Returns the figures of an equation or a module in one line."""
-    share = percent(row.low_flops, row.flops)
-    facts = {
-        f"{amount(row.flops)}FLOP, {share} in half": row.flops,
-        f"casts {row.casts_down}/{row.casts_up}": row.casts_down + row.casts_up,
-        f"{_by_dtype(row.stored)} stored": sum(row.stored.values()),
-    }
-    return ", ".join(text for text, count in facts.items() if count)

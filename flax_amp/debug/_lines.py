@@ -18,7 +18,7 @@ from flax_amp.debug._place import module_path, scopes_of, source_line
 
 
 class LineScopes:
-    """Makes scopes of lines.
+    """Makes scopes of lines that stand outside of modules.
 
     Attributes:
       sources: the line that a scope stands for, `train.py:12`, by its name.

@@ -6,27 +6,20 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.arguments import check_count
-from flax_amp._training.precision import Precision, compute_dtype_of, first_scaler
+from flax_amp._training.precision import Precision, first_scaler
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
-from flax_amp.debug._call import (
-    Asked,
-    FlatLoss,
-    Target,
-    UsersCall,
-    on_arrays,
-    read_target,
-)
+from flax_amp.debug._call import Asked, Call, Loss, Trained, on_arrays
 from flax_amp.debug._report import Part, Report, table
 from flax_amp.policy import Policy
 
@@ -43,21 +36,12 @@ _ON_A_CPU = (
 
 
 class Figures(NamedTuple):
-    """What a step takes in one dtype.
+    """What a step takes in one dtype."""
 
-    Attributes:
-      trace_s: processor seconds of tracing and lowering, the less of two times.
-      compile_s: seconds of compiling.
-      step_ms: milliseconds from the call of a step to its end, the least of all turns.
-        `None` if it was not run.
-      temp_mb: megabytes of temporary memory on each device, beside the arguments and
-        the results. `None` if the backend does not tell.
-    """
-
-    trace_s: float
-    compile_s: float
-    step_ms: float | None
-    temp_mb: float | None
+    trace_s: float  # processor seconds of tracing and lowering, the less of two times
+    compile_s: float  # seconds of compiling
+    step_ms: float | None  # from the call to the end, the least; `None` if not run
+    temp_mb: float | None  # temporary memory on each device, if the backend tells
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,9 +82,8 @@ class Measurement(Report):
 
     def _cells(self, name: str) -> Iterator[str]:
         """Yields each figure with its ratio to that of float32."""
-        for value, base in zip(
-            self.figures[name], self.figures["float32"], strict=True
-        ):
+        pairs = zip(self.figures[name], self.figures["float32"], strict=True)
+        for value, base in pairs:
             if value is None:
                 yield "-"
                 continue
@@ -108,7 +91,11 @@ class Measurement(Report):
             yield f"{shown} x{value / base:.2f}" if base else shown
 
 
-def measure(fun: Asked, *step: Any, turns: int = 20, **options: Any) -> Any:
+@overload
+def measure(fun: Trained, /, *step: Any, **options: Any) -> Measurement: ...
+@overload
+def measure(fun: Loss, /, **options: Any) -> Callable[..., Measurement]: ...
+def measure(fun: Any, /, *step: Any, turns: int = 20, **options: Any) -> Any:
     """Measures what a step takes in float32, bfloat16 and float16, on this device.
 
     `measure(state, loss_fn, batch, *args)` measures the step of `make_train_step` in
@@ -125,8 +112,9 @@ def measure(fun: Asked, *step: Any, turns: int = 20, **options: Any) -> Any:
       compilation cache, `compile_s` may be the time of reading from it.
 
     Args:
-      fun: a float32 function that returns a loss, or `(loss, aux)`; or a state. The
-        arguments may be shapes, as for `explain`. Then nothing is run.
+      fun: a float32 function that returns a loss, or `(loss, aux)`; or a state, or a
+        pair `(model, optimizer)`. The arguments may be shapes, as for `explain`. Then
+        nothing is run.
       *step: the loss function and what the step takes after the state, if `fun` is one.
       turns: how many steps to time in each dtype. The dtypes take turns, so that what
         else the machine does affects all of them.
@@ -151,37 +139,27 @@ def measure(fun: Asked, *step: Any, turns: int = 20, **options: Any) -> Any:
       (['float32', 'bfloat16', 'float16'], True)
     """
     turns = check_count(turns, f"measure: {turns=}", "of steps to time")
-    target = read_target("measure", fun, step)
+    asked = Asked.about("measure", fun, step)
     state = fun if isinstance(fun, AmpTrainState) else None
 
     def measured(*args: Any, **kwargs: Any) -> Measurement:
-        _check_call((args, kwargs))
-        if state is None:  # otherwise it was asked before
-            check_not_deleted("measure", "args", args)
+        # Inside of a trace a new array is traced, even if no argument is.
+        leaves = [*jax.tree.leaves((args, kwargs)), jnp.zeros(())]
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise RuntimeError("measure: expected a call outside of jax.jit: it runs.")
+        check_not_deleted("measure", "args", args)
         programs = {}
         for name, precision in _PRECISIONS.items():
             if state is not None:
-                program = _train_step(target, step[0], options, precision)
+                loss_fn, *given = step
+                program = _train_step(state, loss_fn, given, options, precision)
             else:
-                program = _gradient(target, args, kwargs, options, precision)
+                program = _gradient(asked, args, kwargs, options, precision)
             programs[name] = program
-        found = _measured(target.name, programs, turns)
+        found = _measured(asked.name, programs, turns)
         return dataclasses.replace(found, state_mb=_state_mb(state) if state else None)
 
-    return measured if target.args is None else measured(*target.args)
-
-
-def _check_call(arguments: Any) -> None:
-    """Raises a RuntimeError where a program cannot be compiled and run."""
-    # Inside of a trace a new array is traced, even if no argument is.
-    leaves = [*jax.tree.leaves(arguments), _tree.own(np.zeros(()))]
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "measure: it is called inside of jax.jit or another transformation, or "
-            "under jax.disable_jit; expected a call outside of them: the programs are "
-            "compiled and timed. flax_amp.explain runs nothing."
-        )
+    return measured if asked.args is None else measured(*asked.args)
 
 
 def _state_mb(state: AmpTrainState) -> tuple[float, float]:
@@ -194,12 +172,7 @@ def _state_mb(state: AmpTrainState) -> tuple[float, float]:
 
 
 class _Program:
-    """A function that is traced, compiled and run.
-
-    Args:
-      make: returns the jitted function, a new one for each trace.
-      args: its arguments.
-    """
+    """A function, made anew for each trace, that is compiled and run."""
 
     def __init__(self, make: Callable[[], Any], *args: Any) -> None:
         self.make, self.args = make, args
@@ -240,11 +213,9 @@ class _Program:
 
 
 def _train_step(
-    target: Target, loss_fn: Any, options: dict[str, Any], precision: Precision
+    state: Any, loss_fn: Any, given: Any, options: Any, precision: Precision
 ) -> _Program:
     """Returns the step of `make_train_step` in a precision."""
-    assert target.args is not None
-    _, state, rest, batch = target.args
     if precision != state.precision:
         state = state.replace(precision=precision, scaler=first_scaler(precision))
     options = {**options, "has_aux": True}
@@ -253,46 +224,29 @@ def _train_step(
 
     @functools.wraps(loss_fn)
     def with_aux(*args: Any, **kwargs: Any) -> Any:
-        with only_before_amp(f"measure: {target.name}"):
+        with only_before_amp(f"measure: {getattr(loss_fn, '__name__', 'loss_fn')}"):
             out = loss_fn(*args, **kwargs)
         return out if isinstance(out, tuple) else (out, {})
 
     def make() -> Any:
-        return make_train_step(with_aux, compute_dtype=None, jit=True, **options)
+        return make_train_step(with_aux, jit=True, **options)
 
-    return _Program(make, state, batch, *rest)
+    return _Program(make, state, *given)
 
 
 def _gradient(
-    target: Target,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    precision: Precision,
+    asked: Asked, args: Any, kwargs: Any, options: Any, precision: Precision
 ) -> _Program:
     """Returns a loss with its gradient, under `amp` unless it is in float32."""
-    caller = f"measure: {target.name}"
-    rewrite = amp(compute_dtype=compute_dtype_of(precision, None), **options)
-    if precision == "32-true":
-        rewrite = lambda loss: loss  # noqa: E731
+    is_float32 = precision == "32-true"
+    rewrite = (lambda f: f) if is_float32 else amp(precision=precision, **options)
     open_scopes = Policy(options.get("amp_policy")).names_scopes
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        call = UsersCall(
-            target.fun, args, kwargs, open_scopes=open_scopes, caller=caller
-        )
-        flat = FlatLoss.of(call, caller)
-        held = [not trained for trained in flat.trained]
+        call = Call(asked, args, kwargs, open_scopes=open_scopes)
+        return call.gradients(rewrite(call.loss))(1.0, call.arrays)
 
-        def loss(trained: list[Any], others: list[Any]) -> Any:
-            arrays = _tree.fill(others, held, flat.arrays)
-            value, *others = flat(_tree.fill(trained, flat.trained, arrays))
-            return value, others
-
-        function = jax.value_and_grad(rewrite(loss), has_aux=True)
-        return function(*(_tree.pick(flat.arrays, x) for x in (flat.trained, held)))
-
-    run, arrays = on_arrays(gradient, args, kwargs, caller)
+    run, arrays = on_arrays(gradient, args, kwargs, asked.where)
     return _Program(lambda: jax.jit(lambda arrays: run(arrays)), arrays)
 
 

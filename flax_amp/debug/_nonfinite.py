@@ -2,70 +2,124 @@
 
 import bisect
 import contextlib
+import dataclasses
 import glob
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
-from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.transform import rewrite
-from flax_amp.debug import _nonfinite_report as reports
-from flax_amp.debug._call import (
-    Asked,
-    FlatLoss,
-    Tool,
-    UsersCall,
-    check_concrete,
-    read_scale,
-    read_scaler,
-)
-from flax_amp.debug._nonfinite_report import (
-    MAX_EXAMPLES,
-    BadInput,
-    NonfiniteReport,
-    Verdict,
-)
-from flax_amp.debug._nonfinite_run import Cause, Runner, first_of, is_finite, kinds
-from flax_amp.policy import (
-    MatmulDType,
-    Policy,
-    PolicyEntries,
-    Precision,
-    default_amp_policy,
-    without_fp8,
-)
+from flax_amp._training.arguments import first_of as first_words
+from flax_amp.debug._call import Asked, Call, Loss, Options, Trained
+from flax_amp.debug._report import Report, is_half, plural, policy_text
+from flax_amp.debug._run import Cause, Finding, Runner, first_of, is_finite, kinds
+from flax_amp.policy import Policy, PolicyEntries, default_amp_policy, without_fp8
 
+Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
+
+_MAX_EXAMPLES = 64  # the most that are listed
 _MAX_POLICIES = 4  # policies tried for modules with faults
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class NonfiniteReport(Report):
+    """Where the inf or the NaN of a loss or its gradient comes from.
+
+    Made by `flax_amp.find_nonfinite`. It prints as a short text.
+
+    Attributes:
+      name: the name of the function.
+      compute_dtype: the dtype of low-precision values.
+      scale: the loss scale of this run.
+      verdict: the kind of the cause. `nothing`: loss, gradients and updated variables
+        are finite. `inputs`: an argument was not. `scale`: only the gradients are not,
+        and with a scale of 1 they are. `precision`: all is finite in float32.
+        `mathematics`: it is not.
+      advice: what to do.
+      finding: the equation, unless an argument alone is the cause. If it is
+        mathematics, it is that of a run in float32.
+      inputs: the arguments that hold an inf or a NaN and have led to it, by their path
+        (`batch/image`, `params/Dense_0/kernel`), with what they hold.
+      examples: the examples of the batch that have it, at most 64; empty if no axis is
+        known to be that of the batch.
+      reached: what is not finite: `loss`, `gradient of params/Dense_0/kernel`.
+      policy: the keys to add to the policy, `{"Block_3/attn": "float32"}`, with which a
+        run was finite; empty if none was found.
+      notes: what limits these statements.
+    """
+
+    name: str
+    compute_dtype: str
+    scale: float
+    verdict: Verdict
+    advice: str
+    finding: Finding | None = None
+    inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    examples: tuple[int, ...] = ()
+    reached: tuple[str, ...] = ()
+    policy: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def _summary(self) -> str:
+        return self.verdict
+
+    def _parts(self) -> Iterator[str]:
+        scale = "" if self.scale == 1 else f", scale {self.scale:g}"
+        yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
+        if self.reached:
+            yield f"not finite: {first_words(self.reached)}"
+        yield from (f"argument: {text}" for text in self.inputs.values())
+        if found := self.finding:
+            pass_ = f"the {'backward' if found.backward else 'forward'} pass"
+            facts = (pass_, found.path, *found.inside, found.source)
+            where = ", ".join(filter(None, facts))
+            yield f"{found.what} made {found.kind} in {where}"
+            *operands, result = found.operands or ("",)
+            such = f", such as {found.text}" if found.text else ""
+            if result:
+                kind = result.partition(" ")[0]
+                yield f"  {found.bad} of {found.size} elements of {kind}{such}"
+                yield f"  operands: {', '.join(operands)}"
+        if self.examples:
+            yield f"  {_words(self.examples)}"
+        yield self.advice
+        yield from (f"Note: {note}" for note in self.notes)
+
+
+def _words(examples: tuple[int, ...]) -> str:
+    """Returns `example 3 of the batch`, or the list of several."""
+    shown = first_words([*map(str, examples)], 8)
+    return f"example{'s' * (len(examples) > 1)} {shown} of the batch"
+
+
+@overload
 def find_nonfinite(
-    fun: Asked,
-    *step: Any,
-    precision: Precision | None = None,
-    compute_dtype: DTypeLike | None = None,
-    matmul_dtype: MatmulDType = None,
-    amp_policy: PolicyEntries | None = None,
-    scale: float | None = None,
-) -> Any:
+    fun: Trained, /, *step: Any, **options: Unpack[Options]
+) -> NonfiniteReport: ...
+@overload
+def find_nonfinite(
+    fun: Loss, /, **options: Unpack[Options]
+) -> Callable[..., NonfiniteReport]: ...
+def find_nonfinite(fun: Any, /, *step: Any, scale: Any = None, **options: Any) -> Any:
     """Finds the equation that made the inf or the NaN in a loss or its gradient.
 
-    It is called as `find_nonfinite(loss)(params, batch)`, with the loss before `amp`,
-    which may return `(loss, aux)`, or as `find_nonfinite(state, loss_fn, batch,
-    *args)`. The gradient is that with respect to the first argument.
+    It is called as `flax_amp.explain`, with arrays that have values; a loss may return
+    `(loss, aux)`. The gradient is that with respect to the first argument, or to the
+    parameters of the state or the model.
 
     The program that `amp` emits runs once, outside of `jit`, one equation after the
     other, each in its own dtype. An inf or a NaN counts only if it reaches the loss, a
     gradient or an updated variable, so masks of `-inf` are no false alarm. Further runs
-    tell precision from mathematics, and try a policy that mends it.
+    tell precision from mathematics, and try a policy that fixes it.
 
     Sharp edges:
       XLA may compute fused code with more range than its dtypes have. Then a compiled
@@ -73,9 +127,9 @@ def find_nonfinite(
       again. The whole batch runs in one pass, also if the step splits it.
 
     Args:
-      fun, precision, compute_dtype, matmul_dtype, amp_policy: see `flax_amp.explain`.
-      *step: see `flax_amp.explain`.
-      scale: what the loss is multiplied by; by default the scale of the state, or 1.
+      fun, *step, **options: see `flax_amp.explain`.
+      scale: what the loss is multiplied by; by default the scale of the state or the
+        optimizer, or 1.
 
     Returns:
       A `NonfiniteReport`, or a function that returns one. Print it.
@@ -93,27 +147,19 @@ def find_nonfinite(
       >>> found.verdict, found.finding.path, found.finding.text
       ('mathematics', 'head', 'log(0) = -inf')
     """
-    tool = Tool.read(
-        "find_nonfinite", fun, step, precision, compute_dtype, matmul_dtype, amp_policy
-    )
-    factor, scaler = read_scale("find_nonfinite", fun, scale), read_scaler(fun)
+    asked = Asked.read("find_nonfinite", fun, step, **options)
+    factor = asked.scale(scale)
 
-    def use(call: UsersCall) -> NonfiniteReport:
-        loss = FlatLoss.of(call, tool.where)
-        with tool.working():
-            return _Search(tool, loss, factor, scaler).report()
+    def use(call: Call) -> NonfiniteReport:
+        with jax.debug_nans(False), jax.debug_infs(False), _mesh_of(call.arrays):
+            return _Search(asked, call, factor).report()
 
-    def found(*args: Any, **kwargs: Any) -> NonfiniteReport:
-        check_concrete(tool.where, (args, kwargs))
-        with jax.debug_nans(False), jax.debug_infs(False), _mesh_of((args, kwargs)):
-            return tool.run(use, args, kwargs)
-
-    return tool.on_target(found)
+    return asked.answer(use)
 
 
-def _mesh_of(args: Any) -> Any:
+def _mesh_of(arrays: Any) -> Any:
     """Returns the context in which a mesh with explicit axes can be used."""
-    for leaf in jax.tree.leaves(args):
+    for leaf in arrays:
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             return jax.set_mesh(mesh)
@@ -126,7 +172,7 @@ class _Program(NamedTuple):
     closed: Jaxpr
     names: list[str]  # of its results
     backward: bool  # whether it computes the gradient
-    functions: dict[Any, Any]  # what its runs have compiled
+    compiled: dict[Any, Any]  # what its runs have compiled
 
 
 class _Fault(NamedTuple):
@@ -135,27 +181,32 @@ class _Fault(NamedTuple):
     cause: Cause
     reached: tuple[str, ...]
 
+    @property
+    def is_backward(self) -> bool:
+        return self.cause.finding is not None and self.cause.finding.backward
+
 
 class _Search:
     """Finds the cause of one inf or NaN."""
 
-    def __init__(
-        self, tool: Tool, loss: FlatLoss, scale: float, scaler: dict[str, float]
-    ):
-        self._tool, self._loss = tool, loss
-        self._scale, self._scaler = scale, scaler
+    def __init__(self, asked: Asked, call: Call, scale: float):
+        self._asked, self._call, self._scale = asked, call, scale
+        self._trained = call.trained()
+        self._limited: dict[str, None] = {}
         # Training writes the first argument, or the state; the rest is data.
-        arguments = [path.split("/")[0] for path in loss.paths]
-        self._is_batch = [a not in (arguments[0], "state") for a in arguments]
-        in_last = [a == arguments[-1] != arguments[0] for a in arguments]
-        sizes = Counter(x.shape[0] for x in _tree.pick(loss.arrays, in_last) if x.ndim)
+        arguments = [path.split("/")[0] for path in call.paths]
+        first = arguments[self._trained.index(True)]
+        self._is_batch = [a not in (first, "state") for a in arguments]
+        is_last = [a == arguments[-1] != first for a in arguments]
+        sizes = Counter(x.shape[0] for x in _tree.pick(call.arrays, is_last) if x.ndim)
         self._batch_size = sizes.most_common(1)[0][0] if sizes else None
-        self._trained_shapes = {x.shape for x in _tree.pick(loss.arrays, loss.trained)}
+        of_training = _tree.pick(call.arrays, self._trained)
+        self._trained_shapes = {x.shape for x in of_training}
         # Additive masks of the batch hold -inf. An argument of the program has the
         # next number: the scale is the first.
         self._faults = {
             i + 1
-            for i, x in enumerate(loss.arrays)
+            for i, x in enumerate(call.arrays)
             if not is_finite(x) and not (self._is_batch[i] and kinds(x) == "-inf")
         }
 
@@ -164,111 +215,95 @@ class _Search:
         if bad.shape[:1] != (self._batch_size,) or bad.shape in self._trained_shapes:
             return ()
         found = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
-        return tuple(map(int, found[:MAX_EXAMPLES]))
-
-    # --- runs ------------------------------------------------------------------------
+        return tuple(map(int, found[:_MAX_EXAMPLES]))
 
     def _trace(self, compute_dtype: Any, policy: PolicyEntries) -> list[_Program]:
         """Traces the loss in a precision, and the loss with its gradient."""
-        flat, mask = self._loss, self._loss.trained
+        call = self._call
         # Recomputation changes no number. In float32 nothing changes, but the rules of
         # custom derivatives get their own source lines.
-        rewritten = rewrite(flat, Policy(policy), jnp.dtype(compute_dtype))
+        rewritten = rewrite(call.loss, Policy(policy), jnp.dtype(compute_dtype))
+
+        gradients = call.gradients(rewritten)
 
         def forward(scale: Array, *arrays: Array) -> Any:
             return rewritten(list(arrays))[:2]
 
         def backward(scale: Array, *arrays: Array) -> Any:
-            def scaled(trained: list[Array]) -> Any:
-                loss, updates, _ = rewritten(_tree.fill(trained, mask, arrays))
-                return _tree.widen(loss) * scale, (loss, updates)
-
-            grads, out = jax.grad(scaled, has_aux=True)(_tree.pick(arrays, mask))
-            return out, [_tree.widen(g) / scale for g in grads]
+            (loss, updates, _), grads = gradients(scale, arrays)
+            return loss, updates, grads
 
         def trace(fun: Callable[..., Any], last: list[str]) -> _Program:
-            closed = jax.make_jaxpr(fun)(jnp.float32(1), *flat.arrays)
+            closed = jax.make_jaxpr(fun)(jnp.float32(1), *call.arrays)
             updated = ["updated variables"] * (len(closed.out_avals) - 1 - len(last))
             return _Program(closed, ["loss", *updated, *last], bool(last), {})
 
-        wrt = [f"gradient of {path}" for path in _tree.pick(flat.paths, mask)]
+        wrt = [f"gradient of {path}" for path in _tree.pick(call.paths, self._trained)]
         return [trace(forward, []), trace(backward, wrt)]
 
     def _run(self, programs: list[_Program], scale: float) -> _Fault | None:
         """Runs the forward pass and, only if that is finite, the gradient."""
+        arrays = [jnp.float32(scale), *self._call.arrays]
+        names = ["the scale", *self._call.paths]
         for program in programs:
-            runner = Runner(program.functions, program.backward, self._examples)
-            arrays = [jnp.float32(scale), *self._loss.arrays]
-            values = runner.start(program.closed, arrays, self._faults)
-            cause = first_of(value.cause for value in values)
-            if cause:
+            runner = Runner(program.compiled, program.backward, self._examples)
+            values = runner.start(program.closed, arrays, names, self._faults)
+            self._limited |= runner.limited
+            if cause := first_of([value.cause for value in values]):
                 found = zip(program.names, values, strict=True)
-                names = dict.fromkeys(name for name, value in found if value.cause)
-                return _Fault(cause, tuple(names))
+                reached = dict.fromkeys(name for name, value in found if value.cause)
+                return _Fault(cause, tuple(reached))
         return None
-
-    # --- the verdict -----------------------------------------------------------------
 
     def report(self) -> NonfiniteReport:
         """Runs the loss until the cause is known."""
-        programs = self._trace(self._tool.dtype, self._tool.entries)
-        fault = self._run(programs, self._scale)
+        asked, scale = self._asked, self._scale
+        programs = self._trace(asked.dtype, asked.entries)
+        fault = self._run(programs, scale)
         if fault is None:
-            return self._make("nothing", reports.NOTHING)
+            notes = (_LIMITED.format(what, asked.dtype) for what in self._limited)
+            return self._make("nothing", _NOTHING, notes=tuple(notes))
         if fault.cause.arguments & self._faults:
-            text = reports.advice_for_input(self._inputs(fault.cause)[0])
-            return self._make("inputs", text, fault)
+            return self._make("inputs", "", fault)
         if self._is_of_scale(programs, fault):
             return self._make("scale", self._advice_for_scale(programs), fault)
-        if self._tool.dtype != jnp.float32:
-            in_float32 = self._run(
-                self._trace(jnp.float32, default_amp_policy), self._scale
-            )
+        if asked.dtype != jnp.float32:
+            in_float32 = self._run(self._trace(jnp.float32, default_amp_policy), scale)
             if in_float32 is None:
                 return self._precision(fault)
-            fault = in_float32  # what no precision mends
-        text = reports.advice_for_mathematics(fault.cause.finding)
-        return self._make("mathematics", text, fault)
+            fault = in_float32  # what no precision fixes
+        return self._make("mathematics", _advice(fault), fault)
 
     def _is_of_scale(self, programs: list[_Program], fault: _Fault) -> bool:
-        """Whether a lower scale mends a fault."""
-        finding = fault.cause.finding
-        is_backward = finding is not None and finding.backward
-        return is_backward and self._scale > 1 and self._run(programs, 1.0) is None
+        """Whether a lower scale fixes a fault."""
+        is_scaled = fault.is_backward and self._scale > 1
+        return is_scaled and self._run(programs, 1.0) is None
 
     def _make(
-        self, verdict: Verdict, text: str, fault: _Fault | None = None, **known: Any
+        self, verdict: Verdict, advice: str, fault: _Fault | None = None, **known: Any
     ) -> NonfiniteReport:
         if fault is not None:
-            known["finding"], known["reached"] = fault.cause.finding, fault.reached
-            known["inputs"] = tuple(self._inputs(fault.cause))
-        return NonfiniteReport(
-            name=self._tool.name,
-            compute_dtype=self._tool.dtype.name,
-            scale=self._scale,
-            verdict=verdict,
-            advice=text,
-            **known,
-        )
-
-    def _inputs(self, cause: Cause) -> list[BadInput]:
-        """Describes the arguments that have led to a cause."""
-        found = []
-        for i in (number - 1 for number in sorted(cause.arguments)):
-            path, is_batch = self._loss.paths[i], self._is_batch[i]
-            x = np.asarray(self._loss.arrays[i])
-            bad = ~np.isfinite(x)
-            examples = self._examples(bad) if is_batch else ()
-            places = np.argwhere(bad)
-            first = tuple(map(int, places[0]))
-            found.append(
-                BadInput(path, kinds(x), len(places), first, is_batch, examples)
-            )
-        return found
+            cause = fault.cause
+            known |= dict(finding=cause.finding, reached=fault.reached)
+            known |= dict(examples=cause.examples, inputs={})
+            for i in (number - 1 for number in sorted(cause.arguments)):
+                path, x = self._call.paths[i], np.asarray(self._call.arrays[i])
+                bad = ~np.isfinite(x)
+                place = [*map(int, np.argwhere(bad)[0])] if x.ndim else ""
+                count = plural(int(bad.sum()), "element")
+                known["inputs"][path] = f"{kinds(x)} in {path}{place} ({count})"
+                examples = self._examples(bad) if self._is_batch[i] else ()
+                known["examples"] = known["examples"] or examples
+                if verdict == "inputs" and not advice:
+                    what = f"Correct or drop {_words(examples)}" if examples else ""
+                    what = what or (self._is_batch[i] and f"Correct {path}") or ""
+                    advice = f"{what}: no precision helps." if what else _WRITTEN + path
+        dtype, name = self._asked.dtype.name, self._asked.name
+        return NonfiniteReport(name, dtype, self._scale, verdict, advice, **known)
 
     def _advice_for_scale(self, programs: list[_Program]) -> str:
         """Tells at which lower scale the gradients are finite."""
-        scaler, scale = self._scaler, self._scale
+        scale, scaler = self._scale, self._asked.scaler
         factor = scaler.get("adjust_factor", 2.0)
         # With a scale of 1 they are finite.
         most = math.ceil(math.log(scale, factor))
@@ -276,39 +311,89 @@ class _Search:
         skips = 1 + bisect.bisect_left(
             lower, True, key=lambda scale: self._run(programs, scale) is None
         )
-        return reports.advice_for_scale(max(scale / factor**skips, 1.0), skips, scaler)
+        text = _SCALE.format(max(scale / factor**skips, 1.0))
+        return text + _SEARCH.format(plural(skips, "step")) if scaler else text
 
     def _precision(self, fault: _Fault) -> NonfiniteReport:
         """Tries a policy for the module at fault, then also for the next ones."""
-        policy, dtype = self._tool.entries, self._tool.dtype
+        policy, dtype = self._asked.entries, self._asked.dtype
         if Policy(policy).fp8_recipes:
             in_half = self._trace(dtype, without_fp8(policy))
             if self._run(in_half, self._scale) is None:
-                return self._make(
-                    "precision", reports.advice_without_fp8(dtype.name), fault
-                )
+                return self._make("precision", _FP8.format(dtype.name), fault)
         modules: list[str] = []
         left = fault
         for _ in range(_MAX_POLICIES):
             path = left.cause.finding.path if left.cause.finding else ""
             if path in ("", *modules):
                 break  # it is the victim of another one
-            inside = f"{path}/"
-            modules = [*(m for m in modules if not m.startswith(inside)), path]
-            keys = [glob.escape(module) for module in modules]
+            modules = [*(m for m in modules if not m.startswith(f"{path}/")), path]
+            keys = dict.fromkeys(map(glob.escape, modules), jnp.float32)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                tried = {**policy, **dict.fromkeys(keys, jnp.float32)}
-                programs = self._trace(dtype, tried)
+                programs = self._trace(dtype, {**policy, **keys})
             now = self._run(programs, self._scale)
             if now is None or self._is_of_scale(programs, now):
-                return self._make(
-                    "precision",
-                    reports.advice_for_policy(keys, own=self._tool.has_own_policy),
-                    fault,
-                    policy=tuple((key, "float32") for key in keys),
-                    notes=() if now is None else (reports.SCALE_LEFT,),
-                )
+                text = _POLICY + policy_text(keys, self._asked.has_own_policy)
+                known: Any = dict(policy=dict.fromkeys(keys, "float32"))
+                known["notes"] = () if now is None else (_SCALE_LEFT,)
+                return self._make("precision", text, fault, **known)
             left = now
-        text = reports.advice_without_policy(is_float16=dtype == jnp.float16)
-        return self._make("precision", text, fault)
+        wider = _WIDER if dtype == jnp.float16 else ""
+        return self._make("precision", _NO_POLICY.format(wider), fault)
+
+
+# --- what to do ----------------------------------------------------------------------
+
+_NOTHING = "The loss, its gradients and the updated variables are finite."
+_LIMITED = (
+    "{} holds numbers beyond the range of {}, which were limited, and the step is "
+    "applied: look at it unless it is a mask"
+)
+_WRITTEN = (
+    "It was not finite before this step: restore an earlier checkpoint, and look for "
+    "what wrote "
+)
+_SCALE = "Only the scale is too large: with {:g} the gradients are finite."
+_SEARCH = " Nothing is to be done: the scaler skips {} to get there."
+_POLICY = "In float32 it is finite. This policy was tried and fixes it:\n  amp_policy="
+_SCALE_LEFT = "with this policy only the scale is too large, which the scaler lowers"
+_FP8 = (
+    "In {0} without matmuls in fp8 it is finite. In fp8, numbers below about 1/300,000 "
+    "of the largest of their array become zeros. Keep the layers before this one out "
+    'of fp8, as in flax_amp.default_amp_policy | {{"*/layer": jnp.{0}}}, or leave out '
+    "fp8."
+)
+_WIDER = "train with precision='bf16-mixed', which has the range of float32, "
+_NO_POLICY = (
+    "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, {}or "
+    "lower its inputs (a norm before it, a clip, a smaller learning rate). "
+    "flax_amp.compare_precision tells which modules have the largest errors."
+)
+_REMEDIES = {
+    "log": "keep its operand above 0, as in jnp.log(jnp.maximum(x, 1e-6))",
+    "div": "keep the divisor away from 0, as in x / jnp.maximum(y, 1e-6)",
+    "rsqrt": "add an epsilon to its operand",
+    "sqrt": "keep its operand above 0",
+    "exp": "subtract the maximum first, or clip its operand",
+    "gather": "look for an index out of range: such a gather fills in NaN",
+    "constant": "look at where the program puts it in",
+}
+_DERIVATIVE = (
+    "the derivative of this line has a pole there, as that of a sqrt or a norm at 0. "
+    "Add an epsilon inside. A derivative that a jnp.where drops is computed all the "
+    "same: choose its operand, too, as in jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
+)
+
+
+def _advice(fault: _Fault) -> str:
+    """Returns what to do about an equation that is not finite in float32 either."""
+    finding, remedy = fault.cause.finding, "look at the arguments"
+    if finding and is_half(finding.dtype):
+        return (
+            f"The code itself computes in {finding.dtype} there: leave out that cast."
+        )
+    if finding:
+        remedy = _REMEDIES.get(finding.primitive, "look at its operands")
+        remedy = _DERIVATIVE if finding.backward else remedy
+    return f"It is not finite in float32 either, so no policy helps: {remedy}."

@@ -1,18 +1,16 @@
 """Where an equation stands: its module, the loops around it, and its source line.
 
-The scopes around an equation tell its module.
-
-Flax opens the scope `embed.attend` for the method `attend` of the module `embed`. So a
-name with one dot is that of a method, as it is for the keys of a policy. A name with
-more dots, such as `eqx.nn.Linear`, is one name.
+The scopes around an equation tell its module. Flax opens the scope `embed.attend` for
+the method `attend` of the module `embed`: a name with one dot is that of a method, as
+it is for the keys of a policy. A name with more dots, such as `eqx.nn.Linear`, is one
+name.
 """
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import optax
@@ -83,23 +81,18 @@ def module_path(scopes: tuple[str, ...]) -> str:
     return "/".join(names)
 
 
-@dataclasses.dataclass(frozen=True)
-class Location:
-    """Where a jaxpr stands, or an equation.
+class Location(NamedTuple):
+    """Where a jaxpr stands, or an equation."""
 
-    Attributes:
-      scopes: the scopes around it, that of the equation included.
-      inside: the loops and other structured primitives around it, outermost first.
-      times: how often it runs.
-      eqn: the equation; of a jaxpr, the one that holds it.
-      outer: the location of the jaxpr around the equation.
-    """
+    scopes: tuple[str, ...] = ()  # around it, those of the equation included
+    inside: tuple[str, ...] = ()  # loops and the like around it, outermost first
+    times: int = 1  # how often it runs
+    eqns: tuple[Eqn, ...] = ()  # the equation and those around it, innermost first
 
-    scopes: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    times: int = 1
-    eqn: Eqn = None
-    outer: "Location | None" = None
+    @property
+    def eqn(self) -> Eqn:
+        """The equation; of a jaxpr, the one that holds it."""
+        return self.eqns[0]
 
     @property
     def path(self) -> str:
@@ -109,24 +102,16 @@ class Location:
     @property
     def source(self) -> str:
         """The line of the user's code; if it is not known, that of what is around."""
-        lines = (source_line(at.eqn) for at in self.chain())
-        return next(filter(None, lines), "")
-
-    def chain(self) -> "Iterator[Location]":
-        """Yields the location and those of the equations around it, innermost first."""
-        at: Location | None = self
-        while at is not None and at.eqn is not None:
-            yield at
-            at = at.outer
+        return next(filter(None, map(source_line, self.eqns)), "")
 
     def of(self, eqn: Eqn) -> "Location":
         """Returns the location of an equation in this jaxpr."""
         scopes = self.scopes + scopes_of(eqn)
-        return dataclasses.replace(self, scopes=scopes, eqn=eqn, outer=self)
+        return self._replace(scopes=scopes, eqns=(eqn, *self.eqns))
 
     def noted(self, note: str) -> "Location":
         """Returns the location of one iteration of a loop, or of one branch."""
-        return dataclasses.replace(self, inside=(*self.inside, note))
+        return self._replace(inside=(*self.inside, note))
 
     def within(self, eqn: Eqn) -> "Location":
         """Returns the location of the bodies of an equation."""
@@ -137,12 +122,15 @@ class Location:
             return at.noted(name)
         length = eqn.params["length"]
         times = self.times * known_size(length, 1)
-        return dataclasses.replace(at.noted(f"scan x{length}"), times=times)
+        return at.noted(f"scan x{length}")._replace(times=times)
+
+
+_TOP = Location()
 
 
 def places(
     jaxpr: Jaxpr,
-    start: Location = Location(),
+    start: Location = _TOP,
     enter: Callable[[Eqn], bool] = lambda eqn: True,
 ) -> Iterator[Location]:
     """Yields the locations of all equations of a program, each as often as called.

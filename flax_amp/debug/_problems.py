@@ -1,12 +1,12 @@
 """What a person has to act on, found in the rows of `explain`.
 
-Each finding has a kind and a message. Findings with the same message are one problem:
-twelve layers whose products ask for `precision=HIGHEST` are one line, not twelve.
+Findings with the same message are one problem: twelve layers whose matmuls ask for
+`precision=HIGHEST` are one line, not twelve.
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -15,21 +15,13 @@ from flax_amp._compat import Eqn
 from flax_amp._rewriter.primitives import (
     TRAITS,
     Kind,
-    ProductKind,
     is_matrix_product,
     kind_of,
-    product_kind,
 )
-from flax_amp.debug._model import (
-    Equation,
-    Problem,
-    float_factors,
-    is_half,
-    short,
-    without_numbers,
-)
-from flax_amp.debug._place import is_derivative, known_size
-from flax_amp.debug._rows import Visit
+from flax_amp._training.arguments import first_of
+from flax_amp.debug._place import is_derivative
+from flax_amp.debug._record import Equation, Visit, float_factors
+from flax_amp.debug._report import is_half, plural, short
 from flax_amp.policy import Decision, Origin, Policy
 
 # The most important first.
@@ -41,66 +33,96 @@ KINDS = (
     "own dtype",
     "unknown primitive",
     "second derivative",
-    "risk",
 )
 _CHOICE = "choice"  # a product that the user, or JAX, keeps in float32: no problem
 
 # Random numbers, callbacks and solvers: there is nothing to do about them.
 _AS_WRITTEN = re.compile("random_|rng_|flax_amp_|.*_callback$")
-# What leaves the range of float16 first.
-_WIDE_RANGE = frozenset(
-    """exp exp2 expm1 sinh cosh pow tan square integer_pow log log1p log2 rsqrt asin
-    acos asinh acosh atanh erf_inv""".split()
+_SECOND = (
+    "belongs to a gradient that your function takes, as for forces. The loss "
+    "differentiates it again, which makes its roundings larger: see what "
+    "flax_amp.compare_precision tells, or put flax_amp.amp_stop around it."
+)
+_UNKNOWN = (
+    "the policy says nothing about {0}, so it stays as written. If it is safe in half "
+    "precision, add it to amp_policy."
+)
+_COMPLEX = (
+    "has factors in {0}: no half precision has complex numbers. Multiply real and "
+    "imaginary parts apart to run it in {1}."
+)
+_OWN = (
+    "has factors in {0} without amp: its author set a dtype. Leave out dtype= or the "
+    "cast to let the policy decide."
+)
+_SHADOWED = (
+    "{0!r} loses to {1} wherever it matches. The outermost scope wins, then a method, "
+    "then what the policy has first. Narrow {1}, or leave {0!r} out."
 )
 
 Finding = tuple[str, str]  # kind, message
 
 
+class Problem(NamedTuple):
+    """Something that a person has to act on, or to know."""
+
+    kind: str  # a short name, such as `float32 product`
+    message: str  # what was found, and what can be done
+    paths: tuple[str, ...] = ()  # the modules; of more than three, with `*` for numbers
+    source: str = ""  # the line of the first equation
+    times: int = 0  # how often the equations run that it concerns
+    flops: int = 0  # of the matmuls among them
+
+    @property
+    def where(self) -> str:
+        """Its modules as words."""
+        return first_of([path or "outside of any module" for path in self.paths])
+
+
+def without_numbers(path: str) -> str:
+    """Returns a path without the numbers of layers: `GPT/Block_*`."""
+    return re.sub(r"\d+", "*", path)
+
+
 def find_problems(
-    visits: Sequence[Visit],
-    warnings: Sequence[str],
-    policy: Policy,
-    compute_dtype: Any,
+    visits: Sequence[Visit], warnings: Sequence[str], policy: Policy, half: Any
 ) -> tuple[list[Problem], list[str]]:
     """Returns the problems, the most important first, and notes of what was chosen.
 
-    `warnings` are the messages that `amp` gives for this function.
+    Args:
+      visits: the equations.
+      warnings: the messages that `amp` gives for this function.
+      policy: the policy.
+      half: the compute dtype.
     """
     found: dict[Finding, list[Equation]] = {
         ("policy", text.removeprefix("amp_policy: ")): [] for text in warnings
     }
-    if compute_dtype != jnp.float32:
+    if half != jnp.float32:
         found |= _shadowed_keys(visits, policy)
         for visit in visits:
             choice = _choice(visit)
-            findings = _findings(visit, compute_dtype.name)
-            for finding in [(_CHOICE, choice)] if choice else findings:
+            findings = [(_CHOICE, choice)] if choice else _findings(visit, half.name)
+            for finding in findings:
                 found.setdefault(finding, []).append(visit.row)
-    every = [_problem(finding, rows) for finding, rows in found.items()]
+    every = [_problem(*finding, rows) for finding, rows in found.items()]
     problems = [problem for problem in every if problem.kind != _CHOICE]
-    problems.sort(key=lambda p: (KINDS.index(p.kind), -p.flops, -p.count))
-    return problems, [_note(problem) for problem in every if problem not in problems]
+    problems.sort(key=lambda p: (KINDS.index(p.kind), -p.flops, -p.times))
+    notes = []
+    for chosen in (problem for problem in every if problem.kind == _CHOICE):
+        products = (
+            f"{plural(chosen.times, 'product')} {'is' if chosen.times == 1 else 'are'}"
+        )
+        notes.append(f"{products} kept in float32 {chosen.message}: {chosen.where}")
+    return problems, notes
 
 
-def _note(chosen: Problem) -> str:
-    count = chosen.count
-    products = "1 product is" if count == 1 else f"{count} products are"
-    return f"{products} kept in float32 {chosen.message}: {chosen.where}"
-
-
-def _problem(finding: Finding, rows: Sequence[Equation]) -> Problem:
-    kind, message = finding
+def _problem(kind: str, message: str, rows: Sequence[Equation]) -> Problem:
     paths = dict.fromkeys(row.path for row in rows)
-    if len(paths) > 3:
-        paths = dict.fromkeys(map(without_numbers, paths))
-    return Problem(
-        kind,
-        message,
-        paths=tuple(paths),
-        source=rows[0].source if rows else "",
-        count=sum(row.times for row in rows),
-        flops=sum(row.flops for row in rows),
-    )
+    paths = dict.fromkeys(map(without_numbers, paths)) if len(paths) > 3 else paths
+    source = rows[0].source if rows else ""
+    times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
+    return Problem(kind, message, tuple(paths), source, times, flops)
 
 
 def _shadowed_keys(
@@ -112,20 +134,15 @@ def _shadowed_keys(
     for visit in visits:
         first, *others = policy.matching(visit.eqn.primitive, visit.scopes)
         deciding.add(first)
-        for other in others:
-            if other.origin is Origin.SCOPE:
-                lost.setdefault(other, []).append((first, visit.row))
+        for other in (other for other in others if other.origin is Origin.SCOPE):
+            lost.setdefault(other, []).append((first, visit.row))
     found = {}
     for loser, pairs in lost.items():
         winners = dict.fromkeys(winner for winner, _ in pairs)
         functions = {id(decision.function) for decision in (loser, *winners)}
         if loser not in deciding and len(functions) > 1:
             keys = ", ".join(repr(winner.key) for winner in winners)
-            message = (
-                f"{loser.key!r} loses to {keys} wherever it matches. The outermost "
-                "scope wins, then a method, then what the policy has first. Narrow "
-                f"{keys}, or leave {loser.key!r} out."
-            )
+            message = _SHADOWED.format(loser.key, keys)
             found["shadowed policy key", message] = [row for _, row in pairs]
     return found
 
@@ -156,17 +173,23 @@ def _asked(eqn: Eqn) -> str:
     return "" if is_default else "/".join(dict.fromkeys(names))
 
 
-def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
+def _findings(visit: Visit, half: str) -> Iterator[Finding]:
     row, decision = visit.row, visit.why.decision
-    if is_derivative(visit.eqn) and is_matrix_product(visit.eqn) and row.is_low:
-        yield (
-            "second derivative",
-            "belongs to a gradient that your function takes, as for forces. The loss "
-            "differentiates it again, which makes its roundings larger: see what "
-            "flax_amp.compare_precision tells, or put flax_amp.amp_stop around it.",
-        )
+    is_product = is_matrix_product(visit.eqn)
+    if is_product and row.is_low and is_derivative(visit.eqn):
+        yield "second derivative", _SECOND
     if kind_of(row.primitive) is Kind.PRODUCT:
-        yield from _of_product(visit, compute_dtype)
+        floats = list(dict.fromkeys(float_factors(row.before.operands)))
+        names = " and ".join(map(short, floats))
+        if any("complex" in dtype for dtype in floats):
+            if is_product:
+                yield "complex product", _COMPLEX.format(names, half)
+            return
+        if any(map(is_half, floats)):
+            yield "own dtype", _OWN.format(names)
+            return
+        if floats and is_product and not row.is_low:
+            yield "float32 product", f"stays in {floats[0]}: {_why(visit, half)}"
     elif (
         row.primitive not in TRAITS
         and visit.whole is None
@@ -174,81 +197,16 @@ def _findings(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
         and "float32" in row.before.results
         and not _AS_WRITTEN.match(row.primitive)
     ):
-        yield (
-            "unknown primitive",
-            f"the policy says nothing about {row.primitive}, so it stays as written. "
-            "If it is safe in half precision, add it to amp_policy.",
-        )
-    elif row.is_low:
-        yield from _of_reduction(visit)
-        if "float16" in row.after.operands and row.primitive in _WIDE_RANGE:
-            yield (
-                "risk",
-                f"{row.primitive} runs in float16 ({row.reason}), which ends at 65504 "
-                "and begins at 6e-8; run it in float32.",
-            )
+        yield "unknown primitive", _UNKNOWN.format(row.primitive)
 
 
-def _of_product(visit: Visit, compute_dtype: str) -> Iterator[Finding]:
-    row = visit.row
-    floats = list(dict.fromkeys(float_factors(row.before.operands)))
-    if any("complex" in dtype for dtype in floats):
-        if is_matrix_product(visit.eqn):
-            names = " and ".join(map(short, floats))
-            yield (
-                "complex product",
-                f"has factors in {names}: no half precision has complex numbers. "
-                "Multiply real and imaginary parts apart to run it in "
-                f"{compute_dtype}.",
-            )
-    elif any(map(is_half, floats)):
-        names = " and ".join(map(short, floats))
-        yield (
-            "own dtype",
-            f"has factors in {names} without amp: its author set a dtype. Leave out "
-            "dtype= or the cast to let the policy decide.",
-        )
-    elif row.is_low:
-        yield from _of_reduction(visit)
-    elif floats and is_matrix_product(visit.eqn):
-        why = _why(visit, compute_dtype)
-        yield "float32 product", f"stays in {floats[0]}: {why}"
-
-
-def _why(visit: Visit, compute_dtype: str) -> str:
+def _why(visit: Visit, half: str) -> str:
+    """Says why a product stays in float32."""
     if asked := _asked(visit.eqn):
-        return (
-            f"it asks for precision={asked}. Leave that out to run it in "
-            f"{compute_dtype}."
-        )
+        return f"it asks for precision={asked}. Leave that out to run it in {half}."
     if visit.whole is not None:
         name = visit.whole.primitive.name
         return f"it stands inside of {name}, which runs as a whole."
     if visit.why.decision.origin is Origin.DEFAULT:
         return f"no key of the policy names {visit.row.primitive}."
     return f"{visit.row.reason}."
-
-
-def _of_reduction(visit: Visit) -> Iterator[Finding]:
-    row, count = visit.row, _terms(visit.eqn)
-    dtype = row.after.operands[0]
-    # From this number of equal terms on, one more does not change their sum.
-    limit = round(1 / float(jnp.finfo(dtype).eps)) if is_half(dtype) else 0
-    if limit and count >= limit:
-        yield (
-            "risk",
-            f"{row.primitive} adds {count} numbers in {dtype} ({row.reason}). From "
-            f"{limit} on, small terms get lost; run it in float32.",
-        )
-
-
-def _terms(eqn: Eqn) -> int:
-    """Returns how many numbers go into each result of a sum, on average, or 0."""
-    name = eqn.primitive.name
-    is_scatter = name.startswith("scatter-") and name[8:] in ("add", "sub", "mul")
-    is_sum = kind_of(eqn) is Kind.SUM or product_kind(eqn) is ProductKind.SUM
-    if not is_sum and not is_scatter:
-        return 0
-    terms = eqn.invars[2 if is_scatter else 0]
-    results = known_size(eqn.outvars[0].aval.size)
-    return known_size(terms.aval.size) // results if results else 0

@@ -1,8 +1,7 @@
-"""What the results of all tools share: text for a terminal, and plain data."""
+"""What all reports share: one table, words for numbers, and plain data."""
 
 import dataclasses
 import io
-import itertools
 import math
 import shutil
 from collections.abc import Collection, Iterable, Sequence
@@ -38,12 +37,12 @@ class Report:
         return as_text(self._parts())
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as dicts, lists, strings and numbers, for `json.dump`.
+        """Returns the attributes as dicts, lists, strings and numbers.
 
         JSON has no infinity and no NaN: they are the strings `"inf"`, `"-inf"` and
         `"nan"`, which `float` reads.
         """
-        return fields_as_data(self)
+        return as_data(self)
 
     def __str__(self) -> str:
         return self.report()
@@ -53,38 +52,20 @@ class Report:
         return f"<{kind} of {self.name}: {self._summary()}; print it to read it>"
 
 
-# --- plain data ----------------------------------------------------------------------
-
-
-def fields_as_data(value: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass as plain data."""
-    names = (field.name for field in dataclasses.fields(value))
-    return {name: as_data(getattr(value, name)) for name in names}
-
-
 def as_data(value: Any) -> Any:
-    """Returns a value as dicts, lists, strings and numbers that JSON has.
-
-    Objects of other types, such as sets and arrays, stay as they are.
-    """
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
+    """Returns a value as dicts, lists, strings and numbers that JSON has."""
     if dataclasses.is_dataclass(value):
-        return fields_as_data(value)
-    if hasattr(value, "_asdict"):  # a NamedTuple
+        fields = dataclasses.fields(value)
+        value = {field.name: getattr(value, field.name) for field in fields}
+    elif hasattr(value, "_asdict"):  # a NamedTuple
         value = value._asdict()
     if isinstance(value, dict):
         return {str(key): as_data(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         return [*map(as_data, value)]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-# --- text ----------------------------------------------------------------------------
+    value = value.item() if isinstance(value, np.generic) else value
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else str(value)
 
 
 def as_text(parts: Iterable[Part]) -> str:
@@ -106,42 +87,33 @@ def show(parts: Iterable[Part], **options: Any) -> None:
 
 
 def table(
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    left: Collection[int] = (),
-    styles: Iterable[str] = (),
+    headers: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = ()
 ) -> Table:
     """Returns a table.
 
-    Args:
-      headers: the headers of its columns.
-      rows: the cells of each row.
-      left: the indices of left-aligned columns. Column 0 is always left-aligned. Where
-        there is no room, a name in it is cut, and the other left-aligned columns are
-        broken into lines.
-      styles: the style of each row on a terminal with colors, if they have any.
+    Column 0 and those in `left` are left-aligned. Where there is no room, names in
+    column 0 are cut, and those in the other left-aligned columns broken into lines.
     """
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, header in enumerate(headers):
         if i == 0:
             # A long name is cut: in two lines it would look like two modules.
-            made.add_column(
-                header, no_wrap=True, max_width=_width() - _WIDTH_BESIDE_NAMES
-            )
+            width = _width() - _WIDTH_BESIDE_NAMES
+            made.add_column(header, no_wrap=True, max_width=width)
         elif i in left:
             made.add_column(header, overflow="fold")
         else:
             made.add_column(header, justify="right", no_wrap=True)
-    for cells, style in itertools.zip_longest(rows, styles, fillvalue=""):
-        made.add_row(*cells, style=style)
+    for cells in rows:
+        made.add_row(*map(Text, cells))
     return made
 
 
-def amount(number: float) -> str:
-    """Returns a number with three digits and a prefix of the SI: `262 G`.
+# --- words ---------------------------------------------------------------------------
 
-    The space is there without a prefix, too, for the unit that follows: `5 `.
-    """
+
+def amount(number: float) -> str:
+    """Returns a number with three digits and a prefix, for a unit: `262 G` or `5 `."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or prefix == "P":
             break
@@ -166,13 +138,22 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def policy_text(keys: Iterable[str], *, own: bool) -> str:
-    """Returns the code of a policy that keeps modules in float32.
+def short(dtype: str) -> str:
+    """Returns a dtype as JAX writes it in jaxprs, `bf16` for `bfloat16`."""
+    names = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
+    for long, letter in (*names, ("complex", "c")):
+        if dtype.startswith(long):
+            return letter + dtype.removeprefix(long)
+    return dtype
 
-    Args:
-      keys: the keys of the modules.
-      own: whether they are for the user's own policy.
-    """
+
+def is_half(dtype: str) -> bool:
+    """Whether a dtype is a float of fewer than four bytes."""
+    return dtype.startswith(("bfloat16", "float16", "float8", "float6", "float4"))
+
+
+def policy_text(keys: Iterable[str], own: bool) -> str:
+    """Returns the code of a policy, the user's own or not, with modules in float32."""
     entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
     base = "your_policy" if own else "flax_amp.default_amp_policy"
     return f"{base} | {{{entries}}}"

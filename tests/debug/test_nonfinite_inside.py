@@ -183,7 +183,7 @@ def test_each_structure_shows_the_fault(structure, fault):
         assert (finding.primitive, finding.source) == ("shard_map", line("sharded"))
         return
     is_rule = structure is custom_jvp and fault is sqrt  # JAX has the line of its call
-    assert finding.primitive == primitive and finding.examples == (2,)
+    assert finding.primitive == primitive and found.examples == (2,)
     assert finding.source == line("rule" if is_rule else fault.__name__)
     layers = "layer/" if structure in (scan, nested) else ""
     assert finding.path == f"{layers}bad"
@@ -266,11 +266,10 @@ def test_a_mask_is_named_but_not_blamed():
     found = search(attend)(W, ZERO, mask)
     assert found.verdict == "mathematics" and found.finding.source == line("mask")
     assert found.finding.text == "sub(-inf, -inf) = nan"
-    assert [(x.path, x.kind, x.examples) for x in found.inputs] == [
-        ("mask", "-inf", (2,))
-    ]
+    assert found.inputs == {"mask": "-inf in mask[2, 0] (8 elements)"}
+    assert found.examples == (2,)
     found = search(attend)(W, ZERO, -mask)
-    assert found.verdict == "inputs" and found.inputs[0].kind == "inf"
+    assert found.verdict == "inputs" and found.inputs["mask"].startswith("inf")
 
 
 def test_constants():
@@ -292,7 +291,7 @@ def test_a_derivative_that_a_where_drops():
 
     found = search(loss)(W, ZERO)
     assert found.finding.backward and found.finding.source == line("where")
-    assert found.finding.text == "div(0, 0) = nan" and found.finding.examples == (2,)
+    assert found.finding.text == "div(0, 0) = nan" and found.examples == (2,)
     assert found.verdict == "mathematics" and "jnp.where(ok, f(" in found.advice
     assert found.reached == ("gradient of w",)
 
@@ -332,7 +331,6 @@ def in_a_product(x):
         (beside_a_mask, "exp"),
         (dropped_before, "exp"),
         (of_the_other_branch, "exp"),
-        (in_a_product, "dot_general"),
     ],
 )
 def test_what_is_new_beside_other_infs(f, primitive):
@@ -341,7 +339,7 @@ def test_what_is_new_beside_other_infs(f, primitive):
     found = search(lambda w, x: f(x * w[0, 0]).max())(W, x)
     finding = found.finding
     assert (finding.primitive, finding.kind, finding.bad) == (primitive, "inf", 1)
-    assert finding.examples == (2,)
+    assert found.examples == (2,)
 
 
 def test_which_axis_is_that_of_the_batch():
@@ -350,11 +348,11 @@ def test_which_axis_is_that_of_the_batch():
 
     x = jnp.ones((4, 8)).at[2].set(0.0)
     stats = {"mean": jnp.ones(8), "count": jnp.ones(3)}  # of no common size
-    assert search(loss)(W, stats, x).finding.examples == (2,)
+    assert search(loss)(W, stats, x).examples == (2,)
     stats["count"] = jnp.ones(8)  # of another argument
-    assert search(loss)(W, stats, x).finding.examples == (2,)
+    assert search(loss)(W, stats, x).examples == (2,)
     found = search(lambda w, x: jnp.log(w * x.sum()).sum())(W, jnp.ones((8, 8)))
-    assert found.finding.examples == ()  # the shape is that of the parameter
+    assert found.examples == ()  # the shape is that of the parameter
 
 
 def test_an_index_out_of_range():

@@ -89,7 +89,7 @@ def test_of_a_state(jit):
     model = linear()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     nnx_step = flax_amp.make_nnx_train_step(loss, jit=jit)
-    refuses(explain, lambda: explain(nnx_step)(model, optimizer, None, X))
+    refuses(explain, lambda: explain(nnx_step)(model, optimizer, X))
 
 
 @pytest.mark.parametrize("tool", [compare_precision, find_nonfinite])

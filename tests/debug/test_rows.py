@@ -144,9 +144,9 @@ def direction(before, after):
 
 
 def explained(found):
-    casts, products = Counter(), Counter()
+    totals, products = found.totals, Counter()
+    casts = Counter(down=totals.casts_down, up=totals.casts_up)
     for row in found.equations:
-        casts.update(down=row.casts_down, up=row.casts_up)
         if row.primitive == "convert_element_type":  # the user's own
             casts[direction(row.before.operands[0], row.before.results[0])] += row.times
         if row.primitive in MATMULS:
