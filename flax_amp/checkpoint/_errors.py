@@ -11,13 +11,15 @@ T = TypeVar("T")
 
 _NOT_DAMAGE = (MemoryError, PermissionError, ConnectionError, TimeoutError)
 _OUTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EIO)
-# Status names of gRPC: the first words of the errors of TensorStore and XLA.
+# Status names of gRPC, the first words of the errors of TensorStore and XLA; and what
+# gcsfs says of a bucket that may not be read.
 _STATUSES = (
     "PERMISSION_DENIED",
     "UNAUTHENTICATED",
     "RESOURCE_EXHAUSTED",
     "UNAVAILABLE",
     "DEADLINE_EXCEEDED",
+    "Forbidden: ",
 )
 # Who raises errors of their own about a connection to a bucket.
 _CLIENTS = ("aiohttp.", "gcsfs.", "google.api_core.", "google.auth.", "requests.")
@@ -38,19 +40,16 @@ class CheckpointSaveError(RuntimeError):
 
 
 class CheckpointWarning(UserWarning):
-    """Something was passed over, left out, renamed or not saved."""
+    """Something was passed over, renamed, not saved, or is not what the code says."""
 
 
 def explained(read: Callable[P, T]) -> Callable[P, T]:
     """Makes a function that reads files explain every error that it raises.
 
-    A step counts as damaged only if its files say so. Without memory, permission, file
-    descriptors or a connection the files may be intact, and another step is not what
-    the user wants. What has been explained is not explained again.
-
-    Raises:
-      CorruptCheckpointError: if the files are damaged.
-      OSError: if they cannot be read for another reason.
+    A step counts as damaged only if its files say so: then it is a
+    `CorruptCheckpointError`. Without memory, permission, file descriptors or a
+    connection the files may be intact, and another step is not what the user wants:
+    then it is an `OSError`.
     """
 
     @functools.wraps(read)
@@ -66,9 +65,8 @@ def explained(read: Callable[P, T]) -> Callable[P, T]:
 
 
 def _explained(error: BaseException) -> Exception:
-    text = reason_of(error)
-    causes = list(_causes(error))
-    if any(isinstance(cause, _NOT_DAMAGE) or _is_outage(cause) for cause in causes):
+    text, causes = reason_of(error), list(_causes(error))
+    if any(map(_is_outage, causes)):
         return OSError(
             f"checkpoint: the files could not be read: {text}; they may be intact all "
             "the same. Mend the cause and try again."
@@ -94,9 +92,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_outage(error: BaseException) -> bool:
     """Whether an error says that the files could not be reached."""
-    if isinstance(error, OSError) and error.errno in _OUTAGES:
-        return True
-    if type(error).__module__.startswith(_CLIENTS):
-        return True
-    # gcsfs says this of a bucket that may not be read.
-    return str(error).startswith(("Forbidden: ", *_STATUSES))
+    is_known = isinstance(error, _NOT_DAMAGE) or getattr(error, "errno", 0) in _OUTAGES
+    is_client = type(error).__module__.startswith(_CLIENTS)
+    return is_known or is_client or str(error).startswith(_STATUSES)

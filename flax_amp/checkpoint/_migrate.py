@@ -1,91 +1,85 @@
 """Checkpoints of other programs, other optimizers, other models.
 
-Both sides are brought to common paths first (see `_common_paths`): that is one rule for
-both directions, and messages still name each array by its own path. Then every array of
-the target must have a counterpart on disk, and the reverse; the exceptions are in
-`_problems`, and wrappers of optimizers that were not saved start afresh (`_initial`).
-One error names all other arrays.
+Both sides are written as `{"params/Dense_0/kernel": array}`, without the `value` in the
+paths of an `nnx.State`. Then every array of the target must have a counterpart on disk,
+and the reverse. One error names all others.
 """
 
-import warnings
-from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple, TypeVar
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp.checkpoint import _arrays, _scaler, _sources
-from flax_amp.checkpoint._arrays import NumpyLeaves, Path
-from flax_amp.checkpoint._common_paths import (
-    HYPERPARAMS,
-    SMALL_STATE,
-    WRAPPERS,
-    Leaf,
-    by_common_path,
-)
-from flax_amp.checkpoint._errors import CheckpointWarning
-from flax_amp.checkpoint._patterns import Choice, Patterns, renamed
+from flax_amp._training.scaler import init_scaler
+from flax_amp.checkpoint import _steps, _trees
+from flax_amp.checkpoint._paths import finish_saving
+from flax_amp.checkpoint._trees import Path
 
 T = TypeVar("T")
+Arrays = dict[str, Any]
+
+_TREE_FILE = "_METADATA"  # Orbax describes the arrays of a tree in it
+# What `optax.apply_if_finite` counts, in a new run.
+_NO_SKIPS = {
+    "notfinite_count": np.int32(0),
+    "last_finite": np.bool_(True),
+    "total_notfinite": np.int32(0),
+}
+# Flax's `DynamicScale` and jaxamp. They grow the scale on the finite step after so many
+# others and then count from 0 again, as flax_amp does.
+_SCALERS = (
+    {"scale": "scaler", "fin_steps": "count"},
+    {key: key for key in ("scaler", "count", "patience", "adjust_factor")},
+)
+_LIMITS = 2.0**-24, 2.0**24  # of the scale; that of jaxamp grows to infinity
 
 
 def migrate(
     source: Any,
     target: T,
     *,
-    step: int | None = None,
-    include: Patterns = (),
-    exclude: Patterns = (),
-    rename: Mapping[str, str] | None = None,
+    rename: Mapping[str, str | None] | None = None,
+    step: Any = None,
 ) -> T:
     """Reads a checkpoint that `restore` refuses, because something else wrote it.
 
-    It reads what Orbax wrote (`CheckpointManager`, `StandardCheckpointer`, ...), what
-    `flax.training.checkpoints` and `flax.serialization.to_bytes` wrote, and any tree
-    that is in memory. It is strict: an array without a counterpart, on either side, is
-    an error that lists all of them. It changes, without being asked,
+    It is strict: an array without a counterpart, on either side, is an error that lists
+    all of them. It changes, without being asked,
 
-    - the optimizer's wrappers `apply_if_finite`, `MultiSteps`, `masked` and
-      `small_state`, where one side has them and the other has not; one that was not
-      saved starts afresh;
-    - an optimizer of `flax_amp.optim` and the same one of optax, either way; hyper-
-      parameters that were not saved are those of the target, saved ones that it does
-      not have are dropped with a warning;
-    - the scaler of jaxamp and the `DynamicScale` of Flax, under whatever name, into the
-      scaler of flax_amp and back. The target's scaler stays if the checkpoint has none,
-      or if one is static and the other dynamic (float16 to bfloat16 and back);
+    - the state of an optimizer that is not in `optax.apply_if_finite`, as in a plain
+      `TrainState`, for a target where it is;
+    - Flax's `DynamicScale` and the scaler of jaxamp, under whatever name, into the
+      scaler of flax_amp, if that of the target moves (float16);
     - the collections of a Linen model that are fields of their own, such as
-      `batch_stats`, into `variables` and back;
-    - the `value` in the paths of an `nnx.State`;
-    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32; and
-      float32 into bfloat16, to the nearest number and with a warning, if the target has
-      a `small_state`.
+      `batch_stats`, into `variables`;
+    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32.
 
-    If the checkpoint has no `rngs`, as that of a plain `TrainState`, those of the
-    target stay.
-
-    Paths are written with slashes, as the error shows them: `params/Dense_0/kernel`.
+    If the checkpoint has no `rngs` or no scaler, those of the target stay. Of a target
+    that is a dict, only the fields that it has are read:
+    `migrate("run", {"params": state.params})`.
 
     Args:
-      source: the directory or file, a `CheckpointManager`, or a tree of arrays.
-      target: what to read into: an `AmpTrainState`, a plain `TrainState`, or any tree;
-        its arrays say on which devices those of the result lie. It is not changed.
+      source: the directory of a manager, the folder of one tree that Orbax wrote, a
+        `CheckpointManager`, or any tree of arrays in memory.
+      target: what to read into: an `AmpTrainState`, NNX objects, a plain `TrainState`,
+        or any tree; its arrays say on which devices those of the result lie. NNX
+        objects are updated in place; nothing else is changed.
+      rename: for one or more whole names in the paths on disk, wherever they are, what
+        to put in their place, one after the other: `{"Dense_0": "embed"}`. With `None`,
+        what has them in its path is not read, and stays as it is in the target.
       step: which step; by default the newest that is intact.
-      include: glob patterns of paths, on disk or in the target; only these are read. A
-        pattern matches all that lies below it: `"params"` reads parameters only.
-      exclude: patterns of paths that are not read and stay as they are in the target.
-      rename: regular expressions for whole segments of paths on disk, and what to put
-        in their place: `{"Dense_0": "linear1", r"blocks_(\\d+)": r"blocks/\\1"}`. They
-        are applied one after the other, to the moments of the optimizer as well.
 
     Returns:
       `target` with the arrays of the checkpoint. What stayed is shared with `target`.
 
     Raises:
       ValueError: if something has no counterpart, another shape or a dtype that cannot
-        hold its values, or if a pattern matches nothing.
+        hold its values, or if a name in `rename` is not found.
       TypeError: if a leaf of `target` is no array, or an argument has a wrong type.
       FileNotFoundError: if there is no such checkpoint.
       CorruptCheckpointError: if it is damaged.
@@ -93,224 +87,172 @@ def migrate(
     Example:
       A run of a plain `TrainState` goes on with mixed precision:
 
-      >>> import tempfile, jax.numpy as jnp, optax, orbax.checkpoint as ocp
+      >>> import jax.numpy as jnp, optax
       >>> from flax.training.train_state import TrainState
       >>> from flax_amp import AmpTrainState, checkpoint
       >>> new = dict(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     with ocp.StandardCheckpointer() as checkpointer:
-      ...         checkpointer.save(f"{directory}/x", TrainState.create(**new))
-      ...     state = checkpoint.migrate(f"{directory}/x", AmpTrainState.create(**new))
-      >>> state.params["w"].tolist(), float(state.scaler["scaler"])
-      ([1.0, 1.0], 1.0)
+      >>> old = TrainState.create(**new).replace(step=3)
+      >>> int(checkpoint.migrate(old, AmpTrainState.create(**new)).step)
+      3
     """
-    wanted = _arrays.leaves_of_target(target, "checkpoint.migrate")
-    choice = Choice(include, exclude)
-    name, found = _sources.read(source, step, stacklevel=2)
-    found = renamed(found, rename or {})
-    choice.check([*found, *wanted])
-
-    sides = _Sides(by_common_path(wanted), by_common_path(found))
-    chosen = sides.chosen(choice)
-    values = _values(sides, chosen)
-    _fit_scaler(values, sides)
-    problems = _problems(sides, chosen, values, has_rngs=hasattr(target, "rngs"))
+    wanted = _by_name(_trees.leaves_of_target(target, "checkpoint.migrate"))
+    where, leaves = _read(source, step)
+    saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
+    saved = _with_scaler(_as_in_target(saved, wanted), wanted)
+    if isinstance(target, dict):
+        saved = {name: x for name, x in saved.items() if name.split("/")[0] in target}
+    for field in ("/rngs/", "/scaler/"):
+        if not any(field in f"/{name}" for name in saved):
+            stays |= {name for name in wanted if field in f"/{name}"}
+    values: Arrays = {
+        name: _convert(saved[name], like) if name in saved else None
+        for name, like in wanted.items()
+        if name not in stays
+    }
+    problems = [_trees.difference(name, x, wanted[name]) for name, x in values.items()]
+    problems += [
+        _trees.difference(name, saved[name], None)
+        for name in saved.keys() - wanted.keys()
+    ]
+    problems += [
+        f"{name}: to stay as in the target, where it has no value"
+        for name in stays
+        if not _trees.has_value(wanted[name])
+    ]
     if any(problems):
         raise ValueError(
-            f"checkpoint.migrate: {name} does not fit the target:\n  "
+            f"checkpoint.migrate: {where} does not fit the target:\n  "
             + "\n  ".join(sorted(filter(None, problems)))
             + "\nexpected a counterpart for everything, on both sides. Map names on "
-            "disk to those of the target with rename=, leave arrays of the target as "
-            "they are with exclude=, or read only some with include=."
-            + _hint(sides, chosen)
+            "disk to those of the target with rename={old: new}, and leave parts out "
+            "with rename={name: None}."
         )
-    for text in [*_describe_dropped(sides, chosen), *_describe_rounded(sides, chosen)]:
-        warnings.warn(
-            f"checkpoint.migrate: {name}: {text}.", CheckpointWarning, stacklevel=2
-        )
-    likes = ocp.tree.to_flat_dict(target)  # with Python numbers as they are
-    read = {sides.target[path].path: value for path, value in values.items()}
-    placed = {path: _arrays.place(value, likes[path]) for path, value in read.items()}
-    return _arrays.replace_leaves(target, placed)
+    likes = ocp.tree.to_flat_dict(_trees.tree_of(target))  # with numbers as they are
+    placed = {
+        path: _trees.place(values[name], likes[path])
+        for path, name in zip(likes, wanted, strict=True)
+        if name in values
+    }
+    return _trees.replace_leaves(target, placed)
 
 
-class _Sides(NamedTuple):
-    """The leaves of a target and of a checkpoint, each by common path."""
-
-    target: Mapping[Path, Leaf]
-    saved: Mapping[Path, Leaf]
-
-    def chosen(self, choice: Choice) -> set[Path]:
-        """Returns the common paths that are to be read, by their paths on each side."""
-        return {
-            path
-            for path in self.target.keys() | self.saved.keys()
-            if choice.takes(*(side[path].path for side in self if path in side))
-        }
+# Both sides
 
 
-def _values(sides: _Sides, chosen: Set[Path]) -> NumpyLeaves:
-    """Returns the arrays for a target by common path, the scaler as it was saved."""
-    values = {}
-    # Hyper-parameters do not start afresh: those of the target stay.
-    unsaved = WRAPPERS.keys() - _tops(sides.saved) - {HYPERPARAMS}
-    for path in chosen & sides.target.keys():
-        like = sides.target[path].value
-        if path in sides.saved:
-            value = sides.saved[path].value
-            rounds = _is_rounded(sides, path)
-            values[path] = value.astype(like.dtype) if rounds else _convert(value, like)
-        elif path[0] in unsaved:
-            values[path] = _initial(path, like, sides.saved)
-    return values
-
-
-def _problems(
-    sides: _Sides, chosen: Set[Path], values: NumpyLeaves, has_rngs: bool
-) -> list[str]:
-    """Returns a line for each array, which is empty if there is no problem with it.
-
-    An array needs a counterpart of its shape and dtype. What stays as it is in the
-    target needs none, but a value.
-    """
-    # By the first segment of their common paths. Hyper-parameters that were not saved
-    # stay as they are in the target, random keys if there are none on disk, and a
-    # scaler if there is none to resume with.
-    may_stay = {HYPERPARAMS}
-    may_stay |= {"scaler"} - _tops(values)
-    may_stay |= {"rngs"} - _tops(sides.saved)
-    # The target may have other wrappers, no hyper-parameters and no random keys.
-    may_be_dropped = {HYPERPARAMS, *WRAPPERS.keys() - _tops(sides.target)}
-    may_be_dropped |= set() if has_rngs else {"rngs"}
-    lines = []
-    for path, (own_path, like) in sides.target.items():
-        if path in values:
-            saved_path = sides.saved[path].path if path in sides.saved else None
-            lines.append(
-                _arrays.difference(own_path, values[path], like, saved_path=saved_path)
+def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
+    """Returns what messages call a checkpoint, and its arrays on the host by path."""
+    if not isinstance(source, str | os.PathLike | ocp.CheckpointManager):
+        tree = ocp.tree.to_flat_dict(_trees.tree_of(source))
+        leaves = _trees.numpy_leaves(tree)
+        if not leaves or any(not p or x.dtype == object for p, x in leaves.items()):
+            raise TypeError(
+                f"checkpoint.migrate: cannot read a {type(source).__name__}; expected "
+                "a path, a manager, or a tree of arrays such as a TrainState or a dict."
             )
-        elif path in chosen and path[0] not in may_stay:
-            lines.append(_arrays.difference(own_path, None, like))
-        elif not _arrays.has_value(like):
-            name = _arrays.path_text(own_path)
-            lines.append(f"{name}: to stay as in the target, where it has no value")
-    for path in chosen - sides.target.keys():
-        # The target may have no scaler, or another one. What is no key of a scaler may
-        # be something else, which must not vanish.
-        is_of_scaler = path[0] == "scaler" and path[1] in _scaler.KEYS
-        if path[0] not in may_be_dropped and not is_of_scaler:
-            own_path, value = sides.saved[path]
-            lines.append(_arrays.difference(own_path, value, None))
-    return lines
+        return "the tree", leaves
+    folder = finish_saving(source)
+    if (folder / _TREE_FILE).exists():
+        return str(folder), _trees.read_on_host(folder, _trees.read_metadata(folder))
+
+    def read(found: _steps.Step) -> tuple[str, dict[Path, Any]]:
+        tree = found.verified_tree((jax.process_index(), jax.process_count()))
+        return str(found), _trees.read_on_host(found.folder / _steps.ITEM, tree)
+
+    return _steps.newest_intact(folder, read, step, stacklevel=3)
 
 
-def _tops(paths: Iterable[Path]) -> set[str]:
-    """Returns the first segments of common paths: fields, and names of wrappers."""
-    return {path[0] for path in paths}
+def _by_name(leaves: Mapping[Path, Any]) -> Arrays:
+    """Returns leaves by name, in their order: `params/Dense_0/kernel`."""
+    # The variables of an `nnx.State` have a `value`.
+    paths = (p[:-1] if p[-1] == "value" and len(p) > 1 else p for p in leaves)
+    return _together(zip(map("/".join, paths), leaves.values(), strict=True))
 
 
-def _initial(path: Path, like: Any, saved: Mapping[Path, Leaf]) -> np.ndarray:
-    """Returns what a wrapper of an optimizer that was not saved begins with."""
-    if path == ("MultiSteps", "gradient_step"):
-        # It counts updates, and the optimizer inside has made some already.
-        steps, skipped = (
-            saved[path].value if path in saved else 0
-            for path in (("step",), ("apply_if_finite", "total_notfinite"))
+def _together(pairs: Iterable[tuple[str, Any]]) -> Arrays:
+    found: Arrays = {}
+    for name, leaf in pairs:
+        if name in found:
+            raise ValueError(
+                f"checkpoint.migrate: two arrays have the name {name}; expected one. "
+                "Choose names in rename that keep them apart."
+            )
+        found[name] = leaf
+    return found
+
+
+def _renamed(
+    saved: Arrays, wanted: Arrays, rename: Mapping[str, str | None]
+) -> tuple[Arrays, set[str]]:
+    """Returns the arrays by their new names, and what stays as it is in the target."""
+    stays: set[str] = set()
+    for old, new in rename.items():
+        old, put = f"/{old}/", f"/{new}/"
+        here = {name for name in wanted if new is None and old in f"/{name}/"}
+        there = {name for name in saved if old in f"/{name}/"}
+        if not here and not there:
+            raise ValueError(
+                f"checkpoint.migrate: rename has {old[1:-1]!r}, which is in no path on "
+                f"disk; expected whole names of paths such as {sorted(saved)[:3]}."
+            )
+        stays |= here
+        kept = (name for name in saved if new is not None or name not in there)
+        saved = _together(
+            (f"/{name}/".replace(old, put).strip("/"), saved[name]) for name in kept
         )
-        return np.maximum(np.subtract(steps, skipped), 0).astype(np.int32)
-    return np.full(like.shape, path[-1] == "last_finite", like.dtype)
+    return saved, stays
 
 
-def _fit_scaler(values: NumpyLeaves, sides: _Sides) -> None:
-    """Puts the scaler to resume with among the values by common path."""
-    found = {path[1]: value for path, value in values.items() if path[0] == "scaler"}
-    target, saved = (
-        {path[1]: leaf.value for path, leaf in side.items() if path[0] == "scaler"}
-        for side in sides
+def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
+    """Puts an optimizer inside of `apply_if_finite`, and collections in `variables`."""
+    for place in [name for name in wanted if name.endswith("opt_state/last_finite")]:
+        outer = place.removesuffix(
+            "last_finite"
+        )  # of NNX objects, it is `1/opt_state/`
+        if place not in saved:
+            names = (
+                re.sub(f"^{outer}", f"{outer}inner_state/", name) for name in saved
+            )
+            saved = dict(zip(names, saved.values(), strict=True))
+            saved |= {outer + name: value for name, value in _NO_SKIPS.items()}
+    inside = {name: f"variables/{name}" for name in saved}
+    return _together(
+        (inside[name] if inside[name] in wanted else name, x)
+        for name, x in saved.items()
     )
-    if _scaler.is_batched(found) or _scaler.is_batched(target):
-        return  # The scalers of several runs go on as they were saved.
-    if "min_scaler" in target:
-        if not found and all(map(_arrays.has_value, target.values())):
-            return  # It stays as it is.
-        where = "checkpoint.migrate: scaler"
-        scaler, _ = _scaler.resume(found, target, where, clip=True)
-        for key in target:
-            values["scaler", key] = np.asarray(scaler[key])
-    elif _scaler.kind_of(saved) == "static":
-        # Other libraries have dynamic scalers only: theirs begins as the target's.
-        for key in found:
-            del values["scaler", key]
 
 
-def _describe_dropped(sides: _Sides, chosen: Set[Path]) -> list[str]:
-    """Describes what was dropped of an optimizer that a user may miss."""
-    dropped = chosen - sides.target.keys()
-    texts = []
-    summed = ("MultiSteps", "mini_step")
-    if summed in dropped and (steps := np.max(sides.saved[summed].value)):
-        texts.append(
-            f"dropped the sum of the gradients of {steps} steps that MultiSteps had "
-            "not applied yet; the optimizer of the target has no MultiSteps"
-        )
-    lost = sorted("/".join(path[1:]) for path in dropped if path[0] == HYPERPARAMS)
-    if lost and HYPERPARAMS in _tops(sides.target):
-        texts.append(
-            f"dropped the hyper-parameters {', '.join(lost)}, which the optimizer of "
-            "the target does not have as leaves"
-        )
-    return texts
-
-
-def _is_rounded(sides: _Sides, path: Path) -> bool:
-    """Whether an array on both sides is float32 on disk, and stored in bfloat16."""
-    saved, wanted = sides.saved[path].value, sides.target[path].value
-    is_narrower = saved.dtype == np.float32 and wanted.dtype == jnp.bfloat16
-    return is_narrower and SMALL_STATE in _tops(sides.target)
-
-
-def _describe_rounded(sides: _Sides, chosen: Set[Path]) -> list[str]:
-    """Tells which arrays were rounded, because the target stores them in bfloat16."""
-    both = chosen & sides.saved.keys() & sides.target.keys()
-    rounded = sorted(path for path in both if _is_rounded(sides, path))
-    if not rounded:
-        return []
-    first = _arrays.path_text(sides.target[rounded[0]].path)
-    return [
-        f"rounded {len(rounded)} arrays from float32 to bfloat16, in which the target "
-        f"stores them, such as {first}"
-    ]
-
-
-def _hint(sides: _Sides, chosen: Set[Path]) -> str:
-    """Returns further advice if every saved array has one axis more."""
-    shapes = [
-        (sides.saved[path].value.shape, sides.target[path].value.shape)
-        for path in chosen & sides.target.keys() & sides.saved.keys()
-    ]
-    if shapes and all(saved[1:] == wanted != saved for saved, wanted in shapes):
-        return (
-            " Every array has one axis more than in the target: a state of pmap is to "
-            "be saved after flax.jax_utils.unreplicate."
-        )
-    return ""
+def _with_scaler(saved: Arrays, wanted: Arrays) -> Arrays:
+    """Puts the scaler of another library in the place of that of flax_amp."""
+    paths = _trees.scaler_in(tuple(name.split("/")) for name in wanted)
+    target = {key: "/".join(path) for key, path in paths.items()}
+    own = {key: wanted[name] for key, name in target.items()}
+    for field in sorted({name.partition("/")[0] for name in saved}):
+        of = {
+            n.removeprefix(f"{field}/"): n for n in saved if n.startswith(f"{field}/")
+        }
+        names = next((x for x in _SCALERS if x.keys() <= of.keys()), None)
+        if not target or not names or of.keys() - names.keys() - {"total_resets"}:
+            continue
+        found = {new: saved[of[old]] for old, new in names.items()}
+        rest = {name: x for name, x in saved.items() if name not in of.values()}
+        if _trees.never_moves(own) not in (None, bool(_trees.never_moves(found))):
+            return rest  # The precision was changed.
+        scaler = init_scaler() | {k: x for k, x in own.items() if _trees.has_value(x)}
+        if np.isnan(found["scaler"]).any():
+            found["scaler"] = np.asarray(scaler["scaler"])
+        found["scaler"] = np.clip(found["scaler"].astype(np.float32), *_LIMITS)
+        return rest | {target[k]: np.asarray(x) for k, x in (scaler | found).items()}
+    return saved
 
 
 def _convert(value: np.ndarray, like: Any) -> np.ndarray:
-    """Returns a value in the dtype of `like`, or as it is if that would change it.
-
-    A Python float, which has more digits than JAX gives it, is rounded.
-    """
-    if _tree.is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUS":
+    """Returns a value in the dtype of `like`, or as it is if that would change it."""
+    if _tree.is_key(like) or value.dtype == like.dtype or value.dtype.kind in "OUSc":
         return value
-    if value.shape == () and value.dtype == np.float64 and like.dtype == np.float32:
-        return value.astype(np.float32)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
+    with np.errstate(all="ignore"):
         converted = value.astype(like.dtype)
-        # Back and forth alone, a number that wraps around comes back.
-        same = (converted.astype(value.dtype) == value) & (
-            (converted < 0) == (value < 0)
-        )
-        same |= (converted != converted) & (value != value)
-    return converted if same.all() else value
+        before, after = value.astype(np.float64), converted.astype(np.float64)
+        same = np.array_equal(before, after, equal_nan=True)
+    # A Python float has more digits than JAX gives it.
+    is_number = value.shape == () and value.dtype == np.float64
+    return converted if same or (is_number and like.dtype == np.float32) else value

@@ -1,13 +1,15 @@
 """A report on every step of a directory: is it still what was saved?"""
 
+import argparse
 import contextlib
 import os
+import sys
 from typing import Any, NamedTuple
 
-from flax_amp.checkpoint._arrays import NumpyLeaves
+from flax_amp.checkpoint import _steps, _trees
 from flax_amp.checkpoint._checksums import files_of
 from flax_amp.checkpoint._errors import CorruptCheckpointError, IncompleteError
-from flax_amp.checkpoint._steps import Step, finish_saving, steps_in
+from flax_amp.checkpoint._paths import finish_saving
 
 
 class StepReport(NamedTuple):
@@ -18,7 +20,7 @@ class StepReport(NamedTuple):
       size: the size of its files, in bytes.
       problem: what is damaged; the empty string if nothing is.
       has_checksums: whether its files were compared with checksums. Steps that plain
-        Orbax or flax_amp 0.1 wrote have none.
+        Orbax wrote have none.
       scaler: the values of its loss scaler, if they could be read.
       half_deleted: whether files are missing while a newer step is intact. A removal of
         an old step that was interrupted leaves this.
@@ -35,15 +37,12 @@ class StepReport(NamedTuple):
 def verify(manager: Any) -> list[StepReport]:
     """Reads every step of a directory and compares its files with their checksums.
 
-    The arrays are read into the memory of the host, one step at a time. In a run of
-    several processes, one of them should call this.
+    Returns a report for each step, the oldest first. The arrays are read into the
+    memory of the host, one step at a time. In a run of several processes, one of them
+    should call this.
 
     Args:
-      manager: the result of `flax_amp.checkpoint.manager`, any
-        `orbax.checkpoint.CheckpointManager`, or the path of its directory.
-
-    Returns:
-      A report for each step, the oldest first.
+      manager: any `orbax.checkpoint.CheckpointManager`, or the path of its directory.
 
     Raises:
       FileNotFoundError: if there is no such directory.
@@ -55,49 +54,77 @@ def verify(manager: Any) -> list[StepReport]:
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     with checkpoint.manager(directory) as manager:
       ...         _ = checkpoint.save(manager, state)
-      ...     (report,) = verify(directory)
+      ...     (report,) = checkpoint.verify(directory)
       >>> report.problem, report.has_checksums, report.scaler["scaler"]
       ('', True, 1.0)
     """
     directory = finish_saving(manager)
-    reports: dict[Step, StepReport] = {}
+    reports: dict[_steps.Step, StepReport] = {}
     for _ in range(2):  # Another process may save and remove steps meanwhile.
-        for step in steps_in(directory):
+        for step in _steps.steps_in(directory):
             if step not in reports:
                 reports[step] = _report(step)
-    there = steps_in(directory)
-    newest = max((s.number for s, of in reports.items() if not of.problem), default=-1)
+    there = _steps.steps_in(directory)
+    newest = max((x.step for x in reports.values() if not x.problem), default=-1)
     return [
-        report._replace(half_deleted=report.half_deleted and step.number < newest)
+        report._replace(half_deleted=report.half_deleted and report.step < newest)
         for step, report in sorted(reports.items())
         if step in there or not report.problem
     ]
 
 
-def _report(step: Step) -> StepReport:
+def _report(step: _steps.Step) -> StepReport:
     """Returns the report of a step, `half_deleted` if any of its files are missing."""
-    report = StepReport(step.number, _size_of(step), "", False, {})
-    try:
-        scaler = _scaler_of(step.arrays())
-    except (CorruptCheckpointError, OSError, ValueError) as error:
-        is_incomplete = isinstance(error, IncompleteError)
-        return report._replace(problem=str(error), half_deleted=is_incomplete)
-    return report._replace(has_checksums=step.has_checksums, scaler=scaler)
-
-
-def _scaler_of(read: NumpyLeaves) -> dict[str, float]:
-    """Returns the numbers in the field `scaler`, whatever program saved it."""
-    found = {path[1]: x for path, x in sorted(read.items()) if path[:-1] == ("scaler",)}
-    return {
-        key: float(x)
-        for key, x in found.items()
-        if x.shape == () and x.dtype.kind not in "OUSc"
-    }
-
-
-def _size_of(step: Step) -> int:
     size = 0
     with contextlib.suppress(OSError):  # Another process may remove the step meanwhile.
         for path in files_of(step.folder):
             size += 0 if os.path.islink(path) else path.stat().length
-    return size
+    report = StepReport(step.number, size, "", False, {})
+    try:
+        tree = step.verified_tree()
+        read = _trees.read_on_host(step.folder / _steps.ITEM, tree)
+    except (CorruptCheckpointError, OSError, ValueError) as error:
+        is_incomplete = isinstance(error, IncompleteError)
+        return report._replace(problem=str(error), half_deleted=is_incomplete)
+    scaler = {
+        key: float(read[path])
+        for key, path in _trees.scaler_in(read).items()
+        if read[path].shape == () and read[path].dtype.kind in "fiu"
+    }
+    return report._replace(has_checksums=step.has_checksums, scaler=scaler)
+
+
+# The command `python -m flax_amp checkpoint`
+
+
+def add_checkpoint(commands: Any) -> None:
+    """Adds the command to the parsers of all commands."""
+    command = commands.add_parser(
+        "checkpoint", help="list steps, sizes, scaler values and integrity"
+    )
+    command.add_argument("directory", help="a directory, or gs://bucket/folder")
+    command.set_defaults(run=_checkpoint)
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    try:
+        reports = verify(args.directory)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{'step':>8} {'MB':>10} {'scale':>12}  integrity")
+    for report in reports:
+        scale = f"{report.scaler.get('scaler', 1):g}"
+        size = f"{report.size / 1e6:.3f}"
+        print(f"{report.step:8} {size:>10} {scale:>12}  {_state(report)}")
+    if not reports:
+        print(f"no steps in {args.directory}")
+    return int(any(report.problem and not report.half_deleted for report in reports))
+
+
+def _state(report: StepReport) -> str:
+    if report.half_deleted:
+        return "half deleted, a newer step is intact"
+    if report.problem:
+        return f"DAMAGED: {report.problem}"
+    return "intact" if report.has_checksums else "readable, no checksums"

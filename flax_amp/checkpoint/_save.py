@@ -1,7 +1,6 @@
 """Saving a state, in the background."""
 
-import contextlib
-import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,16 +9,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp._training.train_state import AmpTrainState
-from flax_amp.checkpoint import _steps
-from flax_amp.checkpoint._arrays import check_state, description_of, path_text
-from flax_amp.checkpoint._errors import CheckpointSaveError, CheckpointWarning
-from flax_amp.checkpoint._manager import Manager, finish_at_exit, save_error
+from flax_amp.checkpoint import _steps, _trees
+from flax_amp.checkpoint._manager import Manager
+from flax_amp.checkpoint._paths import whole_number
+from flax_amp.checkpoint._restore import names_of_optimizers
 
 
 def save(
-    manager: ocp.CheckpointManager,
-    state: AmpTrainState,
+    manager: Manager,
+    state: Any,
     metrics: Mapping[str, Any] | None = None,
     *,
     force: bool = False,
@@ -30,24 +28,23 @@ def save(
     ends waits until the state is written.
 
     Args:
-      manager: the result of `manager`. Any `orbax.checkpoint.CheckpointManager` works;
-        its steps have no checksums.
-      state: the state that the last step returned.
+      manager: the result of `checkpoint.manager`.
+      state: the `AmpTrainState` that the last step returned, or NNX objects:
+        `(model, optimizer)`. Of these, `nnx.state((model, optimizer))` is saved.
       metrics: scalars to save with the state, for `best_metric`. Orbax writes them
         only if the manager has a `best_metric`.
       force: saves although `save_interval_steps` says not to.
 
     Returns:
       Whether the state was saved. It is not saved between intervals, nor if its step is
-      not newer than the newest checkpoint; an older step also causes a warning, as does
-      an equal one that this process neither saved nor restored. Newer steps that
-      `restore` found damaged are renamed to `<step>.damaged`, with a warning.
+      not newer than the newest checkpoint, whoever wrote that; a warning says so if
+      that may be a surprise. Newer steps that `restore` found damaged are renamed.
 
     Raises:
       TypeError: if an argument or the step of the state has a wrong type.
-      ValueError: if leaves cannot be saved (the error lists all of them), if the step
-        is negative, if the runs of a vmapped state are at different steps, or if the
-        `best_metric` of the manager is missing. Nothing is written then.
+      ValueError: if leaves cannot be saved (the error lists all of them), if the runs
+        of a vmapped state are at different steps, if the `best_metric` of the manager
+        is missing, or if the manager only reads. Nothing is written then.
       RuntimeError: if another process saves into the same directory.
       CheckpointSaveError: if this state cannot be written, or if the save before it
         failed in the background. Earlier checkpoints are as they were.
@@ -63,112 +60,44 @@ def save(
       >>> saved, restored.params["w"].tolist()
       (True, [1.0, 1.0])
     """
-    if not isinstance(manager, ocp.CheckpointManager):
+    if not isinstance(manager, Manager):
         raise TypeError(
             f"checkpoint.save: the first argument is a {type(manager).__name__}; "
             "expected a manager. Open one with checkpoint.manager(directory)."
         )
-    check_state(
-        state,
-        "checkpoint.save: state",
-        " Save parts of a loop of your own with plain Orbax: "
-        "manager.save(step, args=orbax.checkpoint.args.StandardSave(parts)).",
-    )
-    leaves = ocp.tree.to_flat_dict(state)
-    problems = {path_text(path): _problem(leaf) for path, leaf in leaves.items()}
-    if bad := [f"{name}: {problem}" for name, problem in problems.items() if problem]:
+    if manager.read_only:
         raise ValueError(
-            f"checkpoint.save: {'; '.join(bad)}; expected arrays with elements. "
-            "Save the state that the last step returned, not the one it was given."
+            f"checkpoint.save: {manager.directory} was opened with read_only=True; "
+            "expected a manager that may write. Open it without."
         )
-    numbers = _numbers(metrics, getattr(manager, "best_metric", None))
-    ours = manager if isinstance(manager, Manager) else None
-    with ours.mutex if ours else contextlib.nullcontext():
-        return _save(manager, ours, state, numbers, force)
-
-
-def _save(
-    manager: ocp.CheckpointManager,
-    ours: Manager | None,
-    state: AmpTrainState,
-    metrics: dict[str, float] | None,
-    force: bool,
-) -> bool:
     step = _step_of(state)
-    if ours:
-        ours.make_room(step, force)
-    if not _is_due(manager, step, force):
+    if not manager.is_wanted(step, force):
         return False
-    if ours:
-        ours.wait_until_finished()
-        ours.begin()
-    _steps.met[manager.directory].add(step)
-    return _write(manager, ours, step, state, metrics, force)
-
-
-def _is_due(manager: ocp.CheckpointManager, step: int, force: bool) -> bool:
-    """Whether a step is to be saved; a warning tells what the caller may not expect."""
-    newest = manager.latest_step()
-    if newest is None or step > newest:
-        return force or bool(manager.should_save(step))
-    if problem := _why_not(step, newest, manager.directory):
-        warnings.warn(
-            f"checkpoint.save: {manager.directory} holds step {newest}, {problem}",
-            CheckpointWarning,
-            stacklevel=4,
+    tree = _trees.tree_of(state)
+    _check_leaves(tree)
+    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    best = manager.best_metric
+    if best is not None and best not in numbers:
+        raise ValueError(
+            f"checkpoint.save: metrics has {sorted(numbers)}; expected the best_metric "
+            f"{best!r} of the manager. Pass metrics={{{best!r}: ...}}."
         )
-    return False
-
-
-def _write(
-    manager: ocp.CheckpointManager,
-    ours: Manager | None,
-    step: int,
-    state: AmpTrainState,
-    metrics: dict[str, float] | None,
-    force: bool,
-) -> bool:
-    """Starts to write a step; whatever Orbax raises is one kind of error."""
-    try:
-        saved: bool = manager.save(
-            step,
-            args=ocp.args.StandardSave(state),
-            metrics=metrics,
-            force=force,
-            # Only our manager lists checksums, as this record promises. An item of our
-            # own would hold both, but plain Orbax reads no step with a second item.
-            custom_metadata=_steps.record_of(step) if ours else None,
-        )
-        if not ours:
-            finish_at_exit(manager)
-    except CheckpointSaveError:
-        raise
-    except Exception as error:  # Orbax raises whatever its parts raise.
-        failed = ours.failure(error) if ours else save_error(manager, error)
-        raise failed from error
-    return saved
-
-
-def _why_not(step: int, newest: int, directory: Any) -> str:
-    """Returns what to tell of a state that is not saved, or the empty string."""
-    if step < newest:
-        return (
-            "newer than the state; nothing is saved until the state has passed it. To "
-            "branch off from an older step, save into another directory."
-        )
-    # A run that saves its last state again, or resumes at its end, does no harm.
-    if step in _steps.met[directory]:
-        return ""
-    return (
-        "which this process neither saved nor restored; it is kept, and the state is "
-        "not saved. Save a new run into another directory."
+    return manager.save(
+        step,
+        args=ocp.args.StandardSave(tree),
+        metrics=numbers if metrics else None,
+        force=force,
+        # An item of our own would hold this and the checksums, but plain Orbax reads
+        # no step with a second item.
+        custom_metadata=_steps.record_of(step, names_of_optimizers(state)),
     )
 
 
-def _step_of(state: AmpTrainState) -> int:
+def _step_of(state: Any) -> int:
     """Returns the step of a state; that of several runs, which `vmap` makes, is one."""
     # Runs at one step are one checkpoint, so that nothing else has to know of a sweep.
-    name, steps = "checkpoint.save: the state's step", np.unique(state.step)
+    step = _trees.step_of(state, "checkpoint.save: state")
+    name, steps = "checkpoint.save: the state's step", np.unique(step)
     if len(steps) > 1:
         raise ValueError(
             f"{name} has the values {steps.tolist()}; expected runs that are at one "
@@ -176,35 +105,25 @@ def _step_of(state: AmpTrainState) -> int:
             "of its own: jax.tree.map(lambda leaf: leaf[i], state)."
         )
     # What is no integer is described as the user has it.
-    is_integer = steps.dtype.kind in "iu"
-    return _steps.whole_number(steps[0] if is_integer else state.step, name, 0)
+    return whole_number(steps[0] if steps.dtype.kind in "iu" else step, name, 0)
 
 
-def _numbers(
-    metrics: Mapping[str, Any] | None, best: str | None
-) -> dict[str, float] | None:
-    """Returns metrics as floats, or raises an error if the best one is missing."""
-    if not isinstance(metrics, Mapping | None):
-        raise TypeError(
-            f"checkpoint.save: metrics is a {type(metrics).__name__}; expected a dict "
-            'of numbers, such as {"loss": loss}.'
-        )
-    names = sorted(metrics or ())
-    if best is not None and best not in names:
+def _check_leaves(tree: Any) -> None:
+    """Raises one ValueError that lists all leaves that cannot be saved."""
+    leaves = ocp.tree.to_flat_dict(tree)
+    # Orbax joins the names of a path with dots, and reads one array for both.
+    names = Counter(".".join(path) for path in leaves)
+    bad = [f"{'/'.join(p)}: {why}" for p, x in leaves.items() if (why := _problem(x))]
+    bad += [
+        f"{name}: the name of {count} arrays on disk; expected names that differ"
+        for name, count in names.items()
+        if count > 1
+    ]
+    if bad:
         raise ValueError(
-            f"checkpoint.save: metrics has {names}; expected the best_metric {best!r} "
-            f"of the manager. Pass metrics={{{best!r}: ...}}."
+            f"checkpoint.save: {'; '.join(bad)}; expected arrays with elements. "
+            "Save the state that the last step returned, not the one it was given."
         )
-    numbers = {}
-    for name, value in (metrics or {}).items():
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(
-                f"checkpoint.save: the metric {name!r} is {description_of(value)}; "
-                "expected one number."
-            ) from error
-    return None if metrics is None else numbers
 
 
 def _problem(leaf: Any) -> str:

@@ -15,34 +15,33 @@ if TYPE_CHECKING:
     from flax_amp.metrics._jsonl import JsonlWriter as JsonlWriter
     from flax_amp.metrics._jsonl import read as read
     from flax_amp.metrics._plot import plot as plot
-    from flax_amp.metrics._tensorboard import TensorBoardWriter as TensorBoardWriter
-    from flax_amp.metrics._terminal import TerminalWriter as TerminalWriter
     from flax_amp.metrics._update import finite_by_leaf as finite_by_leaf
     from flax_amp.metrics._update import trained_norms as trained_norms
     from flax_amp.metrics._writers import MetricWriter as MetricWriter
-    from flax_amp.metrics._writers import MultiWriter as MultiWriter
+    from flax_amp.metrics._writers import TensorBoardWriter as TensorBoardWriter
+    from flax_amp.metrics._writers import TerminalWriter as TerminalWriter
     from flax_amp.metrics._writers import create_writer as create_writer
 
 _FILES = {
-    "JsonlWriter": "_jsonl",
-    "MetricWriter": "_writers",
-    "MultiWriter": "_writers",
-    "StepMetrics": "_collection",
-    "TensorBoardWriter": "_tensorboard",
-    "TerminalWriter": "_terminal",
-    "create_writer": "_writers",
-    "finite_by_leaf": "_update",
-    "plot": "_plot",
-    "read": "_jsonl",
-    "trained_norms": "_update",
+    "_collection": ["StepMetrics"],
+    "_jsonl": ["JsonlWriter", "read"],
+    "_plot": ["plot"],
+    "_update": ["finite_by_leaf", "trained_norms"],
+    "_writers": [
+        "MetricWriter",
+        "TensorBoardWriter",
+        "TerminalWriter",
+        "create_writer",
+    ],
 }
-__all__ = list(_FILES)
+__all__ = [name for names in _FILES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)
+    for file, names in _FILES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{file}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -37,10 +37,12 @@ class JsonlWriter(MetricWriter):
     def __init__(
         self, logdir: str | os.PathLike[str], *, first_step: int | None = None
     ) -> None:
-        first_step = None if first_step is None else to_step(first_step, "first_step")
         self._path = Path(logdir) / _NAME
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(self._path)
+        with self._path.open("a+b") as file:
+            # In place: another writer may add lines at the same time.
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
         if first_step is not None:
             _drop_lines(self._path, first_step)
 
@@ -52,7 +54,6 @@ class JsonlWriter(MetricWriter):
         self._write({"hparams": dict(hparams)})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._check_open()
         text = json.dumps(_without_nan(line), allow_nan=False, default=str)
         # A file that stays open would be one that another writer has replaced.
         with self._path.open("a", encoding="utf-8") as file:
@@ -76,11 +77,6 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
     """
     path = Path(run)
     path = path / _NAME if path.is_dir() else path
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist; expected a folder with {_NAME}, which "
-            "flax_amp.metrics.create_writer writes."
-        )
     found: dict[str, dict[int, float]] = {}
     for _, line in _lines(path):
         if "step" not in line:
@@ -102,30 +98,16 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 line = json.loads(text)
             except ValueError:
                 continue
-            if text.endswith("\n") and isinstance(line, dict):
-                _check_numbers(line, f"{path}:{number}")
-                yield text, line
-
-
-def _check_numbers(line: Mapping[str, Any], where: str) -> None:
-    """Raises a ValueError unless the values of a line with a step are numbers."""
-    for name, value in line.items() if "step" in line else ():
-        is_gap = value is None and name != "step"
-        if not (is_gap or isinstance(value, int | float)):
-            raise ValueError(
-                f"{where}: {name!r} is {value!r}; expected a number, as JsonlWriter "
-                "writes it. Correct or remove this line."
-            )
-
-
-def _drop_cut_line(path: Path) -> None:
-    """Drops it in place: another writer may add lines at the same time."""
-    with path.open("a+b") as file:
-        file.seek(0)
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            file.truncate(whole)
+            if not text.endswith("\n") or not isinstance(line, dict):
+                continue
+            for name, value in line.items() if "step" in line else ():
+                is_gap = value is None and name != "step"
+                if not (is_gap or isinstance(value, int | float)):
+                    raise ValueError(
+                        f"{path}:{number}: {name!r} is {value!r}; expected a number. "
+                        "Correct or remove this line."
+                    )
+            yield text, line
 
 
 def _drop_lines(path: Path, first_step: int) -> None:

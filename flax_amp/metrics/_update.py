@@ -14,15 +14,8 @@ def trained_norms(state: Any, grads: Any, updates: Any) -> dict[str, jax.Array]:
 
     `grad_norm`, which every step reports, also counts the gradients of parameters that
     the optimizer freezes, as `optax.multi_transform` with `optax.set_to_zero` does.
-    Here a parameter counts as frozen if the update leaves it as it is.
-
-    Args:
-      state: unused; a `metrics_fn` is given it.
-      grads: the unscaled gradients.
-      updates: what the optimizer adds to the parameters, a tree like `grads`.
-
-    Returns:
-      `update_norm` and `trained_grad_norm`, each float32[].
+    Here a parameter counts as frozen if the update leaves it as it is. Returns
+    `update_norm` and `trained_grad_norm`, each float32[].
 
     Example:
       >>> import flax_amp
@@ -59,14 +52,6 @@ def finite_by_leaf(state: Any, grads: Any, updates: Any = None) -> dict[str, jax
     It is a `metrics_fn` of a training step. `flax_amp.check_progress` names those
     gradients that are not finite if it is given metrics that hold these. `StepMetrics`
     leaves them out.
-
-    Args:
-      state: unused; a `metrics_fn` is given it.
-      grads: a pytree of gradients.
-      updates: unused, too.
-
-    Returns:
-      A dict with a bool[] for each gradient, such as `grads_finite/dense/kernel`.
 
     Example:
       >>> grads = {"dense": {"bias": jnp.zeros(2), "kernel": jnp.array([1.0, jnp.inf])}}

@@ -13,31 +13,14 @@ optimizer, and the parameters, in bfloat16. See the README of this folder.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optax
 import optax.contrib
 
-from flax_amp.optim._call import FactoryCall
 from flax_amp.optim._optimizer import Optimizer as Optimizer
 from flax_amp.optim._optimizer import Schedule as Schedule
 from flax_amp.optim._small_state import small_state as small_state
-
-# Type checkers take every other name for an optimizer, see `__getattr__`.
-constant_schedule: Callable[..., Schedule]
-cosine_decay_schedule: Callable[..., Schedule]
-cosine_onecycle_schedule: Callable[..., Schedule]
-exponential_decay: Callable[..., Schedule]
-join_schedules: Callable[..., Schedule]
-linear_onecycle_schedule: Callable[..., Schedule]
-linear_schedule: Callable[..., Schedule]
-piecewise_constant_schedule: Callable[..., Schedule]
-piecewise_interpolate_schedule: Callable[..., Schedule]
-polynomial_schedule: Callable[..., Schedule]
-sgdr_schedule: Callable[..., Schedule]
-warmup_constant_schedule: Callable[..., Schedule]
-warmup_cosine_decay_schedule: Callable[..., Schedule]
-warmup_exponential_decay_schedule: Callable[..., Schedule]
 
 _KINDS = {
     optax.GradientTransformation: Optimizer,
@@ -55,9 +38,6 @@ def wrap(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
 
     Returns:
       A function with the same signature.
-
-    Raises:
-      TypeError: if `factory` is not callable.
 
     Example:
       >>> def clipped_sgd(learning_rate, max_norm=1.0):
@@ -85,12 +65,6 @@ def schedule(factory: Callable[..., Any]) -> Callable[..., Schedule]:
 
 
 def _make_constructor(factory: Any, kind: Any) -> Any:
-    if not callable(factory) or isinstance(factory, FactoryCall):
-        raise TypeError(
-            f"flax_amp.optim: the factory is a {type(factory).__name__}; expected a "
-            "function, such as optax.adam. Call what wrap returns with the arguments."
-        )
-
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
         return kind(factory, *args, **kwargs)
@@ -99,45 +73,43 @@ def _make_constructor(factory: Any, kind: Any) -> Any:
     return make
 
 
-def _public(name: str) -> Any:
-    """Returns what optax or optax.contrib exports under a name, or `None`."""
-    private = name.startswith("_")
-    return None if private else vars(optax).get(name, vars(optax.contrib).get(name))
-
-
 def _kind_of(name: str) -> Any:
-    """Returns `Optimizer` or `Schedule`, whichever a function of optax makes.
-
-    `None` if it makes neither.
-    """
-    found = _public(name)
+    """Returns the class that is made of a function of optax, if one is."""
+    found = vars(optax).get(name, vars(optax.contrib).get(name))
     if not inspect.isfunction(found) and not isinstance(found, functools.partial):
         return Optimizer if found is optax.MultiSteps else None
     declared = inspect.signature(found).return_annotation
     if declared is inspect.Signature.empty:
         returns = (inspect.getdoc(found) or "").partition("Returns:")[2]
         return Optimizer if "GradientTransformation" in returns else None
-    return _KINDS.get(declared)
+    return None if name.startswith("_") else _KINDS.get(declared)
 
 
 # Not kept in `globals()`, where doctest would run the examples of optax.
 @functools.cache
 def _named(name: str) -> Any:
-    make = _make_constructor(_public(name), _kind_of(name))
+    found = vars(optax).get(name, vars(optax.contrib).get(name))
+    make = _make_constructor(found, _kind_of(name))
     make.__module__, make.__name__, make.__qualname__ = __name__, name, name
     return make
 
 
-def __getattr__(name: str) -> Callable[..., Optimizer]:
-    if _kind_of(name) is None:
-        raise AttributeError(
-            f"flax_amp.optim has no {name!r}: optax exports no optimizer or schedule "
-            "of this name. Expected one of dir(optim), or use optim.wrap."
-        )
-    return _named(name)
-
-
 def __dir__() -> list[str]:
     names = filter(_kind_of, {*vars(optax), *vars(optax.contrib)})
-    own = ["Optimizer", "Schedule", "schedule", "small_state", "wrap"]
-    return sorted([*own, *names])
+    return sorted(["Optimizer", "Schedule", "schedule", "small_state", "wrap", *names])
+
+
+# The names of the installed optax are found when they are used. Type checkers know
+# those of optax 0.2.8, so that a misspelled one is an error.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Callable[..., Optimizer]:
+        if _kind_of(name) is None:
+            raise AttributeError(
+                f"flax_amp.optim has no {name!r}: optax exports no optimizer or "
+                "schedule of this name. Expected one of dir(optim), or use optim.wrap."
+            )
+        return _named(name)
+
+else:
+    from flax_amp.optim._names import *  # noqa: F403

@@ -1,12 +1,9 @@
 """A call of a function of optax as a pytree: arrays are leaves, all else is static."""
 
 import contextlib
-import copy
 import functools
 import inspect
-import pkgutil
 import typing
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -20,8 +17,12 @@ from flax_amp import _tree
 from flax_amp._compat import with_weak_type
 
 PyTree = Any
-# The names of the nested calls and of an argument: `("args/1", "b1")`.
-Path = tuple[str, ...]
+
+_NEEDS_A_NUMBER = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class Static(dict[str, PyTree]):
@@ -60,24 +61,22 @@ class FactoryCall:
         if isinstance(factory, functools.partial):  # as optax.nadamw
             args, kwargs = (*factory.args, *args), factory.keywords | kwargs
             factory = factory.func
-        signature = inspect.signature(factory)
-        known = ", ".join(signature.parameters)
+        signature, name = inspect.signature(factory), callable_name(factory)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(
-                f"{callable_name(factory)}: {error}; expected the arguments {known}."
-            ) from None
+            known = ", ".join(signature.parameters)
+            raise TypeError(f"{name}: {error}; expected {known}.") from None
         bound.apply_defaults()
         arguments = dict(bound.arguments)
-        for name, parameter in signature.parameters.items():
+        for parameter in signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                arguments |= arguments.pop(name)
+                arguments |= arguments.pop(parameter.name)
         if taken := [name for name in arguments if hasattr(type(self), name)]:
             raise TypeError(
-                f"{callable_name(factory)}: its arguments {', '.join(taken)} have the "
-                f"names of attributes of {type(self).__name__}; expected other names. "
-                "Wrap a function that renames them."
+                f"{name}: its arguments {', '.join(taken)} have the names of "
+                f"attributes of {type(self).__name__}; expected other names. Wrap a "
+                "function that renames them."
             )
         empty = self._new(factory, {}, Static(dict.fromkeys(arguments)))
         vars(self).update(vars(empty._with(arguments)))
@@ -110,17 +109,12 @@ class FactoryCall:
         return self._new(self._factory, {name: arrays[name] for name in order}, static)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(
-            f"{self._name} is frozen; expected a copy: replace({name}=...)."
-        )
+        raise AttributeError(f"{self._name} is frozen; expected replace({name}=...).")
 
     def __getattr__(self, name: str) -> Any:
         # Only what is no attribute comes here; an object in the making has none at all.
-        if name in FactoryCall.__annotations__:
-            raise AttributeError(name)
-        if name not in self._static:
-            known = ", ".join(self._static)
-            raise AttributeError(f"{self._name} has no {name}; it has {known}")
+        if name in FactoryCall.__annotations__ or name not in self._static:
+            raise AttributeError(f"a {type(self).__name__} has no {name!r}", name=name)
         return _tree.combine(self._arrays.get(name), self._static[name])
 
     @property
@@ -144,31 +138,14 @@ class FactoryCall:
         var_keywords = {n: x for n, x in given.items() if n not in declared}
         call = inspect.BoundArguments(signature, declared)  # type: ignore[arg-type]
         with self._explaining():
-            built = self._factory(*call.args, **call.kwargs, **var_keywords)
-            return self._check_built(built)
-
-    def _check_built(self, built: Any) -> Any:
-        """Returns what the factory built, or raises a TypeError."""
-        raise NotImplementedError
+            return self._factory(*call.args, **call.kwargs, **var_keywords)
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Names what should be an optimizer, and arrays that should be numbers."""
+        """Names the arrays that should be numbers."""
         try:
             yield
-        except AttributeError as error:
-            if error.name not in ("init", "update"):
-                raise
-            raise TypeError(
-                f"{self._name}: an argument is a {type(error.obj).__name__}; expected "
-                "an optimizer with init and update. Call the function that makes it: "
-                "optim.adam(1e-3), not optim.adam. Pass several as separate arguments."
-            ) from error
-        except (
-            jax.errors.ConcretizationTypeError,
-            jax.errors.TracerArrayConversionError,
-            jax.errors.TracerIntegerConversionError,
-        ) as error:
+        except _NEEDS_A_NUMBER as error:
             arrays = ", ".join(name for name in self._arrays if name in self._static)
             raise TypeError(
                 f"{self._name}: optax needs a Python number, for a branch "
@@ -186,89 +163,79 @@ class FactoryCall:
         A number in the place of an array stays an array: nothing is compiled again.
 
         Args:
-          **changes: values by the name of an argument, or by one that occurs once
-            inside, or by a path such as `learning_rate/init_value`.
+          **changes: values by the name of an argument, or by the end of the path of one
+            inside, if there is one such: `init_value`, `learning_rate/init_value`.
 
         Raises:
           TypeError: if there is no such name, or it holds shapes only.
           ValueError: if a state might have another structure.
         """
-        entries = self._entries(FactoryCall)
-        places = {"/".join(path): (path, value) for path, value in entries.values()}
-        # A name of this call comes before the same one inside.
-        own = dict.fromkeys([*self._static, *self._arrays])
-        places |= entries | {name: ((name,), getattr(self, name)) for name in own}
-        if unknown := sorted(changes.keys() - places):
-            ends = tuple(f"/{name}" for name in unknown)
-            expected = [name for name in places if name.endswith(ends)] or places
-            raise TypeError(
-                f"{self._name}.replace: no {', '.join(unknown)}; expected "
-                f"some of {', '.join(expected)}."
-            )
-        new = self
+        new, own, inside = self, {*self._static, *self._arrays}, self._numbers()
         for name, value in changes.items():
-            path, old = places[name]
+            # A name of this call comes before the same one inside.
+            found = [x for x in inside if f"/{x}".endswith(f"/{name}")]
+            if name in own:
+                old, new = getattr(new, name), new._with({name: value})
+            elif len(found) == 1:
+                old, new = inside[found[0]], new._with_at(found[0], value)
+            else:
+                raise TypeError(
+                    f"{self._name}.replace: {len(found)} arguments are {name}; "
+                    f"expected one of {', '.join(found or [*own, *inside])}."
+                )
             self._check_change(name, old, value)
-            new = new._with_at(path, value)
         return new
 
     def _check_change(self, name: str, old: Any, new: Any) -> None:
         """Raises a ValueError if a state may not fit a new argument."""
 
-    def _entries(self, nested_types: Any) -> dict[str, tuple[Path, Any]]:
-        """Returns path and value of every number and schedule by name.
+    def _numbers(self) -> dict[str, Any]:
+        """Returns every number and schedule by path, such as `args/1/learning_rate`."""
+        found = {}
 
-        Args:
-          nested_types: also lists the arguments of nested calls of these types.
+        def note(call: FactoryCall, path: str, argument: str, leaf: Any) -> Any:
+            if is_number(leaf) or call._is_schedule(argument, leaf):
+                found[path] = leaf
+            return leaf
 
-        Returns:
-          Entries by name, or by path where a name occurs twice.
-        """
-        found = list(self._walk(nested_types))
-        count = Counter(path[-1] for path, _ in found)
-        return {
-            path[-1] if count[path[-1]] == 1 else "/".join(path): (path, value)
-            for path, value in found
-        }
+        self._map(note)
+        return found
 
-    def _walk(self, nested_types: Any) -> Iterator[tuple[Path, Any]]:
-        for argument, tree in self._arguments().items():
-            for keys, leaf in jax.tree_util.tree_leaves_with_path(
-                tree, is_leaf=is_call
-            ):
-                here = _place(argument, keys)
-                if is_number(leaf) or self._is_schedule(argument, leaf):
-                    yield (here,), leaf
-                if isinstance(leaf, nested_types):
-                    for inside, value in leaf._walk(nested_types):
-                        yield (here, *inside), value
-
-    def _with_at(self, path: Path, value: Any) -> Self:
+    def _with_at(self, path: str, value: Any) -> Self:
         """Returns a copy with another value at a path."""
-        here, *inside = path
-        if not inside and (here in self._static or here in self._arrays):
-            return self._with({here: value})
-        argument = here.partition("/")[0]
+        return self._map(lambda _call, at, _argument, x: value if at == path else x)
 
-        def changed(keys: Any, leaf: Any) -> Any:
-            if _place(argument, keys) != here:
-                return leaf
-            return leaf._with_at(inside, value) if inside else value
+    def _map(self, function: Any, prefix: str = "") -> Self:
+        """Returns a copy with what a function makes of the leaves of all arguments.
 
-        tree = getattr(self, argument)
-        tree = jax.tree_util.tree_map_with_path(changed, tree, is_leaf=is_call)
-        return self._with({argument: tree})
+        It gets the call that has an argument, its path and name, and the leaf.
+        """
+        changes = {}
+        for argument, tree in self._arguments().items():
+
+            def at(keys: Any, leaf: Any, argument: str = argument) -> Any:
+                keys = (argument, *keys)
+                path = prefix + jax.tree_util.keystr(keys, simple=True, separator="/")
+                new = function(self, path, argument, leaf)
+                inside = new is leaf and is_call(leaf)
+                return leaf._map(function, f"{path}/") if inside else new
+
+            new = jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_call)
+            leaves = (jax.tree.leaves(x, is_leaf=is_call) for x in (tree, new))
+            if any(old is not new for old, new in zip(*leaves, strict=True)):
+                changes[argument] = new
+        return self._with(changes) if changes else self
 
     def _is_schedule(self, argument: str, value: Any) -> bool:
         """Whether a value is a schedule: by its type, its name or its annotation."""
-        if not callable(value):
-            return False
         # To call it with a count tells nothing: `jnp.tanh`, too, gives a float for one.
-        declared = _annotation(self._factory, argument)
+        parameters = inspect.signature(self._factory).parameters
+        declared = getattr(parameters.get(argument), "annotation", None)
         is_declared = optax.Schedule in (declared, *typing.get_args(declared))
-        return is_call(value) or argument == "learning_rate" or is_declared
+        is_named = argument == "learning_rate" or is_declared
+        return callable(value) and (is_call(value) or is_named)
 
-    # As a pytree, as a copy, and as a dict of arrays
+    # As a pytree, and as a dict of arrays
 
     # The factory is metadata of two types of pytrees. With a class for each factory,
     # none would ever be freed, as JAX keeps its types of pytrees; and there would be
@@ -295,54 +262,6 @@ class FactoryCall:
         factory, names, static = metadata
         return cls._new(factory, dict(zip(names, children, strict=True)), static)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Arrays only: copies of functions would make another structure.
-        return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)
-
-    def __reduce__(self) -> Any:
-        # Defaults stay out: some are functions without a name.
-        defaults = _defaults(self._factory)
-        given = {
-            name: value
-            for name, value in (self._arrays | self._arguments()).items()
-            if name not in defaults or Static(_=value) != Static(_=defaults[name])
-        }
-        function = _picklable(self._factory)
-        return _restored, (type(self), function, [*self._static], given)
-
-
-def _restored(kind: Any, factory: Any, names: list[str], given: dict[str, Any]) -> Any:
-    factory = getattr(factory, "wrapped_factory", factory)
-    empty = kind._new(factory, {}, Static(dict.fromkeys(names)))
-    defaults = {n: x for n, x in _defaults(factory).items() if n in names}
-    return empty._with(defaults | given)
-
-
-def _picklable(factory: Any) -> Any:
-    """Returns the module-level function that pickle can find for a factory.
-
-    That is the decorated one if `wrap` was a decorator.
-    """
-    with contextlib.suppress(AttributeError, ImportError, ValueError):
-        found = pkgutil.resolve_name(f"{factory.__module__}:{factory.__qualname__}")
-        if getattr(found, "wrapped_factory", None) is factory:
-            return found
-    return factory
-
-
-def _annotation(factory: Any, argument: str) -> Any:
-    """Returns the annotation of an argument; `None` if it has none."""
-    parameters = inspect.signature(factory).parameters
-    declared = getattr(parameters.get(argument), "annotation", None)
-    if isinstance(declared, str):  # from __future__ import annotations
-        with contextlib.suppress(Exception):  # some names only a type checker imports
-            return eval(declared, inspect.unwrap(factory).__globals__)
-    return declared
-
-
-def _defaults(factory: Any) -> dict[str, Any]:
-    return {n: p.default for n, p in inspect.signature(factory).parameters.items()}
-
 
 def _to_state(call: FactoryCall) -> dict[str, Any]:
     parts = {name: part for name, part in call._arrays.items() if part is not None}
@@ -350,26 +269,9 @@ def _to_state(call: FactoryCall) -> dict[str, Any]:
 
 
 def _from_state(call: FactoryCall, state: Any) -> Any:
-    """Returns a call with the arrays of its own state dict, or of that of optax."""
-    own = _to_state(call)
-    if _keys(state) != own.keys() and _keys(state) == _keys(own.get("opt_state", {})):
-        own, state = {"opt_state": own["opt_state"]}, {"opt_state": state}
-    if _keys(state) != own.keys():
-        found = ", ".join(_keys(state) or ())
-        raise ValueError(
-            f"{call._name}: the state has {found or 'nothing'}; "
-            f"expected {', '.join(own) or 'nothing'}, or the state of the same "
-            "optimizer of optax. Make the target with the arguments that were saved, "
-            "and call tx = tx.init(params) first."
-        )
-    parts = {name: call._arrays[name] for name in own}
+    parts = {name: part for name, part in call._arrays.items() if part is not None}
     read = serialization.from_state_dict(parts, state)
     return call._new(call._factory, call._arrays | read, call._static)
-
-
-def _keys(state: Any) -> Any:
-    """Returns the names in a state dict; `None` if it is a leaf, as it may be."""
-    return state.keys() if isinstance(state, Mapping) else None
 
 
 # Names and leaves
@@ -378,11 +280,6 @@ def _keys(state: Any) -> Any:
 def callable_name(factory: Any) -> str:
     """Returns the name of a function, or of the type of another callable."""
     return getattr(factory, "__name__", type(factory).__name__)
-
-
-def _place(argument: str, keys: Any) -> str:
-    """Returns the name of a part of an argument, such as `args/1`."""
-    return jax.tree_util.keystr((argument, *keys), simple=True, separator="/")
 
 
 def is_call(node: Any) -> bool:

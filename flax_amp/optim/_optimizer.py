@@ -1,6 +1,7 @@
 """`Optimizer` and `Schedule`, the two kinds of calls in `flax_amp.optim`."""
 
-from typing import Any, NoReturn, Self
+from collections import Counter
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,14 +44,6 @@ class Schedule(FactoryCall):
         with self._explaining():
             return _tree.strong_copy(self.build()(count))
 
-    def _check_built(self, built: Any) -> Any:
-        if not callable(built):
-            raise TypeError(
-                f"{self._name}: the factory returned a {type(built).__name__}; "
-                "expected a function of the count, as of optax.linear_schedule(...)."
-            )
-        return built
-
 
 class Optimizer(FactoryCall):
     """An optimizer of optax with its hyper-parameters and its state, as one pytree.
@@ -83,14 +76,11 @@ class Optimizer(FactoryCall):
         """The state of optax, in optax's own structure; `None` before `init`."""
         return self._arrays["opt_state"]
 
-    def _check_built(self, built: Any) -> optax.GradientTransformationExtraArgs:
+    def build(self) -> optax.GradientTransformationExtraArgs:
+        """Calls the factory: returns the optimizer of optax."""
+        built = super().build()
         if isinstance(built, Optimizer):  # by a factory that uses this module
             return built.build()
-        if not (hasattr(built, "init") and hasattr(built, "update")):
-            raise TypeError(
-                f"{self._name}: the factory returned a {type(built).__name__}; "
-                "expected an optax.GradientTransformation, as of optax.chain(...)."
-            )
         if not isinstance(built, optax.GradientTransformation):  # as optax.MultiSteps
             built = optax.GradientTransformation(built.init, built.update)
         return optax.with_extra_args_support(built)
@@ -103,21 +93,19 @@ class Optimizer(FactoryCall):
         return jax.tree.map(_tree.strong_copy, self._with({"opt_state": state}))
 
     def update(
-        self, grads: PyTree, params: PyTree = None, *as_optax: Any, **extra_args: Any
+        self, grads: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Self]:
         """Returns the updates, and the optimizer after them.
 
         Args:
           grads: the gradients, shaped as the parameters.
           params: the parameters, for the optimizers that need them.
-          *as_optax: must be empty. It catches calls in optax's form,
-            `update(grads, state, params)`.
           **extra_args: what else an optimizer of optax asks for, such as `value`.
 
         Raises:
           RuntimeError: before `init`.
-          TypeError: if it is called as an optimizer of optax, or if that needs a Python
-            number where there is an array.
+          TypeError: if it is called as an optimizer of optax, with its state, or if
+            that needs a Python number where there is an array.
         """
         if self.opt_state is None:
             raise RuntimeError(
@@ -127,8 +115,7 @@ class Optimizer(FactoryCall):
             )
         trees = params, self.opt_state, grads
         of_params, of_state, of_grads = map(_structure, trees)
-        is_state = isinstance(params, Optimizer) or of_params == of_state != of_grads
-        if as_optax or "state" in extra_args or is_state:
+        if of_params == of_state != of_grads or "state" in extra_args:
             raise TypeError(
                 f"{self._name}.update: got grads and a state; expected "
                 "tx.update(grads, params). Where optax calls it, pass tx.to_optax()."
@@ -167,26 +154,24 @@ class Optimizer(FactoryCall):
         return super().replace(**changes)
 
     def _check_change(self, name: str, old: Any, new: Any) -> None:
-        """Raises a ValueError if the present state may not fit a new argument."""
         if self.opt_state is None:
             return
-        what = _structure if name == "opt_state" else _kind
-        problem = f"{what(new)} in the place of {what(old)} changes the state"
-        expected = "a value of the same kind, or a new state"
-        if name != "opt_state" and _tree.nodes(self.opt_state, INJECTED):
-            problem = "optax.inject_hyperparams keeps its own copy in the state"
-            expected = "a new state"
-        elif what(old) == what(new):
-            if name == "opt_state" or not is_number(old) or _fits(old, new):
-                return
-            problem = f"an array of shape {jnp.shape(new)} in the place of one of "
-            problem += f"{jnp.shape(old)} may change the state or the parameters"
-            expected = "a number, an array of the same shape, or a new state"
-        advice = " Take the state of the same optimizer." if name == "opt_state" else ""
-        raise ValueError(
-            f"{self._name}.replace: {name}: {problem}; expected {expected}: "
-            f"tx.replace(opt_state=None, ...).init(params).{advice}"
-        )
+        if name == "opt_state":
+            fits = _structure(old) == _structure(new)
+        elif _tree.nodes(self.opt_state, INJECTED):  # which keeps its own copy
+            fits = False
+        elif is_number(old) and is_number(new):
+            runs = max(0, jnp.ndim(old) - jnp.ndim(new))  # of a sweep, stacked
+            fits = jnp.shape(new) == jnp.shape(old)[runs:]
+        else:
+            fits = type(old) is type(new) or (callable(old) and callable(new))
+        if not fits:
+            raise ValueError(
+                f"{self._name}.replace: the state of the optimizer may not fit another "
+                f"{name}; expected a number in the place of one, an array of the same "
+                "shape, the state of the same optimizer, or a new state: "
+                "tx.replace(opt_state=None, ...).init(params)."
+            )
 
     @property
     def hyperparams(self) -> dict[str, jax.Array]:
@@ -198,9 +183,14 @@ class Optimizer(FactoryCall):
         `optax.inject_hyperparams` keeps in the state stands for arguments of its name.
         """
         whole = pure(self)
-        entries = whole._entries(Optimizer)
-        count, values = _count(whole.opt_state), dict[str, Any]()
-        for name, (_, value) in entries.items():
+        found, count = whole._numbers(), _count(whole.opt_state)
+        ends = Counter(path.rpartition("/")[2] for path in found)
+        values = dict[str, Any]()
+        for path, value in found.items():
+            if is_call(found.get(path.rpartition("/")[0])):  # inside of a schedule
+                continue
+            end = path.rpartition("/")[2]
+            name = end if ends[end] == 1 else path
             if not callable(value):
                 values[name] = value
             elif count is not None:
@@ -212,19 +202,6 @@ class Optimizer(FactoryCall):
 
     def __repr__(self) -> str:
         return super(Optimizer, pure(self)).__repr__()
-
-    def _no_sequence(self, *used: Any) -> NoReturn:
-        raise TypeError(
-            f"{self._name}: an optimizer cannot be indexed, unpacked, searched or "
-            "measured; expected tx.init(params), tx.update(grads, params), "
-            "tx.opt_state or an argument by its name. tx.to_optax() is the pair "
-            "(init, update)."
-        )
-
-    __getitem__ = __iter__ = __len__ = __contains__ = _no_sequence
-
-    def __bool__(self) -> bool:
-        return True  # and not by its length
 
 
 def update_state(
@@ -280,19 +257,6 @@ def _count(opt_state: PyTree) -> Any:
 
 def _structure(tree: PyTree) -> Any:  # mypy does not know the type
     return jax.tree.structure(tree)
-
-
-def _kind(value: Any) -> str:
-    """Returns what an argument is, as far as the structure of a state depends on it."""
-    if is_number(value):
-        return "a number"
-    return "a function" if callable(value) else f"a {type(value).__name__}"
-
-
-def _fits(old: Any, new: Any) -> bool:
-    """Whether the shape of a number is that of another one, or of a part of a stack."""
-    runs = max(0, jnp.ndim(old) - jnp.ndim(new))
-    return jnp.shape(new) == jnp.shape(old)[runs:]
 
 
 def _strong(leaf: Any) -> Any:

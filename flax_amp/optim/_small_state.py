@@ -1,14 +1,10 @@
 """`small_state`: an optimizer that keeps its moments and the parameters in bfloat16.
 
-With Adam in float32, a parameter costs 12 bytes between two steps: itself and two
-moments. In bfloat16 it costs 6. What is stored in bfloat16 is cast up, the optimizer
-computes in float32 as ever, and what it returns is rounded back.
-
-Rounding to the nearest number would not work. With `b2=0.999`, the second moment of
-Adam moves by a thousandth of itself, and the next number of bfloat16 is 0.4 to 0.8
-percent away: it would stay where it is for ever. So the rounding is stochastic. Between
-the numbers `a` and `b`, `x` becomes `b` with the probability `(x - a) / (b - a)`, and
-is right on average:
+What is stored in bfloat16 is cast up, the optimizer computes in float32 as ever, and
+what it returns is rounded back. Rounding to the nearest number would not work: the
+second moment of Adam would stay where it is for ever (`docs/small_states.md`). So the
+rounding is stochastic. Between the numbers `a` and `b`, `x` becomes `b` with the
+probability `(x - a) / (b - a)`, and is right on average:
 
     x              0 01111110 0110011|0110011001100110      float32
     random bits    +                 |1011010000111001
@@ -24,13 +20,12 @@ the method: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015
 import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 
 from flax_amp import _tree
 from flax_amp.optim._optimizer import INJECTED, Optimizer
@@ -38,6 +33,8 @@ from flax_amp.optim._optimizer import INJECTED, Optimizer
 PyTree = Any
 Rounding = Literal["stochastic", "nearest"]
 Where = Callable[[str, Any], bool]
+# An optimizer of optax, or one of `flax_amp.optim`.
+Tx = TypeVar("Tx", bound=Any)
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 # Fields of the states of optax in which gradients add up. They have to be exact.
@@ -111,10 +108,6 @@ class _RoundingOptimizer:
         one. `optax.apply_updates` adds it back, which gives the rounded one, unless the
         parameter shrinks by more than about 2**16 in one update: it is then a few of
         its smallest steps off.
-
-        Raises:
-          TypeError: if `state` is not a `SmallState`, or `params` is missing: those
-            that are bfloat16 would be rounded to the nearest number.
         """
         if not isinstance(state, SmallState) or params is None:
             found = f"a state that is a {type(state).__name__}"
@@ -172,33 +165,13 @@ class _RoundingOptimizer:
         return round_stochastically(x, random_bits(x.shape, key, name))
 
 
-@overload
 def small_state(
-    tx: Optimizer,
-    dtype: DTypeLike = ...,
-    *,
-    rounding: Rounding = ...,
-    where: Where = ...,
-) -> Optimizer: ...
-
-
-@overload
-def small_state(
-    tx: optax.GradientTransformation,
-    dtype: DTypeLike = ...,
-    *,
-    rounding: Rounding = ...,
-    where: Where = ...,
-) -> optax.GradientTransformationExtraArgs: ...
-
-
-def small_state(
-    tx: Any,
-    dtype: DTypeLike = jnp.bfloat16,
+    tx: Tx,
+    dtype: Any = jnp.bfloat16,
     *,
     rounding: Rounding = "stochastic",
     where: Where = has_two_dimensions,
-) -> Any:
+) -> Tx:
     """Makes an optimizer that stores its state, and the parameters, in bfloat16.
 
     It computes in float32, as `tx` does. Leaves of its state that belong to a parameter
@@ -225,7 +198,7 @@ def small_state(
 
     Raises:
       ValueError: if `dtype` or `rounding` is not one of these.
-      TypeError: if `tx` is not an optimizer, or `where` not a function.
+      TypeError: if `tx` is not an optimizer.
 
     Example:
       >>> params = {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
@@ -234,24 +207,19 @@ def small_state(
       {'bias': 'float32', 'kernel': 'bfloat16'}
     """
     name = "flax_amp.optim.small_state"
-    if jnp.dtype(dtype) != jnp.bfloat16:
+    if getattr(dtype, "__name__", str(dtype)) not in ("bfloat16", "bf16"):
         raise ValueError(
-            f"{name}: dtype={jnp.dtype(dtype).name}; expected bfloat16, which has the "
-            "range of float32: squares of gradients underflow in float16. Leave dtype "
-            "out."
+            f"{name}: {dtype=}; expected bfloat16, which has the range of float32: "
+            "squares of gradients underflow in float16. Leave dtype out."
         )
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(
             f"{name}: {rounding=}; expected 'stochastic' or 'nearest'. Leave it out: "
             "with 'nearest', the second moment of Adam stays where it is."
         )
-    if not callable(where):
-        raise TypeError(
-            f"{name}: where is a {type(where).__name__}; expected a function of the "
-            "path of a leaf and the leaf, such as lambda path, leaf: leaf.ndim >= 2."
-        )
     if isinstance(tx, Optimizer):
-        return Optimizer(small_state, tx, dtype, rounding=rounding, where=where)
+        wrapped = Optimizer(small_state, tx, dtype, rounding=rounding, where=where)
+        return wrapped  # type: ignore[return-value]
     if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
         raise TypeError(
             f"{name}: tx is a {type(tx).__name__}; expected an optimizer with init and "

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket, which an emulator serves; `pytest -s` prints the steps.
+"""Checkpoints in a bucket, which an emulator serves.
 
 Real are the client that `epath` uses (gcsfs), TensorStore's driver for `gs://`, and
 Orbax. The emulator has neither accounts nor folders, as buckets with a hierarchical
@@ -13,7 +13,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-import flax.serialization
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
@@ -94,76 +93,45 @@ def run(bucket, tmp_path):
 
 
 def names(folder):
-    """The names in a folder, which are told to those who run `pytest -s`."""
-    found = sorted(path.name for path in epath.Path(folder).iterdir())
-    told(f"{folder} holds {found}")
-    return found
-
-
-def told(text):
-    print("   ", text)
+    return sorted(path.name for path in epath.Path(folder).iterdir())
 
 
 @needs_emulator
-def test_a_run_saves_and_restores(run):
+def test_a_run_saves_and_restores(run, capsys):
     with checkpoint.manager(run, max_to_keep=2) as manager:
         for step in (1, 2, 3):
             assert checkpoint.save(manager, at(step))
-            told(f"saved step {step} to {run}")
-        restored = checkpoint.restore(manager, at(0))
-        told(f"restored step {restored.step} from the open manager")
+        assert int(checkpoint.restore(manager, at(0)).step) == 3
     assert names(run) == ["2", "3"]  # no lock, nothing half-written
     files = ["_CHECKPOINT_METADATA", "commit_success.txt", "default", _checksums.NAME]
     assert names(f"{run}/3") == files
     for path in (run, run + "/", run + "/../run", epath.Path(run)):
         assert not changed(checkpoint.restore(path, at(0)), at(3))
-        told(f"restored step 3 bit for bit from {path!r}")
     assert not changed(checkpoint.restore(run, at(0), step=2), at(2))
     with pytest.raises(FileNotFoundError, match=rf"{run} holds the steps \[2, 3\]"):
         checkpoint.restore(run, at(0), step=1)
     with pytest.raises(FileNotFoundError, match=f"{run}/x is not a directory"):
         checkpoint.restore(run + "/x", at(0))
-    with checkpoint.manager(run) as manager:
-        assert manager.all_steps() == [2, 3]
+    for source in (run, f"{run}/3/default"):
+        assert not changed(checkpoint.migrate(source, at(0)), at(3))
+    assert __main__.main(["checkpoint", run]) == 0
+    assert capsys.readouterr().out.count("intact") == 2
+    with checkpoint.manager(run) as late, checkpoint.manager(run) as manager:
         assert not checkpoint.save(manager, at(3))
         assert checkpoint.save(manager, at(4))
-
-
-@needs_emulator
-def test_the_command_verify_and_migrate(run, capsys):
-    with checkpoint.manager(run, best_metric="loss", best_mode="min") as manager:
-        checkpoint.save(manager, at(1), {"loss": 0.1})
-        checkpoint.save(manager, at(2), {"loss": 0.2})
-        manager.wait_until_finished()
-        assert manager.best_step() == 1
-    reports = checkpoint.verify(run)
-    assert [(x.step, x.problem, x.has_checksums) for x in reports] == [
-        (1, "", True),
-        (2, "", True),
-    ]
-    assert all(report.size > 1000 for report in reports)
-    assert __main__.main(["checkpoint", run]) == 0
-    table = capsys.readouterr().out
-    assert table.count("intact") == 2
-    told(table)
-    for source in (run, f"{run}/2/default"):
-        assert not changed(checkpoint.migrate(source, at(0)), at(2))
-        told(f"migrated {source}")
-    content = flax.serialization.to_bytes({"w": jnp.ones(3)})
-    epath.Path(run, "state").write_bytes(content)
-    read = checkpoint.migrate(f"{run}/state", {"w": jnp.zeros(3)})
-    assert read["w"].tolist() == [1, 1, 1]
+        # There is no lock, but what is there is seen.
+        with pytest.warns(checkpoint.CheckpointWarning, match="holds step 4, which"):
+            assert not checkpoint.save(late, at(4))
 
 
 @needs_emulator
 def test_plain_orbax_reads_ours_and_we_read_its_steps(run):
-    with checkpoint.manager(run) as manager:
-        checkpoint.save(manager, at(1))
+    with checkpoint.manager(run, best_metric="loss", best_mode="min") as manager:
+        checkpoint.save(manager, at(1), {"loss": 0.1})
     with ocp.CheckpointManager(run) as plain:
         args = ocp.args.StandardRestore(at(0))
         assert not changed(plain.restore(1, args=args), at(1))
         plain.save(2, args=ocp.args.StandardSave(at(2)))
-        told("plain Orbax restored step 1 and saved step 2")
     assert not changed(checkpoint.restore(run, at(0)), at(2))
     assert [x.has_checksums for x in checkpoint.verify(run)] == [True, False]
 
@@ -183,7 +151,6 @@ def test_what_another_process_saves_at_its_end_is_seen(run):
     )
     assert ended.returncode == 0 and "Error" not in ended.stderr, ended.stderr
     assert int(checkpoint.restore(run, at(0)).step) == 9
-    told("restored step 9, which a process saved that ended without closing")
     assert not any(report.problem for report in checkpoint.verify(run))
 
 
@@ -214,16 +181,18 @@ def test_damage_is_passed_over_and_set_aside(run):
     found = {report.step: report.problem for report in checkpoint.verify(run)}
     with pytest.warns(checkpoint.CheckpointWarning, match="Restored step 1") as warned:
         assert int(checkpoint.restore(run, at(0)).step) == 1
-    told(warned[0].message)
     for step, (_, _, problem) in DAMAGE.items():
         assert problem in found[step] and problem in str(warned[0].message)
-    message = "renamed to <step>.damaged"
     with (
         checkpoint.manager(run) as manager,
-        pytest.warns(checkpoint.CheckpointWarning, match=message),
+        pytest.warns(checkpoint.CheckpointWarning, match="renamed to <step>.damaged"),
     ):
         assert checkpoint.save(manager, at(2))
-    assert names(run) == ["1", "2", *(f"{step}.damaged" for step in DAMAGE)]
+    assert [name.split("-")[0] for name in names(run)] == [
+        "1",
+        "2",
+        *(f"{step}.damaged" for step in DAMAGE),
+    ]
     assert not changed(checkpoint.restore(run, at(0)), at(2))
 
 
@@ -241,22 +210,10 @@ def test_a_step_that_was_not_committed_is_none_and_is_saved_again(run):
     assert [x.problem for x in checkpoint.verify(run)] == ["", ""]
 
 
-OUTSIDE = {
-    "s3://b/run": "saves to no other storage. Mount it",
-    "az://b/run": "saves to no other storage. Mount it",
-    "hf://b/run": "saves to no other storage. Mount it",
-    "ftp://host/run": "saves to no other storage. Mount it",
-    "file:///tmp/run": "Pass the path without 'file://'",
-    Path("file:///tmp/run"): "Pass the path without 'file://'",
-    "gs://": "Name the bucket",
-    "gs:///run": "Name the bucket",
-    Path("gs://b/run"): "takes one of the slashes away. Pass a str",
-    Path("s3://b/run"): "takes one of the slashes away. Pass a str",
-    "gs:/b/run": "takes one of the slashes away. Pass a str",
-}
+OUTSIDE = "s3://b/run az://b/run ftp://host/run file:///tmp/run gs:// gs:///run gs:/b/x"
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
+@pytest.mark.parametrize("path", [*OUTSIDE.split(), Path("gs://b/run")])
 def test_other_storage_is_refused_in_one_line(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for call in (
@@ -265,20 +222,14 @@ def test_other_storage_is_refused_in_one_line(path, tmp_path, monkeypatch, capsy
         lambda path: checkpoint.restore(path, at(0)),
         lambda path: checkpoint.migrate(path, at(0)),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(
+            ValueError, match="expected a local path or a str such"
+        ) as e:
             call(path)
-        text = f"the directory {str(path)!r}; expected a local path or 'gs://bucket/fol"
-        assert text in str(error.value) and OUTSIDE[path] in str(error.value)
+        assert f"the directory {str(path)!r};" in str(e.value)
     assert __main__.main(["checkpoint", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["a:b", "run-1", "C:", "x.y:z"])
-def test_local_names_with_a_colon_are_local(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with checkpoint.manager(name) as manager:
-        assert manager.directory == epath.Path(tmp_path / name)
 
 
 def test_a_bucket_needs_gcsfs(monkeypatch, capsys):
@@ -298,7 +249,6 @@ def test_a_bucket_needs_gcsfs(monkeypatch, capsys):
     [
         ("gcsfs.retry", lambda of: of.HttpError({"code": 503, "message": "busy"})),
         ("gcsfs.retry", lambda of: of.validate_response(403, None, "b/run")),
-        ("gcsfs.retry", lambda of: of.validate_response(502, None, "b/run")),
         ("aiohttp", lambda of: of.ServerDisconnectedError()),
         ("google.auth.exceptions", lambda of: of.RefreshError("expired")),
         ("google.api_core.exceptions", lambda of: of.ServiceUnavailable("busy")),

@@ -61,26 +61,15 @@ def test_a_skipped_step_changes_nothing():
     assert_identical(skipped.opt_state.inner_state, state.opt_state.inner_state)
 
 
-def test_apply_if_finite_of_the_module():
-    tx = optim.apply_if_finite(optim.adam(0.1), max_consecutive_errors=3)
-    state, metrics = make_train_step(loss_fn)(state_of(tx), batch_of(jnp.inf))
-    assert metrics["skipped_total"] == 1
-    assert "hyperparams/learning_rate" in metrics
-    # It is put around the optimizer once.
-    assert jax.tree.structure(state) == jax.tree.structure(state_of(optim.adam(0.1)))
-
-
 def test_state_with_several_optimizers():
     tx = optax.chain(
         optim.adam(1.0).to_optax(in_state=True), optim.sgd(0.1).to_optax(in_state=True)
     )
     state = state_of(tx).replace_hyperparams(**{"1/learning_rate": 0.2})
     assert state.hyperparams["1/learning_rate"] == np.float32(0.2)
-    with pytest.raises(TypeError, match="no learning_rate; expected .*0/learning_rate"):
+    with pytest.raises(TypeError, match="got learning_rate; .*0/learning_rate"):
         state.replace_hyperparams(learning_rate=0.1)
-    with pytest.raises(
-        TypeError, match="no hyper-parameters to replace.*flax_amp.optim"
-    ):
+    with pytest.raises(TypeError, match="Expected those of .* of flax_amp.optim"):
         state_of(optax.adam(0.1)).replace_hyperparams(learning_rate=0.1)
 
 
@@ -100,44 +89,11 @@ def test_sixteen_learning_rates_in_one_step():
     for i, rate in enumerate(rates):
         expected = alone(rate)[0]
         mine = jax.tree.map(lambda leaf, i=i: leaf[i], together)
-        assert mine.scaler["total_resets"] == expected.scaler["total_resets"]
+        assert mine.opt_state.total_notfinite == expected.opt_state.total_notfinite
         np.testing.assert_allclose(mine.params["w"], expected.params["w"], rtol=1e-5)
 
 
-def test_born_sharded(mesh):
-    specs = jax.sharding.PartitionSpec
-    params = {"w": jnp.ones((16, 2)), "b": jnp.zeros(2)}
-
-    def create(params):
-        return AmpTrainState.create(params=params, tx=optim.adamw(0.1))
-
-    shapes = jax.eval_shape(create, params)
-    shardings = jax.tree.map(
-        lambda leaf: jax.sharding.NamedSharding(
-            mesh, specs("data") if leaf.shape[:1] == (16,) else specs()
-        ),
-        shapes,
-    )
-    state = jax.jit(create, out_shardings=shardings)(params)
-    step = make_train_step(loss_fn, state_shardings=shardings)
-    batch = {"x": jnp.ones((8, 16)), "y": jnp.ones((8, 2))}
-    state, _ = step(state, batch)
-    size = step._cache_size()
-    state, _ = step(state.replace_hyperparams(learning_rate=0.5), batch)
-    assert step._cache_size() == size
-    moment = state.opt_state.inner_state.opt_state[0].mu["w"]
-    assert moment.sharding.spec == specs("data")
-
-
 # NNX
-
-
-def test_nnx_state():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    state = AmpTrainState.create(model=model, tx=optim.adam(0.1))
-    step = make_train_step(lambda model, batch: jnp.mean(model(batch["x"]) ** 2))
-    state, metrics = step(state, batch_of())
-    assert metrics["hyperparams/learning_rate"] == np.float32(0.1)
 
 
 def test_nnx_optimizer():
@@ -165,8 +121,7 @@ def test_nnx_optimizer():
         optimizer.opt_state.replace(b2=jnp.float32(0.5))
 
     train = flax_amp.make_nnx_train_step(lambda model, b: jnp.mean(model(b["x"]) ** 2))
-    scaler = flax_amp.init_scaler()
-    scaler, metrics = train(model, optimizer, scaler, batch_of())
+    metrics = train(model, optimizer, batch_of())
     assert metrics["hyperparams/learning_rate"] == 0.5
 
 
@@ -197,14 +152,3 @@ def test_replacing_under_a_trace(trace):
 
     for rate, held in ((of_optimizer, tx), (of_state, state)):
         assert TRACES[trace](rate, held, jnp.array([0.5, 0.25])) == 0.5
-
-
-@pytest.mark.parametrize("name, rate", [("learning_rate", 0.1), ("b1", 0.9)])
-def test_replacing_by_another_shape(name, rate):
-    state = state_of(optim.adam(0.1))
-    for array in (np.ones(3), jnp.ones(1), jnp.ones((1, 1))):
-        with pytest.raises(ValueError, match=rf"replace: {name}: an array of shape"):
-            state.replace_hyperparams(**{name: array})
-    for number in (rate, np.float32(rate), np.array(rate), jnp.array(rate)):
-        new = state.replace_hyperparams(**{name: number})
-        assert new.hyperparams[name] == jnp.float32(rate)

@@ -17,7 +17,6 @@ from flax_amp import (
     make_train_step,
     optim,
 )
-from flax_amp.optim import _small_state
 from flax_amp.optim._small_state import key_of, random_bits, round_stochastically
 from helpers import assert_identical, assert_same_avals
 
@@ -198,29 +197,11 @@ def test_roundings_are_unbiased(x):
             assert means.max() < 4.5 * error * np.sqrt(found.size / draws)
 
 
-def test_elements_are_not_correlated():
-    """Nor are those whose indices differ in few bits, as after one round of a hash."""
-    bits = np.asarray(random_bits((2**20,), key_of(jnp.int32(0)), "w"))
-    index = np.arange(2**20)
-    for other in (1, 2, 160, 256, 17408, 2770):
-        for quantile in (0.25, 0.5):
-            up = ((bits & 0xFFFF) < quantile * 2**16) - quantile
-            correlation = (up * up[index ^ other]).mean() / up.var()
-            assert abs(correlation) < 5 / 2**9.5  # each pair is there twice
-
-
 @pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan])
 def test_what_bfloat16_has_stays(x):
     bits = jnp.full((1,), 0xFFFF, jnp.uint32)
     (found,) = round_stochastically(jnp.full(1, x, jnp.float32), bits)
     np.testing.assert_array_equal(np.float32(found), np.float32(x))
-
-
-def test_no_finite_number_becomes_infinite():
-    bits = jnp.full((2,), 0xFFFF, jnp.uint32)
-    largest = jnp.finfo(jnp.float32).max
-    found = round_stochastically(jnp.array([largest, -largest]), bits)
-    assert jnp.isfinite(found).all()
 
 
 @pytest.mark.parametrize(
@@ -278,13 +259,6 @@ def skipping(tmp_path):
     return after.replace(step=jnp.int32(3), opt_state=counted, scaler=scaler)
 
 
-def unchecked(tmp_path):
-    step, state = make_train_step(loss_fn, check_update=False), create()
-    for _ in range(3):
-        state, _ = step(state, BATCH)
-    return state
-
-
 def repeating(tmp_path):
     step, state = make_train_step(loss_fn, redo_on_nan=2), create()
     for _ in range(3):
@@ -292,7 +266,7 @@ def repeating(tmp_path):
     return state
 
 
-WAYS = [scanned, resumed, skipping, unchecked, repeating]
+WAYS = [scanned, resumed, skipping, repeating]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -335,57 +309,19 @@ def test_a_run_of_a_sweep_has_the_bits_of_a_run_alone():
     assert_identical(found, update(*arguments()))
 
 
-def test_micro_batches_add_up_in_float32():
-    """Gradients of 1 and of 2^-9 would be 1 in bfloat16."""
-    seen = []
-
-    def metrics_fn(state, grads, updates):
-        seen.append(dtypes((grads, updates)))
-        return {"sum": grads["kernel"].sum()}
-
-    def loss(params, batch):
-        return (params["kernel"] * batch.mean()).sum()
-
-    step = make_train_step(loss, accum_steps=2, metrics_fn=metrics_fn)
-    batch = jnp.array([1.0, 2.0**-9])
-    _, metrics = step(create(precision="32-true"), batch)
-    assert seen == [{"float32"}]
-    assert float(metrics["sum"]) == PARAMS["kernel"].size * (1 + 2.0**-9) / 2
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_model_of_nnx_with_its_own_optimizer(dtype):
     model = nnx.Linear(16, 8, param_dtype=dtype, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, small_adam(), wrt=nnx.Param)
     step = make_nnx_train_step(lambda model, x: ((model(x) - 2.0) ** 2).mean())
-    scaler, losses = None, []
+    losses = []
     for _ in range(150):
-        scaler, metrics = step(model, optimizer, scaler, BATCH)
+        metrics = step(model, optimizer, BATCH)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.1 * losses[0]
     assert model.kernel.dtype == dtype
     state = nnx.to_pure_dict(nnx.state(optimizer.opt_state))
     assert state["inner_state"][0]["nu"]["kernel"].dtype == jnp.bfloat16
-
-
-def test_parameters_that_are_bfloat16_already():
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    state = AmpTrainState.create(params=half, tx=ADAM, param_dtype=jnp.bfloat16)
-    state, _ = make_train_step(loss_fn)(state, BATCH)
-    assert dtypes(state.params) == {"bfloat16"}
-    with pytest.raises(ValueError, match="2 parameters are not float32"):
-        AmpTrainState.create(params=half, tx=small_adam())
-
-
-def test_a_state_of_nnx_gives_back_a_float32_model():
-    model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    state = AmpTrainState.create(
-        model=model, tx=optim.adam(1e-2), param_dtype=jnp.bfloat16
-    )
-    step = make_train_step(lambda model, x: (model(x) ** 2).mean())
-    state, _ = step(state, BATCH)
-    assert state.params["kernel"].dtype == jnp.bfloat16
-    assert state.merge_model().kernel.dtype == jnp.float32
 
 
 LABELS = {"kernel": "small", "bias": "rest"}
@@ -439,8 +375,8 @@ def test_a_half_model_of_nnx_needs_it_outermost(tx):
     model = nnx.Linear(16, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     step = make_nnx_train_step(lambda model, x: (model(x) ** 2).mean())
-    with pytest.raises(ValueError, match="small_state for an nnx.Optimizer"):
-        step(model, optimizer, None, BATCH)
+    with pytest.raises(ValueError, match="small_state for an optimizer of NNX"):
+        step(model, optimizer, BATCH)
 
 
 def test_derivatives_through_an_update_are_those_of_the_mean():
@@ -453,21 +389,7 @@ def test_derivatives_through_an_update_are_those_of_the_mean():
     assert jax.grad(after)(0.1, half) == -PARAMS["kernel"].size
 
 
-def test_parameters_in_bfloat16_learn_what_is_below_their_spacing():
-    """Each update is 1e-4, where 1 and the next numbers are 2^-8 and 2^-7 apart."""
-
-    def loss(params, batch):
-        return (params["kernel"] * batch).sum()
-
-    state = create(tx=optax.sgd(1e-4))
-    step = make_train_step(loss)
-    for _ in range(1000):
-        state, _ = step(state, jnp.float32(1.0))
-    kernel = state.params["kernel"].astype(jnp.float32)
-    np.testing.assert_allclose(kernel.mean(), 0.9, atol=0.005)
-
-
-# Checkpoints of one kind of state in another
+# Several kinds of states
 
 
 KINDS = {
@@ -478,49 +400,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("new", KINDS)
-@pytest.mark.parametrize("old", KINDS)
-def test_migrate_between_kinds_of_state(old, new, tmp_path, recwarn):
-    saved, target = plain_loop(2, **KINDS[old]), create(**KINDS[new])
-    with checkpoint.manager(tmp_path) as manager:
-        checkpoint.save(manager, saved)
-    read = checkpoint.migrate(tmp_path, target)
+def test_migrate_from_float32_moments():
+    """By names; what would be rounded is refused."""
+    saved, target = create(**KINDS["parameters"]), create()
+    names = {"inner_state/inner_state": "inner_state/inner_state", "mu": None}
+    names |= {"nu": None}
+    read = checkpoint.migrate(saved, target, rename=names)
     assert_same_avals(read, target)
-    rounded = 0
-    for found, expected in zip(matrices(read), matrices(saved), strict=True):
-        is_rounded = found.dtype == jnp.bfloat16 != expected.dtype
-        rounded += is_rounded
-        wide = found.astype(jnp.float32), expected.astype(jnp.float32)
-        np.testing.assert_allclose(*wide, rtol=2.0**-8 if is_rounded else 0)
-    texts = [str(w.message) for w in recwarn if "rounded" in str(w.message)]
-    assert len(texts) == bool(rounded)
-    if rounded:
-        assert f"rounded {rounded} arrays from float32 to bfloat16" in texts[0]
-    make_train_step(loss_fn)(read, BATCH)
-
-
-def matrices(state):
-    """The parameter of two dimensions and its two moments."""
-    return [x for x in jax.tree.leaves(state) if x.ndim == 2]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_states_share_a_compiled_step(kind):
-    first, second = create(**KINDS[kind]), create(**KINDS[kind])
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-
-
-@pytest.mark.filterwarnings("ignore:checkpoint.migrate. .* rounded 2 arrays")
-@pytest.mark.parametrize("small_first", [True, False])
-def test_migrate_keeps_the_learning_rate(small_first, tmp_path):
-    small, plain = optim.small_state(optim.adam(1e-2)), optim.adam(1e-2)
-    saved, target = (small, plain) if small_first else (plain, small)
-    state = create(tx=saved, param_dtype=jnp.float32)
-    state = state.replace_hyperparams(learning_rate=1e-5)
-    with checkpoint.manager(tmp_path) as manager:
-        checkpoint.save(manager, state)
-    read = checkpoint.migrate(tmp_path, create(tx=target, param_dtype=jnp.float32))
-    assert read.hyperparams["learning_rate"] == np.float32(1e-5)
+    names = {"inner_state": "inner_state/inner_state", "roundings": None}
+    with pytest.raises(ValueError, match=r"kernel: float32\[16, 8\] on disk, bfloat16"):
+        checkpoint.migrate(plain_loop(1, **KINDS["float32"]), target, rename=names)
 
 
 # Messages
@@ -529,50 +418,13 @@ def test_migrate_keeps_the_learning_rate(small_first, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        (dict(dtype=jnp.float16), ValueError, "dtype=float16; expected bfloat16"),
+        (dict(dtype=jnp.float16), ValueError, "dtype=.*float16.*; expected bfloat16"),
+        (dict(dtype=None), ValueError, "dtype=None; expected bfloat16"),
         (dict(rounding="up"), ValueError, "rounding='up'; expected 'stochastic'"),
-        (dict(where="mu"), TypeError, "where is a str; expected a function"),
         (dict(tx=3), TypeError, "tx is a int; expected an optimizer"),
     ],
 )
 def test_wrong_arguments(options, error, text):
+    assert optim.small_state(optax.adam(1e-3), "bf16")
     with pytest.raises(error, match=f"flax_amp.optim.small_state: .*{text}"):
         optim.small_state(**{"tx": optax.adam(1e-3)} | options)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bf16"])
-def test_another_param_dtype_is_refused(dtype):
-    with pytest.raises(
-        ValueError, match=f"param_dtype='{dtype}'; expected float32 or "
-    ):
-        create(param_dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("state", "params", "text"),
-    [
-        (small_adam().init(PARAMS), None, "update got no parameters"),
-        (ADAM.init(PARAMS), PARAMS, "update got a state that is a tuple"),
-    ],
-)
-def test_update_with_something_missing(state, params, text):
-    with pytest.raises(TypeError, match=f"small_state: {text}; expected"):
-        small_adam().update(PARAMS, state, params)
-
-
-def test_parameters_in_bfloat16_need_an_optimizer_that_rounds():
-    state = create().replace(opt_state=create(**KINDS["float32"]).opt_state)
-    with pytest.raises(ValueError, match=r"create\(param_dtype=jnp.bfloat16\), or"):
-        make_train_step(loss_fn)(state, BATCH)
-
-
-def test_bits_are_drawn_by_the_path_of_the_leaf(monkeypatch):
-    names = []
-    monkeypatch.setattr(
-        _small_state,
-        "random_bits",
-        lambda shape, key, name: names.append(name) or random_bits(shape, key, name),
-    )
-    plain_loop(1)
-    expected = {("params", "kernel"), ("0", "mu", "kernel"), ("0", "nu", "kernel")}
-    assert {tuple(name.split("\0")) for name in names} == expected

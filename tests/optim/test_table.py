@@ -6,7 +6,6 @@ skips what plain optax cannot do either.
 
 import contextlib
 import copy
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -246,21 +245,17 @@ def eval_shape(case):
 
 
 def copies(case):
-    """`deepcopy`, `pickle`, state dicts: what comes back is the same optimizer."""
+    """`deepcopy` and state dicts: what comes back is the same optimizer."""
     tx = case.pytree(RATE).init(params_of())
     assert_same_avals(copy.deepcopy(tx), tx)
     if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(tx)):
-        pytest.skip("JAX does not pickle typed keys")
+        pytest.skip("Flax does not write typed keys")
     state, trained = map(moved, (case.plain(RATE).init(params_of()), tx))
-    read = [serialization.from_bytes(tx, serialization.to_bytes(trained))]
-    read += [pickle.loads(pickle.dumps(trained))] if "(" not in case.name else []
-    for other in read:
-        assert_same_avals(other, trained)
-        assert distance(other, trained) == 0
+    other = serialization.from_bytes(tx, serialization.to_bytes(trained))
+    assert_same_avals(other, trained)
+    assert distance(other, trained) == 0
     theirs, mine = map(serialization.to_state_dict, (state, trained))
     assert jax.tree.structure(mine["opt_state"]) == jax.tree.structure(theirs)
-    assert distance(serialization.from_state_dict(tx, theirs).opt_state, state) == 0
-    serialization.from_state_dict(state, mine["opt_state"])
 
 
 def moved(tree):

@@ -1,0 +1,234 @@
+"""The arrays of a state by path: what they are, how Orbax reads them, where they lie.
+
+A path is the one that Orbax gives a leaf: names of fields and dict keys, and numbers of
+list items. Orbax lets all processes wait for each other after each read, and they
+would wait forever for a process that failed; here each process reads by itself. Nothing
+here writes.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from flax_amp import _tree
+from flax_amp._training.train_state import AmpTrainState
+from flax_amp.checkpoint._errors import explained
+
+T = TypeVar("T")
+PyTree = Any
+Path = tuple[str, ...]
+Leaves = dict[Path, Any]
+
+
+# States: an `AmpTrainState`, or a tuple of NNX objects
+
+
+def is_nnx(state: Any) -> bool:
+    """Whether a state is a tuple of NNX objects, such as `(model, optimizer)`."""
+    is_sequence = isinstance(state, tuple | list) and bool(state)
+    return is_sequence and all(isinstance(x, nnx.Pytree) for x in state)
+
+
+def tree_of(state: Any) -> PyTree:
+    """Returns the tree that is saved of a state; of NNX objects, their `nnx.state`."""
+    return nnx.state(tuple(state)) if is_nnx(state) else state
+
+
+def step_of(state: Any, name: str) -> Any:
+    """Returns the step of a state, or raises a TypeError if it is no state."""
+    if isinstance(state, AmpTrainState):
+        return state.step
+    for part in state if is_nnx(state) else ():
+        if isinstance(step := getattr(part, "step", None), nnx.Variable):
+            return step.get_value()
+    raise TypeError(
+        f"{name} is a {type(state).__name__}; expected an AmpTrainState, or NNX "
+        "objects with an nnx.Optimizer among them: (model, optimizer). Save other "
+        "trees with plain Orbax: "
+        "manager.save(step, args=orbax.checkpoint.args.StandardSave(tree))."
+    )
+
+
+def replace_leaves(target: T, values: Mapping[Path, Any]) -> T:
+    """Returns a state with other leaves; NNX objects get them in place."""
+    tree = tree_of(target)
+    leaves = ocp.tree.to_flat_dict(tree)
+    new = [values.get(path, leaf) for path, leaf in leaves.items()]
+    result: Any = jax.tree.unflatten(jax.tree.structure(tree), new)
+    if not is_nnx(target):
+        return result  # type: ignore[no-any-return]
+    nnx.update(tuple(target), result)  # type: ignore[arg-type]
+    return target
+
+
+def scaler_in(leaves: Iterable[Path]) -> dict[str, Path]:
+    """Returns the paths of a scaler by key.
+
+    It is the field `scaler` of the state, or of one of its NNX objects.
+    """
+    found = {}
+    for path in leaves:
+        names = [name for name in path if name != "value"]  # of NNX's variables
+        if names[-2:-1] == ["scaler"] and (len(names) == 2 or names[0].isdigit()):
+            found[names[-1]] = path
+    return found
+
+
+def never_moves(scaler: Mapping[str, Any]) -> bool | None:
+    """Whether a scale stays what it is; `None` if that is not known."""
+    factor = scaler.get("adjust_factor", jax.ShapeDtypeStruct((), "float32"))
+    return bool(np.all(np.asarray(factor) == 1)) if has_value(factor) else None
+
+
+# Descriptions
+
+
+def description_of(value: Any) -> str:
+    """Describes an array, a shape or Orbax's metadata: `float32[3]`; or `a str`.
+
+    Of a typed key, it describes the data, which is what lies on disk.
+    """
+    if not hasattr(value, "dtype"):
+        return f"a {type(value).__name__}"
+    if _tree.is_key(value):
+        value = jax.eval_shape(jax.random.key_data, value)
+    return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+
+
+def difference(name: str, saved: Any, wanted: Any) -> str:
+    """Describes how an array on disk differs from its counterpart, with both sides.
+
+    Either is `None` if there is none. The line is empty if shape and dtype agree.
+    """
+    there, here = ("not" if x is None else description_of(x) for x in (saved, wanted))
+    return "" if there == here else f"{name}: {there} on disk, {here} in the target"
+
+
+# Reading
+
+
+def _reader() -> ocp.Checkpointer:
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(
+        primary_host=me,
+        active_processes={me},
+        barrier_sync_key_prefix=f"flax_amp_{me}",
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+    return ocp.Checkpointer(handler, multiprocessing_options=options)
+
+
+@explained
+def read_metadata(folder: Any) -> Any:
+    """Returns Orbax's description of the arrays of a tree, as a tree."""
+    with _reader() as reader:
+        return reader.handler.metadata(folder).tree
+
+
+@explained
+def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> Leaves:
+    """Returns the arrays of a tree that Orbax saved, and described, by path.
+
+    They are read to the devices of those in `like`. Where it has no array, or one of
+    NumPy, they are read into the memory of the host.
+    """
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def how(path: Path, leaf: Any) -> ocp.RestoreArgs:
+        if not hasattr(leaf, "dtype"):  # a string
+            return ocp.RestoreArgs()
+        on_host = path not in like or isinstance(like[path], np.ndarray | np.generic)
+        if on_host and not _tree.is_key(leaf):  # Orbax makes no NumPy arrays of keys.
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        sharding = getattr(like.get(path), "sharding", None)
+        return ocp.ArrayRestoreArgs(sharding=sharding or here)
+
+    # Orbax is asked for the structure on disk: another empty dict is no difference.
+    leaves = ocp.tree.to_flat_dict(metadata)
+    args = jax.tree.unflatten(
+        jax.tree.structure(metadata), [how(*item) for item in leaves.items()]
+    )
+    with _reader() as reader:
+        read = reader.restore(folder, args=ocp.args.PyTreeRestore(restore_args=args))
+    return dict(zip(leaves, jax.tree.leaves(read), strict=True))
+
+
+def read_on_host(folder: Any, metadata: PyTree) -> Leaves:
+    """Reads a tree as NumPy arrays, whatever devices its arrays were saved from."""
+    return numpy_leaves(read_tree(folder, metadata, {}))
+
+
+def numpy_leaves(leaves: Leaves) -> Leaves:
+    """Returns leaves as NumPy arrays; of typed keys, their data."""
+    return {
+        path: np.asarray(jax.random.key_data(x) if _tree.is_key(x) else x)
+        for path, x in leaves.items()
+    }
+
+
+# Targets
+
+
+def leaves_of_target(target: Any, where: str) -> Leaves:
+    """Returns the leaves of a target by path, each with a shape and a dtype."""
+    found = {}
+    for path, leaf in ocp.tree.to_flat_dict(tree_of(target)).items():
+        if type(leaf) in (bool, int, float, complex):  # np.float64 is a float, too
+            leaf = np.asarray(jnp.asarray(leaf))
+        if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"{where}: {'/'.join(path) or 'the whole'} of the target is a "
+                f"{type(leaf).__name__}; expected arrays and numbers. Pass an "
+                "AmpTrainState, a TrainState, NNX objects or a dict of arrays."
+            )
+        if getattr(leaf, "sharding", None) is not None:
+            leaf.sharding.shard_shape(leaf.shape)  # JAX says so if it does not fit.
+        found[path] = leaf
+    return found
+
+
+def has_value(leaf: Any) -> bool:
+    """Whether a leaf is neither abstract nor was donated."""
+    if isinstance(leaf, jax.Array):
+        return not leaf.is_deleted()
+    return not isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def place(value: Any, like: Any) -> Any:
+    """Returns an array as `like` is: on its devices, or a number, or one of NumPy.
+
+    It is one of Orbax on these devices, or of NumPy; of typed keys, their data. Orbax
+    commits what it reads, and whether an array is committed is part of what a compiled
+    step is looked up by: it would be compiled a second time after each restore.
+    """
+    if isinstance(like, bool | int | float | complex):
+        return type(like)(value.item())
+    if isinstance(like, np.ndarray | np.generic):
+        return np.array(value, like.dtype)
+    committed = _is_committed(like)
+    if isinstance(value, jax.Array) and (committed or _tree.is_key(value)):
+        if committed:
+            return value
+        value = jax.random.key_data(value)
+    value = np.asarray(value)
+    # Nobody else holds these arrays, so the CPU need not copy them.
+    array: jax.Array = (
+        jax.make_array_from_callback(value.shape, like.sharding, lambda at: value[at])
+        if committed
+        else jax.device_put(value)
+    )
+    is_key = _tree.is_key(like)
+    impl = _tree.key_impl(like) if is_key else None
+    return jax.random.wrap_key_data(array, impl=impl) if is_key else array
+
+
+def _is_committed(leaf: Any) -> bool:
+    """Whether the devices of an array were chosen, and are not just JAX's default."""
+    if isinstance(leaf, jax.Array):
+        return leaf.committed
+    return getattr(leaf, "sharding", None) is not None

@@ -1,0 +1,216 @@
+"""Two jobs, or two managers, on one directory: what is complete stays as it is."""
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import _job
+from flax_amp import AmpTrainState, checkpoint
+from flax_amp.checkpoint import _lock
+
+pytestmark = pytest.mark.once
+
+# What each of two jobs does, in its own order.
+FIRST = ["open", "save 1", "save 2", "end"]
+SECOND = ["open", "save 1", "end"]
+
+
+class Process:
+    """A job in a process of its own."""
+
+    def __init__(self, mark):
+        command = [sys.executable, _job.__file__, str(mark)]
+        pipe = subprocess.PIPE
+        self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def do(self, *words):
+        self.child.stdin.write(" ".join(map(str, words)) + "\n")
+        self.child.stdin.flush()
+        return self.child.stdout.readline().strip()
+
+
+SLOW = pytest.param("processes", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["managers", SLOW])
+def jobs(request):
+    if request.param == "managers":
+        yield [_job.Job(1), _job.Job(2)]
+        return
+    children = [Process(1), Process(2)]
+    yield children
+    for job in children:
+        job.child.communicate(timeout=60)
+
+
+def orders():
+    length = len(FIRST) + len(SECOND)
+    for places in itertools.combinations(range(length), len(SECOND)):
+        left = [iter(FIRST), iter(SECOND)]
+        of = [int(place in places) for place in range(length)]
+        yield [(job, next(left[job])) for job in of]
+
+
+def owners(directory):
+    """The mark of the job that each complete step is of."""
+    folders = sorted(path for path in directory.iterdir() if path.name.isdigit())
+    read = [checkpoint.migrate(x / "default", TARGET)["params"]["w"] for x in folders]
+    return {int(x.name): int(w[0]) for x, w in zip(folders, read, strict=True)}
+
+
+TARGET = {"params": {"w": jnp.zeros(2)}}
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_nothing_complete_is_lost_or_replaced(jobs, waits, tmp_path):
+    for number, order in enumerate(orders()):
+        directory = tmp_path / str(number)
+        there, saved = {}, {}
+        for job, words in order:
+            command, *argument = words.split()
+            if command == "open":
+                argument = [directory]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", checkpoint.CheckpointWarning)
+                answer = jobs[job].do(command, *argument)
+                if waits and command == "save":
+                    assert jobs[job].do("wait") == "True"
+            if command == "save" and answer == "True":
+                assert int(argument[0]) not in saved, order
+                saved[int(argument[0])] = job + 1
+            if waits and directory.exists():
+                now = owners(directory)
+                assert there.items() <= now.items(), order
+                there = now
+        assert owners(directory) == saved, order
+        reports = {x.step: x.problem for x in checkpoint.verify(directory)}
+        assert reports == dict.fromkeys(saved, ""), order
+
+
+def state(step, value=1.0):
+    params = {"w": jnp.full(2, value)}
+    made = AmpTrainState.create(params=params, tx=optax.sgd(0.1))
+    return made.replace(step=jnp.int32(step))
+
+
+def test_a_second_manager_of_a_process_says_what_it_does_not_save(tmp_path):
+    with checkpoint.manager(tmp_path) as late, checkpoint.manager(tmp_path) as first:
+        for step in (1, 2, 3):
+            assert checkpoint.save(first, state(step))
+        for step, told in ((1, "newer than the state"), (3, "neither saved nor")):
+            with pytest.warns(checkpoint.CheckpointWarning, match=told) as warned:
+                assert not checkpoint.save(late, state(step, 2.0))
+            assert warned[0].filename == __file__
+        assert checkpoint.save(late, state(4, 2.0))
+    restored = checkpoint.restore(tmp_path, state(0), step=3)
+    np.testing.assert_array_equal(restored.params["w"], [1, 1])
+
+
+# The lock
+
+fcntl = pytest.importorskip("fcntl", reason="there are no such locks here")
+
+
+def is_free(directory):
+    """Whether another process could get the lock."""
+    file = os.open(directory / _lock.NAME, os.O_RDWR)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def test_the_last_manager_lets_go(tmp_path):
+    with checkpoint.manager(tmp_path) as first:
+        checkpoint.save(first, state(1))
+        with checkpoint.manager(tmp_path) as second:
+            assert checkpoint.save(second, state(2))
+        assert not is_free(tmp_path)
+    assert is_free(tmp_path)
+    with pytest.raises(RuntimeError, match="is closed; expected an open one"):
+        checkpoint.save(first, state(3))
+    assert is_free(tmp_path)
+    first.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_systems_without_locks_go_without(tmp_path, monkeypatch, code):
+    def flock(*args):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(_lock.fcntl, "flock", flock)
+    with checkpoint.manager(tmp_path) as manager:
+        assert checkpoint.save(manager, state(1))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "broken link"])
+def test_what_lies_in_its_place_stays_as_it_is(tmp_path, kind):
+    directory, victim = tmp_path / "run", tmp_path / "victim"
+    directory.mkdir()
+    victim.write_text("precious")
+    lock = directory / _lock.NAME
+    {
+        "file": lambda: shutil.copy(victim, lock),
+        "link": lambda: lock.symlink_to(victim),
+        "broken link": lambda: lock.symlink_to(tmp_path / "new"),
+    }[kind]()
+    with checkpoint.manager(directory) as manager:
+        if kind == "file":
+            assert checkpoint.save(manager, state(1))
+            assert lock.read_text() == "precious"
+        else:
+            with pytest.raises(checkpoint.CheckpointSaveError, match=_lock.NAME):
+                checkpoint.save(manager, state(1))
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_manager_leaves_alone_what_others_write(tmp_path):
+    """Those of its process, and names that only look like half-written steps."""
+    notes = ("5.orbax-checkpoint-tmp.kept", "best.orbax-checkpoint-tmp", "notes-tmp")
+    left = tmp_path / "6.orbax-checkpoint-tmp"  # by a run that was killed
+    for name in (*notes, left):
+        (tmp_path / name).mkdir()
+    with checkpoint.manager(tmp_path) as first, checkpoint.manager(tmp_path) as second:
+        checkpoint.save(first, state(1))
+        assert not left.exists()
+        live = tmp_path / "7.orbax-checkpoint-tmp"
+        live.mkdir()
+        checkpoint.save(second, state(2))
+        assert live.exists()
+    assert all((tmp_path / name).exists() for name in notes)
+
+
+@pytest.mark.filterwarnings("ignore:.*newer than the state")
+def test_several_threads_save_with_one_manager(tmp_path):
+    saved = []
+
+    def work(manager, steps):
+        for step in steps:
+            if checkpoint.save(manager, state(step)):
+                saved.append(step)
+
+    with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
+        threads = [
+            threading.Thread(target=work, args=(manager, range(start, 12, 2)))
+            for start in (1, 2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert manager.all_steps() == sorted(saved)
+    assert not any(report.problem for report in checkpoint.verify(tmp_path))
