@@ -1,1 +1,1 @@
-"""Mixed precision as a transform: trace, paint, emit."""
+"""Mixed precision as a transform: trace, flatten, plan, emit."""

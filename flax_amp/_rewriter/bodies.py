@@ -67,7 +67,7 @@ def _shard_map(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays
 def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """Branches agree on the dtype of each result: half where that is asked."""
     index, *xs = operands
-    inside = ask.without_first()
+    inside = ask.without(1)  # the index
 
     def branch(closed: Any, *xs: Array) -> tuple[Array, ...]:
         outs = emitter.emit(closed, xs, inside)
@@ -124,8 +124,13 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
         computed=(*(False,) * start, *halves, *rest),
     )
 
+    # The cotangents of what each step reads add up over the steps, in float32.
+    is_half = [x.dtype == emitter.half for x in _arrays(consts)]
+    wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
+
     def body(carry: tuple[Array, ...], x: tuple[Array, ...]) -> Any:
-        found = emitter.emit(closed, (*consts, *carry, *x), inside)
+        known = emitter.cast_like(wide, eqn.invars[:start], is_half)
+        found = emitter.emit(closed, (*known, *carry, *x), inside)
         carry_out, ys = split_list(found, count)
         return tuple(emitter.cast_like(carry_out, states, halves)), tuple(ys)
 

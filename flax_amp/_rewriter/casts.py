@@ -80,8 +80,8 @@ spread_p, collect_p = Primitive("flax_amp_spread"), Primitive("flax_amp_collect"
 def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> Array:
     """Returns a float32 array broadcast to a shape, in half precision.
 
-    Finite numbers stay finite, as in `cast_number`, unless the array has a single axis:
-    an argument that is added to scores may be a mask of `-1e9`, which float16 lacks.
+    Finite numbers stay finite, as in `cast_number`: an argument that is added to scores
+    may be a mask of `-1e9`, which float16 lacks. Tangents and cotangents are only cast.
 
     Args:
       x: the array.
@@ -94,11 +94,14 @@ def spread(x: Array, shape: Sequence[int], onto: Sequence[int], half: DType) -> 
     kept = [(size, dim) for size, dim in pairs if size == shape[dim]]
     x = lax.reshape(x, [size for size, _ in kept])
     onto = tuple(dim for _, dim in kept)
-    return spread_p.bind(x, shape=tuple(shape), onto=onto, half=jnp.dtype(half))
+    params = dict(shape=tuple(shape), onto=onto, half=jnp.dtype(half))
+    return spread_p.bind(x, is_limited=True, **params)
 
 
-def _spread(x: Array, *, shape: Sequence[int], onto: Any, half: DType) -> Array:
-    if x.ndim > 1:
+def _spread(
+    x: Array, *, shape: Sequence[int], onto: Any, half: DType, is_limited: bool
+) -> Array:
+    if is_limited:
         largest = x.dtype.type(finfo(half).max)
         size = lax.abs(x)
         is_finite = lax.ne(size, x.dtype.type(np.inf))
@@ -131,15 +134,25 @@ def _transpose_spread(c: Array, x: Any, *, onto: Any, **_: Any) -> Arrays:
 def _transpose_collect(t: Array, c: Any, *, axes: Sequence[int]) -> Arrays:
     shape, half = c.aval.shape, c.aval.dtype
     onto = tuple(k for k in range(len(shape)) if k not in axes)
-    return [spread_p.bind(t, shape=shape, onto=onto, half=half)]
+    params = dict(shape=shape, onto=onto, half=half)
+    return [spread_p.bind(t, is_limited=False, **params)]
+
+
+def _jvp_spread(primals: Arrays, tangents: Arrays, **params: Any) -> Any:
+    (x,), (t,) = primals, tangents
+    y = spread_p.bind(x, **params)
+    zero: Any = ad.Zero
+    if isinstance(t, zero):
+        return y, zero.from_primal_value(y)
+    return y, spread_p.bind(t, **params | {"is_limited": False})
 
 
 def _batch_spread(
-    args: Arrays, batched: Any, *, shape: Any, onto: Any, half: Any
+    args: Arrays, batched: Any, *, shape: Any, onto: Any, **params: Any
 ) -> Any:
     x = jnp.moveaxis(args[0], batched[0], 0)
     shape, onto = (x.shape[0], *shape), (0, *(k + 1 for k in onto))
-    return spread_p.bind(x, shape=shape, onto=onto, half=half), 0
+    return spread_p.bind(x, shape=shape, onto=onto, **params), 0
 
 
 def _batch_collect(args: Arrays, batched: Any, *, axes: Sequence[int]) -> Any:
@@ -147,7 +160,7 @@ def _batch_collect(args: Arrays, batched: Any, *, axes: Sequence[int]) -> Any:
     return collect_p.bind(c, axes=tuple(k + 1 for k in axes)), 0
 
 
-def _spread_aval(x: Any, *, shape: Any, onto: Any, half: DType) -> Any:
+def _spread_aval(x: Any, *, shape: Any, onto: Any, half: DType, **_: Any) -> Any:
     params = dict(shape=shape, broadcast_dimensions=onto, sharding=None)
     aval, effects = lax.broadcast_in_dim_p.abstract_eval(x, **params)
     return aval.update(dtype=half, weak_type=False), effects
@@ -161,7 +174,8 @@ def _collect_aval(c: Any, *, axes: Sequence[int]) -> Any:
 
 spread_p.def_impl(_spread)
 spread_p.def_effectful_abstract_eval(_spread_aval)
-ad.deflinear2(spread_p, _transpose_spread)
+ad.primitive_jvps[spread_p] = _jvp_spread
+ad.primitive_transposes[spread_p] = _transpose_spread
 batching.primitive_batchers[spread_p] = _batch_spread
 mlir.register_lowering(spread_p, mlir.lower_fun(_spread, multiple_results=False))
 collect_p.def_impl(_collect)

@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from flax_amp import _compat
-from flax_amp._compat import Array, Arrays, Eqn, Jaxpr
+from flax_amp._compat import Array, Arrays, Eqn, Jaxpr, Var
 from flax_amp._rewriter.emit import Emitter
 from flax_amp._rewriter.flow import Ask, Flags
 from flax_amp._rewriter.primitives import bodies, is_float32
@@ -34,23 +34,49 @@ from flax_amp._tree import fill, pick, split_list
 
 def custom_jvp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """The user's jvp rule is rewritten and attached again."""
-    call = _Call.of(emitter, eqn, operands, ask)
+    call, operands = _call(emitter, eqn, operands, ask)
     rebuilt = jax.custom_jvp(call)
-    rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=call.has_consts)
+    rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=call.is_closure)
     return rebuilt(*operands)
 
 
 def custom_vjp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """The user's forward and backward functions are rewritten and attached again."""
-    call = _Call.of(emitter, eqn, operands, ask)
+    call, operands = _call(emitter, eqn, operands, ask)
     rebuilt = jax.custom_vjp(call)
-    symbolic = call.has_consts and _compat.takes_symbolic_zeros()
+    symbolic = call.is_closure and _compat.takes_symbolic_zeros()
     rebuilt.defvjp(
         functools.partial(_emit_forward, call, symbolic),
         lambda residuals, cotangents: residuals(cotangents),
         symbolic_zeros=symbolic,
     )
     return rebuilt(*operands)
+
+
+def _call(
+    emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask
+) -> tuple["_Call", Arrays]:
+    """Returns the call for operands of these types, and its operands."""
+    emitter = emitter.replace(recompute=False)  # its rule says what is stored
+    captured = eqn.params.get("captured", ())
+    count = len(captured)
+    known = emitter.cast_like(operands[:count], eqn.invars[:count], (False,) * count)
+    operands = operands[count:]
+    params = {name: eqn.params[name] for name in eqn.params if name != "captured"}
+    eqn = eqn.replace(invars=eqn.invars[count:], params=params)
+    ask = ask.without(count)
+    body = emitter.rewrite_body(bodies(eqn)[0], operands, ask)
+    of_operands = [jax.typeof(x) for x in operands]
+    of_results = [v.aval for v in _compat.open_jaxpr(body)[0].outvars]
+    in_halves, out_halves = (
+        tuple(
+            is_float32(v) and aval.dtype == emitter.half
+            for v, aval in zip(atoms, avals, strict=True)
+        )
+        for atoms, avals in ((eqn.invars, of_operands), (eqn.outvars, of_results))
+    )
+    call = _Call(emitter, eqn, ask, body, in_halves, out_halves, captured)
+    return call, [*known, *operands]
 
 
 # No repr: JAX writes that of functions into its debug information.
@@ -65,7 +91,11 @@ class _Call:
       body: the rewritten function.
       in_halves: which operands are half here, and float32 in the program.
       out_halves: which results are.
+      captured: the variables that its rule closes over, whose arrays are operands in
+        front of those of the equation.
       mask: which operands the rule is asked for.
+      known: the arrays of the captured variables.
+      moving: those of them that have a derivative.
     """
 
     emitter: Emitter
@@ -74,46 +104,42 @@ class _Call:
     body: Jaxpr
     in_halves: Flags
     out_halves: Flags
+    captured: Sequence[Var]
     mask: Flags = ()
-
-    @classmethod
-    def of(cls, emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> "_Call":
-        """Returns the call for operands of these types."""
-        emitter = emitter.replace(recompute=False)  # its rule says what is stored
-        body = emitter.rewrite_body(bodies(eqn)[0], operands, ask)
-        of_operands = [jax.typeof(x) for x in operands]
-        of_results = [v.aval for v in _compat.open_jaxpr(body)[0].outvars]
-        halves = [
-            tuple(
-                is_float32(v) and aval.dtype == emitter.half
-                for v, aval in zip(atoms, avals, strict=True)
-            )
-            for atoms, avals in ((eqn.invars, of_operands), (eqn.outvars, of_results))
-        ]
-        return cls(emitter, eqn, ask, body, *halves)
+    known: Arrays = ()
+    moving: frozenset[Var] = frozenset()
 
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
+        operands = operands[len(self.captured) :]
         return tuple(_compat.evaluate(self.body, operands))
 
     @property
-    def has_consts(self) -> bool:
-        """Whether the function closes over arrays, which come first as operands."""
-        return bool(self.eqn.params["num_consts"])
+    def is_closure(self) -> bool:
+        """Whether function or rule close over arrays, which come first as operands."""
+        return bool(self.eqn.params["num_consts"] or self.captured)
 
-    def perturbed(self, operands: Sequence[bool]) -> "_Call":
-        """Returns the call whose rule is asked for the operands that have a derivative.
+    def for_operands(
+        self, operands: Arrays, perturbed: Sequence[bool]
+    ) -> tuple["_Call", Arrays]:
+        """Returns the call whose rule is asked for what has a derivative, and operands.
 
         What the function closes over has none: it is asked for if it is perturbed, and
         JAX raises an error then.
         """
+        count = len(self.captured)
         consts = self.eqn.params["num_consts"]
         mask = tuple(
             jnp.issubdtype(v.aval.dtype, jnp.inexact) and (is_perturbed or i >= consts)
             for i, (v, is_perturbed) in enumerate(
-                zip(self.eqn.invars, operands, strict=True)
+                zip(self.eqn.invars, perturbed[count:], strict=True)
             )
         )
-        return dataclasses.replace(self, mask=mask)
+        pairs = zip(self.captured, perturbed, strict=False)
+        moving = frozenset(v for v, is_perturbed in pairs if is_perturbed)
+        call = dataclasses.replace(
+            self, mask=mask, known=operands[:count], moving=moving
+        )
+        return call, operands[count:]
 
     def original(self, operands: Arrays) -> Callable[..., Arrays]:
         """Returns the original call as a function of those operands in the mask."""
@@ -136,11 +162,28 @@ class _Call:
 
     def emit(self, closed: Jaxpr, operands: Arrays) -> list[Array]:
         """Evaluates a traced function of the rule."""
-        jaxpr, _ = _compat.open_jaxpr(closed)
+        jaxpr, consts = _compat.hoist_consts(closed)
+        operands = [*map(self._alive, consts), *operands]
         count = len(jaxpr.invars)
         ask = Ask.in_float32(self.ask.context, len(jaxpr.outvars), (False,) * count)
         ask = ask._replace(computed=(True,) * count)
-        return self.emitter.emit(closed, operands, ask)
+        return self.emitter.emit(jaxpr, operands, ask)
+
+    def _alive(self, const: Any) -> Any:
+        """Returns what a dead tracer stands for, and any other constant as it is.
+
+        Raises:
+          TypeError: if it has a derivative, which the rule would leave out.
+        """
+        number, variable = _compat.number_of(const), _compat.variable_of(const)
+        if variable in self.moving:
+            raise TypeError(
+                "amp: the rule of a custom derivative closes over a value that is "
+                "differentiated, and has no derivative for it. Pass the value as an "
+                "argument, or wrap it in jax.lax.stop_gradient."
+            )
+        arrays = dict(zip(self.captured, self.known, strict=True))
+        return arrays.get(variable, const) if number is None else number
 
     def cast(
         self, arrays: Arrays, atoms: Sequence[Any], halves: Sequence[bool]
@@ -159,8 +202,10 @@ def _trace(function: Any, *structs: Any) -> tuple[Jaxpr, Any]:
 
 def _emit_jvp(call: _Call, primals: Arrays, tangents: Arrays) -> Any:
     """Returns results and their tangents: `lambda x dx. jvp(f, x, dx)`, rewritten."""
-    call = call.perturbed([not isinstance(t, SymbolicZero) for t in tangents])
-    primals = list(map(jnp.asarray, primals))  # some may be Python numbers
+    perturbed = [not isinstance(t, SymbolicZero) for t in tangents]
+    # Some may be Python numbers.
+    call, primals = call.for_operands(list(map(jnp.asarray, primals)), perturbed)
+    tangents = tangents[len(call.captured) :]
     given = [jnp.asarray(_instantiated(t)) for t in pick(tangents, call.mask)]
 
     def rule(primals: Arrays, tangents: Arrays) -> Any:
@@ -182,7 +227,7 @@ def _instantiated(x: Any) -> Any:
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
 
 
-def _emit_forward(call: _Call, symbolic: bool, *operands: Any) -> Any:
+def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     """Returns the results, and the backward function as a pytree of residuals.
 
     For `y = f x w` the two functions that are traced and rewritten are
@@ -190,8 +235,9 @@ def _emit_forward(call: _Call, symbolic: bool, *operands: Any) -> Any:
         forward:  lambda x w. vjp(f, x, w)            -> y, residuals
         backward: lambda residuals dy. vjp function   -> dx, dw
     """
-    call = call.perturbed([symbolic and x.perturbed for x in operands])
-    operands = tuple(x.value for x in operands) if symbolic else operands
+    perturbed = [symbolic and x.perturbed for x in given]
+    values = [x.value for x in given] if symbolic else list(given)
+    call, operands = call.for_operands(values, perturbed)
     treedef: Any = None
 
     def forward(*xs: Array) -> tuple[Arrays, Arrays]:
@@ -205,9 +251,10 @@ def _emit_forward(call: _Call, symbolic: bool, *operands: Any) -> Any:
     closed, (outs, residuals) = _trace(forward, *call.structs(operands))
     results = call.emit(closed, operands)
     primals_out, stored = split_list(results, len(outs))
-    backward = functools.partial(_emit_backward, call, treedef, outs, residuals)
+    plain = dataclasses.replace(call, known=())
+    backward = functools.partial(_emit_backward, plain, treedef, outs, residuals)
     cast = call.cast(primals_out, call.eqn.outvars, call.out_halves)
-    return tuple(cast), jax.tree_util.Partial(backward, list(stored))
+    return tuple(cast), jax.tree_util.Partial(backward, list(stored), list(call.known))
 
 
 def _emit_backward(
@@ -216,9 +263,11 @@ def _emit_backward(
     outs: Sequence[Any],
     structs: Sequence[Any],
     residuals: Arrays,
+    known: Arrays,
     cotangents: Arrays,
 ) -> Any:
     """Returns the cotangents of all operands; `None` for those without one."""
+    call = dataclasses.replace(call, known=known)
     # The cotangent of an integer is no array of the rule's.
     has_one = [jnp.issubdtype(out.dtype, jnp.inexact) for out in outs]
     zeros = [np.zeros(out.shape, jax.dtypes.float0) for out in outs]
@@ -232,4 +281,5 @@ def _emit_backward(
     grads = call.emit(closed, [*residuals, *given])
     variables = pick(call.eqn.invars, call.mask)
     cast = call.cast(grads, variables, pick(call.in_halves, call.mask))
-    return tuple(fill(cast, call.mask, [None] * len(call.mask)))
+    grads = fill(cast, call.mask, [None] * len(call.mask))
+    return (*[None] * len(call.captured), *grads)

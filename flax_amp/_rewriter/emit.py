@@ -352,7 +352,7 @@ class _Run:
         if number is None:
             is_joined = eqn.primitive.name == "concatenate"
             return is_joined and not isinstance(v, Literal) and v in self.plan.weights
-        return not has(eqn, Trait.BOUND) or is_exact(number, self.emitter.half)
+        return not has(eqn, Trait.EXACT_LITERAL) or is_exact(number, self.emitter.half)
 
     # --- operands ---
 

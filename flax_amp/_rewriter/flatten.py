@@ -13,7 +13,9 @@ from jax.extend.core import Literal, Var
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
+from flax_amp._rewriter.captures import captured_by
 from flax_amp._rewriter.primitives import bodies
+from flax_amp._rewriter.roles import untraceable
 
 # A larger call is not opened: calls of calls would be copied again and again.
 _LARGEST = 64
@@ -58,6 +60,7 @@ class Flattener:
         known = dict(zip(jaxpr.constvars, consts, strict=True))
         eqns: list[Eqn] = []
         renamed: dict[Var, Atom] = {}  # what a variable is called now
+        made = {*jaxpr.invars, *jaxpr.constvars}
         for eqn in jaxpr.eqns:
             inside = self(bodies(eqn)[0]) if self._may_open(eqn) else None
             if inside is not None and len(inside.eqns) <= _LARGEST:
@@ -66,12 +69,29 @@ class Flattener:
                 known |= opened.consts
                 renamed |= zip(eqn.outvars, results, strict=True)
             else:
-                eqns.append(_renamed(eqn, renamed))
+                eqns.append(_renamed(_with_captures(eqn, made), renamed))
+            made.update(eqn.outvars)
         return Program(jaxpr.invars, _now(jaxpr.outvars, renamed), eqns, known)
 
 
 def _now(atoms: Sequence[Atom], renamed: dict[Var, Atom]) -> list[Atom]:
     return [x if isinstance(x, Literal) else renamed.get(x, x) for x in atoms]
+
+
+def _with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
+    """Returns a custom derivative that takes what its rules close over as operands.
+
+    They come first, and the parameter `captured` says whose tracers they are.
+    """
+    if eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
+        return eqn
+    if untraceable(eqn):
+        return eqn
+    found = captured_by(eqn)
+    if found is None or not made.issuperset(found):
+        return eqn
+    params = eqn.params | {"captured": found}
+    return eqn.replace(invars=[*found, *eqn.invars], params=params)
 
 
 def _renamed(eqn: Eqn, renamed: dict[Var, Atom]) -> Eqn:

@@ -71,9 +71,10 @@ class Ask(NamedTuple):
         none = (False,) * results
         return cls(context, Uses(none, none), weights, (False,) * len(weights))
 
-    def without_first(self) -> "Ask":
-        """Returns this without the first input, the index of a branch."""
-        return self._replace(weights=self.weights[1:], computed=self.computed[1:])
+    def without(self, count: int) -> "Ask":
+        """Returns this without the first inputs."""
+        weights, computed = self.weights[count:], self.computed[count:]
+        return self._replace(weights=weights, computed=computed)
 
 
 class Read(NamedTuple):
@@ -152,7 +153,12 @@ class Flows:
         return self.cache[key]
 
     def has_product(self, eqn: Eqn, choice: Choice) -> bool:
-        """Whether something in a body does not run in its own dtypes."""
+        """Whether something in a body does not run in its own dtypes.
+
+        A rule that closes over a variable is traced here, whatever is inside.
+        """
+        if "captured" in eqn.params:
+            return True
         if choice.role is not Role.STRUCTURED:
             return False
         condition = eqn.params.get("cond_jaxpr")
@@ -269,8 +275,14 @@ def is_apart(eqn: Eqn) -> bool:
     dtypes = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
     if any(jnp.issubdtype(d, jnp.complexfloating) or _is_tiny(d) for d in dtypes if d):
         return True
-    is_structured = kind_of(eqn) is Kind.STRUCTURED
-    return is_structured and eqn.primitive.name not in ("custom_jvp_call", "cond")
+    if kind_of(eqn) is not Kind.STRUCTURED:
+        return False
+    if eqn.primitive.name not in ("custom_jvp_call", "cond"):
+        return True
+    inside = (
+        inner for body in bodies(eqn) for inner in _compat.open_jaxpr(body)[0].eqns
+    )
+    return any(map(is_apart, inside))
 
 
 def _is_tiny(dtype: Any) -> bool:

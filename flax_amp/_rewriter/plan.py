@@ -251,16 +251,16 @@ def _small_steps(program: Program) -> set[Var]:
     def is_step(v: Var) -> bool:
         if v not in made or made[v].primitive.name not in ("mul", "div"):
             return False
-        is_factor = made[v].primitive.name == "mul"
-        numbers = filter(None, map(literal, made[v].invars))
-        return any((abs(n) if is_factor else 1 / abs(n)) < 1 / 32 for n in numbers)
+        if made[v].primitive.name == "div":
+            divisor = literal(made[v].invars[1])
+            return divisor is not None and abs(divisor) > 32
+        factors = filter(None, map(literal, made[v].invars))
+        return any(abs(factor) < 1 / 32 for factor in factors)
 
     found: set[Var] = set()
-    for eqn in reversed(program.eqns):
+    for eqn in program.eqns:
         operands = variables(eqn.invars)
-        if eqn.primitive.name in ("add", "sub") and (
-            eqn.outvars[0] in found or any(map(is_step, operands))
-        ):
+        if eqn.primitive.name in ("add", "sub") and any(map(is_step, operands)):
             found.update(eqn.outvars, operands)
     return found
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax_amp import _compat
 from flax_amp._compat import Jaxpr
 from flax_amp._rewriter.primitives import is_matrix_product
-from flax_amp._rewriter.roles import Chooser, Context, Role
+from flax_amp._rewriter.roles import Chooser, Context, Role, untraceable
 from flax_amp._rewriter.walk import Visit, walk
 from flax_amp._scope_paths import paths, split_method
 from flax_amp.policy import Origin, Policy
@@ -47,8 +47,6 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
 
     `names` are those of the inputs of the traced program, such as `params['w']`.
     """
-    if choose.half == jnp.float32:
-        return
     equations = list(walk(closed))
     if choose.policy.scope_keys:
         inputs = zip(_compat.open_jaxpr(closed)[0].invars, names, strict=True)
@@ -56,6 +54,8 @@ def warn_of_policy(choose: Chooser, closed: Jaxpr, names: Sequence[str]) -> None
         # They may be the parameters of a module that is not called here.
         idle = {name for v, name in inputs if id(v) not in used}
         _warn_of_keys(choose.policy, {visit.scopes for visit in equations}, idle)
+    if choose.half == jnp.float32:
+        return
     kept = Counter(
         _why_kept(choose, visit) for visit in equations if is_matrix_product(visit.eqn)
     )
@@ -93,6 +93,8 @@ def _why_kept(choose: Chooser, product: Visit) -> str:
     dtypes = [v.aval.dtype for v in eqn.invars[:2]]
     if any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes):
         return ""
+    if reasons := list(filter(None, map(untraceable, around))):
+        return reasons[0]
     # A loop or a call may be left untouched as a whole.
     by_key = (choose.policy.decide(e.primitive, ()) for e in around)
     forced = next((d for d in by_key if d.origin is Origin.PRIMITIVE), None)

@@ -39,7 +39,7 @@ class Trait(enum.Flag):
     ILL_CONDITIONED = enum.auto()
     LAYOUT = enum.auto()  # each number of the result is one of the operand's
     RANKS = enum.auto()  # numbers by their size: a rounding makes equals of neighbors
-    BOUND = enum.auto()  # the larger or the smaller of two numbers
+    EXACT_LITERAL = enum.auto()  # a rounded literal would change the result
     APART = enum.auto()  # a move that is faster outside of `jax.checkpoint`
 
 
@@ -89,9 +89,11 @@ TRAITS = _table(
             Kind.MOVE, Trait.STORED | Trait.LINEAR
         ),
         "pmax pmin unreduced_pmax unreduced_pmin": Traits(Kind.MOVE, Trait.STORED),
-        """gather scatter dynamic_slice dynamic_update_slice select_n neg abs sign eq ne
-        lt le gt ge is_finite eq_to lt_to le_to""": Traits(Kind.MOVE),
-        "max min clamp": Traits(Kind.MOVE, Trait.BOUND),
+        """gather scatter dynamic_slice dynamic_update_slice select_n neg abs sign
+        is_finite""": Traits(Kind.MOVE),
+        "eq ne lt le gt ge eq_to lt_to le_to max min clamp": Traits(
+            Kind.MOVE, Trait.EXACT_LITERAL
+        ),
         "reduce_max reduce_min": Traits(Kind.MOVE, Trait.STORED | _ILL),
         "scatter-max scatter-min": Traits(Kind.MOVE, Trait.STORED | _ILL),
         "cummax cummin": Traits(Kind.MOVE, Trait.STORED),

@@ -107,7 +107,8 @@ class Chooser:
         self, eqn: Eqn, decision: Decision, scopes: tuple[str, ...]
     ) -> Choice:
         if decision.is_chosen and decision.function is use_original_precision:
-            return Choice(Role.ORIGINAL, _reason(decision), decision)
+            inside = Context(scopes, decision)
+            return Choice(Role.ORIGINAL, _reason(decision), decision, inside)
         if decision.origin is Origin.PRIMITIVE:
             raise TypeError(
                 f"amp_policy: key {decision.key!r} is a structured primitive, and its "
@@ -116,7 +117,7 @@ class Chooser:
                 "the precision of what is inside, use the primitives inside or a scope "
                 "as keys."
             )
-        if reason := _untraceable(eqn):
+        if reason := untraceable(eqn):
             return Choice(Role.ORIGINAL, reason, decision)
         if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
             # A rounding makes infinities of the numbers next to one.
@@ -191,7 +192,7 @@ def _draws(eqn: Eqn) -> bool:
     return draws and not any(kind_of(name) is Kind.PRODUCT for name in names)
 
 
-def _untraceable(eqn: Eqn) -> str:
+def untraceable(eqn: Eqn) -> str:
     """Says why the rule of an equation cannot be traced by itself, if it cannot.
 
     Such an equation runs as it is written.
@@ -211,7 +212,9 @@ def _untraceable(eqn: Eqn) -> str:
 def _is_castable(eqn: Eqn) -> bool:
     """Whether an equation can run in half precision, if a policy says so."""
     kinds = (Kind.PRODUCT, Kind.MOVE, Kind.ARITHMETIC, Kind.SUM)
-    return kind_of(eqn) in kinds and not eqn.params.get("update_jaxpr")
+    if eqn.primitive.name == "bitcast_convert_type" or eqn.params.get("update_jaxpr"):
+        return False
+    return kind_of(eqn) in kinds
 
 
 def _is_in(function: Any, dtype: Any) -> bool:

@@ -23,6 +23,9 @@ from helpers import (
     run_all,
 )
 
+# Some programs here run as written.
+pytestmark = pytest.mark.filterwarnings("ignore:amp. no matrix product")
+
 B = jnp.arange(1.0, 4.0)
 COUNTS = jnp.arange(9.0).reshape(3, 3)
 W = 2 * jnp.eye(3) + 0.1 * (COUNTS + COUNTS.T)

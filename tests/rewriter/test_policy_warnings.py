@@ -337,3 +337,11 @@ def test_the_steps_warn_once_and_train_all_the_same():
         assert len(warned(evaluate, state, X)) == expected
         results.append(step(state, X)[0].params)
     assert_identical(*results[1:])
+
+
+def test_a_rule_that_runs_as_written():
+    """The only matmul stands in it."""
+    fn = jax.custom_vjp(lambda x: x @ x)
+    fn.defvjp(lambda x: (x.value @ x.value, None), lambda _, g: (g,), True)
+    with pytest.warns(PolicyWarning, match="which operands are perturbed"):
+        amp(lambda x: jnp.sin(fn(x)))(jnp.eye(2))

@@ -37,7 +37,10 @@ from helpers import (
     scoped_equations,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:jax.lax.p(send|recv) is deprecated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:jax.lax.p(send|recv) is deprecated",
+    "ignore:amp. no matrix product",  # of rows that run as written
+)
 
 IN_FP8 = default_amp_policy | {"fp8": use_fp8(emulate=True)}
 # Calls that are evaluated in place.

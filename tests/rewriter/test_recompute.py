@@ -322,3 +322,26 @@ def test_a_maximum_is_float32():
     grad = jax.grad(bfloat16(loss))
     (maximum,) = equations_of(grad, W, X, primitive="reduce_max")
     assert maximum.invars[0].aval.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "cond"])
+def test_a_callback_runs_once(kind):
+    """Also inside of what the backward pass would compute again."""
+    calls = []
+
+    def host(a):
+        calls.append(1)
+        return a
+
+    def identity(a):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(a.shape, a.dtype), a)
+
+    called = jax.custom_jvp(identity)
+    called.defjvp(lambda p, t: (called(*p), jnp.cos(p[0]) * t[0]))
+    if kind == "cond":
+        fn = lambda a: lax.cond(a.sum() > -1e9, called, jnp.sin, a)  # noqa: E731
+    else:
+        fn = called
+    grad = jax.grad(bfloat16(lambda w: jnp.mean(jnp.tanh(fn(w @ w)) @ w)))
+    jax.block_until_ready(jax.jit(grad)(W))
+    assert len(calls) == 1
