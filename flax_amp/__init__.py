@@ -13,6 +13,7 @@ from flax_amp._rewriter.policy_warnings import PolicyWarning as PolicyWarning
 from flax_amp._rewriter.transform import amp as amp
 from flax_amp._rewriter.transform import amp_stop as amp_stop
 from flax_amp._training.nnx_step import make_nnx_train_step as make_nnx_train_step
+from flax_amp._training.optimizer import AmpOptimizer as AmpOptimizer
 from flax_amp._training.precision import Precision as Precision
 from flax_amp._training.progress import StuckError as StuckError
 from flax_amp._training.progress import check_progress as check_progress
@@ -40,6 +41,7 @@ from flax_amp.policy import use_original_precision as use_original_precision
 __version__ = "0.2.0"
 
 __all__ = [
+    "AmpOptimizer",
     "AmpTrainState",
     "DynamicScalerState",
     "PolicyWarning",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal, Primitive
 from jax.extend.core import primitives as _public_primitives
@@ -384,3 +385,34 @@ _CORE = _private("core")
 
 # The type of typed PRNG keys, which no public name has.
 KeyArray: Any = _private("random.prng").PRNGKeyArray
+
+
+# --- tracers -------------------------------------------------------------------------
+
+_TRACE = (_CORE.Trace, _CORE.Jaxpr, _CORE.JaxprEqn)
+_TRACING = "jax._src.interpreters.partial_eval"
+
+
+def variable_of(x: Any) -> Var | None:
+    """Returns the variable of a tracer of a jaxpr that is being, or was, made.
+
+    `None` for everything else.
+    """
+    variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    return variable if isinstance(variable, jax.extend.core.Var) else None
+
+
+def number_of(x: Any) -> Array | None:
+    """Returns the number of a tracer that stands for one, such as `jnp.float32(2)`.
+
+    `None` for everything else.
+    """
+    literal = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    if not isinstance(literal, jax.extend.core.Literal):
+        return None
+    return np.asarray(literal.val, jax.numpy.result_type(x))
+
+
+def is_of_trace(x: Any) -> bool:
+    """Whether an object belongs to a trace, and so reaches all that the trace made."""
+    return isinstance(x, _TRACE) or type(x).__module__ == _TRACING

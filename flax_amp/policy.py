@@ -20,6 +20,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -136,6 +137,7 @@ class use_fp8:  # noqa: N801 - reads as a function in a policy
 # --- words ---------------------------------------------------------------------------
 
 MatmulDType = Literal["fp8"] | use_fp8 | type | None  # short, for signatures
+# The words for a precision, and a short form of each.
 Precision = Literal[
     "bf16-mixed", "16-mixed", "32-true", "fp8-mixed", "bf16", "fp16", "fp32", "fp8"
 ]
@@ -179,9 +181,9 @@ default_amp_policy: dict[Any, PrecisionFunction] = {
     "amp_default": use_original_precision,
 }
 
-# The default of jaxamp: four primitives are low, four are full, the rest is untouched.
 _LOW = (lax.add_p, lax.sub_p, lax.dot_general_p, lax.conv_general_dilated_p)
 _FULL = (lax.exp_p, lax.log_p, lax.mul_p, lax.div_p)
+# The default of jaxamp: four primitives are low, four are full, the rest is untouched.
 jaxamp_policy: dict[Any, PrecisionFunction] = {
     **dict.fromkeys(_LOW, use_compute_precision),
     **dict.fromkeys(_FULL, InDtype(jnp.float32)),
@@ -202,7 +204,8 @@ def with_matmul_dtype(
             "flax_amp.use_fp8(emulate=...), or None for the compute dtype."
         )
     functions = _functions(entries)
-    if functions.get(lax.dot_general_p) is use_compute_precision:
+    default = use_compute_precision
+    if functions.get(lax.dot_general_p, default) is default:
         functions[lax.dot_general_p] = recipe
     return functions
 
@@ -349,8 +352,10 @@ def _as_function(value: Any) -> Any:
     except (TypeError, ValueError):  # a ValueError for strings such as "16-mixed"
         return None
     dtype = in_dtype.dtype
+    # float64 is none without `jax_enable_x64`.
+    is_here = jax.dtypes.canonicalize_dtype(dtype) == dtype
     is_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-    return in_dtype if is_float else None
+    return in_dtype if is_float and is_here else None
 
 
 def check_compute_dtype(dtype: Any) -> DType:

@@ -1,13 +1,8 @@
-"""States of plain Flax, and every library that saves them."""
+"""States of plain Flax, and the calls of Orbax that save them."""
 
-import warnings
-
-import flax
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from flax import serialization
-from flax.training import checkpoints as legacy
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
@@ -85,44 +80,8 @@ def by_standard_checkpointer(directory, tree):
     return directory / "model"
 
 
-def by_named_item(directory, tree):
-    with ocp.CheckpointManager(directory) as manager:
-        manager.save(
-            3,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave({"a": 1})
-            ),
-        )
-    return directory
-
-
-def by_legacy_flax(directory, tree, orbax=False):
-    before = flax.config.flax_use_orbax_checkpointing
-    flax.config.update("flax_use_orbax_checkpointing", orbax)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Flax Checkpointing will soon be depr")
-            legacy.save_checkpoint(directory, tree, 3)
-    finally:
-        flax.config.update("flax_use_orbax_checkpointing", before)
-    return directory
-
-
-def by_legacy_flax_with_orbax(directory, tree):
-    return by_legacy_flax(directory, tree, orbax=True)
-
-
-def by_to_bytes(directory, tree):
-    (directory / "state.msgpack").write_bytes(serialization.to_bytes(tree))
-    return directory / "state.msgpack"
-
-
-def by_nobody(directory, tree):
-    return tree
-
-
 def run(state, steps):
-    step = make_train_step(linen_loss, has_aux=True, compute_dtype=jnp.float32)
+    step = make_train_step(linen_loss, has_aux=True, precision="32-true")
     for i in range(steps):
         state, _ = step(state, make_batch(i))
     return state

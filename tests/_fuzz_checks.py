@@ -461,9 +461,9 @@ def check_explained(case, options):
         warnings.simplefilter("ignore", flax_amp.PolicyWarning)
         found = flax_amp.explain(case.function, backward=False, **options)(*case.args)
         closed = jax.make_jaxpr(amp(case.function, **options))(*case.args)
-    casts, counts = Counter(), Counter()
+    totals, counts = found.totals, Counter()
+    casts = Counter(down=totals.casts_down, up=totals.casts_up)
     for row in found.equations:
-        casts.update(down=row.casts_down, up=row.casts_up)
         if row.primitive == "convert_element_type":  # the user's own
             casts[_direction(*row.before.operands[:1], *row.before.results)] += (
                 row.times

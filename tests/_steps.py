@@ -12,6 +12,7 @@ from flax import nnx
 
 from _models import MODELS, make_batch
 from flax_amp import (
+    AmpOptimizer,
     AmpTrainState,
     init_scaler,
     make_nnx_train_step,
@@ -19,11 +20,12 @@ from flax_amp import (
 )
 
 DTYPES = [jnp.float16, jnp.bfloat16, jnp.float32]
+# The word for a run that computes in a dtype.
+WORDS = dict(zip(DTYPES, ("16-mixed", "bf16-mixed", "32-true"), strict=True))
 
 # What a step that is skipped for its loss changes, and nothing else.
 SKIP_LEAVES = {
     ".step",
-    ".scaler['total_resets']",
     ".opt_state.notfinite_count",
     ".opt_state.last_finite",
     ".opt_state.total_notfinite",
@@ -110,10 +112,11 @@ def raising(table):
     return pytest.mark.parametrize("call, error, message", rows, ids=ids)
 
 
-def linear_objects(wrt=nnx.Param, tx=None, **options):
+def linear_objects(wrt=nnx.Param, tx=None, precision="bf16-mixed", **options):
     """Returns a linear NNX model of 3 features, and its optimizer."""
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), **options)
-    return model, nnx.Optimizer(model, tx or optax.sgd(0.1), wrt=wrt)
+    tx = tx or optax.sgd(0.1)
+    return model, AmpOptimizer(model, tx, wrt=wrt, precision=precision)
 
 
 def sum_loss(model, batch):
@@ -125,11 +128,10 @@ def run(loss, state=linear_state, batch=linear_batch, **options):
     return lambda: make_train_step(loss, **options)(state(), batch())
 
 
-def run_nnx(loss=sum_loss, make=linear_objects, scaler=None, **options):
+def run_nnx(loss=sum_loss, make=linear_objects, **options):
     """The same for the step on an optimizer."""
-    scaler = init_scaler() if scaler is None else scaler
     step = make_nnx_train_step(loss, **options)
-    return lambda: step(*make(), scaler, np.ones(3, np.float32))
+    return lambda: step(*make(), np.ones(3, np.float32))
 
 
 def mapped(step, mesh, check_vma=True, out_specs=None):

@@ -8,7 +8,6 @@ and where an ignored error is none.
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 
 import types
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, assert_type
@@ -28,6 +27,9 @@ pytestmark = pytest.mark.once
 
 class EmaState(AmpTrainState):
     ema: Any
+
+
+X = jnp.ones((2, 3))
 
 
 def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
@@ -83,12 +85,15 @@ def test_an_evaluation_step_returns_what_its_function_returns() -> None:
 
 def test_the_step_of_an_nnx_optimizer() -> None:
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer = flax_amp.AmpOptimizer(model, optax.sgd(0.1))
+    assert_type(optimizer.hyperparams, dict[str, jax.Array])
     train_step = flax_amp.make_nnx_train_step(lambda model, x: model(x).sum())
-    scaler, metrics = train_step(model, optimizer, None, jnp.ones((2, 3)))
-    assert_type(scaler, dict[str, jax.Array])
+    metrics = train_step(model, optimizer, jnp.ones((2, 3)))
     assert_type(metrics, dict[str, Any])
-    flax_amp.check_progress(make_state(), metrics)
+    flax_amp.check_progress((model, optimizer), metrics)
+    train_step(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), X)
+    eval_step = flax_amp.make_eval_step(lambda model, x: 3)
+    assert_type(eval_step(model, X), int)
 
 
 def test_a_word_for_the_precision_is_one_of_eight() -> None:
@@ -142,6 +147,33 @@ def test_explain_gives_an_explanation_either_way() -> None:
     assert isinstance(by_state, Explanation)
 
 
+def test_each_tool_is_called_alike() -> None:
+    x = jnp.ones(3)
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    pair = model, flax_amp.AmpOptimizer(model, optax.sgd(0.1))
+
+    def of_model(model: nnx.Linear, batch: jax.Array) -> jax.Array:
+        return model(batch).sum()
+
+    def weighted(params: Any, batch: jax.Array, weight: jax.Array) -> jax.Array:
+        return (params["w"] * batch * weight).sum()
+
+    assert_type(flax_amp.explain(make_state(), weighted, x, x), Explanation)
+    by_function = flax_amp.find_nonfinite(loss_fn, precision="fp16", scale=8.0)
+    assert_type(by_function, Callable[..., debug.NonfiniteReport])
+    found = flax_amp.find_nonfinite(pair, of_model, x)
+    assert_type(found, debug.NonfiniteReport)
+    assert found.verdict == "nothing"
+    compared = flax_amp.compare_precision(pair, of_model, x, remedies=0)
+    assert_type(compared, debug.Comparison)
+    with pytest.raises(TypeError, match="got int, int; expected"):
+        flax_amp.compare_precision(1, 2)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="got str; expected"):
+        flax_amp.find_nonfinite("a")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="argument 'presicion'"):
+        flax_amp.explain(loss_fn, presicion="fp16")  # type: ignore[call-overload]
+
+
 def test_optimizers_and_schedules() -> None:
     schedule = optim.cosine_decay_schedule(0.1, 100)
     assert_type(schedule, optim.Schedule)
@@ -153,18 +185,10 @@ def test_optimizers_and_schedules() -> None:
     _, tx = tx.init(params).update(params, params)
     assert_type(tx.replace(weight_decay=0.1), optim.Optimizer)
     assert_type(optim.wrap(optax.sgd)(0.1), optim.Optimizer)
+    with pytest.raises(AttributeError, match="no 'adamww'"):
+        optim.adamww(1e-3)  # type: ignore[attr-defined]
     assert_type(optim.schedule(optax.constant_schedule)(0.1), optim.Schedule)
     assert isinstance(tx, optim.Optimizer) and isinstance(schedule, optim.Schedule)
-
-
-def test_schedules_are_declared() -> None:
-    made = {name for name in dir(optim) if optim._kind_of(name) is optim.Schedule}
-    declared = {
-        name
-        for name, hint in typing.get_type_hints(optim).items()
-        if hint == Callable[..., optim.Schedule]
-    }
-    assert made == declared
 
 
 def test_a_checkpoint_has_the_class_of_its_target(tmp_path: Path) -> None:

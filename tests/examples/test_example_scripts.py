@@ -35,7 +35,7 @@ def numbers(pattern, text):
 
 
 def test_nnx_finetune(run):
-    text = run("nnx_finetune", "--keep-optimizer")  # `train` and `train_in_place`
+    text = run("nnx_finetune")
     trained, negatives, adapted = numbers(r"accuracy ([\d.]+)%", text)
     assert trained > 95 > adapted > 80 > negatives
     assert "2048 of 24010" in text and "kept their bits" in text

@@ -95,8 +95,6 @@ def dynamic(loss_scale, counter=0, period=2000, factor=2, min_loss_scale=1.0):
         scaler=loss_scale,
         patience=int(period) - 1,  # jmp grows on the period-th finite step
         adjust_factor=factor,
-        min_scaler=jnp.maximum(min_loss_scale, 1 / NO_LIMIT),
-        max_scaler=NO_LIMIT,
     )
     return LossScale(scaler | {"count": jnp.asarray(counter, jnp.int32)})
 
