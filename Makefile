@@ -96,7 +96,7 @@ bench: $(BENCH)/.ready-bench ## Costs for three TPUs and on the CPU; tables and 
 	$(BENCH)/bin/python -m benchmarks save
 	$(BENCH)/bin/python -m benchmarks faults
 	$(BENCH)/bin/python -m benchmarks optim
-	$(BENCH)/bin/python -m benchmarks call
+	$(BENCH)/bin/python -m benchmarks step
 	$(BENCH)/bin/python -m benchmarks report
 
 bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200 and a B200, without one.

@@ -212,7 +212,7 @@ def test_command_line(capsys):
         assert "usage" in capsys.readouterr().err, line
     assert {
         *SECTIONS,
-        *"call casts convergence corpus faults optim save soak report".split(),
+        *"step casts convergence corpus faults optim save soak report".split(),
     } == {*cli.COMMANDS}
 
 
