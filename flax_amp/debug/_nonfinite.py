@@ -127,7 +127,7 @@ def find_nonfinite(fun: Any, /, *step: Any, scale: Any = None, **options: Any) -
       again. The whole batch runs in one pass, also if the step splits it.
 
     Args:
-      fun, *step, **options: see `flax_amp.explain`.
+      fun: with what follows it, see `flax_amp.explain`.
       scale: what the loss is multiplied by; by default the scale of the state or the
         optimizer, or 1.
 
