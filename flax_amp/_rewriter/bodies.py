@@ -125,7 +125,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     )
 
     # The cotangents of what each step reads add up over the steps, in float32.
-    is_half = [x.dtype == emitter.half for x in _arrays(consts)]
+    is_half = [getattr(x, "dtype", None) == emitter.half for x in consts]
     wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)
 
     def body(carry: tuple[Array, ...], x: tuple[Array, ...]) -> Any:

@@ -172,7 +172,8 @@ class Manager(ocp.CheckpointManager):
         """Renames damaged steps that are not older than one, with a warning."""
         # Orbax would save nothing before them, and count them among those to keep. They
         # are not deleted: somebody may need them.
-        if not (damaged := self._not_older(step)):
+        # All processes know them before the first one renames them.
+        if not (damaged := _steps.agreed(self._not_older, step)):
             return
         if jax.process_index() == 0:
             for other in damaged:

@@ -252,5 +252,6 @@ def test_a_planted_overflow_is_explained(tmp_path, capsys):
     assert summary["skipped"] == 2
     found = capsys.readouterr().out
     # Arithmetic runs in float32: what overflows is the rounding for the convolution.
-    assert "the cast to float16 made inf" in found and "ConvNet/gain, " in found
+    assert "the cast to float16 of " in found and " made inf" in found, found
+    assert "ConvNet/gain, " in found
     assert '{"ConvNet/gain": jnp.float32, "ConvNet/Conv_1": jnp.float32}' in found
