@@ -92,9 +92,9 @@ def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
 def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """A scan carries the stream through a stack of layers in half precision.
 
-    A stream is what products multiply by weights that each step has for itself. Small
-    terms add up in every other carry, such as the state of a recurrence, or weights
-    that each step updates. It stays float32.
+    A stream is what products multiply from the right by weights that each step has for
+    itself. Small terms add up in every other carry, such as the state of a recurrence,
+    or weights that each step updates. It stays float32.
     """
     emitter = emitter.replace(is_straight=False)
     closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)

@@ -1,8 +1,8 @@
 """Emits a plan: the equations of the user's program, with casts at their borders.
 
 An array's own dtype says what it is: a float32 variable whose array is bfloat16 has
-been rounded. What arithmetic reads is cast up, once for each region, so that the
-cotangents of all its readers add up in float32.
+been rounded. What arithmetic reads is cast up, once for each region of a piece, so that
+the cotangents of its readers there add up in float32.
 """
 
 import dataclasses

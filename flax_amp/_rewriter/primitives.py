@@ -76,7 +76,7 @@ TRAITS = _table(
         "dot_general conv_general_dilated ragged_dot_general": Traits(
             Kind.PRODUCT, Trait.STORED
         ),
-        # Moves: exact in any dtype.
+        # Moves: exact in any dtype, but for rounded literals.
         """reshape squeeze broadcast_in_dim transpose rev slice split unstack tile
         concatenate pad stack copy stop_gradient pvary name sharding_constraint
         layout_constraint relayout reshard xla_metadata_value optimization_barrier
