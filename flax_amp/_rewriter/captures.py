@@ -17,6 +17,7 @@ takes the place of the dead tracer among the constants of the rule when that is 
 import gc
 import types
 from collections import deque
+from collections.abc import Container
 
 import jax
 import numpy as np
@@ -38,11 +39,16 @@ _OPAQUE = (
 )
 
 
-def captured_by(eqn: Eqn) -> tuple[Var, ...] | None:
-    """Returns the variables that the rules of an equation close over.
+def captured_by(eqn: Eqn, made: Container[Var]) -> tuple[Var, ...] | None:
+    """Returns those variables of a jaxpr that the rules of an equation close over.
 
-    `None` if there is no dead tracer; one of a number, such as `jnp.float32(2)`, names
-    no variable.
+    `None` if there is no dead tracer of the jaxpr; one of a number, such as
+    `jnp.float32(2)`, names no variable. Tracers of a function around `amp` are alive,
+    and JAX takes them as they are.
+
+    Args:
+      eqn: an equation of the jaxpr.
+      made: the inputs of the jaxpr, and the results of the equations before this one.
     """
     found: dict[Var, None] = {}
     has_number = False
@@ -52,7 +58,7 @@ def captured_by(eqn: Eqn) -> tuple[Var, ...] | None:
         item = remaining.popleft()
         variable = _compat.variable_of(item)
         if variable is not None:
-            found[variable] = None
+            found |= {variable: None} if variable in made else {}
         elif _compat.number_of(item) is not None:
             has_number = True
         elif id(item) not in seen and not isinstance(item, _OPAQUE):

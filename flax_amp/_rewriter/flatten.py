@@ -64,10 +64,10 @@ class Flattener:
         for eqn in jaxpr.eqns:
             inside = self(bodies(eqn)[0]) if self._may_open(eqn) else None
             if inside is not None and len(inside.eqns) <= _LARGEST:
-                opened, results = _copy(inside, eqn, _now(eqn.invars, renamed))
+                opened = _copy(inside, eqn, _now(eqn.invars, renamed))
                 eqns += opened.eqns
                 known |= opened.consts
-                renamed |= zip(eqn.outvars, results, strict=True)
+                renamed |= zip(eqn.outvars, opened.outvars, strict=True)
             else:
                 eqns.append(_renamed(_with_captures(eqn, made), renamed))
             made.update(eqn.outvars)
@@ -87,8 +87,8 @@ def _with_captures(eqn: Eqn, made: set[Var]) -> Eqn:
         return eqn
     if untraceable(eqn):
         return eqn
-    found = captured_by(eqn)
-    if found is None or not made.issuperset(found):
+    found = captured_by(eqn, made)
+    if found is None:
         return eqn
     params = eqn.params | {"captured": found}
     return eqn.replace(invars=[*found, *eqn.invars], params=params)
@@ -100,10 +100,8 @@ def _renamed(eqn: Eqn, renamed: dict[Var, Atom]) -> Eqn:
     return eqn.replace(invars=_now(eqn.invars, renamed))
 
 
-def _copy(
-    body: Program, call: Eqn, operands: Sequence[Atom]
-) -> tuple[Program, list[Atom]]:
-    """Returns the body of a call with variables of its own, and its results."""
+def _copy(body: Program, call: Eqn, operands: Sequence[Atom]) -> Program:
+    """Returns the body of a call with variables of its own."""
     renamed: dict[Var, Atom] = dict(zip(body.invars, operands, strict=True))
     consts = {}
     for v, const in body.consts.items():
@@ -116,5 +114,4 @@ def _copy(
         eqn = eqn.replace(invars=invars, outvars=outvars)
         inner = _compat.scopes(eqn)
         eqns.append(_compat.with_scopes(eqn, (*outer, *inner)) if outer else eqn)
-    results = _now(body.outvars, renamed)
-    return Program(body.invars, results, eqns, consts), results
+    return Program(body.invars, _now(body.outvars, renamed), eqns, consts)

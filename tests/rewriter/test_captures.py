@@ -76,3 +76,24 @@ def test_what_it_closes_over_has_no_derivative(body):
 
     with pytest.raises(TypeError, match="closes over a value that is differentiated"):
         jax.grad(amp(loss))(W)
+
+
+@pytest.mark.parametrize("around", [jax.jit, lambda f: jax.vmap(f, (None, 0))])
+def test_beside_a_value_of_the_function_around_amp(around):
+    """That tracer is alive, and belongs to no jaxpr of `amp`."""
+    limits = jnp.full((2, 1, 1), 0.5)
+
+    def gradient(transform):
+        def run(w, limit):
+            def loss(w):
+                h = jax.lax.stop_gradient(jnp.tanh(X @ w))
+                f = jax.custom_vjp(lambda y: y @ jnp.eye(4))
+                bounded = lambda _, g: (jnp.clip(g * h, -limit, limit),)  # noqa: E731
+                f.defvjp(lambda y: (f(y), None), bounded)
+                return (f(X @ w) @ w).sum()
+
+            return jax.grad(transform(loss))(w)
+
+        return around(run)(W, limits[0] if around is jax.jit else limits)
+
+    assert relative_error(gradient(amp), gradient(lambda f: f)) < 0.03
