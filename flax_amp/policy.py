@@ -210,6 +210,22 @@ def with_matmul_dtype(
     return functions
 
 
+def read_options(
+    word: Any,
+    compute_dtype: Any,
+    matmul_dtype: MatmulDType,
+    entries: PolicyEntries | None,
+) -> tuple[DType, PolicyEntries | None]:
+    """Returns the compute dtype and the policy of the options of `amp`.
+
+    `compute_dtype` and `matmul_dtype` replace those of the word, unless they are None.
+    """
+    low, matmuls = read_precision(word)
+    dtype = check_compute_dtype(low if compute_dtype is None else compute_dtype)
+    matmuls = matmuls if matmul_dtype is None else matmul_dtype
+    return dtype, with_matmul_dtype(entries, matmuls)
+
+
 def without_fp8(entries: PolicyEntries) -> PolicyEntries:
     """Returns a policy without its entries for fp8.
 

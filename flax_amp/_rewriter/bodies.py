@@ -166,17 +166,17 @@ def _joined(origins: Sequence[_Origin]) -> _Origin:
 
 
 def _origins(
-    planner: Flows, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
+    flows: Flows, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
 ) -> tuple[list[_Origin], set[int]]:
     """Returns what the results come from, and the carries that are weights themselves.
 
     Args:
-      planner: plans jaxprs.
+      flows: sweeps over jaxprs.
       closed: the body, or one inside of it.
       context: where it stands.
       inputs: what its inputs come from.
     """
-    program = planner.program(closed, context)
+    program = flows.program(closed, context)
     known = dict(zip(program.invars, inputs, strict=True))
     kernels: set[int] = set()
 
@@ -187,7 +187,7 @@ def _origins(
         ]
 
     for eqn in program.eqns:
-        choice, origins = planner.choose(eqn, context), read(eqn.invars)
+        choice, origins = flows.choose(eqn, context), read(eqn.invars)
         results = [_joined(origins)] * len(eqn.outvars)
         if is_layout(eqn) and len(origins) == 1:
             results = origins * len(eqn.outvars)  # of a split, say
@@ -197,13 +197,13 @@ def _origins(
             if kernel.is_weight:
                 streams = results[0].streams | x.carries
                 results = [results[0]._replace(streams=streams)]
-        elif planner.has_product(eqn, choice):
+        elif flows.has_product(eqn, choice):
             for body in bodies(eqn):
                 # The index of a branch comes before the operands of the body.
                 first = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
                 if first < 0:
                     continue
-                inside, more = _origins(planner, body, choice.inside, origins[first:])
+                inside, more = _origins(flows, body, choice.inside, origins[first:])
                 kernels |= more
                 if len(inside) == len(results):
                     pairs = zip(results, inside, strict=True)

@@ -94,8 +94,8 @@ class _Call:
       captured: the variables that its rule closes over, whose arrays are operands in
         front of those of the equation.
       mask: which operands the rule is asked for.
-      known: the arrays of the captured variables.
-      moving: those of them that have a derivative.
+      arrays: those of the captured variables.
+      differentiated: those of them that have a derivative.
     """
 
     emitter: Emitter
@@ -106,8 +106,8 @@ class _Call:
     out_halves: Flags
     captured: Sequence[Var]
     mask: Flags = ()
-    known: Arrays = ()
-    moving: frozenset[Var] = frozenset()
+    arrays: Arrays = ()
+    differentiated: frozenset[Var] = frozenset()
 
     def __call__(self, *operands: Array) -> tuple[Array, ...]:
         operands = operands[len(self.captured) :]
@@ -135,9 +135,9 @@ class _Call:
             )
         )
         pairs = zip(self.captured, perturbed, strict=False)
-        moving = frozenset(v for v, is_perturbed in pairs if is_perturbed)
+        differentiated = frozenset(v for v, is_perturbed in pairs if is_perturbed)
         call = dataclasses.replace(
-            self, mask=mask, known=operands[:count], moving=moving
+            self, mask=mask, arrays=operands[:count], differentiated=differentiated
         )
         return call, operands[count:]
 
@@ -163,26 +163,26 @@ class _Call:
     def emit(self, closed: Jaxpr, operands: Arrays) -> list[Array]:
         """Evaluates a traced function of the rule."""
         jaxpr, consts = _compat.hoist_consts(closed)
-        operands = [*map(self._alive, consts), *operands]
+        operands = [*map(self._value_of, consts), *operands]
         count = len(jaxpr.invars)
         ask = Ask.in_float32(self.ask.context, len(jaxpr.outvars), (False,) * count)
         ask = ask._replace(computed=(True,) * count)
         return self.emitter.emit(jaxpr, operands, ask)
 
-    def _alive(self, const: Any) -> Any:
+    def _value_of(self, const: Any) -> Any:
         """Returns what a dead tracer stands for, and any other constant as it is.
 
         Raises:
           TypeError: if it has a derivative, which the rule would leave out.
         """
         number, variable = _compat.number_of(const), _compat.variable_of(const)
-        if variable in self.moving:
+        if variable in self.differentiated:
             raise TypeError(
                 "amp: the rule of a custom derivative closes over a value that is "
                 "differentiated, and has no derivative for it. Pass the value as an "
                 "argument, or wrap it in jax.lax.stop_gradient."
             )
-        arrays = dict(zip(self.captured, self.known, strict=True))
+        arrays = dict(zip(self.captured, self.arrays, strict=True))
         return arrays.get(variable, const) if number is None else number
 
     def cast(
@@ -251,10 +251,10 @@ def _emit_forward(call: _Call, symbolic: bool, *given: Any) -> Any:
     closed, (outs, residuals) = _trace(forward, *call.structs(operands))
     results = call.emit(closed, operands)
     primals_out, stored = split_list(results, len(outs))
-    plain = dataclasses.replace(call, known=())
+    plain = dataclasses.replace(call, arrays=())
     backward = functools.partial(_emit_backward, plain, treedef, outs, residuals)
     cast = call.cast(primals_out, call.eqn.outvars, call.out_halves)
-    return tuple(cast), jax.tree_util.Partial(backward, list(stored), list(call.known))
+    return tuple(cast), jax.tree_util.Partial(backward, list(stored), list(call.arrays))
 
 
 def _emit_backward(
@@ -263,11 +263,11 @@ def _emit_backward(
     outs: Sequence[Any],
     structs: Sequence[Any],
     residuals: Arrays,
-    known: Arrays,
+    arrays: Arrays,
     cotangents: Arrays,
 ) -> Any:
     """Returns the cotangents of all operands; `None` for those without one."""
-    call = dataclasses.replace(call, known=known)
+    call = dataclasses.replace(call, arrays=arrays)
     # The cotangent of an integer is no array of the rule's.
     has_one = [jnp.issubdtype(out.dtype, jnp.inexact) for out in outs]
     zeros = [np.zeros(out.shape, jax.dtypes.float0) for out in outs]

@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, DType, Eqn, Jaxpr, Var
 from flax_amp._rewriter.casts import cast_number, down, is_exact, spread, up
-from flax_amp._rewriter.flow import HALF_ROLES, Ask, Node, Read
+from flax_amp._rewriter.flow import HALF_ROLES, Ask, Node, Read, among
 from flax_amp._rewriter.fp8 import fp8_dot, fp8_product
 from flax_amp._rewriter.plan import Piece, Plan, Planner
 from flax_amp._rewriter.precision_call import call_precision_function
@@ -251,14 +251,12 @@ class _Run:
         if role is Role.CALLED:
             operands = self._natural(node)
             outs = call_precision_function(eqn, decision, half, operands)
-            # A third dtype returns to float32.
-            is_other = [
-                is_float32(v) and getattr(x, "dtype", None) not in (half, jnp.float32)
-                for x, v in zip(outs, eqn.outvars, strict=True)
-            ]
+            known = (half, jnp.float32)  # A third dtype returns to float32.
             outs = [
-                jnp.asarray(x, jnp.float32) if other else x
-                for x, other in zip(outs, is_other, strict=True)
+                jnp.asarray(x, jnp.float32)
+                if is_float32(v) and x.dtype not in known
+                else x
+                for x, v in zip(outs, eqn.outvars, strict=True)
             ]
             return operands, outs, reason
         return *self._light(node), reason
@@ -266,13 +264,10 @@ class _Run:
     def _structured(self, node: Node) -> tuple[Arrays, Arrays, str]:
         """Emits an equation with products in its bodies."""
         eqn, emitter = node.eqn, self.emitter
-        known = [not isinstance(v, Literal) for v in eqn.invars]
-        flags = [
-            tuple(k and v in which for k, v in zip(known, eqn.invars, strict=True))
-            for which in (self.plan.weights, self.plan.computed)
-        ]
         assert node.uses is not None
-        ask = Ask(node.choice.inside, node.uses, *flags)
+        weights = among(eqn.invars, self.plan.weights)
+        computed = among(eqn.invars, self.plan.computed)
+        ask = Ask(node.choice.inside, node.uses, weights, computed)
         operands = self._natural(node)
         inside = emitter.replace(place=emitter.place.inside(eqn))
         results = emitter.rules[eqn.primitive.name](inside, eqn, operands, ask)
@@ -281,16 +276,12 @@ class _Run:
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
         """Returns how a product runs in fp8, or why it does not."""
         factors = node.eqn.invars[:2]
-        known = [not isinstance(v, Literal) for v in factors]
-        weights = [
-            k and v in self.plan.weights for k, v in zip(known, factors, strict=True)
-        ]
-        # In a loop, what is no weight is computed by the step before, as far as known.
-        in_loop = not self.emitter.is_straight
-        computed = [
-            k and (v in self.plan.computed or (in_loop and not weight))
-            for k, v, weight in zip(known, factors, weights, strict=True)
-        ]
+        weights = among(factors, self.plan.weights)
+        computed = among(factors, self.plan.computed)
+        if not self.emitter.is_straight:
+            # What is no weight is computed by the step before, as far as known.
+            others = set(_compat.variables(factors)) - self.plan.weights
+            computed = among(factors, self.plan.computed | others)
         is_read = node.eqn.outvars[0] in self.plan.flow.for_products
         decision = node.choice.decision
         return fp8_product(node.eqn, weights, computed, is_read, decision)
@@ -339,10 +330,8 @@ class _Run:
             if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
                 return False
             return all(self._fits(v, eqn) for v in others)
-        are_biases = all(
-            not isinstance(v, Literal) and v in self.plan.weights and v.aval.shape
-            for v in others
-        )
+        are_biases = all(among(others, self.plan.weights))
+        are_biases &= all(v.aval.shape for v in others)
         is_sum = name == "add" or (name == "add_any" and not others)
         return role is Role.ARITHMETIC and is_sum and are_biases
 
@@ -351,7 +340,7 @@ class _Run:
         number = literal(v) if isinstance(v, Literal) else self.plan.numbers.get(v)
         if number is None:
             is_joined = eqn.primitive.name == "concatenate"
-            return is_joined and not isinstance(v, Literal) and v in self.plan.weights
+            return is_joined and all(among([v], self.plan.weights))
         return not has(eqn, Trait.EXACT_LITERAL) or is_exact(number, self.emitter.half)
 
     # --- operands ---

@@ -18,7 +18,7 @@ last level goes on behind it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -97,8 +97,7 @@ class Node:
       choice: how it runs.
       level: the number of products on the longest path to it.
       has_product: whether a body of it has a product.
-      is_inside: which operands it reads as they were before a border, if they are of
-        its own region.
+      reads: how it reads its operands, whatever is rounded.
       uses: what happens to its results, if a body of it has a product.
     """
 
@@ -106,7 +105,7 @@ class Node:
     choice: Choice
     level: int
     has_product: bool
-    is_inside: Flags
+    reads: Reads
     uses: Uses | None
 
     @property
@@ -121,14 +120,12 @@ class Flow(NamedTuple):
     Attributes:
       program: the program.
       nodes: its equations.
-      region: the region that each variable belongs to, by its level.
       for_products: the variables that a product reads later.
       read_inside: the variables that arithmetic of their own region reads.
     """
 
     program: Program
     nodes: Sequence[Node]
-    region: dict[Var, int]
     for_products: set[Var]
     read_inside: set[Var]
 
@@ -227,19 +224,26 @@ class Flows:
                 rounded = (v in later and v not in inside for v in eqn.outvars)
                 of_results = Uses(leads, tuple(rounded))
                 in_later, in_inside = self._operands(eqn, choice, of_results)
-                is_inside = in_inside
+                unrounded = in_inside
             else:
                 count, is_light = len(eqn.invars), choice.role not in HALF_ROLES
                 in_later = (any(leads) or not is_light,) * count
-                is_inside = (is_light,) * count
+                unrounded = (is_light,) * count
                 # A move reads what it is asked for.
                 passes = _is_move(eqn, choice) and inside.isdisjoint(eqn.outvars)
                 in_inside = (is_light and not passes,) * count
-            nodes.append(Node(eqn, choice, level, has_product, is_inside, of_results))
+            # As it was before a border it reads what is of its own region.
+            reads: Reads = [
+                None
+                if isinstance(v, Literal)
+                else Read(v, is_unrounded and region[v] == level)
+                for v, is_unrounded in zip(eqn.invars, unrounded, strict=True)
+            ]
+            nodes.append(Node(eqn, choice, level, has_product, reads, of_results))
             later.update(flagged(eqn.invars, in_later))
             read = flagged(eqn.invars, in_inside)
             inside.update(v for v in read if region[v] == level)
-        return Flow(program, nodes[::-1], region, later, inside)
+        return Flow(program, nodes[::-1], later, inside)
 
     def _operands(self, eqn: Eqn, choice: Choice, uses: Uses) -> tuple[Flags, Flags]:
         """Returns which operands a product reads, and which arithmetic reads first.
@@ -295,6 +299,12 @@ def _is_move(eqn: Eqn, choice: Choice) -> bool:
     return is_move and any(map(is_float32, eqn.outvars))
 
 
+def among(atoms: Sequence[Atom], variables: Container[Var]) -> Flags:
+    """Returns which atoms are some of the variables, and no literals."""
+    return tuple(not isinstance(v, Literal) and v in variables for v in atoms)
+
+
 def flagged(atoms: Sequence[Atom], flags: Sequence[bool]) -> list[Var]:
+    """Returns the variables that have a flag."""
     pairs = zip(atoms, flags, strict=True)
     return [v for v, flag in pairs if flag and not isinstance(v, Literal)]

@@ -122,11 +122,10 @@ def _plan(flow: Flow, ask: Ask) -> Plan:
     outvars, rounded = flow.program.outvars, ask.uses.rounded
     weights, numbers = _arguments(flow.program, ask)
     computed = _computed(flow, ask)
-    reads = {node: _reads(node, flow.region) for node in flow.nodes}
     # What is read as it leaves its region: by anything, and by arithmetic.
     leaving, later = set(flagged(outvars, rounded)), set()
     for node in flow.nodes:
-        read = [read.v for read in reads[node] if read and not read.is_unrounded]
+        read = [read.v for read in node.reads if read and not read.is_unrounded]
         leaving.update(read)
         later.update(read if node.is_light else [])
     why_float32 = _why_float32(flow, leaving, computed)
@@ -139,7 +138,7 @@ def _plan(flow: Flow, ask: Ask) -> Plan:
     def as_it_is(read: Read | None) -> Read | None:
         return read and Read(read.v, read.is_unrounded and read.v in twofold)
 
-    reads = {node: list(map(as_it_is, of_node)) for node, of_node in reads.items()}
+    reads = {node: list(map(as_it_is, node.reads)) for node in flow.nodes}
     results = [
         None if isinstance(v, Literal) else as_it_is(Read(v, not half))
         for v, half in zip(outvars, rounded, strict=True)
@@ -153,16 +152,6 @@ def _plan(flow: Flow, ask: Ask) -> Plan:
         *(flow, why_float32, twofold, weights, computed, numbers, stored, reads),
         *(results, pieces, last),
     )
-
-
-def _reads(node: Node, region: dict[Var, int]) -> Reads:
-    """Returns how an equation reads its operands, whatever is rounded."""
-    return [
-        None
-        if isinstance(v, Literal)
-        else Read(v, is_inside and region[v] == node.level)
-        for v, is_inside in zip(node.eqn.invars, node.is_inside, strict=True)
-    ]
 
 
 def _why_float32(flow: Flow, leaving: set[Var], computed: set[Var]) -> dict[Var, str]:

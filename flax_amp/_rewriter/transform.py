@@ -27,15 +27,15 @@ from flax_amp.policy import (
     Policy,
     PolicyEntries,
     Precision,
-    check_compute_dtype,
-    read_precision,
-    with_matmul_dtype,
+    read_options,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Options(TypedDict, total=False):
+class Options(TypedDict, total=False):
+    """The options of `amp`."""
+
     precision: Precision | None
     compute_dtype: DTypeLike | None
     amp_policy: PolicyEntries | None
@@ -44,9 +44,9 @@ class _Options(TypedDict, total=False):
 
 
 @overload
-def amp(fun: F, **options: Unpack[_Options]) -> F: ...
+def amp(fun: F, **options: Unpack[Options]) -> F: ...
 @overload
-def amp(fun: None = None, **options: Unpack[_Options]) -> Callable[[F], F]: ...
+def amp(fun: None = None, **options: Unpack[Options]) -> Callable[[F], F]: ...
 def amp(
     fun: Any = None,
     *,
@@ -111,10 +111,9 @@ def amp(
         raise TypeError(
             f"amp: got both {precision=} and {compute_dtype=}; expected one of them."
         )
-    default, matmuls = read_precision("bf16-mixed" if precision is None else precision)
-    dtype = check_compute_dtype(default if compute_dtype is None else compute_dtype)
-    matmuls = matmuls if matmul_dtype is None else matmul_dtype
-    policy = Policy(with_matmul_dtype(amp_policy, matmuls))
+    word = "bf16-mixed" if precision is None else precision
+    dtype, entries = read_options(word, compute_dtype, matmul_dtype, amp_policy)
+    policy = Policy(entries)
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: got {recompute!r}; expected True or False.")
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32

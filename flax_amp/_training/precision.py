@@ -6,14 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from flax_amp._rewriter.rewritten import is_rewritten
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.arguments import UserFn
 from flax_amp._training.scaler import Scaler, init_scaler, no_scaler
 from flax_amp.policy import (
-    MatmulDType,
     Policy,
     PolicyEntries,
     long_word,
@@ -27,19 +25,9 @@ def check_precision(word: Any, name: str) -> Precision:
     return long_word(word, name)
 
 
-def compute_dtype_of(word: Precision, override: DTypeLike | None = None) -> DTypeLike:
-    """Returns the dtype in which a run computes, unless another one is given."""
-    return read_precision(word)[0] if override is None else override
-
-
-def matmul_dtype_of(word: Precision, override: MatmulDType = None) -> MatmulDType:
-    """Returns what a run computes matmuls in, unless something else is given."""
-    return read_precision(word)[1] if override is None else override
-
-
 def needs_scale(word: Precision) -> bool:
     """Whether gradients need a loss scale; bfloat16 has the range of float32."""
-    return compute_dtype_of(word) == jnp.float16
+    return read_precision(word)[0] == jnp.float16
 
 
 def first_scaler(word: Precision) -> Scaler:

@@ -253,7 +253,6 @@ def _task(options: Options, state: AmpTrainState) -> Task:
         update=update,
         finish=finish,
         subject=lambda: state,
-        view=lambda tree: tree,
     )
 
 

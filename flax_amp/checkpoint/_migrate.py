@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp._training.scaler import init_scaler
+from flax_amp._training.scaler import HIGHEST, LOWEST, init_scaler
 from flax_amp.checkpoint import _steps, _trees
 from flax_amp.checkpoint._paths import finish_saving
 from flax_amp.checkpoint._trees import Path
@@ -36,7 +36,6 @@ _SCALERS = (
     {"scale": "scaler", "fin_steps": "count"},
     {key: key for key in ("scaler", "count", "patience", "adjust_factor")},
 )
-_LIMITS = 2.0**-24, 2.0**24  # of the scale; that of jaxamp grows to infinity
 
 
 def migrate(
@@ -240,7 +239,9 @@ def _with_scaler(saved: Arrays, wanted: Arrays) -> Arrays:
         scaler = init_scaler() | {k: x for k, x in own.items() if _trees.has_value(x)}
         if np.isnan(found["scaler"]).any():
             found["scaler"] = np.asarray(scaler["scaler"])
-        found["scaler"] = np.clip(found["scaler"].astype(np.float32), *_LIMITS)
+        # That of jaxamp grows to infinity.
+        scale = found["scaler"].astype(np.float32)
+        found["scaler"] = np.clip(scale, LOWEST, HIGHEST)
         return rest | {target[k]: np.asarray(x) for k, x in (scaler | found).items()}
     return saved
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from flax_amp._compat import Array, DType
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
+from flax_amp._rewriter.transform import Options as OfAmp
 from flax_amp._training.arguments import check_function, declared_keywords
 from flax_amp._training.loss import check_loss, fold_in
 from flax_amp._training.step_call import check_not_deleted
@@ -35,10 +36,8 @@ from flax_amp.policy import (
     Policy,
     PolicyEntries,
     Precision,
-    check_compute_dtype,
     default_amp_policy,
-    read_precision,
-    with_matmul_dtype,
+    read_options,
 )
 
 R = TypeVar("R")
@@ -48,14 +47,9 @@ Trained = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 _NO_NAMES = "modules have no names: the code needs equal modules"
 
 
-class Options(TypedDict, total=False):
-    """The options of the tools; all take those of `flax_amp.amp`, the first five."""
+class Options(OfAmp, total=False):
+    """The options of the tools; all take those of `flax_amp.amp`."""
 
-    precision: Precision | None
-    compute_dtype: DTypeLike | None
-    matmul_dtype: MatmulDType
-    amp_policy: PolicyEntries | None
-    recompute: bool
     backward: bool  # of `explain`
     scale: float | None  # of `find_nonfinite` and `compare_precision`
     remedies: int  # of `compare_precision`
@@ -94,11 +88,8 @@ class Asked:
             raise TypeError(f"{caller}: {recompute=}; expected True or False.")
         asked = cls.about(caller, fun, step)
         word = precision or getattr(asked.holder, "precision", None) or "bf16-mixed"
-        low, matmuls = read_precision(word)
-        dtype = check_compute_dtype(low if compute_dtype is None else compute_dtype)
         given = default_amp_policy if amp_policy is None else amp_policy
-        matmuls = matmuls if matmul_dtype is None else matmul_dtype
-        entries: Any = with_matmul_dtype(given, matmuls)
+        dtype, entries = read_options(word, compute_dtype, matmul_dtype, given)
         Policy(entries)  # checks it
         recompute = recompute and dtype != jnp.float32
         of_amp = dict(dtype=dtype, entries=entries, recompute=recompute)
