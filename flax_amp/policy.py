@@ -263,12 +263,6 @@ class Decision:
         """Whether a key for a scope or a primitive decided, not `amp_default`."""
         return self.origin is not Origin.DEFAULT
 
-    @property
-    def lowers_all_inside(self) -> bool:
-        """Whether it asks for all inside of a scope in one dtype, not only products."""
-        is_fp8 = isinstance(self.function, use_fp8)
-        return self.origin is Origin.SCOPE and not is_fp8
-
 
 class Policy:
     """A checked policy dict, ready to be looked up equation by equation."""

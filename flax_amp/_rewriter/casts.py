@@ -5,18 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from ml_dtypes import finfo
 
 from flax_amp._compat import Array, Arrays, DType
-
-
-def finfo(dtype: DType) -> Any:
-    """Returns the float limits of `dtype`, bfloat16 included."""
-    return ml_dtypes.finfo(dtype)
 
 
 def cast_number(value: Any, dtype: DType) -> np.ndarray:

@@ -14,7 +14,6 @@ from jax.extend.core import Literal, Var
 from flax_amp import _compat
 from flax_amp._compat import Array, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.captures import captured_by
-from flax_amp._rewriter.primitives import bodies
 from flax_amp._rewriter.roles import untraceable
 
 # A larger call is not opened: calls of calls would be copied again and again.
@@ -38,40 +37,29 @@ class Program:
     consts: dict[Var, Array]
 
 
-class Flattener:
-    """Opens the calls of programs; each body is opened once.
+def flatten(closed: Jaxpr, opened: Callable[[Eqn], Program | None]) -> Program:
+    """Returns a jaxpr with the equations of calls in their place.
 
     Args:
-      may_open: whether an equation is a call that may be opened.
+      closed: the jaxpr.
+      opened: returns the body of a call that may be opened, `None` for all else.
     """
-
-    def __init__(self, may_open: Callable[[Eqn], bool]):
-        self._may_open = may_open
-        self._programs: dict[Jaxpr, Program] = {}
-
-    def __call__(self, closed: Jaxpr) -> Program:
-        """Returns a jaxpr with the equations of calls in their place."""
-        if closed not in self._programs:
-            self._programs[closed] = self._flatten(closed)
-        return self._programs[closed]
-
-    def _flatten(self, closed: Jaxpr) -> Program:
-        jaxpr, consts = _compat.open_jaxpr(closed)
-        known = dict(zip(jaxpr.constvars, consts, strict=True))
-        eqns: list[Eqn] = []
-        renamed: dict[Var, Atom] = {}  # what a variable is called now
-        made = {*jaxpr.invars, *jaxpr.constvars}
-        for eqn in jaxpr.eqns:
-            inside = self(bodies(eqn)[0]) if self._may_open(eqn) else None
-            if inside is not None and len(inside.eqns) <= _LARGEST:
-                opened = _copy(inside, eqn, _now(eqn.invars, renamed))
-                eqns += opened.eqns
-                known |= opened.consts
-                renamed |= zip(eqn.outvars, opened.outvars, strict=True)
-            else:
-                eqns.append(_renamed(_with_captures(eqn, made), renamed))
-            made.update(eqn.outvars)
-        return Program(jaxpr.invars, _now(jaxpr.outvars, renamed), eqns, known)
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    eqns: list[Eqn] = []
+    renamed: dict[Var, Atom] = {}  # what a variable is called now
+    made = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        inside = opened(eqn)
+        if inside is not None and len(inside.eqns) <= _LARGEST:
+            copy = _copy(inside, eqn, _now(eqn.invars, renamed))
+            eqns += copy.eqns
+            known |= copy.consts
+            renamed |= zip(eqn.outvars, copy.outvars, strict=True)
+        else:
+            eqns.append(_renamed(_with_captures(eqn, made), renamed))
+        made.update(eqn.outvars)
+    return Program(jaxpr.invars, _now(jaxpr.outvars, renamed), eqns, known)
 
 
 def _now(atoms: Sequence[Atom], renamed: dict[Var, Atom]) -> list[Atom]:

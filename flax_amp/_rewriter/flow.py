@@ -26,7 +26,7 @@ from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
-from flax_amp._rewriter.flatten import Flattener, Program
+from flax_amp._rewriter.flatten import Program, flatten
 from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, is_float32, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context, Role
 
@@ -105,8 +105,8 @@ class Node:
     choice: Choice
     level: int
     has_product: bool
-    reads: Reads
-    uses: Uses | None
+    reads: Reads = dataclasses.field(default_factory=list)
+    uses: Uses | None = None
 
     @property
     def is_light(self) -> bool:
@@ -176,10 +176,14 @@ class Flows:
 
     def program(self, closed: Jaxpr, context: Context) -> Program:
         """Returns a jaxpr in which small calls are open."""
-        key = ("flattener", context)
+        key = ("program", closed, context)
         if key not in self.cache:
-            self.cache[key] = Flattener(lambda eqn: self._may_open(eqn, context))
-        return self.cache[key](closed)
+            self.cache[key] = flatten(closed, lambda eqn: self._opened(eqn, context))
+        return self.cache[key]
+
+    def _opened(self, eqn: Eqn, context: Context) -> Program | None:
+        may_open = self._may_open(eqn, context)
+        return self.program(bodies(eqn)[0], context) if may_open else None
 
     def _may_open(self, eqn: Eqn, context: Context) -> bool:
         if eqn.primitive.name not in _CALLS:
@@ -203,47 +207,67 @@ class Flows:
         return self.cache[key]
 
     def _flow(self, program: Program, context: Context, uses: Uses) -> Flow:
-        choices = [self.choose(eqn, context) for eqn in program.eqns]
-        # Forward: the level of each equation, and the region of each variable.
-        region: dict[Var, int] = dict.fromkeys((*program.consts, *program.invars), 0)
-        found = []
-        for eqn, choice in zip(program.eqns, choices, strict=True):
-            level = max((region[v] for v in variables(eqn.invars)), default=0)
-            has_product = self.has_product(eqn, choice)
-            found.append((eqn, choice, level, has_product))
-            ends_region = has_product or choice.role in HALF_ROLES
-            region |= dict.fromkeys(eqn.outvars, level + ends_region)
-        # Backward: what a product reads later, and what its own region reads.
+        """Sweeps backward: what a product reads later, what its own region reads."""
+        found, region = self._levels(program, context)
         later = set(flagged(program.outvars, uses.for_products))
         inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         nodes = []
-        for eqn, choice, level, has_product in reversed(found):
-            leads = tuple(v in later for v in eqn.outvars)
-            of_results = None
-            if has_product:
-                rounded = (v in later and v not in inside for v in eqn.outvars)
-                of_results = Uses(leads, tuple(rounded))
-                in_later, in_inside = self._operands(eqn, choice, of_results)
-                unrounded = in_inside
-            else:
-                count, is_light = len(eqn.invars), choice.role not in HALF_ROLES
-                in_later = (any(leads) or not is_light,) * count
-                unrounded = (is_light,) * count
-                # A move reads what it is asked for.
-                passes = _is_move(eqn, choice) and inside.isdisjoint(eqn.outvars)
-                in_inside = (is_light and not passes,) * count
+        for node in reversed(found):
+            of_results, in_later, in_inside, unrounded = self._asked(
+                node, later, inside
+            )
+            invars, level = node.eqn.invars, node.level
             # As it was before a border it reads what is of its own region.
             reads: Reads = [
                 None
                 if isinstance(v, Literal)
                 else Read(v, is_unrounded and region[v] == level)
-                for v, is_unrounded in zip(eqn.invars, unrounded, strict=True)
+                for v, is_unrounded in zip(invars, unrounded, strict=True)
             ]
-            nodes.append(Node(eqn, choice, level, has_product, reads, of_results))
-            later.update(flagged(eqn.invars, in_later))
-            read = flagged(eqn.invars, in_inside)
-            inside.update(v for v in read if region[v] == level)
+            nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
+            later.update(flagged(invars, in_later))
+            inside.update(v for v in flagged(invars, in_inside) if region[v] == level)
         return Flow(program, nodes[::-1], later, inside)
+
+    def _levels(
+        self, program: Program, context: Context
+    ) -> tuple[list[Node], dict[Var, int]]:
+        """Sweeps forward: the level of each equation, the region of each variable."""
+        region: dict[Var, int] = dict.fromkeys((*program.consts, *program.invars), 0)
+        nodes = []
+        for eqn in program.eqns:
+            choice = self.choose(eqn, context)
+            level = max((region[v] for v in variables(eqn.invars)), default=0)
+            node = Node(eqn, choice, level, self.has_product(eqn, choice))
+            nodes.append(node)
+            region |= dict.fromkeys(eqn.outvars, level + (not node.is_light))
+        return nodes, region
+
+    def _asked(
+        self, node: Node, later: set[Var], inside: set[Var]
+    ) -> tuple[Uses | None, Flags, Flags, Flags]:
+        """Returns what is asked of a node, given what is read behind it.
+
+        Returns:
+          What happens to its results, if a body of it has a product. Of its operands:
+          which ones a product reads, which ones arithmetic reads first, and which ones
+          it reads as they were before a border.
+        """
+        outvars, count = node.eqn.outvars, len(node.eqn.invars)
+        if node.has_product:
+            rounded = tuple(v in later and v not in inside for v in outvars)
+            uses = Uses(among(outvars, later), rounded)
+            for_products, first = self._operands(node.eqn, node.choice, uses)
+            return uses, for_products, first, first
+        leads = not later.isdisjoint(outvars)
+        # A move reads what it is asked for.
+        passes = _is_move(node) and inside.isdisjoint(outvars)
+        return (
+            None,
+            (leads or not node.is_light,) * count,
+            (node.is_light and not passes,) * count,
+            (node.is_light,) * count,
+        )
 
     def _operands(self, eqn: Eqn, choice: Choice, uses: Uses) -> tuple[Flags, Flags]:
         """Returns which operands a product reads, and which arithmetic reads first.
@@ -293,10 +317,10 @@ def _is_tiny(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2
 
 
-def _is_move(eqn: Eqn, choice: Choice) -> bool:
+def _is_move(node: Node) -> bool:
     """Whether an equation only moves numbers, so that its readers count."""
-    is_move = choice.role is Role.MOVE and not has(eqn, Trait.RANKS)
-    return is_move and any(map(is_float32, eqn.outvars))
+    is_move = node.choice.role is Role.MOVE and not has(node.eqn, Trait.RANKS)
+    return is_move and any(map(is_float32, node.eqn.outvars))
 
 
 def among(atoms: Sequence[Atom], variables: Container[Var]) -> Flags:

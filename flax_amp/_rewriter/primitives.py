@@ -72,7 +72,7 @@ _ILL = Trait.ILL_CONDITIONED
 TRAITS = _table(
     {
         # Products. The hardware adds up in float32 whatever the dtype of the result.
-        # `dot_general` may also be an inner or an outer product: see `product_kind`.
+        # `dot_general` may also be an inner or an outer product: see `kind_by_shape`.
         "dot_general conv_general_dilated ragged_dot_general": Traits(
             Kind.PRODUCT, Trait.STORED
         ),
@@ -195,19 +195,11 @@ def is_layout(eqn: Eqn) -> bool:
     return has(eqn, Trait.LAYOUT) or is_same_dtype(eqn)
 
 
-class ProductKind(enum.Enum):
-    """What a product is for precision; `dot_general` is of all three kinds."""
+def kind_by_shape(eqn: Eqn) -> Kind:
+    """Returns the kind of an equation; that of a `dot_general` depends on its shapes.
 
-    MATRIX = "a matrix product or a convolution"
-    MULTIPLICATION = "a multiplication"
-    SUM = "a sum of products"
-
-
-def product_kind(eqn: Eqn) -> ProductKind | None:
-    """Returns the kind of a product or a convolution; `None` for other equations.
-
-    A product that adds nothing up is a multiplication. A product that leaves no axes
-    but those of a batch is a sum:
+    A product that adds nothing up is arithmetic. A product that leaves no axes but
+    those of a batch is a sum:
 
         einsum("i,j->ij", positions, frequencies)     a multiplication
         positions[:, None] @ frequencies[None]        the same: it adds one term
@@ -217,19 +209,19 @@ def product_kind(eqn: Eqn) -> ProductKind | None:
     An axis of length one that is left counts as any other: it may be a batch of one.
     """
     if eqn.primitive.name != "dot_general":
-        return ProductKind.MATRIX if kind_of(eqn) is Kind.PRODUCT else None
+        return kind_of(eqn)
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
     if all(shapes[0][axis] == 1 for axis in contracted):
-        return ProductKind.MULTIPLICATION
+        return Kind.ARITHMETIC
     shared = len(contracted) + len(batch)
     is_sum = all(len(shape) == shared for shape in shapes)
-    return ProductKind.SUM if is_sum else ProductKind.MATRIX
+    return Kind.SUM if is_sum else Kind.PRODUCT
 
 
 def is_matrix_product(eqn: Eqn) -> bool:
     """Whether an equation is a matrix product or a convolution."""
-    return product_kind(eqn) is ProductKind.MATRIX
+    return kind_by_shape(eqn) is Kind.PRODUCT
 
 
 def repeats(eqn: Eqn) -> bool:

@@ -11,11 +11,10 @@ from flax_amp import _compat
 from flax_amp._compat import DType, Eqn
 from flax_amp._rewriter.primitives import (
     Kind,
-    ProductKind,
     bodies,
     has_update,
+    kind_by_shape,
     kind_of,
-    product_kind,
 )
 from flax_amp._rewriter.walk import walk
 from flax_amp.policy import (
@@ -153,14 +152,18 @@ class Chooser:
         if obstacle := self._obstacle(eqn):
             is_product = kind is Kind.PRODUCT or kind is Kind.LINEAR_ALGEBRA
             return (Role.PRECISE if is_product else Role.ORIGINAL), obstacle
-        # A scope lowers all that is inside of it, inner and outer products too.
-        if kind is Kind.PRODUCT and not decision.lowers_all_inside:
-            match product_kind(eqn):
-                case ProductKind.MULTIPLICATION:
-                    return Role.ARITHMETIC, "it adds nothing up: a multiplication"
-                case ProductKind.SUM:
-                    return Role.SUM, "an inner product is a sum"
-        return (Role.PRODUCT if kind is Kind.PRODUCT else Role.HALF), ""
+        if kind is not Kind.PRODUCT:
+            return Role.HALF, ""
+        # A dtype for a scope lowers all that is inside, inner and outer products too.
+        is_fp8 = isinstance(decision.function, use_fp8)
+        if decision.origin is Origin.SCOPE and not is_fp8:
+            return Role.PRODUCT, ""
+        match kind_by_shape(eqn):
+            case Kind.ARITHMETIC:
+                return Role.ARITHMETIC, "it adds nothing up: a multiplication"
+            case Kind.SUM:
+                return Role.SUM, "an inner product is a sum"
+        return Role.PRODUCT, ""
 
     def _obstacle(self, eqn: Eqn) -> str:
         """Says why an equation cannot run in half precision, if it cannot."""
