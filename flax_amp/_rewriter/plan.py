@@ -258,30 +258,43 @@ def _stored(
     flow: Flow, border: set[Var], later: set[Var], residuals: set[Var]
 ) -> dict[Var, Stored]:
     """Returns what the backward pass may store: results of products, border values."""
-    by_arithmetic: set[Var] = set()
-    ill: set[Var] = set()  # what ill-conditioned arithmetic reads in its region
+    by_arithmetic, ill = _readings(flow)
     stored: dict[Var, Stored] = {}
+    for node in flow.nodes:
+        is_product = node.choice.role in HALF_ROLES
+        is_matmul = node.eqn.primitive.name == "dot_general"
+        for v in node.eqn.outvars:
+            if not is_product and v not in border:
+                continue
+            has_barrier = v in flow.for_products and v in by_arithmetic
+            on_tpu = is_matmul or v in residuals
+            platforms = ON_GPU_AND_TPU if on_tpu else ON_GPU
+            is_read = v in border and v in later
+            stored[v] = Stored(
+                platforms if has_barrier else NOWHERE,
+                is_rounded=v in ill or is_read,
+                # What nothing but products reads is computed again.
+                in_loops=v not in border or is_read,
+            )
+    return stored
+
+
+def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
+    """Returns what arithmetic reads, and what an exponential or a maximum comes from.
+
+    The second within the region of the exponential.
+    """
+    by_arithmetic: set[Var] = set()
+    ill: set[Var] = set()
     for node in reversed(flow.nodes):
         eqn, role = node.eqn, node.choice.role
-        is_product = role in HALF_ROLES
-        for v in eqn.outvars:
-            if is_product or v in border:
-                on_tpu = eqn.primitive.name == "dot_general" or v in residuals
-                has_barrier = v in flow.for_products and v in by_arithmetic
-                platforms = ON_GPU_AND_TPU if on_tpu else ON_GPU
-                is_read = v in border and v in later
-                stored[v] = Stored(
-                    platforms if has_barrier else NOWHERE,
-                    is_rounded=v in ill or is_read,
-                    # What nothing but products reads is computed again.
-                    in_loops=v not in border or is_read,
-                )
         operands = variables(eqn.invars)
-        if not is_product and not (node.is_light and role is Role.MOVE):
+        is_move = node.is_light and role is Role.MOVE
+        if role not in HALF_ROLES and not is_move:
             by_arithmetic.update(operands)
         if node.is_light and (_is_ill(eqn) or not ill.isdisjoint(eqn.outvars)):
             ill.update(operands)
-    return stored
+    return by_arithmetic, ill
 
 
 def _is_ill(eqn: Eqn) -> bool:
