@@ -121,7 +121,9 @@ $(VENV)/.made $(CORPUS)/.made:
 	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "making $(@D) with $$("$$python" --version)"; \
-	    "$$python" -m venv --clear "$(@D)" && touch $@ && exit 0; \
+	    "$$python" -m venv --clear "$(@D)" && \
+	      "$(@D)/bin/python" -m pip install --quiet --upgrade 'pip>=25.1' && \
+	      touch $@ && exit 0; \
 	    echo "error: '$$python -m venv' failed; on Debian: apt-get install python3-venv" >&2; \
 	    exit 1; \
 	  fi; \
@@ -130,11 +132,16 @@ $(VENV)/.made $(CORPUS)/.made:
 	echo "  python3.11). Install one, or name it: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; \
 	exit 1
 
-# Each is named after an extra of pyproject.toml. `make -j` installs one at a time.
+$(EXAMPLES_READY): pyproject.toml | $(VENV)/.made
+	@echo "installing flax_amp[examples] into $(VENV); it may take minutes"
+	@$(PIP) install --quiet --editable '.[examples]'
+	@touch $@
+
+# Each is named after a group of pyproject.toml. `make -j` installs one at a time.
 $(DEV_READY): | $(RUN_READY)
-$(EXAMPLES_READY) $(RUN_READY) $(DEV_READY) $(DOCS_READY): pyproject.toml | $(VENV)/.made
-	@echo "installing flax_amp[$(patsubst .ready-%,%,$(@F))] into $(VENV); it may take minutes"
-	@$(PIP) install --quiet --editable '.[$(patsubst .ready-%,%,$(@F))]'
+$(RUN_READY) $(DEV_READY) $(DOCS_READY): pyproject.toml | $(VENV)/.made
+	@echo "installing the group $(patsubst .ready-%,%,$(@F)) into $(VENV); it may take minutes"
+	@$(PIP) install --quiet --editable . --group $(patsubst .ready-%,%,$(@F))
 	@touch $@
 
 $(BENCH)/.made $(BENCH_GPU)/.made:
@@ -144,7 +151,9 @@ $(BENCH)/.made $(BENCH_GPU)/.made:
 	  python3.11 "$(PYTHON)"; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "making $(@D) with $$("$$python" --version)"; \
-	    "$$python" -m venv --clear "$(@D)" && touch $@ && exit 0; \
+	    "$$python" -m venv --clear "$(@D)" && \
+	      "$(@D)/bin/python" -m pip install --quiet --upgrade 'pip>=25.1' && \
+	      touch $@ && exit 0; \
 	  fi; \
 	done; \
 	echo "error: no Python >= 3.11 that can make an environment; name one:" >&2; \
@@ -157,5 +166,5 @@ $(BENCH_GPU)/.ready-bench-gpu: pyproject.toml | $(BENCH_GPU)/.made
 $(CORPUS)/.ready-corpus: pyproject.toml | $(CORPUS)/.made
 $(BENCH)/.ready-bench $(BENCH_GPU)/.ready-bench-gpu $(CORPUS)/.ready-corpus:
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet \
-	  --editable '.[$(patsubst .ready-%,%,$(@F))]'
+	  --editable . --group $(patsubst .ready-%,%,$(@F))
 	@touch $@

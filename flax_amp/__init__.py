@@ -38,7 +38,7 @@ from flax_amp.policy import use_compute_precision as use_compute_precision
 from flax_amp.policy import use_fp8 as use_fp8
 from flax_amp.policy import use_original_precision as use_original_precision
 
-__version__ = "0.2.0"
+__version__ = "1.0.0.dev0"
 
 __all__ = [
     "AmpOptimizer",
