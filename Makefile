@@ -121,9 +121,7 @@ $(VENV)/.made $(CORPUS)/.made:
 	@for python in "$(PYTHON)" python3 python3.13 python3.12 python3.11; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "making $(@D) with $$("$$python" --version)"; \
-	    "$$python" -m venv --clear "$(@D)" && \
-	      "$(@D)/bin/python" -m pip install --quiet --upgrade 'pip>=25.1' && \
-	      touch $@ && exit 0; \
+	    "$$python" -m venv --clear "$(@D)" && touch $@ && exit 0; \
 	    echo "error: '$$python -m venv' failed; on Debian: apt-get install python3-venv" >&2; \
 	    exit 1; \
 	  fi; \
@@ -141,6 +139,7 @@ $(EXAMPLES_READY): pyproject.toml | $(VENV)/.made
 $(DEV_READY): | $(RUN_READY)
 $(RUN_READY) $(DEV_READY) $(DOCS_READY): pyproject.toml | $(VENV)/.made
 	@echo "installing the group $(patsubst .ready-%,%,$(@F)) into $(VENV); it may take minutes"
+	@$(PIP) install --quiet --upgrade 'pip>=25.1'    # which knows --group
 	@$(PIP) install --quiet --editable . --group $(patsubst .ready-%,%,$(@F))
 	@touch $@
 
@@ -151,9 +150,7 @@ $(BENCH)/.made $(BENCH_GPU)/.made:
 	  python3.11 "$(PYTHON)"; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
 	    echo "making $(@D) with $$("$$python" --version)"; \
-	    "$$python" -m venv --clear "$(@D)" && \
-	      "$(@D)/bin/python" -m pip install --quiet --upgrade 'pip>=25.1' && \
-	      touch $@ && exit 0; \
+	    "$$python" -m venv --clear "$(@D)" && touch $@ && exit 0; \
 	  fi; \
 	done; \
 	echo "error: no Python >= 3.11 that can make an environment; name one:" >&2; \
@@ -165,6 +162,7 @@ $(BENCH)/.ready-bench: pyproject.toml | $(BENCH)/.made
 $(BENCH_GPU)/.ready-bench-gpu: pyproject.toml | $(BENCH_GPU)/.made
 $(CORPUS)/.ready-corpus: pyproject.toml | $(CORPUS)/.made
 $(BENCH)/.ready-bench $(BENCH_GPU)/.ready-bench-gpu $(CORPUS)/.ready-corpus:
+	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade 'pip>=25.1'
 	$(@D)/bin/python -m pip --disable-pip-version-check install --quiet \
 	  --editable . --group $(patsubst .ready-%,%,$(@F))
 	@touch $@

@@ -39,7 +39,8 @@ for pattern in PATTERNS.split():
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 highlight_language = "none"  # a block without a language is output
-autodoc_typehints = "none"  # the docstrings say what the types do not
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 88  # else one argument in a line
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True  # jnp.bfloat16, not <class 'jax.numpy.bfloat16'>
 autosummary_generate = False
@@ -69,8 +70,13 @@ def _as_restructured_text(app, what, name, obj, options, lines):
 
 
 def _link_to_copies(app, docname, source):
-    """Lets links to pages outside of this folder lead to their copies."""
-    if not docname.startswith("_repository"):
+    """Lets links to pages outside of this folder lead to their copies.
+
+    The search does not look into these.
+    """
+    if docname.startswith("_repository"):
+        source[0] = "---\nnosearch: true\n---\n" + source[0]
+    else:
         source[0] = re.sub(
             r"\]\(\.\./(?=flax_amp|benchmarks)", "](_repository/", source[0]
         )

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 # Each with the heading above it. A diff is two programs.
 BLOCKS = re.findall(r"```(python|diff)\n(.*?)```", README, flags=re.DOTALL)
-HEADINGS = "Linen NNX evaluate policy nonfinite resume".split()
+HEADINGS = "Linen NNX nonfinite resume".split()
 
 
 def programs():
@@ -31,8 +31,6 @@ def test_a_block_runs_alone(code, tmp_path, monkeypatch, capsys, request):
     block = request.node.callspec.id
     if block.endswith("after"):
         assert names["metrics"]["grads_finite"]
-    if block == "policy":
-        assert "Sequential" in printed
     if block == "nonfinite":
         # What the page prints below, except for the name of the file.
         shown = re.search(r"```\n(loss_fn in bfloat16.*?)```", README, re.DOTALL)[1]

@@ -124,24 +124,10 @@ def check(page, name):
     ids=lambda path: path.stem,
 )
 def test_recipe(path, tmp_path, monkeypatch):
-    """Both programs agree, and so do the losses that the index prints."""
+    """Both programs end in the same losses."""
     monkeypatch.chdir(tmp_path)  # one saves to "run"
-    page = path.read_text()
-    missing = check(page, path.name)
-    _, new = programs(page)
-    half = losses_of(new, f"{path.name} (after)")
-    full = losses_of(in_float32(new), f"{path.name} (after, in float32)")
-    for losses, printed in zip((half, full), printed_losses(path.stem), strict=True):
-        np.testing.assert_allclose(losses[::2], printed, rtol=1e-2)
-    if missing:
+    if missing := check(path.read_text(), path.name):
         pytest.skip(f"the program before needs {', '.join(missing)}")
-
-
-def printed_losses(name):
-    """Returns steps 1, 3 and 5 in the index, in half precision and in float32."""
-    row = rf"\]\({name}\.md\) \| b?float16 \|(.*)\|(.*)\|(.*)\|$"
-    _, *cells = re.search(row, INDEX.read_text(), re.MULTILINE).groups()
-    return [np.array(cell.split(" → "), float) for cell in cells]
 
 
 def test_the_index_lists_every_recipe():

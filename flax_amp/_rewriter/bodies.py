@@ -8,20 +8,19 @@ has no product inside is bound as it was written, and needs no rule.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
 from flax_amp import _compat
 from flax_amp._compat import Array, Arrays, Atom, Eqn, Jaxpr
 from flax_amp._rewriter.casts import rounded
 from flax_amp._rewriter.custom_derivatives import custom_jvp, custom_vjp
 from flax_amp._rewriter.emit import Emitter, Rule
-from flax_amp._rewriter.flow import Ask, Flags, Flows, Uses
+from flax_amp._rewriter.flow import Ask, Uses
 from flax_amp._rewriter.fp8 import PolicyOfPlainProducts
-from flax_amp._rewriter.primitives import bodies, is_float32, is_layout
-from flax_amp._rewriter.roles import Context, Role
+from flax_amp._rewriter.primitives import bodies, is_float32
+from flax_amp._rewriter.streams import streams
 from flax_amp._tree import split_list
 
 
@@ -92,9 +91,8 @@ def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
 def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """A scan carries the stream through a stack of layers in half precision.
 
-    A stream is what products multiply from the right by weights that each step has for
-    itself. Small terms add up in every other carry, such as the state of a recurrence,
-    or weights that each step updates. It stays float32.
+    `streams.py` says which carry that is. Small terms add up in every other one, such
+    as the state of a recurrence, or weights that each step updates. It stays float32.
     """
     emitter = emitter.replace(is_straight=False)
     closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
@@ -102,17 +100,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     start, count = len(consts), len(init)
     _, states, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
     *_, stacked = split_list(ask.weights, *sizes)
-    none: Flags = (False,) * count
-    inputs = [
-        *[_NOTHING] * start,
-        *(_Origin(carry=i, carries=frozenset([i])) for i in range(count)),
-        *(_Origin(is_weight=is_one) for is_one in stacked),
-    ]
-    origins, kernels = _origins(emitter.planner, closed, ask.context, inputs)
-    halves = tuple(
-        i in x.streams and i not in kernels and bool(v.aval.shape)
-        for i, (x, v) in enumerate(zip(origins, states, strict=False))
-    )
+    halves = streams(emitter.planner, closed, ask.context, sizes, stacked)
     rest = (False,) * len(xs)
     uses = Uses(
         halves + ask.uses.for_products[count:], halves + ask.uses.rounded[count:]
@@ -120,7 +108,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     inside = Ask(
         ask.context,
         uses,
-        weights=(*ask.weights[:start], *none, *stacked),
+        weights=(*ask.weights[:start], *(False,) * count, *stacked),
         computed=(*(False,) * start, *halves, *rest),
     )
 
@@ -137,87 +125,6 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     first = tuple(emitter.cast_like(_arrays(init), states, halves))
     carry, ys = jax.lax.scan(body, first, tuple(xs), **_compat.scan_options(eqn))
     return [*carry, *ys]
-
-
-class _Origin(NamedTuple):
-    """What a variable in the body of a scan comes from.
-
-    Attributes:
-      is_weight: whether it is an argument that each step has for itself, moved at most.
-      carry: the carry that it is, moved at most.
-      carries: those that it was computed from.
-      streams: those of which it was computed through a product with such a weight.
-    """
-
-    is_weight: bool = False
-    carry: int | None = None
-    carries: frozenset[int] = frozenset()
-    streams: frozenset[int] = frozenset()
-
-
-_NOTHING = _Origin()
-
-
-def _joined(origins: Sequence[_Origin]) -> _Origin:
-    return _Origin(
-        carries=frozenset().union(*(x.carries for x in origins)),
-        streams=frozenset().union(*(x.streams for x in origins)),
-    )
-
-
-def _origins(
-    flows: Flows, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
-) -> tuple[list[_Origin], set[int]]:
-    """Returns what the results come from, and the carries that are weights themselves.
-
-    Args:
-      flows: sweeps over jaxprs.
-      closed: the body, or one inside of it.
-      context: where it stands.
-      inputs: what its inputs come from.
-    """
-    program = flows.program(closed, context)
-    known = dict(zip(program.invars, inputs, strict=True))
-    kernels: set[int] = set()
-
-    def read(atoms: Sequence[Atom]) -> list[_Origin]:
-        return [
-            _NOTHING if isinstance(v, Literal) else known.get(v, _NOTHING)
-            for v in atoms
-        ]
-
-    for eqn in program.eqns:
-        choice, origins = flows.choose(eqn, context), read(eqn.invars)
-        results = [_joined(origins)] * len(eqn.outvars)
-        if is_layout(eqn) and len(origins) == 1:
-            results = origins * len(eqn.outvars)  # of a split, say
-        elif choice.role is Role.PRODUCT and _is_kernel(eqn):
-            x, kernel = origins[:2]
-            kernels.update([] if kernel.carry is None else [kernel.carry])
-            if kernel.is_weight:
-                streams = results[0].streams | x.carries
-                results = [results[0]._replace(streams=streams)]
-        elif flows.has_product(eqn, choice):
-            for body in bodies(eqn):
-                # The index of a branch comes before the operands of the body.
-                first = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
-                if first < 0:
-                    continue
-                inside, more = _origins(flows, body, choice.inside, origins[first:])
-                kernels |= more
-                if len(inside) == len(results):
-                    pairs = zip(results, inside, strict=True)
-                    results = [_joined(pair) for pair in pairs]
-        known |= zip(eqn.outvars, results, strict=True)
-    return read(program.outvars), kernels
-
-
-def _is_kernel(eqn: Eqn) -> bool:
-    """Whether the second factor of a product is one array, not one for each example."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    _, (_, batch) = eqn.params["dimension_numbers"]
-    return eqn.invars[1].aval.ndim >= 2 and not batch
 
 
 def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:

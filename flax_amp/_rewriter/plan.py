@@ -164,7 +164,7 @@ def _why_float32(flow: Flow, leaving: set[Var], computed: set[Var]) -> dict[Var,
     """
     why: dict[Var, str] = {}
     sums: set[Var] = set()
-    steps = _small_steps(flow.program)
+    steps = small_steps(flow.program)
     for node in flow.nodes:
         eqn, role = node.eqn, node.choice.role
         is_maximum = has(eqn, Trait.STORED) and has(eqn, Trait.ILL_CONDITIONED)
@@ -230,7 +230,7 @@ def _computed(flow: Flow, ask: Ask) -> set[Var]:
     return computed
 
 
-def _small_steps(program: Program) -> set[Var]:
+def small_steps(program: Program) -> set[Var]:
     """Returns the sums of unrolled small steps, and what they add to.
 
     Of `y = y + 1e-3 * f(y)`, a rounding of `y` to half precision would lose the step.

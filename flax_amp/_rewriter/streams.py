@@ -1,0 +1,166 @@
+"""Which carries of a scan are the stream through a stack of layers.
+
+A stream is carried in half precision, as between unrolled layers. Every other carry is
+the state of a recurrence, in which small terms add up, and stays float32:
+
+    scan(lambda x, w: (x + tanh(x @ w), None), x, stacked)        x is a stream
+    scan(lambda h, x: (tanh(h @ u + x), None), h, xs)             h is a state
+    scan(lambda w, x: (w - .1 * (w @ x - 1) @ x.T, None), w, xs)  w is a state
+
+Layers and data look alike, as arguments that each step has for itself. What tells them
+apart is that a gradient multiplies by its data twice: the error by what the prediction
+was multiplied by.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.extend.core import Literal
+
+from flax_amp import _compat
+from flax_amp._compat import Atom, Eqn, Jaxpr
+from flax_amp._rewriter.flow import Flags, Flows
+from flax_amp._rewriter.plan import small_steps
+from flax_amp._rewriter.primitives import bodies, is_layout
+from flax_amp._rewriter.roles import Context, Role
+
+
+def streams(
+    flows: Flows,
+    closed: Jaxpr,
+    context: Context,
+    sizes: Sequence[int],
+    is_weight: Sequence[bool],
+) -> Flags:
+    """Returns which carries of a scan are streams.
+
+    The next value of a stream is computed from a product of it by an argument that each
+    step has for itself, moved at most, and is multiplied by that argument once. A
+    stream is no scalar, no second factor of a product, and adds up no small steps.
+
+    Args:
+      flows: sweeps over jaxprs.
+      closed: the body.
+      context: where it stands.
+      sizes: how many constants and carries the scan has.
+      is_weight: which of the arrays that it takes apart are arguments.
+    """
+    first, count = sizes
+    inputs = [
+        *[_NOTHING] * first,
+        *(_Origin(carry=i, carries=frozenset([i])) for i in range(count)),
+        *(_Origin(weight=j if is_one else None) for j, is_one in enumerate(is_weight)),
+    ]
+    states: set[int] = set()
+    origins = _Search(flows, states).results(closed, context, inputs)[:count]
+    carries = _compat.open_jaxpr(closed)[0].invars[first:]
+    return tuple(
+        i in x.streams and i not in states and bool(v.aval.shape)
+        for i, (x, v) in enumerate(zip(origins, carries, strict=False))
+    )
+
+
+class _Origin(NamedTuple):
+    """What a variable in the body of a scan comes from.
+
+    Attributes:
+      weight: which argument it is, of those that each step has for itself.
+      carry: the carry that it is, moved at most.
+      carries: those that it was computed from.
+      products: those, each with an argument that it was multiplied by on the way.
+      streams: those that such an argument multiplied from the right.
+    """
+
+    weight: int | None = None
+    carry: int | None = None
+    carries: frozenset[int] = frozenset()
+    products: frozenset[tuple[int, int]] = frozenset()
+    streams: frozenset[int] = frozenset()
+
+
+_NOTHING = _Origin()
+
+
+def _joined(origins: Sequence[_Origin]) -> _Origin:
+    return _Origin(
+        carries=frozenset().union(*(x.carries for x in origins)),
+        products=frozenset().union(*(x.products for x in origins)),
+        streams=frozenset().union(*(x.streams for x in origins)),
+    )
+
+
+class _Search(NamedTuple):
+    """A walk through the body of a scan, and through the bodies in it.
+
+    Attributes:
+      flows: sweeps over jaxprs.
+      states: the carries that are found to be no streams.
+    """
+
+    flows: Flows
+    states: set[int]
+
+    def results(
+        self, closed: Jaxpr, context: Context, inputs: Sequence[_Origin]
+    ) -> list[_Origin]:
+        """Returns what the results of a body come from, given that of its inputs."""
+        program = self.flows.program(closed, context)
+        known = dict(zip(program.invars, inputs, strict=True))
+
+        def read(v: Atom) -> _Origin:
+            return _NOTHING if isinstance(v, Literal) else known.get(v, _NOTHING)
+
+        for eqn in program.eqns:
+            origins = self._equation(eqn, context, list(map(read, eqn.invars)))
+            known |= zip(eqn.outvars, origins, strict=True)
+        for v in small_steps(program):
+            self._is_state(read(v))
+            known[v] = read(v)._replace(streams=frozenset())
+        return list(map(read, program.outvars))
+
+    def _equation(
+        self, eqn: Eqn, context: Context, origins: list[_Origin]
+    ) -> list[_Origin]:
+        if is_layout(eqn) and len(origins) == 1:
+            return origins * len(eqn.outvars)  # of a split, say
+        choice = self.flows.choose(eqn, context)
+        results = [_joined(origins)] * len(eqn.outvars)
+        if choice.role is Role.PRODUCT:
+            x, y, *_ = origins
+            return [self._product(eqn, x, y)]
+        if not self.flows.has_product(eqn, choice):
+            return results
+        for body in bodies(eqn):
+            # The index of a branch comes before the operands of the body.
+            start = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
+            if start < 0:
+                continue
+            inside = self.results(body, choice.inside, origins[start:])
+            if len(inside) == len(results):
+                results = [_joined(pair) for pair in zip(results, inside, strict=True)]
+        return results
+
+    def _is_state(self, origin: _Origin) -> None:
+        if origin.carry is not None:
+            self.states.add(origin.carry)
+
+    def _product(self, eqn: Eqn, x: _Origin, y: _Origin) -> _Origin:
+        result = _joined([x, y])
+        for factor, argument in ((x, y.weight), (y, x.weight)):
+            if argument is not None:
+                pairs = {(carry, argument) for carry in factor.carries}
+                self.states.update(carry for carry, _ in pairs & factor.products)
+                result = result._replace(products=result.products | pairs)
+        if not _is_kernel(eqn):
+            return result
+        self._is_state(y)
+        streams = x.carries if y.weight is not None else frozenset()
+        return result._replace(streams=result.streams | streams)
+
+
+def _is_kernel(eqn: Eqn) -> bool:
+    """Whether the second factor of a product is one array, not one for each example."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    _, (_, batch) = eqn.params["dimension_numbers"]
+    return eqn.invars[1].aval.ndim >= 2 and not batch
