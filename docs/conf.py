@@ -60,6 +60,7 @@ html_theme_options = {
     "use_download_button": False,
 }
 html_copy_source = False
+toc_object_entries_show_parents = "hide"  # update(), not Optimizer.update()
 
 
 def _as_restructured_text(app, what, name, obj, options, lines):
