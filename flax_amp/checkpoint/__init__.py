@@ -1,15 +1,15 @@
 """Checkpoints: a manager, saving, and a restore that says what does not fit.
 
-The state itself saves and restores with plain Orbax calls. This room adds what people
-otherwise write around them: `manager` opens Orbax's manager with defaults for training,
-`save` writes in the background, `restore` verifies what it reads and falls back to the
-newest intact step with a warning, `migrate` reads what other programs saved, and
-`verify` lists the steps of a directory. README.md in this folder says more.
+The state itself saves and restores with plain Orbax calls. This package adds what
+people otherwise write around them: `manager` opens Orbax's manager with defaults for
+training, `save` writes in the background, `restore` verifies what it reads and falls
+back to the newest intact step with a warning, `migrate` reads what other programs
+saved, and `verify` lists the steps of a directory. README.md in this folder says more.
 """
 
-from flax_amp.checkpoint._errors import CheckpointSaveError as CheckpointSaveError
-from flax_amp.checkpoint._errors import CheckpointWarning as CheckpointWarning
-from flax_amp.checkpoint._errors import CorruptCheckpointError as CorruptCheckpointError
+from flax_amp.checkpoint._damage import CheckpointSaveError as CheckpointSaveError
+from flax_amp.checkpoint._damage import CheckpointWarning as CheckpointWarning
+from flax_amp.checkpoint._damage import CorruptCheckpointError as CorruptCheckpointError
 from flax_amp.checkpoint._manager import manager as manager
 from flax_amp.checkpoint._migrate import migrate as migrate
 from flax_amp.checkpoint._report import StepReport as StepReport

@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,14 +20,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from flax_amp.checkpoint import _checksums, _lock, _steps
-from flax_amp.checkpoint._errors import (
+from flax_amp.checkpoint import _damage, _directory, _steps
+from flax_amp.checkpoint._damage import (
     CheckpointSaveError,
     CheckpointWarning,
     CorruptCheckpointError,
     reason_of,
 )
-from flax_amp.checkpoint._paths import directory_of, whole_number
+from flax_amp.checkpoint._directory import directory_of, whole_number
 
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
 _LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(_steps.HALF)}")
@@ -41,12 +41,11 @@ _open: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
 
 
 class Manager(ocp.CheckpointManager):
-    """See `manager`. It saves what is newer than all that is on disk, and only that."""
+    """See `manager`. It saves what is newer than all that is intact on disk."""
 
-    _held: _lock.Lock | None = None
+    _held: _directory.Lock | None = None
     _closed = False
     _saving: int | None = None
-    _failed: int | None = None
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class Manager(ocp.CheckpointManager):
     ) -> None:
         self.best_metric, self.read_only = best_metric, options.read_only
         self._saved: set[int] = set()
+        self._intact: set[int] = set()  # what was in the way of a save, and was checked
         self._interval = options.save_interval_steps
         self._in_background = options.enable_async_checkpointing
         asked = options.async_options or ocp.AsyncOptions()
@@ -75,17 +75,22 @@ class Manager(ocp.CheckpointManager):
         """
         half = self.directory / f"{self._saving}{_steps.HALF}"
         # Some remote directories have no half-written steps.
-        _checksums.write(half if half.exists() else self.directory / str(self._saving))
+        _damage.write(half if half.exists() else self.directory / str(self._saving))
         if self._then is not None:
             self._then()
 
+    def is_due(self, step: int, force: bool) -> bool:
+        """Whether a step is to be saved, if no intact one on disk is as new."""
+        if self._not_older(step):  # They may be damaged. Orbax would save nothing.
+            return force or step % self._interval == 0
+        return force or bool(self.should_save(step))
+
     def save(self, step: int, *args: Any, force: bool = False, **how: Any) -> bool:
-        if not self.is_wanted(step, force):
+        if not self.is_due(step, force):
             return False
         with self._as_writer():
-            if not self._is_newer(step):  # than what others have saved meanwhile
+            if not self._is_newest(step):
                 return False
-            self._set_damaged_aside(step)
             self._saving = step
             try:
                 saved = super().save(step, *args, force=force, **how)
@@ -97,37 +102,6 @@ class Manager(ocp.CheckpointManager):
             self.wait_until_finished()
         return bool(saved)
 
-    def _not_older(self, step: int) -> list[int]:
-        return [other for other in self.all_steps() if other >= step]
-
-    def _is_newer(self, step: int) -> bool:
-        """Whether no intact step is as new; a warning tells what may be a surprise."""
-        damaged = _steps.found_damaged[self.directory]
-        if not (there := {*self._not_older(step)} - damaged):
-            return True
-        # A run that saves its last state again, or resumes at its end, does no harm.
-        known = self._saved | _steps.restored[self.directory]
-        if (newest := max(there)) > step or step not in known:
-            what = "newer than the state"
-            if newest == step:
-                what = "which this run neither saved nor restored"
-            warnings.warn(
-                f"checkpoint.save: {self.directory} holds step {newest}, {what}; it is "
-                "kept, and the state is not saved. Save a new run, or one that goes on "
-                "from an older step, into another directory.",
-                CheckpointWarning,
-                stacklevel=4,
-            )
-        return False
-
-    def is_wanted(self, step: int, force: bool) -> bool:
-        """Whether a step is due, and newer than what is known to be on disk."""
-        if not self._is_newer(step):
-            return False
-        if self._not_older(step):  # They are damaged, and Orbax would save nothing.
-            return force or step % self._interval == 0
-        return force or bool(self.should_save(step))
-
     @contextlib.contextmanager
     def _as_writer(self) -> Iterator[None]:
         """Makes this process the only writer, and reads anew what is on disk."""
@@ -136,67 +110,88 @@ class Manager(ocp.CheckpointManager):
                 f"checkpoint.save: the manager of {self.directory} is closed; expected "
                 "an open one. Save inside of `with checkpoint.manager(...)`."
             )
-        lock = _steps.agreed(self._acquire)
+        lock = self._held = _steps.agreed(self._acquire)
         with lock.mutex:
             for manager in filter(None, (lock.last(), self)):
                 manager.wait_until_finished()
             lock.last = weakref.ref(self)
-            if self._failed is not None:
-                _remove_leftovers(self.directory, self._failed)
-                self._failed = None
-            # A folder of a bucket is none before it holds something.
-            there = _steps.steps_in(self.directory) if self.directory.exists() else []
-            if [step.number for step in there] != sorted(self.all_steps()):
-                self.reload()
-            damaged = _steps.found_damaged[self.directory]
-            for step in (x for x in there if x.number in damaged):
-                with contextlib.suppress(CorruptCheckpointError):
-                    step.verified_tree()
-                    damaged.discard(step.number)  # Another run has saved it anew.
+            if lock.is_locked:  # Nobody saves here now: these are of saves that failed.
+                _remove_leftovers(self.directory)
+            self.reload()
             yield
 
-    def _acquire(self) -> _lock.Lock:
-        if self._held is None:
-            is_first = jax.process_index() == 0
-            try:
-                self._held = _lock.acquire(self.directory, lock=is_first)
-            except OSError as error:
-                raise self._failure(error) from error
-            if self._held.is_new and self._held.is_locked:
-                # Nobody else saves here: these are of runs that were killed.
-                _remove_leftovers(self.directory)
-            self._held.is_new = False
-        return self._held
+    def _acquire(self) -> _directory.Lock:
+        if self._held is not None:
+            return self._held
+        try:
+            return _directory.acquire(self.directory, lock=jax.process_index() == 0)
+        except OSError as error:
+            raise self._failure(error) from error
 
-    def _set_damaged_aside(self, step: int) -> None:
-        """Renames damaged steps that are not older than one, with a warning."""
+    def _not_older(self, step: int) -> list[int]:
+        return [other for other in self.all_steps() if other >= step]
+
+    def _is_newest(self, step: int) -> bool:
+        """Whether no intact step is as new; damaged ones are renamed."""
+        others = self._not_older(step)[::-1]
+        newest = next(filter(self._is_intact, others), None)
+        if newest is not None:
+            self._tell_of_newer(step, newest)
+        elif others:
+            self._set_aside(others, step)
+        return newest is None
+
+    def _set_aside(self, damaged: list[int], step: int) -> None:
         # Orbax would save nothing before them, and count them among those to keep. They
         # are not deleted: somebody may need them.
-        # All processes know them before the first one renames them.
-        if not (damaged := _steps.agreed(self._not_older, step)):
-            return
         if jax.process_index() == 0:
             for other in damaged:
                 name = f"{other}.damaged-{time.time_ns()}"
                 (self.directory / str(other)).rename(self.directory / name)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("flax_amp: damaged steps moved")
-        _steps.found_damaged[self.directory].difference_update(damaged)
         self.reload()
         warnings.warn(
-            f"checkpoint.save: {self.directory}: the damaged steps {damaged} are "
-            f"renamed to <step>.damaged-<time>, to save step {step} of the run that "
-            "went on from an older one.",
+            f"checkpoint.save: {self.directory}: the damaged steps {sorted(damaged)} "
+            "are renamed to <step>.damaged-<time>, to save step "
+            f"{step} of the run that went on from an older one.",
             CheckpointWarning,
-            stacklevel=4,
+            stacklevel=5,
+        )
+
+    def _is_intact(self, number: int) -> bool:
+        step = _steps.Step(number, self.directory / str(number))
+        try:
+            if number not in self._intact:
+                _steps.verify_together(step)
+                _steps.agreed(step.tree)
+        except CorruptCheckpointError:
+            return False
+        except ValueError:  # It is something else, or of another version.
+            pass
+        self._intact.add(number)
+        return True
+
+    def _tell_of_newer(self, step: int, newest: int) -> None:
+        what = "newer than the state"
+        if newest == step:
+            # A run that saves its last state again, or ends where it began, is fine.
+            if step in self._saved | _steps.restored[self.directory]:
+                return
+            what = "which this run neither saved nor restored"
+        warnings.warn(
+            f"checkpoint.save: {self.directory} holds step {newest}, {what}; it stays, "
+            "and the state is not saved. Save a new run, or one that goes on from an "
+            "older step, into another directory.",
+            CheckpointWarning,
+            stacklevel=5,
         )
 
     def _failure(self, error: Exception) -> CheckpointSaveError:
-        """Notes that the last save failed, and returns the error that says so."""
+        """Returns the error that says that the last save failed, once."""
         if isinstance(error, CheckpointSaveError):
             return error
-        self._failed = self._saving
-        # Several writes of one save may fail. The save is reported as failed once.
+        # Several writes of one save may fail.
         with contextlib.suppress(Exception):
             super().wait_until_finished()
         # Orbax has taken the steps that were to be removed for removed already.
@@ -204,7 +199,7 @@ class Manager(ocp.CheckpointManager):
         return CheckpointSaveError(
             f"checkpoint.save: {self.directory} could not be written: "
             f"{reason_of(error)}. The steps {sorted(self.all_steps())} are as they "
-            "were, and so is the state: mend the cause (disk space, permissions, "
+            "were, and so is the state: correct the cause (disk space, permissions, "
             "connection), and save the state again."
         )
 
@@ -216,7 +211,7 @@ class Manager(ocp.CheckpointManager):
 
     def metrics(self, step: int) -> Any:
         try:
-            return super().metrics(step)
+            return {str(k): float(x) for k, x in super().metrics(step).items()}
         except Exception:  # A damaged file makes Orbax raise anything.
             return None  # which counts as the worst
 
@@ -231,11 +226,10 @@ class Manager(ocp.CheckpointManager):
             self._held = None  # Another process may save now.
 
 
-def _remove_leftovers(directory: epath.Path, step: int | None = None) -> None:
-    """Removes half-written steps: all of them, or one."""
+def _remove_leftovers(directory: epath.Path) -> None:
+    """Removes half-written steps."""
     for path in directory.iterdir() if jax.process_index() == 0 else ():
-        name = _LEFTOVER.fullmatch(path.name)
-        if name and step in (None, int(name[1])):
+        if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -266,8 +260,7 @@ def manager(
 
     The manager saves in the background, with a list of checksums. Use it as a context
     manager, which waits for the last save and closes it. A program that ends without
-    closing it waits as well. Python 3.12.0 to 3.12.2 start no thread when a program
-    ends: with them, every save waits until it is written.
+    closing it waits as well.
 
     Args:
       directory: the folder of the steps. It may be relative, and is made if needed; or
@@ -275,15 +268,14 @@ def manager(
       max_to_keep: how many checkpoints to keep, at least 1; `None` keeps all.
       save_interval_steps: `save` saves the first step and multiples of this number.
       best_metric: the name of a metric that `save` gets. The checkpoints that are best
-        by this metric are kept, and the newest one, to go on from.
+        by this metric stay, and the newest one, to go on from.
       best_mode: "max" or "min", whichever is best.
       **options: further `orbax.checkpoint.CheckpointManagerOptions`.
 
     Raises:
       TypeError: if a number is no integer, or the directory no path.
-      ValueError: if a number is less than 1, if an option changes the names of the
-        steps or contradicts another, or if the path of the directory is empty, has
-        brackets or is on storage that Orbax cannot save to.
+      ValueError: if an option is out of range or contradicts another, or if Orbax
+        cannot save to the directory.
       NotADirectoryError: if the directory is a file, or a link that leads nowhere.
       ImportError: if the directory is in a bucket and gcsfs is not installed.
     """
@@ -293,16 +285,13 @@ def manager(
         max_to_keep = whole_number(max_to_keep, f"{where}: max_to_keep", 1)
     if named := sorted(options.keys() & _NAMES):
         raise ValueError(
-            f"{where}: {', '.join(named)} given; expected steps under their "
-            "plain numbers, by which restore and verify find them. Leave it out."
+            f"{where}: {', '.join(named)} given; expected steps under their plain "
+            "numbers, by which they are found. Leave it out."
         )
     folder = directory_of(directory)
     if set("[]") & set(str(folder)):
-        raise ValueError(
-            f"{where}: the directory {str(folder)!r} has brackets in its path. Orbax "
-            "takes them for a pattern and would save steps that cannot be read; "
-            "expected a path without '[' and ']'. Rename the directory."
-        )
+        told = f"{where}: {folder} has brackets in its path, which Orbax takes for a "
+        raise ValueError(f"{told}pattern. Rename the directory.")
     settings: dict[str, Any] = dict(
         max_to_keep=max_to_keep,
         save_interval_steps=interval,
@@ -313,23 +302,20 @@ def manager(
     )
     settings |= options
     if best_metric is not None:
-        settings["best_fn"] = key = _key_of_metric(best_metric, best_mode)
-        policies, kept = ocp.checkpoint_managers, settings.pop("max_to_keep")
-        best = policies.BestN(get_metric_fn=key, reverse=best_mode == "min", n=kept)
-        settings["preservation_policy"] = policies.AnyPreservationPolicy(
-            [policies.LatestN(1), best]
+        worst = -math.inf if best_mode == "max" else math.inf
+
+        def key(metrics: Any) -> float:
+            value = metrics.get(best_metric, math.nan)
+            return worst if math.isnan(value) else value
+
+        best = ocp.checkpoint_managers.BestN(
+            get_metric_fn=key,
+            reverse=best_mode == "min",
+            n=settings.pop("max_to_keep"),
+            keep_checkpoints_without_metrics=False,
         )
+        newest = ocp.checkpoint_managers.LatestN(1)
+        both = ocp.checkpoint_managers.AnyPreservationPolicy([newest, best])
+        settings |= dict(best_fn=key, preservation_policy=both)
     # Orbax would reject a relative path, but only at the first save.
     return Manager(folder, ocp.CheckpointManagerOptions(**settings), best_metric)
-
-
-def _key_of_metric(name: str, mode: str) -> Callable[[Any], float]:
-    """Returns the key that orders steps by a metric; a missing or NaN one is worst."""
-    worst = -math.inf if mode == "max" else math.inf
-
-    def key(metrics: Any) -> float:
-        with contextlib.suppress(LookupError, TypeError, ValueError):
-            return worst if math.isnan(metrics[name]) else float(metrics[name])
-        return worst
-
-    return key

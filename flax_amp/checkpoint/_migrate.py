@@ -10,32 +10,24 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
-from flax_amp._training.scaler import HIGHEST, LOWEST, init_scaler
+from flax_amp._training.scaler import HIGHEST, LOWEST
 from flax_amp.checkpoint import _steps, _trees
-from flax_amp.checkpoint._paths import finish_saving
+from flax_amp.checkpoint._directory import finish_saving
 from flax_amp.checkpoint._trees import Path
 
 T = TypeVar("T")
 Arrays = dict[str, Any]
 
 _TREE_FILE = "_METADATA"  # Orbax describes the arrays of a tree in it
-# What `optax.apply_if_finite` counts, in a new run.
-_NO_SKIPS = {
-    "notfinite_count": np.int32(0),
-    "last_finite": np.bool_(True),
-    "total_notfinite": np.int32(0),
-}
-# Flax's `DynamicScale` and jaxamp. They grow the scale on the finite step after so many
-# others and then count from 0 again, as flax_amp does.
-_SCALERS = (
-    {"scale": "scaler", "fin_steps": "count"},
-    {key: key for key in ("scaler", "count", "patience", "adjust_factor")},
-)
+# What `optax.apply_if_finite` counts.
+_COUNTERS = ("notfinite_count", "last_finite", "total_notfinite")
+# Flax's `DynamicScale`. It and the scaler of jaxamp grow the scale on the finite step
+# after so many others and then count from 0 again, as flax_amp does.
+_FLAX = {"scale": "scaler", "fin_steps": "count"}
 
 
 def migrate(
@@ -48,26 +40,25 @@ def migrate(
     """Reads a checkpoint that `restore` refuses, because something else wrote it.
 
     It is strict: an array without a counterpart, on either side, is an error that lists
-    all of them. It changes, without being asked,
+    all of them. These have one without being asked:
 
     - the state of an optimizer that is not in `optax.apply_if_finite`, as in a plain
       `TrainState`, for a target where it is;
-    - Flax's `DynamicScale` and the scaler of jaxamp, under whatever name, into the
-      scaler of flax_amp, if that of the target moves (float16);
+    - Flax's `DynamicScale` in the field `dynamic_scale`, and a scaler of jaxamp that
+      `rename` calls `scaler`, if the scaler of the target moves (float16);
     - the collections of a Linen model that are fields of their own, such as
-      `batch_stats`, into `variables`;
-    - dtypes, if no value changes by it: bfloat16 into float32, int64 into int32.
+      `batch_stats`, for `variables`;
+    - another dtype, if no value changes by it: bfloat16 for float32, int64 for int32.
 
-    If the checkpoint has no `rngs` or no scaler, those of the target stay. Of a target
-    that is a dict, only the fields that it has are read:
-    `migrate("run", {"params": state.params})`.
+    What the checkpoint has not of `rngs`, scaler and counts of skipped steps stays as
+    it is in the target. Of a target that is a dict, only the fields that it has are
+    read: `migrate("run", {"params": state.params})`.
 
     Args:
       source: the directory of a manager, the folder of one tree that Orbax wrote, a
         `CheckpointManager`, or any tree of arrays in memory.
       target: what to read into: an `AmpTrainState`, NNX objects, a plain `TrainState`,
-        or any tree; its arrays say on which devices those of the result lie. NNX
-        objects are updated in place; nothing else is changed.
+        or any tree, on whose devices the result lies. NNX objects are updated in place.
       rename: for one or more whole names in the paths on disk, wherever they are, what
         to put in their place, one after the other: `{"Dense_0": "embed"}`. With `None`,
         what has them in its path is not read, and stays as it is in the target.
@@ -79,13 +70,9 @@ def migrate(
     Raises:
       ValueError: if something has no counterpart, another shape or a dtype that cannot
         hold its values, or if a name in `rename` is not found.
-      TypeError: if a leaf of `target` is no array, or an argument has a wrong type.
-      FileNotFoundError: if there is no such checkpoint.
-      CorruptCheckpointError: if it is damaged.
+      FileNotFoundError, CorruptCheckpointError, OSError: as `restore`.
 
     Example:
-      A run of a plain `TrainState` goes on with mixed precision:
-
       >>> import jax.numpy as jnp, optax
       >>> from flax.training.train_state import TrainState
       >>> from flax_amp import AmpTrainState, checkpoint
@@ -97,21 +84,14 @@ def migrate(
     wanted = _by_name(_trees.leaves_of_target(target, "checkpoint.migrate"))
     where, leaves = _read(source, step)
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
-    saved = _with_scaler(_as_in_target(saved, wanted), wanted)
+    saved = _as_in_target(saved, wanted)
     if isinstance(target, dict):
         saved = {name: x for name, x in saved.items() if name.split("/")[0] in target}
-    for field in ("/rngs/", "/scaler/"):
-        if not any(field in f"/{name}" for name in saved):
-            stays |= {name for name in wanted if field in f"/{name}"}
-    values: Arrays = {
-        name: _convert(saved[name], like) if name in saved else None
-        for name, like in wanted.items()
-        if name not in stays
-    }
-    problems = [_trees.difference(name, x, wanted[name]) for name, x in values.items()]
-    problems += [
-        _trees.difference(name, saved[name], None)
-        for name in saved.keys() - wanted.keys()
+    stays |= {name for name in wanted.keys() - saved.keys() if _may_stay(name)}
+    values = {n: _convert(x, wanted[n]) for n, x in saved.items() if n in wanted}
+    problems = [
+        _trees.difference(n, values.get(n, saved.get(n)), wanted.get(n))
+        for n in {**wanted, **saved}.keys() - stays
     ]
     problems += [
         f"{name}: to stay as in the target, where it has no value"
@@ -130,12 +110,9 @@ def migrate(
     placed = {
         path: _trees.place(values[name], likes[path])
         for path, name in zip(likes, wanted, strict=True)
-        if name in values
+        if name not in stays
     }
     return _trees.replace_leaves(target, placed)
-
-
-# Both sides
 
 
 def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
@@ -151,13 +128,16 @@ def _read(source: Any, step: Any) -> tuple[str, dict[Path, Any]]:
         return "the tree", leaves
     folder = finish_saving(source)
     if (folder / _TREE_FILE).exists():
-        return str(folder), _trees.read_on_host(folder, _trees.read_metadata(folder))
+        read = _trees.read_tree(folder, _trees.read_metadata(folder), {})
+        return str(folder), _trees.numpy_leaves(read)
 
-    def read(found: _steps.Step) -> tuple[str, dict[Path, Any]]:
-        tree = found.verified_tree((jax.process_index(), jax.process_count()))
-        return str(found), _trees.read_on_host(found.folder / _steps.ITEM, tree)
+    def read_step(step: _steps.Step) -> tuple[str, dict[Path, Any]]:
+        return str(step), _trees.numpy_leaves(step.read(step.tree(), {}))
 
-    return _steps.newest_intact(folder, read, step, stacklevel=3)
+    return _steps.newest_intact(folder, read_step, step, stacklevel=3)
+
+
+# Names
 
 
 def _by_name(leaves: Mapping[Path, Any]) -> Arrays:
@@ -173,7 +153,7 @@ def _together(pairs: Iterable[tuple[str, Any]]) -> Arrays:
         if name in found:
             raise ValueError(
                 f"checkpoint.migrate: two arrays have the name {name}; expected one. "
-                "Choose names in rename that keep them apart."
+                "Choose names in rename that tell them apart."
             )
         found[name] = leaf
     return found
@@ -194,56 +174,47 @@ def _renamed(
                 f"disk; expected whole names of paths such as {sorted(saved)[:3]}."
             )
         stays |= here
-        kept = (name for name in saved if new is not None or name not in there)
+        names = (name for name in saved if new is not None or name not in there)
         saved = _together(
-            (f"/{name}/".replace(old, put).strip("/"), saved[name]) for name in kept
+            (f"/{name}/".replace(old, put).strip("/"), saved[name]) for name in names
         )
     return saved, stays
 
 
 def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
-    """Puts an optimizer inside of `apply_if_finite`, and collections in `variables`."""
-    for place in [name for name in wanted if name.endswith("opt_state/last_finite")]:
-        outer = place.removesuffix(
-            "last_finite"
-        )  # of NNX objects, it is `1/opt_state/`
-        if place not in saved:
-            names = (
-                re.sub(f"^{outer}", f"{outer}inner_state/", name) for name in saved
-            )
-            saved = dict(zip(names, saved.values(), strict=True))
-            saved |= {outer + name: value for name, value in _NO_SKIPS.items()}
-    inside = {name: f"variables/{name}" for name in saved}
-    return _together(
-        (inside[name] if inside[name] in wanted else name, x)
-        for name, x in saved.items()
-    )
+    """Returns the arrays by the names that they have in a target of flax_amp.
 
+    The scale of other libraries has no limits; here it gets those of flax_amp.
+    """
 
-def _with_scaler(saved: Arrays, wanted: Arrays) -> Arrays:
-    """Puts the scaler of another library in the place of that of flax_amp."""
+    def name_of(name: str) -> str:
+        field, _, last = name.rpartition("/")
+        inside = re.sub("(^|/)opt_state/", r"\g<0>inner_state/", name, count=1)
+        candidates = [name, f"variables/{name}", inside]
+        if field == "dynamic_scale":
+            candidates.append(scaler.get(_FLAX.get(last, ""), ""))
+        return next((x for x in candidates if x in wanted), name)
+
     paths = _trees.scaler_in(tuple(name.split("/")) for name in wanted)
-    target = {key: "/".join(path) for key, path in paths.items()}
-    own = {key: wanted[name] for key, name in target.items()}
-    for field in sorted({name.partition("/")[0] for name in saved}):
-        of = {
-            n.removeprefix(f"{field}/"): n for n in saved if n.startswith(f"{field}/")
-        }
-        names = next((x for x in _SCALERS if x.keys() <= of.keys()), None)
-        if not target or not names or of.keys() - names.keys() - {"total_resets"}:
-            continue
-        found = {new: saved[of[old]] for old, new in names.items()}
-        rest = {name: x for name, x in saved.items() if name not in of.values()}
-        if _trees.never_moves(own) not in (None, bool(_trees.never_moves(found))):
-            return rest  # The precision was changed.
-        scaler = init_scaler() | {k: x for k, x in own.items() if _trees.has_value(x)}
-        if np.isnan(found["scaler"]).any():
-            found["scaler"] = np.asarray(scaler["scaler"])
-        # That of jaxamp grows to infinity.
-        scale = found["scaler"].astype(np.float32)
-        found["scaler"] = np.clip(scale, LOWEST, HIGHEST)
-        return rest | {target[k]: np.asarray(x) for k, x in (scaler | found).items()}
-    return saved
+    scaler = {key: "/".join(path) for key, path in paths.items()}
+    found = _together((name_of(name), x) for name, x in saved.items())
+    own, theirs = (
+        {key: of[name] for key, name in scaler.items() if name in of}
+        for of in (wanted, found)
+    )
+    moves = _trees.never_moves(own) in (None, bool(_trees.never_moves(theirs)))
+    if not moves or np.isnan(theirs.get("scaler", np.nan)).any():
+        # The precision was changed, or the scale is none: that of the target stays.
+        return {name: x for name, x in found.items() if name not in scaler.values()}
+    scale = theirs["scaler"].astype(np.float32)
+    return found | {scaler["scaler"]: np.clip(scale, LOWEST, HIGHEST)}
+
+
+def _may_stay(name: str) -> bool:
+    """Whether a checkpoint of another program may lack an array of the target."""
+    *around, last = name.split("/")
+    is_counter = around[-1:] == ["opt_state"] and last in _COUNTERS
+    return is_counter or "rngs" in around or bool(_trees.scaler_in([(*around, last)]))
 
 
 def _convert(value: np.ndarray, like: Any) -> np.ndarray:

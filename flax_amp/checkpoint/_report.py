@@ -7,9 +7,12 @@ import sys
 from typing import Any, NamedTuple
 
 from flax_amp.checkpoint import _steps, _trees
-from flax_amp.checkpoint._checksums import files_of
-from flax_amp.checkpoint._errors import CorruptCheckpointError, IncompleteError
-from flax_amp.checkpoint._paths import finish_saving
+from flax_amp.checkpoint._damage import (
+    CorruptCheckpointError,
+    IncompleteError,
+    files_of,
+)
+from flax_amp.checkpoint._directory import finish_saving
 
 
 class StepReport(NamedTuple):
@@ -19,11 +22,10 @@ class StepReport(NamedTuple):
       step: the number of the step.
       size: the size of its files, in bytes.
       problem: what is damaged; the empty string if nothing is.
-      has_checksums: whether its files were compared with checksums. Steps that plain
-        Orbax wrote have none.
+      has_checksums: whether there are checksums; those of plain Orbax have none.
       scaler: the values of its loss scaler, if they could be read.
-      half_deleted: whether files are missing while a newer step is intact. A removal of
-        an old step that was interrupted leaves this.
+      half_deleted: whether files are missing while a newer step is intact: its removal
+        was interrupted.
     """
 
     step: int
@@ -38,14 +40,7 @@ def verify(manager: Any) -> list[StepReport]:
     """Reads every step of a directory and compares its files with their checksums.
 
     Returns a report for each step, the oldest first. The arrays are read into the
-    memory of the host, one step at a time. In a run of several processes, one of them
-    should call this.
-
-    Args:
-      manager: any `orbax.checkpoint.CheckpointManager`, or the path of its directory.
-
-    Raises:
-      FileNotFoundError: if there is no such directory.
+    memory of the host. In a run of several processes, one of them should call this.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax
@@ -59,17 +54,13 @@ def verify(manager: Any) -> list[StepReport]:
       ('', True, 1.0)
     """
     directory = finish_saving(manager)
-    reports: dict[_steps.Step, StepReport] = {}
-    for _ in range(2):  # Another process may save and remove steps meanwhile.
-        for step in _steps.steps_in(directory):
-            if step not in reports:
-                reports[step] = _report(step)
-    there = _steps.steps_in(directory)
-    newest = max((x.step for x in reports.values() if not x.problem), default=-1)
+    reports = [(step, _report(step)) for step in _steps.steps_in(directory)]
+    newest = max((x.step for _, x in reports if not x.problem), default=-1)
     return [
         report._replace(half_deleted=report.half_deleted and report.step < newest)
-        for step, report in sorted(reports.items())
-        if step in there or not report.problem
+        for step, report in reports
+        # Another process may have removed a step meanwhile.
+        if not report.problem or step.folder.exists()
     ]
 
 
@@ -77,12 +68,12 @@ def _report(step: _steps.Step) -> StepReport:
     """Returns the report of a step, `half_deleted` if any of its files are missing."""
     size = 0
     with contextlib.suppress(OSError):  # Another process may remove the step meanwhile.
-        for path in files_of(step.folder):
-            size += 0 if os.path.islink(path) else path.stat().length
+        paths = [x for x in files_of(step.folder) if not os.path.islink(x)]
+        size = sum(path.stat().length for path in paths)
     report = StepReport(step.number, size, "", False, {})
     try:
-        tree = step.verified_tree()
-        read = _trees.read_on_host(step.folder / _steps.ITEM, tree)
+        step.verify()
+        read = _trees.numpy_leaves(step.read(step.tree(), {}))
     except (CorruptCheckpointError, OSError, ValueError) as error:
         is_incomplete = isinstance(error, IncompleteError)
         return report._replace(problem=str(error), half_deleted=is_incomplete)
@@ -94,11 +85,8 @@ def _report(step: _steps.Step) -> StepReport:
     return report._replace(has_checksums=step.has_checksums, scaler=scaler)
 
 
-# The command `python -m flax_amp checkpoint`
-
-
 def add_checkpoint(commands: Any) -> None:
-    """Adds the command to the parsers of all commands."""
+    """Adds the command `checkpoint` to the parsers of `python -m flax_amp`."""
     command = commands.add_parser(
         "checkpoint", help="list steps, sizes, scaler values and integrity"
     )
@@ -114,17 +102,13 @@ def _checkpoint(args: argparse.Namespace) -> int:
         return 2
     print(f"{'step':>8} {'MB':>10} {'scale':>12}  integrity")
     for report in reports:
+        state = "intact" if report.has_checksums else "readable, no checksums"
+        if report.problem:
+            state = f"DAMAGED: {report.problem}"
+        if report.half_deleted:
+            state = "half deleted, a newer step is intact"
         scale = f"{report.scaler.get('scaler', 1):g}"
-        size = f"{report.size / 1e6:.3f}"
-        print(f"{report.step:8} {size:>10} {scale:>12}  {_state(report)}")
+        print(f"{report.step:8} {report.size / 1e6:10.3f} {scale:>12}  {state}")
     if not reports:
         print(f"no steps in {args.directory}")
     return int(any(report.problem and not report.half_deleted for report in reports))
-
-
-def _state(report: StepReport) -> str:
-    if report.half_deleted:
-        return "half deleted, a newer step is intact"
-    if report.problem:
-        return f"DAMAGED: {report.problem}"
-    return "intact" if report.has_checksums else "readable, no checksums"

@@ -3,11 +3,6 @@
 A restore never writes. Whatever fails, the state in hand and the files stay as they
 were. Orbax casts silently to the dtype of its target and leaves sharding to the target;
 `restore` rejects another dtype and passes on the sharding.
-
-A learning rate of plain optax is no part of a state: the code's is used. One that is an
-array of the state, of `flax_amp.optim` or `optax.inject_hyperparams`, comes back with
-the state, as do `patience` and `adjust_factor` of the scaler. Who changed one in the
-code is told, because nothing else would tell.
 """
 
 import contextlib
@@ -21,8 +16,8 @@ import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp.checkpoint import _steps, _trees
-from flax_amp.checkpoint._errors import CheckpointWarning
-from flax_amp.checkpoint._paths import finish_saving
+from flax_amp.checkpoint._damage import CheckpointWarning
+from flax_amp.checkpoint._directory import finish_saving
 from flax_amp.checkpoint._trees import Leaves, Path
 from flax_amp.optim._optimizer import INJECTED, Optimizer
 
@@ -33,26 +28,23 @@ def restore(manager: Any, target: T, *, step: Any = None) -> T:
     """Reads a checkpoint into a state like `target`.
 
     The arrays get the shardings of `target`, so a checkpoint fits another mesh, and the
-    next training step is not traced again. If one scaler never moves and the other
+    next training step is not traced again. What the code has set and the state holds,
+    such as a learning rate of `flax_amp.optim`, is that of the checkpoint: if `target`
+    has other numbers, a warning names both. If one scaler never moves and the other
     does, because the precision was changed, that of `target` is used, with a warning.
-    What else the code has set and the state holds, such as a learning rate of
-    `flax_amp.optim`, is that of the checkpoint: if `target` has other numbers, a
-    warning names both.
 
     Args:
       manager: any `orbax.checkpoint.CheckpointManager`, or the path of its directory.
-      target: a state of the same model and optimizer, or its `jax.eval_shape`. It is
-        not changed, and its arrays may have been donated. NNX objects, as `(model,
-        optimizer)`, are updated in place, when all has been read.
-      step: the number of the step, an integer or an array that holds one. By default
-        the newest intact step is read, and a `CheckpointWarning` names the damaged
-        steps that were passed over.
+      target: a state of the same model and optimizer, or its `jax.eval_shape`. Its
+        arrays may have been donated. NNX objects, as `(model, optimizer)`, are updated
+        in place, when all has been read; nothing else is changed.
+      step: the number of the step. By default the newest intact step is read, and a
+        `CheckpointWarning` names the damaged steps that were passed over.
 
     Returns:
       `target` with every array replaced.
 
     Raises:
-      TypeError: if `target` is no state, or an argument has a wrong type.
       FileNotFoundError: if there is no such checkpoint.
       ValueError: if the checkpoint does not fit (the error lists every path that
         differs), or if another version of flax_amp wrote it.
@@ -80,11 +72,8 @@ def restore(manager: Any, target: T, *, step: Any = None) -> T:
 
 
 def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
-    """Returns the arrays of a step by path, as the target has them.
-
-    Each process reads for itself; together they check the files.
-    """
-    tree = step.verified_tree((jax.process_index(), jax.process_count()))
+    """Returns the arrays of a step by path, as the target has them."""
+    tree = step.tree()
     on_disk = ocp.tree.to_flat_dict(tree)
     problems = [
         _trees.difference("/".join(path), on_disk.get(path), wanted.get(path))
@@ -98,8 +87,8 @@ def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
             "target with the model and tx that were saved, restore another step, or "
             "read what else wrote it, or only a part, with checkpoint.migrate."
         )
-    read = _trees.read_tree(step.folder / _steps.ITEM, tree, wanted)
-    return {path: _trees.place(x, wanted[path]) for path, x in read.items()}
+    read = step.read(tree, wanted).items()
+    return {path: _trees.place(x, wanted[path]) for path, x in read}
 
 
 def _fit_scaler(read: Leaves, wanted: Mapping[Path, Any]) -> Iterator[str]:
@@ -126,8 +115,8 @@ def _changed_settings(read: Leaves, target: Any) -> Iterator[str]:
     scaler = _trees.scaler_in(leaves)
     scaler_settings = {scaler.get(key) for key in ("patience", "adjust_factor")}
     differ = [
-        f"{'/'.join(path)} is {_text(read[path])} on disk and {_text(leaf)} in "
-        "the target"
+        f"{'/'.join(path)} is {_text(read[path])} on disk and {_text(leaf)} in the "
+        "target"
         for path, leaf in leaves.items()
         if (id(leaf) in ids or path in scaler_settings) and path in read
         if _trees.has_value(leaf) and not np.array_equal(read[path], leaf)
@@ -167,8 +156,8 @@ def _another_optimizer(step: _steps.Step, target: Any) -> Iterator[str]:
     if saved is not None and saved != here:
         yield (
             f"the optimizer is {' and '.join(saved) or 'another'} on disk and "
-            f"{' and '.join(here) or 'another'} in the target; both have the same "
-            "arrays, and the run goes on with them."
+            f"{' and '.join(here) or 'another'} in the target; the run goes on with "
+            "the arrays on disk."
         )
 
 

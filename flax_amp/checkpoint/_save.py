@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 
 from flax_amp import _tree
 from flax_amp.checkpoint import _steps, _trees
+from flax_amp.checkpoint._directory import whole_number
 from flax_amp.checkpoint._manager import Manager
-from flax_amp.checkpoint._paths import whole_number
 from flax_amp.checkpoint._restore import names_of_optimizers
 
 
@@ -24,27 +24,24 @@ def save(
 ) -> bool:
     """Saves a state under its own step, in the background.
 
-    The state may be donated to the next step as soon as this returns. A program that
-    ends waits until the state is written.
+    The state may be donated to the next step as soon as this returns.
 
     Args:
       manager: the result of `checkpoint.manager`.
       state: the `AmpTrainState` that the last step returned, or NNX objects:
         `(model, optimizer)`. Of these, `nnx.state((model, optimizer))` is saved.
-      metrics: scalars to save with the state, for `best_metric`. Orbax writes them
-        only if the manager has a `best_metric`.
+      metrics: scalars to save with the state, for `best_metric`.
       force: saves although `save_interval_steps` says not to.
 
     Returns:
       Whether the state was saved. It is not saved between intervals, nor if its step is
-      not newer than the newest checkpoint, whoever wrote that; a warning says so if
-      that may be a surprise. Newer steps that `restore` found damaged are renamed.
+      not newer than the newest intact checkpoint, whoever wrote that; a warning says so
+      if that may be a surprise. Newer steps that are damaged are renamed.
 
     Raises:
-      TypeError: if an argument or the step of the state has a wrong type.
-      ValueError: if leaves cannot be saved (the error lists all of them), if the runs
-        of a vmapped state are at different steps, if the `best_metric` of the manager
-        is missing, or if the manager only reads. Nothing is written then.
+      ValueError, TypeError: if leaves cannot be saved (the error lists all of them), if
+        the `best_metric` of the manager is missing, or if the manager only reads.
+        Nothing is written then.
       RuntimeError: if another process saves into the same directory.
       CheckpointSaveError: if this state cannot be written, or if the save before it
         failed in the background. Earlier checkpoints are as they were.
@@ -68,19 +65,18 @@ def save(
     if manager.read_only:
         raise ValueError(
             f"checkpoint.save: {manager.directory} was opened with read_only=True; "
-            "expected a manager that may write. Open it without."
+            "expected a manager that may write."
         )
     step = _step_of(state)
-    if not manager.is_wanted(step, force):
+    if not manager.is_due(step, force):
         return False
     tree = _trees.tree_of(state)
     _check_leaves(tree)
     numbers = {name: float(value) for name, value in (metrics or {}).items()}
-    best = manager.best_metric
-    if best is not None and best not in numbers:
+    if manager.best_metric not in {None, *numbers}:
         raise ValueError(
             f"checkpoint.save: metrics has {sorted(numbers)}; expected the best_metric "
-            f"{best!r} of the manager. Pass metrics={{{best!r}: ...}}."
+            f"{manager.best_metric!r} of the manager."
         )
     return manager.save(
         step,
@@ -99,39 +95,28 @@ def _step_of(state: Any) -> int:
     step = _trees.step_of(state, "checkpoint.save: state")
     name, steps = "checkpoint.save: the state's step", np.unique(step)
     if len(steps) > 1:
-        raise ValueError(
-            f"{name} has the values {steps.tolist()}; expected runs that are at one "
-            "step, since they are saved together. Save each of them into a directory "
-            "of its own: jax.tree.map(lambda leaf: leaf[i], state)."
-        )
-    # What is no integer is described as the user has it.
+        raise ValueError(f"{name} has the values {steps.tolist()}; expected one.")
     return whole_number(steps[0] if steps.dtype.kind in "iu" else step, name, 0)
 
 
 def _check_leaves(tree: Any) -> None:
     """Raises one ValueError that lists all leaves that cannot be saved."""
     leaves = ocp.tree.to_flat_dict(tree)
+    bad = [f"{'/'.join(p)}: {why}" for p, x in leaves.items() if (why := _problem(x))]
     # Orbax joins the names of a path with dots, and reads one array for both.
     names = Counter(".".join(path) for path in leaves)
-    bad = [f"{'/'.join(p)}: {why}" for p, x in leaves.items() if (why := _problem(x))]
-    bad += [
-        f"{name}: the name of {count} arrays on disk; expected names that differ"
-        for name, count in names.items()
-        if count > 1
-    ]
+    bad += [f"{n}: the name of {k} arrays on disk" for n, k in names.items() if k > 1]
     if bad:
         raise ValueError(
-            f"checkpoint.save: {'; '.join(bad)}; expected arrays with elements. "
-            "Save the state that the last step returned, not the one it was given."
+            f"checkpoint.save: {'; '.join(bad)}; expected arrays with elements, and "
+            "with different names. Save the state that the last step returned."
         )
 
 
 def _problem(leaf: Any) -> str:
     """Returns why Orbax cannot save a leaf, or the empty string if it can."""
-    if not _tree.is_array(leaf):
+    if not _tree.is_array(leaf) or isinstance(leaf, jax.core.Tracer):
         return f"a {type(leaf).__name__}"
-    if isinstance(leaf, jax.core.Tracer):
-        return "traced"
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "deleted, its memory was donated"
     return "" if leaf.size else f"empty, its shape is {leaf.shape}"

@@ -1,14 +1,15 @@
 """The steps in a directory of checkpoints: where they are, and what each holds.
 
-Everything that reads a directory asks here: `restore` and `migrate` try its steps with
-`newest_intact`, `verify` reads all of them, and each sees the arrays of a `Step` after
-the files of the step have been checked. Nothing here writes.
+`restore` and `migrate` try the steps with `newest_intact`, `verify` reads all of them,
+and each sees the arrays of a `Step` after the files of the step have been checked.
+Nothing here writes.
 """
 
+import contextlib
 import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -17,15 +18,17 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from flax_amp.checkpoint import _checksums, _trees
-from flax_amp.checkpoint._checksums import ITEM
-from flax_amp.checkpoint._errors import (
+from flax_amp.checkpoint import _damage, _trees
+from flax_amp.checkpoint._damage import (
+    ITEM,
     CheckpointWarning,
     CorruptCheckpointError,
     IncompleteError,
-    explained,
+    is_missing,
+    outage,
+    reason_of,
 )
-from flax_amp.checkpoint._paths import whole_number
+from flax_amp.checkpoint._directory import whole_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,11 +38,11 @@ HALF = ".orbax-checkpoint-tmp"  # Orbax puts it into the names of what is half-w
 _KEY = "flax_amp"  # of our record in the metadata of a step
 _FORMAT = 3
 _STEP_FILE = "_CHECKPOINT_METADATA"
-_MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+_ALL = slice(None)  # of the files
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
-# By directory: the steps that this process found damaged, and those that it restored. A
-# run may restore without the manager that it saves with.
-found_damaged: dict[epath.Path, set[int]] = defaultdict(set)
+# The steps that this process has restored, by directory. A run may restore without the
+# manager that it saves with.
 restored: dict[epath.Path, set[int]] = defaultdict(set)
 
 
@@ -60,10 +63,10 @@ class Step(NamedTuple):
     @property
     def has_checksums(self) -> bool:
         """Whether the step has a list that its files can be compared with."""
-        return (self.folder / _checksums.NAME).exists()
+        return (self.folder / _damage.NAME).exists()
 
-    def verified_tree(self, part: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-        """Checks the files of the step, and returns Orbax's description of its arrays.
+    def verify(self, part: slice = _ALL) -> None:
+        """Checks the files of the step, or a part of them: processes share the work.
 
         A ValueError says that something else was saved, or by another version.
         """
@@ -80,27 +83,46 @@ class Step(NamedTuple):
         # All files are checked before Orbax opens an array: it prints a hundred lines
         # of its threads about damaged ones, and reading while checking gains nothing.
         if self.has_checksums:
-            _checksums.check(self.folder, part)
+            _damage.check(self.folder, part)
         elif record:
             raise IncompleteError("its list of checksums is missing")
-        tree = _trees.read_metadata(self.folder / ITEM)
+
+    def tree(self) -> dict[str, Any]:
+        """Returns Orbax's description of the arrays, after all processes verified."""
+        with self._reading():
+            tree = _trees.read_metadata(self.folder / ITEM)
         if not isinstance(tree, Mapping):
             raise CorruptCheckpointError("the description of its arrays cannot be read")
         return dict(tree)
 
+    def read(self, tree: Any, like: Mapping[_trees.Path, Any]) -> _trees.Leaves:
+        """Returns the arrays by path; those in `like` lie on the same devices."""
+        with self._reading():
+            return _trees.read_tree(self.folder / ITEM, tree, like)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises what an error of Orbax says about the files of the step."""
+        try:
+            yield
+        except Exception as error:  # A damaged file makes Orbax raise anything.
+            if self.has_checksums:
+                self.verify()  # A writer may have removed files meanwhile.
+            elif not isinstance(error, OSError | MemoryError) or is_missing(error):
+                raise CorruptCheckpointError(reason_of(error)) from error
+            raise outage(error) from error
+
     def record(self) -> dict[str, Any]:
         """Returns our record of the step; it is empty if plain Orbax saved it."""
+        content = _damage.read_file(self.folder / _STEP_FILE)
         try:
-            content = explained((self.folder / _STEP_FILE).read_bytes)()
             metadata = json.loads(content)
             # Orbax names the handlers of its items in every one, whoever called it.
             metadata["item_handlers"].keys()
             plain = {"format": _FORMAT, "step": self.number}
             record = dict((metadata["custom_metadata"] or {}).get(_KEY, plain))
             format_, step = int(record["format"]), int(record["step"])
-        except IncompleteError as error:
-            raise IncompleteError(f"its file {_STEP_FILE} is missing") from error
-        except (*_MALFORMED, RecursionError) as error:
+        except _MALFORMED as error:
             raise CorruptCheckpointError(f"{_STEP_FILE} is damaged") from error
         if format_ != _FORMAT:
             raise ValueError(
@@ -115,14 +137,11 @@ class Step(NamedTuple):
 
 
 def steps_in(directory: epath.Path) -> list[Step]:
-    """Returns the complete steps in a directory, the oldest first.
-
-    They are the folders that a manager would give these names to, and no others.
-    """
+    """Returns the steps in a directory, the oldest first: the folders of a manager."""
     if not directory.is_dir():
         raise FileNotFoundError(
-            f"checkpoint: {directory} is not a directory; expected one that "
-            "a manager has saved to. Check the path."
+            f"checkpoint: {directory} is not a directory; expected one that a manager "
+            "has saved to."
         )
     found = ocp.path.step.standard_name_format().find_all(directory)
     return sorted(Step(x.step, x.path) for x in found if x.path.is_dir())
@@ -134,36 +153,28 @@ def newest_intact(
     """Returns what `read` makes of the newest step that is not damaged, or of `wanted`.
 
     All processes must succeed. A warning names the damaged steps.
-
-    Raises:
-      FileNotFoundError: if there is no such step.
-      CorruptCheckpointError: if all steps are damaged.
     """
     number = None if wanted is None else whole_number(wanted, "checkpoint: step", 0)
     damaged: dict[Step, str] = {}
-    steps: list[Step] = []
-    while True:
-        # A writer beside this process may have removed a step for a newer one while it
-        # was read. Several processes list once, to agree on what they see.
-        if not damaged or jax.process_count() == 1:
-            steps = _candidates(directory, number)
-        step = next((step for step in steps if step not in damaged), None)
-        if step is None:
-            break
+    steps = _candidates(directory, number)
+    while step := next((step for step in steps if step not in damaged), None):
         try:
+            verify_together(step)
             result = agreed(read, step)
             break
         except CorruptCheckpointError as error:
             damaged[step] = f"step {step.number} is damaged: {error}"
-    problems = {step.number: damaged[step] for step in steps if step in damaged}
-    told = f"checkpoint: {directory}: {'; '.join(problems.values())}"
-    found_damaged[directory].update(problems)
+        # A writer beside this process may have removed a step for a newer one while it
+        # was read. Several processes list once, to agree on what they see.
+        if jax.process_count() == 1:
+            steps = _candidates(directory, number)
+    problems = [damaged[step] for step in steps if step in damaged]
+    told = f"checkpoint: {directory}: {'; '.join(problems)}"
     if step is None:
         raise CorruptCheckpointError(
             f"{told}; expected a step as it was written. Restore another step, or "
             "these files from a backup."
         )
-    found_damaged[directory].discard(step.number)
     restored[directory].add(step.number)
     if problems:
         told = f"{told}. Restored step {step.number} instead."
@@ -198,13 +209,16 @@ def agreed(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     except Exception as caught:  # The others must hear of any.
         error = caught
     kind = 0 if error is None else 1 if isinstance(error, CorruptCheckpointError) else 2
-    kinds = multihost_utils.process_allgather(np.int32(kind)).ravel().tolist()
-    if error is not None:
+    worst = int(multihost_utils.process_allgather(np.int32(kind)).max())
+    if error is not None and kind == worst:
         raise error
-    for kind, raised in ((2, RuntimeError), (1, CorruptCheckpointError)):
-        if kind in kinds:
-            raise raised(
-                f"checkpoint: process {kinds.index(kind)} failed; its own error says "
-                "why, and names the files if they are damaged"
-            )
+    if worst:  # All processes raise the same kind, and go on together or not at all.
+        told = "checkpoint: another process failed; its own error says why"
+        raise CorruptCheckpointError(told) if worst == 1 else RuntimeError(told)
     return result
+
+
+def verify_together(step: Step) -> None:
+    """Checks the files of a step: no process reads it before all have checked."""
+    part = slice(jax.process_index(), None, jax.process_count())
+    agreed(step.verify, part)

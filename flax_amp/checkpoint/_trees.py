@@ -2,8 +2,7 @@
 
 A path is the one that Orbax gives a leaf: names of fields and dict keys, and numbers of
 list items. Orbax lets all processes wait for each other after each read, and they
-would wait forever for a process that failed; here each process reads by itself. Nothing
-here writes.
+would wait forever for a process that failed; here each process reads by itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,6 @@ from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.checkpoint._errors import explained
 
 T = TypeVar("T")
 PyTree = Any
@@ -49,8 +47,7 @@ def step_of(state: Any, name: str) -> Any:
     raise TypeError(
         f"{name} is a {type(state).__name__}; expected an AmpTrainState, or NNX "
         "objects with an nnx.Optimizer among them: (model, optimizer). Save other "
-        "trees with plain Orbax: "
-        "manager.save(step, args=orbax.checkpoint.args.StandardSave(tree))."
+        "trees with manager.save(step, args=orbax.checkpoint.args.StandardSave(tree))."
     )
 
 
@@ -67,10 +64,7 @@ def replace_leaves(target: T, values: Mapping[Path, Any]) -> T:
 
 
 def scaler_in(leaves: Iterable[Path]) -> dict[str, Path]:
-    """Returns the paths of a scaler by key.
-
-    It is the field `scaler` of the state, or of one of its NNX objects.
-    """
+    """Returns the paths of a scaler by key: of a state, or of one of its objects."""
     found = {}
     for path in leaves:
         names = [name for name in path if name != "value"]  # of NNX's variables
@@ -85,28 +79,25 @@ def never_moves(scaler: Mapping[str, Any]) -> bool | None:
     return bool(np.all(np.asarray(factor) == 1)) if has_value(factor) else None
 
 
-# Descriptions
-
-
-def description_of(value: Any) -> str:
-    """Describes an array, a shape or Orbax's metadata: `float32[3]`; or `a str`.
-
-    Of a typed key, it describes the data, which is what lies on disk.
-    """
-    if not hasattr(value, "dtype"):
-        return f"a {type(value).__name__}"
-    if _tree.is_key(value):
-        value = jax.eval_shape(jax.random.key_data, value)
-    return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+def has_value(leaf: Any) -> bool:
+    """Whether a leaf is neither abstract nor was donated."""
+    if isinstance(leaf, jax.Array):
+        return not leaf.is_deleted()
+    return not isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def difference(name: str, saved: Any, wanted: Any) -> str:
-    """Describes how an array on disk differs from its counterpart, with both sides.
-
-    Either is `None` if there is none. The line is empty if shape and dtype agree.
-    """
-    there, here = ("not" if x is None else description_of(x) for x in (saved, wanted))
+    """Describes how an array on disk, or `None`, differs from that of the target."""
+    there, here = ("not" if x is None else _description(x) for x in (saved, wanted))
     return "" if there == here else f"{name}: {there} on disk, {here} in the target"
+
+
+def _description(value: Any) -> str:
+    if not hasattr(value, "dtype"):
+        return f"a {type(value).__name__}"
+    if _tree.is_key(value):  # its data is what lies on disk
+        value = jax.eval_shape(jax.random.key_data, value)
+    return f"{np.dtype(value.dtype).name}{list(value.shape)}"
 
 
 # Reading
@@ -123,14 +114,12 @@ def _reader() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
-@explained
 def read_metadata(folder: Any) -> Any:
     """Returns Orbax's description of the arrays of a tree, as a tree."""
     with _reader() as reader:
         return reader.handler.metadata(folder).tree
 
 
-@explained
 def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> Leaves:
     """Returns the arrays of a tree that Orbax saved, and described, by path.
 
@@ -158,11 +147,6 @@ def read_tree(folder: Any, metadata: PyTree, like: Mapping[Path, Any]) -> Leaves
     return dict(zip(leaves, jax.tree.leaves(read), strict=True))
 
 
-def read_on_host(folder: Any, metadata: PyTree) -> Leaves:
-    """Reads a tree as NumPy arrays, whatever devices its arrays were saved from."""
-    return numpy_leaves(read_tree(folder, metadata, {}))
-
-
 def numpy_leaves(leaves: Leaves) -> Leaves:
     """Returns leaves as NumPy arrays; of typed keys, their data."""
     return {
@@ -183,20 +167,12 @@ def leaves_of_target(target: Any, where: str) -> Leaves:
         if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
                 f"{where}: {'/'.join(path) or 'the whole'} of the target is a "
-                f"{type(leaf).__name__}; expected arrays and numbers. Pass an "
-                "AmpTrainState, a TrainState, NNX objects or a dict of arrays."
+                f"{type(leaf).__name__}; expected arrays and numbers."
             )
         if getattr(leaf, "sharding", None) is not None:
             leaf.sharding.shard_shape(leaf.shape)  # JAX says so if it does not fit.
         found[path] = leaf
     return found
-
-
-def has_value(leaf: Any) -> bool:
-    """Whether a leaf is neither abstract nor was donated."""
-    if isinstance(leaf, jax.Array):
-        return not leaf.is_deleted()
-    return not isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def place(value: Any, like: Any) -> Any:
@@ -210,10 +186,11 @@ def place(value: Any, like: Any) -> Any:
         return type(like)(value.item())
     if isinstance(like, np.ndarray | np.generic):
         return np.array(value, like.dtype)
-    committed = _is_committed(like)
-    if isinstance(value, jax.Array) and (committed or _tree.is_key(value)):
-        if committed:
-            return value
+    has_sharding = getattr(like, "sharding", None) is not None
+    committed = like.committed if isinstance(like, jax.Array) else has_sharding
+    if isinstance(value, jax.Array) and committed:
+        return value
+    if _tree.is_key(value):
         value = jax.random.key_data(value)
     value = np.asarray(value)
     # Nobody else holds these arrays, so the CPU need not copy them.
@@ -222,13 +199,6 @@ def place(value: Any, like: Any) -> Any:
         if committed
         else jax.device_put(value)
     )
-    is_key = _tree.is_key(like)
-    impl = _tree.key_impl(like) if is_key else None
-    return jax.random.wrap_key_data(array, impl=impl) if is_key else array
-
-
-def _is_committed(leaf: Any) -> bool:
-    """Whether the devices of an array were chosen, and are not just JAX's default."""
-    if isinstance(leaf, jax.Array):
-        return leaf.committed
-    return getattr(leaf, "sharding", None) is not None
+    if not _tree.is_key(like):
+        return array
+    return jax.random.wrap_key_data(array, impl=_tree.key_impl(like))

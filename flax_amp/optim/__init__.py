@@ -6,8 +6,7 @@
 
 The functions are those of optax and `optax.contrib`, with their signatures. An argument
 is a leaf if and only if it is an array. A number given as `learning_rate` becomes one;
-everything else is static, as it is in optax. `small_state` stores the moments of any
-optimizer, and the parameters, in bfloat16. See the README of this folder.
+everything else is static, as it is in optax. See the README of this folder.
 """
 
 import functools
@@ -32,12 +31,7 @@ _KINDS = {
 def wrap(factory: Callable[..., Any]) -> Callable[..., Optimizer]:
     """Makes a pytree optimizer from a function that returns an optax optimizer.
 
-    Args:
-      factory: the function, which is called at each use, with arrays for the arguments
-        that are arrays and with everything else as it was given.
-
-    Returns:
-      A function with the same signature.
+    Returns a function with the same signature. The factory is called at each use.
 
     Example:
       >>> def clipped_sgd(learning_rate, max_norm=1.0):
@@ -56,10 +50,8 @@ def schedule(factory: Callable[..., Any]) -> Callable[..., Schedule]:
     Example:
       >>> def halving(start, every):
       ...     return lambda count: start * 0.5 ** (count // every)
-      >>> from flax_amp import optim
-      >>> tx = optim.sgd(schedule(halving)(start=0.1, every=100))
-      >>> float(tx.hyperparams["learning_rate"])
-      0.1...
+      >>> float(schedule(halving)(start=0.1, every=100)(100))
+      0.05...
     """
     return _make_constructor(factory, Schedule)
 
@@ -73,43 +65,44 @@ def _make_constructor(factory: Any, kind: Any) -> Any:
     return make
 
 
-def _kind_of(name: str) -> Any:
-    """Returns the class that is made of a function of optax, if one is."""
+def _find(name: str) -> tuple[Any, Any]:
+    """Returns a function of optax, and the class that is made of it, if one is."""
     found = vars(optax).get(name, vars(optax.contrib).get(name))
-    if not inspect.isfunction(found) and not isinstance(found, functools.partial):
-        return Optimizer if found is optax.MultiSteps else None
+    if found is optax.MultiSteps:
+        return found, Optimizer
+    is_function = inspect.isfunction(found) or isinstance(found, functools.partial)
+    if not is_function or name.startswith("_"):
+        return found, None
     declared = inspect.signature(found).return_annotation
     if declared is inspect.Signature.empty:
         returns = (inspect.getdoc(found) or "").partition("Returns:")[2]
-        return Optimizer if "GradientTransformation" in returns else None
-    return None if name.startswith("_") else _KINDS.get(declared)
+        return found, Optimizer if "GradientTransformation" in returns else None
+    return found, _KINDS.get(declared)
 
 
-# Not kept in `globals()`, where doctest would run the examples of optax.
+# Not in `globals()`, where doctest would run the examples of optax.
 @functools.cache
 def _named(name: str) -> Any:
-    found = vars(optax).get(name, vars(optax.contrib).get(name))
-    make = _make_constructor(found, _kind_of(name))
+    make = _make_constructor(*_find(name))
     make.__module__, make.__name__, make.__qualname__ = __name__, name, name
     return make
 
 
 def __dir__() -> list[str]:
-    names = filter(_kind_of, {*vars(optax), *vars(optax.contrib)})
-    return sorted(["Optimizer", "Schedule", "schedule", "small_state", "wrap", *names])
+    names = {x for x in {*vars(optax), *vars(optax.contrib)} if _find(x)[1]}
+    return sorted({"Optimizer", "Schedule", "schedule", "small_state", "wrap", *names})
 
 
 # The names of the installed optax are found when they are used. Type checkers know
 # those of optax 0.2.8, so that a misspelled one is an error.
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from flax_amp.optim._names import *  # noqa: F403
+else:
 
     def __getattr__(name: str) -> Callable[..., Optimizer]:
-        if _kind_of(name) is None:
+        if _find(name)[1] is None:
             raise AttributeError(
                 f"flax_amp.optim has no {name!r}: optax exports no optimizer or "
                 "schedule of this name. Expected one of dir(optim), or use optim.wrap."
             )
         return _named(name)
-
-else:
-    from flax_amp.optim._names import *  # noqa: F403

@@ -3,14 +3,12 @@
 import contextlib
 import functools
 import inspect
-import typing
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import serialization
 
 from flax_amp import _tree
@@ -26,9 +24,9 @@ _NEEDS_A_NUMBER = (
 
 
 class Static(dict[str, PyTree]):
-    """The static parts of the arguments by name: hashable pytree metadata.
+    """The static parts of the arguments by name, with `None` for each array.
 
-    Each array is `None`.
+    It is hashable metadata of a pytree.
     """
 
     @functools.cached_property
@@ -51,8 +49,8 @@ class Static(dict[str, PyTree]):
 class FactoryCall:
     """The base of optimizers and schedules: a factory with its arguments."""
 
-    # Arguments that hold arrays, by name, and all other parts. They are kept apart
-    # because JAX may put any object in the place of a leaf.
+    # Arguments that hold arrays, by name, and all other parts. They are apart because
+    # JAX may put any object in the place of a leaf.
     _factory: Callable[..., Any]
     _arrays: dict[str, PyTree]
     _static: Static
@@ -61,28 +59,16 @@ class FactoryCall:
         if isinstance(factory, functools.partial):  # as optax.nadamw
             args, kwargs = (*factory.args, *args), factory.keywords | kwargs
             factory = factory.func
-        signature, name = inspect.signature(factory), callable_name(factory)
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            known = ", ".join(signature.parameters)
-            raise TypeError(f"{name}: {error}; expected {known}.") from None
+        signature = inspect.signature(factory)
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         for parameter in signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(parameter.name)
-        if taken := [name for name in arguments if hasattr(type(self), name)]:
-            raise TypeError(
-                f"{name}: its arguments {', '.join(taken)} have the names of "
-                f"attributes of {type(self).__name__}; expected other names. Wrap a "
-                "function that renames them."
-            )
         empty = self._new(factory, {}, Static(dict.fromkeys(arguments)))
         vars(self).update(vars(empty._with(arguments)))
-        # optax refuses bad arguments, and warns, here, where the user can see it. Later
-        # calls warn as Python's filters say, by default not again: to silence them,
-        # `warnings.catch_warnings` would change the filters of all threads.
+        # optax refuses bad arguments, and warns, here, where the user can see it.
         self.build()
 
     @classmethod
@@ -98,9 +84,8 @@ class FactoryCall:
             if name not in static:  # a state
                 arrays[name] = value
                 continue
-            # A number in the place of an array becomes one, a learning rate always.
-            value = _match_arrays(getattr(self, name), value)
-            value = _rate(value, self._name) if name == "learning_rate" else value
+            value = _match_arrays(self._arguments()[name], value)
+            value = _rate(value) if name == "learning_rate" else value
             arrays[name], static[name] = _tree.partition(value, _tree.is_array)
             if not jax.tree.leaves(arrays[name]):
                 del arrays[name]
@@ -115,20 +100,21 @@ class FactoryCall:
         # Only what is no attribute comes here; an object in the making has none at all.
         if name in FactoryCall.__annotations__ or name not in self._static:
             raise AttributeError(f"a {type(self).__name__} has no {name!r}", name=name)
-        return _tree.combine(self._arrays.get(name), self._static[name])
+        return self._arguments()[name]
 
     @property
     def _name(self) -> str:
-        return callable_name(self._factory)
+        return getattr(self._factory, "__name__", type(self._factory).__name__)
 
     def _arguments(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._static}
+        return {
+            name: _tree.combine(self._arrays.get(name), static)
+            for name, static in self._static.items()
+        }
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!s}" for name, value in self._arguments().items())
         return f"{self._name}({', '.join(shown)})"
-
-    # What optax makes of it
 
     def build(self) -> Any:
         """Calls the factory: returns the optax optimizer or schedule."""
@@ -142,17 +128,14 @@ class FactoryCall:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Names the arrays that should be numbers."""
         try:
             yield
         except _NEEDS_A_NUMBER as error:
             arrays = ", ".join(name for name in self._arrays if name in self._static)
             raise TypeError(
-                f"{self._name}: optax needs a Python number, for a branch "
-                f"or a shape, and got an array. Arrays are: {arrays or 'its inputs'}. "
-                "Expected a Python number, which is static. A learning_rate is always "
-                "an array; to keep it static, give optim.wrap a function with another "
-                "name for it."
+                f"{self._name}: optax needs a Python number, for a branch or a shape, "
+                f"and got an array. Arrays: {arrays or 'its inputs'}. Pass a number, "
+                "or name a learning rate otherwise with optim.wrap."
             ) from error
 
     # Its arguments by name, those of the calls inside included
@@ -160,86 +143,57 @@ class FactoryCall:
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with other arguments.
 
-        A number in the place of an array stays an array: nothing is compiled again.
+        A number in the place of an array becomes an array: nothing is compiled again.
+        The state stays as it is.
 
         Args:
           **changes: values by the name of an argument, or by the end of the path of one
             inside, if there is one such: `init_value`, `learning_rate/init_value`.
-
-        Raises:
-          TypeError: if there is no such name, or it holds shapes only.
-          ValueError: if a state might have another structure.
         """
         new, own, inside = self, {*self._static, *self._arrays}, self._numbers()
         for name, value in changes.items():
             # A name of this call comes before the same one inside.
             found = [x for x in inside if f"/{x}".endswith(f"/{name}")]
-            if name in own:
-                old, new = getattr(new, name), new._with({name: value})
-            elif len(found) == 1:
-                old, new = inside[found[0]], new._with_at(found[0], value)
-            else:
+            if name not in own and len(found) != 1:
                 raise TypeError(
                     f"{self._name}.replace: {len(found)} arguments are {name}; "
                     f"expected one of {', '.join(found or [*own, *inside])}."
                 )
-            self._check_change(name, old, value)
+            change = {name: value} if name in own else new._changed_at(found[0], value)
+            new = new._with(change)
         return new
 
-    def _check_change(self, name: str, old: Any, new: Any) -> None:
-        """Raises a ValueError if a state may not fit a new argument."""
-
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self, prefix: str = "") -> dict[str, Any]:
         """Returns every number and schedule by path, such as `args/1/learning_rate`."""
-        found = {}
-
-        def note(call: FactoryCall, path: str, argument: str, leaf: Any) -> Any:
-            if is_number(leaf) or call._is_schedule(argument, leaf):
+        found: dict[str, Any] = {}
+        leaves = jax.tree_util.tree_leaves_with_path(self._arguments(), is_leaf=is_call)
+        for keys, leaf in leaves:
+            path = prefix + _path(keys)
+            # A function is no schedule because it takes a count: `jnp.tanh` does.
+            is_rate = callable(leaf) and path.rpartition("/")[2] == "learning_rate"
+            if is_rate or (is_call(leaf) and callable(leaf)) or is_number(leaf):
                 found[path] = leaf
-            return leaf
-
-        self._map(note)
+            if is_call(leaf):
+                found |= leaf._numbers(f"{path}/")
         return found
 
-    def _with_at(self, path: str, value: Any) -> Self:
-        """Returns a copy with another value at a path."""
-        return self._map(lambda _call, at, _argument, x: value if at == path else x)
+    def _changed_at(self, path: str, value: Any) -> dict[str, Any]:
+        """Returns the argument in which a path lies, with another value there."""
 
-    def _map(self, function: Any, prefix: str = "") -> Self:
-        """Returns a copy with what a function makes of the leaves of all arguments.
+        def at(keys: Any, leaf: Any) -> Any:
+            rest = path.removeprefix(_path(keys))
+            if is_call(leaf) and rest.startswith("/"):
+                return leaf._with(leaf._changed_at(rest[1:], value))
+            return leaf if rest else value
 
-        It gets the call that has an argument, its path and name, and the leaf.
-        """
-        changes = {}
-        for argument, tree in self._arguments().items():
-
-            def at(keys: Any, leaf: Any, argument: str = argument) -> Any:
-                keys = (argument, *keys)
-                path = prefix + jax.tree_util.keystr(keys, simple=True, separator="/")
-                new = function(self, path, argument, leaf)
-                inside = new is leaf and is_call(leaf)
-                return leaf._map(function, f"{path}/") if inside else new
-
-            new = jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_call)
-            leaves = (jax.tree.leaves(x, is_leaf=is_call) for x in (tree, new))
-            if any(old is not new for old, new in zip(*leaves, strict=True)):
-                changes[argument] = new
-        return self._with(changes) if changes else self
-
-    def _is_schedule(self, argument: str, value: Any) -> bool:
-        """Whether a value is a schedule: by its type, its name or its annotation."""
-        # To call it with a count tells nothing: `jnp.tanh`, too, gives a float for one.
-        parameters = inspect.signature(self._factory).parameters
-        declared = getattr(parameters.get(argument), "annotation", None)
-        is_declared = optax.Schedule in (declared, *typing.get_args(declared))
-        is_named = argument == "learning_rate" or is_declared
-        return callable(value) and (is_call(value) or is_named)
-
-    # As a pytree, and as a dict of arrays
+        arguments = jax.tree_util.tree_map_with_path(
+            at, self._arguments(), is_leaf=is_call
+        )
+        name = path.partition("/")[0]
+        return {name: arguments[name]}
 
     # The factory is metadata of two types of pytrees. With a class for each factory,
-    # none would ever be freed, as JAX keeps its types of pytrees; and there would be
-    # classes for pickle to find by name.
+    # none would ever be freed, as JAX holds its types of pytrees.
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         # The function without keys takes half the time, at each call of a step.
@@ -263,23 +217,24 @@ class FactoryCall:
         return cls._new(factory, dict(zip(names, children, strict=True)), static)
 
 
+def _parts(call: FactoryCall) -> dict[str, PyTree]:
+    return {name: part for name, part in call._arrays.items() if part is not None}
+
+
 def _to_state(call: FactoryCall) -> dict[str, Any]:
-    parts = {name: part for name, part in call._arrays.items() if part is not None}
-    return serialization.to_state_dict(parts)
+    return serialization.to_state_dict(_parts(call))
 
 
 def _from_state(call: FactoryCall, state: Any) -> Any:
-    parts = {name: part for name, part in call._arrays.items() if part is not None}
-    read = serialization.from_state_dict(parts, state)
+    read = serialization.from_state_dict(_parts(call), state)
     return call._new(call._factory, call._arrays | read, call._static)
 
 
-# Names and leaves
+# Leaves
 
 
-def callable_name(factory: Any) -> str:
-    """Returns the name of a function, or of the type of another callable."""
-    return getattr(factory, "__name__", type(factory).__name__)
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def is_call(node: Any) -> bool:
@@ -289,11 +244,6 @@ def is_call(node: Any) -> bool:
 
 def is_number(leaf: Any) -> bool:
     """Whether a leaf is a real number: of Python, or an array of any shape."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise TypeError(
-            "flax_amp.optim: the optimizer holds shapes without values; expected "
-            "arrays. Restore a checkpoint into it, or make it without jax.eval_shape."
-        )
     if _tree.is_array(leaf):
         return jnp.issubdtype(leaf.dtype, jnp.integer) or _is_float(leaf)
     return isinstance(leaf, int | float) and not isinstance(leaf, bool)
@@ -303,13 +253,8 @@ def _is_float(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def _rate(value: Any, name: str) -> Any:
+def _rate(value: Any) -> Any:
     """Returns a learning rate, as an array if it is a number: runs change it."""
-    if isinstance(value, bool | str | complex):
-        raise TypeError(
-            f"{name}: learning_rate is {value!r}; expected a number, an array "
-            "or a schedule."
-        )
     if not is_number(value) or (_tree.is_array(value) and _is_float(value)):
         return value
     # An array of NumPy starts no backend.
@@ -320,7 +265,7 @@ def _as_argument(leaf: Any) -> Any:
     """Returns an argument as the factory gets it.
 
     A scalar of the default float dtype promotes like the Python number that it stands
-    for: updates keep their dtypes.
+    for, so that updates have the dtypes that they have in optax.
     """
     if is_call(leaf):
         return leaf.build()
@@ -341,11 +286,7 @@ def _match_arrays(old: PyTree, new: PyTree) -> PyTree:
 
 
 def _as_array_like(old: Any, new: Any) -> Any:
-    """Returns `new` as an array with the dtype, shape and sharding of `old`.
-
-    That is if both are numbers and `old` is an array. Only a float in the place of an
-    integer has another dtype.
-    """
+    """Returns a number as an array with the dtype, shape and sharding of another."""
     if not (is_number(old) and _tree.is_array(old) and is_number(new)):
         return _tree.own(new)
     space: Any = jnp if isinstance(new, jax.Array) or isinstance(old, jax.Array) else np

@@ -9,13 +9,13 @@ import optax
 from flax import nnx
 
 from flax_amp import _tree
-from flax_amp.optim._call import FactoryCall, is_call, is_number
+from flax_amp.optim._call import FactoryCall
 
 PyTree = Any
 
 # What states of optax call the count that they give to schedules.
 _COUNTS = ("count", "step_count", "step")
-
+INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # States of what does not update the optimizer inside at every step.
 _GATES = (
     optax.ApplyIfFiniteState,
@@ -23,14 +23,10 @@ _GATES = (
     optax.ConditionallyTransformState,
     optax.MultiStepsState,
 )
-INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 
 
 class Schedule(FactoryCall):
     """A schedule as a pytree: a function of the count of updates.
-
-    A schedule of optax is a function, which is no array, and so a static argument. The
-    arrays in this one are leaves.
 
     Example:
       >>> from flax_amp import optim
@@ -62,13 +58,6 @@ class Optimizer(FactoryCall):
 
     def __init__(self, factory: Any, /, *args: Any, **kwargs: Any):
         super().__init__(factory, *args, **kwargs)
-        for leaf in jax.tree.leaves(self._arguments(), is_leaf=is_call):
-            if isinstance(leaf, Optimizer) and leaf.opt_state is not None:
-                raise ValueError(
-                    f"{self._name}: {leaf._name}, an argument, has a "
-                    "state; expected an optimizer before init. Call init on the outer "
-                    "one, which holds the state of all."
-                )
         self._arrays["opt_state"] = None
 
     @property
@@ -97,25 +86,16 @@ class Optimizer(FactoryCall):
     ) -> tuple[PyTree, Self]:
         """Returns the updates, and the optimizer after them.
 
-        Args:
-          grads: the gradients, shaped as the parameters.
-          params: the parameters, for the optimizers that need them.
-          **extra_args: what else an optimizer of optax asks for, such as `value`.
-
-        Raises:
-          RuntimeError: before `init`.
-          TypeError: if it is called as an optimizer of optax, with its state, or if
-            that needs a Python number where there is an array.
+        The parameters, and extra arguments such as `value`, are for the optimizers that
+        need them.
         """
         if self.opt_state is None:
             raise RuntimeError(
-                f"{self._name}.update: it has no state; expected an optimizer "
-                "after init. Call tx = tx.init(params) first. Inside of optax.chain "
-                "and the like, pass tx.to_optax()."
+                f"{self._name}.update: it has no state; call tx = tx.init(params) "
+                "first. Inside of optax.chain and the like, pass tx.to_optax()."
             )
-        trees = params, self.opt_state, grads
-        of_params, of_state, of_grads = map(_structure, trees)
-        if of_params == of_state != of_grads or "state" in extra_args:
+        of_params, of_state = _structure(params), _structure(self.opt_state)
+        if of_params == of_state != _structure(grads):
             raise TypeError(
                 f"{self._name}.update: got grads and a state; expected "
                 "tx.update(grads, params). Where optax calls it, pass tx.to_optax()."
@@ -130,48 +110,24 @@ class Optimizer(FactoryCall):
     ) -> optax.GradientTransformationExtraArgs:
         """Returns the optimizer of optax, with the hyper-parameters as they are now.
 
-        Args:
-          in_state: let the pytree be the state: `opt_state.replace(learning_rate=...)`
-            of an `nnx.Optimizer` then changes its run. What is around it, such as
-            `optax.inject_hyperparams`, cannot change hyper-parameters in a state.
+        With `in_state`, the pytree is the state: `opt_state.replace(learning_rate=...)`
+        of an `nnx.Optimizer` changes its run, and `optax.inject_hyperparams` does not.
 
         Example:
           >>> from flax_amp import optim
           >>> tx = optax.chain(optax.clip(1.0), optim.adam(1e-3).to_optax())
         """
-        # The pytree is the state only on demand: what `inject_hyperparams` around it
-        # computed would else be ignored without a word.
         if in_state:
             return optax.GradientTransformationExtraArgs(self.init, update_state)
         return self.build()
 
     def replace(self, **changes: Any) -> Self:
-        """Also takes `opt_state`. See `FactoryCall.replace`."""
-        if _tree.nodes(self, nnx.Variable):  # as in `nnx.Optimizer`
-            return _with_values(self, pure(self).replace(**changes))
-        if self.opt_state is not None and changes.get("opt_state", self) is None:
-            return self._with({"opt_state": None}).replace(**changes)
+        """Returns a copy with other arguments, or another `opt_state`."""
+        if variables := _tree.nodes(self, nnx.Variable):  # in an `nnx.Optimizer`
+            arrays, structure = jax.tree.flatten(pure(self).replace(**changes))
+            both = zip(variables, arrays, strict=True)
+            return jax.tree.unflatten(structure, [x.replace(y) for x, y in both])
         return super().replace(**changes)
-
-    def _check_change(self, name: str, old: Any, new: Any) -> None:
-        if self.opt_state is None:
-            return
-        if name == "opt_state":
-            fits = _structure(old) == _structure(new)
-        elif _tree.nodes(self.opt_state, INJECTED):  # which keeps its own copy
-            fits = False
-        elif is_number(old) and is_number(new):
-            runs = max(0, jnp.ndim(old) - jnp.ndim(new))  # of a sweep, stacked
-            fits = jnp.shape(new) == jnp.shape(old)[runs:]
-        else:
-            fits = type(old) is type(new) or (callable(old) and callable(new))
-        if not fits:
-            raise ValueError(
-                f"{self._name}.replace: the state of the optimizer may not fit another "
-                f"{name}; expected a number in the place of one, an array of the same "
-                "shape, the state of the same optimizer, or a new state: "
-                "tx.replace(opt_state=None, ...).init(params)."
-            )
 
     @property
     def hyperparams(self) -> dict[str, jax.Array]:
@@ -179,22 +135,19 @@ class Optimizer(FactoryCall):
 
         Schedules give the value that the last update used, before the first that of a
         count of 0; they are left out where the state does not tell their counts. Names
-        that occur twice are preceded by the path to their optimizer. What
-        `optax.inject_hyperparams` keeps in the state stands for arguments of its name.
+        that occur twice are preceded by the path to their optimizer.
         """
         whole = pure(self)
         found, count = whole._numbers(), _count(whole.opt_state)
+        # Without what is inside of a schedule.
+        found = {p: x for p, x in found.items() if p.rpartition("/")[0] not in found}
         ends = Counter(path.rpartition("/")[2] for path in found)
         values = dict[str, Any]()
         for path, value in found.items():
-            if is_call(found.get(path.rpartition("/")[0])):  # inside of a schedule
-                continue
             end = path.rpartition("/")[2]
-            name = end if ends[end] == 1 else path
-            if not callable(value):
-                values[name] = value
-            elif count is not None:
-                values[name] = value(count)
+            if not callable(value) or count is not None:
+                name = end if ends[end] == 1 else path
+                values[name] = value(count) if callable(value) else value
         for node in _tree.nodes(whole.opt_state, INJECTED):
             values |= node.hyperparams
         # Copies, because the state may be donated.
@@ -214,23 +167,6 @@ def update_state(
 def pure(tree: PyTree) -> PyTree:
     """Returns a tree with arrays for variables, which `nnx.Optimizer` makes of them."""
     return nnx.as_pure(tree) if _tree.nodes(tree, nnx.Variable) else tree
-
-
-def _with_values(old: Optimizer, new: Optimizer) -> Any:
-    """Returns `new` with the variables of `old` in the places of its arrays."""
-    variables = jax.tree.leaves(old, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    arrays, structure = jax.tree.flatten(new)
-    if len(arrays) != len(variables):
-        raise ValueError(
-            f"{old._name}.replace: an array in the place of a static "
-            "argument, or the reverse, is no variable of this nnx.Optimizer; expected "
-            "arrays for arrays only. Make the nnx.Optimizer anew."
-        )
-    values = [
-        x.replace(array) if isinstance(x, nnx.Variable) else array
-        for x, array in zip(variables, arrays, strict=True)
-    ]
-    return jax.tree.unflatten(structure, values)
 
 
 def _count(opt_state: PyTree) -> Any:

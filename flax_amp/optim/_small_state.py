@@ -1,10 +1,11 @@
-"""`small_state`: an optimizer that keeps its moments and the parameters in bfloat16.
+"""`small_state`: an optimizer that stores its moments and the parameters in bfloat16.
 
 What is stored in bfloat16 is cast up, the optimizer computes in float32 as ever, and
 what it returns is rounded back. Rounding to the nearest number would not work: the
 second moment of Adam would stay where it is for ever (`docs/small_states.md`). So the
-rounding is stochastic. Between the numbers `a` and `b`, `x` becomes `b` with the
-probability `(x - a) / (b - a)`, and is right on average:
+rounding is stochastic (Gupta et al., "Deep Learning with Limited Numerical Precision",
+2015). Between the numbers `a` and `b`, `x` becomes `b` with the probability
+`(x - a) / (b - a)`, and is right on average:
 
     x              0 01111110 0110011|0110011001100110      float32
     random bits    +                 |1011010000111001
@@ -13,8 +14,7 @@ probability `(x - a) / (b - a)`, and is right on average:
 The bits are added as integers: XLA may drop a cast to bfloat16 and back. They are a
 hash of the number of the update, of the name of the leaf, and of the index of the
 element. They are stored nowhere, a run that is resumed draws the same ones, and so does
-every layout of devices, because a hash of an index knows nothing of shards. Source of
-the method: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+every layout of devices, because a hash of an index knows nothing of shards.
 """
 
 import dataclasses
@@ -39,18 +39,16 @@ Tx = TypeVar("Tx", bound=Any)
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 # Fields of the states of optax in which gradients add up. They have to be exact.
 _SUMS = ("acc_grads", "grad_acc")
+# What may be around an optimizer and changes no update: the field of the state inside.
+_AROUND = dict.fromkeys((optax.ApplyIfFiniteState, *INJECTED), "inner_state")
+_AROUND |= {Optimizer: "opt_state", optax.MultiStepsState: "inner_opt_state"}
 
 
 class SmallState(NamedTuple):
-    """The state of an optimizer that `small_state` wraps.
+    """The state of an optimizer that `small_state` wraps."""
 
-    Attributes:
-      roundings: int32[], the number of updates whose results were rounded.
-      inner_state: the state of the optimizer, some leaves of it in bfloat16.
-    """
-
-    roundings: jax.Array
-    inner_state: PyTree
+    roundings: jax.Array  # int32[], the number of updates whose results were rounded
+    inner_state: PyTree  # the state of the optimizer, some leaves of it in bfloat16
 
 
 def has_two_dimensions(path: str, leaf: Any) -> bool:
@@ -77,10 +75,8 @@ class _RoundingOptimizer:
         shapes = {path: x.shape for path, x in _leaves_by_path(params).items()}
 
         def as_stored(keys: Any, leaf: Any) -> Any:
-            path = _names(keys)
-            if not self._is_stored_half(path, leaf, shapes):
-                return leaf
-            return leaf.astype(jnp.bfloat16)
+            is_half = self._is_stored_half(_names(keys), leaf, shapes)
+            return leaf.astype(jnp.bfloat16) if is_half else leaf
 
         inner_state = jax.tree_util.tree_map_with_path(as_stored, state)
         return SmallState(jnp.zeros((), jnp.int32), inner_state)
@@ -96,37 +92,29 @@ class _RoundingOptimizer:
         return bool(of_parameter and not is_sum and self.where("/".join(path), leaf))
 
     def update(
-        self,
-        updates: PyTree,
-        state: SmallState,
-        params: PyTree = None,
-        **extra_args: Any,
+        self, updates: PyTree, state: SmallState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, SmallState]:
         """Returns the updates and the next state, with what is bfloat16 rounded.
 
         The update of a parameter in bfloat16 is the rounded new parameter minus the old
-        one. `optax.apply_updates` adds it back, which gives the rounded one, unless the
-        parameter shrinks by more than about 2**16 in one update: it is then a few of
-        its smallest steps off.
+        one. `optax.apply_updates` adds it back: if the parameter shrinks by more than
+        about 2**16 in one update, it is a few of its smallest steps off.
         """
         if not isinstance(state, SmallState) or params is None:
-            found = f"a state that is a {type(state).__name__}"
             raise TypeError(
-                "flax_amp.optim.small_state: update got "
-                f"{'no parameters' if isinstance(state, SmallState) else found}; "
-                "expected tx.update(grads, state, params), with the state of tx.init, "
-                "or of checkpoint.migrate."
+                f"flax_amp.optim.small_state: update got a {type(state).__name__} and "
+                f"{'no ' if params is None else ''}parameters; expected "
+                "tx.update(grads, state, params), with the state of tx.init."
             )
         grads, wide_params = jax.tree.map(_tree.float32_if_bfloat16, (updates, params))
         inner_state = self._as_the_optimizer_has_it(state.inner_state, wide_params)
         inner = optax.with_extra_args_support(self.inner)
-        updates, new = inner.update(grads, inner_state, wide_params, **extra_args)
+        updates, new = inner.update(grads, inner_state, wide_params, **extra)
         key = key_of(state.roundings)
 
         def rounded_leaf(keys: Any, new: Any, old: Any) -> Any:
-            if not _is_bfloat16(old) or new.dtype != jnp.float32:
-                return new
-            return self._rounded(new, key, keys)
+            is_half = _is_bfloat16(old) and new.dtype == jnp.float32
+            return self._rounded(new, key, keys) if is_half else new
 
         def rounded_update(keys: Any, update: Any, param: Any) -> Any:
             if not _is_bfloat16(param):
@@ -148,15 +136,9 @@ class _RoundingOptimizer:
         One that stores a moment in bfloat16 by its own `mu_dtype` has to get it so: in
         the branches of `optax.MultiSteps`, the old state and the new one must be alike.
         """
-        own = jax.tree.leaves(jax.eval_shape(self.inner.init, params))
-        leaves, structure = jax.tree.flatten(stored)
-        return jax.tree.unflatten(
-            structure,
-            [
-                leaf.astype(like.dtype) if _is_bfloat16(leaf) else leaf
-                for leaf, like in zip(leaves, own, strict=True)
-            ],
-        )
+        own = jax.eval_shape(self.inner.init, params)
+        cast = lambda x, like: x.astype(like.dtype) if _is_bfloat16(x) else x  # noqa: E731
+        return jax.tree.map(cast, stored, own)
 
     def _rounded(self, x: jax.Array, key: jax.Array, path: Any) -> jax.Array:
         if self.rounding == "nearest":
@@ -177,9 +159,8 @@ def small_state(
     It computes in float32, as `tx` does. Leaves of its state that belong to a parameter
     and have its shape are stored in bfloat16, with a stochastic rounding; counts, keys,
     small leaves and gradients that are being added up stay as they are. Parameters that
-    are bfloat16 themselves are updated in float32, and rounded in the same way: those
-    of `AmpTrainState.create(param_dtype=jnp.bfloat16)`, and those of an `nnx.Optimizer`
-    for a model that was made in bfloat16. `update` needs the parameters.
+    are bfloat16 themselves are updated in float32, and rounded in the same way:
+    `update` needs the parameters.
 
     It has to be around an `optax.chain`, or the last one in it: what followed it would
     change updates that are rounded.
@@ -190,15 +171,10 @@ def small_state(
       rounding: "stochastic", or "nearest", with which the second moment of Adam stays
         where it is, and small updates of parameters are lost.
       where: `where(path, leaf)`, which tells whether a leaf of the state that belongs
-        to a parameter is stored in bfloat16. The path is `0/mu/Dense_0/kernel`. By
-        default those with two or more dimensions are.
+        to a parameter is stored in bfloat16. The path is `0/mu/Dense_0/kernel`.
 
     Returns:
       An optimizer of the kind of `tx`, whose state is a `SmallState`.
-
-    Raises:
-      ValueError: if `dtype` or `rounding` is not one of these.
-      TypeError: if `tx` is not an optimizer.
 
     Example:
       >>> params = {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}
@@ -208,15 +184,9 @@ def small_state(
     """
     name = "flax_amp.optim.small_state"
     if getattr(dtype, "__name__", str(dtype)) not in ("bfloat16", "bf16"):
-        raise ValueError(
-            f"{name}: {dtype=}; expected bfloat16, which has the range of float32: "
-            "squares of gradients underflow in float16. Leave dtype out."
-        )
+        raise ValueError(f"{name}: {dtype=}; expected bfloat16. Leave it out.")
     if rounding not in ("stochastic", "nearest"):
-        raise ValueError(
-            f"{name}: {rounding=}; expected 'stochastic' or 'nearest'. Leave it out: "
-            "with 'nearest', the second moment of Adam stays where it is."
-        )
+        raise ValueError(f"{name}: {rounding=}; expected 'stochastic' or 'nearest'.")
     if isinstance(tx, Optimizer):
         wrapped = Optimizer(small_state, tx, dtype, rounding=rounding, where=where)
         return wrapped  # type: ignore[return-value]
@@ -237,14 +207,8 @@ def small_state(
 def round_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
     """Rounds float32 numbers to one of the two bfloat16 numbers next to them.
 
-    Its derivative is that of its mean, which is `x`.
-
-    Args:
-      x: float32[...]. Infs and NaNs stay, and no finite number becomes an inf.
-      bits: uint32[...], of which the lower 16 bits are random.
-
-    Returns:
-      bfloat16[...], on average `x`.
+    Of `bits`, uint32[...], the lower 16 are random. Infs and NaNs stay, and no finite
+    number becomes an inf. Its derivative is that of its mean, which is `x`.
     """
     bounded = jnp.clip(x, -_LARGEST, _LARGEST)
     word = jax.lax.bitcast_convert_type(bounded, jnp.uint32)
@@ -264,17 +228,9 @@ def _round_jvp(primals: Any, tangents: Any) -> Any:
 def random_bits(shape: tuple[int, ...], key: jax.Array, name: str) -> jax.Array:
     """Returns a hash of a key, of a name and of the index of each element.
 
-    A generator of JAX takes more: by XLA's estimate for a TPU v5e, an update of Adam
-    with a 4096 x 4096 matrix, all in bfloat16, takes 1.57 times as long with threefry,
-    and 1.12 times with `unsafe_rbg`, whose bits also depend on the sharding.
-
-    Args:
-      shape: the shape.
-      key: uint32[], of which each bit is random, such as `key_of(count)`.
-      name: the name of the leaf.
-
-    Returns:
-      uint32[...] of that shape.
+    The key is a uint32[] of which each bit is random. By XLA's estimate for a TPU v5e,
+    an update of Adam, all in bfloat16, takes 1.57 times as long with threefry, and 1.12
+    times with `unsafe_rbg`, whose bits also depend on the sharding.
     """
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1
@@ -297,13 +253,7 @@ def key_of(count: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words.
-
-    Every bit of the result depends on every bit of the word.
-
-    The constants are those of `lowbias32`, found by C. Wellons in a search for the
-    least bias ("Prospecting for Hash Functions", 2018).
-    """
+    """A bijection of 32-bit words: `lowbias32`, found by C. Wellons in a search."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -312,25 +262,17 @@ def _hash(x: jax.Array) -> jax.Array:
 def rounds_parameters(opt_state: PyTree) -> bool:
     """Whether a state is that of an optimizer that rounds all bfloat16 parameters.
 
-    `small_state` has to be the outermost optimizer that changes updates. In a part of
-    `optax.multi_transform`, or before `optax.scale` in a chain, others would round to
-    the nearest number.
+    `small_state` has to be the outermost optimizer that changes updates: others would
+    round to the nearest number.
     """
     if isinstance(opt_state, SmallState):
         return True
-    if isinstance(opt_state, Optimizer):
-        return rounds_parameters(opt_state.opt_state)
-    if isinstance(opt_state, optax.MultiStepsState):
-        return rounds_parameters(opt_state.inner_opt_state)
-    if isinstance(opt_state, optax.ApplyIfFiniteState):
-        inner = opt_state.inner_state
-        # The mask of `AmpTrainState`, which keeps integers away.
-        is_masked = isinstance(inner, optax.MaskedState)
-        return rounds_parameters(inner.inner_state if is_masked else inner)
-    if isinstance(opt_state, INJECTED):
-        return rounds_parameters(opt_state.inner_state)
-    is_chain = type(opt_state) is tuple and opt_state
-    return bool(is_chain) and rounds_parameters(opt_state[-1])
+    if type(opt_state) is tuple and opt_state:  # of a chain
+        return rounds_parameters(opt_state[-1])
+    for kind, field in _AROUND.items():
+        if isinstance(opt_state, kind):
+            return rounds_parameters(getattr(opt_state, field))
+    return False
 
 
 def _is_bfloat16(leaf: Any) -> bool:

@@ -12,12 +12,15 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from flax import nnx
 
 from _models import MODELS, changed, make_batch
-from flax_amp import AmpTrainState, checkpoint, init_scaler, make_train_step
+from flax_amp import AmpTrainState, checkpoint, init_scaler, make_train_step, optim
+from helpers import assert_identical
 
 PARAMS = {"w": jnp.arange(3.0), "b": jnp.ones(1)}
+FP16 = {"precision": "16-mixed"}  # it has a scaler
+TOLD = checkpoint.CheckpointWarning
 
 
 class ExtraState(AmpTrainState):
@@ -27,7 +30,7 @@ class ExtraState(AmpTrainState):
 
 
 def small(step=0, params=None, tx=None, cls=AmpTrainState, **options):
-    options = {"precision": "16-mixed"} | options  # it has a scaler
+    options = FP16 | options
     state = cls.create(params=params or PARAMS, tx=tx or optax.adam(0.1), **options)
     return state.replace(step=jnp.int32(step))
 
@@ -46,7 +49,7 @@ def files(directory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_restore_goes_on_with_one_compiled_step(name, tmp_path):
+def test_a_run_goes_on_bit_for_bit_with_one_compiled_step(name, tmp_path):
     make, loss = MODELS[name]
     step = make_train_step(loss, has_aux=True)
     state = make(scaler=init_scaler(scaler=16, patience=1))
@@ -57,37 +60,14 @@ def test_restore_goes_on_with_one_compiled_step(name, tmp_path):
         whole, _ = step(state, make_batch(7))  # donated while it is being written
         # The arrays of `state` are gone by now, its shapes are enough.
         restored = checkpoint.restore(manager, state)
+        plain = manager.restore(3, args=ocp.args.StandardRestore(make()))
     # Targets may be abstract, and managers paths.
     again = checkpoint.restore(str(tmp_path), jax.eval_shape(make))
-    assert not changed(restored, again)
+    assert not changed(restored, again) and not changed(restored, plain)
     assert jax.tree.structure(again.params) == jax.tree.structure(restored.params)
     resumed, _ = step(restored, make_batch(7))
     assert not changed(whole, resumed)
     assert step._cache_size() == 1
-
-
-def test_another_mesh(tmp_path, mesh):
-    def sharded(devices):
-        line = jax.sharding.Mesh(np.array(devices), ("data",))
-        split = NamedSharding(line, PartitionSpec("data"))
-        whole = NamedSharding(line, PartitionSpec())
-
-        def place(leaf):
-            return jax.device_put(leaf, split if leaf.shape == (16,) else whole)
-
-        return jax.tree.map(place, small(params={"w": jnp.arange(16.0)}))
-
-    state = sharded(jax.devices())
-    save(tmp_path, state)
-    for count in (8, 4, 1):
-        target = sharded(jax.devices()[:count])
-        restored = checkpoint.restore(tmp_path, target)
-        assert not changed(state, restored)
-        both = zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True)
-        assert all(leaf.sharding == like.sharding for leaf, like in both)
-    w = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=state.params["w"].sharding)
-    with pytest.raises(ValueError, match="partitioned 8 times, but the dimension"):
-        checkpoint.restore(tmp_path, state.replace(params={"w": w}))
 
 
 def test_what_holds_no_array_is_no_difference(tmp_path):
@@ -133,11 +113,92 @@ def test_a_sweep_is_one_checkpoint(tmp_path):
             read(tmp_path, sweep([0.1, 0.2]))
 
 
+def pair(rate=0.1, width=3):
+    model = nnx.Linear(2, width, rngs=nnx.Rngs(0))
+    tx = optim.adam(rate).to_optax(in_state=True)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def trained(model, optimizer, steps):
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for i in range(steps):
+        step(model, optimizer, jnp.full((4, 2), 1.0 + i))
+    return model, optimizer
+
+
+def test_nnx_objects_go_on_as_they_were_or_stay_as_they_are(tmp_path):
+    objects, new = trained(*pair(), 3), pair()
+    with checkpoint.manager(tmp_path) as manager:
+        assert checkpoint.save(manager, objects) and manager.all_steps() == [3]
+    restored = checkpoint.restore(tmp_path, new)
+    assert restored[0] is new[0] and restored[1] is new[1]
+    trained(*objects, 2), trained(*new, 2)
+    assert_identical(*(jax.tree.leaves(nnx.state(x)) for x in (objects, new)))
+    with pytest.warns(TOLD, match="learning_rate.* is 0.1 on disk and 0.5"):
+        checkpoint.restore(tmp_path, pair(0.5))
+    other = pair(width=5)
+    before = jax.tree.map(jnp.copy, nnx.state(other))
+    with pytest.raises(ValueError, match=r"0/kernel/value: float32\[2, 3\] on disk"):
+        checkpoint.restore(tmp_path, other)
+    assert_identical(*(jax.tree.leaves(x) for x in (before, nnx.state(other))))
+
+
+# What a run that is resumed is told
+
+
+RATE = {
+    "optim": optim.sgd,
+    "inject": optax.inject_hyperparams(optax.sgd),
+    "inside": lambda rate: optim.chain(optim.clip(1.0), optim.sgd(rate)),
+}
+
+
+@pytest.mark.parametrize("name", RATE)
+def test_a_learning_rate_that_was_changed_is_named(name, tmp_path):
+    save(tmp_path, small(tx=RATE[name](0.1), scaler=init_scaler(patience=7)))
+    with pytest.warns(TOLD, match="rate is 0.1 on disk and 0.5 in the") as told:
+        restored = checkpoint.restore(tmp_path, small(tx=RATE[name](0.5)))
+    assert len(told) == 1 and told[0].filename == __file__
+    for text in ("those on disk", "scaler/patience is 7 on disk and 2000 in"):
+        assert text in str(told[0].message)
+    assert float(restored.hyperparams["learning_rate"]) == pytest.approx(0.1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_setting_or_not_known_is_not_named(tmp_path):
+    """Schedules, whose values are of a step; the code's rate of plain optax."""
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    cases = [
+        (optax.sgd(0.1), optax.sgd(0.5)),
+        (optim.sgd(schedule), optim.sgd(schedule)),
+        (optax.inject_hyperparams(optax.sgd)(schedule),) * 2,
+        (optax.adam(0.1), optax.adam(0.2)),
+    ]
+    for i, (old, new) in enumerate(cases):
+        grads = jax.tree.map(jnp.ones_like, PARAMS)
+        save(tmp_path / str(i), small(tx=old).apply_gradients(grads=grads))
+        checkpoint.restore(tmp_path / str(i), small(tx=new))
+    save(tmp_path / "a", small(tx=optim.sgd(0.1)))
+    checkpoint.restore(tmp_path / "a", jax.eval_shape(lambda: small(tx=optim.sgd(0.5))))
+
+
+@pytest.mark.parametrize("of", [optax, optim])
+def test_another_optimizer_with_the_same_arrays_is_named(of, tmp_path):
+    save(tmp_path, small(tx=of.adam(0.1)))
+    with pytest.warns(TOLD, match="adam on disk and .*adamax in the target"):
+        checkpoint.restore(tmp_path, small(tx=of.adamax(0.1)))
+
+
 # The manager
 
 
-def test_chooses_the_newest_or_the_named_step(tmp_path):
-    with checkpoint.manager(tmp_path, max_to_keep=2) as manager:
+@pytest.mark.once
+def test_chooses_the_newest_or_the_named_step_at_intervals(tmp_path):
+    with checkpoint.manager(tmp_path / "a", max_to_keep=2) as manager:
         for step in (1, 2, 5):
             assert checkpoint.save(manager, small(step))
         manager.wait_until_finished()
@@ -145,15 +206,23 @@ def test_chooses_the_newest_or_the_named_step(tmp_path):
         assert int(checkpoint.restore(manager, small()).step) == 5
         for step in (2, np.int64(2), jnp.int32(2)):
             assert int(checkpoint.restore(manager, small(), step=step).step) == 2
-    for step in ("3", 3.0, jnp.arange(2)):
-        with pytest.raises(TypeError, match="step is .*; expected an integer. Pass an"):
-            checkpoint.restore(tmp_path, small(), step=step)
+    with checkpoint.manager(tmp_path / "b", save_interval_steps=10) as manager:
+        assert checkpoint.save(manager, small(0))
+        assert not checkpoint.save(manager, small(3))
+        assert checkpoint.save(manager, small(4), force=True)
+        assert not checkpoint.save(manager, small(4), force=True)  # it is there
+        assert checkpoint.save(manager, small(10))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
     "mode, keep, kept",
-    [("max", 1, [1, 4]), ("min", 1, [2, 4]), ("max", 2, [0, 1, 4]), ("max", None, 5)],
+    [
+        ("max", 1, [1, 4]),
+        ("min", 1, [2, 4]),
+        ("max", 2, [0, 1, 4]),
+        ("max", None, [0, 1, 2, 3, 4]),
+    ],
 )
 def test_keeps_the_best_and_the_newest(tmp_path, mode, keep, kept):
     """A run that was preempted goes on from the newest."""
@@ -163,7 +232,7 @@ def test_keeps_the_best_and_the_newest(tmp_path, mode, keep, kept):
             metrics = {"accuracy": jnp.float32(accuracy)}
             assert checkpoint.save(manager, small(step), metrics)
         manager.wait_until_finished()
-        assert list(manager.all_steps()) == (list(range(5)) if kept == 5 else kept)
+        assert list(manager.all_steps()) == kept
         assert manager.best_step() == (1 if mode == "max" else 2)
     assert int(checkpoint.restore(tmp_path, small()).step) == 4
 
@@ -177,42 +246,111 @@ def test_a_metric_that_is_damaged_missing_or_nan_is_the_worst(tmp_path, content)
         checkpoint.save(manager, small(1), {"loss": 0.5 if content else np.nan})
     if content:
         (tmp_path / "1/metrics/metrics").write_bytes(content)
-    assert int(checkpoint.restore(tmp_path, small()).step) == 1
     assert not checkpoint.verify(tmp_path)[0].problem
     with checkpoint.manager(tmp_path, best_metric="loss", max_to_keep=1) as manager:
         with pytest.raises(ValueError, match="expected the best_metric 'loss'"):
             checkpoint.save(manager, small(2), {"accuracy": 1.0})
-        assert checkpoint.save(manager, small(2), {"loss": 0.1})
-        assert manager.best_step() == 2
+        for step in (2, 3):
+            assert checkpoint.save(manager, small(step), {"loss": 1 / step})
+        manager.wait_until_finished()
+        assert manager.best_step() == 2 and manager.all_steps() == [2, 3]
 
 
-def test_saves_at_intervals_and_when_forced(tmp_path):
-    with checkpoint.manager(tmp_path, save_interval_steps=10) as manager:
-        assert checkpoint.save(manager, small(0))
-        assert not checkpoint.save(manager, small(3))
-        assert checkpoint.save(manager, small(4), force=True)
-        assert not checkpoint.save(manager, small(4), force=True)  # it is there
-        assert checkpoint.save(manager, small(10))
+# Messages
+
+
+def a_link(directory):
+    (directory / "link").symlink_to(directory / "nowhere")
+    return checkpoint.manager(directory / "link")
+
+
+def read_only(directory):
+    save(directory, small())
+    with checkpoint.manager(directory, read_only=True) as manager:
+        assert int(checkpoint.restore(manager, small()).step) == 0
+        checkpoint.save(manager, small(1))
+
+
+def saving(spoil):
+    """Saves a state that is spoiled; the one that is there stays as it is."""
+
+    def call(directory):
+        with checkpoint.manager(directory) as manager:
+            checkpoint.save(manager, small())
+            manager.wait_until_finished()
+            before = files(directory)
+            try:
+                checkpoint.save(manager, spoil(small(1)))
+            finally:
+                assert files(directory) == before
+                assert checkpoint.save(manager, small(1))
+
+    return call
+
+
+def with_params(**params):
+    return saving(lambda state: small(1, params))
+
+
+def deleted(state):
+    state = jax.tree.map(jnp.copy, state)
+    state.params["w"].delete()
+    return state
+
+
+MANAGER, RESTORE = checkpoint.manager, checkpoint.restore
+MESSAGES = [
+    (lambda d: MANAGER(d, max_to_keep=0), "max_to_keep is 0; expected at least 1"),
+    (lambda d: MANAGER(d, save_interval_steps=0), "steps is 0; expected at least 1"),
+    (lambda d: MANAGER(d, best_mode="best"), "best_mode` must be one of"),
+    (lambda d: MANAGER(d, step_prefix="ckpt"), "steps under their plain numbers"),
+    (lambda d: MANAGER(d / "run[1]"), "brackets in its path.*Rename the directory"),
+    (lambda d: MANAGER(""), "the directory is ''; expected a path"),
+    (lambda d: MANAGER(3), "the directory is a int; expected a path or a manager"),
+    (lambda d: checkpoint.verify(small()), "directory is a AmpTrainState; expected a"),
+    (a_link, "link is a file, or a link that leads nowhere"),
+    (read_only, "read_only=True; expected a manager that may write"),
+    (lambda d: RESTORE(d / "nowhere", small()), "nowhere is not a directory"),
+    (lambda d: RESTORE(d, small()), r"holds the steps \[\]; expected a checkpoint"),
+    (
+        lambda d: save(d, small()) or RESTORE(d, small(), step=7),
+        r"\[0\]; expected step 7",
+    ),
+    (lambda d: RESTORE(d, small(), step="3"), "step is '3'; expected an integer"),
+    (lambda d: RESTORE(d, small(), step=3.0), "step is 3.0; expected an integer"),
+    (lambda d: RESTORE(d, PARAMS), "target is a dict; expected an AmpTrainState"),
+    (
+        lambda d: checkpoint.save(str(d), small()),
+        "first argument .* expected a manager",
+    ),
+    (saving(lambda s: {"step": 1}), "state is a dict; .*StandardSave"),
+    (saving(lambda s: pair()[:1]), "expected an AmpTrainState, or NNX objects"),
+    (
+        saving(lambda s: s.replace(step=jnp.float32(2))),
+        "step is .*2.*; expected an int",
+    ),
+    (
+        saving(lambda s: s.replace(step=jnp.int32(-1))),
+        "step is -1; expected at least 0",
+    ),
+    (saving(lambda s: s.replace(step=jnp.arange(2))), r"has the values \[0, 1\]; exp"),
+    (saving(lambda s: s.replace(rngs={"note": "text"})), "rngs/note: a str"),
+    (saving(deleted), "params/w: deleted.*Save the state"),
+    (with_params(b=jnp.ones(0)), r"params/b: empty, its shape is \(0,\)"),
+    (
+        with_params(**{"enc.w": jnp.zeros(1), "enc": {"w": jnp.ones(1)}}),
+        "params.enc.w: the name of 2 arrays on disk.*different names",
+    ),
+]
 
 
 @pytest.mark.once
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(max_to_keep=0), "max_to_keep is 0; expected at least 1"),
-        (dict(save_interval_steps=0), "interval_steps is 0; expected at least 1"),
-        (dict(best_mode="best"), "best_mode` must be one of"),
-        (dict(step_prefix="ckpt"), "steps under their plain numbers"),
-        (dict(directory="run[1]"), "brackets in its path.*Rename the directory"),
-    ],
-)
-def test_settings_that_are_wrong_are_named(tmp_path, options, message):
-    directory = tmp_path / options.pop("directory", "")
-    with pytest.raises(ValueError, match=message):
-        checkpoint.manager(directory, **options)
+@pytest.mark.parametrize("number", range(len(MESSAGES)))
+def test_messages(tmp_path, number):
+    call, message = MESSAGES[number]
+    with pytest.raises((ValueError, TypeError, OSError), match=message):
+        call(tmp_path)
 
-
-# What does not fit
 
 STATISTICS = {"batch_stats": {"m": jnp.ones(2)}}
 MISFITS = {  # what differs in the saved state and in the target, and what is told
@@ -259,21 +397,10 @@ def test_what_does_not_fit_is_named_leaf_by_leaf(tmp_path, name):
     copy = jax.tree.map(jnp.copy, target)
     with pytest.raises(ValueError, match="step 0 in .* does not fit") as error:
         checkpoint.restore(tmp_path, target)
-    for line in lines:
+    for line in [*lines, "Make the target with the model and tx that were saved"]:
         assert error.match(line)
-    assert error.match("Make the target with the model and tx that were saved")
     assert files(tmp_path) == before
     assert not changed(copy, target)
-
-
-def test_missing_checkpoints_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
-        checkpoint.restore(tmp_path / "nowhere", small())
-    with pytest.raises(FileNotFoundError, match=r"holds the steps \[\]; expected a c"):
-        checkpoint.restore(tmp_path, small())
-    save(tmp_path, small())
-    with pytest.raises(FileNotFoundError, match=r"steps \[0\]; expected step 7"):
-        checkpoint.restore(tmp_path, small(), step=7)
 
 
 def test_other_items_are_named_and_can_be_migrated(tmp_path):
@@ -285,51 +412,6 @@ def test_other_items_are_named_and_can_be_migrated(tmp_path):
             read(tmp_path, small())
     found = checkpoint.migrate(tmp_path / "0/mine", {"w": jnp.zeros(2)})
     assert found["w"].tolist() == [1, 1]
-
-
-@pytest.mark.once
-@pytest.mark.parametrize(
-    "spoil, message",
-    [
-        (
-            lambda s: s.replace(params=jax.tree.map(lambda x: x[:0], s.params)),
-            r"params/b: empty, its shape is \(0,\); params/w: empty",
-        ),
-        (lambda s: s.replace(rngs={"note": "text"}), "rngs/note: a str"),
-        (lambda s: s.params["w"].delete() or s, "params/w: deleted.*Save the state"),
-        (lambda s: s.replace(step=jnp.int32(-1)), "step is -1; expected at least 0"),
-        (lambda s: s.replace(step=jnp.arange(2)), r"has the values \[0, 1\]; expected"),
-    ],
-)
-def test_what_cannot_be_saved_is_named_and_leaves_the_rest(tmp_path, spoil, message):
-    with checkpoint.manager(tmp_path) as manager:
-        checkpoint.save(manager, small())
-        manager.wait_until_finished()
-        before = files(tmp_path)
-        with pytest.raises(ValueError, match=message):
-            checkpoint.save(manager, spoil(small(1)))
-        assert files(tmp_path) == before
-        assert not changed(small(), checkpoint.restore(manager, small()))
-        assert checkpoint.save(manager, small(1))
-
-
-@pytest.mark.once
-def test_arguments_in_the_wrong_place_are_named(tmp_path):
-    state = small()
-    with checkpoint.manager(tmp_path) as manager:
-        for first in (str(tmp_path), state, ocp.CheckpointManager(tmp_path)):
-            with pytest.raises(TypeError, match="first argument .* expected a manager"):
-                checkpoint.save(first, state)
-        with pytest.raises(TypeError, match="state is a dict; .*StandardSave"):
-            checkpoint.save(manager, {"step": 1})
-        with pytest.raises(TypeError, match=r"state's step is float32\[\];"):
-            checkpoint.save(manager, state.replace(step=jnp.float32(2)))
-        assert not manager.all_steps()
-    with pytest.raises(TypeError, match="target is a dict; expected an AmpTrainState"):
-        checkpoint.restore(tmp_path, {"w": jnp.ones(2)})
-    for call in (checkpoint.verify, checkpoint.manager):
-        with pytest.raises(TypeError, match="the directory is a .* expected a path or"):
-            call(state)
 
 
 # Programs that end without closing

@@ -3,7 +3,6 @@
 import errno
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -11,18 +10,18 @@ import warnings
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import _job
-from flax_amp import AmpTrainState, checkpoint
-from flax_amp.checkpoint import _lock
+from flax_amp import checkpoint
+from flax_amp.checkpoint import _directory
 
 pytestmark = pytest.mark.once
 
 # What each of two jobs does, in its own order.
 FIRST = ["open", "save 1", "save 2", "end"]
 SECOND = ["open", "save 1", "end"]
+TARGET = {"params": {"w": jnp.zeros(2)}}
 
 
 class Process:
@@ -68,9 +67,6 @@ def owners(directory):
     return {int(x.name): int(w[0]) for x, w in zip(folders, read, strict=True)}
 
 
-TARGET = {"params": {"w": jnp.zeros(2)}}
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_nothing_complete_is_lost_or_replaced(jobs, waits, tmp_path):
     for number, order in enumerate(orders()):
@@ -97,21 +93,21 @@ def test_nothing_complete_is_lost_or_replaced(jobs, waits, tmp_path):
         assert reports == dict.fromkeys(saved, ""), order
 
 
-def state(step, value=1.0):
-    params = {"w": jnp.full(2, value)}
-    made = AmpTrainState.create(params=params, tx=optax.sgd(0.1))
-    return made.replace(step=jnp.int32(step))
+def state(step, mark=1):
+    return _job.Job(mark).state.replace(step=jnp.int32(step))
 
 
 def test_a_second_manager_of_a_process_says_what_it_does_not_save(tmp_path):
     with checkpoint.manager(tmp_path) as late, checkpoint.manager(tmp_path) as first:
-        for step in (1, 2, 3):
+        for step in (0, 1, 3):
             assert checkpoint.save(first, state(step))
-        for step, told in ((1, "newer than the state"), (3, "neither saved nor")):
-            with pytest.warns(checkpoint.CheckpointWarning, match=told) as warned:
-                assert not checkpoint.save(late, state(step, 2.0))
-            assert warned[0].filename == __file__
-        assert checkpoint.save(late, state(4, 2.0))
+            with pytest.warns(checkpoint.CheckpointWarning, match="neither saved nor"):
+                assert not checkpoint.save(late, state(step, 2))
+        with pytest.warns(checkpoint.CheckpointWarning, match="newer than the") as told:
+            assert not checkpoint.save(late, state(1, 2))
+        assert told[0].filename == __file__
+        assert checkpoint.save(late, state(4, 2))
+        assert not checkpoint.save(late, state(4, 2))  # its own: without a warning
     restored = checkpoint.restore(tmp_path, state(0), step=3)
     np.testing.assert_array_equal(restored.params["w"], [1, 1])
 
@@ -123,7 +119,7 @@ fcntl = pytest.importorskip("fcntl", reason="there are no such locks here")
 
 def is_free(directory):
     """Whether another process could get the lock."""
-    file = os.open(directory / _lock.NAME, os.O_RDWR)
+    file = os.open(directory / _directory.LOCK, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -151,47 +147,38 @@ def test_file_systems_without_locks_go_without(tmp_path, monkeypatch, code):
     def flock(*args):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(_directory.fcntl, "flock", flock)
     with checkpoint.manager(tmp_path) as manager:
         assert checkpoint.save(manager, state(1))
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "broken link"])
-def test_what_lies_in_its_place_stays_as_it_is(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["link", "broken link", "folder"])
+def test_what_lies_in_the_place_of_the_lock_stays_as_it_is(tmp_path, kind):
     directory, victim = tmp_path / "run", tmp_path / "victim"
     directory.mkdir()
     victim.write_text("precious")
-    lock = directory / _lock.NAME
-    {
-        "file": lambda: shutil.copy(victim, lock),
-        "link": lambda: lock.symlink_to(victim),
-        "broken link": lambda: lock.symlink_to(tmp_path / "new"),
-    }[kind]()
-    with checkpoint.manager(directory) as manager:
-        if kind == "file":
-            assert checkpoint.save(manager, state(1))
-            assert lock.read_text() == "precious"
-        else:
-            with pytest.raises(checkpoint.CheckpointSaveError, match=_lock.NAME):
-                checkpoint.save(manager, state(1))
+    lock = directory / _directory.LOCK
+    if kind == "folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(victim if kind == "link" else tmp_path / "new")
+    error = pytest.raises(checkpoint.CheckpointSaveError, match=_directory.LOCK)
+    with checkpoint.manager(directory) as manager, error:
+        checkpoint.save(manager, state(1))
     assert victim.read_text() == "precious"
     assert not (tmp_path / "new").exists()
 
 
-def test_a_manager_leaves_alone_what_others_write(tmp_path):
-    """Those of its process, and names that only look like half-written steps."""
+def test_only_what_a_killed_run_has_left_is_removed(tmp_path):
+    """And that by the next save: opening a manager changes nothing."""
     notes = ("5.orbax-checkpoint-tmp.kept", "best.orbax-checkpoint-tmp", "notes-tmp")
-    left = tmp_path / "6.orbax-checkpoint-tmp"  # by a run that was killed
+    left = tmp_path / "6.orbax-checkpoint-tmp"
     for name in (*notes, left):
         (tmp_path / name).mkdir()
-    with checkpoint.manager(tmp_path) as first, checkpoint.manager(tmp_path) as second:
-        checkpoint.save(first, state(1))
-        assert not left.exists()
-        live = tmp_path / "7.orbax-checkpoint-tmp"
-        live.mkdir()
-        checkpoint.save(second, state(2))
-        assert live.exists()
-    assert all((tmp_path / name).exists() for name in notes)
+    with checkpoint.manager(tmp_path) as manager:
+        assert left.exists() and manager.all_steps() == []
+        assert checkpoint.save(manager, state(1))
+    assert not left.exists() and all((tmp_path / name).exists() for name in notes)
 
 
 @pytest.mark.filterwarnings("ignore:.*newer than the state")
@@ -199,9 +186,7 @@ def test_several_threads_save_with_one_manager(tmp_path):
     saved = []
 
     def work(manager, steps):
-        for step in steps:
-            if checkpoint.save(manager, state(step)):
-                saved.append(step)
+        saved.extend(step for step in steps if checkpoint.save(manager, state(step)))
 
     with checkpoint.manager(tmp_path, max_to_keep=None) as manager:
         threads = [

@@ -6,11 +6,46 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import _topology
+from _models import changed
+from flax_amp import AmpTrainState, checkpoint
 
-pytestmark = pytest.mark.slow
+
+def sharded(devices):
+    """A state whose parameters lie on so many devices."""
+    line = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+    split, whole = (jax.NamedSharding(line, p) for p in (jax.P("data"), jax.P()))
+    state = AmpTrainState.create(params={"w": jnp.arange(16.0)}, tx=optax.adam(0.1))
+    place = lambda x: jax.device_put(x, split if x.shape == (16,) else whole)  # noqa: E731
+    return jax.tree.map(place, state)
+
+
+def test_a_chain_of_meshes(tmp_path):
+    """Eight devices, one, four: each restores what the one before has saved."""
+    state = sharded(8)
+    for step, devices in enumerate((8, 1, 4)):
+        params = jax.tree.map(lambda x: x + 1, state.params)
+        state = state.replace(step=state.step + 1, params=params)
+        with checkpoint.manager(tmp_path) as manager:
+            assert checkpoint.save(manager, state)
+        for count in (8, 4, 1, devices):
+            target = sharded(count)
+            restored = checkpoint.restore(tmp_path, target)
+            assert not changed(state, restored)
+            both = zip(jax.tree.leaves(restored), jax.tree.leaves(target), strict=True)
+            assert all(leaf.sharding == like.sharding for leaf, like in both)
+        assert int(restored.step) == step + 1
+        state = restored
+    split = sharded(8).params["w"].sharding
+    w = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=split)
+    with pytest.raises(ValueError, match="partitioned 8 times, but the dimension"):
+        checkpoint.restore(tmp_path, state.replace(params={"w": w}))
 
 
 def run(directory, layout, devices, processes=1):
@@ -21,8 +56,8 @@ def run(directory, layout, devices, processes=1):
     report = directory / "report.json"
     report.unlink(missing_ok=True)
     flags = os.environ["XLA_FLAGS"].split()  # compiles quickly, on other devices
-    kept = [flag for flag in flags if "device_count" not in flag]
-    environment = os.environ | {"XLA_FLAGS": " ".join(kept)}
+    flags = [flag for flag in flags if "device_count" not in flag]
+    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
     arguments = [directory / "run", report, layout, devices, processes]
     children, logs = [], []
     for i in range(processes):
@@ -32,7 +67,7 @@ def run(directory, layout, devices, processes=1):
             command += [str(i), str(port)]
             children.append(subprocess.Popen(command, env=environment, stderr=log))
     try:
-        ends = [child.wait(timeout=100) for child in children]
+        ends = [child.wait(timeout=200) for child in children]
     finally:
         for child in children:
             child.kill()
@@ -41,18 +76,26 @@ def run(directory, layout, devices, processes=1):
     return json.loads(report.read_text())
 
 
-def test_one_checkpoint_after_another_on_other_devices(tmp_path):
-    """Every bit comes back; `migrate` reads the same.
+@pytest.mark.slow
+@pytest.mark.once
+def test_a_chain_of_processes(tmp_path):
+    """8 -> 1 -> 4 devices, then 2 -> 1 processes; every bit comes back.
 
     Processes agree on the step to fall back to, although one reads what is damaged.
     """
-    first = run(tmp_path, "fsdp", 8)
-    second = run(tmp_path, "fsdp", 2, processes=2)
-    assert second["restored"] == first["saved"] and not second["told"]
-    for path in (tmp_path / "run" / "2").rglob("ocdbt.process_1/d/*"):
+    last = run(tmp_path, "fsdp", 8)
+    for layout, devices, processes in [
+        ("fsdp", 1, 1),
+        ("tensor", 4, 1),
+        ("fsdp", 2, 2),
+    ]:
+        now = run(tmp_path, layout, devices, processes)
+        assert now["restored"] == last["saved"] and not now["told"]
+        before, last = last, now
+    for path in (tmp_path / "run" / "4").rglob("ocdbt.process_1/d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     again = run(tmp_path, "fsdp", 2, processes=2)
-    assert again["restored"] == first["saved"]
-    assert "step 2 is damaged" in again["told"][0]
-    last = run(tmp_path, "tensor", 4, processes=2)
-    assert last["restored"] == again["saved"] and not last["told"]
+    assert again["restored"] == before["saved"]
+    assert "step 4 is damaged" in again["told"][0]
+    alone = run(tmp_path, "fsdp", 8)
+    assert alone["restored"] == again["saved"] and not alone["told"]

@@ -1,0 +1,137 @@
+"""The directory of a manager: its path, local or in a bucket, and its only writer.
+
+Two runs that save into one directory by mistake delete and hide each other's steps. The
+lock is the operating system's (`flock`), so it ends with the process, however that
+ends. The managers of one process share it, and save one after the other. Systems and
+file systems without `flock` have no lock, nor have buckets: an object in one would
+still lock out others after a kill, and a lease needs a clock and a thread.
+"""
+
+import operator
+import os
+import posixpath
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".flax_amp.lock"
+# A scheme, which has two letters or more: `C:/` is a disk.
+_REMOTE = re.compile(r"\w[\w+.-]+:/")
+
+
+def finish_saving(manager: Any) -> epath.Path:
+    """Waits for a manager's last save and returns its directory, or that of a path."""
+    if isinstance(manager, ocp.CheckpointManager):
+        manager.wait_until_finished()
+        manager = manager.directory
+    return directory_of(manager)
+
+
+def directory_of(path: Any) -> epath.Path:
+    """Returns an absolute path, or a folder in a bucket, which is listed anew."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"checkpoint: the directory is a {type(path).__name__}; expected a path or "
+            "a manager, before the state."
+        )
+    text = os.fspath(path)
+    if _REMOTE.match(text):
+        return _in_bucket(text)
+    if not text:
+        raise ValueError(
+            "checkpoint: the directory is ''; expected a path, such as '.'"
+        )
+    local = epath.Path(text).expanduser()
+    if os.path.lexists(local) and not os.path.isdir(local):
+        raise NotADirectoryError(
+            f"checkpoint: {local} is a file, or a link that leads nowhere; expected a "
+            "folder. Check the path, and whether its disk is mounted."
+        )
+    return local.resolve()
+
+
+def _in_bucket(text: str) -> epath.Path:
+    # Orbax takes `s3://`, `az://` and `hf://` for local paths, and would save there.
+    if not re.match("gs://[^/]", text):
+        raise ValueError(
+            f"checkpoint: the directory {text!r}; expected a local path or a str such "
+            "as 'gs://bucket/folder', from which pathlib.Path takes one of the slashes "
+            "away. Orbax saves to no other storage."
+        )
+    try:
+        listings = epath.backend.fsspec_backend.fs(text).dircache
+    except ImportError as error:
+        raise ImportError(
+            f"checkpoint: {text} cannot be read without gcsfs ({error}); in a clone "
+            "of flax_amp, run: pip install '.[gcs]'"
+        ) from error
+    # With this cache, nothing is seen of what TensorStore or another process writes
+    # there. gcsfs has an option for it, but etils makes the file system.
+    listings.use_listings_cache = False
+    listings.clear()
+    # A bucket has names and no folders: `a/../b` would be another name than `b`.
+    return epath.Path("gs://" + posixpath.normpath(text.removeprefix("gs://")))
+
+
+def whole_number(value: Any, name: str, least: int) -> int:
+    """Returns an integer, or what an array of one integer holds, as an int."""
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} is {value!r}; expected an integer.") from error
+    if number < least:
+        raise ValueError(f"{name} is {number}; expected at least {least}.")
+    return number
+
+
+# The lock
+
+
+class Lock:
+    """This process as the writer of a directory, while it is referred to."""
+
+    def __init__(self, directory: str, lock: bool) -> None:
+        self.is_locked = False  # no other process can have it
+        self.mutex = threading.RLock()  # held while a manager starts a save
+        # Returns the manager that started the last save, if it still exists.
+        self.last: Callable[[], Any] = lambda: None
+        if not lock or fcntl is None or "://" in directory:
+            return
+        # The file is neither read nor written, so a foreign file is not harmed.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        file = os.open(os.path.join(directory, LOCK), flags, 0o666)
+        weakref.finalize(self, os.close, file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.is_locked = True
+        except BlockingIOError as error:
+            raise RuntimeError(
+                f"checkpoint.save: another process saves into {directory}; expected "
+                "one run for each directory. Choose another directory, or end the "
+                "other run."
+            ) from error
+        except OSError:  # The file system has no locks.
+            pass
+
+
+_held: weakref.WeakValueDictionary[str, Lock] = weakref.WeakValueDictionary()
+_mutex = threading.Lock()
+
+
+def acquire(directory: Any, *, lock: bool) -> Lock:
+    """Returns the lock of a directory that exists; without `lock`, only to share it."""
+    path = os.fspath(directory)
+    with _mutex:
+        if (held := _held.get(path)) is None:
+            _held[path] = held = Lock(path, lock)
+        return held

@@ -1,0 +1,199 @@
+"""The log of a run: `create_writer` writes it, and `read` reads it.
+
+`metrics.jsonl` is the log: a line is on disk when the call returns, and a kill cuts at
+most the last one. TensorBoard and the terminal get the same numbers.
+"""
+
+import json
+import math
+import operator
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+_NAME = "metrics.jsonl"
+_NUMBER = int | float | None
+
+
+class MetricWriter:
+    """Writes the metrics of a run, with the methods of clu's `MetricWriter`.
+
+    Those for anything but numbers and hyper-parameters do nothing. clu's own classes
+    need TensorFlow.
+    """
+
+    def __init__(self, path: Path | None, board: Any, terminal: str | None) -> None:
+        self._path, self._board, self._terminal = path, board, terminal
+        self._last = math.inf, 0.0
+
+    def write_scalars(self, step: Any, scalars: Mapping[str, Any]) -> None:
+        """Writes one real number for each name, or nothing if one is none."""
+        step, numbers = operator.index(step), _to_numbers(scalars)
+        now = {"step": step, "wall_time": round(time.time(), 3)}
+        self._write_line(now | numbers | now)
+        for name, value in numbers.items() if self._board else ():
+            self._board.add_scalar(name, value, step)
+        if self._terminal is not None:
+            self._print(step, numbers)
+
+    def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+        self._write_line({"hparams": dict(hparams)})
+
+    def _write_line(self, line: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            text = json.dumps(_without_nan(line), allow_nan=False, default=str)
+            # A file that stays open would be one that another writer has replaced.
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    def _print(self, step: int, numbers: Mapping[str, Any]) -> None:
+        (before, then), now = self._last, time.monotonic()
+        self._last = step, now
+        shown = [f"step {step}{self._terminal}"]
+        if step > before:
+            shown.append(f"{(step - before) / max(now - then, 1e-9):.3g} steps/s")
+        names = [name for name in numbers if "hyperparams/" not in name]
+        shown += [f"{name} {numbers[name]:.4g}" for name in names]
+        print("  ".join(shown), flush=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("write_") and name != "flush":
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return lambda *args, **kwargs: None
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> "MetricWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def create_writer(
+    logdir: str | os.PathLike[str],
+    *,
+    first_step: int | None = None,
+    total_steps: int | None = None,
+    tensorboard: bool = True,
+    terminal: bool = True,
+) -> MetricWriter:
+    """Makes a writer for TensorBoard, for `metrics.jsonl` and for the terminal.
+
+    In a run of several processes, only the first one writes.
+
+    Args:
+      logdir: the folder of the run, which may be a run that is resumed.
+      first_step: the first step that will be written, `int(state.step) + 1`. What an
+        earlier run wrote for this step and later ones is dropped from `metrics.jsonl`,
+        and hidden by TensorBoard.
+      total_steps: the last step of the run, for the terminal.
+      tensorboard: write event files, which takes tensorboardX.
+      terminal: print a line for each call, with steps per second.
+
+    Example:
+      >>> import tempfile
+      >>> logdir = tempfile.mkdtemp()
+      >>> with create_writer(logdir, tensorboard=False, total_steps=60) as writer:
+      ...     writer.write_scalars(10, {"loss": 0.5})
+      step 10/60  loss 0.5
+      >>> read(logdir)
+      {'loss': [(10, 0.5)]}
+    """
+    if jax.process_index() != 0:
+        return MetricWriter(None, None, None)
+    folder, board = Path(logdir), None
+    if tensorboard:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "create_writer needs tensorboardX, which is not installed. In a clone "
+                "of flax_amp, run: pip install '.[logs]'. Or pass tensorboard=False."
+            ) from error
+        # Files made in the same second must differ in the rest of their names.
+        end = f".{time.time_ns()}.{os.getpid()}"
+        options = dict(purge_step=first_step, filename_suffix=end, flush_secs=5)
+        board = SummaryWriter(str(folder), **options)
+    folder.mkdir(parents=True, exist_ok=True)
+    _drop_lines(folder / _NAME, math.inf if first_step is None else first_step)
+    of = f"/{total_steps}" if total_steps else ""
+    return MetricWriter(folder / _NAME, board, of if terminal else None)
+
+
+def _drop_lines(path: Path, first_step: float) -> None:
+    """Removes the lines of this step and later ones, and what a kill has cut."""
+    path.touch()
+    text = "".join(line for line, step, _ in _lines(path) if step < first_step)
+    if text != path.read_text("utf-8", "replace"):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, path)
+
+
+def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the scalars that a run has logged: `{name: [(step, value), ...]}`.
+
+    Steps rise, in whatever order they were written. Of a step that was written twice,
+    because a run was resumed without a `first_step`, the later value counts, and what
+    the earlier run wrote for later steps is dropped. `null` becomes NaN. A line that a
+    kill has cut is left out, and so is what is no number. `run` is the folder of the
+    run, or the file.
+    """
+    path = Path(run)
+    found: dict[str, dict[int, float]] = {}
+    for _, step, scalars in _lines(path / _NAME if path.is_dir() else path):
+        for name, value in scalars.items():
+            series = found.setdefault(name, {})
+            if step in series:  # the run was resumed before it
+                found[name] = series = {s: v for s, v in series.items() if s < step}
+            series[step] = math.nan if value is None else value
+    return {name: sorted(series.items()) for name, series in found.items()}
+
+
+def _lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yields each whole line: its text, its step and its scalars; or -1 and none."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if text.endswith("\n") and isinstance(line, dict):
+                step, _ = line.pop("step", None), line.pop("wall_time", None)
+                is_step = isinstance(step, int)
+                numbers = {n: x for n, x in line.items() if isinstance(x, _NUMBER)}
+                yield (text, step, numbers) if is_step else (text, -1, {})
+
+
+def _to_numbers(scalars: Mapping[str, Any]) -> dict[str, int | float]:
+    """Fetches all scalars at once, as numbers of Python."""
+    # As a list, since a dict would come back with its keys sorted.
+    fetched = map(np.asarray, jax.device_get(list(scalars.values())))
+    numbers = {}
+    for name, value in zip(scalars, fetched, strict=True):
+        try:
+            # The shortest text of a float32: 0.9, not 0.8999999761581421.
+            is_whole = value.dtype.kind in "iub"
+            numbers[name] = int(value) if is_whole else float(str(value))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"write_scalars: {name!r} is {value!r}; expected one real number."
+            ) from error
+    return numbers
+
+
+# `null`, since JSON has no NaN: a column stays a column of numbers in pandas.
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
