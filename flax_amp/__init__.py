@@ -14,7 +14,6 @@ from flax_amp._rewriter.transform import amp as amp
 from flax_amp._rewriter.transform import amp_stop as amp_stop
 from flax_amp._training.nnx_step import make_nnx_train_step as make_nnx_train_step
 from flax_amp._training.optimizer import AmpOptimizer as AmpOptimizer
-from flax_amp._training.precision import Precision as Precision
 from flax_amp._training.progress import StuckError as StuckError
 from flax_amp._training.progress import check_progress as check_progress
 from flax_amp._training.scaled_grad import dynamic_scale_grad as dynamic_scale_grad
@@ -32,6 +31,7 @@ from flax_amp._training.train_state import AmpTrainState as AmpTrainState
 from flax_amp._training.train_step import make_eval_step as make_eval_step
 from flax_amp._training.train_step import make_train_step as make_train_step
 from flax_amp._tree import all_finite as all_finite
+from flax_amp.policy import Precision as Precision
 from flax_amp.policy import default_amp_policy as default_amp_policy
 from flax_amp.policy import jaxamp_policy as jaxamp_policy
 from flax_amp.policy import use_compute_precision as use_compute_precision

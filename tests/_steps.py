@@ -105,13 +105,6 @@ def raised(call, error, message):
         call()
 
 
-def raising(table):
-    """Parametrizes by a table `{error: {message: call that raises it}}`."""
-    rows = [(c, error, m) for error, calls in table.items() for m, c in calls.items()]
-    ids = [f"{error.__name__}: {message}" for _, error, message in rows]
-    return pytest.mark.parametrize("call, error, message", rows, ids=ids)
-
-
 def linear_objects(wrt=nnx.Param, tx=None, precision="bf16-mixed", **options):
     """Returns a linear NNX model of 3 features, and its optimizer."""
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0), **options)

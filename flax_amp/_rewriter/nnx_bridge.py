@@ -109,15 +109,6 @@ class FunctionalCall:
         ]
         return self._fill(nodes, others)
 
-    def old_leaves(self, changed: nnx.State) -> list[tuple[str, Any]]:
-        """Returns the inputs that changed variables replace, with their names."""
-        before = dict(nnx.to_flat_state(self._state))
-        return [
-            (_variable_name(self._nodes, path), leaf)
-            for path, _ in nnx.to_flat_state(changed)
-            for leaf in jax.tree.leaves(before[path])
-        ]
-
     def array_names(self) -> list[str]:
         """Returns what JAX's messages call each array among the inputs."""
         arrays = list(filter(is_array, self.inputs))

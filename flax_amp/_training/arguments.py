@@ -7,7 +7,7 @@ optax refuse with a clear error is left to them.
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from flax_amp import _tree
-from flax_amp.policy import Policy, PolicyEntries, Precision
+from flax_amp._rewriter.rewritten import is_rewritten
+from flax_amp.policy import Policy, PolicyEntries, Precision, long_word
 
 Array = jax.Array
 PyTree = _tree.PyTree
@@ -28,7 +29,68 @@ UserFn = Callable[..., Any]
 AxisName = Hashable | tuple[Hashable, ...] | None
 
 
-# Any argument
+class Options(NamedTuple):
+    """The checked arguments of a function that makes a step."""
+
+    caller: str  # the function that the messages name
+    loss_fn: UserFn
+    precision: Precision | None  # instead of that of the state
+    amp_policy: PolicyEntries | None
+    has_aux: bool = False
+    redo_on_nan: int = 0
+    accum_steps: int = 1
+    axis_name: AxisName = None
+    metrics_fn: UserFn | None = None  # measures gradients and updates
+
+    @property
+    def loss_name(self) -> str:
+        """What messages call the loss."""
+        return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'loss_fn')}"
+
+    @property
+    def open_scopes(self) -> bool:
+        """Whether NNX modules open scopes, for the keys of the policy."""
+        return Policy(self.amp_policy).names_scopes
+
+
+def check_options(
+    caller: str,
+    loss_fn: Any,
+    precision: Any,
+    amp_policy: Any,
+    redo_on_nan: Any,
+    accum_steps: Any,
+    **others: Any,
+) -> Options:
+    """Checks the arguments of `caller`."""
+    check_function(loss_fn, f"{caller}: loss_fn")
+    return Options(
+        caller=caller,
+        loss_fn=loss_fn,
+        precision=check_amp_options(loss_fn, caller, precision, amp_policy),
+        amp_policy=amp_policy,
+        redo_on_nan=check_retries(redo_on_nan, caller),
+        accum_steps=check_count(
+            accum_steps, f"{caller}: {accum_steps=}", "of micro-batches"
+        ),
+        **others,
+    )
+
+
+def check_amp_options(
+    fn: UserFn, caller: str, word: Any, amp_policy: Any
+) -> Precision | None:
+    """Returns the long form of a word that a step got, after checking its options."""
+    Policy(amp_policy)  # a wrong one fails where the step is made
+    given = dict(precision=word, amp_policy=amp_policy)
+    names = [name for name, value in given.items() if value is not None]
+    if names and is_rewritten(fn):
+        raise ValueError(
+            f"{caller}: {getattr(fn, '__name__', 'the function')} is amp(...) already, "
+            f"and {', '.join(names)} is given, too; expected one of them. Pass the "
+            "option to amp."
+        )
+    return None if word is None else long_word(word, f"{caller}: precision")
 
 
 def check_type(value: object, types: Any, name: str, expected: str) -> None:
@@ -51,110 +113,6 @@ def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
     )
 
 
-def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
-    """Returns the first items as text, and how many more there are."""
-    more = f" and {len(items) - count} more" if len(items) > count else ""
-    return separator.join(items[:count]) + more
-
-
-def describe(value: Any) -> str:
-    """Returns dtype and shape of a number or an array; the type of all else."""
-    if _tree.is_numeric(value):
-        return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None:
-        return f"a NumPy array of {dtype}"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
-
-
-def differences(
-    old: PyTree, new: PyTree, describe: Callable[[Any], Any], prefix: str = ""
-) -> list[str]:
-    """Lists the leaves that only one tree has, or whose descriptions differ."""
-    before, after = (
-        {
-            f"{prefix}{keystr(path)}": describe(leaf)
-            for path, leaf in tree_leaves_with_path(tree)
-        }
-        for tree in (old, new)
-    )
-    return [
-        f"{path}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
-        for path in sorted(before | after)
-        if before.get(path) != after.get(path)
-    ]
-
-
-# The functions of users
-
-
-def declared_keywords(fn: UserFn) -> list[str]:
-    """Returns `state` and `rngs`, as far as `fn` declares them.
-
-    A default other than `None` counts as bound, as `functools.partial` binds it.
-    """
-    try:
-        declared = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # some builtins have no signature
-        return []
-    defaults = {name: p.default for name, p in declared.items()}
-    unbound = (None, inspect.Parameter.empty)
-    return [
-        name
-        for name in ("state", "rngs")
-        if any(defaults.get(name, fn) is x for x in unbound)
-    ]
-
-
-def check_function(fn: Any, name: str) -> UserFn:
-    """Returns `fn`, or raises a TypeError if it is no function."""
-    wanted = "a function of (params, batch, *args), or of (model, batch, *args) for NNX"
-    check_type(fn, Callable, name, f"{wanted}.")
-    return fn  # type: ignore[no-any-return]
-
-
-# The options of a step
-
-
-class Options(NamedTuple):
-    """The checked arguments of `make_train_step` or `make_nnx_train_step`."""
-
-    caller: str  # the function that the messages name
-    loss_fn: UserFn
-    has_aux: bool
-    precision: Precision | None  # instead of that of the state
-    amp_policy: PolicyEntries | None
-    redo_on_nan: int
-    accum_steps: int
-    axis_name: AxisName
-    metrics_fn: UserFn | None  # measures gradients and updates
-
-    @property
-    def loss_name(self) -> str:
-        """What messages call the loss."""
-        return f"{self.caller}: {getattr(self.loss_fn, '__name__', 'loss_fn')}"
-
-    @property
-    def open_scopes(self) -> bool:
-        """Whether NNX modules open scopes, for the keys of the policy."""
-        return Policy(self.amp_policy).names_scopes
-
-
-def check_options(
-    caller: str, loss_fn: Any, redo_on_nan: Any, accum_steps: Any, **others: Any
-) -> Options:
-    """Checks the arguments of `caller`."""
-    seen = f"{caller}: {accum_steps=}"
-    return Options(
-        caller=caller,
-        loss_fn=check_function(loss_fn, f"{caller}: loss_fn"),
-        redo_on_nan=check_retries(redo_on_nan, caller),
-        accum_steps=check_count(accum_steps, seen, "of micro-batches"),
-        **others,
-    )
-
-
 def check_retries(redo_on_nan: Any, caller: str) -> int:
     """Returns `redo_on_nan` as an integer, or raises an error that names `caller`."""
     # The signature of jaxamp annotates this argument as a bool.
@@ -162,7 +120,10 @@ def check_retries(redo_on_nan: Any, caller: str) -> int:
     return check_count(given, f"{caller}: {redo_on_nan=}", "of retries", least=0)
 
 
-# Models and parameters
+def check_function(fn: Any, name: str) -> None:
+    """Raises a TypeError if `fn` is no function."""
+    wanted = "a function of (params, batch, *args), or of (model, batch, *args) for NNX"
+    check_type(fn, Callable, name, f"{wanted}.")
 
 
 def check_params(params: PyTree, caller: str, *, may_be_half: bool = False) -> None:
@@ -196,7 +157,49 @@ def check_selection(params: PyTree, wrt: Any, caller: str) -> None:
         )
 
 
-def check_mapping(value: Any, name: str, expected: str) -> dict[str, Any]:
-    """Returns a dict, empty for `None`, or raises a TypeError if a value is none."""
-    check_type(value, Mapping | None, name, expected)
-    return dict(value or {})
+def declared_keywords(fn: UserFn) -> list[str]:
+    """Returns `state` and `rngs`, as far as `fn` declares them.
+
+    A default other than `None` counts as bound, as `functools.partial` binds it.
+    """
+    try:
+        declared = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return []
+    defaults = {name: p.default for name, p in declared.items()}
+    unbound = (None, inspect.Parameter.empty)
+    return [
+        name
+        for name in ("state", "rngs")
+        if any(defaults.get(name, fn) is x for x in unbound)
+    ]
+
+
+# Values in messages
+
+
+def first_of(items: Sequence[str], count: int = 3, separator: str = ", ") -> str:
+    """Returns the first items as text, and how many more there are."""
+    more = f" and {len(items) - count} more" if len(items) > count else ""
+    return separator.join(items[:count]) + more
+
+
+def describe(value: Any) -> str:
+    """Returns dtype and shape of a number or an array; the type of all else."""
+    if _tree.is_numeric(value):
+        return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
+
+
+def differences(old: PyTree, new: PyTree, describe: Callable[[Any], Any]) -> list[str]:
+    """Lists the leaves that only one tree has, or whose descriptions differ."""
+    before, after = (
+        {keystr(path): describe(leaf) for path, leaf in tree_leaves_with_path(tree)}
+        for tree in (old, new)
+    )
+    return [
+        f"{path}: {before.get(path, 'absent')} before, {after.get(path, 'absent')} now"
+        for path in sorted(before | after)
+        if before.get(path) != after.get(path)
+    ]

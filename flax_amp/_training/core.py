@@ -8,8 +8,7 @@ step clip and update, which is what the optimizer does. A step that is not finit
 changes nothing but `step`, the scaler and the counters of skipped steps. One select
 between the old and the new state does that, so every other leaf keeps its bits.
 
-Who trains is a `Task`: a train state in `train_step.py`, a model and its optimizer in
-`nnx_step.py`.
+The state of a model of NNX and its optimizer is made from them in `nnx_step.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,34 +25,14 @@ from flax_amp._training.arguments import (
     Metrics,
     Options,
     PyTree,
-    UserFn,
     check_type,
     differences,
 )
-from flax_amp._training.loss import merge_metrics
+from flax_amp._training.loss import fold_in, lowered, merge_metrics, pure_loss
+from flax_amp._training.optimizer import counted, hyperparam_metrics
 from flax_amp._training.passes import PassResult, complete_grads, run_passes
-from flax_amp._training.precision import Precision, lowered
-from flax_amp._training.scaler import Scaler, update_scaler
-
-
-class Task(NamedTuple):
-    """What a step trains, as arrays and functions of arrays."""
-
-    precision: Precision
-    loss: UserFn  # (params, variables, batch, rngs, *args) -> (loss, updates, aux)
-    params: PyTree
-    variables: PyTree
-    rngs: PyTree
-    scaler: Scaler
-    old: PyTree  # everything that the step changes
-    # (grads, variables) -> (new, its parameters), finite or not
-    update: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-    # (selected, finite, scaler) -> (result, more metrics), in which the scaler and the
-    # counters of steps have advanced, skipped or not
-    finish: Callable[[PyTree, Array, Scaler], tuple[Any, Metrics]]
-    subject: Callable[[], Any]  # makes the first argument of `metrics_fn`
-    # how `metrics_fn` sees gradients and updates
-    view: Callable[[PyTree], PyTree] = lambda tree: tree
+from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
+from flax_amp._training.train_state import StateT
 
 
 class Judged(NamedTuple):
@@ -71,32 +50,37 @@ class Judged(NamedTuple):
 
 
 def run_step(
-    options: Options, task: Task, batch: PyTree, args: tuple[PyTree, ...]
-) -> tuple[Any, Metrics]:
-    """Returns the result of one step, and its metrics."""
+    options: Options, state: StateT, batch: PyTree, args: tuple[PyTree, ...]
+) -> tuple[StateT, Metrics]:
+    """Returns the state after one step, and its metrics."""
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     # XLA drops a cast of stored bfloat16 that is followed by one back.
-    loss_fn = lowered(task.loss, options.loss_fn, task.precision, options.amp_policy)
-    params = jax.tree.map(_tree.float32_if_bfloat16, task.params)
+    word = options.precision or state.precision
+    loss_fn = lowered(pure_loss(options, state), word, options.amp_policy)
+    params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
+    inputs = params, state.variables, fold_in(state.rngs, state.step)
 
     def run(scaler: Scaler) -> Judged:
-        state = params, task.variables, task.rngs
-        return judge(run_passes(options, loss_fn, state, batch, args, scaler), state[1])
+        result = run_passes(options, loss_fn, inputs, batch, args, scaler)
+        return judge(result, state.variables)
 
-    scaler, judged = run_with_retries(run, task.scaler, options.redo_on_nan)
+    scaler = check_scaler(state.scaler, "train_step: the scaler")
+    scaler, judged = run_with_retries(run, scaler, options.redo_on_nan)
     grads = complete_grads(judged.result, params)
-    variables = _tree.combine(judged.result.variables, task.variables)
-    new, new_params = task.update(grads, variables)
-    measured = _measure(options, task, grads, new_params)
-    selected = _select(options, judged.finite, new, task.old)
-    out, more = task.finish(selected, judged.finite, scaler)
-    own = more | dict(
+    # By `apply_gradients`, because a subclass may have its own one, such as for an
+    # average of the parameters.
+    variables = _tree.combine(judged.result.variables, state.variables)
+    new = state.apply_gradients(grads=grads, variables=variables, finite=True)
+    measured = _measure(options, state, grads, new)
+    new = _select(options, judged.finite, new, state)
+    new, own = _advance(new, state, judged.finite, scaler)
+    own |= dict(
         loss=judged.result.loss,
         grads_finite=judged.finite,
         scaler=scaler["scaler"],
         grad_norm=jnp.sqrt(judged.square_norm),
     )
-    return out, merge_metrics(options, own, measured, judged.result.aux)
+    return new, merge_metrics(options, own, measured, judged.result.aux)
 
 
 def judge(result: PassResult, variables: PyTree) -> Judged:
@@ -108,13 +92,9 @@ def judge(result: PassResult, variables: PyTree) -> Judged:
     square_norm = jnp.asarray(optax.tree.norm(result.grads, squared=True), jnp.float32)
     # The fp8 statistics of cotangents depend on the scale, as gradients do.
     backward = _tree.all_finite((square_norm, result.overwrite))
-    return Judged(result, forward_finite(result, variables), backward, square_norm)
-
-
-def forward_finite(result: PassResult, variables: PyTree) -> Array:
-    """Whether the loss and the updated variables of a pass are finite: bool[]."""
     finite = _tree.stays_finite(result.variables, variables)
-    return finite & _tree.all_finite(result.loss)
+    forward = finite & _tree.all_finite(result.loss)
+    return Judged(result, forward, backward, square_norm)
 
 
 def run_with_retries(
@@ -131,10 +111,10 @@ def run_with_retries(
         found = run(scaler)
         new = update_scaler(scaler, found.backward, loss_finite=found.forward)
         # The scale also stays where it is at its lower limit.
-        lowered = found.forward & ~found.backward & (new["scaler"] < scaler["scaler"])
+        falls = found.forward & ~found.backward & (new["scaler"] < scaler["scaler"])
         # A loop can carry arrays only. The other leaves are the same in every pass.
         arrays, static = _tree.partition(found, _tree.is_array)
-        return new, lowered, arrays
+        return new, falls, arrays
 
     if not retries:
         scaler, _, arrays = attempt(scaler)
@@ -176,18 +156,30 @@ def _select(options: Options, finite: Array, new: PyTree, old: PyTree) -> PyTree
     return jax.tree.map(select, new, old)
 
 
-def _measure(
-    options: Options, task: Task, grads: PyTree, new_params: PyTree
-) -> Metrics:
+def _advance(
+    new: StateT, old: StateT, finite: Array, scaler: Scaler
+) -> tuple[StateT, Metrics]:
+    """Lets the scaler and the counters of steps advance, skipped or not.
+
+    Returns the state, and what its optimizer reports.
+    """
+    opt_state, more = new.opt_state, {}
+    if isinstance(opt_state, optax.ApplyIfFiniteState):
+        opt_state = opt_state._replace(**counted(old.opt_state, finite))
+        more["skipped_total"] = opt_state.total_notfinite
+    new = new.replace(step=old.step + 1, scaler=scaler, opt_state=opt_state)
+    return new, more | hyperparam_metrics(opt_state)
+
+
+def _measure(options: Options, state: StateT, grads: PyTree, new: StateT) -> Metrics:
     """Returns what the user's `metrics_fn` makes of one update."""
     if options.metrics_fn is None:
         return {}
-    old, new = (
-        jax.tree.map(_tree.float32_if_bfloat16, params)
-        for params in (task.params, new_params)
+    after, before = (
+        jax.tree.map(_tree.float32_if_bfloat16, s.params) for s in (new, state)
     )
-    updates = jax.tree.map(jnp.subtract, new, old)
-    found = options.metrics_fn(task.subject(), task.view(grads), task.view(updates))
+    updates = jax.tree.map(jnp.subtract, after, before)
+    found = options.metrics_fn(state, grads, updates)
     name = f"{options.caller}: metrics_fn"
     check_type(found, Mapping, f"{name}: its result", "a dict of metrics by name.")
     return dict(found)

@@ -5,8 +5,7 @@ A loss of a Linen model is `loss_fn(params, batch, *args)` and one of an NNX mod
 updated variables and `aux` out.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +15,8 @@ from flax import core, nnx
 from flax_amp import _tree
 from flax_amp._rewriter.nnx_bridge import changes_in
 from flax_amp._rewriter.nnx_scopes import module_scopes
+from flax_amp._rewriter.rewritten import is_rewritten, rewritten
+from flax_amp._rewriter.transform import amp
 from flax_amp._training.arguments import (
     Array,
     Metrics,
@@ -27,6 +28,7 @@ from flax_amp._training.arguments import (
     differences,
 )
 from flax_amp._training.train_state import AmpTrainState, variables_of
+from flax_amp.policy import PolicyEntries, Precision
 
 
 def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
@@ -43,29 +45,40 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
         # A loss that declares `state` sees the parameters of this pass: those are what
         # is differentiated, and in mixed precision what is cast.
         now = state.replace(params=params, variables=variables)
-        with inputs_unchanged(batch, args, name):
-            target, out = call_user_fn(
-                options.loss_fn, now, batch, rngs, args, open_scopes=options.open_scopes
-            )
-        loss, aux = split_output(out, options)
+        target, out = call_user_fn(options, now, batch, rngs, args)
+        loss, aux = split_aux(out, options.has_aux, name)
+        metrics = _named(aux) if options.has_aux else {}
         if state.graphdef is not None:
-            updates = match_variables(variables, variables_of(target, params), name)
+            updates = _match_variables(variables, variables_of(target, params), name)
         else:
-            updates = variables | _collections(aux, variables, name)
+            updates = variables | _collections(metrics, variables, name)
         # An array that is still the same object did not change. That is told here: what
         # `amp` returns are other objects.
         changed = jax.tree.map(
             lambda new, old: None if new is old else new, updates, variables
         )
-        return loss, changed, aux
+        return loss, changed, metrics
 
-    return named_after(pure, options.loss_fn)
+    return in_place_of(options.loss_fn, pure)
 
 
-def named_after(pure: Any, fn: UserFn) -> UserFn:
-    """Gives `pure` the name of the user's function, which JAX's messages show."""
-    pure.__name__ = getattr(fn, "__name__", "loss_fn")
-    return pure  # type: ignore[no-any-return]
+def in_place_of(fn: UserFn, pure: Any) -> UserFn:
+    """Gives `pure`, which calls the user's `fn`, its name and its mark of `amp`."""
+    pure.__name__ = getattr(fn, "__name__", "loss_fn")  # which JAX's messages show
+    return rewritten(pure) if is_rewritten(fn) else pure
+
+
+def lowered(
+    pure: UserFn, word: Precision, policy: PolicyEntries | None, recompute: bool = True
+) -> UserFn:
+    """Returns `amp(pure)`, or `pure` if that calls what is `amp(...)` already.
+
+    Without a backward pass, `recompute=False` leaves no trace of one in the program.
+    """
+    if is_rewritten(pure):
+        return pure
+    out: UserFn = amp(pure, precision=word, amp_policy=policy, recompute=recompute)
+    return out
 
 
 def fold_in(rngs: PyTree, data: Any) -> PyTree:
@@ -74,50 +87,45 @@ def fold_in(rngs: PyTree, data: Any) -> PyTree:
 
 
 def call_user_fn(
-    fn: UserFn,
+    options: Options,
     state: AmpTrainState,
     batch: PyTree,
     rngs: PyTree,
     args: tuple[PyTree, ...],
     *,
-    open_scopes: bool,
     evaluate: bool = False,
+    may_change_inputs: bool = False,
 ) -> tuple[PyTree, PyTree]:
-    """Returns the parameters or the module that `fn` was given, and its result.
+    """Returns the parameters or the module that a function was given, and its result.
 
     `state` holds the parameters and the variables of this pass, and `rngs` are its
-    keys. An NNX module gets a named scope around each call with `open_scopes`, and is
-    called in evaluation mode with `evaluate`.
+    keys. An NNX module is called in evaluation mode with `evaluate`.
     """
+    fn = options.loss_fn
     offered = {"state": state, "rngs": rngs}
-    keywords = {name: offered[name] for name in declared_keywords(fn)}
+    keywords = {key: offered[key] for key in declared_keywords(fn)}
+    inputs = {} if may_change_inputs else {"batch": batch, "args": args}
+    watched = [changes_in(tree, key) for key, tree in inputs.items()]
     if state.graphdef is None:
-        return state.params, fn(state.params, batch, *args, **keywords)
-    # A new model for each call, so that the caller's arrays stay what they are. Its
-    # changes are collected from it (`variables_of`).
-    model = nnx.merge(state.graphdef, state.params, state.variables)
-    if evaluate:
-        model.eval()
-    with module_scopes(model, wanted=open_scopes):
-        return model, fn(model, batch, *args, **keywords)
-
-
-@contextlib.contextmanager
-def inputs_unchanged(
-    batch: PyTree, args: tuple[PyTree, ...], name: str, *, wanted: bool = True
-) -> Iterator[None]:
-    """Raises a ValueError if modules in the batch or in `args` are changed inside."""
-    watched = [changes_in(batch, "batch"), changes_in(args, "args")] if wanted else []
-    yield  # an error of the function is its own: nothing is checked after it
-    if changes := [change for changes in watched for change in changes()]:
+        target, out = state.params, fn(state.params, batch, *args, **keywords)
+    else:
+        # A new model for each call, so that the caller's arrays stay what they are. Its
+        # changes are collected from it (`variables_of`).
+        target = nnx.merge(state.graphdef, state.params, state.variables)
+        if evaluate:
+            target.eval()
+        with module_scopes(target, wanted=options.open_scopes):
+            out = fn(target, batch, *args, **keywords)
+    if changed := [variable for changes in watched for variable in changes()]:
         raise ValueError(
-            f"{name} changed {', '.join(changes)}; expected modules in the batch, or "
-            "in further arguments, to stay as they are: a compiled step cannot return "
-            "their changes. For random numbers, pass rngs={'dropout': "
+            f"{options.loss_name} changed {', '.join(changed)}; expected modules in "
+            "the batch, or in further arguments, to stay as they are: a compiled step "
+            "cannot return their changes. For random numbers, pass rngs={'dropout': "
             "jax.random.key(0)} to AmpTrainState.create, declare the keyword rngs and "
             "make nnx.Rngs(**rngs) from it. Return counts and measurements in aux. Or "
             "use make_nnx_train_step, which updates the modules in its arguments."
         )
+    return target, out
 
 
 # What a loss returns
@@ -147,17 +155,10 @@ def split_aux(out: PyTree, has_aux: bool, name: str) -> tuple[Array, PyTree]:
     return loss, aux
 
 
-def split_output(out: PyTree, options: Options) -> tuple[Array, Metrics]:
-    """Splits the result of a step's loss into the loss and its `aux`, as a dict."""
-    name = options.loss_name
-    loss, aux = split_aux(out, options.has_aux, name)
-    if not options.has_aux:
-        return loss, {}
-    # Metrics have names. What has none (a tuple, a dataclass, a dict by layer number)
-    # becomes one metric, `aux`.
+def _named(aux: PyTree) -> Metrics:
+    """Returns `aux` as metrics: as it is, or as one metric if it has no names."""
     is_named = isinstance(aux, Mapping) and all(isinstance(key, str) for key in aux)
-    metrics = dict(aux) if is_named else {"aux": aux}
-    return loss, metrics
+    return dict(aux) if is_named else {"aux": aux}
 
 
 def merge_metrics(
@@ -169,19 +170,16 @@ def merge_metrics(
     that returns itself in `aux`, as Flax's examples do, needs no change: `loss` stays
     the step's.
     """
-    if taken := sorted(measured.keys() & own.keys()):
+    merged = own | measured
+    renamed = {f"aux/{key}" if key in merged else key: x for key, x in aux.items()}
+    merged |= renamed
+    if len(merged) < len(own) + len(measured) + len(aux):
         raise ValueError(
-            f"{options.caller}: metrics_fn returned {taken}, which the step reports "
-            "itself; expected other names. Rename them."
+            f"{options.caller}: the step reports {sorted(own)}, metrics_fn "
+            f"{sorted(measured)} and aux {sorted(aux)}; expected no two metrics of one "
+            "name, where an entry of aux becomes aux/<name>. Rename one."
         )
-    own = own | measured
-    renamed = {f"aux/{key}" if key in own else key: x for key, x in aux.items()}
-    if own.keys() & renamed.keys() or len(renamed) < len(aux):
-        raise ValueError(
-            f"{options.caller}: the loss returned aux with {sorted(aux)}; expected no "
-            "two entries that would have one name as aux/<name>. Rename one."
-        )
-    return own | renamed
+    return merged
 
 
 def _collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
@@ -192,20 +190,13 @@ def _collections(aux: Metrics, old: PyTree, name: str) -> PyTree:
             "expected them in aux['variables'], which updates the state. Return "
             "(loss, {'variables': updates})."
         )
-    updates = aux.pop("variables", {})
-    seen = sorted(updates) if isinstance(updates, Mapping) else describe(updates)
-    if not isinstance(updates, Mapping) or set(updates) - set(old):
-        raise ValueError(
-            f"{name} returned aux['variables'] with {seen}; expected a dict with some "
-            f"of the collections {sorted(old)} of state.variables. Pass them to "
-            "AmpTrainState.create(variables=...) or leave them out of aux."
-        )
     # A dict that is mapped has its keys sorted, as the collections of the state have.
-    updates = jax.tree.map(lambda x: x, core.unfreeze(dict(updates)))
-    return match_variables({key: old[key] for key in updates}, updates, name)
+    updates = jax.tree.map(lambda x: x, core.unfreeze(dict(aux.pop("variables", {}))))
+    old = {key: old[key] for key in updates if key in old}
+    return _match_variables(old, updates, name)
 
 
-def match_variables(old: PyTree, new: PyTree, name: str) -> PyTree:
+def _match_variables(old: PyTree, new: PyTree, name: str) -> PyTree:
     """Returns `new` in the types of `old`, or raises an error that lists what differs.
 
     The same object says that a variable did not change.

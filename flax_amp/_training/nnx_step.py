@@ -1,22 +1,22 @@
 """`make_nnx_train_step`: the training step of a model and its optimizer.
 
-The step itself is `core.run_step`. This module tells it what of a model, its optimizer
-and the modules in the batch are arrays, and writes what it selects back into them: last
-of all, so that an error leaves them as they were.
+It is the step of a train state, `core.run_step`: the state is read from the objects,
+and the new one is written back into them last of all, so an error leaves them as they
+were.
 """
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
-import optax
-from flax import nnx
+from flax import nnx, struct
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.arguments import (
-    Array,
     AxisName,
     Metrics,
     Options,
@@ -27,29 +27,15 @@ from flax_amp._training.arguments import (
     check_selection,
     check_type,
 )
-from flax_amp._training.core import Task, run_step
-from flax_amp._training.loss import named_after, pure_loss
-from flax_amp._training.optimizer import AmpOptimizer, counted, hyperparam_metrics
-from flax_amp._training.precision import (
-    Precision,
-    check_amp_options,
-    needs_scale,
-    warn_if_unscaled,
-)
-from flax_amp._training.scaler import Scaler, check_scaler, no_scaler
-from flax_amp._training.step_call import Known, call_step
-from flax_amp._training.train_state import model_state, split_model
+from flax_amp._training.core import run_step
+from flax_amp._training.loss import in_place_of
+from flax_amp._training.optimizer import AmpOptimizer
+from flax_amp._training.scaler import needs_scale, no_scaler, warn_if_unscaled
+from flax_amp._training.step_call import call_step, own_repeated
+from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.optim._small_state import rounds_parameters
-from flax_amp.policy import PolicyEntries
-
-
-class NnxTrainStep(Protocol):
-    """A training step that updates a model and its optimizer in place."""
-
-    def __call__(
-        self, model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *args: PyTree
-    ) -> Metrics: ...
+from flax_amp.policy import PolicyEntries, Precision
 
 
 def make_nnx_train_step(
@@ -64,12 +50,12 @@ def make_nnx_train_step(
     metrics_fn: UserFn | None = None,
     donate: bool = True,
     jit: bool = True,
-) -> NnxTrainStep:
+) -> Callable[..., Metrics]:
     """Makes a training step that updates a model and its optimizer in place.
 
     It does what the step of `make_train_step` does. A step that is not finite changes
-    neither model nor optimizer, not even the optimizer's own `step`: only the scaler
-    and the counters of skipped steps of a `flax_amp.AmpOptimizer`.
+    neither model nor optimizer, not even the optimizer's `step`: only the scaler and
+    the counters of skipped steps of a `flax_amp.AmpOptimizer`.
 
     Args:
       loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss.
@@ -88,16 +74,15 @@ def make_nnx_train_step(
     Returns:
       `train_step(model, optimizer, batch, *args) -> metrics`. The `wrt` of the
       optimizer selects what trains. The metrics are those of `make_train_step`; without
-      a `flax_amp.AmpOptimizer` or an `optax.apply_if_finite`, nothing counts skipped
-      steps, and there is no `skipped_total`.
+      a `flax_amp.AmpOptimizer` or an `optax.apply_if_finite`, there is no
+      `skipped_total`.
 
     Raises:
-      TypeError, ValueError, RuntimeError: as `make_train_step`. A TypeError is also
-        raised where a plain `nnx.Optimizer` comes with float16, which needs a scaler.
+      TypeError, ValueError, RuntimeError: as `make_train_step`; a TypeError also where
+        a plain `nnx.Optimizer` comes with float16, which needs a scaler.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> import optax
+      >>> import jax.numpy as jnp, optax
       >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
       >>> optimizer = AmpOptimizer(model, optax.sgd(0.1))
       >>> train_step = make_nnx_train_step(lambda model, x: (model(x) ** 2).mean())
@@ -105,47 +90,39 @@ def make_nnx_train_step(
       >>> int(optimizer.step[...]), bool(metrics["grads_finite"])
       (1, True)
     """
-    caller = "make_nnx_train_step"
     options = check_options(
-        caller,
+        "make_nnx_train_step",
         loss_fn,
+        precision,
+        amp_policy,
+        redo_on_nan,
+        accum_steps,
         has_aux=has_aux,
-        precision=check_amp_options(loss_fn, caller, precision, amp_policy),
-        amp_policy=amp_policy,
-        redo_on_nan=redo_on_nan,
-        accum_steps=accum_steps,
         axis_name=axis_name,
         metrics_fn=metrics_fn,
     )
     step: Any = functools.partial(_step, options)
     if jit:
         step = nnx.jit(step, donate_argnums=(0, 1) if donate else ())
-    known = Known()
+    last: Any = None  # a reference to the optimizer of the last call
 
     @rewritten
     def train_step(
         model: nnx.Module, optimizer: nnx.Optimizer, batch: PyTree, *args: PyTree
     ) -> Metrics:
-        is_new = optimizer not in known
-        if is_new:
+        nonlocal last
+        if last is None or last() is not optimizer:
             _check(options, model, optimizer)
             if jit and donate:
-                _copy_repeated_arrays(model, optimizer)
-
-        def arguments() -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-            modules, arrays = _take_out(_WHOLE_NODES, {"batch": batch, "args": args})
-            # Modules may share variables with the model, but no arrays.
-            objects = dict(model=model, modules=nnx.List(modules), optimizer=optimizer)
-            states = nnx.to_pure_dict(nnx.state(nnx.Dict(objects)))
-            return states, arrays | {"modules": states.pop("modules", {})}
-
+                modules, inputs = _take_out(_WHOLE_NODES, (batch, args))
+                old = nnx.state((model, optimizer))
+                new = own_repeated(old, (nnx.state(modules), inputs))
+                nnx.update((model, optimizer), new)
+        arguments = dict(model=model, optimizer=optimizer, batch=batch, args=args)
         metrics: Metrics = call_step(
-            lambda: step(model, optimizer, batch, *args),
-            "train_step",
-            arguments,
-            look_first=is_new and jit and donate,
+            lambda: step(model, optimizer, batch, *args), "train_step", arguments
         )
-        known.set(optimizer)
+        last = weakref.ref(optimizer)
         return metrics
 
     return train_step
@@ -157,7 +134,7 @@ def _check(options: Options, model: Any, optimizer: Any) -> None:
     check_type(model, nnx.Module, "train_step: model", expected)
     expected = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
     check_type(optimizer, nnx.Optimizer, "train_step: optimizer", expected)
-    word = _word_of(options, optimizer)
+    word = options.precision or _word_of(optimizer)
     if isinstance(optimizer, AmpOptimizer):
         warn_if_unscaled(word, pure(optimizer.scaler), stacklevel=4)
     elif needs_scale(word):
@@ -168,10 +145,8 @@ def _check(options: Options, model: Any, optimizer: Any) -> None:
         )
 
 
-def _word_of(options: Options, optimizer: Any) -> Precision:
-    """Returns the precision of a step: its own, or that of the optimizer."""
-    own = optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
-    return options.precision or own
+def _word_of(optimizer: nnx.Optimizer) -> Precision:
+    return optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
 
 
 def _step(
@@ -183,80 +158,111 @@ def _step(
 ) -> Metrics:
     # Micro-batches split an nnx.Variable by itself, since it may hold examples.
     in_batch = _WHOLE_NODES if options.accum_steps == 1 else (nnx.Pytree,)
-    modules, batch = _take_out(in_batch, batch)
-    more_modules, args = _take_out(_WHOLE_NODES, args)
-    # One Dict holds the model and the modules of the inputs. `model` sorts before
-    # `others`, so state that both share gets its path in the model.
-    whole = nnx.Dict(model=model, others=nnx.List(modules + more_modules))
-    task = _task(options, whole, optimizer)
-    selected, metrics = run_step(options, task, batch, args)
-    nnx.update((whole, optimizer), selected)
+    others, batch = _take_out(in_batch, batch)
+    more_others, args = _take_out(_WHOLE_NODES, args)
+    # What several of them share has its path in the one that sorts first: `model`,
+    # `others`, `optimizer`.
+    modules = nnx.Dict(model=model, others=nnx.List(others + more_others))
+    objects = nnx.Dict(modules=modules, optimizer=optimizer)
+    options = _of_modules(options, objects)
+    new, metrics = run_step(options, _read(objects), batch, args)
+    new.write_back()
     return metrics
 
 
-def _task(options: Options, whole: nnx.Dict, optimizer: Any) -> Task:
-    """Returns what a step trains, of a model with other modules, and its optimizer."""
-    wrt = optimizer.wrt
-    # By path: `wrt` must not select parameters of the other modules in `whole`.
-    flat = nnx.to_flat_state(nnx.state(whole.model, wrt))
-    trained = {("model", *path) for path, _ in flat}
-    graphdef, params, variables = split_model(whole, lambda path, _: path in trained)
-    may_be_half = rounds_parameters(pure(optimizer.opt_state))
-    check_selection(params, wrt, "train_step")
-    check_params(params["model"], "train_step", may_be_half=may_be_half)
-    # The update changes a copy in place.
-    copy_def, old = nnx.split((whole, optimizer))
-    new_whole, new_optimizer = nnx.merge(copy_def, old, copy=True)
+def _of_modules(options: Options, objects: nnx.Dict) -> Options:
+    """Returns options whose functions take the modules of a state, not the model."""
+    loss_fn, metrics_fn = options.loss_fn, options.metrics_fn
+
+    def of_modules(modules: nnx.Dict, *inputs: PyTree) -> PyTree:
+        inputs = _tree.replace_nodes(inputs, _Placeholder, modules.others)
+        return loss_fn(modules.model, *inputs)
+
+    options = options._replace(loss_fn=in_place_of(loss_fn, of_modules))
+    if metrics_fn is None:
+        return options
+
+    def of_state(state: PyTree, *trees: PyTree) -> PyTree:
+        model = nnx.clone(objects.modules.model)
+        return metrics_fn(model, *(_as_nnx(objects, tree) for tree in trees))
+
+    return options._replace(metrics_fn=of_state)
+
+
+class _ObjectsState(AmpTrainState):
+    """A model, the modules beside it and their optimizer as a state, for one step.
+
+    `params` and `variables` are of the modules, `opt_state` and `scaler` of the
+    optimizer. `rest` is what else that holds: the number of its updates, and what a
+    subclass adds.
+    """
+
+    rest: PyTree
+    objects: nnx.Dict = struct.field(pytree_node=False)
+
+    def apply_gradients(  # type: ignore[override]
+        self, *, grads: PyTree, variables: PyTree, finite: bool
+    ) -> Self:
+        """Returns the state after an update of copies of the objects."""
+        new = nnx.clone(self.objects)
+        nnx.update(new.modules, variables)
+        given = {"finite": finite} if isinstance(new.optimizer, AmpOptimizer) else {}
+        new.optimizer.update(new.modules.model, _as_nnx(new, grads), **given)
+        return self.replace(**_arrays_of(new))
+
+    def write_back(self) -> None:
+        """Writes the arrays into the objects."""
+        optimizer = self.objects.optimizer
+        nnx.update(self.objects.modules, self.params)
+        nnx.update(self.objects.modules, self.variables)
+        nnx.update(self.objects, self.rest)
+        nnx.update(optimizer.opt_state, nnx.state(self.opt_state))
+        if isinstance(optimizer, AmpOptimizer):
+            nnx.update(optimizer, {"scaler": self.scaler})
+
+
+def _read(objects: nnx.Dict) -> _ObjectsState:
+    """Returns the state of objects, after checking what trains."""
+    optimizer = objects.optimizer
+    arrays = _arrays_of(objects)
+    check_selection(arrays["params"], optimizer.wrt, "train_step")
+    may_be_half = rounds_parameters(arrays["opt_state"])
+    check_params(arrays["params"]["model"], "train_step", may_be_half=may_be_half)
     is_amp = isinstance(optimizer, AmpOptimizer)
-    scaler = pure(optimizer.scaler) if is_amp else no_scaler()
+    return bare_state(
+        _ObjectsState,
+        **arrays,
+        scaler=pure(optimizer.scaler) if is_amp else no_scaler(),
+        precision=_word_of(optimizer),
+        objects=objects,
+    )
 
-    def view(tree: PyTree) -> nnx.State:
-        """Returns a tree like the parameters as `nnx.grad` would."""
-        state = nnx.state(nnx.clone(whole.model), wrt)
-        nnx.replace_by_pure_dict(state, tree["model"])
-        return state
 
-    def update(grads: PyTree, variables: PyTree) -> tuple[nnx.State, PyTree]:
-        finite = {"finite": True} if is_amp else {}
-        new_optimizer.update(new_whole.model, view(grads), **finite)
-        nnx.update(new_whole, variables)
-        new = nnx.state((new_whole, new_optimizer))
-        _, params, _ = split_model(new_whole, lambda path, _: path in trained)
-        return new, params
+def _arrays_of(objects: nnx.Dict) -> dict[str, Any]:
+    """Returns the fields of a state that a step reads from objects."""
+    modules, optimizer = objects.modules, objects.optimizer
+    # By path: `wrt` must not select parameters of the other modules.
+    flat = nnx.to_flat_state(nnx.state(modules.model, optimizer.wrt))
+    trained = {("model", *path) for path, _ in flat}
+    graphdef, params, variables = split_model(modules, lambda path, _: path in trained)
 
-    def finish(
-        selected: nnx.State, finite: Array, scaler: Scaler
-    ) -> tuple[nnx.State, Metrics]:
-        nnx.update((new_whole, new_optimizer), selected)
-        if is_amp:
-            nnx.update(new_optimizer, {"scaler": scaler})
-        more: Metrics = {}
-        before = pure(optimizer.opt_state)
-        if isinstance(before, optax.ApplyIfFiniteState):
-            counters = counted(before, finite)
-            nnx.update(new_optimizer, {"opt_state": counters})
-            more["skipped_total"] = counters["total_notfinite"]
-        more |= hyperparam_metrics(new_optimizer.opt_state)
-        return nnx.state((new_whole, new_optimizer)), more
+    def is_rest(path: Any, _: Any) -> bool:
+        return path[0] == "optimizer" and path[1] not in ("opt_state", "scaler")
 
-    def loss_fn(whole: nnx.Dict, *inputs: PyTree) -> PyTree:
-        inputs = _tree.replace_nodes(inputs, _Placeholder, whole.others)
-        return options.loss_fn(whole.model, *inputs)
-
-    of_whole = options._replace(loss_fn=named_after(loss_fn, options.loss_fn))
-    return Task(
-        precision=_word_of(options, optimizer),
-        loss=pure_loss(of_whole, model_state(graphdef, params, variables)),
+    return dict(
+        graphdef=graphdef,
         params=params,
         variables=variables,
-        rngs={},
-        scaler=check_scaler(scaler, "train_step: optimizer.scaler"),
-        old=old,
-        update=update,
-        finish=finish,
-        subject=lambda: nnx.clone(whole.model),
-        view=view,
+        opt_state=pure(optimizer.opt_state),
+        rest=nnx.to_pure_dict(nnx.state(objects, is_rest)),
     )
+
+
+def _as_nnx(objects: nnx.Dict, tree: PyTree) -> nnx.State:
+    """Returns a tree like the parameters as `nnx.grad` would."""
+    state = nnx.state(nnx.clone(objects.modules.model), objects.optimizer.wrt)
+    nnx.replace_by_pure_dict(state, tree["model"])
+    return state
 
 
 # What is no batch of examples: it is taken out of the inputs of a loss as it is.
@@ -276,20 +282,3 @@ def _take_out(kinds: tuple[type, ...], tree: PyTree) -> tuple[list[Any], PyTree]
     """Returns the modules in a tree, and the tree with placeholders for them."""
     modules = _tree.nodes(tree, kinds)
     return modules, _tree.replace_nodes(tree, kinds, [_Placeholder()] * len(modules))
-
-
-def _copy_repeated_arrays(model: nnx.Module, optimizer: nnx.Optimizer) -> None:
-    """Copies arrays of the optimizer that are in the model too, or in itself twice.
-
-    The first state of some optimizers, such as `optax.contrib.mechanize`, holds the
-    parameters themselves, and a buffer must not be donated twice. An error would ask
-    each user to know that.
-    """
-    seen = set(map(id, jax.tree.leaves(nnx.state(model))))
-
-    def own(leaf: Any) -> Any:
-        leaf = _tree.own(leaf) if id(leaf) in seen else leaf
-        seen.add(id(leaf))
-        return leaf
-
-    nnx.update(optimizer, jax.tree.map(own, nnx.state(optimizer)))

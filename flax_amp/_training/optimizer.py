@@ -1,9 +1,8 @@
 """The optimizer of a run: it skips by itself, and is asked for its hyper-parameters.
 
-`AmpTrainState.create` and `AmpOptimizer` put it inside of `skipping`. A training step
-is skipped as a whole, by the one select in `core.py`, so it tells the optimizer that
-there is nothing to check, and sets the counters itself. Where no step does that, in
-loops that call `apply_gradients` or `update`, the optimizer skips by itself.
+A training step is skipped as a whole, by the one select in `core.py`, so it tells the
+optimizer that there is nothing to check, and sets the counters itself. In loops that
+call `apply_gradients` or `update`, the optimizer skips by itself.
 """
 
 import dataclasses
@@ -20,8 +19,7 @@ from jax.tree_util import DictKey, tree_flatten_with_path
 
 from flax_amp import _tree
 from flax_amp._training.arguments import Array, PyTree
-from flax_amp._training.precision import Precision, check_precision, first_scaler
-from flax_amp._training.scaler import check_scaler
+from flax_amp._training.scaler import check_scaler, first_scaler
 from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
 from flax_amp.optim._small_state import (
     has_two_dimensions,
@@ -29,6 +27,7 @@ from flax_amp.optim._small_state import (
     rounds_parameters,
     small_state,
 )
+from flax_amp.policy import Precision, long_word
 
 
 class SkipState(optax.ApplyIfFiniteState):
@@ -64,6 +63,12 @@ class _Skipping:
         zero = jnp.zeros((), jnp.int32)
         return SkipState(zero, jnp.array(True), zero, self.to_init(_floats(params)))
 
+    def as_optax(self) -> optax.GradientTransformationExtraArgs:
+        """Returns the optimizer of optax."""
+        return optax.GradientTransformationExtraArgs(
+            _tree.Method(self, "init"), _tree.Method(self, "update")
+        )
+
     def update(
         self,
         updates: PyTree,
@@ -75,7 +80,7 @@ class _Skipping:
     ) -> tuple[PyTree, SkipState]:
         """Returns the updates, zeros if they are not finite, and the next state.
 
-        With `finite=True` nothing is checked: the caller selects.
+        With `finite=True`, nothing is checked: the caller selects.
         """
         # The moments of an optimizer have the dtype of the parameters, but its updates
         # are floats, so the state of an integer parameter would change its dtype.
@@ -115,7 +120,7 @@ def counted(state: Any, finite: Array) -> dict[str, Array]:
     }
 
 
-def skipping(tx: Any, params: PyTree) -> tuple[Any, Any]:
+def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
     """Returns what makes the state of an optimizer that skips, and what updates it.
 
     They are one, except for a pytree optimizer, and have one structure of states. An
@@ -124,7 +129,7 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, Any]:
     if not isinstance(tx, Optimizer):
         made = jax.eval_shape(tx.init, _floats(params))
         if not isinstance(made, optax.ApplyIfFiniteState):
-            tx = _as_optax(_Skipping(tx, tx.init))
+            tx = _Skipping(tx, tx.init).as_optax()
         return tx, tx
     if tx.opt_state is None and tx._factory is optax.apply_if_finite:
         tx = tx.inner
@@ -134,13 +139,7 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, Any]:
     # under `vmap`.
     shared = optax.GradientTransformationExtraArgs(_no_init, update_state)
     init = (lambda _: tx) if tx.opt_state is not None else tx.init
-    return _as_optax(_Skipping(shared, init)), _as_optax(_Skipping(shared, _no_init))
-
-
-def _as_optax(of: _Skipping) -> optax.GradientTransformationExtraArgs:
-    return optax.GradientTransformationExtraArgs(
-        _tree.Method(of, "init"), _tree.Method(of, "update")
-    )
+    return tuple(_Skipping(shared, of).as_optax() for of in (init, _no_init))
 
 
 def _no_init(params: PyTree) -> Any:
@@ -177,16 +176,15 @@ class AmpOptimizer(nnx.Optimizer):
     """An `nnx.Optimizer` for mixed precision: all that a run holds beside its model.
 
     `nnx.state((model, optimizer))` is all there is to save. Its `update`, for loops of
-    your own, skips gradients that are not finite. A subclass that has an `update` of
-    its own hands its keywords on.
+    your own, skips gradients that are not finite. That of a subclass hands its keywords
+    on.
 
     Attributes:
       step: the number of updates.
-      opt_state: the state of the optimizer, an `optax.ApplyIfFiniteState` of Variables,
-        which counts skipped steps and also has the fields of the state inside.
+      opt_state: of Variables, otherwise as `AmpTrainState.opt_state`.
       scaler: the loss scaler: a dict of four Variables, as from `flax_amp.init_scaler`.
-      precision: "bf16-mixed", "16-mixed", "32-true" or "fp8-mixed", which the step
-        follows. It is static, and no part of a checkpoint.
+      precision: the long word, which the step follows. It is static, and no part of a
+        checkpoint.
 
     Example:
       >>> import optax
@@ -205,17 +203,13 @@ class AmpOptimizer(nnx.Optimizer):
         precision: Precision = "bf16-mixed",
         scaler: Mapping[str, Any] | None = None,
     ):
-        """Makes the optimizer of a new run.
+        """Makes the optimizer of a new run; the arguments are those of `create`.
 
         Args:
-          model: the model. Pass it to the step, too.
-          tx: an optimizer of optax or of `flax_amp.optim`.
-          wrt: which variables of the model train, as a filter of NNX.
-          precision: what the steps compute in, and the scaler that they start with, as
-            in `AmpTrainState.create`.
-          scaler: another loss scaler than that of `precision`.
+          model: the model, which the step gets, too.
+          tx, wrt, precision, scaler: as in `AmpTrainState.create`.
         """
-        self.precision = check_precision(precision, "AmpOptimizer: precision")
+        self.precision = long_word(precision, "AmpOptimizer: precision")
         making, updating = skipping(tx, nnx.as_pure(nnx.state(model, wrt)))
         super().__init__(model, making, wrt=wrt)
         self.tx = updating
@@ -241,11 +235,8 @@ class AmpOptimizer(nnx.Optimizer):
 
 
 def collect_hyperparams(opt_state: PyTree) -> dict[str, Array]:
-    """Returns the hyper-parameters of all optimizers in a state, by name.
-
-    They are those of `flax_amp.optim`, and of `optax.inject_hyperparams`: copies,
-    because the state may be donated.
-    """
+    """Returns the hyper-parameters of all optimizers in a state, by name."""
+    # Copies, because the state may be donated.
     return {
         f"{prefix}{name}": _tree.strong_copy(value)
         for prefix, node in _holders(pure(opt_state))

@@ -49,8 +49,7 @@ def run_passes(
 ) -> PassResult:
     """Returns the gradients of one batch, over all micro-batches and devices.
 
-    `loss_fn(params, variables, batch, rngs, *args)` returns `(loss, updates, aux)`, and
-    `state` holds the first two and the keys before the pass.
+    `loss_fn` is that of `loss.pure_loss`; `state` holds parameters, variables and keys.
     """
     axis_name = options.axis_name
     params, variables = mark_varying(state[:2], axis_name)
@@ -105,8 +104,7 @@ def run_pass(
 ) -> PassResult:
     """Differentiates a loss times the scale, and divides the gradients by the scale.
 
-    `fn(wrt)` returns `(loss, updated variables, aux)`, and `kwargs` are further
-    arguments of `jax.value_and_grad`.
+    `fn(wrt)` returns `(loss, updates, aux)`; `kwargs` are for `jax.value_and_grad`.
     """
 
     def scaled(wrt: PyTree) -> tuple[Array, tuple[Array, PyTree, PyTree]]:
@@ -178,13 +176,14 @@ def _accumulate(
         return (total, variables), (result.overwrite, result.loss, result.aux)
 
     # A module in the batch holds no examples, but an nnx.Variable by itself does.
-    def part(are_modules: bool) -> PyTree:
-        def kept(x: Any) -> Any:
-            return x if is_module(x) is are_modules else None
-
-        return jax.tree.map(kept, batch, is_leaf=is_module)
-
-    modules, arrays = part(True), part(False)
+    modules, arrays = (
+        jax.tree.map(
+            lambda x, wanted=wanted: x if is_module(x) is wanted else None,
+            batch,
+            is_leaf=is_module,
+        )
+        for wanted in (True, False)
+    )
     micro_batches = _split_batch(arrays, accum_steps)
     (total, variables), (overwrite, losses, aux) = jax.lax.scan(
         body, (zeros, variables), (jnp.arange(accum_steps), micro_batches)

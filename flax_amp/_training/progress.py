@@ -58,19 +58,16 @@ def check_progress(
     Raises:
       StuckError: with the cause, and the call of `find_nonfinite` that says where it
         is. The state is that of the last finite step.
-      TypeError: if `state` is none of these or is traced, or if its optimizer does not
-        count skipped steps.
+      TypeError, ValueError: if an argument is none of these, if the state is traced, or
+        if its optimizer does not count skipped steps.
       RuntimeError: if a later step has deleted `state`.
-      ValueError: if `max_skips` is not an integer of at least 1.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
       >>> check_progress(state)
     """
-    run = _read(state)
-    expected = "the dict of metrics that the step returns."
-    check_type(metrics, Mapping | None, "check_progress: metrics", expected)
+    run, metrics = _read(state), metrics or {}
     if max_skips is not None:
         check_count(max_skips, f"check_progress: {max_skips=}", "of steps")
     if isinstance(run.skips.notfinite_count, jax.core.Tracer):
@@ -86,17 +83,30 @@ def check_progress(
             "step": run.step,
             "in_a_row": run.skips.notfinite_count,
             "total": run.skips.total_notfinite,
-            **{k: (metrics or {}).get(k, ()) for k in ("loss", "grad_norm")},
+            **{k: metrics[k] for k in ("loss", "grad_norm") if k in metrics},
         }
     )
     # Each is one number, or one for each run (`vmap`) or copy (`pmap`) of the state.
-    runs, worst = np.size(fetched["in_a_row"]), int(np.argmax(fetched["in_a_row"]))
-    numbers = {key: _number_of(worst, runs, x) for key, x in fetched.items()}
+    worst, runs = int(np.argmax(fetched["in_a_row"])), np.size(fetched["in_a_row"])
+
+    def number(values: Any) -> Any:
+        """Returns the number of the worst run; of several steps, that of the last."""
+        values = np.ravel(values)
+        # From the end: with two runs, the values of three steps are (a0, b0, a1, b1,
+        # a2, b2). A scale that all runs share is one value for both.
+        return values[max(worst - runs, -len(values))].item() if len(values) else None
+
+    numbers = {key: number(values) for key, values in fetched.items()}
     cause, limit = _find_cause(numbers)
-    if numbers["in_a_row"] >= (max_skips or limit):
-        of_run = "" if runs == 1 else f" of run {worst}"
-        leaves = _bad_leaves(worst, runs, metrics or {})
-        raise StuckError(_describe(run, numbers, cause + leaves, of_run))
+    if numbers["in_a_row"] < (max_skips or limit):
+        return
+    # Fetched only now: a run that goes on does not need them.
+    flags = {k: jax.device_get(x) for k, x in metrics.items() if k.startswith(_LEAVES)}
+    bad = [k.removeprefix(_LEAVES) for k, x in flags.items() if not number(x)]
+    if bad:
+        cause += f" Not finite are the gradients of {first_of(bad, 5)}."
+    of_run = "" if runs == 1 else f" of run {worst}"
+    raise StuckError(_describe(run, numbers, cause, of_run))
 
 
 class _Run(NamedTuple):
@@ -111,45 +121,27 @@ class _Run(NamedTuple):
 
 def _read(state: Any) -> _Run:
     """Returns what there is to know of a run."""
-    call, params = "loss_fn)(params, batch", None
-    step: Any = ()
-    if isinstance(state, AmpTrainState):
-        call, params = "state, loss_fn, batch", state.params
-        step, skips, scaler = state.step, state.opt_state, state.scaler
+    first, last = state if type(state) is tuple and len(state) == 2 else (None, state)
+    if isinstance(last, AmpTrainState):
+        call, params = "state, loss_fn, batch", last.params
+        run = _Run(last.step, last.opt_state, last.scaler, call, params)
+    elif isinstance(last, nnx.Optimizer):
+        call = "(model, optimizer), loss_fn, batch"
+        params = None if first is None else nnx.state(first, last.wrt)
+        skips, scaler = pure(last.opt_state), pure(getattr(last, "scaler", {}))
+        run = _Run(last.step[...], skips, scaler, call, params)
     else:
-        if isinstance(state, tuple) and isinstance(state[-1], nnx.Optimizer):
-            params = nnx.state(state[0], state[-1].wrt)
-            state = state[-1]
-        if isinstance(state, nnx.Optimizer):
-            call, step = "(model, optimizer), loss_fn, batch", state.step[...]
-            skips = pure(state.opt_state)
-            scaler = pure(getattr(state, "scaler", {}))
-        elif type(state) is tuple and len(state) == 2:
-            skips, scaler = state
-            check_scaler(scaler, "check_progress: the scaler")
-        else:
-            expected = "an AmpTrainState, an AmpOptimizer, or (opt_state, scaler)."
-            check_type(state, AmpTrainState, "check_progress: state", expected)
+        expected = "an AmpTrainState, an AmpOptimizer, or (opt_state, scaler)."
+        check_type(state, tuple, "check_progress: state", expected)
+        scaler = check_scaler(last, "check_progress: the scaler")
+        run = _Run((), first, scaler, "loss_fn)(params, batch", None)
     check_type(
-        skips,
+        run.skips,
         optax.ApplyIfFiniteState,
         "check_progress: the optimizer does not count skipped steps: its state",
         "that of an AmpOptimizer, or of tx=optax.apply_if_finite(tx, 2**31 - 1).",
     )
-    return _Run(step, skips, scaler, call, params)
-
-
-def _number_of(run: int, runs: int, values: Any) -> Any:
-    """Returns the number of one run, or `None` if there is none.
-
-    If a metric holds the values of several steps, this is the value of the last step.
-    """
-    values = np.ravel(values)
-    if not len(values):
-        return None
-    # From the end: with two runs, the values of three steps are (a0, b0, a1, b1, a2,
-    # b2). A scale that all runs share is one value for both.
-    return values[max(run - runs, -len(values))].item()
+    return run
 
 
 def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
@@ -160,37 +152,30 @@ def _find_cause(numbers: Mapping[str, Any]) -> tuple[str, int]:
         return f"The scaler cannot find its scale: {text}. Correct it.", _MAX_SKIPS
     # From here on in the order of the step: the gradients of a loss that is not finite
     # are not finite either. If both are finite, something after them was to blame.
-    loss, norm = numbers["loss"], numbers["grad_norm"]
+    loss, norm = numbers.get("loss"), numbers.get("grad_norm", np.nan)
     moves = numbers.get("adjust_factor", 1) > 1
     no_scale = " No loss scale helps." if moves else ""
     if loss is not None and not np.isfinite(loss):
         return f"The loss is not finite.{no_scale}", _MAX_SKIPS
-    if loss is not None and norm is not None and np.isfinite(norm):
+    if loss is not None and np.isfinite(norm):
         text = "Loss and gradients are finite, but updated variables, such as batch "
         return f"{text}statistics, are not.{no_scale}", _MAX_SKIPS
     may_fall = moves and numbers["scaler"] > LOWEST
     limit = _MAX_SKIPS_IN_SEARCH if may_fall else _MAX_SKIPS
     if loss is None:
         return "Pass the metrics of the step to learn what is not finite.", limit
-    text = "as those of a sqrt, norm or division at 0"
-    if moves:
+    if may_fall:
         text = "and the search for a scale has not ended"
-        text = text if may_fall else "and there is no lower scale to try"
+    elif moves:
+        text = "and there is no lower scale to try"
+    else:
+        text = "as those of a sqrt, norm or division at 0"
     return (
         f"The loss is finite, the gradients are not, {text}. A parameter that the "
         "optimizer freezes still has a gradient, and an inf there skips every step: "
         "put jax.lax.stop_gradient around it in the loss.",
         limit,
     )
-
-
-def _bad_leaves(run: int, runs: int, metrics: Mapping[str, Any]) -> str:
-    """Names the gradients that are not finite, if the metrics tell."""
-    # Fetched only now: a run that goes on does not need them.
-    flags = {k: jax.device_get(x) for k, x in metrics.items() if k.startswith(_LEAVES)}
-    bad = [k for k, x in flags.items() if not _number_of(run, runs, x)]
-    names = first_of([name.removeprefix(_LEAVES) for name in bad], 5)
-    return f" Not finite are the gradients of {names}." if bad else ""
 
 
 def _describe(run: _Run, numbers: Mapping[str, Any], cause: str, of_run: str) -> str:

@@ -2,7 +2,8 @@
 
 The scaler is data, hyper-parameters included. So it passes through `jit`, `vmap` and
 any checkpoint, and a sweep over settings compiles once. A scaler with an
-`adjust_factor` of 1 never moves: so bfloat16 and float32 have the same dict.
+`adjust_factor` of 1 never moves: so bfloat16 and float32, which need no loss scaling,
+have the same dict.
 
 The scale falls only when a lower scale can help. The forward pass does not see it: a
 loss that is not finite would be the same at every other scale. Flax and jaxamp lower
@@ -10,6 +11,7 @@ the scale then, too, so a few bad batches drive it to its lower limit. It grows 
 `patience + 1`-th finite step since it moved, as theirs does.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from flax_amp import _tree
 from flax_amp._training.arguments import Array, PyTree, check_type, describe
+from flax_amp.policy import Precision, read_precision
 
 Scaler = dict[str, Array]
 
@@ -36,14 +39,6 @@ KEYS: dict[str, tuple[DTypeLike, float, float]] = {
 }
 
 
-class DynamicScalerState(dict[str, Array]):
-    """Makes the dict of `init_scaler`: the name that jaxamp has for it."""
-
-    def __new__(cls, **settings: Any) -> Scaler:  # type: ignore[misc]
-        """Returns `init_scaler(**settings)`, a plain dict."""
-        return init_scaler(**settings)
-
-
 def init_scaler(
     *,
     scaler: ArrayLike = 2.0**15,
@@ -53,16 +48,14 @@ def init_scaler(
     """Makes a dynamic loss scaler. Powers of two make scaling exact.
 
     Args:
-      scaler: the first scale, between 2**-24 and 2**24, where it always stays.
+      scaler: the first scale, between 2**-24 and 2**24, where it always stays. Another
+        value is a ValueError.
       patience: the number of finite steps to wait; the scale grows on the next one.
       adjust_factor: the factor by which the scale grows or falls. With 1 it never does.
 
     Returns:
       A dict of 0-d strongly typed arrays: `scaler` and `adjust_factor` float32,
       `patience` and `count` (the finite steps since the scale last changed) int32.
-
-    Raises:
-      ValueError: if a value is out of its range.
 
     Example:
       >>> scaler = init_scaler(patience=10)
@@ -71,6 +64,10 @@ def init_scaler(
     """
     given = dict(scaler=scaler, count=0, patience=patience, adjust_factor=adjust_factor)
     return check_scaler(given, "init_scaler", wait=True)
+
+
+# The name that jaxamp has for it.
+DynamicScalerState = init_scaler
 
 
 def static_scaler(scale: ArrayLike) -> Scaler:
@@ -84,13 +81,41 @@ def static_scaler(scale: ArrayLike) -> Scaler:
 
 
 def no_scaler() -> Scaler:
-    """Makes a scaler of 1 for bfloat16 and float32, which need no loss scaling.
+    """Makes a scaler of 1 for bfloat16 and float32.
 
     Example:
       >>> float(no_scaler()["scaler"])
       1.0
     """
     return static_scaler(1.0)
+
+
+def first_scaler(word: Precision) -> Scaler:
+    """Returns the scaler with which a run of a precision starts."""
+    return init_scaler() if needs_scale(word) else no_scaler()
+
+
+def needs_scale(word: Precision) -> bool:
+    """Whether gradients need a loss scale; bfloat16 has the range of float32."""
+    return read_precision(word)[0] == jnp.float16
+
+
+def warn_if_unscaled(word: Precision, scaler: Scaler, stacklevel: int) -> None:
+    """Warns of a run in float16 whose scale is at most 1 and never moves.
+
+    It waits for the scaler on the device. Traced values tell nothing.
+    """
+    factor = scaler.get("adjust_factor")
+    if isinstance(factor, jax.core.Tracer | None) or not needs_scale(word):
+        return
+    if np.all((np.asarray(scaler["scaler"]) <= 1) & (np.asarray(factor) == 1)):
+        warnings.warn(
+            "train_step: the step is in float16 with a scale of at most 1, as of "
+            "no_scaler(): gradients below 6e-8 become zero. Expected a loss scaler. "
+            "Make the state, or the AmpOptimizer, with precision='16-mixed', or pass "
+            "scaler=flax_amp.init_scaler().",
+            stacklevel=stacklevel,
+        )
 
 
 def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
@@ -104,11 +129,9 @@ def scale_loss(loss: Array, state: Mapping[str, Any]) -> Array:
 
 
 def unscale_grads(grads: PyTree, state: Mapping[str, Any]) -> PyTree:
-    """Divides gradients by the scale they were made with, in float32 at least.
+    """Divides gradients, any pytree, by their scale, in float32 at least.
 
-    Args:
-      grads: gradients of `scale_loss(loss, state)`, any pytree.
-      state: the scaler that was used for them, not the updated one.
+    `state` is the scaler that `scale_loss` used for them, not the updated one.
 
     Example:
       >>> float(unscale_grads(jnp.float16(8), static_scaler(4.0)))
@@ -137,15 +160,11 @@ def update_scaler(
     Args:
       state: a scaler, as from `init_scaler`.
       grads_finite: bool[], True when the gradients are finite on every device.
-      loss_finite: bool[], True when the loss and everything else that the forward pass
-        computes is finite on every device.
-
-    Returns:
-      A new scaler with the same keys, shapes and dtypes.
+      loss_finite: bool[], the same of all that the forward pass computes.
 
     Raises:
-      TypeError: if a flag is not bool[].
-      ValueError: if a key is missing or unknown, or a Python number out of its range.
+      TypeError, ValueError: if a flag is not bool[], if a key is missing or unknown, or
+        a Python number out of its range.
 
     Example:
       >>> float(update_scaler(init_scaler(), False)["scaler"])
@@ -182,14 +201,14 @@ def check_scaler(state: Any, name: str = "scaler", *, wait: bool = False) -> Sca
     """Returns a scaler of strongly typed arrays, after checking it.
 
     Values of arrays on the device are checked only with `wait`, traced ones never.
-    `name` is what the messages call it.
     """
-    advice = "Pass flax_amp.init_scaler(), or flax_amp.no_scaler() for bfloat16."
-    check_type(state, Mapping, name, f"a dict of {sorted(KEYS)}. {advice}")
+    expected = (
+        f"{sorted(KEYS)}. Pass flax_amp.init_scaler(), or flax_amp.no_scaler() for "
+        "bfloat16."
+    )
+    check_type(state, Mapping, name, f"a dict of {expected}")
     if state.keys() != KEYS.keys():
-        raise ValueError(
-            f"{name} has the keys {sorted(state)}; expected {sorted(KEYS)}. {advice}"
-        )
+        raise ValueError(f"{name} has the keys {sorted(state)}; expected {expected}")
     for key, value in state.items():
         if not _tree.is_numeric(value) or jnp.shape(value) != ():
             raise ValueError(

@@ -23,7 +23,6 @@ from flax_amp import _compat, _tree
 from flax_amp._training.arguments import (
     Array,
     PyTree,
-    check_mapping,
     check_params,
     check_selection,
     check_type,
@@ -34,8 +33,8 @@ from flax_amp._training.optimizer import (
     skipping,
     store_in_half,
 )
-from flax_amp._training.precision import Precision, check_precision, first_scaler
-from flax_amp._training.scaler import Scaler, check_scaler
+from flax_amp._training.scaler import Scaler, check_scaler, first_scaler
+from flax_amp.policy import Precision, long_word
 
 Filter = nnx.filterlib.Filter
 # The user's subclass of the state, which functions return as they got it.
@@ -46,23 +45,20 @@ class AmpTrainState(train_state.TrainState):
     """A train state for mixed precision, for Linen and for NNX models.
 
     To add fields, subclass it, as you would `TrainState`. A skipped step leaves them as
-    they were.
+    they were. What is not listed here is what it is in `TrainState` or in `create`.
 
     Attributes:
       step: int32[], the number of steps, skipped ones included.
-      apply_fn: usually `model.apply` (Linen); `None` for NNX.
       params: the float32 master weights, or bfloat16 with `param_dtype`; for NNX a
         nested dict of plain arrays.
-      tx: the optimizer, which skips updates that are not finite.
       opt_state: an `optax.ApplyIfFiniteState`, which also has the fields of the state
         of the optimizer inside: `opt_state.hyperparams`, `opt_state.inner_states`.
       scaler: the loss scaler, a dict as from `flax_amp.init_scaler`.
-      variables: every other collection, `{"batch_stats": ...}`; of NNX, the state that
-        does not train, such as random streams and, with `wrt`, frozen parameters.
-      rngs: typed PRNG keys by the name of their stream.
+      variables: every other collection; of NNX, the state that does not train, such as
+        random streams and, with `wrt`, frozen parameters.
       graphdef: the structure of the NNX model; `None` for Linen.
-      precision: "bf16-mixed", "16-mixed", "32-true" or "fp8-mixed", which the steps
-        follow. It is static: a run that is resumed may change it.
+      precision: the long word, which the steps follow. It is static: a run that is
+        resumed may change it.
 
     Example:
       >>> import flax.linen as nn
@@ -100,10 +96,9 @@ class AmpTrainState(train_state.TrainState):
         scaler: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Makes the state of a new run.
+        """Makes the state of a new run, also under `jax.eval_shape` and `jax.jit`.
 
-        It works under `jax.eval_shape` and under `jax.jit`. With `out_shardings`, the
-        state is sharded from the start.
+        With `out_shardings` of `jit`, the state is sharded from the start.
 
         Args:
           apply_fn: usually `model.apply` of a Linen model.
@@ -119,24 +114,22 @@ class AmpTrainState(train_state.TrainState):
           variables: the other collections of a Linen model, `{"batch_stats": ...}`.
           rngs: PRNG keys by the name of their stream, `{"dropout": key}`.
           precision: what the steps compute in, and the scaler that they start with.
-            "bf16-mixed", the default, and "32-true": bfloat16 or float32, unscaled.
-            "16-mixed": float16 and `flax_amp.init_scaler()`. "fp8-mixed": bfloat16 with
-            matmuls on 8-bit floats where it pays, on devices that have them
-            (`docs/fp8.md`). "bf16", "fp32", "fp16" and "fp8" are short for them.
+            "bf16-mixed" and "32-true": bfloat16 or float32, unscaled. "16-mixed":
+            float16 and `flax_amp.init_scaler()`. "fp8-mixed": bfloat16 with matmuls on
+            8-bit floats where it pays, on devices that have them (`docs/fp8.md`).
+            "bf16", "fp32", "fp16" and "fp8" are short for them.
           param_dtype: in what to store the parameters: float32, or bfloat16 for those
             with two or more dimensions. They are updated in float32, and rounded as
             `flax_amp.optim.small_state` says. The loss sees them in float32.
           scaler: another loss scaler than that of `precision`.
           **kwargs: the fields of a subclass.
 
-        Returns:
-          A state at step 0.
-
         Raises:
           TypeError, ValueError: if an argument is none of those above.
         """
         name = f"{cls.__name__}.create"
-        precision = check_precision(precision, f"{name}: precision")
+        precision = long_word(precision, f"{name}: precision")
+        check_type(rngs, Mapping | None, f"{name}: rngs", "a dict: {'dropout': key}.")
         graphdef = None
         if model is not None:
             check_type(model, nnx.Module, f"{name}: model", "an nnx.Module.")
@@ -145,23 +138,14 @@ class AmpTrainState(train_state.TrainState):
                     f"{name}: got model together with params or variables; expected "
                     "model alone, which holds both. Drop the others."
                 )
-            graphdef, params, collections = split_model(model, wrt)
+            graphdef, params, variables = split_model(model, wrt)
             check_selection(params, wrt, name)
         else:
             if wrt is not nnx.Param:
                 raise TypeError(f"{name}: got {wrt=} without model; expected both.")
             expected = "a dict of arrays, or else an nnx.Module as model."
             check_type(params, Mapping | list | tuple, f"{name}: params", expected)
-            expected = "a dict of collections such as {'batch_stats': ...}."
-            collections = check_mapping(variables, f"{name}: variables", expected)
-            collections = core.unfreeze(collections)
-        may_be_half = jnp.dtype(param_dtype) == jnp.bfloat16
-        if not may_be_half and jnp.dtype(param_dtype) != jnp.float32:
-            raise ValueError(
-                f"{name}: {param_dtype=}; expected float32 or bfloat16: in float16, "
-                "weights below 6e-8 would become 0. Choose what to compute in with "
-                "precision=."
-            )
+        may_be_half = _is_half(param_dtype, name)
         check_params(params, name, may_be_half=may_be_half)
         if may_be_half:
             params, tx = store_in_half(params, tx)
@@ -172,8 +156,12 @@ class AmpTrainState(train_state.TrainState):
             params=jax.tree.map(_tree.strong_copy, params),
             tx=making,
             scaler=check_scaler(given, f"{name}: scaler", wait=True),
-            variables=collections,
-            rngs=_streams(rngs, f"{name}: rngs"),
+            variables=core.unfreeze(dict(variables or {})),
+            # A key of jax.random.PRNGKey has no type yet.
+            rngs={
+                stream: key if _tree.is_key(key) else jax.random.wrap_key_data(key)
+                for stream, key in (rngs or {}).items()
+            },
             graphdef=graphdef,
             precision=precision,
             **kwargs,
@@ -207,10 +195,10 @@ class AmpTrainState(train_state.TrainState):
 
     @property
     def hyperparams(self) -> dict[str, Array]:
-        """The hyper-parameters of this step by name.
+        """The hyper-parameters of `flax_amp.optim` and `optax.inject_hyperparams`.
 
-        They are those of `flax_amp.optim` and of `optax.inject_hyperparams`; of several
-        optimizers, with the label of `optax.multi_transform`, `a/b1`, or a number.
+        The names of several optimizers begin with the label of `optax.multi_transform`,
+        `a/b1`, or with a number.
 
         Example:
           >>> import optax
@@ -281,48 +269,31 @@ def variables_of(model: nnx.Module, params: PyTree) -> PyTree:
     return nnx.to_pure_dict(rest)
 
 
-def _streams(rngs: Any, name: str) -> PyTree:
-    """Returns typed PRNG keys by the name of their stream."""
-    expected = "a dict of keys by the name of their stream, {'dropout': key}."
-    return {
-        # Another one is of jax.random.PRNGKey.
-        stream: key if _tree.is_key(key) else jax.random.wrap_key_data(key)
-        for stream, key in check_mapping(rngs, name, expected).items()
-    }
+def bare_state(cls: type[StateT], **given: Any) -> StateT:
+    """Returns a state for one call, which holds nothing but what is given."""
+    fields: dict[str, Any] = dict.fromkeys(("apply_fn", "tx", "opt_state"))
+    fields |= dict(step=0, scaler={}, rngs={}, graphdef=None, precision="bf16-mixed")
+    return cls(**fields | given)
 
 
 def check_state(state: Any, caller: str) -> None:
-    """Raises an error unless a state has the kinds of fields that `create` makes."""
-    check_type(
-        state,
-        AmpTrainState,
-        f"{caller}: state",
+    """Raises a TypeError unless a state is an `AmpTrainState`."""
+    expected = (
         "an AmpTrainState. Make it with flax_amp.AmpTrainState.create(...), or train "
-        "an nnx.Module with make_nnx_train_step.",
+        "an nnx.Module with make_nnx_train_step."
     )
-    check_precision(state.precision, f"{caller}: state.precision")
-    for name in ("variables", "rngs"):
-        expected = "a dict. Pass {} for none."
-        check_type(getattr(state, name), Mapping, f"{caller}: state.{name}", expected)
+    check_type(state, AmpTrainState, f"{caller}: state", expected)
 
 
-def model_state(
-    graphdef: nnx.GraphDef[Any], params: PyTree, variables: PyTree
-) -> AmpTrainState:
-    """Returns a state of a module for the calls of one step."""
-    unused: Any = None
-    return AmpTrainState(
-        step=0,
-        apply_fn=unused,
-        params=params,
-        tx=unused,
-        opt_state=unused,
-        scaler={},
-        variables=variables,
-        rngs={},
-        graphdef=graphdef,
-        precision="bf16-mixed",
-    )
+def _is_half(param_dtype: DTypeLike, name: str) -> bool:
+    """Whether parameters are to be stored in bfloat16; raises an error for float16."""
+    if jnp.dtype(param_dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"{name}: {param_dtype=}; expected float32 or bfloat16: in float16, "
+            "weights below 6e-8 would become 0. Choose what to compute in with "
+            "precision=."
+        )
+    return jnp.dtype(param_dtype) == jnp.bfloat16
 
 
 # PRNG keys in the state dicts of `flax.serialization`: the array of their data, because

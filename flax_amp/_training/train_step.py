@@ -1,60 +1,44 @@
 """`make_train_step` and `make_eval_step`: the steps of an `AmpTrainState`.
 
-The step itself is `core.run_step`. This module tells it what a train state is.
-
 Sharp edges:
   `state.step` counts skipped steps, but the counts inside `opt_state` do not. After
   skips, `schedule(state.step)` is ahead of the learning rate that the optimizer uses.
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import jax
-import optax
 from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._rewriter.rewritten import rewritten
 from flax_amp._training.arguments import (
-    Array,
     AxisName,
     Metrics,
     Options,
     PyTree,
     UserFn,
+    check_amp_options,
     check_function,
     check_options,
     check_params,
-    check_type,
 )
-from flax_amp._training.core import Task, run_step
-from flax_amp._training.loss import (
-    call_user_fn,
-    fold_in,
-    inputs_unchanged,
-    named_after,
-    pure_loss,
-)
-from flax_amp._training.optimizer import counted, hyperparam_metrics
-from flax_amp._training.precision import (
-    Precision,
-    check_amp_options,
-    lowered,
-    warn_if_unscaled,
-)
-from flax_amp._training.scaler import Scaler, check_scaler
-from flax_amp._training.step_call import Known, call_step
+from flax_amp._training.core import run_step
+from flax_amp._training.loss import call_user_fn, fold_in, in_place_of, lowered
+from flax_amp._training.scaler import warn_if_unscaled
+from flax_amp._training.step_call import call_step, own_repeated
 from flax_amp._training.train_state import (
     AmpTrainState,
     StateT,
+    bare_state,
     check_state,
-    model_state,
     split_model,
 )
 from flax_amp.optim._small_state import rounds_parameters
-from flax_amp.policy import Policy, PolicyEntries
+from flax_amp.policy import PolicyEntries, Precision
 
 ResultT = TypeVar("ResultT")
 
@@ -87,7 +71,7 @@ def make_train_step(
       loss_fn: `loss_fn(params, batch, *args)`, or `loss_fn(model, batch, *args)` if
         the state was made from an NNX model, where `args` are the further arguments of
         the step. It returns a scalar float loss. It may also declare the keywords
-        `state`, the state with the parameters and variables of this pass, and `rngs`,
+        `state`, with the parameters and variables of this pass, and `rngs`,
         `state.rngs` folded with `state.step`. A loss that is already
         `flax_amp.amp(...)` is taken as it is, for options that the step does not have.
       has_aux: `loss_fn` returns `(loss, aux)`, where `aux` is any pytree. The entries
@@ -96,9 +80,8 @@ def make_train_step(
         of an NNX model is collected from the model itself.
       precision: what to compute in, instead of the `precision` of the state.
       amp_policy: see `flax_amp.amp`.
-      redo_on_nan: while the loss is finite, the gradients are not, and the scale can
-        still fall, compute the same batch again with the lower scale, at most this
-        many times.
+      redo_on_nan: how often at most to compute the same batch again with a lower
+        scale, while the loss is finite, the gradients are not, and the scale can fall.
       accum_steps: the number of micro-batches. The leading axis of every leaf of the
         batch is split (every `accum_steps`-th example goes into the same micro-batch),
         and the gradients are averaged in float32. Scalar float leaves of `aux` are
@@ -137,18 +120,13 @@ def make_train_step(
         are strings (one with the name of another metric as `aux/<name>`), or `aux`.
 
     Raises:
-      TypeError: if an argument is of a wrong kind; when called, if the state is not an
-        `AmpTrainState`, or if what the loss or `metrics_fn` returns is not what is
-        expected.
-      ValueError: if an argument is out of its range, or if a loss that is already
-        `flax_amp.amp(...)` comes with an option of `amp`; when called, if the batch
-        does not split, if a parameter is not float32, if updated variables or the
-        update of the optimizer do not fit the state, or if two leaves of the state are
-        the same array.
+      TypeError, ValueError: if an argument is none of these; when called, if the state,
+        or what the loss or `metrics_fn` returns, is not what is expected, if the batch
+        does not split, or if updated variables or the update do not fit the state.
       RuntimeError: when called, if an earlier step has deleted the state.
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import jax.numpy as jnp, optax
       >>> state = AmpTrainState.create(params={"w": jnp.ones(3)}, tx=optax.sgd(0.1))
       >>> def loss_fn(params, batch):
       ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
@@ -158,15 +136,14 @@ def make_train_step(
       >>> int(state.step), bool(metrics["grads_finite"])
       (1, True)
     """
-    caller = "make_train_step"
     options = check_options(
-        caller,
+        "make_train_step",
         loss_fn,
+        precision,
+        amp_policy,
+        redo_on_nan,
+        accum_steps,
         has_aux=has_aux,
-        precision=check_amp_options(loss_fn, caller, precision, amp_policy),
-        amp_policy=amp_policy,
-        redo_on_nan=redo_on_nan,
-        accum_steps=accum_steps,
         axis_name=axis_name,
         metrics_fn=metrics_fn,
     )
@@ -175,13 +152,15 @@ def make_train_step(
     def train_step(
         state: StateT, batch: PyTree, *args: PyTree
     ) -> tuple[StateT, Metrics]:
-        _check(state)
-        return run_step(options, _task(options, state), batch, args)
+        check_state(state, "train_step")
+        may_be_half = rounds_parameters(state.opt_state)
+        check_params(state.params, "train_step", may_be_half=may_be_half)
+        return run_step(options, state, batch, args)
 
     if not jit and state_shardings is not None:
         raise ValueError(
-            f"{caller}: got state_shardings with jit=False; expected only one of them. "
-            "Pass out_shardings=(state_shardings, None) to jax.jit yourself."
+            "make_train_step: got state_shardings with jit=False; expected only one of "
+            "them. Pass out_shardings=(state_shardings, None) to jax.jit yourself."
         )
     if not jit:
         return train_step
@@ -190,84 +169,30 @@ def make_train_step(
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return _jitted(jax.jit(train_step, **settings), options.precision, donate)
+    return _calling(jax.jit(train_step, **settings), options.precision, donate)
 
 
-def _jitted(jitted: Any, word: Precision | None, donates: bool) -> Any:
-    """Returns a jitted step whose errors name the leaf that is wrong."""
-    known, first = Known(), [True]
+def _calling(jitted: Any, word: Precision | None, donates: bool) -> Any:
+    """Returns a jitted step that looks at a state which no step has returned."""
+    is_first, last = True, None  # a reference to what the last call returned
 
     @functools.wraps(jitted)
     def train_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
-        def call() -> Any:
-            if first and isinstance(state, AmpTrainState):
-                if not isinstance(state.step, jax.core.Tracer):
-                    first.clear()
-                warn_if_unscaled(word or state.precision, state.scaler, stacklevel=5)
-            return jitted(state, batch, *args)
-
-        out = call_step(
-            call,
-            "train_step",
-            lambda: ({"state": state}, {"batch": batch, "args": args}),
-            look_first=donates and state not in known,
-        )
-        known.set(out[0])
+        nonlocal is_first, last
+        if is_first and isinstance(state, AmpTrainState):
+            is_first = isinstance(state.step, jax.core.Tracer)
+            warn_if_unscaled(word or state.precision, state.scaler, stacklevel=3)
+        if donates and (last is None or last() is not state):
+            state = own_repeated(state, (batch, args))
+        arguments = dict(state=state, batch=batch, args=args)
+        out = call_step(lambda: jitted(state, batch, *args), "train_step", arguments)
+        last = weakref.ref(out[0])
         return out
 
     # As a function of `jax.jit` has them.
     for name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
         setattr(train_step, name, getattr(jitted, name))
     return train_step
-
-
-def _task(options: Options, state: AmpTrainState) -> Task:
-    """Returns what a step trains, of a train state."""
-
-    def update(grads: PyTree, variables: PyTree) -> tuple[AmpTrainState, PyTree]:
-        # By `apply_gradients`, because a subclass may have its own one, such as for an
-        # average of the parameters.
-        new = state.apply_gradients(grads=grads, variables=variables, finite=True)
-        return new, new.params
-
-    def finish(
-        selected: AmpTrainState, finite: Array, scaler: Scaler
-    ) -> tuple[AmpTrainState, Metrics]:
-        counters = counted(state.opt_state, finite)
-        new = selected.replace(
-            step=state.step + 1,
-            scaler=scaler,
-            opt_state=selected.opt_state._replace(**counters),
-        )
-        more = hyperparam_metrics(new.opt_state)
-        return new, more | {"skipped_total": counters["total_notfinite"]}
-
-    return Task(
-        precision=options.precision or state.precision,
-        loss=pure_loss(options, state),
-        params=state.params,
-        variables=state.variables,
-        rngs=fold_in(state.rngs, state.step),
-        scaler=check_scaler(state.scaler, "train_step: state.scaler"),
-        old=state,
-        update=update,
-        finish=finish,
-        subject=lambda: state,
-    )
-
-
-def _check(state: Any) -> None:
-    """Raises an error unless a state is one that can be trained."""
-    check_state(state, "train_step")
-    check_type(
-        state.opt_state,
-        optax.ApplyIfFiniteState,
-        "train_step: state.opt_state",
-        "an optax.ApplyIfFiniteState. Make the state with AmpTrainState.create, which "
-        "wraps tx.",
-    )
-    may_be_half = rounds_parameters(state.opt_state)
-    check_params(state.params, "train_step", may_be_half=may_be_half)
 
 
 def make_eval_step(
@@ -280,11 +205,9 @@ def make_eval_step(
     """Makes an evaluation step in the precision of training, without a scaler.
 
     Args:
-      fn: `fn(params, batch, *args)`, or `fn(model, batch, *args)` for NNX, where `args`
-        are the further arguments of the step. The model is then in evaluation mode
-        (`model.eval()`), and its updates are dropped. `fn` may declare the keywords
-        `state` and `rngs`, and it may be `flax_amp.amp(...)` already, as in
-        `make_train_step`.
+      fn: `fn(params, batch, *args)`, or `fn(model, batch, *args)` for NNX. The model is
+        in evaluation mode (`model.eval()`), and its updates are dropped. Keywords, and
+        functions that are `flax_amp.amp(...)` already, are as in `make_train_step`.
       precision: what to compute in, instead of the `precision` of the state. An NNX
         model tells none: for it, the default is "bf16-mixed".
       amp_policy: see `flax_amp.amp`.
@@ -292,11 +215,9 @@ def make_eval_step(
 
     Returns:
       `eval_step(state, batch, *args)`, or `eval_step(model, batch, *args)`, which
-      returns what `fn` returns.
-
-    Raises:
-      TypeError: when called, if the state is neither an `AmpTrainState` nor a module.
-      ValueError: when called, if `fn` changes modules among its inputs.
+      returns what `fn` returns. It raises a TypeError if the state is neither an
+      `AmpTrainState` nor a module, and a ValueError if `fn` changes modules among its
+      inputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -308,43 +229,32 @@ def make_eval_step(
     """
     check_function(fn, "make_eval_step: fn")
     given = check_amp_options(fn, "make_eval_step", precision, amp_policy)
-    open_scopes = Policy(amp_policy).names_scopes
-    name = f"eval_step: {getattr(fn, '__name__', 'fn')}"
+    options = Options("eval_step", fn, given, amp_policy)
+    flags = dict(evaluate=True, may_change_inputs=not jit)
 
     def evaluate(state: AmpTrainState, batch: PyTree, *args: PyTree) -> Any:
-        def pure(
-            params: PyTree,
-            variables: PyTree,
-            batch: PyTree,
-            rngs: PyTree,
-            *args: PyTree,
-        ) -> Any:
+        def pure(params: PyTree, variables: PyTree, *inputs: PyTree) -> Any:
             now = state.replace(params=params, variables=variables)
-            with inputs_unchanged(batch, args, name, wanted=jit):
-                _, out = call_user_fn(
-                    fn, now, batch, rngs, args, open_scopes=open_scopes, evaluate=True
-                )
-            return out
+            batch, rngs, *args = inputs
+            return call_user_fn(options, now, batch, rngs, tuple(args), **flags)[1]
 
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
         word = given or state.precision
-        named = lowered(named_after(pure, fn), fn, word, amp_policy, recompute=False)
+        rounded = lowered(in_place_of(fn, pure), word, amp_policy, recompute=False)
         params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
-        return named(params, state.variables, batch, rngs, *args)
+        return rounded(params, state.variables, batch, rngs, *args)
 
     run = jax.jit(evaluate) if jit else evaluate
 
     @rewritten
     def eval_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
         if isinstance(state, nnx.Module):
-            state = model_state(*split_model(state, nnx.Param))
+            parts = split_model(state, nnx.Param)
+            names = ("graphdef", "params", "variables")
+            state = bare_state(AmpTrainState, **dict(zip(names, parts, strict=True)))
         check_state(state, "eval_step")
-        return call_step(
-            lambda: run(state, batch, *args),
-            "eval_step",
-            lambda: ({"state": state}, {"batch": batch, "args": args}),
-            look_first=False,
-        )
+        arguments = dict(state=state, batch=batch, args=args)
+        return call_step(lambda: run(state, batch, *args), "eval_step", arguments)
 
     return eval_step

@@ -15,13 +15,13 @@ from flax_amp import _tree
 from flax_amp._rewriter.rewritten import only_before_amp
 from flax_amp._rewriter.transform import amp
 from flax_amp._training.arguments import check_count
-from flax_amp._training.precision import Precision, first_scaler
+from flax_amp._training.scaler import first_scaler
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp._training.train_step import make_train_step
 from flax_amp.debug._call import Asked, Call, Loss, Trained, on_arrays
 from flax_amp.debug._report import Part, Report, table
-from flax_amp.policy import Policy
+from flax_amp.policy import Policy, Precision
 
 _PRECISIONS: dict[str, Precision] = {
     "float32": "32-true",

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from clu import metrics as clu_metrics
 
-from _models import changed, make_batch
+from _models import make_batch
 from _steps import linear_batch, linear_loss, linear_state, setup
-from flax_amp import AmpTrainState, init_scaler, make_train_step, no_scaler
+from flax_amp import AmpTrainState, make_train_step, no_scaler
 from helpers import assert_close, assert_identical
 
 CLIP = 0.05  # far below the norm of the gradient: it always clips
@@ -77,59 +76,6 @@ def test_a_bad_micro_step_is_not_counted(bad):
             assert_identical(state.opt_state.inner_state, before.opt_state.inner_state)
     assert_close(state.params, full_batch_steps(1).params, jnp.float32)
     assert int(metrics["skipped_total"]) == 1
-
-
-@pytest.mark.parametrize("bad", [0, 3])
-def test_a_bad_micro_batch_skips_the_whole_step(bad):
-    batch = linear_batch()
-    batch["x"][bad] = np.inf  # every 4th example makes a micro-batch
-    state = make_state(optimizer())
-    after, metrics = step(4)(state, batch)
-    assert not metrics["grads_finite"]
-    assert not changed(state.params, after.params)
-    assert not changed(state.opt_state.inner_state, after.opt_state.inner_state)
-
-
-def test_the_scale_moves_once_in_a_step():
-    state = make_state(optimizer(), scaler=init_scaler(scaler=8, patience=1))
-    scales = []
-    for _ in range(4):
-        state, metrics = step(4)(state, linear_batch())
-        scales.append(float(metrics["scaler"]))
-    assert scales == [8, 16, 16, 32]
-
-
-def test_metrics_are_averaged_reduced_or_stacked(steps=2):
-    """Each micro-batch draws from keys of its own."""
-
-    def loss(params, batch, *, rngs):
-        error = batch["x"] @ params["w"] - batch["y"]
-        values = batch["x"][:, 0]
-        aux = {
-            "mse": (error**2).mean(),
-            "each": error,
-            "noise": jax.random.normal(rngs["noise"], (1,)),
-            "mean_x": clu_metrics.Average.from_model_output(values=values),
-        }
-        return (error**2).mean(), aux
-
-    def run(accum_steps):
-        state = linear_state(rngs={"noise": jax.random.key(0)})
-        step = make_train_step(loss, has_aux=True, accum_steps=accum_steps)
-        return step(state, linear_batch())
-
-    full, metrics = run(1)
-    split, parts = run(steps)
-    np.testing.assert_allclose(full.params["w"], split.params["w"], rtol=1e-3)
-    for key in ("loss", "mse", "grad_norm"):
-        np.testing.assert_allclose(metrics[key], parts[key], rtol=1e-3)
-    # Micro-batch i holds the examples i, i + steps, i + 2 * steps, ...
-    stacked = np.reshape(metrics["each"], (8 // steps, steps)).T
-    np.testing.assert_allclose(parts["each"], stacked, rtol=1e-2, atol=1e-2)
-    mean = linear_batch()["x"][:, 0].mean()
-    np.testing.assert_allclose(parts["mean_x"].compute(), mean, rtol=1e-5)
-    assert len(set(np.asarray(parts["noise"]).ravel().tolist())) == steps
-    assert int(split.scaler["count"]) == 1  # one update of the scaler
 
 
 def test_accumulation_is_in_float32():

@@ -7,9 +7,22 @@ import optax
 import pytest
 from flax import nnx
 
+from _models import changed, make_batch
+from _steps import (
+    SKIP_LEAVES,
+    WORDS,
+    EmaState,
+    copy,
+    linear_batch,
+    linear_loss,
+    linear_objects,
+    linear_state,
+    setup,
+)
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
+    make_nnx_train_step,
     make_train_step,
     optim,
 )
@@ -185,21 +198,6 @@ def test_a_step_decides_by_the_squares_of_the_gradients():
     assert metrics["grads_finite"]
 
 
-class Best(AmpTrainState):
-    best: jax.Array
-
-    def apply_gradients(self, **kwargs):
-        return super().apply_gradients(**kwargs).replace(best=jnp.float32(jnp.inf))
-
-
-def test_a_field_of_a_subclass_may_become_an_inf():
-    params = {"w": jnp.ones(2)}
-    state = Best.create(params=params, tx=optax.sgd(0.1), best=jnp.float32(1))
-    step = make_train_step(lambda params, x: (params["w"] * x).sum())
-    state, metrics = step(state, jnp.ones(2))
-    assert metrics["grads_finite"] and state.best == jnp.inf
-
-
 def test_what_was_not_finite_before_may_stay_so():
     params = {"w": jnp.ones(2), "mask": jnp.array([0.0, -jnp.inf])}
     state = AmpTrainState.create(params=params, tx=optax.sgd(0.1))
@@ -207,3 +205,93 @@ def test_what_was_not_finite_before_may_stay_so():
     state, metrics = step(state, jnp.ones(2))
     assert metrics["grads_finite"] and state.params["mask"][1] == -jnp.inf
     assert state.params["w"][0] < 1
+
+
+# Skipped steps
+
+
+@pytest.mark.parametrize(
+    "name, dtype, cls, accum_steps",
+    [
+        ("linen", jnp.float16, AmpTrainState, 1),
+        pytest.param("nnx", jnp.float32, EmaState, 4, marks=pytest.mark.once),
+    ],
+)
+def test_poisoned_batch_changes_no_other_bit(name, dtype, cls, accum_steps):
+    state, step = setup(name, cls=cls, precision=WORDS[dtype], accum_steps=accum_steps)
+    after, metrics = step(copy(state), make_batch(poisoned=True))
+    assert changed(state, after) == SKIP_LEAVES
+    assert not metrics["grads_finite"] and int(metrics["skipped_total"]) == 1
+    assert int(after.step) == int(state.step) + 1
+    # The next good step is what it would have been, but for its number and scale.
+    if name == "linen":  # whose dropout follows the step; NNX counts applied ones
+        after = after.replace(step=state.step)
+    after = after.replace(scaler=state.scaler)
+    seen, _ = step(copy(after), make_batch(5))
+    never, _ = step(copy(state), make_batch(5))
+    counters = {".opt_state.total_notfinite", ".step"}
+    assert changed(seen, never) - counters == set()
+    assert seen.opt_state.notfinite_count == 0
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.MultiSteps(optax.adam(0.1), 2),
+        # It tests gradients after they were added up.
+        optax.MultiSteps(optax.apply_if_finite(optax.adam(0.1), 5), 2),
+        optax.apply_if_finite(optax.adam(0.1), 0),  # applies the NaN at once
+        optax.chain(optax.apply_if_finite(optax.adam(0.1), 0)),
+        optax.contrib.schedule_free_sgd(0.1),
+    ],
+)
+def test_skips_whatever_the_optimizer(tx):
+    """Many steps in a row do no harm, and are left again."""
+    step = make_train_step(linear_loss)
+    state = linear_state(tx)
+    for _ in range(3):
+        state, _ = step(state, linear_batch())
+    after = copy(state)
+    for _ in range(40):
+        after, metrics = step(after, linear_batch(poisoned=True))
+    assert changed(state, after) <= SKIP_LEAVES
+    assert (float(metrics["scaler"]), int(metrics["skipped_total"])) == (16.0, 40)
+    for _ in range(2):
+        after, metrics = step(after, linear_batch())
+    assert metrics["grads_finite"] and changed(state.params, after.params)
+
+
+X, NAN = jnp.ones((2, 3)), jnp.full((2, 3), jnp.nan, jnp.float32)
+GUARDED = optax.apply_if_finite(optax.sgd(0.1), 2**31 - 1)
+
+
+def mean_loss(model, batch):
+    return model(batch).mean()
+
+
+def test_a_plain_optimizer_of_nnx():
+    """It counts skipped steps if its optimizer of optax does."""
+    for tx, counts in ((GUARDED, [0, 1, 2, 2, 3]), (optax.sgd(0.1), None)):
+        model, _ = linear_objects()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        step = make_nnx_train_step(mean_loss)
+        found = [step(model, optimizer, x) for x in (X, NAN, NAN, X, NAN)]
+        if counts:
+            assert [int(metrics["skipped_total"]) for metrics in found] == counts
+            assert int(optimizer.opt_state.notfinite_count[...]) == 1
+        else:
+            assert set(found[0]) == {"loss", "grads_finite", "scaler", "grad_norm"}
+        assert int(optimizer.step[...]) == 2
+
+
+def test_in_a_scan():
+    step = make_nnx_train_step(mean_loss, jit=False)
+    graphdef, state = nnx.split(linear_objects())
+
+    def body(state, batch):
+        objects = nnx.merge(graphdef, state)
+        metrics = step(*objects, batch)
+        return nnx.state(objects), metrics
+
+    _, metrics = jax.lax.scan(body, state, jnp.stack([X, NAN, NAN]))
+    assert metrics["skipped_total"].tolist() == [0, 1, 2]

@@ -6,9 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from _steps import linear_batch, linear_loss, linear_objects, linear_state, sum_loss
-from flax_amp import make_nnx_train_step, make_train_step, no_scaler, optim
-from flax_amp.metrics import StepMetrics
+from _steps import linear_batch, linear_loss, linear_state
+from flax_amp import make_train_step, no_scaler, optim
 
 FALL = optax.linear_schedule(0.1, 0.0, 10)
 ADAM = optax.inject_hyperparams(optax.adam)
@@ -69,16 +68,6 @@ def test_the_rate_of_each_update(tx, name, every):
     assert kept[name] == np.float32(FALL(0))  # a copy, which no step deletes
 
 
-def test_the_step_of_nnx_and_the_collection_of_metrics():
-    model, optimizer = linear_objects(tx=optax.chain(optax.clip(1.0), ADAM(FALL)))
-    step = make_nnx_train_step(sum_loss, precision="bf16-mixed")
-    window = StepMetrics.empty()
-    for _ in range(3):
-        metrics = step(model, optimizer, jnp.ones((2, 3)))
-        window = window.add(metrics)
-    assert window.compute()["learning_rate"] == np.float32(FALL(2))
-
-
 def test_a_hyperparameter_of_a_sweep():
     """Arrays that are no scalars are in the state, and no metrics."""
     state = jax.vmap(lambda rate: linear_state(SGD(rate)))(jnp.float32([0.1, 0.2]))
@@ -99,12 +88,6 @@ def test_they_are_not_replaced():
         linear_state(ADAM(0.1)).replace_hyperparams(learning_rate=0.5)
 
 
-def test_plain_optax_has_none():
-    state, metrics = make_train_step(linear_loss)(linear_state(), linear_batch())
-    assert state.hyperparams == {}
-    assert not any(name.startswith("hyperparams") for name in metrics)
-
-
 def test_the_state_of_the_optimizer_is_found_as_without_the_wrapper():
     """Loops read and set what is inside, by the labels of the user."""
     tx = optax.multi_transform({"a": ADAM(0.1), "b": SGD(0.5)}, LABELS)
@@ -117,10 +100,3 @@ def test_the_state_of_the_optimizer_is_found_as_without_the_wrapper():
     assert set(state.hyperparams) >= {"a/learning_rate", "b/learning_rate"}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         state.opt_state.nothing  # noqa: B018
-
-
-def test_an_update_that_fails_has_the_error_of_optax():
-    state = linear_state(optax.contrib.sophia(0.1))
-    with pytest.raises(Exception) as caught:
-        make_train_step(linear_loss)(state, linear_batch())
-    assert "flax_amp" not in str(getattr(caught.value, "__notes__", ""))

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from _steps import (
-    assert_same_on_every_device,
     counting,
     linear_batch,
     linear_loss,
@@ -88,14 +87,6 @@ def test_a_step_is_that_of_a_loss_which_closes_over_them(run, loss, options):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_evaluation():
-    evaluate = make_eval_step(weighted, precision="32-true")
-    state, batch = linear_state(), linear_batch()
-    loss, _ = evaluate(state, batch, WEIGHT, SHIFT)
-    expected, _ = weighted(state.params, batch, WEIGHT, SHIFT)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-
-
 def test_they_are_traced():
     """Other values of one type compile nothing; a default may be left out."""
 
@@ -109,25 +100,6 @@ def test_they_are_traced():
     assert len(traces) == 1 and losses[1] == 2 * losses[0]
     step(state, linear_batch(), jnp.float32(1), jnp.float32(1))
     assert len(traces) == 2
-
-
-def test_each_device_gets_its_own(mesh):
-    """They are not averaged; what the step makes of them is."""
-
-    def loss(params, batch, weight):
-        return (weight * linear_loss(params, batch)).sum()
-
-    step = make_train_step(loss, axis_name="data", jit=False, precision="32-true")
-    spec = jax.sharding.PartitionSpec
-    in_specs = (spec(), spec("data"), spec("data"))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=spec())
-    batch, weights = linear_batch(16), jnp.arange(8.0)
-    state, metrics = jax.jit(mapped)(linear_state(), batch, weights)
-    assert_same_on_every_device(state)
-    params = linear_state().params
-    parts = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], batch) for i in range(8)]
-    each = [w * linear_loss(params, part) for w, part in enumerate(parts)]
-    np.testing.assert_allclose(metrics["loss"], np.mean(each), rtol=1e-5)
 
 
 # Modules: random streams, metrics, teachers
@@ -197,19 +169,6 @@ def test_the_nnx_step_updates_modules(options):
     expected = 3 * options.get("accum_steps", 1)
     assert [int(count[...]) for count in counts] == [expected] * 4
     assert len(set(drawn)) == 3
-
-
-def test_the_step_is_that_of_nnx_with_the_same_stream():
-    model, optimizer = objects()
-    batch = {"x": X, "rngs": streams(dropout=3)}
-    step = make_nnx_train_step(dropout_loss, has_aux=True, precision="32-true")
-    step(model, optimizer, batch)
-    twin, twin_optimizer = objects()
-    grad_fn = nnx.grad(dropout_loss, has_aux=True)
-    grads, _ = grad_fn(twin, {"x": X, "rngs": streams(dropout=3)})
-    twin_optimizer.update(twin, grads)
-    pairs = zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, twin)), strict=True)
-    assert all(jnp.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
 def test_metrics_teachers_and_shared_streams():

@@ -11,7 +11,6 @@ from _steps import (
     linear_loss,
     linear_objects,
     linear_state,
-    raised,
     sum_loss,
 )
 from flax_amp import (
@@ -90,17 +89,6 @@ def test_an_nnx_model():
     after = nnx.state(model, nnx.Param)
     assert_identical(found["u"], jax.tree.map(jnp.subtract, after, before))
     assert_identical(found["before"], before)
-
-
-def test_names_that_aux_has_too():
-    loss = lambda *args: (linear_loss(*args), {"norm": 1.0})  # noqa: E731
-    step = make_train_step(loss, has_aux=True, metrics_fn=lambda *_: {"norm": 2.0})
-    _, found = step(linear_state(), linear_batch())
-    assert found["norm"] == 2 and found["aux/norm"] == 1
-    taken = lambda *_: {"norm": 2.0, "aux/norm": 3.0}  # noqa: E731
-    step = make_train_step(loss, has_aux=True, metrics_fn=taken)
-    message = r"aux with \['norm'\]; .*one name"
-    raised(lambda: step(linear_state(), linear_batch()), ValueError, message)
 
 
 def test_norms_of_what_trains():

@@ -39,17 +39,6 @@ def test_it_is_an_nnx_optimizer_with_the_scaler_and_the_counts():
     assert optimizer.opt_state[3][0].mu is optimizer.opt_state.inner_state[0].mu
 
 
-def test_its_own_update_skips_what_is_not_finite():
-    """In a loop of the user's own."""
-    model, optimizer = linear_objects(tx=optax.adam(0.1))
-    grads = nnx.grad(sum_loss)(model, X)
-    optimizer.update(model, grads)
-    before = arrays(model)
-    optimizer.update(model, jax.tree.map(lambda g: g * jnp.nan, grads))
-    assert not changed(before, arrays(model))
-    assert int(optimizer.opt_state.total_notfinite[...]) == 1
-
-
 @pytest.mark.parametrize("way", ["metrics_fn", "names", "loss", "shape"])
 @pytest.mark.parametrize("jit", [True, False])
 def test_an_error_leaves_the_objects_as_they_were(way, jit):
@@ -127,45 +116,6 @@ def test_weakly_typed_variables_are_traced_once():
         step(model, optimizer, x)
     assert len(traces) == 1
     assert (float(model.number[...]), float(model.array[...])) == (3, 8)
-
-
-# One trace in the life of a run
-
-SETTINGS = {
-    "plain": {},
-    "float16": {"precision": "16-mixed"},
-    "float32": {"precision": "32-true"},
-    "accumulated": {"accum_steps": 2},
-    "redone": {"redo_on_nan": 2, "precision": "16-mixed"},
-    "both": {"redo_on_nan": 2, "accum_steps": 2},
-    "aux": {"has_aux": True},
-    "measured": {"metrics_fn": lambda model, grads, updates: {"n": 1.0}},
-    "policy": {"amp_policy": {jax.lax.dot_general_p: jnp.float16}},
-    "kept": {"donate": False},
-    "optim": {"tx": optim.adam(0.1)},
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_one_trace_in_fifty_steps(name):
-    options = dict(SETTINGS[name])
-    tx = options.pop("tx", optax.adam(0.1))
-    word = options.get("precision", "bf16")
-
-    def loss_fn(model, x):
-        loss = (model(x) ** 2).mean()
-        return (loss, {"x": x.mean()}) if "has_aux" in options else loss
-
-    counted, traces = counting(loss_fn)
-    model, _ = linear_objects()
-    scaler = init_scaler(patience=3) if word == "16-mixed" else None
-    optimizer = AmpOptimizer(model, tx, precision=word, scaler=scaler)
-    step = make_nnx_train_step(counted, **options)
-    for i in range(50):
-        step(model, optimizer, BAD if i % 7 == 3 else X)
-    # `scan` traces its body once more, to learn the types of its carry.
-    assert len(traces) == 1
-    assert int(optimizer.opt_state.total_notfinite[...]) >= 7
 
 
 # Beside a run

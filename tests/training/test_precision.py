@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx, serialization
 
-from _steps import counting, linear_batch, linear_loss, linear_state, raised
+from _steps import linear_batch, linear_loss, linear_state, raised
 from flax_amp import (
     AmpOptimizer,
     AmpTrainState,
@@ -131,19 +131,6 @@ def test_a_word_is_everywhere_the_same_and_no_other_is():
             raised(
                 call, ValueError, f"precision is .*{word}.*; expected .*'bf16-mixed'"
             )
-
-
-def test_the_word_is_static_and_traced_once():
-    loss_fn, traces = counting(linear_loss)
-    step = make_train_step(loss_fn)
-    tx = optax.sgd(0.1)
-    for count, word in enumerate(WORDS, 1):
-        for scale in (2.0, 4.0):
-            state = linear_state(tx, precision=word, scaler=static_scaler(scale))
-            for _ in range(2):
-                state, _ = step(state, linear_batch())
-            assert state.precision == word and f"precision='{word}'" in repr(state)
-        assert len(traces) == count
 
 
 @pytest.mark.parametrize(

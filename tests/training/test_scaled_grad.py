@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from _models import FEATURES, NnxNet, cross_entropy, make_batch
-from _steps import arrays
 from flax_amp import (
     DynamicScalerState,
-    amp,
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
     init_scaler,
@@ -18,7 +15,6 @@ from flax_amp import (
     static_scaler,
     unscale_grads,
 )
-from helpers import assert_close, assert_same_avals
 
 
 def split(transform, has_aux, out):
@@ -224,159 +220,18 @@ def test_vmap_over_scalers_of_a_gradient_that_retries():
     np.testing.assert_array_equal(grads, [12, 12])
 
 
-def test_keeps_the_name_and_docstring():
-    def my_loss(x):
-        """Mine."""
-        return x
+def test_what_is_no_parameter():
+    """`jax.grad` would take a number; here it is static, as in jaxamp."""
 
-    for transform in (dynamic_scale_grad, dynamic_scale_value_and_grad):
-        wrapped = transform(my_loss)
-        assert (wrapped.__name__, wrapped.__doc__) == ("my_loss", "Mine.")
+    def call(x):
+        grad_fn = dynamic_scale_grad(lambda w, x: w * x)
+        return grad_fn(x, jnp.float32(3), dynamic_scaler_state=init_scaler())
 
-
-# Functions of NNX modules, without a step
-
-SCALER = static_scaler(8.0)
-
-
-def model_loss(model, batch):
-    return cross_entropy(model(batch["x"]), batch["y"])
-
-
-def pair_loss(model, batch):
-    logits = model(batch["x"])
-    return cross_entropy(logits, batch["y"]), {"logits": logits}
-
-
-@pytest.mark.parametrize(
-    "lowered, has_aux, redo, compiled",
-    [(False, False, 2, True), (True, True, 0, False)],
-)
-def test_changes_and_gradients_are_those_of_nnx(lowered, has_aux, redo, compiled):
-    fun = pair_loss if has_aux else model_loss
-    fun = amp(fun, precision="16-mixed") if lowered else fun
-    model, twin = NnxNet(nnx.Rngs(0)), NnxNet(nnx.Rngs(0))
-    grad_fn = dynamic_scale_value_and_grad(fun, has_aux=has_aux, redo_on_nan=redo)
-
-    def run(model, batch):
-        return grad_fn(model, batch, dynamic_scaler_state=SCALER)
-
-    run = nnx.jit(run) if compiled else run
-    reference = nnx.jit(nnx.value_and_grad(fun, has_aux=has_aux))
-    before = arrays(model)
-    for seed in range(2):
-        scaler, (value, grads) = run(model, make_batch(seed))
-        expected, expected_grads = reference(twin, make_batch(seed))
-        assert type(grads) is nnx.State
-        assert_same_avals(grads, expected_grads)
-        dtype = jnp.float16 if lowered else jnp.float32
-        assert_close(grads, expected_grads, dtype, gradient=True)
-        assert_same_avals(value, expected)
-        assert_close(value, expected, dtype)
-    after, wanted = arrays(model), arrays(twin)
-    assert_same_avals(after, wanted)
-    assert int(model.dropout.rngs.count[...]) == int(twin.dropout.rngs.count[...]) == 2
-    assert not np.allclose(model.norm.mean[...], before[0]["norm"]["mean"])
-    np.testing.assert_allclose(model.norm.mean[...], twin.norm.mean[...], atol=2e-2)
-
-
-def test_what_is_differentiated_is_said_as_in_nnx():
-    """By position, by `DiffState`, in containers; beside modules that do not train."""
-    model, teacher = (nnx.Linear(FEATURES, 3, rngs=nnx.Rngs(i)) for i in range(2))
-    x = jnp.ones((4, FEATURES))
-
-    def loss(models, teacher, x, scale):
-        out = models["m"](x) * scale
-        return ((out - teacher(x)) ** 2).mean() + 0 * models["s"]
-
-    args = {"m": model, "s": jnp.float32(1)}, teacher, x, jnp.float32(2)
-    bias = nnx.DiffState(1, nnx.PathContains("bias"))
-    for argnums in (0, (0, 3), bias, (0, bias), 1):
-        _, grads = dynamic_scale_grad(loss, argnums=argnums)(
-            *args, dynamic_scaler_state=SCALER
-        )
-        expected = nnx.grad(loss, argnums=argnums)(*args)
-        assert_same_avals(grads, expected)
-        assert_close(grads, expected, jnp.float32)
-
-
-def grows(model, batch):
-    model.seen = nnx.BatchStat(jnp.zeros(2))
-    return model_loss(model, batch)
-
-
-def reshapes(model, batch):
-    model.norm.mean = nnx.BatchStat(jnp.zeros((2, 2)))
-    return cross_entropy(model.first(batch["x"])[:, :3], batch["y"])
-
-
-def evaluates(model, batch):
-    model.eval()
-    return model_loss(model, batch)
-
-
-@pytest.mark.parametrize(
-    "fun, message",
-    [
-        (
-            grows,
-            r"value_and_grad: grows changed the structure.* the variables \['",
-        ),
-        (
-            evaluates,
-            "dynamic_scale_value_and_grad: evaluates changed .*: a static attribute",
-        ),
-        (
-            reshapes,
-            r"dynamic_scale_value_and_grad: the variable NnxNet.norm.mean changed from "
-            r"float32\[8\] to float32\[2, 2\]; expected the same shape",
-        ),
-    ],
-)
-def test_changes_that_cannot_be_carried_are_named(fun, message):
-    with pytest.raises(ValueError, match=message):
-        dynamic_scale_grad(fun)(
-            NnxNet(nnx.Rngs(0)), make_batch(), dynamic_scaler_state=SCALER
-        )
-
-
-class Counts(nnx.Module):
-    """Its counter is a Python number."""
-
-    def __init__(self):
-        self.w, self.n = nnx.Param(jnp.ones(3)), nnx.Variable(0)
-
-    def __call__(self, x):
-        self.n.set_value(self.n.get_value() + 1)
-        return (self.w * x).sum()
-
-
-@pytest.mark.parametrize("redo", [0, 2])
-def test_variables_may_hold_python_numbers(redo):
-    grad_fn = dynamic_scale_grad(lambda model, x: model(x), redo_on_nan=redo)
-    model = Counts()
-    for calls in (1, 2):
-        grad_fn(model, jnp.ones(3), dynamic_scaler_state=SCALER)
-        assert int(model.n.get_value()) == calls
-
-    def count(x):
-        model = Counts()
-        over = dynamic_scale_grad(lambda model, x: model(x), axis_name="i")
-        over(model, x, dynamic_scaler_state=SCALER)
-        return model.n.get_value()
-
-    assert jax.vmap(count, axis_name="i")(jnp.ones((2, 3))).tolist() == [1, 1]
-
-
-def test_a_python_number_is_no_parameter():
-    """`jax.grad` would take it; here it is static, as in jaxamp, and that is said."""
     for number in (2.0, 2):
         with pytest.raises(
             TypeError, match=f"argument 0, {number}, is static; .*jnp.f"
         ):
-            dynamic_scale_grad(lambda w, x: w * x)(
-                number, X, dynamic_scaler_state=init_scaler()
-            )
-
-
-X = jnp.float32(3)
+            call(number)
+    # What a module updates in itself would be lost.
+    with pytest.raises(TypeError, match="got a Linear; .*make_nnx_train_step"):
+        call(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

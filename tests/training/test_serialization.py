@@ -95,17 +95,6 @@ def test_a_run_goes_on():
     assert_identical(serialization.from_bytes(shapes, saved).rngs, keys())
 
 
-def test_bytes_of_before_load():
-    """A state without keys was written as Flax writes every `TrainState`."""
-    state = linear_state(optax.adam(0.1))
-    names = ("step", "params", "opt_state", "scaler", "variables", "rngs")
-    old = {n: serialization.to_state_dict(getattr(state, n)) for n in names}
-    content = serialization.msgpack_serialize(old)
-    target = state.replace(params={"w": jnp.zeros(3)}, step=jnp.int32(7))
-    restored = serialization.from_bytes(target, content)
-    assert_identical(jax.tree.map(jnp.asarray, restored), state)
-
-
 @pytest.mark.once
 def test_what_does_not_fit():
     state = linear_state(rngs=keys())

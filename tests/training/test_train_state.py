@@ -76,15 +76,6 @@ def test_nnx_model_round_trips():
     assert not changed(before, {**nnx.to_pure_dict(nnx.state(state.merge_model()))})
 
 
-def test_nnx_variable_metadata_survives():
-    class Logical(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones(2), note="kept")
-
-    merged = AmpTrainState.create(model=Logical(), tx=optax.sgd(0.1)).merge_model()
-    assert merged.w.note == "kept"
-
-
 def test_no_leaf_shares_memory():
     params = {"w": jnp.ones(3), "b": jnp.zeros(2)}
     # Schedule-free optimizers start from a copy of the parameters, by reference.
@@ -115,12 +106,6 @@ def test_create_under_eval_shape_and_jit(name, mesh):
     assert set(leaves_by_path(born)) == set(leaves_by_path(state))
 
 
-def test_shardings_of_the_parameters_are_kept(mesh):
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    state = simple(params={"w": jax.device_put(jnp.ones(16), split)})
-    assert state.params["w"].sharding == split
-
-
 @pytest.mark.once
 def test_optimizer_is_wrapped_once_and_never_gives_up():
     for tx in (optax.adam(0.1), optax.apply_if_finite(optax.adam(0.1), 30)):
@@ -147,6 +132,12 @@ def test_integers_and_fp8_statistics_stay_out_of_the_optimizer():
     grads["_overwrite_with_gradient"]["s"] = jnp.float32(jnp.nan)
     after = state.apply_gradients(grads=grads).params
     assert after["_overwrite_with_gradient"] == {"s": 1.0}
+
+
+def test_shardings_of_the_parameters_are_kept(mesh):
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    state = simple(params={"w": jax.device_put(jnp.ones(16), split)})
+    assert state.params["w"].sharding == split
 
 
 def test_partitioned_parameters_keep_their_boxes():

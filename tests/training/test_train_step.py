@@ -9,10 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from _models import MODELS, changed, make_batch
+from _models import changed, make_batch
 from _steps import (
     copy,
-    counting,
     linear_batch,
     linear_loss,
     linear_state,
@@ -78,19 +77,6 @@ def test_loss_and_update_are_right_on_growing_and_skipped_steps():
         np.testing.assert_allclose(result, results[2], rtol=tolerance, atol=tolerance)
 
 
-def test_metrics_are_scalars_on_the_device():
-    state, step = setup("linen")
-    _, metrics = step(state, make_batch())
-    assert {key: (m.shape, m.dtype) for key, m in metrics.items()} == {
-        "loss": ((), jnp.float32),
-        "grads_finite": ((), jnp.bool_),
-        "scaler": ((), jnp.float32),
-        "grad_norm": ((), jnp.float32),
-        "skipped_total": ((), jnp.int32),
-        "accuracy": ((), jnp.float32),
-    }
-
-
 def test_statistics_and_dropout():
     state, step = setup("linen", donate=False)
     after, metrics = step(state, make_batch())
@@ -126,18 +112,6 @@ def test_loss_gets_state_and_rngs_only_if_it_declares_them():
 # One trace
 
 
-@pytest.mark.parametrize("name, redo_on_nan", [("linen", 0), ("nnx", 2)])
-def test_one_trace_for_life(name, redo_on_nan):
-    make, loss = MODELS[name]
-    counted, traces = counting(loss)
-    step = make_train_step(counted, has_aux=True, redo_on_nan=redo_on_nan)
-    state = make(scaler=init_scaler(patience=1))
-    for poisoned in (0, 0, 1, 0, 1, 1, 0):
-        state, _ = step(state, make_batch(poisoned=bool(poisoned)))
-    assert step._cache_size() == 1
-    assert len(traces) == 1
-
-
 def test_donation_deletes_the_old_state_and_nothing_else():
     state, step = setup("linen")
     batch = jax.device_put(make_batch())
@@ -164,35 +138,6 @@ def test_a_compiled_step_is_still_one_of_jax():
     assert twin.__name__ == "train_step"
     for make in (make_train_step, make_eval_step):
         assert not hasattr(make(linear_loss, jit=False), "lower")
-
-
-def test_losses_that_can_be_called_are_taken():
-    def scaled(params, batch, factor):
-        return linear_loss(params, batch) * factor
-
-    @functools.wraps(scaled)
-    def wrapped(params, batch):
-        return scaled(params, batch, 2.0)
-
-    class Loss:
-        def __call__(self, params, batch):
-            return linear_loss(params, batch)
-
-    loss = linear_loss(linear_state().params, linear_batch())
-    for fn in (
-        functools.partial(scaled, factor=2.0),
-        wrapped,
-        Loss(),
-        Loss().__call__,
-        jax.jit(linear_loss),
-        lambda *args: linear_loss(*args),
-        lambda params, batch, **unused: linear_loss(params, batch),
-        lambda params, batch, flag=True: linear_loss(params, batch),
-        lambda params, batch, rngs, state: linear_loss(params, batch),
-    ):
-        step = make_train_step(fn, jit=False)
-        _, metrics = step(linear_state(), linear_batch())
-        assert metrics["loss"] in (loss, 2 * loss)
 
 
 def names(params, batch, *, state=None, rngs=None):
