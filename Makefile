@@ -29,7 +29,7 @@ export JAX_PLATFORMS ?= cpu
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-slow fuzz check lint format types pyright doctest layering docs
-.PHONY: test-corpus test-peers coverage clean bench bench-gpu-aot bench-gpu soak convergence
+.PHONY: test-corpus breaks coverage clean bench bench-gpu-aot bench-gpu soak convergence
 
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -50,8 +50,8 @@ fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
 test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writes a table.
 	$(CORPUS)/bin/python -m benchmarks.corpus $(CORPUS_ARGS)
 
-test-peers: $(RUN_READY) ## The tests of jaxamp, jmp and jamp, on flax_amp; prints a table.
-	$(BIN)/python tests/peers/suites.py
+breaks: $(RUN_READY) ## Breaks the package, line by line; each must fail its tests.
+	$(BIN)/python -m tests.breaks
 
 convergence: $(RUN_READY) ## Trains nine tasks in each precision to the end; compares.
 	$(BIN)/python -m benchmarks.convergence

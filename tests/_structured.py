@@ -52,20 +52,6 @@ def _vjp_layer_bwd(residuals, ct):
 vjp_layer.defvjp(_vjp_layer_fwd, _vjp_layer_bwd)
 
 
-@jax.custom_vjp
-def vjp_rows(w, x, rows):
-    """Takes integers, which have no gradient."""
-    return x[rows] @ w
-
-
-def _vjp_rows_bwd(residuals, ct):
-    w, x, rows = residuals
-    return x[rows].T @ ct, jnp.zeros_like(x).at[rows].add(ct @ w.T), None
-
-
-vjp_rows.defvjp(lambda *args: (vjp_rows(*args), args), _vjp_rows_bwd)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def vjp_static(act, w, x, scale):
     return act(x @ w) * scale
@@ -80,25 +66,6 @@ def _vjp_static_bwd(act, scale, residuals, ct):
 
 
 vjp_static.defvjp(_vjp_static_fwd, _vjp_static_bwd)
-
-
-@jax.custom_vjp
-def vjp_tree(params):
-    y = params["x"] @ params["w"]
-    return {"y": y, "both": (y * 2, jnp.arange(len(y)))}
-
-
-def _vjp_tree_bwd(params, ct):
-    ct = ct["y"] + 2 * ct["both"][0]
-    return ({"w": params["x"].T @ ct, "x": ct @ params["w"].T},)
-
-
-vjp_tree.defvjp(lambda params: (vjp_tree(params), params), _vjp_tree_bwd)
-
-
-def from_tree(w, x):
-    out = vjp_tree({"w": w, "x": x})
-    return out["y"] + jnp.tanh(out["both"][0]) * out["both"][1][:, None] / SIZE
 
 
 # --- loops and devices ---------------------------------------------------------------
@@ -144,10 +111,6 @@ def psum_inside(w, x):
     return y - lax.psum(y.mean(0), "data")[None]
 
 
-def gather_inside(w, x):
-    return layer(w, lax.all_gather(x, "data", tiled=True))[:1] * x.mean()
-
-
 def remat(fn, **options):
     return jax.checkpoint(fn, **options)
 
@@ -172,32 +135,16 @@ CASES = {
     "remat_dots": Case(remat(layer, policy=POLICIES.dots_saveable), 1, 3),
     "custom_jvp": Case(jvp_layer, 1, 3),
     "custom_vjp": Case(vjp_layer, 1, 3),
-    "custom_vjp_integers": Case(
-        lambda w, x: vjp_rows(w, x, jnp.arange(SIZE) // 2), 1, 3
-    ),
-    "custom_vjp_nondiff": Case(
-        lambda w, x: vjp_static(jnp.tanh, w, x, 2.0), 1, 4
-    ),
-    "custom_vjp_tree": Case(from_tree, 1, 3),
     "shard_map": Case(sharded(layer), 1, 3),
-    "shard_map_unchecked": Case(sharded(layer, check_vma=False), 1, 3),
     "shard_map_psum": Case(sharded(psum_inside), 1, 3),
-    "shard_map_gather": Case(sharded(gather_inside), 1, 3),
     "shard_map_of_custom_vjp": Case(
         sharded(lambda w, x: vjp_layer(w, twice(x))[:1], check_vma=False), 1, 3
-    ),
-    "vmap_of_scan": Case(
-        lambda w, x: jax.vmap(functools.partial(scan, layer, w))(x[:, None])[:, 0], 1, 3
     ),
     "vmap_of_custom_vjp": Case(
         lambda w, x: jax.vmap(lambda r: vjp_layer(w, twice(r[None]))[0])(x), 1, 3
     ),
     "scan_of_remat_of_jit": Case(
         functools.partial(scan, remat(jax.jit(layer), prevent_cse=False)), 1, 4
-    ),
-    "remat_of_custom_vjp": Case(remat(vjp_layer), 1, 4),
-    "scan_in_while": Case(
-        functools.partial(while_loop, functools.partial(scan, layer, length=1)), 1, None
     ),
     "associative_scan": Case(
         lambda w, x: lax.associative_scan(jnp.matmul, jnp.stack([w, w.T, x]))[-1],

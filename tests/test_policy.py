@@ -1,7 +1,5 @@
 """Policies: words, precision functions, lookup by scope, primitive and default."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,6 @@ from flax_amp.policy import (
     InDtype,
     Origin,
     Policy,
-    check_compute_dtype,
     long_word,
     read_precision,
     with_matmul_dtype,
@@ -157,6 +154,7 @@ ORIGINAL, COMPUTE = flax_amp.use_original_precision, flax_amp.use_compute_precis
         (["embed", "*.attend"], ("LM", "embed.attend"), "*.attend"),
         (["embed.*"], ("LM", "embed"), None),
         (["LM/enc/d"], ("LM.run", "enc.encode", "d"), "LM/enc/d"),
+        (["LM/enc/d"], ("LM", "enc", "enc.encode", "d"), "LM/enc/d"),
         (["enc/d"], ("LM", "enc", "enc.encode", "enc.helper", "d"), "enc/d"),
         (["LM/embed"], ("LM", "LM.logits", "embed.attend"), "LM/embed"),
         (["enc.helper/d"], ("enc", "enc.encode", "enc.helper", "d"), "enc.helper/d"),
@@ -194,15 +192,6 @@ def test_a_dtype_as_a_value(key, dtype):
     assert decision.function == InDtype(dtype)
 
 
-@pytest.mark.parametrize(
-    "name", ["amp", "make_train_step", "make_eval_step", "make_nnx_train_step"]
-)
-def test_signatures_can_be_read(name):
-    signature = inspect.signature(getattr(flax_amp, name))
-    assert signature.parameters["amp_policy"].default is None
-    assert len(str(signature)) < 1000
-
-
 def test_wrong_entries_are_listed_together():
     wrong = {
         "string": "float12",
@@ -232,8 +221,3 @@ def test_wrong_entries_are_listed_together():
 def test_wrong_matmul_dtype(value, seen):
     with pytest.raises(TypeError, match=f"matmul_dtype: got .*{seen}.*expected 'fp8'"):
         with_matmul_dtype(None, value)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype(jnp.bfloat16)])
-def test_known_compute_dtype(dtype):
-    assert check_compute_dtype(dtype) == jnp.bfloat16

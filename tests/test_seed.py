@@ -122,26 +122,6 @@ def test_readme_precision_function():
     np.testing.assert_allclose(amp_fn(w, x), fn(w, x))
 
 
-@policies
-def test_readme_special_scopes(policy):
-    """`amp_stop` and `amp_default` both keep what is inside in float32."""
-
-    def fn(w, x):
-        with jax.named_scope("amp_stop"):
-            y = x @ w
-        with jax.named_scope("amp_default"):
-            return y @ w
-
-    amp_fn = amp(fn, amp_policy=policy)
-    assert dtypes_of(amp_fn, jnp.eye(3), jnp.ones((2, 3))) == [("float32",) * 2] * 2
-
-
-def test_amp_default_decides_for_what_no_key_names():
-    policy = {"amp_default": jaxamp.use_compute_precision}
-    amp_fn = amp(lambda x: jnp.exp(x), amp_policy=policy)
-    assert dtypes_of(amp_fn, jnp.ones(3), primitive="exp") == [("float16",)]
-
-
 # --- what jaxamp's own tests expect --------------------------------------------------
 
 
@@ -158,12 +138,6 @@ def linear_in_half(params, x):
 def linear_with_half_weight(params, x):
     product = params["weight"].astype(F16) @ x.astype(F16)
     return product.astype(F32) + params["bias"]
-
-
-def linear_with_stopped_bias(params, x):
-    product = params["weight"] @ x
-    with jaxamp.amp_stop():
-        return product + params["bias"]
 
 
 @pytest.fixture
@@ -191,22 +165,6 @@ def test_linear(params, policy):
         linear, amp_policy=policy | {"Linear": jaxamp.use_original_precision}
     )
     np.testing.assert_allclose(by_scope(params, x), full)
-
-
-@policies
-def test_amp_stop_on_the_bias_only(params, policy):
-    x = jnp.array([5.0, 2.0])
-    stopped = amp(linear_with_stopped_bias, amp_policy=policy)(params, x)
-    np.testing.assert_allclose(stopped, linear_with_half_weight(params, x))
-    np.testing.assert_allclose(linear_with_stopped_bias(params, x), linear(params, x))
-
-
-@policies
-def test_gradients_are_float32(policy):
-    amp_fn = amp(lambda x: jnp.sum(x**2), amp_policy=policy)
-    grad = jax.grad(amp_fn)(jnp.ones(4))
-    assert grad.dtype == F32
-    np.testing.assert_allclose(grad, 2.0)
 
 
 @policies

@@ -32,7 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from _programs import ROWS_OVER_DEVICES, over_devices
-from _structured import jvp_layer, layer, vjp_layer
+from _structured import cond_of, jvp_layer, layer, scan, vjp_layer, while_loop
 
 # --- structured ----------------------------------------------------------------------
 
@@ -44,15 +44,6 @@ vmap_layer.def_vmap(
         True,
     )
 )
-
-
-def scan(w, x):
-    return lax.scan(lambda c, v: (layer(v, c), None), x, jnp.stack([w, -w]))[0]
-
-
-def while_loop(w, x):
-    body = lambda c: (c[0] + 1, layer(w, c[1]))  # noqa: E731
-    return lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
 
 
 def checkpointed(w, x):
@@ -77,8 +68,8 @@ rows(
     STRUCTURED,
     "what is inside of it is rewritten",
     jit=(jax.jit(layer), W, A),
-    scan=(scan, W, A),
-    cond=(lambda w, x: lax.cond(x[0, 0] < 9, layer, lambda w, x: x @ -w, w, x), W, A),
+    scan=(functools.partial(scan, layer), W, A),
+    cond=(cond_of, W, A),
     remat2=(jax.checkpoint(layer), W, A),
     custom_jvp_call=(jvp_layer, W, A),
     custom_vjp_call=(vjp_layer, W, A),
@@ -95,7 +86,7 @@ rows(
     custom_linear_solve=(linear_solve, SYMMETRIC, LINE[:3]),
     closed_call=(checkpointed, W, np.tile(A, (8, 1))),
     eval_jaxpr=(checkpointed, W, np.tile(A, (8, 1))),
-    **{"while": (while_loop, W, A)},
+    **{"while": (functools.partial(while_loop, layer), W, A)},
 )  # fmt: skip
 
 # --- opaque: functions ---------------------------------------------------------------

@@ -69,20 +69,6 @@ def test_signs_survive(name):
     assert observe(found) == observe(expected)
 
 
-@pytest.mark.parametrize("number", [0.0, np.nan])
-def test_one_function_for_different_constants(number):
-    """One jitted function that is called with both zeros, or both NaN."""
-    jitted = jax.jit(angle)
-
-    def both(x):
-        y = x @ WEIGHT
-        signs = (number, -number)
-        return [jitted(y, jnp.full(3, sign, jnp.float32)) for sign in signs]
-
-    found = amp(both, compute_dtype=jnp.bfloat16)(INPUT)
-    assert [observed(y) for y in found] == [observed(y) for y in both(INPUT)]
-
-
 # --- casts ---------------------------------------------------------------------------
 
 LOWEST = float(jnp.finfo(jnp.float32).min)

@@ -1,6 +1,6 @@
 """Rules of custom derivatives in every setting: `amp` does what plain JAX does.
 
-The whole product is slow; a fixed part, in which every two settings meet, is not.
+Some of all combinations run, in which every two settings meet.
 """
 
 import itertools
@@ -27,7 +27,7 @@ SETTINGS = {
     # Not what the function computes: a rule would close over a tracer that is dead.
     "constant": ("none", "numpy", "jnp"),
     "perturbed": ("all", "some", "none"),
-    "integer": ("none", "operand", "result", "both"),
+    "integer": (False, True),  # among the operands and the results
     "nondiff": (False, True),
     "within": ("plain", "jit", "scan", "vmap", "checkpoint", "nested"),
     "mode": ("grad", "jvp", "grad_of_grad", "jvp_of_grad"),
@@ -61,11 +61,10 @@ NO_FORWARD_MODE = "TypeError"  # of a `custom_vjp`
 def make_rule(kind, table, integer, nondiff):
     """A function `(x, y, n, scale) -> (result, integer)` whose derivative is wrong."""
     argnums = (3,) if nondiff else ()
-    takes, gives = integer in ("operand", "both"), integer in ("result", "both")
 
     def fun(x, y, n, scale):
-        out = jnp.sin(x) @ table * y * scale + (n if takes else 0)
-        return out, (n + 1 if gives else 0.5 * y)
+        out = jnp.sin(x) @ table * y * scale + (n if integer else 0)
+        return out, (n + 1 if integer else 0.5 * y)
 
     def tangent(x, y, scale, tx, ty):
         # Twice the truth in `x`; `None` is a tangent that is not there.
@@ -84,12 +83,12 @@ def make_rule(kind, table, integer, nondiff):
             out = fun(x, y, n, scale)
             t_out = tangent(x, y, scale, tx, ty)
             t_second = zero_from_primal(out[1], symbolic_zeros=True)
-            if not gives and ty is not None:
-                t_second = 0.5 * ty
-            elif not gives and kind == "jvp":
-                t_second = jnp.zeros_like(y)
-            elif gives:
+            if integer:
                 t_second = np.zeros(out[1].shape, jax.dtypes.float0)
+            elif ty is not None:
+                t_second = 0.5 * ty
+            elif kind == "jvp":
+                t_second = jnp.zeros_like(y)
             if isinstance(t_out, int):
                 t_out = zero_from_primal(out[0], symbolic_zeros=True)
             return out, (t_out, t_second)
@@ -115,7 +114,7 @@ def make_rule(kind, table, integer, nondiff):
         gy = None
         if not only_x:
             gy = 0.0 * y if is_zero else jnp.sin(x) @ table * ct * scale
-            if not gives and type(ct_second) is not SymbolicZero:
+            if not integer and type(ct_second) is not SymbolicZero:
                 gy = gy + 0.5 * ct_second
         return (gx, gy, None) if nondiff else (gx, gy, None, None)
 
@@ -229,14 +228,6 @@ def test_amp_does_what_plain_jax_does():
     assert not failures(covering(CASES))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", SETTINGS["rule"])
-def test_amp_does_what_plain_jax_does_everywhere(rule):
-    """A sample of the whole product, which would take half an hour."""
-    cases = [case for case in CASES if case[0] == rule]
-    assert not failures(random.Random(rule).sample(cases, 30))
-
-
 # A rule that asks which operands are perturbed runs as it was written, in float32.
 HALF_CASES = list(
     covering(
@@ -244,7 +235,7 @@ HALF_CASES = list(
             case
             for case in CASES
             if case[0] in ("vjp", "jvp") and case[1] in ("none", "numpy")
-            if case[2:5] == ("all", "both", False)
+            if case[2:5] == ("all", True, False)
         ]
     )
 )
@@ -279,14 +270,6 @@ def recording(symbolic_zeros):
 
 ignoring = jax.custom_vjp(lambda x, q: x * 1.0)
 ignoring.defvjp(lambda x, q: (x * 1.0, None), lambda _, ct: (ct, None))
-READERS = {  # what becomes of the value, of which no gradient comes back
-    "rule": ignoring,
-    "rule_in_jit": jax.jit(ignoring),
-    "stopped": lambda x, q: x + lax.stop_gradient(q),
-    "zeros": lambda x, q: x + 0 * q,
-    "unread": lambda x, q: x,
-    "integer": lambda x, q: x + q.astype(jnp.int32),
-}
 AROUND = {
     "call": lambda f: f,
     "jit": jax.jit,
@@ -299,29 +282,18 @@ AROUND = {
 
 
 @pytest.mark.parametrize("symbolic_zeros", [False, True])
-def test_a_rule_runs_although_its_cotangents_are_zero(symbolic_zeros):
+@pytest.mark.parametrize("name", AROUND)
+def test_a_rule_runs_although_its_cotangents_are_zero(name, symbolic_zeros):
     """As in plain JAX: a statistic that the rule returns as a gradient arrives."""
     record = recording(symbolic_zeros)
     p = {"w": jnp.float32(1.5), "stat": jnp.float32(0)}
-    arrived = 0
-    pairs = [(read, "call") for read in READERS] + [("rule", name) for name in AROUND]
-    for read, name in pairs:
-
-        def loss(p, reader=READERS[read]):
-            h = X * p["w"]
-            return jnp.sum(reader(h, record(h, p["stat"])))
-
-        loss = AROUND[name](loss)
-        expected = jax.grad(loss)(p)
-        for dtype in (jnp.float32, jnp.float16):
-            found = jax.grad(amp(loss, compute_dtype=dtype))(p)
-            tolerance = 1e-6 if dtype == jnp.float32 else 2e-2
-            for key in p:
-                np.testing.assert_allclose(
-                    found[key], expected[key], rtol=tolerance, err_msg=f"{read} {name}"
-                )
-        arrived += bool(expected["stat"] != 0)
-    assert arrived >= len(AROUND)
+    loss = AROUND[name](lambda p: ignoring(h := X * p["w"], record(h, p["stat"])).sum())
+    expected = jax.grad(loss)(p)
+    assert expected["stat"] != 0
+    for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.float16, 2e-2)):
+        found = jax.grad(amp(loss, compute_dtype=dtype))(p)
+        for key in p:
+            np.testing.assert_allclose(found[key], expected[key], rtol=tolerance)
 
 
 tapped = jax.custom_vjp(lambda x, ref: x)
@@ -368,7 +340,7 @@ def test_a_rule_may_take_a_ref(rule, within):
 @pytest.mark.parametrize("rule", ["vjp", "vjp_zeros"])
 def test_one_jitted_call_under_changing_perturbation(rule):
     """Residuals fit the backward function, whatever was differentiated before."""
-    program = make_program(rule, "jnp", "some", "none", False, "plain", "grad")
+    program = make_program(rule, "jnp", "some", False, False, "plain", "grad")
     run, plain = jax.jit(rewritten_in_float32(program)), jax.jit(program)
     for argnums in (0, 1, 0):
         for derivative in (jax.grad, lambda f, i: jax.jit(jax.grad(f, i))):

@@ -39,69 +39,28 @@ def once_in_scan(fn):
     return looped
 
 
-def normalized(exponentials):
-    """Returns a softmax by hand."""
-
-    def softmax(logits):
-        e = exponentials(logits - lax.stop_gradient(logits.max(-1, keepdims=True)))
-        return e / e.sum(-1, keepdims=True)
-
-    return softmax
-
-
-def sum_of_rows(x):
-    return x.sum(1)
-
-
-def sum_by_a_loop(x):
-    add = lambda total, column: (total + column, None)  # noqa: E731
-    return lax.scan(add, jnp.zeros(len(x)), x.T)[0]
-
-
-def divided_by_sum(fn, sum_=sum_of_rows):
+def divided_by_sum(fn):
     """Returns a function that divides `fn(logits)` by its sum over each row."""
-
-    def normalized(logits):
-        x = fn(logits)
-        return x / sum_(x)[:, None]
-
-    return normalized
+    return lambda logits: (x := fn(logits)) / x.sum(1, keepdims=True)
 
 
-def below_maximum(fn):
-    return lambda x: fn(x - lax.stop_gradient(x.max(1, keepdims=True)))
+def below_maximum(x):
+    return jnp.exp(x - lax.stop_gradient(x.max(1, keepdims=True)))
 
 
 def by_logarithms(logits):
     return jnp.exp(logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
 
-EXPONENTIALS = {
-    "exp2": lambda x: lax.exp2(x / jnp.log(2.0)),
-    "expm1": lambda x: lax.expm1(x) + 1,
-    "sinh": lambda x: 1 - jnp.sinh(x),
-    "pow": lambda x: jnp.e**x,
-    "in a jit": jax.jit(lambda x: jnp.exp(x)),
-}
-SOFTMAXES = {
-    **{n: divided_by_sum(below_maximum(fn)) for n, fn in EXPONENTIALS.items()},
-    "logsumexp": by_logarithms,
-    "no maximum": divided_by_sum(jnp.exp),
-}
-
-
 def fourth_power(x):
     return (x**2 + 1) ** 4
 
 
-ILL_CONDITIONED = SOFTMAXES | {
-    "fourth power": divided_by_sum(fourth_power),
-    "summed in a loop": divided_by_sum(fourth_power, sum_by_a_loop),
-    "summed in a jit": divided_by_sum(fourth_power, jax.jit(sum_of_rows)),
-    "all in a jit": jax.jit(divided_by_sum(fourth_power)),
-    "sigmoid": divided_by_sum(jax.nn.sigmoid, sum_by_a_loop),
-    "tangent": divided_by_sum(lambda x: jnp.tan(x / 8) ** 2 + 0.01),
-    "power": divided_by_sum(lambda x: (x**2 + 1) ** 3.5),
+ILL_CONDITIONED = {  # name: (softmax, how much larger than by hand the error may be)
+    "logsumexp": (by_logarithms, 1.4),
+    "exponentials in a jit": (divided_by_sum(jax.jit(below_maximum)), 1.4),
+    "fourth power": (divided_by_sum(fourth_power), 2.2),
+    "all in a jit": (jax.jit(divided_by_sum(fourth_power)), 2.2),
 }
 
 again = jax.checkpoint(jax.nn.softmax)
@@ -144,8 +103,8 @@ def test_gradients(fn, way):
 @pytest.mark.parametrize("name", ILL_CONDITIONED)
 def test_ill_conditioned_functions(name):
     """However exponentials are made, and nearly other functions that are summed."""
-    fn = functools.partial(cross_entropy, softmax=ILL_CONDITIONED[name])
-    check(fn, jax.jit, bound=1.4 if name in SOFTMAXES else 2.2)
+    softmax, bound = ILL_CONDITIONED[name]
+    check(functools.partial(cross_entropy, softmax=softmax), jax.jit, bound)
 
 
 def of_segments(reduce, x):
@@ -160,9 +119,7 @@ def gated(kernels, softmax):
 
 MAXIMA = {
     "maximum": lambda x: x / jnp.abs(x).max(1, keepdims=True),
-    "in a jit": jax.jit(lambda x: x / jnp.abs(x).max(1, keepdims=True)),
     "of segments": lambda x: x / of_segments(jax.ops.segment_max, jnp.abs(x)),
-    "minima of segments": lambda x: x / of_segments(jax.ops.segment_min, -jnp.abs(x)),
 }
 
 
@@ -212,19 +169,6 @@ def test_maxima(name):
     assert_close(actual, gradients(fn), jnp.bfloat16, gradient=True)
 
 
-def activated_norm(kernels, dtype=jnp.float32, activation=jax.nn.silu):
-    x, query, key = (a.astype(dtype) for a in (X, *kernels))
-    x = (x @ query).astype(jnp.float32)
-    x = (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1)
-    x = (activation(x.astype(dtype)) @ key).astype(jnp.float32)
-    return jnp.mean((x - TARGET) ** 2)
-
-
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.silu, jnp.tanh])
-def test_a_norm_and_an_activation(activation):
-    check(functools.partial(activated_norm, activation=activation), jax.jit)
-
-
 def test_a_ref_enters_a_checkpoint():
     """It cannot be rounded, and needs not be: it is in the user's own dtype."""
 
@@ -238,9 +182,3 @@ def test_a_ref_enters_a_checkpoint():
         return jax.checkpoint(update)(ref, x) + ref[...].astype(jnp.float32)
 
     assert_identical(amp(fn)(jnp.ones(3)), fn(jnp.ones(3)))
-
-
-def test_a_bool_enters_a_checkpoint():
-    """It is a Python number in the jaxpr, and has no dtype."""
-    fn = jax.checkpoint(lambda x, is_on: jnp.where(is_on, 2 * x, 0.0))
-    assert_identical(amp(lambda x: fn(x, True))(jnp.ones(3)), 2 * jnp.ones(3))

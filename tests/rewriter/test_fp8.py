@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
@@ -31,7 +30,6 @@ from flax_amp._rewriter.fp8 import (
     fp8_dot_p,
     fp8_product,
     has_fp8,
-    power_of_two,
     quantize,
     scale_exponent,
 )
@@ -102,25 +100,6 @@ def test_numbers_are_rounded_with_the_least_exponent_that_fits(numbers, format_)
     assert errors.max() <= float(info.eps) / 2
 
 
-def test_one_exponent_for_all_along_the_axes():
-    x = jnp.array([[1.0, -900.0, 0.0], [jnp.inf, jnp.nan, 0.25]])
-    of_all, of_rows = (scale_exponent(x, FORWARD, axes) for axes in ((0, 1), (1,)))
-    assert (of_all.shape, of_rows.shape) == ((1, 1), (2, 1))
-    assert of_all.item() == of_rows[0, 0] == 2  # 900 / 2**2 = 225
-    assert of_rows[1, 0] == -10  # what is not finite does not count
-    for x in (jnp.zeros((2, 3)), jnp.zeros((0, 3))):
-        e = scale_exponent(x, FORWARD, (0, 1))
-        assert_identical(quantize(x, e, FORWARD), x.astype(FORWARD))
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_powers_of_two(dtype):
-    e = np.arange(-126, 128)
-    assert_identical(power_of_two(jnp.asarray(e), dtype), np.exp2(e).astype(dtype))
-    ends = power_of_two(jnp.array([-300, -127, 128, 300]), dtype)
-    assert_identical(ends, np.array([0, 0, np.inf, np.inf], dtype))
-
-
 # --- products ------------------------------------------------------------------------
 
 
@@ -135,7 +114,6 @@ def rounded_by_numpy(x, format_, batch):
 
 PRODUCTS = {
     "dense": ("bk,kn->bn", (16, 8), (8, 4)),
-    "two sums": ("bhd,hdn->bn", (5, 2, 4), (2, 4, 3)),
     "heads": ("btk,khd->bthd", (5, 2, 8), (8, 2, 3)),
     "experts in the middle": ("bek,ken->ebn", (5, 3, 8), (8, 3, 4)),
 }
@@ -293,17 +271,11 @@ FUNCTIONS = {
     "cond": lambda w, x: lax.cond(
         x[0, 0] < 9, loss, lambda w, x: 0 * x.sum(), w, x
     ),
-    "while": lambda w, x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w[0]), x).sum(),
-    "vmap over examples": lambda w, x: jax.vmap(loss, (None, 0))(w, x[:, None]).sum(),
-    "vmap over both": lambda w, x: jax.vmap(loss)(
-        jnp.stack([w, w]), jnp.stack([x, 2 * x])
-    ).sum(),
 }  # fmt: skip
 TRANSFORMS = {
     "value": lambda f: f,
     "grad": lambda f: jax.jit(jax.grad(f, (0, 1))),
     "jvp": lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
-    "linearize": lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
     "hessian-vector": lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), (w, x))[1],
     "grad of grad": lambda f: jax.grad(
         lambda w, x: jnp.sum(jnp.sin(jax.grad(f)(w, x)))
@@ -311,34 +283,24 @@ TRANSFORMS = {
     "vmap of grad": lambda f: (
         lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, jnp.stack([x, x]))
     ),
-    "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
     "shard_map": lambda f: jax.grad(over_devices(f), (0,)),
 }
 
 
-def _cells():
-    for function in FUNCTIONS:
-        for transform in TRANSFORMS:
-            # A row of shard_map has too few examples.
-            if transform == "shard_map" and function.startswith("vmap"):
-                continue
-            marks = [] if function == "straight" else [pytest.mark.slow]
-            yield pytest.param(function, transform, marks=marks)
-
-
-@pytest.mark.parametrize("function, transform", list(_cells()))
+@pytest.mark.parametrize(
+    "function, transform",
+    [
+        pytest.param(f, t, marks=[] if f == "straight" else pytest.mark.slow)
+        for f in FUNCTIONS
+        for t in TRANSFORMS
+    ],
+)
 def test_transforms(function, transform):
     f, around = FUNCTIONS[function], TRANSFORMS[transform]
     x = jnp.concatenate([X, X[:2]]) if transform == "shard_map" else X
     assert count(around(fp8(f)), W, x)[0], "no product in fp8"
     error = relative_error(around(fp8(f))(W, x), around(f)(W, x))
     assert error < (0.4 if transform == "grad of grad" else 0.25)
-
-
-def test_an_exported_program_computes_the_same():
-    f = jax.jit(jax.grad(fp8(loss)))
-    again = export.deserialize(export.export(f)(W, X).serialize())
-    assert_close(again.call(W, X), f(W, X), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -350,14 +312,6 @@ def test_a_program_is_exported_for_other_devices(platform):
     lowered = f.trace(W, X).lower(lowering_platforms=(platform,)).as_text()
     constraints = lowered.count("LayoutConstraint")
     assert bool(constraints) == (platform == "cuda")
-
-
-def test_both_passes_make_the_same_copies():
-    """XLA merges what is equal to the order of its axes."""
-    text = jax.jit(jax.grad(fp8(loss, REAL), (0, 1))).lower(W, X).compile().as_text()
-    maxima = [line for line in text.splitlines() if " reduce(" in line]
-    dimensions = [re.search(r"dimensions={(.*?)}", line)[1] for line in maxima]
-    assert "0,1" in dimensions and "1,0" not in dimensions
 
 
 def test_a_policy_for_dots_saves_products_in_fp8():
@@ -375,16 +329,6 @@ def test_no_8_bit_copy_is_a_residual():
     _, pullback = jax.vjp(fp8(loss), W, X)
     dtypes = {x.dtype.name for x in jax.tree.leaves(pullback) if hasattr(x, "dtype")}
     assert not [name for name in dtypes if name.startswith("float8")]
-
-
-def test_float16_products():
-    run = functools.partial(fp8, compute_dtype=jnp.float16)
-    found = equations_of(jax.grad(run(loss)), W, X, primitive=NAME)
-    assert {eqn.outvars[0].aval.dtype for eqn in found} == {jnp.dtype(jnp.float16)}
-    # The sums of 512 products of numbers near 448 are out of the range of float16.
-    w, x = jnp.ones((2, 512, 512)) / 512, jnp.ones((4, 512))
-    assert_close(run(lambda w, x: x @ w[0] @ w[1] @ w[0])(w, x), x, FORWARD)
-    assert_close(run(loss)(W, X), loss(W, X), FORWARD)
 
 
 # --- which products ------------------------------------------------------------------
@@ -449,18 +393,6 @@ def attention(w, x):
     return (scores @ x) @ w[0] @ w[1]
 
 
-def experts(w, x):
-    routed = jnp.tanh(jnp.tile(x, (3, 1)) @ w[0]).reshape(3, *x.shape)
-    return jnp.einsum("ebi,eij->ebj", routed, w)[0] @ w[1]
-
-
-def convolved(w, x):
-    y = jnp.tanh(x @ w[0])[None]
-    numbers = ("NWC", "WIO", "NWC")
-    y = lax.conv_general_dilated(y, w[:1], (1,), "SAME", dimension_numbers=numbers)
-    return y[0] @ w[1]
-
-
 def between(middle):
     return lambda w, x: jnp.tanh(middle(jnp.tanh(x @ w[0]), w[1])) @ w[2]
 
@@ -471,17 +403,11 @@ PAIR = "not in fp8: neither factor is an argument"
 ROWS = {  # name: (function, how many in fp8, why not the others, in order)
     "first and last": (mlp, 1, (FIRST, LAST)),
     "attention": (attention, 3, (FIRST, PAIR, PAIR, LAST)),
-    "experts": (experts, 1, (FIRST, LAST)),
     "a moved weight": (between(lambda x, w: x @ w.T[::-1]), 1, (FIRST, LAST)),
     "a scaled weight": (between(lambda x, w: x @ (2 * w)), 0, (FIRST, PAIR, LAST)),
-    "a convolution": (convolved, 0, (FIRST, "primitive conv_general_dilated", LAST)),
     "a user's cast": (
         between(lambda x, w: x @ w.astype(jnp.bfloat16)), 0,
         (FIRST, "not in fp8: a factor is not float32", LAST),
-    ),
-    "precision": (
-        between(lambda x, w: jnp.matmul(x, w, precision="highest")), 0,
-        (FIRST, "it asks for precision", LAST),
     ),
 }  # fmt: skip
 
@@ -533,7 +459,6 @@ def test_arrays_with_explicit_shardings_stay_in_half_precision():
 KEY = default_amp_policy | {lax.dot_general_p: FP8}
 SCOPES = {  # name: (function, policy, how many products in fp8, and how many others)
     "small, and the last one": (mlp, {"middle": FP8, "last": FP8}, (2, 1)),
-    "a scope left out": (mlp, KEY | {"middle": jnp.bfloat16}, (0, 3)),
     "code that is stopped": (amp_stop(mlp), {"middle": FP8}, (0, 3)),
 }
 
@@ -637,25 +562,3 @@ def test_a_state_in_fp8_steps_in_fp8():
                 make(loss_fn)(state, Y)
     for make, expected in ((make_train_step, 6), (make_eval_step, 2)):
         assert count(make(fp8(loss_fn), jit=False), create(), Y)[0] == expected
-
-
-@pytest.mark.parametrize("options", [{}, {"accum_steps": 2}], ids=str)
-def test_training(options):
-    """The loss falls as it does in bfloat16."""
-    ends = []
-    for rewrite_loss in (fp8, amp):
-        step, state = make_train_step(rewrite_loss(loss_fn), **options), create()
-        for _ in range(40):
-            state, metrics = step(state, Y)
-        assert bool(metrics["grads_finite"])
-        ends.append(float(metrics["loss"]))
-    assert ends[0] < 0.3 * float(loss_fn({"w": V}, Y))
-    assert abs(ends[0] - ends[1]) < 0.05
-
-
-def test_nnx():
-    rngs = nnx.Rngs(0)
-    layers = [nnx.Linear(16, 16, rngs=rngs) for _ in range(3)]
-    model = nnx.Sequential(layers[0], jnp.tanh, layers[1], jnp.tanh, layers[2])
-    loss = fp8(lambda model, x: jnp.mean(model(x) ** 2))
-    assert count(lambda x: loss(model, x), Y)[0] == 2

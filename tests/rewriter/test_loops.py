@@ -16,6 +16,7 @@ from helpers import (
     equations_of,
     jit,
     relative_error,
+    run_all,
 )
 
 ROWS, SIZE = 4, 8
@@ -43,7 +44,6 @@ def test_weight_shared_by_4096_steps_accumulates_in_float32(dtype):
 CARRIES = {  # name: (body of (w, carry, x), first carry from x, is it a stream?)
     "from_zeros": (lambda w, c, x: jnp.tanh(c @ w + x), jnp.zeros_like, True),
     "residual_stream": (lambda w, c, x: c + layer(w, c), lambda x: 2 * x, True),
-    "pre_norm": (lambda w, c, x: c + layer(w, norm(c)), lambda x: 2 * x, True),
     "normed_embedding": (lambda w, c, x: c + layer(w, norm(c)), norm, True),
 }
 LOOPS = {  # of `step(w, carry)`, from a first carry
@@ -115,34 +115,67 @@ def test_a_state_stays_in_float32_behind_what_is_nested_in_its_loop(inner):
     assert len(dtypes) >= 3 and set(dtypes) == {"float32"}
 
 
-def decayed(w, x):
-    """A recurrence whose decay is computed from its input, without a product inside."""
-    decay, inputs = jnp.exp(-jax.nn.softplus(x @ w - 7)), 0.01 * (x @ w.T)
-    step = lambda h, z: ((new := z[0] * h + z[1]), new)  # noqa: E731
-    return lax.scan(step, jnp.zeros(SIZE), (decay, inputs))[1] @ w
-
-
-def decayed_by_index(w, x):
-    decay, inputs = jnp.exp(-jax.nn.softplus(x @ w - 7)), 0.01 * (x @ w.T)
-    step = lambda i, h: decay[i] * h + inputs[i]  # noqa: E731
-    return lax.fori_loop(0, len(x), step, jnp.zeros(SIZE))[None] @ w
-
-
-@both_halves
-@pytest.mark.parametrize("fn", [decayed, decayed_by_index])
-def test_what_a_loop_without_a_product_reads_is_not_rounded(fn, dtype):
-    """Decays close to 1 over 2048 steps: rounded, they were 30 % off at the end."""
-    x = normal(3, 2048, SIZE)
-    loss = lambda w, x: 1024 * jnp.mean(fn(w, x) ** 2)  # noqa: E731
-    lowered = amp(loss, compute_dtype=dtype)
-    actual, expected = (jit(jax.value_and_grad(f))(W, x) for f in (lowered, loss))
-    assert_close(actual, expected, dtype, gradient=True)
-
-
 def test_calls_within_calls_are_not_inlined():
-    """Each calls the next one twice: there would be 2**20 matmuls."""
+    """Each calls the next one twice: there would be 2**12 matmuls."""
     f = jax.jit(layer)
-    for _ in range(20):
+    for _ in range(12):
         f = jax.jit(lambda w, y, f=f: f(w, f(w, y)))
     jaxpr = jax.make_jaxpr(amp(f))(W, X)
-    assert len(str(jaxpr)) < 100_000
+    assert len(str(jaxpr)) < 50_000
+
+
+# --- states, which no scan may carry in half precision -------------------------------
+
+# Found by outsiders: rounded, `.999 * s` is `s` again, and small updates are lost.
+DATA = jnp.full((1000, 4), 0.01)
+BATCHES = normal(3, 1000, 16, 8)
+
+
+def decayed(x):
+    """The decay of a state that a product of the same step reads."""
+
+    def step(s, a):
+        s = 0.999 * s + 0.001 * jnp.outer(a @ jnp.eye(4), a)
+        return s, s @ a
+
+    return lax.scan(step, jnp.ones((4, 4)), x)[0]
+
+
+def decayed_and_read_later(x):
+    def step(s, a):
+        s = 0.999 * s + (0.001 * a) @ jnp.eye(4)
+        return s, jnp.sum((s @ jnp.eye(4)) ** 2 * s)
+
+    return lax.scan(step, jnp.ones(4), x)[0]
+
+
+def trained(xs, start):
+    """Steps of gradient descent: the carry is the weight, and what is scanned data."""
+
+    def step(w, a):
+        loss = lambda w: jnp.mean((a @ w - a[:, :1]) ** 2)  # noqa: E731
+        return w - 1e-3 * jax.grad(loss)(w), None
+
+    return lax.scan(step, start, xs)[0]
+
+
+def gram(xs):
+    """A sum of products that another product of the step reads."""
+    step = lambda p, a: (p + 1e-3 * a.T @ a, (p @ a.T).sum())  # noqa: E731
+    return lax.scan(step, jnp.eye(8), xs)[0]
+
+
+STATES = {
+    "decayed": (decayed, DATA),
+    "decayed and read later": (decayed_and_read_later, DATA),
+    "weights": (lambda xs: trained(xs, jnp.full((8, 1), 0.5)), BATCHES),
+    "weights among the arguments": (trained, BATCHES, jnp.ones((8, 1))),
+    "gram": (gram, BATCHES),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states(name):
+    fn, *args = STATES[name]
+    expected, found = run_all(fn, amp(fn))(*args)
+    assert relative_error(found, expected) < 1e-2

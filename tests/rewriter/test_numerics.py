@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from _programs import SIZE, W, X, normal
-from flax_amp import amp, default_amp_policy, explain, use_compute_precision
+from flax_amp import amp, default_amp_policy, use_compute_precision
 from helpers import (
     HALVES,
     assert_close,
@@ -21,7 +21,6 @@ from helpers import (
 
 KEY = jax.random.key(7)
 EXACT = {  # name: (function, arguments); the result has the very bits of the original
-    "no_input": (lambda: jnp.arange(300.0) + 0.5, ()),
     "int8_dot_float_result": (
         lambda a: lax.dot(a, a, preferred_element_type=jnp.float32),
         (jnp.full((16, 16), 120, jnp.int8),),
@@ -29,12 +28,8 @@ EXACT = {  # name: (function, arguments); the result has the very bits of the or
     "dropout_mask": (
         lambda k, w: jax.random.bernoulli(k, 0.9, (w @ w).shape), (KEY, W)
     ),
-    "empty": (lambda x: (x[:0] @ x.T, x[:0].sum(), x[:0]), (X,)),
     "segment_sum": (
         lambda x: jax.ops.segment_sum(x, jnp.zeros(5000, int), 1), (jnp.ones(5000),)
-    ),
-    "one_hot_mean": (
-        lambda i: jax.nn.one_hot(i, 3).mean(0), (jnp.arange(4096) % 3,)
     ),
 }  # fmt: skip
 
@@ -54,9 +49,6 @@ def test_exact(name):
 IN_HALF = {
     "square_of_300": lambda y: y**2 * 300.0**2,
     "sum_of_70000": lambda y: jnp.sum(jnp.broadcast_to(y[None], (70_000, *y.shape))),
-    "segment_sum": lambda y: jax.ops.segment_sum(
-        jnp.broadcast_to(y[None], (5000, *y.shape)), jnp.zeros(5000, int), 1
-    ),
     "norm": lambda y: jnp.linalg.norm(y * 300),
 }
 
@@ -106,35 +98,12 @@ def test_masks_give_no_nan(mask, rows, dtype):
         assert rows == "all" or not zero.any()
 
 
-def masked_scores(w, x, mask):
-    s = x @ w + mask
-    return jax.nn.softmax(s), s @ w
-
-
-def clipped_probabilities(w, x, _):
-    p = jnp.clip(jax.nn.sigmoid(x @ w), 1e-7, 1 - 1e-7)
-    return -jnp.log(1 - p), p @ w
-
-
-@both_halves
-@pytest.mark.parametrize(
-    "fn, scale", [(masked_scores, -40), (clipped_probabilities, 40)]
-)
-def test_guards_with_a_second_reader(fn, scale, dtype):
-    """What guards a softmax or a logarithm guards it when a matmul reads it, too."""
-    args = jnp.eye(2) * scale, jnp.eye(2), jnp.full((2, 2), -1e9)
-    assert jnp.isfinite(amp(fn, compute_dtype=dtype)(*args)[0]).all()
-
-
 GUARDS = {
     "divide": lambda y: y / (jnp.abs(y) + 1e-12),
-    "maximum": lambda y: y / jnp.maximum(jnp.abs(y), 1e-12),
-    "broadcast": lambda y: y / (jnp.abs(y) + jnp.full_like(y, 1e-12)),
     "rsqrt": lambda y: y * lax.rsqrt(y + 1e-12),
     "log": lambda y: y * jnp.log(y + 1e-12),
     "norm": lambda y: y / (jnp.linalg.norm(y) + 1e-12),
     "clip_log": lambda y: jnp.log(jnp.clip(y, 1e-12, 1.0)) * 1e-2,
-    "clip_below_1": lambda y: jnp.log(1 - jnp.clip(y + 1, 1e-7, 1 - 1e-7)) * (y + 1),
 }
 
 
@@ -144,15 +113,6 @@ def test_epsilons_still_guard(name):
     fn = lambda w, x: GUARDS[name](x @ w)  # noqa: E731
     zeros, lowered = jnp.zeros((2, 2)), amp(fn, compute_dtype=jnp.float16)
     assert_close(*run_all(lowered, fn)(zeros, zeros), jnp.float16)
-
-
-def test_constant_gathered_out_of_bounds():
-    """A constant array read out of bounds is the fill value, not the constant."""
-
-    def fn(w, i):
-        return (w @ w)[0, 0] * jnp.ones(4).at[i].get(mode="fill", fill_value=3.0)
-
-    assert float(amp(fn)(jnp.eye(2), jnp.int32(9))) == 3.0
 
 
 @both_halves
@@ -178,9 +138,7 @@ def test_what_overflows(dtype):
 
 SCATTERS = {
     "segment_max": lambda y: jax.ops.segment_max(y, jnp.array([0, 1]), 2),
-    "segment_sum": lambda y: jax.ops.segment_sum(y, jnp.array([0, 0]), 2),
     "at_multiply": lambda y: y.at[0].multiply(0.5),
-    "at_set": lambda y: y.at[0].set(0.5),
     "at_apply": lambda y: y.at[0].apply(jnp.sin),
 }
 
@@ -236,16 +194,6 @@ def rotated(w, x):
     return jnp.mean((jnp.sin(angles) @ w) ** 2) + jnp.mean((x @ w) ** 2)
 
 
-def from_input(w, x):
-    times = 1000 * jnp.abs(x[:, :1])
-    return jnp.sin(times @ FREQUENCIES[None]) @ w
-
-
-def weighted(w, x):
-    losses = jnp.log1p(jnp.exp(x @ w)).sum(1) * 1e4
-    return jnp.vdot(losses, jnp.arange(8.0)) * 1e-4  # gradients fit into float16
-
-
 def penalty(w, x):
     return jnp.vdot(w * 1e-4, w * 1e4) + jnp.vdot(x * 1e3, x * 1e-3)
 
@@ -264,8 +212,6 @@ def layers_with_one_input(w, x):
 # name: function, dtypes of its products
 FLOATS = {
     "angles": (rotated, [FULL, HALF, HALF]),
-    "angles of an input": (from_input, [FULL, HALF]),
-    "weighted losses": (weighted, [HALF, FULL]),
     "penalty of weights": (penalty, [FULL, FULL]),
     "of rows": (of_rows, [HALF, FULL]),
     "layers with one input": (layers_with_one_input, [FULL, HALF, FULL]),
@@ -298,22 +244,6 @@ def test_a_constant_out_of_range():
     assert_close(lowered(W, X), fn(W, X), jnp.float16)
 
 
-def test_lengths_that_are_not_known():
-    """With symbols as lengths (`jax.export`), a contraction may have any length."""
-
-    def fn(x, y):
-        return x @ y.T, jnp.vdot(x, x), jnp.einsum("i,j->ij", x[0], y[0])
-
-    n = jax.export.symbolic_shape("n")[0]
-    shape = jax.ShapeDtypeStruct((3, n), jnp.float32)
-    lowered = amp(fn, compute_dtype=jnp.bfloat16)
-    exported = jax.export.export(jax.jit(lowered))(shape, shape)
-    for x in (X[:3], X[:3, :1]):
-        assert_close(exported.call(x, x), fn(x, x), jnp.bfloat16)
-    empty = X[:3, :0]
-    assert_close(lowered(empty, empty), fn(empty, empty), jnp.bfloat16)
-
-
 def test_a_scope_lowers_all_products():
     def fn(w, x):
         with jax.named_scope("half"):
@@ -323,9 +253,3 @@ def test_a_scope_lowers_all_products():
     policy = {"half": use_compute_precision}
     found = dtypes_of(amp(fn, amp_policy=policy), W, X)
     assert found == [("bfloat16",) * 2] * 3
-
-
-def test_explain_counts_matrix_products_only():
-    found = explain(lambda w, x: jnp.vdot(x @ w, x))(W, X)
-    assert not found.problems
-    assert found.totals.low_share == 1

@@ -25,7 +25,7 @@ from _structured_rows import NOT_BATCHED, NOT_RUN, OTHER_VERSIONS, UNREACHABLE
 from jax import lax
 from jax.extend.core import Primitive
 
-from flax_amp import amp, default_amp_policy, use_fp8
+from flax_amp import amp
 from flax_amp._rewriter.primitives import TRAITS, Kind, kind_of
 from helpers import (
     HALVES,
@@ -42,7 +42,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:amp. no matrix product",  # of rows that run as written
 )
 
-IN_FP8 = default_amp_policy | {"fp8": use_fp8(emulate=True)}
 # Calls that are evaluated in place.
 INLINED = ("closed_call", "eval_jaxpr")
 # Their primitives stand in kernels only, or need other packages.
@@ -325,59 +324,6 @@ def test_values_and_gradients(name):
         actual, actual_grads = with_gradient(fn, row, row.args)
         assert_close(actual, expected, bound)
         assert_close(actual_grads, grads, dtype, gradient=True)
-
-
-def weighed(row):
-    """Calls a row behind products by a weight and before them."""
-
-    def product(w, x):
-        halves = lax.broadcast_in_dim(x, (*x.shape, 2), range(x.ndim))
-        with jax.named_scope("fp8"):
-            return (halves + x[..., None]) @ w
-
-    def maybe(w, tree):
-        return jax.tree.map(lambda x: product(w, x) if is_float32(x) else x, tree)
-
-    def run(w, *args):
-        args = maybe(w, maybe(w, args))  # the first one is made of arguments alone
-        with jax.named_scope("row"):
-            results = row.call(*args)
-        return maybe(w, maybe(w, results))
-
-    return run
-
-
-# Behind a row without float results there is no product.
-@pytest.mark.filterwarnings("ignore:amp. no matrix product")
-@pytest.mark.slow
-@each_run
-def test_products_in_fp8(name):
-    """Around a row they change no other dtype, and give numbers where halves do."""
-    row, dtype, w = ROWS[name], HALVES[len(name) % 2], np.full(2, 0.25, np.float32)
-    fn = weighed(row)
-    half = amp(fn, compute_dtype=dtype)
-    fp8 = amp(fn, compute_dtype=dtype, amp_policy=IN_FP8)
-
-    def dtypes(fn):
-        found = scoped_equations(jax.make_jaxpr(fn)(w, *row.args))
-        return [
-            (eqn.primitive.name, [str(v.aval) for v in (*eqn.invars, *eqn.outvars)])
-            for scopes, eqn in found
-            if "row" in scopes
-            and eqn.primitive.name not in (*MATMULS, "flax_amp_fp8_dot")
-        ]
-
-    assert dtypes(fp8) == dtypes(half)
-
-    def run(fn):
-        def total(w):
-            return sum(x.sum() for x in numbers(fn(w, *row.args)))
-
-        grad = jax.grad(total) if is_defined(jax.grad(total), [w]) else lambda w: None
-        return jit(lambda w, *args: (numbers(fn(w, *args)), grad(w)))(w, *row.args)
-
-    pairs = zip(*map(jax.tree.leaves, map(run, (half, fp8))), strict=True)
-    assert all(np.isfinite(b).all() for a, b in pairs if np.isfinite(a).all())
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -45,6 +46,7 @@ OF_ONE = {
     "weight": lambda a, w, bias: a * w,
     "scale": lambda a, w, bias: a * bias[0],
     "shift": lambda a, w, bias: a + 0.5,
+    "offset": lambda a, w, bias: a + bias[0],
     "tanh": lambda a, w, bias: jnp.tanh(a),
     "exp": lambda a, w, bias: jnp.exp(jnp.sin(a)),
     "minus": lambda a, w, bias: -a,
@@ -165,3 +167,9 @@ def check(program, half):
 @given(programs, st.sampled_from(HALVES))
 def test_generated_programs(program, half):
     check(program, half)
+
+
+@pytest.mark.parametrize("name", [*OF_ONE, *OF_TWO])
+def test_each_layer_between_matmuls(name):
+    layers = [("matmul", 0, 0, 0), (name, 0, 1, 1), ("matmul", 0, 0, 2)]
+    check(layers, HALVES[len(name) % 2])

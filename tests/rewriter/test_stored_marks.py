@@ -4,11 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import Recompute
-from jax.test_util import check_grads
 
 from _programs import FIRST_ORDER, again, squares
 from _transformer import MODES, bfloat16, inputs, scanned, unrolled, weights
@@ -88,14 +86,6 @@ def test_the_forward_pass_rounds(is_rounded):
     alone, with_gradient = (jit(f).lower(x).as_text() for f in (fn, jax.grad(fn)))
     assert "reduce_precision" not in alone
     assert ("reduce_precision" in with_gradient) == is_rounded
-
-
-def test_it_is_transposed():
-    (cotangent,) = jax.linear_transpose(
-        lambda x: mark_stored(2 * x, EVERYWHERE, is_rounded=False), jnp.ones(4)
-    )(jnp.arange(4.0))
-    np.testing.assert_array_equal(cotangent, 2 * jnp.arange(4.0))
-    check_grads(marked, (jnp.linspace(0.1, 1, 4),), order=2, modes=("fwd", "rev"))
 
 
 # --- barriers ------------------------------------------------------------------------

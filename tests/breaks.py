@@ -1,0 +1,271 @@
+"""One-line breaks of the package, each with the tests that must see it.
+
+    python -m tests.breaks [--only N ...]        # or: make breaks
+
+It copies the package and its tests to a temporary directory, breaks one line at a time
+there, and runs the tests that the table names for that line. A break that its tests do
+not see survives; it shows a test that is missing. The exit status is 1 if one survives,
+if a text does not stand in its file exactly once, or if the tests fail without a break.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = "flax_amp tests benchmarks examples configs docs pyproject.toml README.md"
+
+
+class Break(NamedTuple):
+    """A text of a file that stands there once, what replaces it, and who sees that."""
+
+    file: str  # in flax_amp
+    old: str
+    new: str
+    tests: str  # node ids in tests, with commas in between
+
+
+# file: (text, replacement, tests)
+TABLE: dict[str, list[tuple[str, str, str]]] = {
+    "policy.py": [
+        (
+            "return [_cast(x, dtype) for x, dtype in pairs], bind_params",
+            "return [x for x, _ in pairs], bind_params",
+            "test_policy.py::test_precision_function",
+        ),
+        (
+            "scopes.sort(key=names_method, reverse=True)",
+            "scopes.sort(key=names_method)",
+            "test_policy.py::test_scope_keys",
+        ),
+        (
+            "if functions.get(lax.dot_general_p, default) is default:",
+            "if True:",
+            "test_policy.py::test_a_word_for_fp8_is_a_key",
+        ),
+    ],
+    "_scope_paths.py": [
+        ("modules.pop()", "pass", "test_policy.py::test_scope_keys"),
+    ],
+    "_tree.py": [
+        (
+            "leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]",
+            "leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)][:1]",
+            "test_tree.py::test_all_finite",
+        ),
+    ],
+    "_rewriter/primitives.py": [
+        (
+            "if all(shapes[0][axis] == 1 for axis in contracted):",
+            "if False:",
+            "rewriter/test_numerics.py::test_inner_and_outer_products_of_floats",
+        ),
+        (
+            "math.prod(reads) > 1",
+            "math.prod(reads) < 1",
+            "rewriter/test_gathers.py::test_cotangents_are_summed_in_float32",
+        ),
+    ],
+    "_rewriter/roles.py": [
+        (
+            'if not _is_default_precision(eqn.params.get("precision")):',
+            "if False:",
+            "rewriter/test_custom_rules.py"
+            "::test_a_rule_that_asks_for_precision_gets_it",
+        ),
+        (
+            "if is_inexact and dtype not in (jnp.float32, self.half):",
+            "if False:",
+            "rewriter/test_transform.py::test_float64",
+        ),
+    ],
+    "_rewriter/flow.py": [
+        (
+            "passes = _is_move(eqn, choice) and inside.isdisjoint(eqn.outvars)",
+            "passes = _is_move(eqn, choice)",
+            "rewriter/test_hard_losses.py::test_hard_losses[from moved jit-bfloat16]",
+        ),
+    ],
+    "_rewriter/plan.py": [
+        (
+            "elif v in sums:",
+            "elif False:",
+            "rewriter/test_six_lines.py::test_each_layer_between_matmuls",
+        ),
+        (
+            "elif v in steps:",
+            "elif False:",
+            "rewriter/test_hard_losses.py::test_small_steps",
+        ),
+        (
+            "own = floor = max(own, floor)",
+            "own = max(own, 0)",
+            "rewriter/test_recompute.py::test_effects_run_once_and_in_order",
+        ),
+    ],
+    "_rewriter/emit.py": [
+        (
+            "are_biases &= all(v.aval.shape for v in others)",
+            "pass",
+            "rewriter/test_six_lines.py::test_each_layer_between_matmuls",
+        ),
+        (
+            "if node.level not in of_levels:",
+            "if True:",
+            "rewriter/test_modules.py::test_no_cast_is_in_vain",
+        ),
+        (
+            "platforms = stored.platforms if self.emitter.is_straight else NOWHERE",
+            "platforms = stored.platforms",
+            "rewriter/test_stored_marks.py::test_barriers_of_a_model",
+        ),
+    ],
+    "_rewriter/stored.py": [
+        (
+            "elif is_rounded and not in_backward and copies > 1:",
+            "elif False:",
+            "rewriter/test_stored_marks.py::test_the_forward_pass_rounds",
+        ),
+    ],
+    "_rewriter/bodies.py": [
+        (
+            "wide = emitter.cast_like(consts, eqn.invars[:start], (False,) * start)",
+            "wide = consts",
+            "rewriter/test_regions.py"
+            "::test_a_scan_adds_up_the_cotangents_of_what_it_closes_over",
+        ),
+        (
+            "i in x.streams and i not in kernels and bool(v.aval.shape)",
+            "bool(v.aval.shape)",
+            "rewriter/test_loops.py::test_states",
+        ),
+    ],
+    "_rewriter/custom_derivatives.py": [
+        (
+            "if variable in self.differentiated:",
+            "if False:",
+            "rewriter/test_custom_rules.py::test_what_it_closes_over_has_no_derivative",
+        ),
+    ],
+    "_rewriter/casts.py": [
+        (
+            "np.where(is_out, np.sign(number) * largest / 2, number)",
+            "np.where(is_out, number, number)",
+            "rewriter/test_constants.py::test_numbers_saturate",
+        ),
+    ],
+    "_rewriter/fp8.py": [
+        (
+            "formats=(BACKWARD, formats[1 - i])",
+            "formats=(formats[i], formats[1 - i])",
+            "rewriter/test_fp8.py::test_gradients_read_8_bit_floats",
+        ),
+    ],
+    "_rewriter/transform.py": [
+        (
+            'x, getattr(aval, "weak_type", False))',
+            "x, False)",
+            "rewriter/test_transform.py::test_weak_types_of_results",
+        ),
+    ],
+    "_rewriter/nnx_bridge.py": [
+        (
+            "if after != self._graphdef:",
+            "if False:",
+            "rewriter/test_flax_models.py::test_nnx_structure_changes_are_refused",
+        ),
+    ],
+    "_rewriter/nnx_scopes.py": [
+        (
+            "vars(value).pop(_NAME, None)",
+            "pass",
+            "rewriter/test_nnx_scopes.py::test_nothing_is_left_behind",
+        ),
+    ],
+    "_rewriter/policy_warnings.py": [
+        (
+            'if kept and "" not in kept:',
+            "if kept:",
+            "rewriter/test_policy_warnings.py::test_no_false_alarm",
+        ),
+    ],
+}
+BREAKS = [Break(file, *row) for file, rows in TABLE.items() for row in rows]
+
+
+def copy_of_the_project(folder: Path) -> None:
+    for name in COPIED.split():
+        source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "_build")
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            shutil.copy(source, folder)
+
+
+def run(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs tests in a copy of the project. The status is 1 if one of them fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow"]
+    # A file that changes within a second may have the bytecode of the one before.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [*command, *(f"tests/{test}" for test in tests)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def what_is_wrong(folder: Path, each: Break) -> str:
+    """Returns what is wrong with a break, or nothing if its tests see it."""
+    path = folder / "flax_amp" / each.file
+    text = path.read_text()
+    if (count := text.count(each.old)) != 1:
+        return f"the text stands there {count} times; expected once"
+    path.write_text(text.replace(each.old, each.new))
+    try:
+        ran = run(folder, each.tests.split(", "))
+    finally:
+        path.write_text(text)
+    if ran.returncode == 0:
+        return "it survives"
+    # Any other status is that of tests that do not exist, or cannot be imported.
+    return "" if ran.returncode == 1 else f"the tests did not run:\n{ran.stdout}"
+
+
+def problems(numbers: Sequence[int]) -> Iterator[str]:
+    """Yields what is wrong, break by break."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of_the_project(folder)
+        tests = {test for n in numbers for test in BREAKS[n].tests.split(", ")}
+        plain = run(folder, sorted(tests))
+        if plain.returncode:
+            yield f"the tests fail without a break:\n{plain.stdout}"
+            return
+        for n in numbers:
+            each = BREAKS[n]
+            wrong = what_is_wrong(folder, each)
+            print(f"{n:2} {each.file}: {each.old}: {wrong or 'seen'}", flush=True)
+            if wrong:
+                yield f"{n:2} {each.file}: {wrong}\n   {each.old} -> {each.new}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of breaks")
+    numbers = parser.parse_args().only or range(len(BREAKS))
+    found = list(problems(numbers))
+    print(f"{len(numbers)} breaks, {len(found)} problems", *found, sep="\n")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

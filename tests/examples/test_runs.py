@@ -1,0 +1,318 @@
+"""The three examples with a config: they train, resume to the bit, refuse bad settings.
+
+Each is shrunk to a few steps of a tiny network.
+"""
+
+import importlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import absl.flags
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import configs.char_lm
+import configs.digits
+import configs.imagenet.default
+from examples.char_lm import data as texts
+from examples.char_lm import model as char_lm
+from examples.char_lm import train as train_char_lm
+from examples.digits import train as train_digits
+from examples.imagenet import input_pipeline
+from examples.imagenet import model as imagenet
+from examples.imagenet import train as train_imagenet
+from flax_amp import make_train_step, metrics
+from helpers import assert_identical, equations, optimizing_environment
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parents[2]
+
+
+class Example(NamedTuple):
+    train: Any  # its module
+    config: Any  # makes its config
+    settings: dict[str, Any]
+    steps: int
+    tested: str  # what the summary says of the test data
+    flags: tuple[str, ...] = ()  # of its program
+
+
+EXAMPLES = {
+    "digits": Example(
+        train_digits,
+        configs.digits.get_config,
+        dict(
+            precision="16-mixed",
+            features=(4, 8),
+            batch_size=16,
+            num_steps=4,
+            warmup_steps=1,
+            scale_patience=1,  # so that the scale moves within the few steps
+            log_every=1,
+            eval_every=2,
+            checkpoint_every=2,
+        ),
+        steps=4,
+        tested="accuracy",
+        flags=("--config=configs/digits.py",),
+    ),
+    "char_lm": Example(
+        train_char_lm,
+        configs.char_lm.get_config,
+        dict(
+            length=16,
+            width=8,
+            layers=2,
+            heads=2,
+            batch_size=4,
+            num_steps=4,
+            warmup_steps=1,
+            scale_patience=1,
+            sample_chars=5,
+            log_every=2,
+            eval_every=2,
+            eval_windows=4,
+            checkpoint_every=2,
+        ),
+        steps=4,
+        tested="bits",
+    ),
+    "imagenet": Example(
+        train_imagenet,
+        configs.imagenet.default.get_config,
+        dict(
+            precision="16-mixed",
+            model="ResNetTiny",
+            width=4,
+            dataset="synthetic",
+            synthetic_classes=3,
+            image_size=32,
+            batch_size=16,
+            num_train_steps=3,
+            warmup_epochs=0.25,
+            num_epochs=1.0,
+            log_every_steps=2,
+        ),
+        steps=3,
+        tested="loss",
+    ),
+}
+
+
+def small(name, **overrides):
+    example = EXAMPLES[name]
+    config = example.config().unlock()
+    config.update(example.settings | overrides)
+    return config
+
+
+def run(name, workdir, stop=None, **overrides):
+    """Trains; returns the state and the summary."""
+    options = {} if stop is None else {"should_stop": lambda step: step == stop}
+    config = small(name, **overrides)
+    return EXAMPLES[name].train.train_and_evaluate(config, workdir, **options)
+
+
+def told_of_test(name, found):
+    """What is known of the test data, in a summary or in metrics that were read."""
+    word = EXAMPLES[name].tested
+    return [found[k] for k in (word, f"test_{word}", f"test/{word}") if k in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_resumes_to_the_bit(name, tmp_path):
+    last, stop = EXAMPLES[name].steps, EXAMPLES[name].steps - 1
+    expected, summary = run(name, tmp_path / "straight")
+    assert summary["step"] == int(expected.step) == last
+    assert summary["resumed_from"] == 0 and np.isfinite(told_of_test(name, summary)[0])
+
+    broken = tmp_path / "broken"
+    stopped, saved = run(name, broken, stop)
+    assert saved["step"] == int(stopped.step) == stop
+    resumed, again = run(name, broken)
+    assert again == summary | {"resumed_from": stop}
+    assert_identical(jax.tree.leaves(resumed), jax.tree.leaves(expected))
+    logged = metrics.read(broken)
+    steps = [step for step, _ in logged["train/loss"]]
+    assert steps == sorted(set(steps)) and steps[-1] == last
+    ((step, value),) = told_of_test(name, logged)[0][-1:]
+    assert step == last and value == pytest.approx(told_of_test(name, summary)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "char_lm"])
+def test_it_saves_and_ends_on_sigterm(name, tmp_path):
+    settings = EXAMPLES[name].settings | {"num_steps": 100000}
+    settings |= {"precision": "bf16-mixed"}
+    command = [sys.executable, "-m", f"examples.{name}.main", f"--workdir={tmp_path}"]
+    command += [*EXAMPLES[name].flags]
+    command += [f"--config.{key}={value}" for key, value in settings.items()]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line.startswith("step"):
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stdout.read()
+    assert process.returncode == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 1 <= summary["step"] < 100000
+    assert (tmp_path / "checkpoints" / str(summary["step"])).is_dir()
+
+
+REFUSED = [  # example, settings, message
+    ("digits", {"precision": "float8"}, r"precision is 'float8'.*'bf16-mixed'"),
+    ("digits", {"batch_size": 2000}, r"batch_size=2000 must be between 1 and 1437"),
+    ("digits", {"batch_size": 0}, r"batch_size=0 must be between 1 and 1437"),
+    ("char_lm", {"api": "torch"}, "api is 'torch'; expected 'linen' or 'nnx'"),
+    ("imagenet", {"batch_size": 12}, "batch_size=12 does not split over 8 devices"),
+    ("imagenet", {"model": "ResNet51"}, "model is 'ResNet51'; expected one of"),
+    ("imagenet", {"precision": "float8"}, "precision is 'float8'"),
+]
+
+
+@pytest.mark.parametrize("name, settings, message", REFUSED)
+def test_it_refuses_bad_settings(name, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(name, tmp_path, **settings)
+
+
+def test_every_setting_is_explained():
+    for path in (ROOT / "configs").rglob("*.py"):
+        for line in path.read_text().splitlines():
+            if re.match(r" +config\.\w+ = ", line):
+                assert "  # " in line, f"{path.name}: no comment: {line.strip()}"
+
+
+def test_example_files_are_short():
+    for path in (ROOT / "examples").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 150, path
+
+
+# --- digits --------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # of ml_collections
+def test_digits_refuses_unknown_flags():
+    importlib.import_module("examples.digits.main")  # defines them
+    for flag, error in {
+        "--precision=float8": r"--precision=float8: value should be one of .*16-mixed",
+        "--config.learing_rate=1": "learing_rate",
+    }.items():
+        with pytest.raises((absl.flags.Error, KeyError, AttributeError), match=error):
+            absl.flags.FLAGS(["main", flag])
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "examples.digits.demo", f"--workdir={tmp_path}"],
+        cwd=ROOT,
+        env=optimizing_environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FAILED" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_planted_overflow_is_explained(tmp_path, capsys):
+    settings = dict(gain=60000.0, debug_overflow=True, num_steps=2)
+    _, summary = run("digits", tmp_path, **settings)
+    assert summary["skipped"] == 2
+    found = capsys.readouterr().out
+    # Arithmetic runs in float32: what overflows is the rounding for the convolution.
+    assert "the cast to float16 of " in found and " made inf" in found, found
+    assert "ConvNet/gain, " in found
+    assert '{"ConvNet/gain": jnp.float32, "ConvNet/Conv_1": jnp.float32}' in found
+
+
+# --- char_lm -------------------------------------------------------------------------
+
+
+def test_char_lm_splits_its_text_by_file(tmp_path):
+    """Twenty files of 100 characters each; those to test on hold b."""
+    for index in range(20):
+        letter = "b" if index % 10 == 9 else "a"
+        (tmp_path / f"{index:02}.py").write_text(letter * 100)
+    (tmp_path / "notes.txt").write_text("c")
+    train_text, test_text = texts.load(small("char_lm", text_dir=str(tmp_path)))
+    assert set(train_text) == {ord("a")} and len(train_text) == 1800
+    assert set(test_text) == {ord("b")} and len(test_text) == 200
+
+
+@pytest.fixture(scope="module")
+def states():
+    """The states of both models, which differ in their first parameters only."""
+    apis = ("linen", "nnx")
+    return {api: train_char_lm.create_state(small("char_lm", api=api)) for api in apis}
+
+
+def test_char_lm_is_the_same_model_in_linen_and_nnx(states):
+    shapes = {api: jax.tree.map(np.shape, s.params) for api, s in states.items()}
+    assert shapes["linen"] == shapes["nnx"]
+    params, tokens = states["linen"].params, np.arange(32).reshape(2, 16)
+    nnx_model = nnx.merge(
+        states["nnx"].graphdef, params, nnx.State(states["nnx"].variables)
+    )
+    expected = char_lm.forward(params, tokens, states["linen"])
+    found = char_lm.forward(nnx_model, tokens, None)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_char_lm_computes_in_half_inside_scan_and_remat(states, api):
+    batch = {name: np.zeros((4, 16), np.int32) for name in ("input", "target")}
+    step = make_train_step(char_lm.loss_fn, has_aux=True, jit=False)
+    jaxpr = jax.make_jaxpr(step)(states[api], batch)
+    dots = [(p, e) for p, e in equations(jaxpr) if e.primitive.name == "dot_general"]
+    assert {str(eqn.outvars[0].aval.dtype) for _, eqn in dots} == {"float16"}
+    assert any("scan" in path for path, _ in dots)
+    assert any("remat2" in path or "checkpoint" in path for path, _ in dots)
+
+
+# --- imagenet ------------------------------------------------------------------------
+
+
+def test_imagenet_variants_change_the_default():
+    known = dict(configs.imagenet.default.get_config())
+    found = {}
+    for path in (ROOT / "configs" / "imagenet").glob("[!_]*.py"):
+        config = importlib.import_module(f"configs.imagenet.{path.stem}").get_config()
+        assert set(config) == set(known)
+        found[path.stem] = config.precision, config.batch_size
+    assert found == {
+        "default": ("32-true", 128),
+        "v100_x8": ("32-true", 512),
+        "v100_x8_mixed_precision": ("16-mixed", 2048),
+        "tpu": ("bf16-mixed", 1024),
+        "fake_data_benchmark": ("bf16-mixed", 256 * 8),
+    }
+
+
+def test_imagenet_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"imagenet2012.*--config.dataset=synthetic"):
+        input_pipeline.load(configs.imagenet.default.get_config())
+
+
+def test_imagenet_resnet50_has_its_parameters():
+    net = imagenet.create("ResNet50", num_classes=1000, width=64)
+    image = jax.ShapeDtypeStruct((1, 224, 224, 3), np.uint8)
+    init = jax.eval_shape(lambda x: net.init(jax.random.key(0), x, train=False), image)
+    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(init["params"])]
+    assert sum(sizes) == 25_557_032  # as everywhere
+    decays = train_imagenet.is_kernel(init["params"])
+    assert sum(jax.tree.leaves(decays)) == 53 + 1  # convolutions and the last layer
