@@ -248,8 +248,12 @@ def small_steps(program: Program) -> set[Var]:
 
     found: set[Var] = set()
     for eqn in program.eqns:
+        if eqn.primitive.name not in ("add", "sub"):
+            continue
         operands = variables(eqn.invars)
-        if eqn.primitive.name in ("add", "sub") and any(map(is_step, operands)):
+        # A mean that is subtracted is no step: `x - sum(x, keepdims=True) / 64`.
+        shape = eqn.outvars[0].aval.shape
+        if any(v.aval.shape == shape and is_step(v) for v in operands):
             found.update(eqn.outvars, operands)
     return found
 

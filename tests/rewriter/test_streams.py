@@ -112,3 +112,17 @@ def test_a_stack_of_layers_is_a_stream():
 
     (scan,) = equations_of(amp(fn), normal(6, 4, 8), SLICED, primitive="scan")
     assert scan.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_a_centring_is_no_small_step():
+    """A mean is a sum times a small number, and the stream is read to subtract it."""
+
+    def body(x, w):
+        centred = x - jnp.sum(x, axis=-1, keepdims=True) / 64
+        return x + jnp.tanh(centred @ w), None
+
+    x, stack = normal(7, 4, 64), normal(8, 3, 64, 64) / 8
+    (scan,) = equations_of(
+        amp(lambda x, w: jnp.mean(lax.scan(body, x, w)[0])), x, stack, primitive="scan"
+    )
+    assert scan.outvars[0].aval.dtype == jnp.bfloat16
