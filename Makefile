@@ -48,13 +48,13 @@ fuzz: $(RUN_READY) ## FUZZ (10000) generated programs, with seeds of its own.
 	  tests/rewriter/test_six_lines.py
 
 test-corpus: $(CORPUS)/.ready-corpus ## Programs nobody here wrote, pinned; writes a table.
-	$(CORPUS)/bin/python -m benchmarks.corpus $(CORPUS_ARGS)
+	$(CORPUS)/bin/python -m benchmarks corpus $(CORPUS_ARGS)
 
 breaks: $(RUN_READY) ## Breaks the package, line by line; each must fail its tests.
 	$(BIN)/python -m tests.breaks
 
-convergence: $(RUN_READY) ## Trains nine tasks in each precision to the end; compares.
-	$(BIN)/python -m benchmarks.convergence
+convergence: $(RUN_READY) ## Trains six tasks in each precision to the end; compares.
+	$(BIN)/python -m benchmarks convergence
 
 coverage: $(DEV_READY) ## Lines and branches that `make test` does not reach.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow" --cov
@@ -92,10 +92,6 @@ bench: $(BENCH)/.ready-bench ## Costs for three TPUs and on the CPU; tables and 
 	$(BENCH)/bin/python -m benchmarks mesh $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks host $(BENCH_ARGS)
 	$(BENCH)/bin/python -m benchmarks error $(BENCH_ARGS)
-	$(BENCH)/bin/python -m benchmarks casts
-	$(BENCH)/bin/python -m benchmarks save
-	$(BENCH)/bin/python -m benchmarks faults
-	$(BENCH)/bin/python -m benchmarks optim
 	$(BENCH)/bin/python -m benchmarks step
 	$(BENCH)/bin/python -m benchmarks report
 
@@ -104,7 +100,7 @@ bench-gpu-aot: $(BENCH_GPU)/.ready-bench-gpu ## Costs for an H200 and a B200, wi
 	$(BENCH_GPU)/bin/python -m benchmarks gpu-aot --target b200 $(BENCH_ARGS)
 	$(BENCH_GPU)/bin/python -m benchmarks report
 
-soak: $(RUN_READY) ## 50,000 steps in float16 with faults, kills and restarts.
+soak: $(RUN_READY) ## 50,000 steps in float16 with kills, bad batches and damage.
 	$(BIN)/python -m benchmarks soak
 
 bench-gpu: ## Times on the GPU that is here, with the JAX that is here.

@@ -19,17 +19,12 @@ COMMANDS = {
     "tpu": ("commands.compiled", "run_tpu", "compiled for a TPU (needs libtpu)"),
     "gpu-aot": ("commands.compiled", "run_gpu", "compiled for a GPU (CUDA plugin)"),
     "mesh": ("commands.compiled", "run_mesh", "FSDP on 256 described chips"),
-    "state": ("commands.compiled", "run_state", "states in bfloat16, compiled"),
-    "fp8": ("commands.compiled", "run_fp8", "products in fp8, compiled"),
+    "fp8": ("commands.compiled", "run_fp8", "matmuls in fp8, compiled"),
     "gpu": ("commands.gpu", "run", "measured on the GPU that is here"),
     "host": ("commands.host", "run", "tracing and lowering on the CPU"),
     "error": ("commands.error", "run", "error of the gradients, on the CPU"),
-    "casts": ("commands.casts", "run", "every cast of a forward pass, with its reason"),
-    "save": ("commands.save", "run", "what checksums add to saving and restoring 1 GB"),
-    "faults": ("commands.faults", "run", "kills, damages, fills disks; what is lost"),
-    "soak": ("commands.soak", "run", "50,000 steps with faults, kills and restarts"),
     "step": ("commands.step", "run", "what make_train_step adds to a step by hand"),
-    "optim": ("commands.optim", "run", "pytree optimizers beside plain optax"),
+    "soak": ("commands.soak", "run", "a long run with kills, bad batches and damage"),
     "corpus": ("commands.corpus", "run", "programs of other packages, and their twins"),
     "convergence": ("commands.convergence", "run", "whole runs in each precision"),
     "report": ("report", "run", "writes tables and plots of all results"),
@@ -40,9 +35,6 @@ COMMANDS = {
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "tpu": {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
     "gpu-aot": {"--target": dict(choices=[*compiled.GPUS], default="h200")},
-    "state": {
-        "--target": dict(choices=[*compiled.TPUS, compiled.CHIPS], default="v5e")
-    },
     "fp8": {
         "--target": dict(
             choices=[*compiled.TPUS, "h200", compiled.CHIPS], default="tpu7x"
@@ -52,11 +44,9 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--platform": dict(default="cuda", help="cpu tries the command out"),
         "--rounds": dict(type=int, default=30, help="turns of each variant"),
     },
-    "faults": {"--kills": dict(type=int, default=50, help="processes to kill")},
     "soak": {
-        "--steps": dict(type=int, default=50_000, help="steps in float16"),
+        "--steps": dict(type=int, default=50_000, help="length of the run"),
         "--seed": dict(type=int, default=0, help="of batches, faults and kills"),
-        "--work": dict(default="", help="where an interrupted run goes on"),
     },
     "corpus": {
         "--only": dict(default="", help="parts of SOURCE/NAME, as A,B"),
@@ -69,10 +59,6 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--out": dict(default="", help="where the runs are kept"),
     },
     "step": {"--rounds": dict(type=int, default=100, help="turns of each way")},
-    "optim": {
-        "--only": dict(default="", help="optimizers by name, as A;B"),
-        "--rounds": dict(type=int, default=50, help="turns of the timing"),
-    },
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from benchmarks import hlo
-from benchmarks.hlo_text import FUSIONS, Instruction, Module, Shape, parse
+from benchmarks.hlo_text import FUSIONS, Instruction, Shape, parse
 from flax_amp.debug._place import places
 
 Figures = dict[str, Any]
@@ -45,8 +45,7 @@ def compiled(text: str, on_gpu: bool) -> Figures:
 
     `fp8_dots` are products of two factors in fp8; `launches` the kernels without those
     that are no fusion and make one number, of which a TPU has many; `roofline_ms` is
-    `None` for a TPU; `exchanges` says how many collectives run, and how many of them
-    exchange single numbers only.
+    `None` for a TPU.
     """
     module = parse(text)
     dots = [(dot, n) for dot, n in module.instructions(fused=True) if _is_dot(dot)]
@@ -56,7 +55,6 @@ def compiled(text: str, on_gpu: bool) -> Figures:
         "fp8_dots": sum(n for dot, n in dots if _bits(dot) == 8),
         "launches": sum(n for i, n in launched if not _is_scalar(i)),
         "roofline_ms": 1e3 * roofline if on_gpu else None,
-        "exchanges": _exchanges(module),
     }
 
 
@@ -68,21 +66,6 @@ def _is_scalar(instruction: Instruction) -> bool:
         and instruction.opcode not in called
         and not hlo.collective_kind(instruction)
     )
-
-
-def _exchanges(module: Module) -> list[Figures]:
-    """Returns how many collectives run, by kind: `in_text` counts loop bodies once."""
-    found: dict[str, Figures] = {}
-    for instruction, n in hlo.collectives(module):
-        kind = hlo.collective_kind(instruction)
-        new = dict(kind=kind, runs=0, scalar_runs=0, in_text=0, scalar_in_text=0)
-        counts = found.setdefault(kind, new)
-        sent = [shape for operand in instruction.operands for shape in operand.shapes]
-        is_scalar = all(math.prod(shape.dims) == 1 for shape in sent)
-        for name in ("", "scalar_")[: 1 + is_scalar]:
-            counts[f"{name}runs"] += n
-            counts[f"{name}in_text"] += 1
-    return [found[kind] for kind in sorted(found)]
 
 
 # --- products and their operations ---------------------------------------------------

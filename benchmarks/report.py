@@ -1,18 +1,20 @@
 """`report`: tables and plots of all that is in the folder of results."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from benchmarks import plots
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
-from benchmarks.sections import SECTIONS, failures
-from benchmarks.show import markdown_table
+from benchmarks.sections import SECTIONS
+from benchmarks.show import markdown_table, write_page
 
 _TITLE = """# Results
 
 Made by `python -m benchmarks report` from the JSON files in this folder, which hold the
-raw figures. A training step is `value_and_grad` and adamw, parameters in float32.
+raw figures. A training step is `value_and_grad` and adamw, parameters in float32. In
+brackets: the ratio to `hand_bf16` (float16: `hand_fp16`), and to `smcast_bf16` where
+there is a softmax in half precision.
 
 - `float32`: the model as it is. `hand_bf16`: its layers with `dtype=bfloat16`.
   `smcast_bf16`: the expert's, which casts the scores of each softmax to float32 and
@@ -20,11 +22,15 @@ raw figures. A training step is `value_and_grad` and adamw, parameters in float3
 - `amp_bf16`: `flax_amp.amp` around the loss of the float32 model. `amp_step_bf16`:
   `flax_amp.make_train_step`, which also skips what is not finite.
 - `amp_small_moments`, `amp_small_state`: the same with a state in bfloat16.
-- `amp_fp8`, `amp_fp8_all`, `flax_fp8`: with matrix products in fp8.
+- `twin_bf16`: the model with nothing but its matmuls in bfloat16, without `amp`.
+- `amp_fp8`, `amp_fp8_all`, `flax_fp8`: with matmuls in fp8; `amp_fp8_emulated`: with
+  its numbers, on any device.
 - `jmp_bf16`, `mpx_bf16`, `jaxamp_bf16`: packages of others.
 - `hand_fp16`: layers with `dtype=float16` and Flax's `DynamicScale`. `amp_fp16`:
   `make_train_step` with its loss scaler.
-- `amp_fp8_emulated`: `amp_bf16` with matrix products by weights, of any size, in fp8.
+
+Pages of their own: [programs of other packages](corpus.md),
+[where training ends](convergence.md), [the soak](soak.md), [the step](step.md).
 """
 
 # Of the summary, by title: command, variant and column of the section
@@ -48,15 +54,13 @@ def run(asked: Request) -> None:
     found = read_all(asked.folder)
     if not found:
         sys.exit(f"error: there are no results in {asked.folder}")
-    names = plots.draw_all(found, asked.folder)
-    path = asked.folder / "README.md"
-    path.write_text(_document(found, names))
-    print(f"{_summary(found)}\n\nwrote {path}" + "".join(f", {n}" for n in names))
+    plots.draw_gain(found, asked.folder / "gain.png")
+    write_page(asked.folder / "README.md", _document(found))
+    print(_summary(found))
 
 
-def _document(found: Sequence[Results], plots: Iterable[str]) -> str:
-    parts = [_TITLE, "## Summary", _summary(found)]
-    parts += [f"![{n.split('.')[0].replace('-', ' ')}]({n})" for n in plots]
+def _document(found: Sequence[Results]) -> str:
+    parts = [_TITLE, "## Summary", _summary(found), "![gain](gain.png)"]
     for results in found:
         parts += _section(results)
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
@@ -91,8 +95,10 @@ def _section(results: Results) -> list[str]:
     section, models = SECTIONS[results.command], list(results.models())
     size = ", tiny sizes" if results.size == "tiny" else ""
     without = [
-        f"- No figures for {', '.join(cells)}: `{reason}`"
-        for reason, cells in failures(models).items()
+        f"- No figures for {model} {label}: `{figures['error']}`"
+        for model, cells in models
+        for label, figures in cells.items()
+        if "error" in figures
     ]
     return [
         f"## {section.title} ({results.target}{size})",
@@ -100,8 +106,7 @@ def _section(results: Results) -> list[str]:
         _runs(results),
         markdown_table(section.header(), section.rows(models)),
         "\n".join(without),
-        *(_collectives(results) if results.command in ("mesh", "fp8") else []),
-        *_exchanges(results),
+        *_collectives(results),
     ]
 
 
@@ -122,41 +127,15 @@ def _collectives(results: Results) -> list[str]:
         (model, label, {(c["kind"], c["dtype"]): c for c in figures["collectives"]})
         for model, cells in results.models()
         for label, figures in cells.items()
-        if "error" not in figures
+        if figures.get("collectives")
     ]
     kinds = sorted({kind for *_, moved in cells for kind in moved})
     if not kinds:
         return []
-    rows = []
-    for model, label, moved in cells:
-        found = (moved.get(kind) for kind in kinds)
-        texts = [
-            f"{c['bytes'] / 1e6:.1f} ({c['text_bytes'] / 1e6:.1f})" if c else ""
-            for c in found
-        ]
-        rows.append([model, label, *texts])
-    header = ["model", "variant", *(f"{kind} {dtype}" for kind, dtype in kinds)]
-    return [
-        "MB that a chip sends or receives in a step, by kind and dtype; in "
-        "brackets those in the text of the program, loop bodies once.",
-        markdown_table(header, rows),
-    ]
-
-
-def _exchanges(results: Results) -> list[str]:
-    """Returns the table of how many collectives run, where they were counted."""
     rows = [
-        [model, label, *(str(value) for value in counts.values())]
-        for model, cells in results.models()
-        for label, figures in cells.items()
-        for counts in figures.get("exchanges", ())
+        [m, v, *(f"{c[k]['bytes'] / 1e6:.1f}" if k in c else "" for k in kinds)]
+        for m, v, c in cells
     ]
-    if not rows:
-        return []
-    titles = ["runs", "of scalars", "in text", "of scalars"]
-    header = ["model", "variant", "kind", *titles]
-    text = (
-        "How many collectives a step runs, and how many of them exchange nothing but "
-        "scalars; the same in the text of the program, loop bodies once."
-    )
-    return [text, markdown_table(header, rows, words=3)]
+    header = ["model", "variant", *(f"{kind} {dtype}" for kind, dtype in kinds)]
+    text = "MB that a chip sends or receives in a step, by kind and dtype."
+    return [text, markdown_table(header, rows)]

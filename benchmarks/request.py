@@ -18,14 +18,11 @@ from benchmarks.sections import SECTIONS
 from benchmarks.softmax import is_in_half
 from benchmarks.variants import Training
 
-# gpt_24 is for tracing; gpt_fsdp and llama_1b are for many chips, the last two for fp8.
-_OTHERS = ("gpt_24", "gpt_fsdp", "llama_1b", "llama_4k", "mlp_4k")
-MODELS = tuple(name for name in models.NAMES if name not in _OTHERS)
+MODELS = tuple(name for name in models.NAMES if name not in models.OTHERS)
 FLOAT16 = ("hand_fp16", "amp_fp16")
-# What a step stores, for the command `state`
-STATES = ("amp_step_bf16", "amp_small_moments", "amp_small_state")
 FP8 = ("amp_fp8", "amp_fp8_all", "flax_fp8")
-_ELSEWHERE = (*FLOAT16, *STATES[1:], *FP8, "amp_fp8_emulated")
+# These run if they are asked for, or in a command of their own.
+_ELSEWHERE = (*FLOAT16, *FP8, *variants.STATES, "amp_fp8_emulated", "twin_bf16")
 BFLOAT16 = tuple(name for name in variants.NAMES if name not in _ELSEWHERE)
 
 Figures = dict[str, Any]

@@ -169,6 +169,7 @@ _TPU = (
     _GB,
     _TEMP,
     _PEAK,
+    _STATE,
     _CONVERTS,
 )
 
@@ -179,18 +180,13 @@ SECTIONS = {
         "bytes read and written (loops counted), temporary memory, and casts executed. "
         "`temp MB` may exceed what a program needs; `peak MB`, arguments included, is "
         'the most that lives at one time. "N unknown": XLA does not know the cycles '
-        "of N operations that a TPU7x's sparse core runs; the sum is without them. In "
-        "brackets: the ratio to hand_bf16, and to smcast_bf16 where there is a softmax "
-        "in half precision.",
+        "of N operations on a TPU7x's sparse core; the sum is without them.",
         columns=_TPU,
     ),
     "gpu-aot": Section(
         title="Compiled for a GPU",
         note="Without the GPU, and so without its autotuning: temporary memory, "
-        "kernels launched, casts executed, bytes read and written by the kernels. "
-        "`peak MB`, arguments included, is not known of five earlier runs. "
-        "In brackets: the ratio to hand_bf16, and to smcast_bf16 where there is a "
-        "softmax in half precision; of float16 to hand_fp16.",
+        "kernels launched, casts executed, bytes read and written by the kernels.",
         columns=(_TEMP, _PEAK, _GB, _KERNELS, _CONVERTS),
     ),
     "gpu": Section(
@@ -198,9 +194,7 @@ SECTIONS = {
         note="Milliseconds of a step: the median over rounds in which all the variants "
         "of a model take turns, each with a burst of steps that ends with the device "
         "idle; then the quartiles. `peak MB` is arguments, results and temporaries by "
-        "XLA's buffer assignment. In brackets: the ratio to hand_bf16, and to "
-        "smcast_bf16 where there is a softmax in half precision; of float16 to "
-        "hand_fp16.",
+        "XLA's buffer assignment.",
         columns=(
             Column("ms", "step_ms", 3, ratio=True, of=statistics.median),
             Column("quartiles", "step_ms", of=_quartiles),
@@ -214,9 +208,8 @@ SECTIONS = {
     "host": Section(
         title="Tracing and lowering",
         note="Seconds from a cold cache of traces, the variants in turn: medians, and "
-        "the least processor time of both together with its ratio to float32, which "
-        "other work on the machine disturbs least. The step is the whole one, with "
-        "adamw.",
+        "the least processor time of both together, which other work on the machine "
+        "disturbs least. The ratios are to float32.",
         columns=(
             Column("trace s", "trace_s", 3, of=statistics.median),
             Column("lower s", "lower_s", 3, of=statistics.median),
@@ -230,12 +223,9 @@ SECTIONS = {
         title="Error of the gradients",
         note="Relative L2 error over all parameters against the float32 gradients, "
         "same data and weights, tiny sizes on the CPU: mean and standard error over "
-        "seeds, and the ratio to hand_bf16, and to smcast_bf16 where there is a "
-        "softmax in half precision; of float16 to hand_fp16, paired by seed. XLA may "
-        "keep more digits than a program asks for; it is told not to "
-        "(`--xla_allow_excess_precision=false`), so that every rounding in a program "
-        "happens. Products of half-precision arrays add in float32 and are rounded "
-        "once, as on accelerators; on some processors XLA adds some in bfloat16.",
+        "seeds; the ratio is paired by seed. XLA may not keep more digits than a "
+        "program asks for (`--xla_allow_excess_precision=false`), and matmuls of "
+        "half-precision arrays add in float32 and are rounded once.",
         columns=(
             Column("error %", "errors", of=_percent),
             PairedRatio("ratio", "errors"),
@@ -246,34 +236,19 @@ SECTIONS = {
         title="FSDP on 256 chips",
         note="The scanned GPT (d 1024, 8 layers, batch 256), every parameter sharded "
         "over its largest axis that divides, the batch and the residual stream over "
-        "their examples. Per chip; weights may travel as all-reduces too. In brackets: "
-        "the ratio to hand_bf16, and to smcast_bf16 if it was measured.",
+        "their examples. Per chip; weights may travel as all-reduces too.",
         columns=_TPU,
     ),
-    "state": Section(
-        title="States in bfloat16",
-        note="Parameters and moments of adamw between two steps in float32 "
-        "(`amp_step_bf16`), with both moments in bfloat16 (`amp_small_moments`), and "
-        "with the parameters in bfloat16, too (`amp_small_state`), all in the step of "
-        "`make_train_step`; `v5e:16x16` is FSDP, per chip. `state MB` has the batch in "
-        "it. In brackets: the ratio to float32.",
-        columns=(_STATE, *_TPU[:-1]),
-        baselines=lambda label: ("amp_step_bf16",),
-    ),
     "fp8": Section(
-        title="Products in fp8",
-        note="`flax_amp.amp` with products in bfloat16 (`amp_bf16`), with those by "
-        "weights in fp8 where it pays (`amp_fp8`) and also where it does not "
-        "(`amp_fp8_all`), and the hand-set model in whose Dense layers, the last one "
-        "too, Flax's `Fp8DotGeneral` computes (`flax_fp8`). `roofline` stands for the "
-        "time on an H200: the sum over kernels of the time for their bytes (4.8 TB/s) "
-        "or for their products (1979, 989 or 494 TFLOP/s by the dtype), whichever is "
-        "longer. `fp8` and `others` count the products of the traced step, loops "
-        "counted: those that stay are of attention, of the last layer and of small "
-        "shapes. `compiled fp8` are those in the program: XLA merges some that have a "
-        "factor in common, and repeats others. `launches` are kernels without those "
-        "that are no fusion and whose result is one number, which a TPU has many of. "
-        "In brackets: the ratio to amp_bf16.",
+        title="Matmuls in fp8",
+        note="`amp_fp8`: matmuls by weights in fp8 where it pays; `amp_fp8_all`: also "
+        "where it does not; `flax_fp8`: Flax's `Fp8DotGeneral` in the Dense layers of "
+        "the hand-set model. `roofline` stands for the time on an H200: the sum over "
+        "kernels of the time for their bytes (4.8 TB/s) or for their operations (1979, "
+        "989 or 494 TFLOP/s by the dtype), whichever is longer. `fp8` and `others` "
+        "count the matmuls of the traced step, loops counted, `compiled fp8` those in "
+        "the program. `launches` are kernels without those that make one number. The "
+        "ratios are to amp_bf16.",
         columns=(
             _TPU[0],
             Column("roofline ms", "roofline_ms", 3, ratio=True),
@@ -288,13 +263,3 @@ SECTIONS = {
         baselines=lambda label: ("amp_bf16",),
     ),
 }
-
-
-def failures(models: Models) -> dict[str, list[str]]:
-    """Returns the cells without figures, as "model variant", by the reason for it."""
-    found: dict[str, list[str]] = {}
-    for model, cells in models:
-        for label, figures in cells.items():
-            if "error" in figures:
-                found.setdefault(figures["error"], []).append(f"{model} {label}")
-    return found

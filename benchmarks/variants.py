@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 import flax_amp
 from benchmarks import peers, softmax
 from benchmarks.models import Problem, problem
+from benchmarks.twin import cast_products
 from flax_amp import optim
 
 PyTree = Any
@@ -278,6 +279,7 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "hand_bf16": _partial(_of_loss, dtype=_BF16),
     "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
     "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
+    "twin_bf16": _partial(_of_loss, wrap=_partial(cast_products, dtype=_BF16)),
     "amp_fp8": _partial(
         _of_loss, wrap=flax_amp.amp, compute_dtype=_BF16, matmul_dtype=_IN_FP8
     ),
@@ -312,3 +314,5 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     ),
 }
 NAMES = tuple(_BUILDERS)
+# Steps with a state in bfloat16
+STATES = ("amp_small_moments", "amp_small_state")

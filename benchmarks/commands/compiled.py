@@ -1,4 +1,4 @@
-"""`tpu`, `gpu-aot`, `mesh`, `state`, `fp8`: the step, compiled for devices not here.
+"""`tpu`, `gpu-aot`, `mesh`, `fp8`: the step, compiled for devices not here.
 
 XLA compiles ahead of time for a described device: for a TPU through libtpu, for a GPU
 through the plugin `jax-cuda12-plugin[with-cuda]`, which carries descriptions of GPUs.
@@ -32,10 +32,7 @@ _MESH_VARIANTS = "float32 hand_bf16 amp_bf16 jmp_bf16 mpx_bf16 jaxamp_bf16".spli
 TPUS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # By the name of the target: how the plugin names it
 GPUS = {"h200": "NVIDIA H200 141GB HBM3e", "b200": "NVIDIA B200"}
-_FP8_MODELS = (
-    "llama_4k mlp_4k llama llama_noremat gpt_scan gpt_scan_noremat gpt_unroll "
-    "moe dit vit_s16"
-).split()
+_FP8_MODELS = "llama_4k llama gpt_scan gpt_scan_noremat moe dit vit_s16".split()
 _V5E_GHZ = 1.5  # the clocks of the other TPUs are not known here
 # They keep libtpu from looking for a TPU.
 _NO_TPU = {
@@ -67,18 +64,10 @@ def run_mesh(asked: Request) -> None:
     _run(asked, "mesh", CHIPS, cells, _for_chips())
 
 
-def run_state(asked: Request, target: str = "v5e") -> None:
-    """Compiles the step of each kind of state, for one TPU or for 256 chips."""
-    one = target != CHIPS
-    build = _for_one(tpu_devices(target)) if one else _for_chips()
-    models = ("gpt_scan",) if one else ("gpt_fsdp", "llama_1b")
-    _run(asked, "state", target, asked.cells(models, request.STATES), build)
-
-
 def run_fp8(asked: Request, target: str = "tpu7x") -> None:
     """Compiles products in fp8 beside those in bfloat16."""
     if target == CHIPS:
-        models, build = ["gpt_fsdp", "llama_1b"], _for_chips()
+        models, build = ["gpt_fsdp"], _for_chips()
     else:
         is_gpu = target in GPUS
         devices = _gpu(target) if is_gpu else tpu_devices(target)

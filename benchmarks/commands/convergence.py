@@ -11,20 +11,21 @@ import jax
 from benchmarks import request
 from benchmarks.convergence import page
 from benchmarks.convergence import run as training
-from benchmarks.convergence.others import TASKS
 from benchmarks.convergence.task import WAYS
+from benchmarks.convergence.tasks import TASKS
 from benchmarks.request import Request
 from benchmarks.show import write_page
 
 
 def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
-    """Writes convergence.json, convergence.md and two figures.
+    """Writes convergence.json, convergence.md and a figure.
 
     Args:
       asked: folder of the request, and whether to keep the runs that are there.
       tasks: some of the tasks, separated by commas; empty for all.
       ways: some of the precisions, likewise.
-      seeds: of a precision; float32 may have more.
+      seeds: of a precision; float32 may have more. With none, the page is made of what
+        is there.
       out: another folder.
 
     Raises:
@@ -40,15 +41,12 @@ def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
     results = training.Results.open(folder / "convergence.json")
     for task in tasks.split(",") if tasks else TASKS:
         for way in ways.split(",") if ways else WAYS:
-            least = TASKS[task].seeds if way == "float32" else 0
-            kept = asked.resume and results.has
+            least = TASKS[task].seeds if way == "float32" and seeds else 0
             numbers = range(max(least, seeds))
-            missing = [x for x in numbers if not (kept and kept(task, way, x))]
-            if missing:
-                _run(results, task, way, missing)
-            jax.clear_caches()
+            done = [x for x in numbers if asked.resume and results.has(task, way, x)]
+            _run(results, task, way, [x for x in numbers if x not in done])
     write_page(folder / "convergence.md", page.page(results))
-    page.draw(results, folder)
+    page.draw(results, folder / "convergence.png")
     outside = page.outside(results)
     print(f"{len(outside)} runs out: {', '.join(outside)}")
     sys.exit(bool(outside))
@@ -58,8 +56,6 @@ def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> No
     for seed, figures in training.train(TASKS[name], WAYS[way], seeds):
         results.put(name, way, seed, figures)
         print(f"{name} {way} {seed}: {page.told(figures)}", flush=True)
-    if WAYS[way].precision != "32-true":
-        program = TASKS[name].build(WAYS[way])
-        results.put_share(name, way, training.low_share(program))
-        if (policy := WAYS[way].amp_policy) is not None:
-            results.put_fp8(name, way, training.in_fp8(program, policy))
+    if seeds and WAYS[way].precision != "32-true":
+        results.put_share(name, way, training.low_share(TASKS[name], WAYS[way]))
+    jax.clear_caches()

@@ -7,7 +7,6 @@ The figures of each program are kept in `corpus.partial` as soon as they are the
 import json
 import pathlib
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,18 +44,17 @@ def run(asked: Request, only: str, out: str) -> None:
     rows = _read(partial, versions) if asked.resume else {}
     made = all_programs()
     chosen = [key for key in made if any(part in key for part in only.split(","))]
-    began = time.monotonic()
+    asked.folder.mkdir(parents=True, exist_ok=True)
     for number, key in enumerate(chosen, 1):
-        if key in rows:
-            continue
-        rows[key] = _measured(made[key])
-        partial.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1))
-        _print(f"{number}/{len(chosen)}", time.monotonic() - began, key, rows[key])
-        request.free_memory()
-    rows = {key: rows[key] for key in made if key in rows}
+        if key not in rows:
+            rows[key] = _measured(made[key])
+            kept = {"versions": versions, "rows": rows}
+            partial.write_text(json.dumps(kept, indent=1))
+            print(f"{number}/{len(chosen)} {key}: {_told(rows[key])}", flush=True)
+            request.free_memory()
     if out or not only:
-        page = table.page(rows, [key for key in made if key not in rows])
-        write_page(pathlib.Path(out or asked.folder / "corpus.md"), page)
+        path = pathlib.Path(out or asked.folder / "corpus.md")
+        write_page(path, table.page({key: rows[key] for key in made if key in rows}))
     failed = [key for key, row in rows.items() if row["problems"]]
     print(f"{len(rows)} programs, {len(failed)} with problems")
     if failed:
@@ -79,24 +77,15 @@ def _read(partial: pathlib.Path, versions: dict[str, str]) -> dict[str, Any]:
     return kept["rows"] if kept.get("versions") == versions else {}
 
 
-def _print(number: str, since: float, key: str, row: dict[str, Any]) -> None:
-    seconds, peak = row.get("seconds", 0.0), row.get("peak_gib", 0.0)
+def _told(row: dict[str, Any]) -> str:
     ratios = [f"{n} {row[f'{n}_ratio']:.2f}" for n in HALVES if f"{n}_ratio" in row]
-    print(
-        f"{number} after {since:.0f} s: {key}: {seconds:.1f} s of CPU, "
-        f"{peak:.1f} GiB at most so far; {', '.join(ratios + row['problems'])}",
-        flush=True,
-    )
+    return ", ".join([f"{row.get('seconds', 0.0):.1f} s", *ratios, *row["problems"]])
 
 
 def _measured(make: Callable[[], Case]) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            case = make()
-        except Exception as error:
-            return {"problems": [f"cannot be made: {request.reason(error)}"]}
-        try:
-            return measure(case)
+            return measure(make())
         except Exception as error:
             return {"problems": [f"fails without amp: {request.reason(error)}"]}

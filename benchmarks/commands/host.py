@@ -14,7 +14,6 @@ from benchmarks import request, timing
 from benchmarks.request import Figures, Request
 from benchmarks.results import Results
 
-_MODELS = ("gpt_24", *request.MODELS)
 REPEATS = 3
 _SECONDS = ("trace_s", "lower_s", "cpu_s")
 
@@ -27,7 +26,7 @@ def run(asked: Request) -> None:
         yield from trace(asked, model, names).items()
 
     results = Results.open(asked.folder, "host", "cpu", asked.size)
-    cells = asked.cells(_MODELS, request.BFLOAT16)
+    cells = asked.cells(request.MODELS, request.BFLOAT16)
     request.run_cells(asked, results, cells, measure)
 
 

@@ -1,18 +1,14 @@
 """`step`: what `make_train_step` adds to the same step by hand.
 
 Whole steps: their time on this processor, the bytes that XLA accesses, and its estimate
-for TPUs. Then what Python adds to each call, and to the start of a script: a loop calls
-its step thousands of times, and while an accelerator computes, Python has to be done
-with the next call.
+for TPUs. Then what Python adds to each call: while an accelerator computes, Python has
+to be done with the next one.
 """
 
 import functools
 import gc
 import importlib.util
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -34,8 +30,6 @@ PyTree = Any
 
 LAYERS = (3, 25)  # 20 and 152 leaves with Adam, and 8 of the guard
 CALLS = 20  # in a burst
-DEVICES = (1, 8)
-_IMPORTS = "import jax, optax, flax.linen, flax.nnx, flax.training.train_state"
 
 
 class Guarded(TrainState):
@@ -97,13 +91,13 @@ def run(asked: Request, rounds: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     has_tpu = importlib.util.find_spec("libtpu") is not None
     targets = ("v5e", "tpu7x") if has_tpu else ()
-    wholes = [_whole(task, targets, rounds // 5) for task in _tasks(asked.size)]
-    head = ["step", "ms", *(f"{t}, Mcycles" for t in targets), "GB accessed"]
-    calls = [row for devices in DEVICES for row in _calls_on(devices, rounds)]
-    imports = _import_ratio(max(1, rounds // 20))
+    tasks = list(_tasks(asked.size))
+    wholes = [row for task in tasks for row in _whole(task, targets, rounds // 5)]
+    header = ["program", "step", "ms", *(f"{t}, Mcycles" for t in targets), "GB"]
+    calls = [row for layers in LAYERS for row in _calls(layers, rounds)]
     text = f"""# What `make_train_step` adds to a step by hand
 
-{made_by()}, Python {sys.version.split()[0]}.
+{made_by()}.
 
 Three times the same step with Adam, whose loss computes in bfloat16 under
 `flax_amp.amp`: without any guard; with a loss scale, one decision from the loss and the
@@ -112,21 +106,15 @@ square norm of the gradients, one select and three counters, by hand; and
 for TPUs, and the bytes that XLA accesses on this processor. In brackets: to the guarded
 step by hand.
 
-{markdown_table(["program", *head], [row for rows in wholes for row in rows])}
+{markdown_table(header, wholes)}
 
 The same in Python: an MLP of {" and ".join(map(str, LAYERS))} layers, 8 wide, computes
 next to nothing. Processor time of the calling thread for a call, in bursts of {CALLS},
 in turns; the least of the bursts.
 
-{markdown_table(["step", "devices", "leaves", "µs", "to guarded"], calls)}
-
-`import flax_amp` behind `{_IMPORTS}` takes {imports:.2f} of the time without it
-(compiled Python files at hand, as `pip install` makes them; medians, in turns).
+{markdown_table(["step", "leaves", "µs", "to guarded"], calls, words=1)}
 """
     write_page(asked.folder / "step.md", text)
-
-
-# --- whole steps ---------------------------------------------------------------------
 
 
 def _tasks(size: str) -> Iterator[_Task]:
@@ -134,7 +122,7 @@ def _tasks(size: str) -> Iterator[_Task]:
         params, batch, loss = _mlp(layers, width)
         count = sum(x.size for x in jax.tree.leaves(params)) / 1e6
         yield _Task(f"MLP, {count:.2g} M parameters, batch 16", loss, params, batch)
-    vit = problem("vit_small", size)
+    vit = problem("vit_s16", size)
     params = vit.init(jax.random.key(0))["params"]
     batch = jax.tree.map(lambda x: x[:16], vit.batch(jax.random.key(1)))
     yield _Task("ViT, batch 16", lambda p, b: vit.loss(p, {}, b)[0], params, batch)
@@ -222,42 +210,23 @@ def _figures(step: Any, args: Any, devices: Any) -> dict[str, Any]:
     return hlo.figures(compiled.compile_for(step, shapes, one).as_text() or "")
 
 
-# --- calls ---------------------------------------------------------------------------
-
-
-def _calls_on(devices: int, rounds: int) -> list[list[str]]:
-    """Returns the rows of `calls`, of a process with so many local devices."""
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    program = (
-        f"from benchmarks.commands import step; step.LAYERS = {LAYERS}; "
-        f"print(step.calls({rounds}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, check=True, capture_output=True
-    )
-    return [row.split("|") for row in done.stdout.decode().splitlines()]
-
-
-def calls(rounds: int) -> str:
-    """Returns a line for each step: what a call of it costs, and its ratio."""
-    lines = []
-    for layers in LAYERS:
-        params, batch, loss = _mlp(layers, 8)
-        ways = _ways(_Task("", loss, params, batch))
-        states = [start() for _, start in ways.values()]
-        steps = [
-            step if name.startswith("`") else jax.jit(step, donate_argnums=0)
-            for name, (step, _) in ways.items()
-        ]
-        gc.freeze()  # a full collection would fall into some bursts and not into others
-        bursts = [_burst(*each, batch) for each in zip(steps, states, strict=True)]
-        us = [min(found) * 1e6 for found in in_turns(bursts, rounds)]
-        for name, state, each in zip(ways, states, us, strict=True):
-            count = len(jax.tree.leaves(state))
-            line = name, jax.local_device_count(), count, f"{each:.0f}"
-            lines.append("|".join(map(str, (*line, f"{each / us[1]:.2f}"))))
-    return "\n".join(lines)
+def _calls(layers: int, rounds: int) -> list[list[str]]:
+    """Returns a row for each step: what a call of it costs, and its ratio."""
+    params, batch, loss = _mlp(layers, 8)
+    ways = _ways(_Task("", loss, params, batch))
+    states = [start() for _, start in ways.values()]
+    steps = [
+        step if name.startswith("`") else jax.jit(step, donate_argnums=0)
+        for name, (step, _) in ways.items()
+    ]
+    gc.freeze()  # a full collection would fall into some bursts and not into others
+    bursts = [_burst(*each, batch) for each in zip(steps, states, strict=True)]
+    us = [min(found) * 1e6 for found in in_turns(bursts, rounds)]
+    leaves = [len(jax.tree.leaves(state)) for state in states]
+    return [
+        [name, str(count), f"{each:.0f}", f"{each / us[1]:.2f}"]
+        for name, count, each in zip(ways, leaves, us, strict=True)
+    ]
 
 
 def _burst(
@@ -275,17 +244,3 @@ def _burst(
         return seconds
 
     return run
-
-
-def _import_ratio(rounds: int) -> float:
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-
-    def run(program: str) -> float:
-        begin = time.perf_counter()
-        subprocess.run([sys.executable, "-c", program], check=True, env=environ)
-        return time.perf_counter() - begin
-
-    programs = [_IMPORTS, f"{_IMPORTS}, flax_amp"]
-    turns = in_turns([functools.partial(run, text) for text in programs], rounds)
-    without, with_ours = map(statistics.median, turns)
-    return with_ours / without

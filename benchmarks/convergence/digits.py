@@ -1,4 +1,4 @@
-"""Models on handwritten digits: ResNet, ViT, LSTM, diffusion U-Net, GAN."""
+"""Models on handwritten digits: ResNet, LSTM, diffusion U-Net, GAN."""
 
 import functools
 from typing import Any
@@ -7,14 +7,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
-from benchmarks.convergence.task import Carry, Program, PyTree, Task, Way, supervised
-from benchmarks.models import base, small, vit
+from benchmarks.convergence.task import Carry, Program, PyTree, Way, supervised
+from benchmarks.models import base, small
 from examples.digits import data as digits
 
 BATCH = 64
-ONE_IMAGE = 1 / 360  # of those that are held out
 
 
 def _load() -> dict[str, PyTree]:
@@ -95,30 +93,6 @@ def resnet(way: Way, steps: int) -> Program:
         variables = {"params": state.params, **state.variables}
         logits = reference.apply(variables, data["test"]["image"], train=False)
         return _accuracy(logits, data["test"]["label"])
-
-    return supervised(way, _load(), create, loss_fn, _sample, evaluate)
-
-
-def nnx_vit(way: Way, steps: int) -> Program:
-    config = base.config(image=8, patch=2, width=48, layers=2, heads=4, classes=10)
-
-    def make(dtype, key):
-        return vit.NNXViT(config, dtype, nnx.Rngs(params=key))
-
-    def logits(model, image):
-        return model(jnp.repeat(image, 3, axis=-1))  # it wants colours
-
-    def create(key):
-        return dict(model=make(way.dtype, key), tx=_adam(3e-3, steps))
-
-    def loss_fn(model, batch, *, state):
-        return base.cross_entropy(logits(model, batch["image"]), batch["label"]), {}
-
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(None, jax.random.key(0))))
-
-    def evaluate(state, data):
-        model = nnx.merge(graphdef, state.params)
-        return _accuracy(logits(model, data["test"]["image"]), data["test"]["label"])
 
     return supervised(way, _load(), create, loss_fn, _sample, evaluate)
 
@@ -308,13 +282,3 @@ def gan(way: Way, steps: int) -> Program:
 
     losses = {"discriminator": judge_loss, "generator": make_loss}
     return Program(_load(), start, step, evaluate, losses, batches)
-
-
-_ACCURACY: Any = dict(better="higher", resolution=ONE_IMAGE)
-TASKS = {
-    "resnet": Task("ResNet, digits", "test accuracy", resnet, 300, **_ACCURACY),
-    "nnx_vit": Task("ViT in NNX, digits", "test accuracy", nnx_vit, 300, **_ACCURACY),
-    "lstm": Task("LSTM, pixels of digits", "bits per pixel", lstm, 250),
-    "diffusion": Task("diffusion U-Net, digits", "test error", diffusion, 400),
-    "gan": Task("GAN, digits", "energy distance to test images", gan, 400, seeds=20),
-}

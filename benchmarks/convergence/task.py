@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ Carry = dict[str, Any]  # the states that train, by name, and whatever else a st
 PATIENCE = 50  # so small that the scale grows too far, and steps are skipped
 
 
-NEAREST = "nearest_state"  # it is shown, and not judged
-
-
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A precision to train in.
@@ -28,14 +25,14 @@ class Way:
       precision: what `AmpTrainState` follows. With "32-true", nothing of a step is
         from flax_amp: it differentiates the loss as it is.
       dtype: what the layers get as their `dtype` by hand.
-      rounding: how the moments are rounded to bfloat16; `None` leaves them in float32.
+      small_moments: whether the moments are stored in bfloat16.
       param_dtype: what the parameters are stored in.
       amp_policy: see `flax_amp.amp`.
     """
 
     precision: flax_amp.Precision = "32-true"
     dtype: DTypeLike | None = None
-    rounding: Literal["stochastic", "nearest"] | None = None
+    small_moments: bool = False
     param_dtype: DTypeLike = jnp.float32
     amp_policy: PolicyEntries | None = None
 
@@ -43,8 +40,8 @@ class Way:
         """Makes a state as users do, but with a scale that grows faster."""
         half = self.precision == "16-mixed"
         scaler = flax_amp.init_scaler(patience=PATIENCE) if half else None
-        if self.rounding is not None:
-            tx = flax_amp.optim.small_state(tx, rounding=self.rounding)
+        if self.small_moments:
+            tx = flax_amp.optim.small_state(tx)
         return flax_amp.AmpTrainState.create(
             tx=tx,
             precision=self.precision,
@@ -78,10 +75,9 @@ WAYS = {
     "bfloat16": Way("bf16-mixed"),
     "float16": Way("16-mixed"),
     "hand_bf16": Way(dtype=jnp.bfloat16),
-    "small_moments": Way("bf16-mixed", rounding="stochastic"),
-    "small_state": Way("bf16-mixed", rounding="stochastic", param_dtype=jnp.bfloat16),
+    "small_moments": Way("bf16-mixed", small_moments=True),
+    "small_state": Way("bf16-mixed", small_moments=True, param_dtype=jnp.bfloat16),
     "fp8": Way("bf16-mixed", amp_policy=_FP8),
-    NEAREST: Way("bf16-mixed", rounding="nearest", param_dtype=jnp.bfloat16),
 }
 
 
@@ -128,7 +124,7 @@ class Task:
       metric: what is held out and measured, in words.
       make: makes the program of a way, for so many steps.
       steps: the length of a run.
-      better: "higher" or "lower".
+      higher: whether a higher metric is better.
       resolution: the least difference of the metric that means something, such as one
         test image.
       seeds: the least number of float32 runs: more where their ends vary widely.
@@ -138,13 +134,9 @@ class Task:
     metric: str
     make: Callable[[Way, int], Program]
     steps: int
-    better: str = "lower"
+    higher: bool = False
     resolution: float = 0.0
     seeds: int = 5
-
-    def build(self, way: Way) -> Program:
-        """Makes the program of a way."""
-        return self.make(way, self.steps)
 
 
 def supervised(

@@ -1,4 +1,8 @@
-"""Modules, models, kernels and optimizers of other libraries."""
+"""Modules, models, kernels and optimizers of other libraries.
+
+In a row, `s` is a dict with the dtype of a hand-set module, or an empty one, and `k` is
+a random key.
+"""
 
 import functools
 import inspect
@@ -16,75 +20,83 @@ from benchmarks.corpus.program import (
     Case,
     Loss,
     Programs,
-    lazily,
     normal,
     of_product,
+    rows,
+    table,
     total,
 )
 
 # --- modules of Linen, NNX, equinox, haiku -------------------------------------------
 
-_SEQUENCE, _IMAGE = (4, 12, 16), (2, 16, 16, 4)
+# Shapes of inputs
+_SHAPES: dict[str, Any] = {
+    "SEQUENCE": (4, 12, 16),
+    "IMAGE": (2, 16, 16, 4),
+    "CHANNELS": (2, 4, 16, 16),
+    "VIDEO": (2, 5, 8, 8, 4),
+    "WIDE": (64, 16),
+    "NARROW": (16, 4),
+    "FEW": (8, 16),
+    "PHOTO": (4, 32, 32, 3),
+}
+
+Make = Callable[[dict[str, Any]], Any]  # from a dict with a dtype, or with nothing
+
+
+def _modules(case: Callable[[Any], Case], text: str, names: dict[str, Any]) -> Programs:
+    """Returns programs of rows `NAMES: MODULE | SHAPE`; `case` takes both."""
+
+    def make(code: str) -> Case:
+        expression, shape = code.split(" | ")
+        lines = f"lambda {names['arguments']}: {expression}"
+        return case((eval(lines, dict(names)), _SHAPES[shape]))
+
+    return {name: functools.partial(make, code) for name, code in rows(text)}
 
 
 def _linen() -> Programs:
-    def case(given: Any) -> Case:
+    def case(given: tuple[Make, Any]) -> Case:
         make, shape = given
         x = normal(*shape)
-        variables = make().init(jax.random.key(0), x)
+        variables = make({}).init(jax.random.key(0), x)
 
-        def loss_of(module: nn.Module) -> Loss:
+        def loss_of(s: dict[str, Any]) -> Loss:
+            module = make(s)
             return lambda variables, x: total(module.apply(variables, x))
 
-        return Case(
-            loss_of(make()), variables, (x,), lambda dtype: loss_of(make(dtype=dtype))
-        )
+        return Case(loss_of({}), variables, (x,), lambda d: loss_of({"dtype": d}))
 
-    def rnn(cell: Any) -> Any:
-        return (lambda **set: nn.RNN(cell(16, **set))), _SEQUENCE
+    text = """
+Dense: nn.@(8, **s) | SEQUENCE
+DenseGeneral: nn.@((4, 2), **s) | SEQUENCE
+Einsum: nn.@((16, 8), "bti,io->bto", **s) | SEQUENCE
+Conv ConvLocal: nn.@(8, (3, 3), **s) | IMAGE
+Conv(depthwise): nn.Conv(4, (3, 3), feature_group_count=4, **s) | IMAGE
+Conv(dilated): nn.Conv(8, (3, 3), kernel_dilation=2, **s) | IMAGE
+ConvTranspose: nn.@(8, (3, 3), strides=(2, 2), **s) | IMAGE
+SelfAttention: nn.@(4, **s) | SEQUENCE
+MultiHeadDotProductAttention(qk~norm): nn.MultiHeadDotProductAttention(
+    4, normalize_qk=True, **s) | SEQUENCE
+LayerNorm: nn.@(**s) | SEQUENCE
+GroupNorm: nn.@(2, **s) | IMAGE
+RNN(LSTMCell) RNN(OptimizedLSTMCell) RNN(GRUCell) RNN(MGUCell) RNN(SimpleCell): (
+    rnn("@", s)) | SEQUENCE
+Bidirectional: nn.@(nn.RNN(nn.GRUCell(8, **s)), nn.RNN(nn.GRUCell(8, **s))) | SEQUENCE
+RNN(ConvLSTMCell): nn.RNN(nn.ConvLSTMCell(4, (3, 3), **s)) | VIDEO
+"""
 
-    P = functools.partial
-    table = {
-        "Dense": (P(nn.Dense, 8), _SEQUENCE),
-        "DenseGeneral": (P(nn.DenseGeneral, (4, 2)), _SEQUENCE),
-        "Einsum": (P(nn.Einsum, (16, 8), "bti,io->bto"), _SEQUENCE),
-        "Conv": (P(nn.Conv, 8, (3, 3)), _IMAGE),
-        "Conv(depthwise)": (P(nn.Conv, 4, (3, 3), feature_group_count=4), _IMAGE),
-        "Conv(dilated)": (P(nn.Conv, 8, (3, 3), kernel_dilation=2), _IMAGE),
-        "ConvLocal": (P(nn.ConvLocal, 8, (3, 3)), _IMAGE),
-        "ConvTranspose": (P(nn.ConvTranspose, 8, (3, 3), strides=(2, 2)), _IMAGE),
-        "SelfAttention": (P(nn.SelfAttention, 4), _SEQUENCE),
-        "MultiHeadDotProductAttention(qk norm)": (
-            P(nn.MultiHeadDotProductAttention, 4, normalize_qk=True),
-            _SEQUENCE,
-        ),
-        "LayerNorm": (nn.LayerNorm, _SEQUENCE),
-        "GroupNorm": (P(nn.GroupNorm, 2), _IMAGE),
-        "RNN(LSTMCell)": rnn(nn.LSTMCell),
-        "RNN(OptimizedLSTMCell)": rnn(nn.OptimizedLSTMCell),
-        "RNN(GRUCell)": rnn(nn.GRUCell),
-        "RNN(MGUCell)": rnn(nn.MGUCell),
-        "RNN(SimpleCell)": rnn(nn.SimpleCell),
-        "Bidirectional": (
-            lambda **s: nn.Bidirectional(
-                nn.RNN(nn.GRUCell(8, **s)), nn.RNN(nn.GRUCell(8, **s))
-            ),
-            _SEQUENCE,
-        ),
-        "RNN(ConvLSTMCell)": (
-            lambda **s: nn.RNN(nn.ConvLSTMCell(4, (3, 3), **s)),
-            (2, 5, 8, 8, 4),
-        ),
-    }
-    return lazily(case, table)
+    def rnn(name: str, s: dict[str, Any]) -> nn.Module:
+        return nn.RNN(getattr(nn, name[4:-1])(16, **s))
+
+    return _modules(case, text, {"nn": nn, "rnn": rnn, "arguments": "s"})
 
 
-def _nnx_case(given: Any) -> Case:
-    make, shape, has_dtype = given
-    x = normal(*shape)
+def _nnx_case(given: tuple[Make, Any], has_dtype: bool) -> Case:
+    make, shape = given
 
-    def loss_of(model: Any) -> tuple[Loss, Any]:
-        parts: Any = nnx.split(model, nnx.Param, ...)
+    def loss_of(s: dict[str, Any]) -> tuple[Loss, Any]:
+        parts: Any = nnx.split(make(s), nnx.Param, ...)
         graph, params, rest = parts
 
         def loss(params: Any, x: Any) -> Any:
@@ -92,78 +104,64 @@ def _nnx_case(given: Any) -> Case:
 
         return loss, params
 
-    loss, params = loss_of(make())
-    hand = (lambda dtype: loss_of(make(dtype=dtype))[0]) if has_dtype else None
-    return Case(loss, params, (x,), hand)
+    loss, params = loss_of({})
+    hand = (lambda dtype: loss_of({"dtype": dtype})[0]) if has_dtype else None
+    return Case(loss, params, (normal(*shape),), hand)
 
 
 def _nnx() -> Programs:
-    def make(cls: Any, *args: Any, **set: Any) -> Callable[..., Any]:
-        return lambda **dtype: cls(*args, **set, **dtype, rngs=nnx.Rngs(0))
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        return cls(*args, **options, rngs=nnx.Rngs(0))
 
-    def rnn(cell: Any) -> Any:
-        return lambda **s: nnx.RNN(
-            cell(16, 16, **s, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)
-        )
+    def rnn(name: str, s: dict[str, Any]) -> Any:
+        return make(nnx.RNN, make(getattr(nnx, name[4:-1]), 16, 16, **s))
 
-    attention = functools.partial(make, nnx.MultiHeadAttention, 4, 16, decode=False)
-    table = {
-        "Linear": (make(nnx.Linear, 16, 8), _SEQUENCE),
-        "LinearGeneral": (make(nnx.LinearGeneral, 16, (4, 2)), _SEQUENCE),
-        "Einsum": (make(nnx.Einsum, "bti,io->bto", (16, 8)), _SEQUENCE),
-        "Conv": (make(nnx.Conv, 4, 8, (3, 3)), _IMAGE),
-        "ConvTranspose": (make(nnx.ConvTranspose, 4, 8, (3, 3), strides=2), _IMAGE),
-        "LayerNorm": (make(nnx.LayerNorm, 16), _SEQUENCE),
-        "RMSNorm": (make(nnx.RMSNorm, 16), _SEQUENCE),
-        "GroupNorm": (make(nnx.GroupNorm, 4, 2), _IMAGE),
-        "BatchNorm": (make(nnx.BatchNorm, 16), _SEQUENCE),
-        "MultiHeadAttention": (attention(), _SEQUENCE),
-        "MultiHeadAttention(qk norm)": (attention(normalize_qk=True), _SEQUENCE),
-        "LoRALinear": (make(nnx.LoRALinear, 16, 8, lora_rank=2), _SEQUENCE),
-        "RNN(LSTMCell)": (rnn(nnx.LSTMCell), _SEQUENCE),
-        "RNN(OptimizedLSTMCell)": (rnn(nnx.OptimizedLSTMCell), _SEQUENCE),
-        "RNN(GRUCell)": (rnn(nnx.GRUCell), _SEQUENCE),
-        "RNN(SimpleCell)": (rnn(nnx.SimpleCell), _SEQUENCE),
-    }
-    return lazily(_nnx_case, {name: (*given, True) for name, given in table.items()})
+    text = """
+Linear: make(nnx.@, 16, 8, **s) | SEQUENCE
+LinearGeneral: make(nnx.@, 16, (4, 2), **s) | SEQUENCE
+Einsum: make(nnx.@, "bti,io->bto", (16, 8), **s) | SEQUENCE
+Conv: make(nnx.@, 4, 8, (3, 3), **s) | IMAGE
+ConvTranspose: make(nnx.@, 4, 8, (3, 3), strides=2, **s) | IMAGE
+LayerNorm RMSNorm BatchNorm: make(nnx.@, 16, **s) | SEQUENCE
+GroupNorm: make(nnx.@, 4, 2, **s) | IMAGE
+MultiHeadAttention: make(nnx.@, 4, 16, decode=False, **s) | SEQUENCE
+MultiHeadAttention(qk~norm): make(
+    nnx.MultiHeadAttention, 4, 16, decode=False, normalize_qk=True, **s) | SEQUENCE
+LoRALinear: make(nnx.@, 16, 8, lora_rank=2, **s) | SEQUENCE
+RNN(LSTMCell) RNN(OptimizedLSTMCell) RNN(GRUCell) RNN(SimpleCell): (
+    rnn("@", s)) | SEQUENCE
+"""
+    names = {"nnx": nnx, "make": make, "rnn": rnn, "arguments": "s"}
+    return _modules(functools.partial(_nnx_case, has_dtype=True), text, names)
 
 
 def _jaxkan() -> Programs:
-    def make(layer: str, **required: Any) -> Any:
-        def model() -> Any:
-            from jaxkan.models.KAN import KAN
+    from jaxkan.models.KAN import KAN
 
-            return KAN([4, 8, 2], layer, required or None)
+    text = """
+KAN(base) KAN(spline): kan("@", k=3, G=4) | NARROW
+KAN(chebyshev) KAN(legendre) KAN(fourier) KAN(rbf) KAN(sine): kan("@", D=4) | NARROW
+"""
 
-        return model, (16, 4), False
+    def kan(name: str, **required: Any) -> Any:
+        return KAN([4, 8, 2], name[4:-1], required)
 
-    table = {
-        "KAN(base)": make("base", k=3, G=4),
-        "KAN(spline)": make("spline", k=3, G=4),
-        "KAN(chebyshev)": make("chebyshev", D=4),
-        "KAN(legendre)": make("legendre", D=4),
-        "KAN(fourier)": make("fourier", D=4),
-        "KAN(rbf)": make("rbf", D=4),
-        "KAN(sine)": make("sine", D=4),
-    }
-    return lazily(_nnx_case, table)
-
-
-def _equinox_case(given: Any) -> Case:
-    import equinox as eqx
-
-    make, shape = given
-    params, static = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
-
-    def loss(params: Any, x: Any) -> Any:
-        model = eqx.combine(params, static)
-        return total(jax.vmap(lambda x: model(x))(x))
-
-    return Case(loss, params, (normal(*shape),))
+    case = functools.partial(_nnx_case, has_dtype=False)
+    return _modules(case, text, {"kan": kan, "arguments": "s"})
 
 
 def _equinox() -> Programs:
     import equinox as eqx
+
+    def case(given: Any) -> Case:
+        make, shape = given
+        params, static = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
+
+        def loss(params: Any, x: Any) -> Any:
+            model = eqx.combine(params, static)
+            return total(jax.vmap(lambda x: model(x))(x))
+
+        return Case(loss, params, (normal(*shape),))
 
     class Scanned(eqx.Module):
         cell: Any
@@ -180,51 +178,31 @@ def _equinox() -> Programs:
         def __call__(self, x: Any) -> Any:
             return self.attention(x, x, x)
 
-    e, image = eqx.nn, (2, 4, 16, 16)
-    norm = lambda k: e.Sequential(  # noqa: E731
-        [e.Linear(16, 16, key=k), e.LayerNorm(16), e.Linear(16, 4, key=k)]
-    )
-    table = {
-        "MLP": (lambda k: e.MLP(16, 4, 32, 3, key=k), (64, 16)),
-        "LSTMCell": (lambda k: Scanned(e.LSTMCell(16, 8, key=k)), _SEQUENCE),
-        "GRUCell": (lambda k: Scanned(e.GRUCell(16, 8, key=k)), _SEQUENCE),
-        "MultiheadAttention": (
-            lambda k: Attend(e.MultiheadAttention(4, 16, key=k)),
-            _SEQUENCE,
-        ),
-        "Conv2d": (lambda k: e.Conv2d(4, 8, 3, key=k), image),
-        "ConvTranspose2d": (lambda k: e.ConvTranspose2d(4, 8, 3, key=k), image),
-        "Conv1d": (lambda k: e.Conv1d(12, 8, 3, key=k), _SEQUENCE),
-        "LayerNorm": (norm, (64, 16)),
-        "GroupNorm": (
-            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.GroupNorm(2, 8)]),
-            image,
-        ),
-        "WeightNorm": (lambda k: e.WeightNorm(e.Linear(16, 8, key=k)), (64, 16)),
-        "PReLU": (
-            lambda k: e.Sequential(
-                [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.PReLU()(x))]
-            ),
-            (64, 16),
-        ),
-        "MaxPool2d": (
-            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.MaxPool2d(2, 2)]),
-            image,
-        ),
-        "AdaptiveAvgPool2d": (
-            lambda k: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.AdaptiveAvgPool2d(3)]),
-            image,
-        ),
-    }
-    return lazily(_equinox_case, table)
+    text = """
+MLP: e.@(16, 4, 32, 3, key=k) | WIDE
+LSTMCell GRUCell: Scanned(e.@(16, 8, key=k)) | SEQUENCE
+MultiheadAttention: Attend(e.@(4, 16, key=k)) | SEQUENCE
+Conv2d ConvTranspose2d: e.@(4, 8, 3, key=k) | CHANNELS
+Conv1d: e.@(12, 8, 3, key=k) | SEQUENCE
+LayerNorm: e.Sequential(
+    [e.Linear(16, 16, key=k), e.@(16), e.Linear(16, 4, key=k)]) | WIDE
+GroupNorm: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.@(2, 8)]) | CHANNELS
+WeightNorm: e.@(e.Linear(16, 8, key=k)) | WIDE
+PReLU: e.Sequential(
+    [e.Linear(16, 8, key=k), e.Lambda(lambda x: e.@()(x))]) | WIDE
+MaxPool2d: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.@(2, 2)]) | CHANNELS
+AdaptiveAvgPool2d: e.Sequential([e.Conv2d(4, 8, 3, key=k), e.@(3)]) | CHANNELS
+"""
+    names = {"e": eqx.nn, "Scanned": Scanned, "Attend": Attend, "arguments": "k"}
+    return _modules(case, text, names)
 
 
 def _haiku() -> Programs:
-    def case(given: Any) -> Case:
-        import haiku as hk
+    import haiku as hk
 
+    def case(given: Any) -> Case:
         function, shape = given
-        net = hk.without_apply_rng(hk.transform_with_state(lambda x: function(hk, x)))
+        net = hk.without_apply_rng(hk.transform_with_state(function))
         x = normal(*shape)
         params, state = net.init(jax.random.key(0), x)
 
@@ -233,47 +211,23 @@ def _haiku() -> Programs:
 
         return Case(loss, params, (x,))
 
-    def unrolled(core: str, size: int = 8) -> Any:
-        def run(hk: Any, x: Any) -> Any:
-            cell = getattr(hk, core)(size)
-            xs = x.swapaxes(0, 1)
-            return hk.dynamic_unroll(cell, xs, cell.initial_state(len(x)))[0]
+    def unrolled(cell: Any, x: Any) -> Any:
+        xs = x.swapaxes(0, 1)
+        return hk.dynamic_unroll(cell, xs, cell.initial_state(len(x)))[0]
 
-        return run, _SEQUENCE
-
-    attend = lambda hk, x: hk.MultiHeadAttention(  # noqa: E731
-        4, 8, w_init=hk.initializers.VarianceScaling()
-    )(x, x, x)
-    resnet = lambda hk, x: hk.nets.ResNet(  # noqa: E731
-        [1, 1, 1, 1], 5, channels_per_group=[8, 8, 16, 16], bottleneck=False
-    )(x, is_training=True)
-    table = {
-        "nets.MLP": (lambda hk, x: hk.nets.MLP([32, 8])(x), (8, 16)),
-        "nets.ResNet": (resnet, (4, 32, 32, 3)),
-        "nets.VectorQuantizer": (
-            lambda hk, x: hk.nets.VectorQuantizer(8, 9, 0.25)(
-                hk.Linear(8)(x), is_training=True
-            )["loss"],
-            (8, 16),
-        ),
-        "MultiHeadAttention": (attend, _SEQUENCE),
-        "LSTM": unrolled("LSTM"),
-        "GRU": unrolled("GRU"),
-        "VanillaRNN": unrolled("VanillaRNN"),
-        "SeparableDepthwiseConv2D": (
-            lambda hk, x: hk.SeparableDepthwiseConv2D(2, 3)(x),
-            _IMAGE,
-        ),
-        "InstanceNorm": (
-            lambda hk, x: hk.InstanceNorm(True, True)(hk.Conv2D(8, 3)(x)),
-            _IMAGE,
-        ),
-        "LayerNorm": (
-            lambda hk, x: hk.LayerNorm(-1, True, True)(hk.Linear(8)(x)),
-            (8, 16),
-        ),
-    }
-    return lazily(case, table)
+    text = """
+nets.MLP: hk.@([32, 8])(x) | FEW
+nets.ResNet: hk.@([1, 1, 1, 1], 5, channels_per_group=[8, 8, 16, 16],
+    bottleneck=False)(x, is_training=True) | PHOTO
+nets.VectorQuantizer: hk.@(8, 9, 0.25)(hk.Linear(8)(x), is_training=True)["loss"] | FEW
+MultiHeadAttention: hk.@(4, 8, w_init=hk.initializers.VarianceScaling())(
+    x, x, x) | SEQUENCE
+LSTM GRU VanillaRNN: unrolled(hk.@(8), x) | SEQUENCE
+SeparableDepthwiseConv2D: hk.@(2, 3)(x) | IMAGE
+InstanceNorm: hk.@(True, True)(hk.Conv2D(8, 3)(x)) | IMAGE
+LayerNorm: hk.@(-1, True, True)(hk.Linear(8)(x)) | FEW
+"""
+    return _modules(case, text, {"hk": hk, "unrolled": unrolled, "arguments": "x"})
 
 
 # --- whole models --------------------------------------------------------------------
@@ -308,14 +262,14 @@ def _flaxmodels() -> Programs:
             lambda dtype: loss_of(make(dtype=jnp.dtype(dtype).name)),
         )
 
-    table = {
+    settings_of = {
         "ResNet18": ("ResNet18", dict(num_classes=5, output="logits")),
         "VGG16": (
             "VGG16",
             dict(include_head=False, output="activations", num_classes=5),
         ),
     }
-    return lazily(case, table)
+    return {name: functools.partial(case, given) for name, given in settings_of.items()}
 
 
 def _penzai() -> Programs:
@@ -358,7 +312,7 @@ def _penzai() -> Programs:
 
         return Case(loss_of(body), params, (tokens,))
 
-    table = {
+    settings_of: dict[str, dict[str, Any]] = {
         "llama": {},
         "llama(layer stack)": {"use_layer_stack": True},
         "gemma": dict(
@@ -368,13 +322,13 @@ def _penzai() -> Programs:
             attn_logits_soft_cap=50.0,
         ),
     }
-    return lazily(case, table)
+    return {name: functools.partial(case, given) for name, given in settings_of.items()}
 
 
 def _jraph() -> Programs:
-    def case(make: Any) -> Case:
-        import jraph
+    import jraph
 
+    def case(make: Any) -> Case:
         rng = np.random.default_rng(0)
         graph = jraph.GraphsTuple(
             nodes=normal(24, 8),
@@ -395,108 +349,71 @@ def _jraph() -> Programs:
 
                 return apply
 
-            found = make(jraph, layer)(graph)
+            found = make(layer, graph)
             return total((found.nodes, found.edges))
 
         return Case(loss, params, (graph,))
 
-    linear = {
-        "GraphConvolution": lambda j, f: j.GraphConvolution(f("n")),
-        "GraphConvolution(self edges)": lambda j, f: j.GraphConvolution(
-            f("n"), add_self_edges=True
-        ),
-        "GraphNetwork": lambda j, f: j.GraphNetwork(f("e"), f("n"), f("g")),
-        "GraphNetwork(softmax)": lambda j, f: j.GraphNetwork(
-            f("e"),
-            f("n"),
-            f("g"),
-            attention_logit_fn=lambda e, *_: f("q")(e)[:, :1],
-            attention_normalize_fn=j.segment_softmax,
-            attention_reduce_fn=lambda e, w: e * w,
-        ),
-        "GraphNetwork(mean)": lambda j, f: j.GraphNetwork(
-            f("e"), f("n"), f("g"), aggregate_edges_for_nodes_fn=j.segment_mean
-        ),
-        "GraphNetwork(max)": lambda j, f: j.GraphNetwork(
-            f("e"), f("n"), f("g"), j.segment_max_or_constant
-        ),
-        "InteractionNetwork": lambda j, f: j.InteractionNetwork(f("e"), f("n")),
-        "RelationNetwork": lambda j, f: (
-            lambda g: g._replace(
-                edges=None,
-                globals=None,
-                nodes=j.RelationNetwork(f("e"), f("g"))(g).globals,
-            )
-        ),
-        "DeepSets": lambda j, f: (
-            lambda g: g._replace(nodes=j.DeepSets(f("n"), f("g"))(g).globals)
-        ),
-        "GAT": lambda j, f: j.GAT(
-            f("n"), lambda s, r, e: f("q")(s, r)[:, :1], lambda n: n
-        ),
+    text = """
+GraphConvolution: j.@(f("n"))(g)
+GraphConvolution(self~edges): j.GraphConvolution(f("n"), add_self_edges=True)(g)
+GraphNetwork: j.@(f("e"), f("n"), f("g"))(g)
+GraphNetwork(softmax): j.GraphNetwork(f("e"), f("n"), f("g"),
+    attention_logit_fn=lambda e, *_: f("q")(e)[:, :1],
+    attention_normalize_fn=j.segment_softmax,
+    attention_reduce_fn=lambda e, w: e * w)(g)
+GraphNetwork(mean): j.GraphNetwork(f("e"), f("n"), f("g"),
+    aggregate_edges_for_nodes_fn=j.segment_mean)(g)
+GraphNetwork(max): j.GraphNetwork(f("e"), f("n"), f("g"), j.segment_max_or_constant)(g)
+InteractionNetwork: j.@(f("e"), f("n"))(g)
+RelationNetwork: g._replace(edges=None, globals=None,
+    nodes=j.@(f("e"), f("g"))(g).globals)
+DeepSets: g._replace(nodes=j.@(f("n"), f("g"))(g).globals)
+GAT: j.@(f("n"), lambda s, r, e: f("q")(s, r)[:, :1], lambda n: n)(g)
+"""
+    lines = {name: f"lambda f, g: {code}" for name, code in rows(text)}
+    return {
+        name: functools.partial(lambda code: case(eval(code, {"j": jraph})), code)
+        for name, code in lines.items()
     }
-    return lazily(case, linear)
 
 
 def _e3nn() -> Programs:
-    def case(function: Any) -> Case:
-        import e3nn_jax as e3nn
+    import e3nn_jax as e3nn
 
+    def case(function: Any) -> Case:
         def of_irreps(w: Any, x: Any) -> Any:
-            return function(e3nn, e3nn.IrrepsArray("0e + 1o + 2e", x @ w)).array
+            return function(e3nn.IrrepsArray("0e + 1o + 2e", x @ w)).array
 
         return of_product(of_irreps, normal(9, 9) / 3, normal(16, 9, seed=1))
 
-    table = {
-        "tensor_product": lambda e, a: e.tensor_product(a, a),
-        "elementwise_tensor_product": lambda e, a: e.elementwise_tensor_product(a, a),
-        "spherical_harmonics": lambda e, a: e.spherical_harmonics(
-            "0e + 1o + 2e", a.filter("1o"), True
-        ),
-        "norm": lambda e, a: e.norm(a),
-        "scatter_sum": lambda e, a: e.scatter_sum(
-            a, dst=jnp.arange(16) % 4, output_size=4
-        ),
-        "to_s2grid": lambda e, a: e.from_s2grid(
-            e.to_s2grid(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e"
-        ),
-    }
-    return lazily(case, table)
+    text = """
+tensor_product elementwise_tensor_product: lambda a: e.@(a, a)
+spherical_harmonics: lambda a: e.@("0e + 1o + 2e", a.filter("1o"), True)
+norm: lambda a: e.@(a)
+scatter_sum: lambda a: e.@(a, dst=jnp.arange(16) % 4, output_size=4)
+to_s2grid: lambda a: e.from_s2grid(
+    e.@(a, 16, 11, quadrature="gausslegendre"), "0e + 1o + 2e")
+"""
+    return table(case, text, {"e": e3nn, "jnp": jnp})
 
 
 # --- Pallas kernels, interpreted ----------------------------------------------------
 
 
 def _pallas() -> Programs:
-    def attend(w: Any, x: Any, causal: bool) -> Any:
-        from jax.experimental.pallas.ops.gpu import attention
+    from jax.experimental.pallas.ops.gpu import attention, layer_norm, rms_norm
 
+    def attend(w: Any, x: Any, causal: bool) -> Any:
         q = (x @ w).reshape(1, 64, 2, 16)
-        blocks = attention.BlockSizes(
-            block_q=32,
-            block_k=32,
-            block_q_dkv=32,
-            block_kv_dkv=32,
-            block_q_dq=32,
-            block_kv_dq=32,
-        )
+        sizes = "block_q block_k block_q_dkv block_kv_dkv block_q_dq block_kv_dq"
+        blocks = attention.BlockSizes(**dict.fromkeys(sizes.split(), 32))
         return attention.mha(
             q, q, q, None, causal=causal, block_sizes=blocks, interpret=True
         )
 
-    def layer_norm(w: Any, x: Any) -> Any:
-        from jax.experimental.pallas.ops.gpu import layer_norm
-
-        return layer_norm.layer_norm(
-            (x @ w)[None], jnp.ones(32), jnp.zeros(32), interpret=True
-        )
-
-    def rms_norm(w: Any, x: Any) -> Any:
-        from jax.experimental.pallas.ops.gpu import rms_norm
-
-        return rms_norm.rms_norm(
-            (x @ w)[None], jnp.ones(32), jnp.zeros(32), interpret=True
-        )
+    def norm(function: Any, w: Any, x: Any) -> Any:
+        return function((x @ w)[None], jnp.ones(32), jnp.zeros(32), interpret=True)
 
     def kernel(body: Any) -> Any:
         """A kernel with a rule of its own, as Pallas has no derivative by itself."""
@@ -519,48 +436,35 @@ def _pallas() -> Programs:
     def case(function: Any) -> Case:
         return of_product(function, normal(32, 32) / 6, normal(64, 32, seed=1))
 
-    table = {
+    made = {
         "ops.gpu.attention": functools.partial(attend, causal=False),
         "ops.gpu.attention(causal)": functools.partial(attend, causal=True),
-        "ops.gpu.layer_norm": layer_norm,
-        "ops.gpu.rms_norm": rms_norm,
+        "ops.gpu.layer_norm": functools.partial(norm, layer_norm.layer_norm),
+        "ops.gpu.rms_norm": functools.partial(norm, rms_norm.rms_norm),
         "pallas_call(gelu)": kernel(jax.nn.gelu),
         "pallas_call(softmax)": kernel(lambda x: jax.nn.softmax(x, -1)),
     }
-    return lazily(case, table)
+    return {name: functools.partial(case, function) for name, function in made.items()}
 
 
 # --- optimizers: three steps, with the loss under amp, as in a train step -----------
 
 
 def _optimizers() -> Programs:
-    c = optax.contrib
-    made = {
-        name: functools.partial(getattr(c, name), 1e-2)
-        for name in "acprop ademamix adopt dadapt_adamw madgrad momo momo_adam muon "
-        "prodigy simplified_ademamix schedule_free_adamw schedule_free_sgd".split()
-    } | {
-        "cocob": c.cocob,
-        "dog": c.dog,
-        "dowg": c.dowg,
-        "galore": lambda: optax.chain(c.scale_by_galore(2), optax.scale(-1e-2)),
-        "mechanize": lambda: c.mechanize(optax.adam(1e-2)),
-        "sam": lambda: c.sam(optax.sgd(1e-2), c.normalize(), opaque_mode=False),
-        "reduce_on_plateau": lambda: optax.chain(
-            optax.adam(1e-2), c.reduce_on_plateau()
-        ),
-        "schedule_free": lambda: c.schedule_free(optax.sgd(1e-2), 1e-2),
-        "split_real_and_imaginary": lambda: c.split_real_and_imaginary(
-            optax.adam(1e-2)
-        ),
-    }
-    made |= {
-        name: functools.partial(getattr(optax, name), 1e-2)
-        for name in "adabelief adadelta adafactor adagrad adam adamax adamw adan "
-        "amsgrad fromage lamb lars lion nadam nadamw novograd polyak_sgd radam rmsprop "
-        "rprop sgd sign_sgd sm3 yogi".split()
-        if hasattr(optax, name)
-    }
+    text = """
+acprop ademamix adopt dadapt_adamw madgrad momo momo_adam muon prodigy
+    simplified_ademamix schedule_free_adamw schedule_free_sgd: lambda: c.@(1e-2)
+cocob dog dowg: c.@
+galore: lambda: optax.chain(c.scale_by_galore(2), optax.scale(-1e-2))
+mechanize: lambda: c.@(optax.adam(1e-2))
+sam: lambda: c.@(optax.sgd(1e-2), c.normalize(), opaque_mode=False)
+reduce_on_plateau: lambda: optax.chain(optax.adam(1e-2), c.@())
+schedule_free: lambda: c.@(optax.sgd(1e-2), 1e-2)
+split_real_and_imaginary: lambda: c.@(optax.adam(1e-2))
+adabelief adadelta adafactor adagrad adam adamax adamw adan amsgrad fromage lamb lars
+    lion nadam nadamw novograd polyak_sgd radam rmsprop rprop sgd sign_sgd sm3
+    yogi: lambda: optax.@(1e-2)
+"""
 
     def case(make: Any) -> Case:
         params = {"a": normal(16, 32) / 4, "b": normal(32, 4, seed=1) / 5}
@@ -586,7 +490,7 @@ def _optimizers() -> Programs:
 
         return Case(objective, params, (normal(24, 16, seed=2),), around=steps)
 
-    return lazily(case, made)
+    return table(case, text, {"optax": optax, "c": optax.contrib})
 
 
 TABLES = {

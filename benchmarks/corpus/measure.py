@@ -1,115 +1,160 @@
-"""Runs one program under amp and beside its twins."""
+"""Runs one program under amp and beside its twin.
 
-import dataclasses
+One draw of the numbers tells little: which of two programs is nearer to float32 changes
+with them. Each further draw multiplies every float among parameters and data by
+`exp(0.1 n)` with a normal `n`, which keeps signs and the kind of numbers.
+"""
+
 import math
-import resource
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import flax_amp
 from benchmarks.commands.error import relative_error
-from benchmarks.corpus import draws
-from benchmarks.corpus.draws import Draws
 from benchmarks.corpus.program import Case, Loss
+from benchmarks.exact import with_exact_products
 from benchmarks.products import PRODUCTS
 from benchmarks.request import reason
 from benchmarks.twin import cast_products, count_cast
 
 HALVES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+DRAWS = 8
+# Powers of two, tried in turn until the float16 gradients are finite.
+_SCALES = {"fp16": (2.0**12, 2.0**6, 1.0)}
+_EXACT = 1e-6  # an error below it is as good as float32
+
+Leaves = list[np.ndarray]
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Returns the figures of a program; what fails stands in `problems`."""
     began = time.process_time()
-    problems: list[str] = []
-    found: dict[str, Any] = {"problems": problems}
-    runs = Draws(case)
-    if not draws.finite(next(iter(runs))[1]):
+    calls = [_drawn((case.params, *case.args), number) for number in range(DRAWS)]
+    plain = _gradient(case, case.loss)
+    pairs = [(call, _run(plain, call)) for call in calls]
+    if not _finite(pairs[0][1]):
         return {"problems": ["not finite without amp"]}
-    found["twin"] = "hand-set" if case.hand else "cast products"
-    for name, dtype in HALVES.items():
+    pairs = [pair for pair in pairs if _finite(pair[1])]
+    found: dict[str, Any] = {"twin": "hand-set" if case.hand else "cast products"}
+    problems: list[str] = []
+    for name in HALVES:
         try:
-            found |= _half(case, runs, name, dtype, problems)
+            found |= _half(case, plain, pairs, name)
         except Exception as error:
             problems.append(f"{name}: {reason(error)}")
     try:
-        _same_in_float32(case, runs, problems)
+        _check_float32(case, plain, pairs[0])
     except Exception as error:
         problems.append(f"float32: {reason(error)}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return found | {"seconds": time.process_time() - began, "peak_gib": peak}
+    return found | {"problems": problems, "seconds": time.process_time() - began}
 
 
-def _half(
-    case: Case, runs: Draws, name: str, dtype: Any, problems: list[str]
-) -> dict[str, Any]:
-    lowered = flax_amp.amp(case.loss, compute_dtype=dtype)
-    if _shapes(runs, lowered) != _shapes(runs, case.loss):
-        problems.append(f"{name}: other dtypes than without amp")
-    found = _products(case, dtype)
+def _half(case: Case, plain: Any, pairs: list[Any], name: str) -> dict[str, Any]:
+    """Returns the errors in a half precision beside those of the twin.
+
+    The ratio is a geometric mean; the spread is the standard error of its logarithm.
+    """
+    dtype = HALVES[name]
+    gradient = _gradient(case, flax_amp.amp(case.loss, compute_dtype=dtype))
+    call, found = pairs[0][0], _products(case, dtype)
+    if _types(gradient, call) != _types(plain, call):
+        raise TypeError("other dtypes than without amp")
+    ours = [_error(gradient, call, grads, name) for call, grads in pairs]
+    if not np.isfinite(ours).all():
+        raise ValueError("gradients are not finite")
+    found[f"{name}_error"] = _root_mean_square(ours)
     twin = case.hand(dtype) if case.hand else cast_products(case.loss, dtype)
-    works = runs.works(twin)
+    beside = _gradient(case, twin)
     try:
-        compared = runs.compare(lowered, twin if works else None, dtype)
-    except draws.NotFiniteError:
-        problems.append(f"{name}: gradients are not finite")
+        theirs = [_error(beside, call, grads, name) for call, grads in pairs]
+    except Exception:  # its authors never tried
         return found
-    found |= {f"{name}_{k}": v for k, v in dataclasses.asdict(compared).items()}
-    if compared.is_worse:
-        found[f"{name}_by_hand"] = _by_hand(case, runs, dtype, twin)
-    return found
-
-
-def _by_hand(case: Case, runs: Draws, dtype: Any, twin: Loss) -> float | None:
-    """Returns the ratio of the program without `amp`, cast by hand, if it works."""
-    by_hand = _cast(case.loss, dtype)
-    if case.hand or not runs.works(by_hand):
-        return None
-    try:
-        return runs.compare(by_hand, twin, dtype, draws.STEP).ratio
-    except draws.NotFiniteError:
-        return math.inf
-
-
-def _cast(loss: Loss, dtype: Any) -> Loss:
-    """Returns a loss with all that it is given in half: mixed precision by hand."""
-
-    def lower(x: Any) -> Any:
-        is_wide = getattr(x, "dtype", None) == jnp.float32
-        return jnp.asarray(x, dtype) if is_wide else x
-
-    return lambda *args: loss(*jax.tree.map(lower, args))
+    if not np.isfinite(theirs).all():
+        return found
+    logs = np.log(np.maximum(ours, _EXACT) / np.maximum(theirs, _EXACT))
+    return found | {
+        f"{name}_twin": _root_mean_square(theirs),
+        f"{name}_ratio": float(np.exp(np.mean(logs))),
+        f"{name}_spread": float(np.std(logs, ddof=1) / math.sqrt(len(logs))),
+    }
 
 
 def _products(case: Case, dtype: Any) -> dict[str, Any]:
-    """Returns how many products are in half precision, and why the others are not."""
+    """Returns how many matmuls are in half precision, and why the others are not."""
     explain: Any = flax_amp.explain(case.loss, compute_dtype=dtype, backward=False)
-    explained: flax_amp.debug.Explanation = explain(case.params, *case.args)
-    wide = [p for p in explained.problems if p.kind == "float32 product"]
-    reasons = sorted({p.message for p in wide} | set(explained.notes))
-    low = [e for e in explained.equations if e.primitive in PRODUCTS and e.is_low]
+    told: flax_amp.debug.Explanation = explain(case.params, *case.args)
+    wide = [p for p in told.problems if p.kind == "float32 product"]
+    low = [e for e in told.equations if e.primitive in PRODUCTS and e.is_low]
     return {
-        "share": explained.totals.low_share,
-        "wide_products": reasons,
+        "share": told.totals.low_share,
+        "wide_products": sorted({p.message for p in wide} | set(told.notes)),
         "low": sum(e.times for e in low),
         "low_in_twin": count_cast(jax.make_jaxpr(case.loss)(case.params, *case.args)),
     }
 
 
-def _same_in_float32(case: Case, runs: Draws, problems: list[str]) -> None:
-    same = flax_amp.amp(case.loss, compute_dtype=jnp.float32)
-    both = [runs.gradient(loss) for loss in (case.loss, same)]
-    texts = [fn.lower(*runs.first, 1.0).as_text() for fn in both]
+def _check_float32(case: Case, plain: Any, pair: tuple[Any, Leaves]) -> None:
+    call, expected = pair
+    same = _gradient(case, flax_amp.amp(case.loss, compute_dtype=jnp.float32))
+    texts = [fn.lower(*call, 1.0).as_text() for fn in (plain, same)]
     if texts[0] != texts[1]:  # equal programs need no run
-        error = relative_error(*(draws.run(fn, runs.first) for fn in both))
+        error = relative_error(_run(same, call), expected)
         if not error < 1e-5:
-            problems.append(f"float32: differs from no amp by {error:.1e}")
+            raise ValueError(f"differs from no amp by {error:.1e}")
 
 
-def _shapes(runs: Draws, loss: Loss) -> Any:
-    found = runs.gradient(loss).eval_shape(*runs.first, 1.0)
-    leaves, structure = jax.tree.flatten(found)
+def _gradient(case: Case, loss: Loss) -> Any:
+    """Returns the jitted gradient of a program, times a scale, with exact matmuls."""
+    program = case.around(loss)
+
+    def scaled(params: Any, *rest: Any) -> Any:
+        *args, scale = rest
+        return program(params, *args).astype(jnp.float32) * scale
+
+    gradient = jax.value_and_grad(scaled, allow_int=True)
+    return jax.jit(with_exact_products(gradient))
+
+
+def _run(gradient: Any, call: Any, scale: float = 1.0) -> Leaves:
+    _, grads = gradient(*call, scale)
+    leaves = [x for x in jax.tree.leaves(grads) if x.dtype != jax.dtypes.float0]
+    wide = [np.complex128 if jnp.iscomplexobj(x) else np.float64 for x in leaves]
+    return [np.asarray(x, d) / scale for x, d in zip(leaves, wide, strict=True)]
+
+
+def _error(gradient: Any, call: Any, expected: Leaves, name: str) -> float:
+    for scale in _SCALES.get(name, (1.0,)):
+        grads = _run(gradient, call, scale)
+        if _finite(grads):
+            return relative_error(grads, expected)
+    return math.inf
+
+
+def _finite(leaves: Leaves) -> bool:
+    return all(bool(np.isfinite(x).all()) for x in leaves)
+
+
+def _types(gradient: Any, call: Any) -> Any:
+    leaves, structure = jax.tree.flatten(gradient.eval_shape(*call, 1.0))
     return structure, [(x.shape, x.dtype) for x in leaves]
+
+
+def _drawn(call: Any, number: int) -> Any:
+    """Returns the arguments of a program, with other floats from the second draw on."""
+    rng = np.random.default_rng(number)
+
+    def draw(x: Any) -> Any:
+        if not number or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            return x
+        factors = np.exp(0.1 * rng.normal(size=np.shape(x)))
+        return (np.asarray(x) * factors).astype(jnp.result_type(x))
+
+    return jax.tree.map(draw, call)
+
+
+def _root_mean_square(errors: list[float]) -> float:
+    return float(np.sqrt(np.mean(np.square(errors))))

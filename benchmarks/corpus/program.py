@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,9 +40,25 @@ class Case:
 Programs = dict[str, Callable[[], Case]]
 
 
-def lazily(case: Callable[..., Case], table: dict[str, Any]) -> Programs:
-    """Returns programs that are made of what a table says, when they are run."""
-    return {name: functools.partial(case, given) for name, given in table.items()}
+def rows(text: str) -> Iterator[tuple[str, str]]:
+    """Yields names with their expressions, from rows `NAMES: EXPRESSION`.
+
+    `@` stands for the name, and a `~` in a name for a space. A line that is indented
+    goes on with the one above it.
+    """
+    for row in text.replace("\n    ", " ").strip().splitlines():
+        names, expression = row.split(": ", 1)
+        for name in names.split():
+            yield name.replace("~", " "), expression.replace("@", name)
+
+
+def table(case: Callable[[Any], Case], text: str, names: dict[str, Any]) -> Programs:
+    """Returns programs that are made of the value of a row's expression."""
+
+    def make(expression: str) -> Case:
+        return case(eval(expression, dict(names)))
+
+    return {name: functools.partial(make, code) for name, code in rows(text)}
 
 
 def normal(*shape: int, seed: int = 0) -> Any:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.corpus.program import Case, Loss, Programs
+from benchmarks.corpus.program import Case, Loss, Programs, rows
 
-_TEXT = dict(
+_NEW_CLIP = jnp.clip
+
+_TEXT: dict[str, Any] = dict(
     vocab_size=99,
     hidden_size=32,
     num_hidden_layers=2,
@@ -17,170 +19,99 @@ _TEXT = dict(
     intermediate_size=64,
     max_position_embeddings=64,
 )
-_GROUPED = _TEXT | dict(num_key_value_heads=2, head_dim=8)
-_GPT = dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-_SEQ = dict(
-    vocab_size=99,
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    max_position_embeddings=64,
-    pad_token_id=1,
-    decoder_start_token_id=2,
+_SEQ: dict[str, Any] = (
+    dict(vocab_size=99, d_model=32, pad_token_id=1, decoder_start_token_id=2)
+    | dict(encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64)
+    | dict(decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64)
+    | dict(max_position_embeddings=64)
 )
-_T5 = dict(
-    vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
-) | dict(decoder_start_token_id=0)
 _IMAGE = {k: v for k, v in _TEXT.items() if "vocab" not in k and "max" not in k} | dict(
     image_size=32, patch_size=8
 )
-_CONV = dict(
-    embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic"
-)
-_DISTIL = dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4)
-_WHISPER = _SEQ | dict(
-    num_mel_bins=8,
-    max_source_positions=16,
-    max_target_positions=16,
-    eos_token_id=98,
-    bos_token_id=98,
-)
-_WAVE = _TEXT | dict(
-    conv_dim=[16, 16],
-    conv_stride=[4, 2],
-    conv_kernel=[8, 3],
-    num_feat_extract_layers=2,
-    num_conv_pos_embeddings=4,
-    num_conv_pos_embedding_groups=2,
-    do_stable_layer_norm=True,
-    feat_extract_norm="layer",
-)
-_CLIP_SIDES = dict(
-    text_config=_TEXT | dict(eos_token_id=98),
-    vision_config=_IMAGE,
-    projection_dim=32,
-)
+_FAMILIES: dict[str, Any] = {
+    "TEXT": _TEXT,
+    "GROUPED": _TEXT | dict(num_key_value_heads=2, head_dim=8),
+    "GPT": dict(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    "SEQ": _SEQ,
+    "T5": dict(vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    | dict(decoder_start_token_id=0),
+    "IMAGE": _IMAGE,
+    "CONV": dict(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2])
+    | dict(layer_type="basic"),
+    "WHISPER": _SEQ
+    | dict(num_mel_bins=8, max_source_positions=16, max_target_positions=16)
+    | dict(eos_token_id=98, bos_token_id=98),
+    "WAVE": _TEXT
+    | dict(conv_dim=[16, 16], conv_stride=[4, 2], conv_kernel=[8, 3])
+    | dict(num_feat_extract_layers=2, do_stable_layer_norm=True)
+    | dict(num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+    | dict(feat_extract_norm="layer"),
+    "CLIP": dict(
+        text_config=_TEXT | dict(eos_token_id=98),
+        vision_config=_IMAGE,
+        projection_dim=32,
+    ),
+}
 
-_NEW_CLIP = jnp.clip
-
-# The model without `Flax`, what differs from the configuration of its family, its kind.
-_MODELS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("AlbertModel", _TEXT | dict(embedding_size=16), "text"),
-    ("AlbertForMaskedLM", _TEXT | dict(embedding_size=16), "text"),
-    ("BertModel", _TEXT, "text"),
-    ("BertForMaskedLM", _TEXT, "text"),
-    ("BertForSequenceClassification", _TEXT, "text"),
-    ("BertForQuestionAnswering", _TEXT, "text"),
-    ("BertForCausalLM", _TEXT | dict(is_decoder=True), "text"),
-    ("BigBirdModel", _TEXT | dict(attention_type="original_full"), "text"),
-    ("BigBirdForMaskedLM", _TEXT | dict(block_size=4, num_random_blocks=1), "long"),
-    (
-        "BloomForCausalLM",
-        dict(vocab_size=99, hidden_size=32, n_layer=2, n_head=4),
-        "text",
-    ),
-    ("DistilBertModel", _DISTIL, "text"),
-    ("DistilBertForMaskedLM", _DISTIL, "text"),
-    ("ElectraModel", _TEXT | dict(embedding_size=16), "text"),
-    ("ElectraForPreTraining", _TEXT | dict(embedding_size=16), "text"),
-    ("GPT2LMHeadModel", _GPT, "text"),
-    ("GPT2Model", _GPT | dict(scale_attn_by_inverse_layer_idx=True), "text"),
-    ("GPTJForCausalLM", _GPT | dict(rotary_dim=4), "text"),
-    (
-        "GPTNeoForCausalLM",
-        dict(
-            vocab_size=99,
-            hidden_size=32,
-            num_layers=2,
-            num_heads=4,
-            attention_types=[[["global", "local"], 1]],
-            window_size=4,
-            max_position_embeddings=64,
-        ),
-        "text",
-    ),
-    ("GemmaForCausalLM", _GROUPED, "text"),
-    ("LlamaForCausalLM", _GROUPED, "text"),
-    ("LlamaModel", _GROUPED, "text"),
-    ("MistralForCausalLM", _GROUPED | dict(sliding_window=4), "text"),
-    (
-        "OPTForCausalLM",
-        dict(
-            vocab_size=99,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            ffn_dim=64,
-            max_position_embeddings=64,
-            word_embed_proj_dim=32,
-        ),
-        "text",
-    ),
-    ("RoFormerForMaskedLM", _TEXT | dict(embedding_size=32), "text"),
-    ("RobertaForMaskedLM", _TEXT, "text"),
-    ("RobertaModel", _TEXT, "text"),
-    ("RobertaPreLayerNormForMaskedLM", _TEXT, "text"),
-    (
-        "XGLMForCausalLM",
-        dict(
-            vocab_size=99,
-            d_model=32,
-            num_layers=2,
-            attention_heads=4,
-            ffn_dim=64,
-            max_position_embeddings=64,
-        ),
-        "text",
-    ),
-    ("XLMRobertaForMaskedLM", _TEXT, "text"),
-    ("T5ForConditionalGeneration", _T5, "seq2seq"),
-    ("T5EncoderModel", _T5, "text"),
-    ("MT5ForConditionalGeneration", _T5, "seq2seq"),
-    ("LongT5ForConditionalGeneration", _T5 | dict(local_radius=3), "seq2seq"),
-    ("BartForConditionalGeneration", _SEQ, "seq2seq"),
-    ("BartForSequenceClassification", _SEQ | dict(eos_token_id=98), "classify"),
-    ("BlenderbotForConditionalGeneration", _SEQ, "seq2seq"),
-    ("BlenderbotSmallForConditionalGeneration", _SEQ, "seq2seq"),
-    ("MBartForConditionalGeneration", _SEQ, "seq2seq"),
-    ("MarianMTModel", _SEQ, "seq2seq"),
-    ("PegasusForConditionalGeneration", _SEQ, "seq2seq"),
-    ("WhisperForConditionalGeneration", _WHISPER, "audio"),
-    ("WhisperForAudioClassification", _WHISPER, "audio"),
-    ("Wav2Vec2Model", _WAVE, "wave"),
-    ("Wav2Vec2ForCTC", _WAVE, "wave"),
-    ("ViTModel", _IMAGE, "image"),
-    ("ViTForImageClassification", _IMAGE, "image"),
-    ("BeitModel", _IMAGE | dict(vocab_size=99), "image"),
-    (
-        "BeitForImageClassification",
-        _IMAGE | dict(vocab_size=99, use_relative_position_bias=True),
-        "image",
-    ),
-    ("Dinov2Model", _IMAGE, "image"),
-    ("ResNetModel", _CONV, "image"),
-    ("ResNetForImageClassification", _CONV | dict(layer_type="bottleneck"), "image"),
-    ("RegNetModel", _CONV | dict(layer_type="y", groups_width=8), "image"),
-    ("CLIPModel", _CLIP_SIDES, "both"),
-    ("CLIPTextModel", _TEXT | dict(eos_token_id=98), "text"),
-    ("CLIPVisionModel", _IMAGE, "image"),
-)
+# The model without `Flax`, its kind, and how it differs from its family.
+_MODELS = """
+AlbertModel AlbertForMaskedLM ElectraModel ElectraForPreTraining: (
+    "text", TEXT | dict(embedding_size=16))
+BertModel BertForMaskedLM BertForSequenceClassification BertForQuestionAnswering
+    RobertaForMaskedLM RobertaModel RobertaPreLayerNormForMaskedLM
+    XLMRobertaForMaskedLM: ("text", TEXT)
+BertForCausalLM: ("text", TEXT | dict(is_decoder=True))
+BigBirdModel: ("text", TEXT | dict(attention_type="original_full"))
+BigBirdForMaskedLM: ("long", TEXT | dict(block_size=4, num_random_blocks=1))
+BloomForCausalLM: ("text", dict(vocab_size=99, hidden_size=32, n_layer=2, n_head=4))
+DistilBertModel DistilBertForMaskedLM: (
+    "text", dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4))
+GPT2LMHeadModel: ("text", GPT)
+GPT2Model: ("text", GPT | dict(scale_attn_by_inverse_layer_idx=True))
+GPTJForCausalLM: ("text", GPT | dict(rotary_dim=4))
+GPTNeoForCausalLM: ("text", dict(vocab_size=99, hidden_size=32, num_layers=2,
+    num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4,
+    max_position_embeddings=64))
+GemmaForCausalLM LlamaForCausalLM LlamaModel: ("text", GROUPED)
+MistralForCausalLM: ("text", GROUPED | dict(sliding_window=4))
+OPTForCausalLM: ("text", dict(vocab_size=99, hidden_size=32, num_hidden_layers=2,
+    num_attention_heads=4, ffn_dim=64, max_position_embeddings=64,
+    word_embed_proj_dim=32))
+RoFormerForMaskedLM: ("text", TEXT | dict(embedding_size=32))
+XGLMForCausalLM: ("text", dict(vocab_size=99, d_model=32, num_layers=2,
+    attention_heads=4, ffn_dim=64, max_position_embeddings=64))
+T5ForConditionalGeneration MT5ForConditionalGeneration: ("seq2seq", T5)
+T5EncoderModel: ("text", T5)
+LongT5ForConditionalGeneration: ("seq2seq", T5 | dict(local_radius=3))
+BartForConditionalGeneration BlenderbotForConditionalGeneration
+    BlenderbotSmallForConditionalGeneration MBartForConditionalGeneration MarianMTModel
+    PegasusForConditionalGeneration: ("seq2seq", SEQ)
+BartForSequenceClassification: ("classify", SEQ | dict(eos_token_id=98))
+WhisperForConditionalGeneration WhisperForAudioClassification: ("audio", WHISPER)
+Wav2Vec2Model Wav2Vec2ForCTC: ("wave", WAVE)
+ViTModel ViTForImageClassification Dinov2Model CLIPVisionModel: ("image", IMAGE)
+BeitModel: ("image", IMAGE | dict(vocab_size=99))
+BeitForImageClassification: (
+    "image", IMAGE | dict(vocab_size=99, use_relative_position_bias=True))
+ResNetModel: ("image", CONV)
+ResNetForImageClassification: ("image", CONV | dict(layer_type="bottleneck"))
+RegNetModel: ("image", CONV | dict(layer_type="y", groups_width=8))
+CLIPModel: ("both", CLIP)
+CLIPTextModel: ("text", TEXT | dict(eos_token_id=98))
+"""
 
 
 def _transformers() -> Programs:
     return {
-        name: functools.partial(_case, name, config, kind)
-        for name, config, kind in _MODELS
+        name: functools.partial(_case, name, *eval(code, dict(_FAMILIES)))
+        for name, code in rows(_MODELS)
     }
 
 
 TABLES = {"transformers": _transformers}
 
 
-def _case(name: str, config: dict[str, Any], kind: str) -> Case:
+def _case(name: str, kind: str, config: dict[str, Any]) -> Case:
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -10,7 +10,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import DTypeLike
 
@@ -116,28 +115,6 @@ def linen(model: nn.Module, batch: MakeBatch, loss_of: Loss = cross_entropy) -> 
         if sown := jax.tree.leaves(updates.get("losses")):
             value = value + 0.01 * sum(sown)
         return value, {name: updates[name] for name in others}
-
-    return Problem(init, loss, batch)
-
-
-def nnx_problem(make: Callable[[nnx.Rngs], nnx.Module], batch: MakeBatch) -> Problem:
-    """Makes the problem of an NNX classifier, which may have batch statistics."""
-    kinds = {"params": nnx.Param, "batch_stats": nnx.BatchStat}
-    # The structure alone: `nnx.Rngs` of a tracer must not leak into it.
-    abstract = nnx.eval_shape(lambda: make(nnx.Rngs(params=jax.random.key(0))))
-    graphdef, *_ = nnx.split(abstract, *kinds.values())
-
-    def states(model):
-        found = {name: nnx.state(model, kind) for name, kind in kinds.items()}
-        return {name: nnx.to_pure_dict(state) for name, state in found.items() if state}
-
-    def init(key):
-        return states(make(nnx.Rngs(params=key)))
-
-    def loss(params, others, batch):
-        model: Any = nnx.merge(graphdef, params, *others.values())
-        value = cross_entropy(model(batch["inputs"]), batch["labels"])
-        return value, {name: states(model)[name] for name in others}
 
     return Problem(init, loss, batch)
 

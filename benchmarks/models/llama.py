@@ -1,9 +1,6 @@
-"""A Llama in Linen, scanned over its layers, as public ones are written.
+"""A Llama in Linen as public ones are written, scanned with `nn.remat`.
 
-`llama` computes its layers again in the backward pass, `llama_noremat` stores them.
-`llama_1b` has the sizes of Llama 3.2 1B, for 256 chips: a sequence for each. `llama_4k`
-has layers as wide as those of Llama 3 8B, `mlp_4k` their gated MLPs alone, unrolled:
-nothing but wide products.
+`llama_4k` has layers as wide as those of Llama 3 8B.
 """
 
 import functools
@@ -16,23 +13,21 @@ from benchmarks.models import base
 from benchmarks.models.gpt import over_chips
 
 SIZES = base.sizes(
-    "width hidden heads kv_heads vocab length layers batch remat",
-    full=(1024, 2816, 16, 4, 32000, 1024, 12, 4, True),
-    tiny=(48, 128, 4, 2, 128, 32, 12, 4, True),
+    "width hidden heads kv_heads vocab length layers batch",
+    full=(1024, 2816, 16, 4, 32000, 1024, 12, 4),
+    tiny=(48, 128, 4, 2, 128, 32, 12, 4),
 )
 
-LARGE = base.config(
-    width=2048,
-    hidden=8192,
+WIDE = base.config(
+    width=4096,
+    hidden=14336,
     heads=32,
     kv_heads=8,
-    vocab=128256,
+    vocab=32000,
     length=2048,
-    layers=16,
-    batch=256,
-    remat=True,
+    layers=4,
+    batch=8,
 )
-WIDE = LARGE._replace(width=4096, hidden=14336, vocab=32000, layers=4, batch=8)
 
 
 class RMSNorm(nn.Module):
@@ -107,24 +102,6 @@ def gated(config: base.Config, dtype: base.DType, x: jax.Array) -> jax.Array:
     return dense(config.width, "down")(y)
 
 
-class MLP(base.Module):
-    """A norm and the gated MLP of a layer."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + gated(self.config, self.dtype, RMSNorm(self.dtype)(x))
-
-
-class MLPs(base.Module):
-    """The layers of a Llama without attention, unrolled, and no embedding."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(self.config.layers):
-            x = MLP(self.config, self.dtype)(x)
-        return x
-
-
 class Llama(base.Module):
     """A decoder with rotary positions."""
 
@@ -132,24 +109,11 @@ class Llama(base.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config, dtype = self.config, self.dtype
         x = nn.Embed(config.vocab, config.width, dtype=dtype)(tokens)
-        layer = nn.remat(Layer, prevent_cse=False) if config.remat else Layer
-        layers = base.scan(layer, config.layers)
+        layers = base.scan(nn.remat(Layer, prevent_cse=False), config.layers)
         x, _ = layers(config, dtype)(x, jnp.arange(tokens.shape[1]))
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
 
 
-def vectors(config: base.Config, key: jax.Array) -> base.Batch:
-    shape = (config.batch, config.length, config.width)
-    inputs, labels = jax.random.normal(key, (2, *shape))
-    return {"inputs": inputs, "labels": labels}
-
-
 def problem(name, size, dtype):
-    others = {"llama_1b": LARGE, "llama_4k": WIDE, "mlp_4k": WIDE}
-    is_other = name in others and size == "full"
-    config = others[name] if is_other else SIZES[size]
-    if name == "mlp_4k":
-        data = functools.partial(vectors, config)
-        return base.linen(MLPs(config, dtype), data, base.squared_error)
-    config = config._replace(remat=name != "llama_noremat")
+    config = WIDE if name == "llama_4k" and size == "full" else SIZES[size]
     return base.linen(Llama(config, dtype), functools.partial(base.texts, config))

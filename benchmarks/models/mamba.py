@@ -1,11 +1,9 @@
 """Mamba in Linen: a state space whose steps depend on the input, as public ones are.
 
-The steps and the states are in float32. `mamba` runs an associative scan over the
-words, `mamba_loop` a loop over them, which forms each step as it comes. The layers are
-scanned, for they are slow to compile.
+The steps and the states are in float32, and an associative scan runs over the words.
+The layers are scanned, for they are slow to compile.
 """
 
-import functools
 import math
 
 import flax.linen as nn
@@ -13,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.models import base
-from benchmarks.models.griffin import LanguageModel, associative
 from benchmarks.models.llama import RMSNorm
 
 SIZES = base.sizes(
@@ -23,33 +20,22 @@ SIZES = base.sizes(
 )
 
 
-def scan_all(
+def scan(
     x: jax.Array, step: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array
 ) -> jax.Array:
-    """Returns the outputs of the state space, of all words at once.
+    """Returns the outputs of the state space.
 
     `x` and `step` are `(batch, length, channels)`, `b` and `c` `(batch, length,
     states)`, and `a` is `(channels, states)`; all are in float32.
     """
     kept = jnp.exp(step[..., None] * a)
     added = (step * x)[..., None] * b[..., None, :]
-    return jnp.einsum("blcs,bls->blc", associative(kept, added), c)
 
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
 
-def scan_each(
-    x: jax.Array, step: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array
-) -> jax.Array:
-    """Returns what `scan_all` does, one word after the other."""
-
-    def turn(state, inputs):
-        x, step, b, c = inputs
-        state = jnp.exp(step[..., None] * a) * state
-        state = state + (step * x)[..., None] * b[:, None]
-        return state, jnp.einsum("bcs,bs->bc", state, c)
-
-    start = jnp.zeros((x.shape[0], *a.shape), x.dtype)
-    turned = jax.tree.map(lambda y: y.swapaxes(0, 1), (x, step, b, c))
-    return jax.lax.scan(turn, start, turned)[1].swapaxes(0, 1)
+    states = jax.lax.associative_scan(join, (kept, added), axis=1)[1]
+    return jnp.einsum("blcs,bls->blc", states, c)
 
 
 def steps_bias(key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
@@ -62,8 +48,6 @@ def steps_bias(key: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> jax
 
 class Block(base.Module):
     """A gated convolution and a state space, for `nn.scan`."""
-
-    looped: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -91,12 +75,21 @@ class Block(base.Module):
         )
         skip = self.param("skip", nn.initializers.ones, (inner,))
         wide, b, c = (value.astype(jnp.float32) for value in (y, b, c))
-        run = scan_each if self.looped else scan_all
-        y = (run(wide, step, -jnp.exp(log_a), b, c) + skip * wide).astype(y.dtype)
+        y = scan(wide, step, -jnp.exp(log_a), b, c) + skip * wide
+        y = y.astype(gate.dtype)
         return x + dense(config.width, "out")(y * nn.silu(gate)), None
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    model = LanguageModel(config, dtype, Block, name == "mamba_loop")
-    return base.linen(model, functools.partial(base.texts, config))
+class Mamba(base.Module):
+    """Embeddings, scanned blocks, and a head that is the embedding of the words."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config, dtype = self.config, self.dtype
+        embed = nn.Embed(config.vocab, config.width, dtype=dtype)
+        blocks = base.scan(Block, config.layers)(config, dtype)
+        x, _ = blocks(embed(tokens), None)
+        return embed.attend(RMSNorm(dtype)(x))
+
+
+problem = base.problem_of(Mamba, SIZES, base.texts)

@@ -1,1 +1,1 @@
-"""A long run with faults, kills and restarts, and the model that it must agree with."""
+"""A long run in float16 that is killed, fed bad batches and damaged on its disk."""

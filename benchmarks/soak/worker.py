@@ -1,138 +1,180 @@
-"""One process of the run: it goes on from the newest checkpoint until it is stopped.
+"""One process of the run: it goes on from the newest checkpoint until it is killed.
 
-Usage: python -m benchmarks.soak.worker DIRECTORY RECORD SETTINGS
+Usage: python -m benchmarks.soak.worker DIRECTORY RECORD SEED UNTIL SAVE_EVERY
 
-It writes a line of JSON for each restore, step and save into RECORD, as soon as there
-is one, and says on its standard output what it saves. With `"saves": false` in SETTINGS
-it records what it would save, and saves nothing.
+It writes a line of JSON for its start, for each step and each save into RECORD, and
+says on its standard output when it begins to save.
 """
 
 import contextlib
 import json
 import pathlib
 import resource
-import signal
 import sys
-import threading
 import warnings
-from collections import Counter
 from typing import Any, TextIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import linen as nn
 
-from benchmarks.faults.training import fingerprint
-from benchmarks.process import say, work
-from benchmarks.soak import stream
-from benchmarks.soak.training import Training, observe, plain_gradients
+import flax_amp
 from flax_amp import AmpTrainState, checkpoint
 
-_COMPILED = "/jax/core/compile/backend_compile_duration"
-_EVERY = 10  # steps from one look at the plain gradients to the next
+FIRST_SCALE, PATIENCE = 2.0**15, 30
+_FEATURES, _CLASSES, _EXAMPLES, _WIDTH = 32, 10, 32, 64
+_JUDGED = 10  # steps from one look at float32 gradients to the next
+_BAD = (np.nan, np.inf, 1e30)
 
 
-class Worker:
-    """A process of the run."""
+class Net(nn.Module):
+    """Dense, BatchNorm, dropout, a residual block with LayerNorm, dense."""
 
-    def __init__(
-        self, directory: str, record: TextIO, settings: dict[str, Any]
-    ) -> None:
-        self._directory, self._record, self._settings = directory, record, settings
-        self._saved: int | None = None
-        self._compiled: Counter[str] = Counter()
-        self._told_to_stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: self._told_to_stop.set())
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
-
-    def run(self) -> None:
-        seed, until = self._settings["seed"], self._settings["until"]
-        training = Training(
-            seed, self._settings["precision"], self._settings["horizon"]
-        )
-        state = self._resume(training.first_state)
-        with checkpoint.manager(self._directory) as manager:
-            while int(state.step) < until and not self._told_to_stop.is_set():
-                state = self._step(training, state)
-                if int(state.step) % self._settings["save_every"] == 0:
-                    self._save(manager, state)
-            self._save(manager, state)
-        self._write(ended="told" if self._told_to_stop.is_set() else "done")
-        say(done=int(state.step))
-
-    def _resume(self, state: AmpTrainState) -> AmpTrainState:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", checkpoint.CheckpointWarning)
-            with contextlib.suppress(FileNotFoundError):  # the first process
-                state = checkpoint.restore(self._directory, state)
-        self._write(
-            **self._settings,
-            devices=len(jax.devices()),
-            restored=int(state.step),
-            fingerprint=fingerprint(state.replace(scaler={})),
-            warnings=[str(warning.message) for warning in said],
-        )
-        say(restored=int(state.step))
-        return state
-
-    def _step(self, training: Training, state: AmpTrainState) -> AmpTrainState:
-        number = int(state.step)
-        batch = training.put(stream.batch(self._settings["seed"], number))
-        plain = plain_gradients(state, batch) if number % _EVERY == 0 else None
-        state, metrics = training.step(state, batch)
-        found = jax.device_get((metrics, observe(state), plain))
-        metrics, seen, plain = jax.tree.map(lambda x: x.tolist(), found)
-        self._write(n=number, metrics=metrics, plain=plain, **seen)
-        return state
-
-    def _save(self, manager: Any, state: AmpTrainState) -> None:
-        step = int(state.step)
-        if step == self._saved:
-            return
-        self._saved = step
-        manager.wait_until_finished()  # of a save that goes on, arrays are alive
-        self._write(
-            saved=step,
-            fingerprint=fingerprint(state.replace(scaler={})),
-            replicas_equal=_replicas_equal(state),
-            compiled=dict(self._compiled),
-            megabytes=_megabytes(),
-            arrays=len(jax.live_arrays()),
-        )
-        say(saving=step)
-        if self._settings["saves"]:
-            checkpoint.save(manager, state)
-
-    def _hear(self, event: str, duration_secs: float, **more: Any) -> None:
-        if event == _COMPILED:
-            self._compiled[str(more.get("fun_name"))] += 1
-
-    def _write(self, **facts: Any) -> None:
-        self._record.write(json.dumps(facts) + "\n")
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.BatchNorm(False, momentum=0.9)(nn.Dense(_WIDTH)(x))
+        x = nn.Dropout(0.1, deterministic=False)(nn.relu(x))
+        y = nn.gelu(nn.Dense(2 * _WIDTH)(nn.LayerNorm()(x)))
+        return nn.Dense(_CLASSES)(nn.LayerNorm()(x + nn.Dense(_WIDTH)(y)))
 
 
-def _replicas_equal(state: AmpTrainState) -> bool:
-    """Returns whether all devices hold the same bits."""
-
-    def equal(leaf: Any) -> bool:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        copies = {np.asarray(s.data).tobytes() for s in leaf.addressable_shards}
-        return len(copies) == 1
-
-    return all(map(equal, jax.tree.leaves(state)))
+_MODEL = Net()
 
 
-def _megabytes() -> float:
-    """Returns the memory of this process that is resident now."""
-    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 1e6
+def loss_fn(params: Any, batch: Any, *, state: Any, rngs: Any) -> Any:
+    """The loss as a user writes it, in float32."""
+    variables = {"params": params, **state.variables}
+    logits, updates = _MODEL.apply(
+        variables, batch["x"], mutable=["batch_stats"], rngs=rngs
+    )
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return (batch["weight"] * each).mean(), {"variables": updates}
 
 
-def main(directory: str, record: str, settings: str) -> None:
+def new_state(seed: int) -> AmpTrainState:
+    """Returns the state that the run begins with."""
+    keys = {"params": jax.random.key(seed), "dropout": jax.random.key(0)}
+    variables = _MODEL.init(keys, jnp.ones((2, _FEATURES)))
+    return AmpTrainState.create(
+        params=variables["params"],
+        variables={"batch_stats": variables["batch_stats"]},
+        rngs={"dropout": jax.random.key(seed + 1)},
+        tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3)),
+        precision="16-mixed",
+        scaler=flax_amp.init_scaler(scaler=FIRST_SCALE, patience=PATIENCE),
+    )
+
+
+def fault(seed: int, number: int) -> tuple[float | None, float]:
+    """Returns a value that a batch has in it, and the weight of its losses.
+
+    One batch in a hundred has a NaN, an infinity or 1e30. In bursts the weight is so
+    large that gradients overflow until the scale falls; in quiet stretches it is so
+    small that the scale grows.
+    """
+    chance = np.random.default_rng((seed, 1, number))
+    bad = float(chance.choice(_BAD)) if chance.random() < 0.01 else None
+    block = np.random.default_rng((seed, 2, number // 250))
+    kind, start, length = block.random(), block.integers(250), block.integers(1, 21)
+    weight = 1.0
+    if kind < 0.25 and start <= number % 250 < start + length:
+        weight = 2.0 ** block.integers(9, 16)
+    elif kind > 0.94:
+        weight = 2.0**-8
+    return bad, weight
+
+
+def batch_of(seed: int, number: int) -> dict[str, np.ndarray]:
+    """Returns a batch with its fault; it depends on nothing but its number."""
+    chance = np.random.default_rng((seed, 0, number))
+    x = chance.normal(size=(_EXAMPLES, _FEATURES)).astype(np.float32)
+    y = np.argmax(x[:, :_CLASSES], axis=1).astype(np.int32)
+    bad, weight = fault(seed, number)
+    if bad is not None:
+        x[chance.integers(_EXAMPLES), chance.integers(_FEATURES)] = bad
+    return {"x": x, "y": y, "weight": np.full(_EXAMPLES, weight, np.float32)}
+
+
+@jax.jit
+def digest(state: AmpTrainState) -> jax.Array:
+    """Returns two words that change with any bit of what an update changes."""
+    kept = (state.params, state.opt_state.inner_state, state.variables)
+    total = jnp.zeros(2, jnp.uint32)
+    for leaf in jax.tree.leaves(kept):
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32).ravel()
+        at = jnp.arange(bits.size, dtype=jnp.uint32)
+        # Odd factors: no change of one element is lost.
+        factors = jnp.stack([2 * at + 1, (at * jnp.uint32(2654435761)) | 1])
+        total = total * jnp.uint32(31) + (factors * bits).sum(1, dtype=jnp.uint32)
+    return total
+
+
+@jax.jit
+def largest_gradient(state: AmpTrainState, batch: Any) -> jax.Array:
+    """Returns the largest element of the unscaled float32 gradients of kernels."""
+    rngs = {k: jax.random.fold_in(key, state.step) for k, key in state.rngs.items()}
+
+    def loss(params: Any) -> jax.Array:
+        return loss_fn(params, batch, state=state, rngs=rngs)[0]
+
+    leaves = jax.tree.leaves(jax.grad(loss)(state.params))
+    return jnp.stack([jnp.abs(x).max() for x in leaves if x.ndim == 2]).max()
+
+
+def main(directory: str, record: str, seed: int, until: int, save_every: int) -> None:
+    step = flax_amp.make_train_step(loss_fn, has_aux=True)
     # A line is written when it ends, so that a kill loses none.
     with open(record, "w", buffering=1) as lines:
-        work(lambda: Worker(directory, lines, json.loads(settings)).run())
+        state = _resume(directory, new_state(seed), lines)
+        with checkpoint.manager(directory) as manager:
+            for number in range(int(state.step), until):
+                batch = batch_of(seed, number)
+                judged = number % _JUDGED == 0
+                plain = float(largest_gradient(state, batch)) if judged else None
+                state, metrics = step(state, batch)
+                _write(lines, _seen(number, state, metrics) | {"plain": plain})
+                if (number + 1) % save_every == 0:
+                    manager.wait_until_finished()  # a save holds arrays until then
+                    _write(lines, {"saved": number + 1, **_memory()})
+                    print(number + 1, flush=True)
+                    checkpoint.save(manager, state)
+
+
+def _resume(directory: str, state: AmpTrainState, lines: TextIO) -> AmpTrainState:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", checkpoint.CheckpointWarning)
+        with contextlib.suppress(FileNotFoundError):  # the first process
+            state = checkpoint.restore(directory, state)
+    told = [str(warning.message) for warning in said]
+    found = {"restored": int(state.step), "digest": digest(state).tolist()}
+    _write(lines, found | {"told": told})
+    return state
+
+
+def _seen(number: int, state: AmpTrainState, metrics: Any) -> dict[str, Any]:
+    return {
+        "n": number,
+        "loss": float(metrics["loss"]),
+        "finite": bool(metrics["grads_finite"]),
+        "step": int(state.step),
+        "scale": float(state.scaler["scaler"]),
+        "count": int(state.scaler["count"]),
+        "skipped": int(state.opt_state.total_notfinite),
+        "digest": digest(state).tolist(),
+    }
+
+
+def _memory() -> dict[str, float]:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    megabytes = pages * resource.getpagesize() / 1e6
+    return {"megabytes": megabytes, "arrays": len(jax.live_arrays())}
+
+
+def _write(lines: TextIO, facts: dict[str, Any]) -> None:
+    lines.write(json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]))

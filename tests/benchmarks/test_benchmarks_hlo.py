@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import fp8, hlo
 from benchmarks.commands.compiled import compile_for
-from benchmarks.hlo_text import parse, parse_shapes
+from benchmarks.hlo_text import parse
 
 pytestmark = pytest.mark.once
 
@@ -150,32 +150,14 @@ def test_figures_of_a_gpu():
     }
 
 
-def test_products_in_fp8_of_a_gpu():
-    """A product of 64 x 32 x 64 in each of three turns; a gather of scalars."""
+def test_matmuls_in_fp8_of_a_gpu():
+    """A matmul of 64 x 32 x 64 in each of three turns; a gather of scalars."""
     text = GPU.replace("bf16[64,32]", "f8e4m3fn[64,32]")
     text = text.replace("bf16[32,64]", "f8e5m2[32,64]").replace("f32[256]", "f32[]")
     moved = 64 * 32 * 2 + 64 * 64 * 2 + 1024, 4 + 256 * 2, 2 * 256 * 2, 4 + 512 * 4
     found = fp8.compiled(text, on_gpu=True)
     assert found.pop("roofline_ms") == pytest.approx(3e3 * sum(moved) / 4.8e12)
-    gather = dict(kind="all-gather", runs=3, scalar_runs=3, in_text=1, scalar_in_text=1)
-    reduce = dict(kind="all-reduce", runs=3, scalar_runs=0, in_text=1, scalar_in_text=0)
-    assert found == {"fp8_dots": 3, "launches": 3 * 4, "exchanges": [gather, reduce]}
-    wider = text.replace("f8e5m2[32,64]", "bf16[32,64]")
-    assert fp8.compiled(wider, on_gpu=True)["fp8_dots"] == 0
-    # So large that its operations take longer than its bytes
-    large = text.replace("64,32]", "65536,32768]").replace("32,64]", "32768,65536]")
-    large = large.replace("bf16[64,64]", "bf16[65536,65536]")
-    product = 2 * 65536 * 32768 * 65536 / 1979e12
-    rest = sum(moved[1:]) / 4.8e12
-    found = fp8.compiled(large, on_gpu=True)["roofline_ms"]
-    assert found == pytest.approx(3e3 * (product + rest))
-
-
-def test_scalar_instructions_of_a_tpu_are_no_launches():
-    """The addition to the counter of the loop is one."""
-    found = fp8.compiled(TPU, on_gpu=False)
-    assert found["launches"] == 1 + 5 * 2 + 1
-    assert found["fp8_dots"] == 0 and found["roofline_ms"] is None
+    assert found == {"fp8_dots": 3, "launches": 3 * 4}
 
 
 def test_products_of_a_step_are_counted():
@@ -204,15 +186,6 @@ def test_what_cannot_be_counted_is_an_error():
             parse(text)
 
 
-def test_shapes():
-    shape, other = parse_shapes("(bf16[3,100]{1,0:T(8,128)(2,1)S(1)}, pred[])")
-    assert (shape.dtype, shape.dims) == ("bf16", (3, 100))
-    assert (shape.bytes, shape.padded_bytes) == (600, 8 * 128 * 2)
-    assert (other.dims, other.bytes) == ((), 1)
-    sizes = {"s4[3]": 2, "f8e4m3fn[3]": 3, "f4e2m1fn[4]": 2, "c64[1]": 8}
-    assert {text: parse_shapes(text)[0].bytes for text in sizes} == sizes
-
-
 def compiled(function, *args):
     here = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     return compile_for(function, args, here)
@@ -220,11 +193,6 @@ def compiled(function, *args):
 
 def ones(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def runs_of(text, opcode):
-    found = parse(text).instructions(fused=True)
-    return sum(count for instruction, count in found if instruction.opcode == opcode)
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
@@ -235,33 +203,9 @@ def test_bytes_agree_with_cost_analysis_where_nothing_loops():
     for function, *args in (
         (lambda a, b: jnp.tanh(a @ b), ones(64, 128), ones(128, 32)),
         (convolution, ones(2, 3, 16, 16), ones(8, 3, 3, 3)),
-        (
-            lambda a, b: jnp.einsum("bij,bkj->bik", a, b),
-            ones(4, 32, 16),
-            ones(4, 8, 16),
-        ),
     ):
         executable = compiled(function, *args)
         expected = executable.cost_analysis()["bytes accessed"] / 1e9
         figures = hlo.measure(executable)
         assert figures["gb_accessed"] == pytest.approx(expected, rel=0.05), args
         assert figures["peak_mb"] > 0 and figures["estimated_mcycles"] is None
-
-
-@pytest.mark.filterwarnings("ignore:Some donated buffers")
-def test_loops_and_branches():
-    def layers(x, ws):
-        def layer(x, w):
-            return jnp.tanh(x @ w.astype(jnp.float32)), None
-
-        return jax.lax.scan(layer, x, ws)[0].sum()
-
-    args = ones(32, 64), ones(7, 64, 64, dtype=jnp.bfloat16)
-    text = compiled(jax.grad(layers, argnums=1), *args).as_text()
-    assert runs_of(text, "dot") in (20, 21) and runs_of(text, "convert") >= 7
-
-    def branches(pred, x):
-        return jax.lax.cond(pred, lambda x: jnp.tanh(x @ x) @ x, lambda x: x, x)
-
-    text = compiled(branches, ones(dtype=jnp.bool_), ones(32, 32)).as_text()
-    assert runs_of(text, "dot") == 2  # those of the longest branch

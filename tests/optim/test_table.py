@@ -16,7 +16,7 @@ import pytest
 from flax import serialization
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.optimizers.cases import (
+from _optimizer_cases import (
     COMPOSED,
     RATE,
     case,

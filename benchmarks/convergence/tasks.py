@@ -1,4 +1,4 @@
-"""Models on other data: GPTs, PPO, a neural ODE; and the table of all tasks."""
+"""A mixture of experts on characters, PPO, and the table of all tasks."""
 
 import functools
 from typing import Any
@@ -11,27 +11,17 @@ from jax import lax
 
 from benchmarks.convergence import digits
 from benchmarks.convergence.task import Carry, Program, Task, Way, supervised
-from benchmarks.models import base, gpt, moe
+from benchmarks.models import base, moe
 from configs import char_lm as char_lm_config
 from examples.char_lm import data as text
 
 
-def char_lm(way: Way, steps: int) -> Program:
-    """A GPT that scans its layers."""
-    return _characters(gpt.GPT, way, steps, **gpt.RUN | dict(tied=False))
-
-
 def char_moe(way: Way, steps: int) -> Program:
-    """A GPT whose MLPs are four experts, two of them for each token."""
-    options = dict(experts=4, chosen=2, capacity=1.25, tied=False)
-    return _characters(moe.MoE, way, steps, **options)
-
-
-def _characters(make: Any, way: Way, steps: int, **options: Any) -> Program:
-    """The text of `examples/char_lm`, with a model that takes a dtype."""
+    """A GPT of characters whose MLPs are four experts, two of them for each token."""
     sizes = dict(width=64, layers=2, heads=4, length=32, batch=16)
+    options = dict(experts=4, chosen=2, capacity=1.25, tied=False)
     config = base.config(**sizes, **options, vocab=text.VOCABULARY)
-    model, reference = (make(config, dtype) for dtype in (way.dtype, None))
+    model, reference = (moe.MoE(config, dtype) for dtype in (way.dtype, None))
     settings = char_lm_config.get_config()
     settings.update(length=config.length, eval_windows=128, max_chars=1_000_000)
     train, test = text.load(settings)
@@ -68,67 +58,6 @@ def _characters(make: Any, way: Way, steps: int, **options: Any) -> Program:
         return bits(reference, state.params, data["test"])[0]
 
     return supervised(way, data, create, loss_fn, sample, evaluate)
-
-
-class Field(nn.Module):
-    """The right side of a differential equation."""
-
-    dtype: base.DType = None
-
-    @nn.compact
-    def __call__(self, y: jax.Array) -> jax.Array:
-        x = nn.tanh(nn.Dense(48, dtype=self.dtype)(y))
-        x = nn.tanh(nn.Dense(48, dtype=self.dtype)(x))
-        return nn.Dense(2, dtype=self.dtype)(x)
-
-
-def trajectory(field: Any, y: jax.Array, steps: int = 20, dt: float = 0.1) -> jax.Array:
-    """Integrates with the classic method of Runge and Kutta, of fourth order."""
-
-    def body(y, _):
-        k1 = field(y)
-        k2 = field(y + dt / 2 * k1)
-        k3 = field(y + dt / 2 * k2)
-        k4 = field(y + dt * k3)
-        y = y + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
-        return y, y
-
-    return lax.scan(jax.checkpoint(body), y, None, length=steps)[1]
-
-
-def _van_der_pol(y: jax.Array) -> jax.Array:
-    x, v = y[..., 0], y[..., 1]
-    return jnp.stack([v, (1 - x**2) * v - x], axis=-1)
-
-
-def neural_ode(way: Way, steps: int) -> Program:
-    """Learns the oscillator of van der Pol from its trajectories."""
-    model, reference = Field(way.dtype), Field()
-
-    def sample(data, key):
-        first = jax.random.uniform(key, (32, 2), minval=-2.0, maxval=2.0)
-        return {"first": first, "path": trajectory(_van_der_pol, first)}
-
-    def create(key):
-        schedule = optax.cosine_decay_schedule(1e-2, steps)
-        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
-        return dict(params=model.init(key, jnp.zeros((1, 2)))["params"], tx=tx)
-
-    def error(module, params, batch):
-        def field(y):
-            return module.apply({"params": params}, y).astype(jnp.float32)
-
-        found = trajectory(field, batch["first"])
-        return jnp.mean(jnp.square(found - batch["path"]))
-
-    def loss_fn(params, batch, *, state):
-        return error(model, params, batch), {}
-
-    def evaluate(state, data):
-        return jnp.sqrt(error(reference, state.params, data))
-
-    test = jax.jit(functools.partial(sample, None))(jax.random.key(1))
-    return supervised(way, test, create, loss_fn, sample, evaluate)
 
 
 class ActorCritic(nn.Module):
@@ -271,9 +200,14 @@ def ppo(way: Way, steps: int) -> Program:
     return Program((), start, step, evaluate, {"model": loss_fn}, batches)
 
 
-TASKS = digits.TASKS | {
-    "char_lm": Task("GPT, characters", "bits per character", char_lm, 500),
+_ACCURACY: Any = dict(higher=True, resolution=1 / 360)  # one test image
+TASKS = {
+    "resnet": Task("ResNet, digits", "test accuracy", digits.resnet, 300, **_ACCURACY),
+    "lstm": Task("LSTM, pixels of digits", "bits per pixel", digits.lstm, 250),
+    "diffusion": Task("diffusion U-Net, digits", "test error", digits.diffusion, 400),
+    "gan": Task(
+        "GAN, digits", "energy distance to test images", digits.gan, 400, seeds=20
+    ),
     "char_moe": Task("MoE, characters", "bits per character", char_moe, 500),
-    "neural_ode": Task("neural ODE", "test RMS error", neural_ode, 1000),
-    "ppo": Task("PPO, cart-pole", "steps upright", ppo, 40, better="higher", seeds=20),
+    "ppo": Task("PPO, cart-pole", "steps upright", ppo, 40, higher=True, seeds=20),
 }

@@ -1,1 +1,0 @@
-"""Every optimizer of `flax_amp.optim` under every transformation of JAX."""
