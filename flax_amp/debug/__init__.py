@@ -8,10 +8,10 @@ a step takes in each precision. Nothing here is needed for training, and nothing
 the package imports it. README.md in this folder says more.
 """
 
+from flax_amp.debug._compare import Comparison as Comparison
+from flax_amp.debug._compare import GradientErrors as GradientErrors
+from flax_amp.debug._compare import Setting as Setting
 from flax_amp.debug._compare import compare_precision as compare_precision
-from flax_amp.debug._comparison import Comparison as Comparison
-from flax_amp.debug._comparison import GradientErrors as GradientErrors
-from flax_amp.debug._comparison import Setting as Setting
 from flax_amp.debug._explain import explain as explain
 from flax_amp.debug._explanation import Explanation as Explanation
 from flax_amp.debug._measure import Figures as Figures

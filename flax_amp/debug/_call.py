@@ -1,9 +1,8 @@
 """The one way to call the tools of this room, and the user's call as pure functions.
 
-Each tool is called as `tool(loss_fn)(*args)`; as `tool(state, loss_fn, batch, *args)`
-with the state and the loss of `make_train_step`, and what that step takes; or as
-`tool((model, optimizer), loss_fn, batch, *args)` for `make_nnx_train_step`. The other
-ways become the first one here.
+Each is called as `tool(loss_fn)(*args)`; as `tool(state, loss_fn, batch, *args)` with
+what the step of `make_train_step` takes; or as `tool((model, optimizer), loss_fn,
+batch, *args)` for `make_nnx_train_step`. The other ways become the first one here.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,7 @@ from flax_amp.policy import (
 )
 
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 Loss = Callable[..., Any]
 Trained = AmpTrainState | tuple[nnx.Module, nnx.Optimizer[Any]]
 
@@ -55,6 +55,42 @@ class Options(OfAmp, total=False):
     remedies: int  # of `compare_precision`
 
 
+class Tool(Protocol[R_co]):
+    """What can be called in each of the ways."""
+
+    __name__: str
+
+    @overload
+    def __call__(
+        self, fun: Trained, /, *step: Any, **options: Unpack[Options]
+    ) -> R_co: ...
+    @overload
+    def __call__(
+        self, fun: Loss, /, **options: Unpack[Options]
+    ) -> Callable[..., R_co]: ...
+
+
+def tool(ask: Callable[..., Callable[["Call"], R]], *, runs: bool = True) -> Tool[R]:
+    """Makes a tool from a function of what is asked, and of the tool's own options.
+
+    That function returns another one, which answers the question for a call of the
+    user's function. Unless it `runs` the program, arguments may be shapes.
+    """
+    own = set(inspect.signature(ask).parameters)
+
+    @functools.wraps(ask)
+    def call(fun: Any, /, *step: Any, **options: Any) -> Any:
+        of_tool = {name: options.pop(name) for name in own & options.keys()}
+        asked = Asked.read(ask.__name__, fun, step, **options)
+        return asked.answer(ask(asked, **of_tool), runs)
+
+    made: Any = call
+    # Those of `ask` are about other arguments.
+    del made.__wrapped__
+    made.__annotations__ = {}
+    return made
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a tool is asked about."""
@@ -62,9 +98,8 @@ class Asked:
     caller: str  # the tool
     fun: Loss  # the user's function of its arguments
     args: tuple[Any, ...] | None = None  # which are known already
-    holder: Any = (
-        None  # the state or the optimizer: it has the precision and the scaler
-    )
+    names: tuple[str, ...] | None = None  # of the arguments; else by its signature
+    holder: Any = None  # the state or the optimizer, with the precision and the scaler
     wrt: Any = nnx.Param  # selects what is trained, if the first argument is a module
     dtype: DType = jnp.dtype(jnp.bfloat16)
     entries: PolicyEntries = dataclasses.field(default_factory=dict)
@@ -118,17 +153,19 @@ class Asked:
         batch, *args = rest
         if is_pair:
             model, optimizer = fun
+            names: tuple[str, ...] = "model", "args", "batch"
+            given: tuple[Any, ...] = model, args, batch
             wrt = getattr(optimizer, "wrt", nnx.Param)
-            given: Any = (model, tuple(args), batch)
-            return cls(caller, _of_model(loss_fn), given, optimizer, wrt)
+            return cls(caller, _of_model(loss_fn), given, names, optimizer, wrt)
         check_not_deleted(caller, "state", fun)
         # As the loss of a step sees them.
         first = jax.tree.map(_tree.float32_if_bfloat16, fun.params)
         paths = set(flatten_dict(first)) if isinstance(first, dict) else set()
         is_nnx = fun.graphdef is not None
         first = nnx.merge(fun.graphdef, first, fun.variables) if is_nnx else first
-        given, call = (first, fun, tuple(args), batch), _of_state(loss_fn, is_nnx)
-        return cls(caller, call, given, fun, lambda p, _: p in paths)
+        names = "model" if is_nnx else "params", "state", "args", "batch"
+        call, given = _of_state(loss_fn, is_nnx), (first, fun, args, batch)
+        return cls(caller, call, given, names, fun, lambda p, _: p in paths)
 
     @property
     def name(self) -> str:
@@ -159,20 +196,16 @@ class Asked:
             )
         return scale
 
-    def answer(self, use: Callable[["Call"], R], *, runs: bool = True) -> Any:
-        """Returns a function of the user's arguments, or its result if all is known.
+    def answer(self, use: Callable[["Call"], Any], runs: bool) -> Any:
+        """Returns a function of the user's arguments, or its result if all is known."""
 
-        `use` answers the question for the user's call. Unless it `runs` the program,
-        arguments may be shapes.
-        """
-
-        def call(*args: Any, **kwargs: Any) -> R:
+        def call(*args: Any, **kwargs: Any) -> Any:
             check_not_deleted(self.where, "args", (args, kwargs))
             if runs:
                 check_concrete(self.where, (args, kwargs))
                 with Console(stderr=True).status(f"{self.where} ..."):
                     return self._with_names(use, args, kwargs)
-            found: list[R] = []
+            found: list[Any] = []
 
             def trace(*args: Any, **kwargs: Any) -> None:
                 found.append(self._with_names(use, args, kwargs))
@@ -183,7 +216,7 @@ class Asked:
 
         return call if self.args is None else call(*self.args)
 
-    def _with_names(self, use: Callable[["Call"], R], args: Any, kwargs: Any) -> R:
+    def _with_names(self, use: Callable[["Call"], Any], args: Any, kwargs: Any) -> Any:
         """Calls `use` with the user's call, in which each NNX module opens a scope.
 
         Some code needs modules that equal each other, which their names prevent. It
@@ -224,33 +257,23 @@ def check_concrete(caller: str, tree: Any) -> None:
 # --- the loss of a step as a function ------------------------------------------------
 
 
-def _named(fun: Loss, loss_fn: Any) -> Any:
-    """Names a function as the user's loss, which has other arguments."""
-    made: Any = functools.wraps(loss_fn)(fun)
-    del made.__wrapped__
-    return made
-
-
 def _of_model(loss_fn: Loss) -> Loss:
-    def pure(model: Any, args: Any, batch: Any) -> Any:
+    def call(model: Any, args: Any, batch: Any) -> Any:
         return loss_fn(model, batch, *args)
 
-    return _named(pure, loss_fn)
+    call.__name__ = _name(loss_fn)
+    return call
 
 
 def _of_state(loss_fn: Loss, is_nnx: bool) -> Loss:
     def call(first: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
+        state = state if is_nnx else state.replace(params=first)
         offered = {"state": state, "rngs": fold_in(state.rngs, state.step)}
         keywords = {name: offered[name] for name in declared_keywords(loss_fn)}
         return loss_fn(first, batch, *args, **keywords)
 
-    def linen(params: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
-        return call(params, state.replace(params=params), args, batch)
-
-    def of_nnx(model: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
-        return call(model, state, args, batch)
-
-    return _named(of_nnx if is_nnx else linen, loss_fn)
+    call.__name__ = _name(loss_fn)
+    return call
 
 
 # --- calls as functions of arrays ----------------------------------------------------
@@ -266,7 +289,7 @@ class Call(FunctionalCall):
         super().__init__(
             asked.fun, args, kwargs, open_scopes=open_scopes, caller=asked.where
         )
-        self._wrt = asked.wrt
+        self._wrt, self._names = asked.wrt, asked.names
         self._is_array = [_tree.is_array(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
         self.paths = self._paths()
@@ -291,9 +314,10 @@ class Call(FunctionalCall):
     def _paths(self) -> list[str]:
         args, kwargs = self._rebuilt(nnx.to_pure_dict)
         try:
-            names = list(inspect.signature(self.fun).parameters)[: len(args)]
+            parameters = self._names or inspect.signature(self.fun).parameters
         except (TypeError, ValueError):  # some builtins have no signature
-            names = []
+            parameters = ()
+        names = list(parameters)[: len(args)]
         names += [*map(str, range(len(names), len(args))), *kwargs]
         paths: dict[int, str] = {}
         for name, value in zip(names, (*args, *kwargs.values()), strict=True):

@@ -140,8 +140,5 @@ def _function(target: str) -> Callable[[], Any]:
     found = importlib.import_module(module.removesuffix(".py").replace(os.sep, "."))
     function = getattr(found, name, None)
     if not callable(function):
-        kind = (
-            f"is a {type(function).__name__}" if hasattr(found, name) else "is missing"
-        )
-        raise TypeError(f"{name} {kind} in {found.__name__}; {_EXPECTED}.")
+        raise TypeError(f"{found.__name__} has no function {name}; {_EXPECTED}.")
     return function

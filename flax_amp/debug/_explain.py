@@ -1,15 +1,16 @@
 """`explain`: what mixed precision does to each equation of a function, and why."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack, overload
+from typing import Any
 
 import jax
 
 from flax_amp import _compat
 from flax_amp._rewriter.primitives import Kind, kind_of
 from flax_amp._rewriter.transform import TracedCall, trace_call
-from flax_amp.debug._call import Asked, Call, Loss, Options, Trained
+from flax_amp.debug._call import Asked, Call, tool
 from flax_amp.debug._explanation import Explanation
 from flax_amp.debug._problems import find_problems
 from flax_amp.debug._record import Equation, Recorder, Visit, casts, stored
@@ -18,11 +19,8 @@ from flax_amp.policy import Policy
 _OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on its way
 
 
-@overload
-def explain(fun: Trained, /, *step: Any, **options: Unpack[Options]) -> Explanation: ...
-@overload
-def explain(fun: Loss, /, **options: Unpack[Options]) -> Callable[..., Explanation]: ...
-def explain(fun: Any, /, *step: Any, backward: bool = True, **options: Any) -> Any:
+@functools.partial(tool, runs=False)
+def explain(asked: Asked, *, backward: bool = True) -> Callable[[Call], Explanation]:
     """Tells what `amp` does to a function: which equation runs in which dtype, and why.
 
     Nothing is compiled or run, so abstract arguments do (`jax.ShapeDtypeStruct`, or
@@ -66,12 +64,7 @@ def explain(fun: Any, /, *step: Any, backward: bool = True, **options: Any) -> A
       >>> product.reason, found.totals.casts_down, found.totals.low_share
       ('primitive dot_general', 2, 1.0)
     """
-    asked = Asked.read("explain", fun, step, **options)
-
-    def use(call: Call) -> Explanation:
-        return _explain(asked, backward, call)
-
-    return asked.answer(use, runs=False)
+    return lambda call: _explain(asked, backward, call)
 
 
 def _explain(asked: Asked, backward: bool, call: Call) -> Explanation:
@@ -91,7 +84,7 @@ def _explain(asked: Asked, backward: bool, call: Call) -> Explanation:
         except Exception as error:
             text = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(":. ")
             notes = [f"what the backward pass stores is not known: {text}"]
-    problems, choices = find_problems(visits, messages, policy, asked.dtype)
+    problems, choices = find_problems(visits, messages, asked.dtype)
     return Explanation(
         name=asked.name,
         compute_dtype=asked.dtype.name,

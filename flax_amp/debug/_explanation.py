@@ -1,4 +1,4 @@
-"""The result of `explain`, as text and as a page: totals, problems, modules."""
+"""The result of `explain`, as text and as a page."""
 
 import dataclasses
 from collections import Counter
@@ -28,7 +28,6 @@ from flax_amp.debug._report import (
 ONLY = ("problems", "equations")
 
 _LINES = 26  # of the tree, so that it fits a screen with all else
-_COSTLY = 0.05  # the share of all FLOPs from which on a page unfolds a module
 _NOT_IN_FP8 = "not in fp8: "  # how the reason of such a product begins
 
 
@@ -95,9 +94,6 @@ class Explanation(Report):
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    def _summary(self) -> str:
-        return f"{len(self.equations)} equations"
-
     def _parts(
         self, depth: int | None = None, only: str | None = None
     ) -> Iterator[Part]:
@@ -114,12 +110,13 @@ class Explanation(Report):
         for label, text in _totals(self).items():
             grid.add_row(label, Text(text))
         yield grid
-        yield Text(f"\n{_headline(self)}", "bold red" if self.problems else "green")
+        count = len(self.problems)
+        headline = plural(count, "problem") if count else "No problems found."
+        yield Text(f"\n{headline}", "bold red" if count else "green")
         for problem in self.problems:
-            title, place = _as_words(problem, self.totals)
-            message = Text(f"{title}: {problem.message}", "yellow")
-            yield Padding(message, (0, 0, 0, 2))
-            yield from [Padding(Text(place), (0, 0, 0, 4))] if place else []
+            title = problem.title(self.totals.flops)
+            yield Padding(Text(f"{title}: {problem.message}", "yellow"), (0, 0, 0, 2))
+            yield Padding(Text(problem.where), (0, 0, 0, 4))
         if only is None:
             yield ""
             yield _tree(self, depth)
@@ -168,22 +165,6 @@ def _by_dtype(sizes: Counter[str]) -> str:
     """Returns numbers of bytes as words, the largest first."""
     shown = (f"{bytes_text(n)} {short(d)}" for d, n in sizes.most_common(4) if n)
     return " + ".join(shown) or "nothing"
-
-
-def _headline(found: Explanation) -> str:
-    count = len(found.problems)
-    return plural(count, "problem") if count else "No problems found."
-
-
-def _as_words(problem: Problem, totals: Totals) -> tuple[str, str]:
-    """Returns the title of a problem, and where it is."""
-    title = problem.kind + (f" x{problem.times}" if problem.times else "")
-    if problem.flops and totals.flops:
-        part = problem.flops / totals.flops
-        title += f", {f'{part:.0%}' if part >= 0.01 else '<1%'} of FLOPs"
-    inside = "in " if problem.paths and problem.paths != ("",) else ""
-    place = f"{inside}{problem.where}" if problem.paths else ""
-    return title, ", ".join(filter(None, (place, problem.source)))
 
 
 def _equations(found: Explanation) -> Table:
@@ -255,49 +236,32 @@ def _cells(
 
 _PAGE = """<!doctype html><meta charset=utf-8><title>{title}</title><style>
 .amp {{ color-scheme: light dark; font: 14px/1.6 system-ui, sans-serif }}
-.amp details, .amp p {{ margin: 0 0 0 1em; overflow-wrap: anywhere }}
-.amp summary p {{ display: inline; margin: 0 }}
-.amp small {{ opacity: .7 }}
-</style><div class=amp><h3>{title}</h3>{parts}</div>
+.amp * {{ overflow-wrap: anywhere; white-space: pre-wrap }}
+</style><div class=amp><pre>{head}</pre>{modules}</div>
 """
 
 
 def _page(found: Explanation) -> str:
-    """Returns one page that needs nothing else; a browser folds its modules."""
-    parts = [_item(label, text) for label, text in _totals(found).items()]
-    parts.append(f"<h4>{_headline(found)}</h4>")
-    for problem in found.problems:
-        title, place = _as_words(problem, found.totals)
-        parts.append(_item(title, f"{problem.message} {place}"))
-    open_paths: list[tuple[str, ...]] = []
+    """Returns the page: the problems as text, and the equations of each module."""
+    modules = []
     for path, rows in _modules(found).items():
-        while open_paths and path[: len(open_paths[-1])] != open_paths[-1]:
-            open_paths.pop()
-            parts.append("</details>")
-        open_paths.append(path)
         name, flops, half, *_ = _cells(found, path, rows)
-        figures = f"{flops}FLOP, {half} in half, " if flops else ""
-        text = f"{figures}{_by_dtype(Totals.of(rows).stored)} stored"
-        is_open = (
-            " open" if Totals.of(rows).flops > _COSTLY * found.totals.flops else ""
+        stored = f"{_by_dtype(Totals.of(rows).stored)} stored"
+        facts = [f"{flops}FLOP", f"{half} in half", stored] if flops else [stored]
+        summary = escape(f"{name.strip()}: {', '.join(facts)}")
+        own = [row for row in rows if without_numbers(row.path) == "/".join(path)]
+        modules.append(
+            f'<details style="margin-left:{len(path)}em"><summary>{summary}</summary>'
+            f"<ul>{''.join(map(_item, own))}</ul></details>"
         )
-        parts.append(
-            f"<details{is_open}><summary>{_item(name.strip(), text)}</summary>"
-        )
-        own = "/".join(path)
-        parts += [_row(row) for row in rows if without_numbers(row.path) == own]
-    parts += ["</details>"] * len(open_paths)
-    parts += [_item("Note", note) for note in found.notes]
     title = escape(f"{found.name} in {found.compute_dtype}")
-    return _PAGE.format(title=title, parts="".join(parts))
+    head = escape(found.report(only="problems"))
+    return _PAGE.format(title=title, head=head, modules="".join(modules))
 
 
-def _row(row: Equation) -> str:
+def _item(row: Equation) -> str:
     dtypes = dict.fromkeys((str(row.before), str(row.after)))
     size = f"{amount(row.flops)}FLOP" if row.flops else bytes_text(row.stored.total())
-    facts = (size, " => ".join(dtypes), row.reason, row.result, row.source)
-    return _item(f"{row.primitive} {row.shape}", " · ".join(filter(None, facts)))
-
-
-def _item(name: str, text: str) -> str:
-    return f"<p><b>{escape(name)}</b> <small>{escape(text)}</small></p>"
+    what = f"{row.primitive} {row.shape}"
+    facts = (what, size, " => ".join(dtypes), row.reason, row.result, row.source)
+    return f"<li>{escape(' · '.join(filter(None, facts)))}</li>"

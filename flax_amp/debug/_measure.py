@@ -65,9 +65,6 @@ class Measurement(Report):
     figures: dict[str, Figures]
     state_mb: tuple[float, float] | None = None
 
-    def _summary(self) -> str:
-        return ", ".join(self.figures)
-
     def _parts(self) -> Iterator[Part]:
         how = f"the least of {self.turns} turns" if self.turns else "not run"
         yield f"{self.name} on {self.devices}, {how}"

@@ -6,9 +6,8 @@ import dataclasses
 import glob
 import math
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from flax_amp import _tree
 from flax_amp._compat import Array, Jaxpr
 from flax_amp._rewriter.transform import rewrite
 from flax_amp._training.arguments import first_of as first_words
-from flax_amp.debug._call import Asked, Call, Loss, Options, Trained
+from flax_amp.debug._call import Asked, Call, tool
 from flax_amp.debug._report import Report, is_half, plural, policy_text
 from flax_amp.debug._run import Cause, Finding, Runner, first_of, is_finite, kinds
 from flax_amp.policy import Policy, PolicyEntries, default_amp_policy, without_fp8
@@ -32,9 +31,7 @@ _MAX_POLICIES = 4  # policies tried for modules with faults
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Report):
-    """Where the inf or the NaN of a loss or its gradient comes from.
-
-    Made by `flax_amp.find_nonfinite`. It prints as a short text.
+    """Where an inf or a NaN comes from. Made by `flax_amp.find_nonfinite`.
 
     Attributes:
       name: the name of the function.
@@ -69,9 +66,6 @@ class NonfiniteReport(Report):
     policy: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def _summary(self) -> str:
-        return self.verdict
-
     def _parts(self) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
         yield f"{self.name} in {self.compute_dtype}{scale}: {self.verdict}"
@@ -101,25 +95,17 @@ def _words(examples: tuple[int, ...]) -> str:
     return f"example{'s' * (len(examples) > 1)} {shown} of the batch"
 
 
-@overload
+@tool
 def find_nonfinite(
-    fun: Trained, /, *step: Any, **options: Unpack[Options]
-) -> NonfiniteReport: ...
-@overload
-def find_nonfinite(
-    fun: Loss, /, **options: Unpack[Options]
-) -> Callable[..., NonfiniteReport]: ...
-def find_nonfinite(fun: Any, /, *step: Any, scale: Any = None, **options: Any) -> Any:
+    asked: Asked, *, scale: Any = None
+) -> Callable[[Call], NonfiniteReport]:
     """Finds the equation that made the inf or the NaN in a loss or its gradient.
-
-    It is called as `flax_amp.explain`, with arrays that have values; a loss may return
-    `(loss, aux)`. The gradient is that with respect to the first argument, or to the
-    parameters of the state or the model.
 
     The program that `amp` emits runs once, outside of `jit`, one equation after the
     other, each in its own dtype. An inf or a NaN counts only if it reaches the loss, a
     gradient or an updated variable, so masks of `-inf` are no false alarm. Further runs
-    tell precision from mathematics, and try a policy that fixes it.
+    tell precision from mathematics, and try a policy that fixes it. It is called as
+    `flax_amp.explain`, with arrays that have values; a loss may return `(loss, aux)`.
 
     Sharp edges:
       XLA may compute fused code with more range than its dtypes have. Then a compiled
@@ -127,7 +113,7 @@ def find_nonfinite(fun: Any, /, *step: Any, scale: Any = None, **options: Any) -
       again. The whole batch runs in one pass, also if the step splits it.
 
     Args:
-      fun: with what follows it, see `flax_amp.explain`.
+      fun, *step, **options: see `flax_amp.explain`.
       scale: what the loss is multiplied by; by default the scale of the state or the
         optimizer, or 1.
 
@@ -147,14 +133,13 @@ def find_nonfinite(fun: Any, /, *step: Any, scale: Any = None, **options: Any) -
       >>> found.verdict, found.finding.path, found.finding.text
       ('mathematics', 'head', 'log(0) = -inf')
     """
-    asked = Asked.read("find_nonfinite", fun, step, **options)
     factor = asked.scale(scale)
 
     def use(call: Call) -> NonfiniteReport:
         with jax.debug_nans(False), jax.debug_infs(False), _mesh_of(call.arrays):
             return _Search(asked, call, factor).report()
 
-    return asked.answer(use)
+    return use
 
 
 def _mesh_of(arrays: Any) -> Any:
@@ -198,8 +183,8 @@ class _Search:
         first = arguments[self._trained.index(True)]
         self._is_batch = [a not in (first, "state") for a in arguments]
         is_last = [a == arguments[-1] != first for a in arguments]
-        sizes = Counter(x.shape[0] for x in _tree.pick(call.arrays, is_last) if x.ndim)
-        self._batch_size = sizes.most_common(1)[0][0] if sizes else None
+        sizes = [x.shape[0] for x in _tree.pick(call.arrays, is_last) if x.ndim]
+        self._batch_size = max(sizes, key=sizes.count, default=None)
         of_training = _tree.pick(call.arrays, self._trained)
         self._trained_shapes = {x.shape for x in of_training}
         # Additive masks of the batch hold -inf. An argument of the program has the
@@ -288,31 +273,31 @@ class _Search:
             known |= dict(examples=cause.examples, inputs={})
             for i in (number - 1 for number in sorted(cause.arguments)):
                 path, x = self._call.paths[i], np.asarray(self._call.arrays[i])
-                bad = ~np.isfinite(x)
+                bad, is_batch = ~np.isfinite(x), self._is_batch[i]
                 place = [*map(int, np.argwhere(bad)[0])] if x.ndim else ""
                 count = plural(int(bad.sum()), "element")
                 known["inputs"][path] = f"{kinds(x)} in {path}{place} ({count})"
-                examples = self._examples(bad) if self._is_batch[i] else ()
+                examples = self._examples(bad) if is_batch else ()
                 known["examples"] = known["examples"] or examples
-                if verdict == "inputs" and not advice:
-                    what = f"Correct or drop {_words(examples)}" if examples else ""
-                    what = what or (self._is_batch[i] and f"Correct {path}") or ""
-                    advice = f"{what}: no precision helps." if what else _WRITTEN + path
+                if is_batch and not advice:
+                    what = f"or drop {_words(examples)}" if examples else path
+                    advice = f"Correct {what}: no precision helps."
+                advice = advice or _WRITTEN + path
         dtype, name = self._asked.dtype.name, self._asked.name
         return NonfiniteReport(name, dtype, self._scale, verdict, advice, **known)
 
     def _advice_for_scale(self, programs: list[_Program]) -> str:
         """Tells at which lower scale the gradients are finite."""
-        scale, scaler = self._scale, self._asked.scaler
-        factor = scaler.get("adjust_factor", 2.0)
+        factor = self._asked.scaler.get("adjust_factor", 2.0)
         # With a scale of 1 they are finite.
-        most = math.ceil(math.log(scale, factor))
-        lower = [scale / factor**skips for skips in range(1, most)]
-        skips = 1 + bisect.bisect_left(
-            lower, True, key=lambda scale: self._run(programs, scale) is None
+        most = math.ceil(math.log(self._scale, factor))
+        lower = [max(self._scale / factor**n, 1.0) for n in range(1, most + 1)]
+        i = bisect.bisect_left(
+            lower[:-1], True, key=lambda scale: self._run(programs, scale) is None
         )
-        text = _SCALE.format(max(scale / factor**skips, 1.0))
-        return text + _SEARCH.format(plural(skips, "step")) if scaler else text
+        text = _SCALE.format(lower[i])
+        skips = _SEARCH.format(plural(i + 1, "step"))
+        return text + skips if self._asked.scaler else text
 
     def _precision(self, fault: _Fault) -> NonfiniteReport:
         """Tries a policy for the module at fault, then also for the next ones."""

@@ -6,26 +6,27 @@ it is for the keys of a policy. A name with more dots, such as `eqx.nn.Linear`, 
 name.
 """
 
-import itertools
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax
+import jax
 import optax
 from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
+from flax_amp._rewriter.primitives import bodies, traits_of
 from flax_amp._scope_paths import split_method
 
 _LIBRARIES = tuple(
     str(Path(module.__file__ or "").parent) + os.sep for module in (flax, optax)
 )
 # Scopes that JAX opens around what a backward pass computes again.
-_RECOMPUTED = "rematted_computation"
-_OF_CHECKPOINTS = ("checkpoint", _RECOMPUTED)
+_OF_CHECKPOINTS = ("checkpoint", "rematted_computation")
 
 
 def scopes_of(eqn: Eqn) -> tuple[str, ...]:
@@ -35,17 +36,11 @@ def scopes_of(eqn: Eqn) -> tuple[str, ...]:
     once.
     """
     scopes: list[str] = []
-    entries = _compat.scopes(eqn)
-    if all(_is_scope(entry) and entry.name != _RECOMPUTED for entry in entries):
-        # As keys of a policy match them: a user's module may be called `checkpoint`.
-        scopes = [entry.name for entry in entries]
-    else:
-        group: list[str] = []
-        for entry in (*entries, None):
-            if _is_scope(entry):
-                group += [entry.name] if entry.name not in _OF_CHECKPOINTS else []
-                continue
-            # A transformation, or the end.
+    group: list[str] = []
+    for entry in (*_compat.scopes(eqn), None):
+        if _is_scope(entry):
+            group += [entry.name] if entry.name not in _OF_CHECKPOINTS else []
+        else:  # a transformation, or the end
             scopes = group if group[: len(scopes)] == scopes else scopes + group
             group = []
     half = len(scopes) // 2
@@ -150,15 +145,59 @@ def known_size(number: Any, unknown: int = 0) -> int:
 
 def source_line(eqn: Eqn) -> str:
     """Returns the line of the user's code that an equation comes from."""
-    frames = _compat.user_frames(eqn)
-    first = next(frames, None)
-    if first is None:
+    found = None
+    for frame in _compat.user_frames(eqn):
+        is_users = not frame[0].startswith(_LIBRARIES)
+        found = frame if is_users or found is None else found
+        if is_users:
+            break
+    if found is None:
         return ""
-    of_users = (
-        frame
-        for frame in itertools.chain([first], frames)
-        if not frame[0].startswith(_LIBRARIES)
-    )
-    file, line = next(of_users, first)
+    file, line = found
     relative = os.path.relpath(file)
     return f"{file if relative.startswith('..') else relative}:{line}"
+
+
+class LineScopes:
+    """Makes scopes of lines that stand outside of modules, for the keys of a policy.
+
+    y = mul x 3e4      at train.py:12, in no scope     =>     in the scope `train:12`
+
+    Attributes:
+      sources: the line that a scope stands for, `train.py:12`, by its name.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+
+    def __call__(self, closed: Jaxpr, outer: tuple[str, ...] = ()) -> Jaxpr:
+        """Returns an open or closed jaxpr with the scopes."""
+        jaxpr = _compat.open_jaxpr(closed)[0]
+        jaxpr = jaxpr.replace(eqns=[self._equation(eqn, outer) for eqn in jaxpr.eqns])
+        # Before JAX 0.12, a closed jaxpr holds an open one.
+        return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
+
+    def _equation(self, eqn: Eqn, outer: tuple[str, ...]) -> Eqn:
+        scopes, line = outer + scopes_of(eqn), source_line(eqn)
+        if bodies(eqn):
+            name = traits_of(eqn).body
+            value = eqn.params[name]
+            if isinstance(value, tuple):
+                value = tuple(self(body, scopes) for body in value)
+            elif _compat.is_jaxpr(value):
+                value = self(value, scopes)
+            eqn = eqn.replace(params={**eqn.params, name: value})
+        if module_path(scopes) or not line:
+            return eqn
+        file, _, number = line.rpartition("/")[2].rpartition(":")
+        # A name with a dot would be that of a method.
+        name = f"{file.partition('.')[0]}:{number}"
+        self.sources[name] = line
+        return _compat.with_scopes(eqn, (*_compat.scopes(eqn), _entry(name)))
+
+
+@functools.cache
+def _entry(name: str) -> Any:
+    """Returns what JAX puts into the scopes of an equation for a `jax.named_scope`."""
+    traced = jax.make_jaxpr(jax.named_call(lambda x: x + 1, name=name))(0.0)
+    return _compat.scopes(_compat.open_jaxpr(traced)[0].eqns[0])[0]

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ CALLS = frozenset(
     """jit remat2 shard_map closed_call eval_jaxpr custom_jvp_call custom_vjp_call
     custom_vmap_call""".split()
 )
+_CAST = "convert_element_type"
 ADDED = "a cast by amp", "stored"  # reasons of rows that are no equations of the user
 # Their reason tells why they stay in float32.
 _IN_OWN_DTYPES = (Role.ORIGINAL, Role.CALLED, Role.PRECISE)
@@ -120,10 +121,7 @@ class Totals:
         rows = list(rows)
         names = ("flops", "low_flops", "casts_down", "casts_up")
         sums = {name: sum(getattr(row, name) for row in rows) for name in names}
-        stored: Counter[str] = Counter()
-        for row in rows:
-            stored.update(row.stored)
-        return cls(**sums, stored=stored)
+        return cls(**sums, stored=sum((row.stored for row in rows), Counter()))
 
     @property
     def low_share(self) -> float | None:
@@ -139,7 +137,6 @@ class Visit(NamedTuple):
 
     row: Equation
     eqn: Eqn  # as the user wrote it
-    scopes: tuple[str, ...]  # as keys of a policy match them
     why: Any  # the emitter's `Why`
     whole: Eqn = None  # the equation around it if that runs as a whole, and has the why
 
@@ -163,11 +160,10 @@ class Recorder:
         found: list[Visit] = []
         for eqn, place, after, why in self._events:
             start = functools.reduce(Location.within, place.around, Location())
-            at, scopes = start.of(eqn), place.scopes + _compat.scope_names(eqn)
             if eqn.primitive.name not in CALLS:
-                found.append(Visit(_row(at, after, why), eqn, scopes, why))
+                found.append(Visit(_row(start.of(eqn), after, why), eqn, why))
             if id(eqn) not in self._entered and _may_enter(eqn):
-                found += _inside(at, start.within(eqn), after, scopes, why)
+                found += _inside(eqn, start.within(eqn), after, why)
         return found
 
 
@@ -177,15 +173,13 @@ def _may_enter(eqn: Eqn) -> bool:
     return kind_of(eqn) not in castable and eqn.primitive.name != "pallas_call"
 
 
-def _inside(
-    at: Location, start: Location, after: Dtypes, scopes: tuple[str, ...], why: Any
-) -> Iterator[Visit]:
-    """Yields the rows of the bodies of an equation that runs as a whole."""
+def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> list[Visit]:
+    """Returns the rows of the bodies of an equation that runs as a whole."""
     # Its bodies are called with halves if it is, as a `relu` on the way to a product.
-    pairs = zip(dtypes_of(at.eqn).operands, after.operands, strict=True)
+    pairs = zip(dtypes_of(eqn).operands, after.operands, strict=True)
     float_ = next((y for x, y in pairs if x == "float32" and is_half(y)), "float32")
-    last = None
-    for body in jaxprs_in_params(at.eqn.params):
+    found = []
+    for body in jaxprs_in_params(eqn.params):
         for inner in places(body, start, _may_enter):
             if inner.eqn.primitive.name in CALLS:
                 continue
@@ -195,11 +189,10 @@ def _inside(
             if why.role is Role.STRUCTURED:  # no key decided
                 row.reason = kind_of(inner.eqn).value
             row.result = ""
-            names = inner.scopes[len(at.scopes) :]
-            last = Visit(row, inner.eqn, scopes + names, why, at.eqn)
-            yield last
-    if last is not None:
-        last.row.result = why.result
+            found.append(Visit(row, inner.eqn, why, eqn))
+    if found:
+        found[-1].row.result = why.result
+    return found
 
 
 def _row(at: Location, after: Dtypes, why: Any) -> Equation:
@@ -242,24 +235,23 @@ def float_factors(dtypes: Sequence[str]) -> list[str]:
 
 def flops(eqn: Eqn) -> int:
     """Returns the operations of a matmul or a convolution of floats, else 0."""
-    name, params = eqn.primitive.name, eqn.params
     factors = float_factors(dtypes_of(eqn).operands)
     if not is_matrix_product(eqn) or not factors:
         return 0
+    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "conv_general_dilated":
+        others = {eqn.params["dimension_numbers"].rhs_spec[0]}
+        size = out.size
+    else:
+        numbers = eqn.params.get("ragged_dot_dimension_numbers")
+        groups = numbers.rhs_group_dimensions if numbers else ()
+        dims = numbers.dot_dimension_numbers if numbers else None
+        (_, contracting), (_, batch) = dims or eqn.params["dimension_numbers"]
+        others, size = {*contracting, *batch, *groups}, left.size
+    terms = [n for i, n in enumerate(right.shape) if i not in others]
     # A multiplication of complex numbers is four of real ones.
     each = 2 * 2 ** sum("complex" in dtype for dtype in factors)
-    left, right, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if name == "conv_general_dilated":
-        features = params["dimension_numbers"].rhs_spec[0]
-        terms = [n for i, n in enumerate(right.shape) if i != features]
-        return known_size(each * math.prod(out.shape) * math.prod(terms))
-    numbers = params.get("ragged_dot_dimension_numbers")
-    groups = numbers.rhs_group_dimensions if numbers else ()
-    dims = numbers.dot_dimension_numbers if numbers else params["dimension_numbers"]
-    (_, contracting), (_, batch) = dims
-    shared = {*contracting, *batch, *groups}
-    free = [n for i, n in enumerate(right.shape) if i not in shared]
-    return known_size(each * math.prod(left.shape) * math.prod(free))
+    return known_size(each * size * math.prod(terms))
 
 
 # --- the emitted program -------------------------------------------------------------
@@ -268,33 +260,26 @@ def flops(eqn: Eqn) -> int:
 def casts(closed: Jaxpr, visits: Sequence[Visit]) -> list[Equation]:
     """Returns rows for the casts of an emitted program, without the user's own."""
     counts: Counter[tuple[str, str, Dtypes]] = Counter()
-    # What a user's precision function has made of operands is read here, too.
     called = [visit.row for visit in visits if visit.why.role is Role.CALLED]
     for at in places(closed):
         name = at.eqn.primitive.name
-        for row in called if any(row.primitive == name for row in called) else ():
-            if (row.path, row.source, row.primitive) == (at.path, at.source, name):
+        # What a user's precision function has made of operands is read here, too.
+        for row in called:
+            if (row.primitive, row.path, row.source) == (name, at.path, at.source):
                 row.after = dtypes_of(at.eqn)
-        if name == "convert_element_type":
+        if name == _CAST:
             counts[at.path, at.source, dtypes_of(at.eqn)] += at.times
-    for row in (visit.row for visit in visits):
-        if row.primitive == "convert_element_type":
-            counts[row.path, row.source, row.before] -= row.times
-    rows = []
+    for row in (visit.row for visit in visits if visit.row.primitive == _CAST):
+        counts[row.path, row.source, row.before] -= row.times
+    found = []
     for (path, source, dtypes), count in counts.items():
-        if count > 0 and (is_down := _is_down(dtypes)) is not None:
+        before, after = dtypes.operands[0], dtypes.results[0]
+        if count > 0 and before != after and "float" in before and "float" in after:
+            is_down = jnp.dtype(after).itemsize <= jnp.dtype(before).itemsize
             row = Equation(path, "cast", dtypes, dtypes, ADDED[0], source=source)
             row.casts_down, row.casts_up = count * is_down, count * (not is_down)
-            rows.append(row)
-    return rows
-
-
-def _is_down(dtypes: Dtypes) -> bool | None:
-    """Whether a cast is to a narrower float; `None` if it is not between floats."""
-    before, after = dtypes.operands[0], dtypes.results[0]
-    if before == after or "float" not in before or "float" not in after:
-        return None
-    return jnp.dtype(after).itemsize <= jnp.dtype(before).itemsize
+            found.append(row)
+    return found
 
 
 def stored(
@@ -324,12 +309,12 @@ def stored(
     found: dict[Any, Equation] = {}
     for atom, origin in zip(atoms, _origins(traced, arrays, Location()), strict=True):
         if isinstance(origin, _Origin):
-            at, shape, dtype = origin.at, atom.aval.shape, atom.aval.dtype
-            dtypes = Dtypes((), (str(dtype),))
+            at, aval = origin.at, atom.aval
+            dtypes = Dtypes((), (str(aval.dtype),))
             row = Equation(at.path, at.eqn.primitive.name, dtypes, dtypes, ADDED[1])
-            row.shape, row.source = "x".join(map(str, shape)), at.source
-            row.stored[str(dtype)] = math.prod(shape) * dtype.itemsize
-            found[origin, shape] = row
+            row.shape, row.source = "x".join(map(str, aval.shape)), at.source
+            row.stored[str(aval.dtype)] = aval.size * aval.dtype.itemsize
+            found[origin, aval.shape] = row
     return list(found.values())
 
 

@@ -28,10 +28,6 @@ class Report:
     def _parts(self) -> Iterable[Part]:
         raise NotImplementedError
 
-    def _summary(self) -> str:
-        """What the `repr` tells."""
-        raise NotImplementedError
-
     def report(self) -> str:
         """Returns the report as text."""
         return as_text(self._parts())
@@ -48,8 +44,7 @@ class Report:
         return self.report()
 
     def __repr__(self) -> str:
-        kind = type(self).__name__
-        return f"<{kind} of {self.name}: {self._summary()}; print it to read it>"
+        return f"<{type(self).__name__} of {self.name}: print it to read it>"
 
 
 def as_data(value: Any) -> Any:

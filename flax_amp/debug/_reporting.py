@@ -2,20 +2,14 @@
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, Unpack
 
-import jax.numpy as jnp
-import numpy as np
-
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.debug._call import Options, check_concrete, scaler_of
+from flax_amp.debug._call import Asked, Options, check_concrete
 from flax_amp.debug._nonfinite import NonfiniteReport, find_nonfinite
 
-# The scaler looks for its scale: so many skips in a row need no report.
-_MAX_SEARCH = 8
 _NOT_AGAIN = (
     "the step was skipped, which this run does not show: fused code rounds otherwise, "
     "accum_steps draws other random numbers, or other options were given"
@@ -33,9 +27,9 @@ def report_nonfinite(
     """Wraps a training step so that it explains the steps that it skips.
 
     After a step that was skipped it runs `flax_amp.find_nonfinite` on that batch, with
-    the random keys and the scale of that step. It stays silent while the scaler looks
-    for its scale, which skips a few steps by design. It waits for each step, until it
-    has reported `limit` times.
+    the random keys and the scale of that step. It stays silent if only the scale was
+    too large, which the scaler lowers by design. It waits for each step, until it has
+    reported `limit` times.
 
     Sharp edges:
       With `accum_steps` the whole batch runs in one pass, with other random numbers. A
@@ -69,51 +63,36 @@ def report_nonfinite(
       mathematics log(0) = -inf
     """
     find_nonfinite(loss_fn, **options)  # checks them
-    left, in_a_row, fine = limit, itertools.count(1), 0.0
+    left = limit
 
     @functools.wraps(train_step)
     def step(*args: Any) -> Any:
-        nonlocal left, in_a_row, fine
+        nonlocal left
         if left <= 0:
             return train_step(*args)
         check_concrete("report_nonfinite: the step", args)
         is_state = isinstance(args[0], AmpTrainState)
-        scale = _scale(args[0] if is_state else args[1])
+        holder, rest = args[0 if is_state else 1], args[1 if is_state else 2 :]
+        scale = Asked("report_nonfinite", loss_fn, holder=holder).scale(None)
         out = train_step(*args)
-        state: Any = out[0] if is_state else None
         metrics = out[1] if is_state else out
         if metrics["grads_finite"]:
-            in_a_row, fine = itertools.count(1), scale
-            return out
-        # Only a scale that is too large falls, and no scaler looks for one at which a
-        # step was finite before.
-        falls = _scale(state or args[1]) < scale
-        may_search = falls and next(in_a_row) < _MAX_SEARCH
-        if may_search and scale > fine:
             return out
         # A skipped step has changed nothing else that the loss depends on.
-        before = state.replace(step=state.step - 1) if is_state else args[:2]
+        before = out[0].replace(step=out[0].step - 1) if is_state else args[:2]
         given: Any = {"scale": scale} | options
         try:
-            rest = args[1:] if is_state else args[2:]
             found = find_nonfinite(before, loss_fn, *rest, **given)
         except Exception as error:  # which is no reason to end the training
-            text = f"{type(error).__name__}: {error}"
-            what = "a step was skipped, and find_nonfinite failed"
-            warnings.warn(f"report_nonfinite: {what}: {text}", stacklevel=2)
+            what = "report_nonfinite: a step was skipped, and find_nonfinite failed: "
+            warnings.warn(f"{what}{type(error).__name__}: {error}", stacklevel=2)
             left -= 1
             return out
-        if not (may_search and found.verdict == "scale"):
+        if found.verdict == "nothing":
+            found = dataclasses.replace(found, notes=(*found.notes, _NOT_AGAIN))
+        if found.verdict != "scale":
             left -= 1
-            if found.verdict == "nothing":
-                found = dataclasses.replace(found, notes=(*found.notes, _NOT_AGAIN))
             report(found)
         return out
 
     return step
-
-
-def _scale(holder: Any) -> float:
-    """Returns the scale of a state or an optimizer; 1 if it has none."""
-    scale = scaler_of(holder).get("scaler", jnp.ones(()))
-    return float(np.max(scale[...]))

@@ -121,27 +121,25 @@ class Runner:
         outs = evaluate(closed, values, run)
         return self._lifted(_compat.open_jaxpr(closed)[0].outvars, outs, start)
 
+    # A constant is looked at where it is read: only there it can do harm.
     def _lifted(
         self, atoms: Sequence[Atom], values: Sequence[Any], at: Location
     ) -> list[Value]:
         """Returns values, also for literals and constants, which have no cause yet."""
-        pairs = zip(atoms, values, strict=True)
-        return [
-            x if isinstance(x, Value) else self._constant(x, atom, at)
-            for atom, x in pairs
-        ]
+        found = []
+        for atom, x in zip(atoms, values, strict=True):
+            value = x if isinstance(x, Value) else self._constant(x, atom, at)
+            found.append(value)
+        return found
 
-    # A constant is looked at where it is read: only there it can do harm.
     def _constant(self, x: Any, atom: Atom, at: Location) -> Value:
         if isinstance(atom, Literal):
             x = np.asarray(x, getattr(atom.aval, "dtype", None))
         if is_finite(x):
             return Value(x)
-        what = "a constant of the program", kinds(x)
         place = at.path, at.source, self.backward, at.inside
-        return Value(
-            x, Cause((1, next(self.numbers)), Finding(*place, "constant", *what))
-        )
+        finding = Finding(*place, "constant", "a constant of the program", kinds(x))
+        return Value(x, Cause((1, next(self.numbers)), finding))
 
     def _equation(self, eqn: Eqn, values: Sequence[Value], at: Location) -> list[Value]:
         name = eqn.primitive.name
@@ -233,8 +231,7 @@ class Runner:
             fresh = bad & ~functools.reduce(np.logical_or, given)
             pairs = zip(suspects, given, strict=True)
             suspects = [value for value, own in pairs if (own & bad).any()]
-        causes = [value.cause for value in suspects if value.cause]
-        first = first_of(causes)
+        first = first_of([value.cause for value in suspects])
         if first and first.order[0] <= 0:  # an equation, or an argument at fault
             return first
         arguments: frozenset[int] = frozenset()
@@ -243,7 +240,9 @@ class Runner:
             fresh = np.isnan(x)
             if not fresh.any() or any(np.isnan(v.array).any() for v in suspects):
                 return first
-            arguments = arguments.union(*(cause.arguments for cause in causes))
+            arguments = arguments.union(
+                *(v.cause.arguments for v in suspects if v.cause)
+            )
         finding = self._describe(eqn, values, x, fresh, at)
         order = (0, next(self.numbers))
         return Cause(order, finding, arguments, self.examples(fresh))
@@ -306,14 +305,9 @@ def is_finite(x: Array) -> bool:
 def kinds(x: Array) -> str:
     """Returns which of inf, -inf and NaN an array holds."""
     x = np.asarray(x)
-    parts = [x.real, x.imag] if np.iscomplexobj(x) else [x]
-    tests: dict[str, Callable[[Any], Any]] = {
-        "inf": lambda x: x == np.inf,
-        "-inf": lambda x: x == -np.inf,
-        "NaN": np.isnan,
-    }
-    found = [name for name, test in tests.items() if any(test(p).any() for p in parts)]
-    return " and ".join(found)
+    x = np.stack([x.real, x.imag]) if np.iscomplexobj(x) else x
+    found = {"inf": x == np.inf, "-inf": x == -np.inf, "NaN": np.isnan(x)}
+    return " and ".join(name for name, bad in found.items() if bad.any())
 
 
 def _type(x: Array) -> str:

@@ -6,76 +6,15 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
 
 import flax_amp
+from _programs import PROGRAMS, WITHIN, W, X, mlp
 from flax_amp import explain
 from flax_amp._compat import open_jaxpr
 from flax_amp._rewriter.primitives import is_matrix_product
 from helpers import MATMULS
 
-X, W = jnp.ones((4, 8)), jnp.full((8, 8), 0.1)
-STACK = jnp.full((7, 8, 8), 0.1)
 CASTS = ("convert_element_type", "flax_amp_saturate")
-
-
-def norm(x):
-    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(
-        x.var(-1, keepdims=True) + 1e-6
-    )
-
-
-def layer(x, w):
-    return x + jnp.tanh(norm(x) @ w)
-
-
-def attention(x, w):
-    scores = jnp.where(jnp.tri(4, dtype=bool), (x @ w) @ x.T, -1e9)
-    return jax.nn.softmax(scores) @ x
-
-
-def nested_scans(stack, x):
-    def outer(x, w):
-        return jax.lax.scan(lambda x, _: (layer(x, w), None), x, None, length=3)
-
-    return jax.lax.scan(outer, x, stack)[0]
-
-
-def loops(w, x):
-    def step(h, row):
-        h = jnp.tanh(row @ w + h)
-        return h, h
-
-    y, z = jax.lax.while_loop(
-        lambda c: c[1].sum() < 3, lambda c: (c[0] @ w, c[1] + 1.0), (x @ w, X)
-    )
-    y = jax.lax.fori_loop(0, 3, lambda _, x: x @ w, y)
-    return jax.lax.scan(step, jnp.zeros(8), y), z
-
-
-def branches(w, x):
-    y = jax.lax.cond(x.sum() > 0, lambda y: y @ w, lambda y: jnp.exp(y), x @ w)
-    return jax.lax.switch(0, [lambda y: y @ w, lambda y: y, nn.softmax], y).sum()
-
-
-def unrolled(stack, x):
-    for w in stack:
-        x = layer(x, w)
-    return jnp.square(x).mean()
-
-
-@jax.custom_vjp
-def clipped(x):
-    return norm(x) @ jnp.ones((8, 8))
-
-
-clipped.defvjp(lambda x: (clipped(x), x), lambda x, g: (jnp.clip(g @ W, -1, 1),))
-
-
-def stopped(w, x):
-    with flax_amp.amp_stop():
-        y = jax.jit(layer)(x @ w, w) @ w
-    return flax_amp.amp_stop(nested_scans)(jnp.stack([w, w]), y @ w)
 
 
 def scoped(w, x):
@@ -83,30 +22,24 @@ def scoped(w, x):
         y = x @ w
         with jax.named_scope("inner"):
             y = jnp.tanh(y + 1.0)
-        return jax.jit(attention)(y, w)
+        return mlp(w, y)
 
 
-def rematted(w, x):
-    return jax.checkpoint(layer)(jax.checkpoint(attention)(x, w), w)
+def stopped(w, x):
+    with flax_amp.amp_stop():
+        y = jax.jit(mlp)(w, x @ w) @ w
+    return flax_amp.amp_stop(PROGRAMS["recurrent"])(w, y @ w)
 
 
-def embedded(w, x):
-    return (w @ W)[jnp.array([1, 1, 2])] @ w, w[jnp.array([0, 3])] @ w
+def own_dtypes(w, x):
+    return (x @ w).astype("float16") @ w.astype("float16")
 
 
-PROGRAMS = {
-    "attention": (attention, X, W),
-    "scans": (nested_scans, STACK, X),
-    "loops": (loops, W, X),
-    "cond": (branches, W, X),
-    "remat": (rematted, W, X),
-    "custom rule": (lambda w, x: jax.nn.relu(clipped(x @ w)).sum(), W, X),
-    "amp_stop": (stopped, W, X),
-    "gather": (embedded, W, X),
-    "own dtypes": (lambda w, x: (x @ w).astype("float16") @ w.astype("float16"), W, X),
-    "grad": (jax.grad(unrolled), STACK, X),
-    "vmap": (jax.vmap(layer, (None, 0)), X, STACK),
+FUNCTIONS = {k: f for k, f in PROGRAMS.items() if k != "convolution"} | {
+    "amp_stop": stopped,
+    "own dtypes": own_dtypes,
 }
+CASES = [(name, "plain") for name in FUNCTIONS] + [("mlp", name) for name in WITHIN]
 
 
 def walk(jaxpr, times=1):
@@ -161,12 +94,13 @@ def check(fun, args, **options):
     assert explained(found) == emitted(jaxpr)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_figures_are_those_of_the_program(name):
-    fun, *args = PROGRAMS[name]
+@pytest.mark.parametrize("name, around", CASES)
+def test_figures_are_those_of_the_program(name, around):
+    fun = WITHIN.get(around, lambda fun: fun)(FUNCTIONS[name])
     for dtype, recompute in (("bfloat16", True), ("float16", False)):
-        check(fun, args, compute_dtype=dtype, recompute=recompute)
-    check(fun, args, compute_dtype=jnp.float32)
+        check(fun, (W, X), compute_dtype=dtype, recompute=recompute)
+    check(jax.grad(lambda w, x: fun(w, x).sum()), (W, X), compute_dtype="bfloat16")
+    check(fun, (W, X), compute_dtype=jnp.float32)
 
 
 def odd_precision(compute_dtype, original_dtypes, *invars, **params):
@@ -189,40 +123,3 @@ def test_figures_follow_a_policy(name):
     policy = flax_amp.default_amp_policy | POLICIES[name]
     for dtype in (jnp.bfloat16, jnp.float32):
         check(scoped, (W, X), compute_dtype=dtype, amp_policy=policy)
-
-
-# A program, a primitive, what it computes in, and what became of its result.
-RESULTS = {
-    "product": (attention, "dot_general", "bfloat16", "half precision"),
-    "sum": (attention, "reduce_sum", "float32", "float32: a sum"),
-    "for a product": (attention, "div", "float32", "rounded: a matmul reads it later"),
-    "in passing": (attention, "exp", "float32", "float32: only its own region"),
-    "loss": (
-        lambda x, w: jnp.log(x @ w).sum(),
-        "log",
-        "float32",
-        "float32: no matmul reads it later",
-    ),
-    "weights": (
-        lambda x, w: x @ (w * w),
-        "mul",
-        "float32",
-        "float32: computed from arguments",
-    ),
-    "amp_stop": (
-        lambda x, w: flax_amp.amp_stop(jnp.sin)(x @ w) @ w,
-        "sin",
-        "float32",
-        "float32: scope amp_stop",
-    ),
-}
-
-
-@pytest.mark.parametrize("fun, name, inside, result", RESULTS.values(), ids=RESULTS)
-def test_what_becomes_of_results(fun, name, inside, result):
-    found = explain(fun)(X, W)
-    rows = [row for row in found.equations if row.primitive == name]
-    assert rows and all(row.computes_in == inside for row in rows)
-    assert any(row.result.startswith(result) for row in rows), rows
-    lines = [" ".join(x.split()) for x in found.report(only="equations").splitlines()]
-    assert any(line.startswith(f"{name} ") and result in line for line in lines)
