@@ -1,4 +1,4 @@
-"""The six lines of DESIGN.md, read again for programs in a straight line.
+"""The six lines of docs/policies.md, read again for programs in a straight line.
 
 It shares nothing with the rewriter: it runs a program in the dtypes that the lines ask
 for, one equation after the other, and notes them. Calls without a product are opened.

@@ -29,12 +29,17 @@ from flax_amp._compat import Atom, Eqn, Jaxpr, Var, variables
 from flax_amp._rewriter.flatten import Program, flatten
 from flax_amp._rewriter.primitives import Kind, Trait, bodies, has, is_float32, kind_of
 from flax_amp._rewriter.roles import Choice, Chooser, Context, Role
+from flax_amp._rewriter.walk import walk
 
 Flags = tuple[bool, ...]
 
 # These read rounded numbers, and give half precision.
 HALF_ROLES = (Role.PRODUCT, Role.HALF)
 _CALLS = ("jit", "closed_call", "eval_jaxpr")
+# Without products, these belong to a region, and so do calls inside of them, such as
+# the jitted `jnp.maximum` in `jax.nn.relu`.
+_HELD = ("custom_jvp_call", "cond")
+_INSIDE = (*_HELD, *_CALLS)
 
 
 class Uses(NamedTuple):
@@ -297,20 +302,29 @@ class Flows:
 
 def is_apart(eqn: Eqn) -> bool:
     """Whether no `jax.checkpoint` holds an equation that has no product inside."""
+    if _is_apart_itself(eqn):
+        return True
+    if kind_of(eqn) is not Kind.STRUCTURED:
+        return False
+    if eqn.primitive.name not in _HELD:
+        return True
+    inside = (visit.eqn for body in bodies(eqn) for visit in walk(body))
+    return any(
+        _is_apart_itself(inner)
+        or (kind_of(inner) is Kind.STRUCTURED and inner.primitive.name not in _INSIDE)
+        for inner in inside
+    )
+
+
+def _is_apart_itself(eqn: Eqn) -> bool:
+    """Whether an equation stands apart, whatever its bodies are."""
     if eqn.effects or has(eqn, Trait.APART) or kind_of(eqn) is Kind.OTHER:
         return True
     # A policy of `jax.checkpoint` cannot store complex numbers or 8-bit floats.
     dtypes = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
-    if any(jnp.issubdtype(d, jnp.complexfloating) or _is_tiny(d) for d in dtypes if d):
-        return True
-    if kind_of(eqn) is not Kind.STRUCTURED:
-        return False
-    if eqn.primitive.name not in ("custom_jvp_call", "cond"):
-        return True
-    inside = (
-        inner for body in bodies(eqn) for inner in _compat.open_jaxpr(body)[0].eqns
+    return any(
+        jnp.issubdtype(d, jnp.complexfloating) or _is_tiny(d) for d in dtypes if d
     )
-    return any(map(is_apart, inside))
 
 
 def _is_tiny(dtype: Any) -> bool:

@@ -25,17 +25,20 @@ from flax_amp._rewriter.flow import (
     is_apart,
 )
 from flax_amp._rewriter.primitives import (
+    Kind,
     Trait,
     bodies,
     has,
     is_float32,
     is_layout,
+    kind_of,
     literal,
 )
 from flax_amp._rewriter.roles import Role
 from flax_amp._rewriter.stored import NOWHERE, ON_GPU, ON_GPU_AND_TPU
 from flax_amp._rewriter.walk import walk
 
+_MAXIMUM = Trait.STORED | Trait.ILL_CONDITIONED
 # Whose results are never rounded where they leave a region.
 _NEVER_ROUNDED = (Role.ORIGINAL, Role.CALLED, Role.PRECISE, Role.OTHER)
 
@@ -167,7 +170,9 @@ def _why_float32(flow: Flow, leaving: set[Var], computed: set[Var]) -> dict[Var,
     steps = small_steps(flow.program)
     for node in flow.nodes:
         eqn, role = node.eqn, node.choice.role
-        is_maximum = has(eqn, Trait.STORED) and has(eqn, Trait.ILL_CONDITIONED)
+        is_maximum = role is Role.MOVE and has(
+            eqn, Trait.STORED | Trait.ILL_CONDITIONED
+        )
         is_moved = is_layout(eqn) and sums.issuperset(variables(eqn.invars))
         if role is Role.SUM or is_maximum or is_moved:
             sums.update(eqn.outvars)
@@ -241,8 +246,9 @@ def small_steps(program: Program) -> set[Var]:
         if v not in made or made[v].primitive.name not in ("mul", "div"):
             return False
         if made[v].primitive.name == "div":
-            divisor = literal(made[v].invars[1])
-            return divisor is not None and abs(divisor) > 32
+            x, divisor = made[v].invars[0], literal(made[v].invars[1])
+            is_mean = x in made and kind_of(made[x]) is Kind.SUM
+            return divisor is not None and abs(divisor) > 32 and not is_mean
         factors = filter(None, map(literal, made[v].invars))
         return any(abs(factor) < 1 / 32 for factor in factors)
 
@@ -253,7 +259,7 @@ def small_steps(program: Program) -> set[Var]:
         operands = variables(eqn.invars)
         # A mean that is subtracted is no step: `x - sum(x, keepdims=True) / 64`.
         shape = eqn.outvars[0].aval.shape
-        if any(v.aval.shape == shape and is_step(v) for v in operands):
+        if any(is_step(v) and v.aval.shape == shape for v in operands):
             found.update(eqn.outvars, operands)
     return found
 

@@ -162,7 +162,9 @@ def compare_precision(
     arrays that have values; a loss may return `(loss, aux)`.
 
     Args:
-      fun, *step, **options: see `flax_amp.explain`.
+      fun: see `flax_amp.explain`, as for the other arguments.
+      *step: see there.
+      **options: see there.
       scale: the factor of the loss in half precision, by which gradients are divided
         before they are compared. By default that of the scaler, or 1.
       remedies: how many modules may be in float32 together; 0 to try no remedy at all.

@@ -113,7 +113,9 @@ def find_nonfinite(
       again. The whole batch runs in one pass, also if the step splits it.
 
     Args:
-      fun, *step, **options: see `flax_amp.explain`.
+      fun: see `flax_amp.explain`, as for the other arguments.
+      *step: see there.
+      **options: see there.
       scale: what the loss is multiplied by; by default the scale of the state or the
         optimizer, or 1.
 

@@ -142,6 +142,19 @@ def test_no_large_float32_in_loops():
     assert any(a.dtype == jnp.bfloat16 and a.size >= 3 * x.size for a in found)
 
 
+def test_a_relu_is_stored_once():
+    """Its derivative reads its result in half precision, and no mask."""
+
+    def fn(stack, x):
+        for w in stack:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x @ stack[0])
+
+    stack, x = normal(3, 3, 8, 8), normal(4, 16, 8)
+    found = [a for a in residuals(bfloat16(fn), stack, x) if a.shape == (16, 8)]
+    assert [a.dtype for a in found] == [jnp.bfloat16] * 3
+
+
 # --- amp over amp --------------------------------------------------------------------
 
 ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)

@@ -1,8 +1,8 @@
-"""`amp` emits each equation in the dtypes that the six lines of DESIGN.md ask for.
+"""`amp` emits each equation in the dtypes that the six lines of the rule ask for.
 
-Programs are generated. `_six_lines.py` reads the lines independently of the rewriter,
-and tells the dtypes of each operand and the number that the loss is. `make fuzz` tries
-a tenth of what `FLAX_AMP_FUZZ` says.
+The lines are those of docs/policies.md. Programs are generated. `_six_lines.py` reads
+the lines independently of the rewriter, and tells the dtypes of each operand and the
+number that the loss is. `make fuzz` tries a tenth of what `FLAX_AMP_FUZZ` says.
 """
 
 import os
