@@ -246,8 +246,9 @@ def small_steps(program: Program) -> set[Var]:
         if v not in made or made[v].primitive.name not in ("mul", "div"):
             return False
         if made[v].primitive.name == "div":
-            x, divisor = made[v].invars[0], literal(made[v].invars[1])
-            is_mean = x in made and kind_of(made[x]) is Kind.SUM
+            divisor = literal(made[v].invars[1])
+            numerator = [x for x in variables(made[v].invars[:1]) if x in made]
+            is_mean = any(kind_of(made[x]) is Kind.SUM for x in numerator)
             return divisor is not None and abs(divisor) > 32 and not is_mean
         factors = filter(None, map(literal, made[v].invars))
         return any(abs(factor) < 1 / 32 for factor in factors)
