@@ -201,6 +201,12 @@ def test_what_bfloat16_has_stays(x):
     np.testing.assert_array_equal(np.float32(found), np.float32(x))
 
 
+def test_no_finite_number_becomes_an_inf():
+    largest = jnp.full((1,), jnp.finfo(jnp.float32).max)
+    bits = jnp.full((1,), 0xFFFF, jnp.uint32)
+    assert jnp.isfinite(round_stochastically(largest, bits)).all()
+
+
 @pytest.mark.parametrize(
     ("rounding", "moves"), [("stochastic", True), ("nearest", False)]
 )
