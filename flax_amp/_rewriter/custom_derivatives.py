@@ -34,7 +34,7 @@ from flax_amp._tree import fill, pick, split_list
 
 def custom_jvp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """The user's jvp rule is rewritten and attached again."""
-    call, operands = _call(emitter, eqn, operands, ask)
+    call, operands = _prepare(emitter, eqn, operands, ask)
     rebuilt = jax.custom_jvp(call)
     rebuilt.defjvp(functools.partial(_emit_jvp, call), symbolic_zeros=call.is_closure)
     return rebuilt(*operands)
@@ -42,7 +42,7 @@ def custom_jvp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays
 
 def custom_vjp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """The user's forward and backward functions are rewritten and attached again."""
-    call, operands = _call(emitter, eqn, operands, ask)
+    call, operands = _prepare(emitter, eqn, operands, ask)
     rebuilt = jax.custom_vjp(call)
     symbolic = call.is_closure and _compat.takes_symbolic_zeros()
     rebuilt.defvjp(
@@ -53,7 +53,7 @@ def custom_vjp(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays
     return rebuilt(*operands)
 
 
-def _call(
+def _prepare(
     emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask
 ) -> tuple["_Call", Arrays]:
     """Returns the call for operands of these types, and its operands."""

@@ -47,8 +47,8 @@ class Stored(NamedTuple):
     """How a result is stored for the backward pass.
 
     Attributes:
-      platforms: where a barrier stands behind it, in straight code. There arithmetic
-        reads it, whose results XLA would store instead.
+      platforms: where a barrier stands behind it, in straight code: only if arithmetic
+        reads it, because XLA would store the results of that instead.
       is_rounded: whether the forward pass has to read the digits that are stored.
       in_loops: whether it is stored in the body of a loop, too.
     """

@@ -119,7 +119,7 @@ class Chooser:
         if reason := untraceable(eqn):
             return Choice(Role.ORIGINAL, reason, decision)
         if decision.is_chosen and eqn.primitive.name == "jit" and _draws(eqn):
-            # A rounding makes infinities of the numbers next to one.
+            # Rounded, a uniform number just below 1 is 1, and log(1 - u) infinite.
             return Choice(Role.ORIGINAL, "it draws random numbers", decision)
         # Without a key that spans several scopes, equal bodies in different scopes have
         # one context, and so one plan.

@@ -67,8 +67,8 @@ class _Origin(NamedTuple):
       weight: which argument it is, of those that each step has for itself.
       carry: the carry that it is, moved at most.
       carries: those that it was computed from.
-      products: those, each with an argument that it was multiplied by on the way.
-      streams: those that such an argument multiplied from the right.
+      products: pairs `(carry, argument)`: the argument multiplied it on the way.
+      streams: those that occurred as `carry @ argument`.
     """
 
     weight: int | None = None
@@ -114,7 +114,7 @@ class _Search(NamedTuple):
             origins = self._equation(eqn, context, list(map(read, eqn.invars)))
             known |= zip(eqn.outvars, origins, strict=True)
         for v in small_steps(program):
-            self._is_state(read(v))
+            self._mark_state(read(v))
             known[v] = read(v)._replace(streams=frozenset())
         return list(map(read, program.outvars))
 
@@ -140,7 +140,7 @@ class _Search(NamedTuple):
                 results = [_joined(pair) for pair in zip(results, inside, strict=True)]
         return results
 
-    def _is_state(self, origin: _Origin) -> None:
+    def _mark_state(self, origin: _Origin) -> None:
         if origin.carry is not None:
             self.states.add(origin.carry)
 
@@ -153,9 +153,9 @@ class _Search(NamedTuple):
                 result = result._replace(products=result.products | pairs)
         if not _is_kernel(eqn):
             return result
-        self._is_state(y)
-        streams = x.carries if y.weight is not None else frozenset()
-        return result._replace(streams=result.streams | streams)
+        self._mark_state(y)
+        carried = x.carries if y.weight is not None else frozenset()
+        return result._replace(streams=result.streams | carried)
 
 
 def _is_kernel(eqn: Eqn) -> bool:
