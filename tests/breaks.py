@@ -87,8 +87,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "_rewriter/flow.py": [
         (
-            "_INSIDE = (*_HELD, *_CALLS)",
-            "_INSIDE = _HELD",
+            "_HELD_INSIDE = (*_HELD, *_CALLS)",
+            "_HELD_INSIDE = _HELD",
             "rewriter/test_recompute.py::test_a_relu_is_stored_once",
         ),
         (

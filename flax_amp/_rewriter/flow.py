@@ -36,10 +36,10 @@ Flags = tuple[bool, ...]
 # These read rounded numbers, and give half precision.
 HALF_ROLES = (Role.PRODUCT, Role.HALF)
 _CALLS = ("jit", "closed_call", "eval_jaxpr")
-# Without products, these belong to a region, and so do calls inside of them, such as
-# the jitted `jnp.maximum` in `jax.nn.relu`.
+# Without products, these do not stand apart. Nor do calls in their bodies, such as the
+# jitted `jnp.maximum` of `jax.nn.relu`.
 _HELD = ("custom_jvp_call", "cond")
-_INSIDE = (*_HELD, *_CALLS)
+_HELD_INSIDE = (*_HELD, *_CALLS)
 
 
 class Uses(NamedTuple):
@@ -311,7 +311,10 @@ def is_apart(eqn: Eqn) -> bool:
     inside = (visit.eqn for body in bodies(eqn) for visit in walk(body))
     return any(
         _is_apart_itself(inner)
-        or (kind_of(inner) is Kind.STRUCTURED and inner.primitive.name not in _INSIDE)
+        or (
+            kind_of(inner) is Kind.STRUCTURED
+            and inner.primitive.name not in _HELD_INSIDE
+        )
         for inner in inside
     )
 

@@ -291,9 +291,9 @@ def _stored(
 
 
 def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
-    """Returns what arithmetic reads, and what an exponential or a maximum comes from.
+    """Returns what arithmetic reads, and what ill-conditioned arithmetic comes from.
 
-    The second within the region of the exponential.
+    The second are the variables of its own region that lead to an exponential, say.
     """
     by_arithmetic: set[Var] = set()
     ill: set[Var] = set()

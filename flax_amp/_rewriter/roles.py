@@ -76,8 +76,6 @@ _BY_KIND = {
     Kind.ARITHMETIC: Role.ARITHMETIC,
     Kind.SUM: Role.SUM,
     Kind.LINEAR_ALGEBRA: Role.PRECISE,
-    Kind.PRODUCT: Role.PRECISE,  # without a key
-    Kind.STRUCTURED: Role.STRUCTURED,
     Kind.OTHER: Role.OTHER,
 }
 

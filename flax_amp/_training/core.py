@@ -28,7 +28,7 @@ from flax_amp._training.arguments import (
     check_type,
     differences,
 )
-from flax_amp._training.loss import fold_in, lowered, merge_metrics, pure_loss
+from flax_amp._training.loss import fold_in, in_precision, merge_metrics, pure_loss
 from flax_amp._training.optimizer import counted, hyperparam_metrics
 from flax_amp._training.passes import PassResult, complete_grads, run_passes
 from flax_amp._training.scaler import Scaler, check_scaler, update_scaler
@@ -56,7 +56,7 @@ def run_step(
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     # XLA drops a cast of stored bfloat16 that is followed by one back.
     word = options.precision or state.precision
-    loss_fn = lowered(pure_loss(options, state), word, options.amp_policy)
+    loss_fn = in_precision(pure_loss(options, state), word, options.amp_policy)
     params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
 

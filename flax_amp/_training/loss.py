@@ -59,16 +59,16 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
         )
         return loss, changed, metrics
 
-    return in_place_of(options.loss_fn, pure)
+    return with_name_of(options.loss_fn, pure)
 
 
-def in_place_of(fn: UserFn, pure: Any) -> UserFn:
+def with_name_of(fn: UserFn, pure: Any) -> UserFn:
     """Gives `pure`, which calls the user's `fn`, its name and its mark of `amp`."""
     pure.__name__ = getattr(fn, "__name__", "loss_fn")  # which JAX's messages show
     return rewritten(pure) if is_rewritten(fn) else pure
 
 
-def lowered(
+def in_precision(
     pure: UserFn, word: Precision, policy: PolicyEntries | None, recompute: bool = True
 ) -> UserFn:
     """Returns `amp(pure)`, or `pure` if that calls what is `amp(...)` already.

@@ -28,10 +28,10 @@ from flax_amp._training.arguments import (
     check_type,
 )
 from flax_amp._training.core import run_step
-from flax_amp._training.loss import in_place_of
+from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.scaler import needs_scale, no_scaler, warn_if_unscaled
-from flax_amp._training.step_call import call_step, own_repeated
+from flax_amp._training.step_call import call_step, copy_aliases
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.optim._small_state import rounds_parameters
@@ -116,7 +116,7 @@ def make_nnx_train_step(
             if jit and donate:
                 modules, inputs = _take_out(_WHOLE_NODES, (batch, args))
                 old = nnx.state((model, optimizer))
-                new = own_repeated(old, (nnx.state(modules), inputs))
+                new = copy_aliases(old, (nnx.state(modules), inputs))
                 nnx.update((model, optimizer), new)
         arguments = dict(model=model, optimizer=optimizer, batch=batch, args=args)
         metrics: Metrics = call_step(
@@ -164,29 +164,29 @@ def _step(
     # `others`, `optimizer`.
     modules = nnx.Dict(model=model, others=nnx.List(others + more_others))
     objects = nnx.Dict(modules=modules, optimizer=optimizer)
-    options = _of_modules(options, objects)
+    options = _adapted(options, objects)
     new, metrics = run_step(options, _read(objects), batch, args)
     new.write_back()
     return metrics
 
 
-def _of_modules(options: Options, objects: nnx.Dict) -> Options:
+def _adapted(options: Options, objects: nnx.Dict) -> Options:
     """Returns options whose functions take the modules of a state, not the model."""
     loss_fn, metrics_fn = options.loss_fn, options.metrics_fn
 
-    def of_modules(modules: nnx.Dict, *inputs: PyTree) -> PyTree:
+    def loss_of_modules(modules: nnx.Dict, *inputs: PyTree) -> PyTree:
         inputs = _tree.replace_nodes(inputs, _Placeholder, modules.others)
         return loss_fn(modules.model, *inputs)
 
-    options = options._replace(loss_fn=in_place_of(loss_fn, of_modules))
+    options = options._replace(loss_fn=with_name_of(loss_fn, loss_of_modules))
     if metrics_fn is None:
         return options
 
-    def of_state(state: PyTree, *trees: PyTree) -> PyTree:
+    def metrics_of_state(state: PyTree, *trees: PyTree) -> PyTree:
         model = nnx.clone(objects.modules.model)
         return metrics_fn(model, *(_as_nnx(objects, tree) for tree in trees))
 
-    return options._replace(metrics_fn=of_state)
+    return options._replace(metrics_fn=metrics_of_state)
 
 
 class _ObjectsState(AmpTrainState):

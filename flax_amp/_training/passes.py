@@ -42,18 +42,18 @@ class PassResult(NamedTuple):
 def run_passes(
     options: Options,
     loss_fn: UserFn,
-    state: tuple[PyTree, PyTree, PyTree],
+    inputs: tuple[PyTree, PyTree, PyTree],
     batch: PyTree,
     args: tuple[PyTree, ...],
     scaler: Scaler,
 ) -> PassResult:
     """Returns the gradients of one batch, over all micro-batches and devices.
 
-    `loss_fn` is that of `loss.pure_loss`; `state` holds parameters, variables and keys.
+    `loss_fn` is that of `loss.pure_loss`; `inputs` are parameters, variables and keys.
     """
     axis_name = options.axis_name
-    params, variables = mark_varying(state[:2], axis_name)
-    rngs = state[2]
+    params, old, rngs = inputs
+    params, variables = mark_varying((params, old), axis_name)
     if axis_name is not None:  # each device draws its own numbers
         device = jax.lax.axis_index(axis_name)
         rngs = fold_in(rngs, device)
@@ -64,11 +64,11 @@ def run_passes(
     def one_pass(
         variables: PyTree, batch: PyTree, index: Array | None = None
     ) -> PassResult:
-        streams = rngs if index is None else fold_in(rngs, index)
+        keys = rngs if index is None else fold_in(rngs, index)
 
         def loss_of(floating: PyTree) -> tuple[Array, PyTree, Metrics]:
             params = _tree.combine(floating, rest)
-            return loss_fn(params, variables, batch, streams, *args)
+            return loss_fn(params, variables, batch, keys, *args)
 
         result = run_pass(loss_of, floating, scaler, axis_name)
         # Sums over micro-batches and devices need more than half precision.
@@ -81,7 +81,7 @@ def run_passes(
         zeros = jax.tree.map(jnp.zeros_like, _split_overwrite(floating)[0])
         zeros = mark_varying(zeros, axis_name)
         result = _accumulate(one_pass, zeros, variables, batch, options.accum_steps)
-    return average_over_devices(result, axis_name, state[1])
+    return average_over_devices(result, axis_name, old)
 
 
 def _fold_in_if_key(leaf: Any, data: Array) -> Any:

@@ -20,8 +20,8 @@ _HINT = (
 )
 
 
-def own_repeated(donated: PyTree, others: PyTree) -> PyTree:
-    """Copies each array of `donated` that is there twice, or also in `others`.
+def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
+    """Copies each array of `donated` that stands there twice, or also in `others`.
 
     JAX refuses to donate a buffer twice, or to read it as well. With several devices
     that ends the process on CPUs.

@@ -27,9 +27,9 @@ from flax_amp._training.arguments import (
     check_params,
 )
 from flax_amp._training.core import run_step
-from flax_amp._training.loss import call_user_fn, fold_in, in_place_of, lowered
+from flax_amp._training.loss import call_user_fn, fold_in, in_precision, with_name_of
 from flax_amp._training.scaler import warn_if_unscaled
-from flax_amp._training.step_call import call_step, own_repeated
+from flax_amp._training.step_call import call_step, copy_aliases
 from flax_amp._training.train_state import (
     AmpTrainState,
     StateT,
@@ -169,11 +169,11 @@ def make_train_step(
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return _calling(jax.jit(train_step, **settings), options.precision, donate)
+    return _guarded(jax.jit(train_step, **settings), options.precision, donate)
 
 
-def _calling(jitted: Any, word: Precision | None, donates: bool) -> Any:
-    """Returns a jitted step that looks at a state which no step has returned."""
+def _guarded(jitted: Any, word: Precision | None, donates: bool) -> Any:
+    """Returns a jitted step that checks a state unless its last call returned it."""
     is_first, last = True, None  # a reference to what the last call returned
 
     @functools.wraps(jitted)
@@ -183,7 +183,7 @@ def _calling(jitted: Any, word: Precision | None, donates: bool) -> Any:
             is_first = isinstance(state.step, jax.core.Tracer)
             warn_if_unscaled(word or state.precision, state.scaler, stacklevel=3)
         if donates and (last is None or last() is not state):
-            state = own_repeated(state, (batch, args))
+            state = copy_aliases(state, (batch, args))
         arguments = dict(state=state, batch=batch, args=args)
         out = call_step(lambda: jitted(state, batch, *args), "train_step", arguments)
         last = weakref.ref(out[0])
@@ -241,18 +241,19 @@ def make_eval_step(
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
         word = given or state.precision
-        rounded = lowered(in_place_of(fn, pure), word, amp_policy, recompute=False)
+        named = with_name_of(fn, pure)
+        function = in_precision(named, word, amp_policy, recompute=False)
         params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
-        return rounded(params, state.variables, batch, rngs, *args)
+        return function(params, state.variables, batch, rngs, *args)
 
     run = jax.jit(evaluate) if jit else evaluate
 
     @rewritten
     def eval_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
         if isinstance(state, nnx.Module):
-            parts = split_model(state, nnx.Param)
-            names = ("graphdef", "params", "variables")
-            state = bare_state(AmpTrainState, **dict(zip(names, parts, strict=True)))
+            graphdef, params, variables = split_model(state, nnx.Param)
+            of_model = dict(graphdef=graphdef, params=params, variables=variables)
+            state = bare_state(AmpTrainState, **of_model)
         check_state(state, "eval_step")
         arguments = dict(state=state, batch=batch, args=args)
         return call_step(lambda: run(state, batch, *args), "eval_step", arguments)

@@ -130,3 +130,19 @@ def test_a_centring_is_no_small_step():
         amp(lambda x, w: jnp.mean(lax.scan(body, x, w)[0])), x, stack, primitive="scan"
     )
     assert scan.outvars[0].aval.dtype == jnp.bfloat16
+
+
+@pytest.mark.xfail(reason="arguments do not tell data from weights: docs/limits.md")
+def test_weights_that_two_arrays_train():
+    """An error by one array is multiplied by another one, as by a second layer."""
+
+    def fn(w, xs, ys, instruments):
+        def step(v, batch):
+            x, y, z = batch
+            return v - RATE * (v @ x - y) @ z.T / BATCH, None
+
+        return jnp.sum((lax.scan(step, w, (xs, ys, instruments))[0] - w) ** 2)
+
+    args = W, SAMPLES, LABELS, normal(9, STEPS, WIDE, BATCH)
+    (scan,) = equations_of(amp(fn), *args, primitive="scan")
+    assert scan.outvars[0].aval.dtype == jnp.float32

@@ -330,7 +330,7 @@ def test_nothing_walks_over_what_the_last_step_returned(monkeypatch):
     )
     nnx_step(model, optimizer, X)
     for module in ("train_step", "nnx_step"):
-        monkeypatch.setattr(f"flax_amp._training.{module}.own_repeated", None)
+        monkeypatch.setattr(f"flax_amp._training.{module}.copy_aliases", None)
     for _ in range(2):
         state, _ = step(state, linear_batch())
         nnx_step(model, optimizer, X)
