@@ -31,7 +31,7 @@ from flax_amp._training.core import run_step
 from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.scaler import needs_scale, no_scaler, warn_if_unscaled
-from flax_amp._training.step_call import call_step, copy_aliases
+from flax_amp._training.step_call import copy_aliases, raise_refused
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.optim._small_state import rounds_parameters
@@ -118,10 +118,11 @@ def make_nnx_train_step(
                 old = nnx.state((model, optimizer))
                 new = copy_aliases(old, (nnx.state(modules), inputs))
                 nnx.update((model, optimizer), new)
-        arguments = dict(model=model, optimizer=optimizer, batch=batch, args=args)
-        metrics: Metrics = call_step(
-            lambda: step(model, optimizer, batch, *args), "train_step", arguments
-        )
+        try:
+            metrics: Metrics = step(model, optimizer, batch, *args)
+        except (RuntimeError, ValueError) as error:
+            given = dict(model=model, optimizer=optimizer, batch=batch, args=args)
+            raise_refused(error, "train_step", **given)
         last = weakref.ref(optimizer)
         return metrics
 

@@ -4,8 +4,7 @@ JAX reports misuse by the position of a flattened argument only. Nothing here wa
 the leaves of what the last step left, unless the call has failed.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -36,19 +35,17 @@ def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
     return jax.tree.map(own, donated)
 
 
-def call_step(
-    call: Callable[[], Any], caller: str, arguments: dict[str, PyTree]
-) -> Any:
-    """Calls a step; if JAX refuses an array, says where it is, and what to do."""
-    try:
-        return call()
-    except (RuntimeError, ValueError) as error:
-        if "deleted" in str(error):
-            for name, argument in arguments.items():
-                check_not_deleted(caller, name, argument, error)
-        if "donate" in str(error):
-            raise ValueError(f"{caller}: {error}. {_HINT}") from error
-        raise
+def raise_refused(error: Exception, caller: str, **arguments: PyTree) -> NoReturn:
+    """Raises the error of a step again; if JAX refused an array, it says where and why.
+
+    What JAX refuses is a `RuntimeError` or a `ValueError`.
+    """
+    if "deleted" in str(error):
+        for name, argument in arguments.items():
+            check_not_deleted(caller, name, argument, error)
+    if "donate" in str(error):
+        raise ValueError(f"{caller}: {error}. {_HINT}") from error
+    raise error
 
 
 def check_not_deleted(

@@ -29,7 +29,7 @@ from flax_amp._training.arguments import (
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import call_user_fn, fold_in, in_precision, with_name_of
 from flax_amp._training.scaler import warn_if_unscaled
-from flax_amp._training.step_call import call_step, copy_aliases
+from flax_amp._training.step_call import copy_aliases, raise_refused
 from flax_amp._training.train_state import (
     AmpTrainState,
     StateT,
@@ -179,15 +179,18 @@ def _guarded(jitted: Any, word: Precision | None, donates: bool) -> Any:
     @functools.wraps(jitted)
     def train_step(state: Any, batch: PyTree, *args: PyTree) -> Any:
         nonlocal is_first, last
-        if is_first and isinstance(state, AmpTrainState):
-            is_first = isinstance(state.step, jax.core.Tracer)
-            warn_if_unscaled(word or state.precision, state.scaler, stacklevel=3)
-        if donates and (last is None or last() is not state):
-            state = copy_aliases(state, (batch, args))
-        arguments = dict(state=state, batch=batch, args=args)
-        out = call_step(lambda: jitted(state, batch, *args), "train_step", arguments)
-        last = weakref.ref(out[0])
-        return out
+        if last is None or last() is not state:
+            if is_first and isinstance(state, AmpTrainState):
+                is_first = isinstance(state.step, jax.core.Tracer)
+                warn_if_unscaled(word or state.precision, state.scaler, stacklevel=3)
+            if donates:
+                state = copy_aliases(state, (batch, args))
+        try:
+            new, metrics = jitted(state, batch, *args)
+        except (RuntimeError, ValueError) as error:
+            raise_refused(error, "train_step", state=state, batch=batch, args=args)
+        last = weakref.ref(new)
+        return new, metrics
 
     # As a function of `jax.jit` has them.
     for name in ("lower", "trace", "eval_shape", "clear_cache", "_cache_size"):
@@ -255,7 +258,9 @@ def make_eval_step(
             of_model = dict(graphdef=graphdef, params=params, variables=variables)
             state = bare_state(AmpTrainState, **of_model)
         check_state(state, "eval_step")
-        arguments = dict(state=state, batch=batch, args=args)
-        return call_step(lambda: run(state, batch, *args), "eval_step", arguments)
+        try:
+            return run(state, batch, *args)
+        except (RuntimeError, ValueError) as error:
+            raise_refused(error, "eval_step", state=state, batch=batch, args=args)
 
     return eval_step

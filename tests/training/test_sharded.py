@@ -253,3 +253,24 @@ def test_a_loss_that_is_reduced_over_devices(check_vma, accum_steps, mesh):
     if accum_steps == 1:  # otherwise each micro-batch has a count of its own
         moved = jax.tree.map(jnp.subtract, params, new)
         assert_close(moved, exact, jnp.float32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_frozen_parameters_keep_their_bits(check_vma):
+    """Three devices: a mean of three equal float32 numbers may be another number."""
+    mesh = make_mesh(data=3)
+    base = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    model = nnx.LoRA(64, 4, 64, base_module=base, rngs=nnx.Rngs(1))
+    state = AmpTrainState.create(model=model, tx=optax.sgd(0.1), wrt=nnx.LoRAParam)
+    means = jax.tree.map(lambda x: (x + x + x) / 3, state.variables)
+    assert changed(state.variables, means)  # so this test can fail
+
+    def loss_fn(model, batch):
+        kernel = model.base_module.kernel
+        kernel[...] = kernel[...] * 1  # another array of the same values
+        return (model(batch) ** 2).mean()
+
+    step = make_train_step(loss_fn, axis_name="data", jit=False)
+    new, _ = mapped(step, mesh, check_vma)(state, jnp.ones((3, 64)))
+    assert_identical(new.variables, state.variables)
+    assert changed(state.params, new.params)
