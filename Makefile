@@ -34,7 +34,7 @@ export JAX_PLATFORMS ?= cpu
 help: ## Lists the targets.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(EXAMPLES_READY) ## Trains on real data in float16, is killed, resumes; prints a table.
+demo: $(EXAMPLES_READY) ## Trains on real data, is killed, resumes; prints a table.
 	$(BIN)/python -m examples.digits.demo
 
 test: $(RUN_READY) ## The test suite, doctests included, without its slow part.

@@ -1,8 +1,9 @@
-"""Runs the example four times, in about a minute, and prints the results.
+"""Runs the example five times, in about a minute, and prints the results.
 
-The float16 run is killed midway by SIGKILL and started again; the float32 run is not
-disturbed. Two more runs have a loss so small that float16 gradients underflow, one with
-loss scaling and one without. The exit code is 1 if a claim about the results is false.
+The float16 run is killed midway by SIGKILL and started again; those in bfloat16 and in
+float32 are not disturbed. Two more runs have a loss so small that float16 gradients
+underflow, one with loss scaling and one without. The exit code is 1 if a claim about
+the results is false.
 
     python -m examples.digits.demo
 """
@@ -23,7 +24,7 @@ from flax_amp import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_STEPS = 600
-KILL_AFTER = 330  # between two checkpoints
+KILL_AFTER = 350  # a step that is logged, between two checkpoints
 TINY_LOSS = "--config.loss_weight=1e-6"
 console = Console(highlight=False)
 
@@ -79,11 +80,11 @@ def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Runs examples/digits four times.")
+    parser = argparse.ArgumentParser(description="Runs examples/digits five times.")
     parser.add_argument("--workdir", type=pathlib.Path, default=ROOT / "runs")
     began = time.monotonic()
     work = parser.parse_args().workdir / time.strftime("demo-%Y%m%d-%H%M%S")
-    half, full = work / "float16", work / "float32"
+    half, brain, full = (work / x for x in ("float16", "bfloat16", "float32"))
     scaled, unscaled = work / "tiny_scaled", work / "tiny_unscaled"
 
     console.rule(f"float16, to be killed after step {KILL_AFTER}")
@@ -92,6 +93,8 @@ def main() -> int:
     console.print(f"killed (SIGKILL) after step {killed_at}")
     console.rule("float16, the same command again")
     run(half, half_precision)
+    console.rule("bfloat16")
+    run(brain, "--precision=bf16-mixed")
     console.rule("float32")
     run(full, "--precision=32-true")
     console.rule("float16, the loss times 1e-6, with loss scaling")
@@ -100,7 +103,9 @@ def main() -> int:
     run(unscaled, half_precision, TINY_LOSS, "--config.loss_scaling=False")
 
     # A row for each run, then what must hold.
-    results = {path.name: summary(path) for path in (half, full, scaled, unscaled)}
+    results = {
+        path.name: summary(path) for path in (half, brain, full, scaled, unscaled)
+    }
 
     def row(name: str, label: str, *more: str) -> list[str]:
         r = results[name]
@@ -115,6 +120,7 @@ def main() -> int:
         [*columns, "killed, resumed"],
         [
             row("float32", "float32", "-"),
+            row("bfloat16", "bfloat16", "-"),
             row("float16", "float16", f"at {killed_at}, from {resumed}"),
         ],
     )
@@ -130,9 +136,9 @@ def main() -> int:
     claims = {
         "float16 was killed midway and resumed": 0 < resumed <= killed_at < NUM_STEPS,
         "float32 above 97 %": accuracy["float32"] > 0.97,
-        "float16 above 97 %": accuracy["float16"] > 0.97,
-        "float16 within 1 point of float32": (
-            abs(accuracy["float16"] - accuracy["float32"]) <= 0.01
+        "bfloat16 and float16 within 1 point of float32": all(
+            abs(accuracy[name] - accuracy["float32"]) <= 0.01
+            for name in ("bfloat16", "float16")
         ),
         "tiny loss: scaling rescues float16": (
             accuracy["tiny_scaled"] > 0.97 > accuracy["tiny_unscaled"] + 0.2
