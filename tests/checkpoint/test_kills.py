@@ -55,7 +55,9 @@ def test_a_kill_in_the_middle_of_a_save_loses_no_complete_step(tmp_path):
         state = checkpoint.restore(tmp_path, make_state(0))
         assert int(state.step) >= started - 1
         assert not changed(make_state(int(state.step)), state)
-        assert not any(report.problem for report in checkpoint.verify(tmp_path))
+        # A kill may cut the removal of an old step, too.
+        reports = [x for x in checkpoint.verify(tmp_path) if not x.half_deleted]
+        assert not any(report.problem for report in reports)
         cut += any("tmp" in path.name for path in tmp_path.iterdir())
     assert cut  # some kills left a step that is half-written
     with checkpoint.manager(tmp_path) as manager:
