@@ -92,7 +92,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "rewriter/test_recompute.py::test_a_relu_is_stored_once",
         ),
         (
-            "passes = _is_move(node) and inside.isdisjoint(outvars)",
+            "passes = _is_move(node) and read_inside.isdisjoint(outvars)",
             "passes = _is_move(node)",
             "rewriter/test_hard_losses.py::test_hard_losses[from moved jit-bfloat16]",
         ),

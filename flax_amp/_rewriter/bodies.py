@@ -66,10 +66,10 @@ def _shard_map(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays
 def _cond(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     """Branches agree on the dtype of each result: half where that is asked."""
     index, *xs = operands
-    inside = ask.without(1)  # the index
+    of_branches = ask.without(1)  # the index
 
     def branch(closed: Any, *xs: Array) -> tuple[Array, ...]:
-        outs = emitter.emit(closed, xs, inside)
+        outs = emitter.emit(closed, xs, of_branches)
         return tuple(emitter.cast_like(outs, eqn.outvars, ask.uses.rounded))
 
     branches = [functools.partial(branch, b) for b in eqn.params["branches"]]
@@ -99,17 +99,17 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     consts, init, xs = split_list(operands, *sizes)
     start, count = len(consts), len(init)
     _, states, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
-    *_, stacked = split_list(ask.weights, *sizes)
+    *_, stacked = split_list(ask.arguments, *sizes)
     halves = streams(emitter.planner, closed, ask.context, sizes, stacked)
     rest = (False,) * len(xs)
     uses = Uses(
         halves + ask.uses.for_products[count:], halves + ask.uses.rounded[count:]
     )
-    inside = Ask(
+    of_body = Ask(
         ask.context,
         uses,
-        weights=(*ask.weights[:start], *(False,) * count, *stacked),
-        computed=(*(False,) * start, *halves, *rest),
+        arguments=(*ask.arguments[:start], *(False,) * count, *stacked),
+        after_product=(*(False,) * start, *halves, *rest),
     )
 
     # The cotangents of what each step reads add up over the steps, in float32.
@@ -118,7 +118,7 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
 
     def body(carry: tuple[Array, ...], x: tuple[Array, ...]) -> Any:
         known = emitter.cast_like(wide, eqn.invars[:start], is_half)
-        found = emitter.emit(closed, (*known, *carry, *x), inside)
+        found = emitter.emit(closed, (*known, *carry, *x), of_body)
         carry_out, ys = split_list(found, count)
         return tuple(emitter.cast_like(carry_out, states, halves)), tuple(ys)
 
@@ -132,12 +132,12 @@ def _while(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     params = eqn.params
     sizes = params["cond_nconsts"], params["body_nconsts"]
     of_cond, of_body, init = split_list(operands, *sizes)
-    cond_weights, body_weights, _ = split_list(ask.weights, *sizes)
+    of_cond_arguments, of_body_arguments, _ = split_list(ask.arguments, *sizes)
     start = _states(emitter, init, eqn.invars[sum(sizes) :])
     # The primitive is bound: under vmap there is a condition for each example, which
     # jax.lax.while_loop does not take.
-    condition = _in_float32(emitter, params["cond_jaxpr"], ask, cond_weights)
-    body = _in_float32(emitter, params["body_jaxpr"], ask, body_weights)
+    condition = _in_float32(emitter, params["cond_jaxpr"], ask, of_cond_arguments)
+    body = _in_float32(emitter, params["body_jaxpr"], ask, of_body_arguments)
     jaxprs = {
         "cond_jaxpr": jax.make_jaxpr(condition)(*of_cond, *start),
         "body_jaxpr": jax.make_jaxpr(body)(*of_body, *start),
@@ -153,13 +153,13 @@ def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arr
     """
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
     *consts, vectors = split_list(operands, *lengths)
-    *weights, _ = split_list(ask.weights, *lengths)
+    *are_arguments, _ = split_list(ask.arguments, *lengths)
     state = _states(emitter, vectors, eqn.invars[sum(lengths) :])
     rewritten = [
         # Two of the four are absent if the user gave no `transpose_solve`.
         closed
         and jax.make_jaxpr(_in_float32(emitter, closed, ask, flags))(*arrays, *state)
-        for closed, flags, arrays in zip(jaxprs, weights, consts, strict=True)
+        for closed, flags, arrays in zip(jaxprs, are_arguments, consts, strict=True)
     ]
     params = {**eqn.params, "jaxprs": type(jaxprs)(*rewritten)}
     flat = [x for arrays in consts for x in arrays]
@@ -167,7 +167,7 @@ def _linear_solve(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arr
 
 
 def _in_float32(
-    emitter: Emitter, closed: Jaxpr, ask: Ask, weights: Sequence[bool]
+    emitter: Emitter, closed: Jaxpr, ask: Ask, are_arguments: Sequence[bool]
 ) -> Callable[..., list[Array]]:
     """Returns a body of a loop as a function that gives float32.
 
@@ -175,16 +175,16 @@ def _in_float32(
       emitter: emits it.
       closed: the body.
       ask: what is asked of the loop.
-      weights: which of its first inputs are arguments of the whole program; the others
-        are states.
+      are_arguments: which of its first inputs are arguments of the whole program; the
+        others are states.
     """
     emitter = emitter.replace(is_straight=False, recompute=False)
     results = _compat.open_jaxpr(closed)[0].outvars
 
     def body(*xs: Array) -> list[Array]:
-        flags = (*weights, *(False,) * (len(xs) - len(weights)))
-        inside = Ask.in_float32(ask.context, len(results), flags)
-        return _states(emitter, emitter.emit(closed, xs, inside), results)
+        flags = (*are_arguments, *(False,) * (len(xs) - len(are_arguments)))
+        of_body = Ask.in_float32(ask.context, len(results), flags)
+        return _states(emitter, emitter.emit(closed, xs, of_body), results)
 
     return body
 

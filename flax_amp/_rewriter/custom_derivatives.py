@@ -166,7 +166,7 @@ class _Call:
         operands = [*map(self._value_of, consts), *operands]
         count = len(jaxpr.invars)
         ask = Ask.in_float32(self.ask.context, len(jaxpr.outvars), (False,) * count)
-        ask = ask._replace(computed=(True,) * count)
+        ask = ask._replace(after_product=(True,) * count)
         return self.emitter.emit(jaxpr, operands, ask)
 
     def _value_of(self, const: Any) -> Any:

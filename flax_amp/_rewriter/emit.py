@@ -265,9 +265,9 @@ class _Run:
         """Emits an equation with products in its bodies."""
         eqn, emitter = node.eqn, self.emitter
         assert node.uses is not None
-        weights = among(eqn.invars, self.plan.weights)
-        computed = among(eqn.invars, self.plan.computed)
-        ask = Ask(node.choice.inside, node.uses, weights, computed)
+        arguments = among(eqn.invars, self.plan.arguments)
+        after_product = among(eqn.invars, self.plan.after_product)
+        ask = Ask(node.choice.body_context, node.uses, arguments, after_product)
         operands = self._natural(node)
         inside = emitter.replace(place=emitter.place.inside(eqn))
         results = emitter.rules[eqn.primitive.name](inside, eqn, operands, ask)
@@ -276,15 +276,15 @@ class _Run:
     def _in_fp8(self, node: Node) -> tuple[use_fp8, int] | str:
         """Returns how a product runs in fp8, or why it does not."""
         factors = node.eqn.invars[:2]
-        weights = among(factors, self.plan.weights)
-        computed = among(factors, self.plan.computed)
+        arguments = among(factors, self.plan.arguments)
+        after_product = among(factors, self.plan.after_product)
         if not self.emitter.is_straight:
             # What is no weight is computed by the step before, as far as known.
-            others = set(_compat.variables(factors)) - self.plan.weights
-            computed = among(factors, self.plan.computed | others)
+            others = set(_compat.variables(factors)) - self.plan.arguments
+            after_product = among(factors, self.plan.after_product | others)
         is_read = node.eqn.outvars[0] in self.plan.flow.for_products
         decision = node.choice.decision
-        return fp8_product(node.eqn, weights, computed, is_read, decision)
+        return fp8_product(node.eqn, arguments, after_product, is_read, decision)
 
     def _light(self, node: Node) -> tuple[Arrays, Arrays]:
         """Emits an equation of a region."""
@@ -330,7 +330,7 @@ class _Run:
             if has(eqn, Trait.RANKS) or has(eqn, Trait.ILL_CONDITIONED):
                 return False
             return all(self._fits(v, eqn) for v in others)
-        are_biases = all(among(others, self.plan.weights))
+        are_biases = all(among(others, self.plan.arguments))
         are_biases &= all(v.aval.shape for v in others)
         is_sum = name == "add" or (name == "add_any" and not others)
         return role is Role.ARITHMETIC and is_sum and are_biases
@@ -340,7 +340,7 @@ class _Run:
         number = literal(v) if isinstance(v, Literal) else self.plan.numbers.get(v)
         if number is None:
             is_joined = eqn.primitive.name == "concatenate"
-            return is_joined and all(among([v], self.plan.weights))
+            return is_joined and all(among([v], self.plan.arguments))
         return not has(eqn, Trait.EXACT_LITERAL) or is_exact(number, self.emitter.half)
 
     # --- operands ---
@@ -399,7 +399,7 @@ class _Run:
                 x = down(x, half)
             x = x if is_marked else self._mark(v, x)
             self.arrays[Read(v, False)] = x
-            if v in plan.twofold:
+            if v in plan.unrounded_inside:
                 # Of what is half anyway, all read what is stored.
                 is_half = getattr(unrounded, "dtype", None) == half
                 self.arrays[Read(v, True)] = x if is_half else unrounded

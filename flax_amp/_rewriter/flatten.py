@@ -50,9 +50,9 @@ def flatten(closed: Jaxpr, opened: Callable[[Eqn], Program | None]) -> Program:
     renamed: dict[Var, Atom] = {}  # what a variable is called now
     made = {*jaxpr.invars, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
-        inside = opened(eqn)
-        if inside is not None and len(inside.eqns) <= _LARGEST:
-            copy = _copy(inside, eqn, _now(eqn.invars, renamed))
+        body = opened(eqn)
+        if body is not None and len(body.eqns) <= _LARGEST:
+            copy = _copy(body, eqn, _now(eqn.invars, renamed))
             eqns += copy.eqns
             known |= copy.consts
             renamed |= zip(eqn.outvars, copy.outvars, strict=True)

@@ -60,26 +60,26 @@ class Ask(NamedTuple):
     Attributes:
       context: where it stands.
       uses: what happens to its results.
-      weights: which inputs are arguments of the whole program, moved at most.
-      computed: which inputs come after a product. In a loop these are the streams
+      arguments: which inputs are arguments of the whole program, moved at most.
+      after_product: which inputs come after a product. In a loop these are the streams
         alone: nothing is rounded that was computed from the state of a recurrence.
     """
 
     context: Context
     uses: Uses
-    weights: Flags
-    computed: Flags
+    arguments: Flags
+    after_product: Flags
 
     @classmethod
-    def in_float32(cls, context: Context, results: int, weights: Flags) -> "Ask":
+    def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Ask":
         """Returns what is asked of a body that gives float32, for states of a loop."""
         none = (False,) * results
-        return cls(context, Uses(none, none), weights, (False,) * len(weights))
+        return cls(context, Uses(none, none), arguments, (False,) * len(arguments))
 
     def without(self, count: int) -> "Ask":
         """Returns this without the first inputs."""
-        weights, computed = self.weights[count:], self.computed[count:]
-        return self._replace(weights=weights, computed=computed)
+        arguments, others = self.arguments[count:], self.after_product[count:]
+        return self._replace(arguments=arguments, after_product=others)
 
 
 class Read(NamedTuple):
@@ -164,8 +164,8 @@ class Flows:
         if choice.role is not Role.STRUCTURED:
             return False
         condition = eqn.params.get("cond_jaxpr")
-        inside = [*bodies(eqn), *([] if condition is None else [condition])]
-        return any(self._holds_product(body, choice.inside) for body in inside)
+        all_bodies = [*bodies(eqn), *([] if condition is None else [condition])]
+        return any(self._holds_product(x, choice.body_context) for x in all_bodies)
 
     def _holds_product(self, body: Jaxpr, context: Context) -> bool:
         body = _compat.open_jaxpr(body)[0]
@@ -201,10 +201,10 @@ class Flows:
         if _compat.has_options(eqn) or self.has_product(eqn, choice):
             return False
         body = _compat.open_jaxpr(bodies(eqn)[0])[0]
-        key = ("may_open", body, choice.inside)
+        key = ("may_open", body, choice.body_context)
         if key not in self.cache:
             self.cache[key] = all(
-                self._may_open(inner, choice.inside)
+                self._may_open(inner, choice.body_context)
                 if inner.primitive.name in _CALLS
                 else not is_apart(inner)
                 for inner in body.eqns
@@ -215,11 +215,11 @@ class Flows:
         """Sweeps backward: what a product reads later, what its own region reads."""
         found, region = self._levels(program, context)
         later = set(flagged(program.outvars, uses.for_products))
-        inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
+        read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         nodes = []
         for node in reversed(found):
-            of_results, in_later, in_inside, unrounded = self._asked(
-                node, later, inside
+            of_results, in_later, in_first, unrounded = self._asked(
+                node, later, read_inside
             )
             invars, level = node.eqn.invars, node.level
             # As it was before a border it reads what is of its own region.
@@ -231,8 +231,9 @@ class Flows:
             ]
             nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
             later.update(flagged(invars, in_later))
-            inside.update(v for v in flagged(invars, in_inside) if region[v] == level)
-        return Flow(program, nodes[::-1], later, inside)
+            first = flagged(invars, in_first)
+            read_inside.update(v for v in first if region[v] == level)
+        return Flow(program, nodes[::-1], later, read_inside)
 
     def _levels(
         self, program: Program, context: Context
@@ -249,7 +250,7 @@ class Flows:
         return nodes, region
 
     def _asked(
-        self, node: Node, later: set[Var], inside: set[Var]
+        self, node: Node, later: set[Var], read_inside: set[Var]
     ) -> tuple[Uses | None, Flags, Flags, Flags]:
         """Returns what is asked of a node, given what is read behind it.
 
@@ -260,13 +261,13 @@ class Flows:
         """
         outvars, count = node.eqn.outvars, len(node.eqn.invars)
         if node.has_product:
-            rounded = tuple(v in later and v not in inside for v in outvars)
+            rounded = tuple(v in later and v not in read_inside for v in outvars)
             uses = Uses(among(outvars, later), rounded)
             for_products, first = self._operands(node.eqn, node.choice, uses)
             return uses, for_products, first, first
         leads = not later.isdisjoint(outvars)
         # A move reads what it is asked for.
-        passes = _is_move(node) and inside.isdisjoint(outvars)
+        passes = _is_move(node) and read_inside.isdisjoint(outvars)
         return (
             None,
             (leads or not node.is_light,) * count,
@@ -289,15 +290,15 @@ class Flows:
             _, carried = _compat.scan_counts(eqn)
             for_products = (True,) * carried + uses.for_products[carried:]
             uses = uses._replace(for_products=for_products)
-        later, inside = [False] * count, [False] * count
+        later, arithmetic = [False] * count, [False] * count
         for body in bodies(eqn):
-            flow = self.flow(body, choice.inside, uses)
+            flow = self.flow(body, choice.body_context, uses)
             # The index of a branch comes before the operands of the body.
             first = count - len(flow.program.invars)
             for i, v in enumerate(flow.program.invars, start=first):
                 later[i] |= v in flow.for_products
-                inside[i] |= v in flow.read_inside
-        return tuple(later), tuple(inside)
+                arithmetic[i] |= v in flow.read_inside
+        return tuple(later), tuple(arithmetic)
 
 
 def is_apart(eqn: Eqn) -> bool:
@@ -308,14 +309,14 @@ def is_apart(eqn: Eqn) -> bool:
         return False
     if eqn.primitive.name not in _HELD:
         return True
-    inside = (visit.eqn for body in bodies(eqn) for visit in walk(body))
+    eqns = (visit.eqn for body in bodies(eqn) for visit in walk(body))
     return any(
         _is_apart_itself(inner)
         or (
             kind_of(inner) is Kind.STRUCTURED
             and inner.primitive.name not in _HELD_INSIDE
         )
-        for inner in inside
+        for inner in eqns
     )
 
 

@@ -81,9 +81,9 @@ class Plan(NamedTuple):
       flow: what the sweeps found.
       why_float32: why a float32 variable is not rounded where it leaves its region;
         "" for one that is.
-      twofold: those that are rounded and that their own region reads as they were.
-      weights: the variables that are arguments of the whole program, moved at most.
-      computed: the variables that come after a product.
+      unrounded_inside: those that are rounded, but read unrounded by their own region.
+      arguments: the variables that are arguments of the whole program, moved at most.
+      after_product: the variables that come after a product.
       numbers: the variables all of whose elements are one number.
       stored: the variables that the backward pass may store.
       reads: how each equation reads its operands.
@@ -94,9 +94,9 @@ class Plan(NamedTuple):
 
     flow: Flow
     why_float32: dict[Var, str]
-    twofold: set[Var]
-    weights: set[Var]
-    computed: set[Var]
+    unrounded_inside: set[Var]
+    arguments: set[Var]
+    after_product: set[Var]
     numbers: dict[Var, float]
     stored: dict[Var, Stored]
     reads: dict[Node, Reads]
@@ -123,23 +123,23 @@ class Planner(Flows):
 def _plan(flow: Flow, ask: Ask) -> Plan:
     """Returns the plan of a program."""
     outvars, rounded = flow.program.outvars, ask.uses.rounded
-    weights, numbers = _arguments(flow.program, ask)
-    computed = _computed(flow, ask)
+    arguments, numbers = _arguments(flow.program, ask)
+    after_product = _after_product(flow, ask)
     # What is read as it leaves its region: by anything, and by arithmetic.
     leaving, later = set(flagged(outvars, rounded)), set()
     for node in flow.nodes:
         read = [read.v for read in node.reads if read and not read.is_unrounded]
         leaving.update(read)
         later.update(read if node.is_light else [])
-    why_float32 = _why_float32(flow, leaving, computed)
+    why_float32 = _why_float32(flow, leaving, after_product)
     border = {v for v, why in why_float32.items() if not why}
-    residuals = border & _residuals(flow, later, computed)
+    residuals = border & _residuals(flow, later, after_product)
     # Who gets a result, such as the next step of a loop, gets it as it was.
     residuals -= set(flagged(outvars, [not half for half in rounded]))
-    twofold = border - residuals
+    unrounded_inside = border - residuals
 
     def as_it_is(read: Read | None) -> Read | None:
-        return read and Read(read.v, read.is_unrounded and read.v in twofold)
+        return read and Read(read.v, read.is_unrounded and read.v in unrounded_inside)
 
     reads = {node: list(map(as_it_is, node.reads)) for node in flow.nodes}
     results = [
@@ -152,18 +152,20 @@ def _plan(flow: Flow, ask: Ask) -> Plan:
     kept = set(results)
     last = {read: node for node in order for read in reads[node] if read not in kept}
     return Plan(
-        *(flow, why_float32, twofold, weights, computed, numbers, stored, reads),
-        *(results, pieces, last),
+        *(flow, why_float32, unrounded_inside, arguments, after_product, numbers),
+        *(stored, reads, results, pieces, last),
     )
 
 
-def _why_float32(flow: Flow, leaving: set[Var], computed: set[Var]) -> dict[Var, str]:
+def _why_float32(
+    flow: Flow, leaving: set[Var], after_product: set[Var]
+) -> dict[Var, str]:
     """Says of each float32 variable why it is not rounded at a border, "" if it is.
 
     Args:
       flow: what the sweeps found.
       leaving: what others than its own region read.
-      computed: the variables that come after a product.
+      after_product: the variables that come after a product.
     """
     why: dict[Var, str] = {}
     sums: set[Var] = set()
@@ -181,7 +183,7 @@ def _why_float32(flow: Flow, leaving: set[Var], computed: set[Var]) -> dict[Var,
                 why[v] = "a scalar"
             elif v not in flow.for_products:
                 why[v] = "no matmul reads it later"
-            elif v not in computed:
+            elif v not in after_product:
                 why[v] = "computed from arguments alone"
             elif v in sums:
                 why[v] = "a sum or a maximum"
@@ -196,7 +198,7 @@ def _why_float32(flow: Flow, leaving: set[Var], computed: set[Var]) -> dict[Var,
     return why
 
 
-def _residuals(flow: Flow, later: set[Var], computed: set[Var]) -> set[Var]:
+def _residuals(flow: Flow, later: set[Var], after_product: set[Var]) -> set[Var]:
     """Returns the sums of two computed arrays that a later region reads.
 
     Their own region reads them rounded, too. It is a residual stream, `x + f(x)`: the
@@ -204,7 +206,7 @@ def _residuals(flow: Flow, later: set[Var], computed: set[Var]) -> set[Var]:
     """
     found: set[Var] = set()
     for eqn in flow.program.eqns:
-        terms = [v for v in variables(eqn.invars) if v in computed]
+        terms = [v for v in variables(eqn.invars) if v in after_product]
         if eqn.primitive.name in ("add", "add_any") and len(terms) == 2:
             found.update(later.intersection(eqn.outvars))
     return found
@@ -212,27 +214,27 @@ def _residuals(flow: Flow, later: set[Var], computed: set[Var]) -> set[Var]:
 
 def _arguments(program: Program, ask: Ask) -> tuple[set[Var], dict[Var, float]]:
     """Returns the variables that are moved arguments, and those that are one number."""
-    weights = set(flagged(program.invars, ask.weights)) | program.consts.keys()
+    arguments = set(flagged(program.invars, ask.arguments)) | program.consts.keys()
     numbers: dict[Var, float] = {}
     for eqn in program.eqns:
         operands = variables(eqn.invars)
-        if is_layout(eqn) and operands and weights.issuperset(operands):
-            weights.update(eqn.outvars)
+        if is_layout(eqn) and operands and arguments.issuperset(operands):
+            arguments.update(eqn.outvars)
         if eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
             x = eqn.invars[0]
             number = literal(x) if isinstance(x, Literal) else numbers.get(x)
             if number is not None and is_float32(eqn.outvars[0]):
                 numbers[eqn.outvars[0]] = number
-    return weights, numbers
+    return arguments, numbers
 
 
-def _computed(flow: Flow, ask: Ask) -> set[Var]:
+def _after_product(flow: Flow, ask: Ask) -> set[Var]:
     """Returns the variables that come after a product."""
-    computed = set(flagged(flow.program.invars, ask.computed))
+    after_product = set(flagged(flow.program.invars, ask.after_product))
     for node in flow.nodes:
-        if not (node.is_light and computed.isdisjoint(variables(node.eqn.invars))):
-            computed.update(node.eqn.outvars)
-    return computed
+        if not (node.is_light and after_product.isdisjoint(variables(node.eqn.invars))):
+            after_product.update(node.eqn.outvars)
+    return after_product
 
 
 def small_steps(program: Program) -> set[Var]:
@@ -309,8 +311,8 @@ def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
 
 
 def _is_ill(eqn: Eqn) -> bool:
-    inside = (visit.eqn for body in bodies(eqn) for visit in walk(body))
-    return any(has(inner, Trait.ILL_CONDITIONED) for inner in (eqn, *inside))
+    eqns = (visit.eqn for body in bodies(eqn) for visit in walk(body))
+    return any(has(inner, Trait.ILL_CONDITIONED) for inner in (eqn, *eqns))
 
 
 def _pieces(

@@ -62,13 +62,13 @@ class Choice(NamedTuple):
       role: what it is for the rule.
       reason: why.
       decision: the decision of the policy.
-      inside: of a structured primitive, where its bodies stand.
+      body_context: of a structured primitive, where its bodies stand.
     """
 
     role: Role
     reason: str
     decision: Decision
-    inside: Context = Context()
+    body_context: Context = Context()
 
 
 _BY_KIND = {
@@ -104,8 +104,8 @@ class Chooser:
         self, eqn: Eqn, decision: Decision, scopes: tuple[str, ...]
     ) -> Choice:
         if decision.is_chosen and decision.function is use_original_precision:
-            inside = Context(scopes, decision)
-            return Choice(Role.ORIGINAL, _reason(decision), decision, inside)
+            context = Context(scopes, decision)
+            return Choice(Role.ORIGINAL, _reason(decision), decision, context)
         if decision.origin is Origin.PRIMITIVE:
             raise TypeError(
                 f"amp_policy: key {decision.key!r} is a structured primitive, and its "
@@ -122,8 +122,8 @@ class Chooser:
         # Without a key that spans several scopes, equal bodies in different scopes have
         # one context, and so one plan.
         around = scopes if self.policy.spans_scopes else ()
-        inside = Context(around, decision if decision.is_chosen else None)
-        return Choice(Role.STRUCTURED, "it has bodies", decision, inside)
+        context = Context(around, decision if decision.is_chosen else None)
+        return Choice(Role.STRUCTURED, "it has bodies", decision, context)
 
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, str]:
         """Returns the role of an equation without bodies, and why if no key says it."""

@@ -135,9 +135,9 @@ class _Search(NamedTuple):
             start = len(origins) - len(_compat.open_jaxpr(body)[0].invars)
             if start < 0:
                 continue
-            inside = self.results(body, choice.inside, origins[start:])
-            if len(inside) == len(results):
-                results = [_joined(pair) for pair in zip(results, inside, strict=True)]
+            of_body = self.results(body, choice.body_context, origins[start:])
+            if len(of_body) == len(results):
+                results = [_joined(pair) for pair in zip(results, of_body, strict=True)]
         return results
 
     def _mark_state(self, origin: _Origin) -> None:

@@ -176,8 +176,8 @@ class TracedCall(NamedTuple):
     ) -> Arrays:
         """Returns the arrays of the function's result, computed in mixed precision."""
         jaxpr, _ = _compat.open_jaxpr(self.closed)
-        weights = (True,) * len(jaxpr.invars)
-        ask = Ask.in_float32(Context(), len(jaxpr.outvars), weights)
+        arguments = (True,) * len(jaxpr.invars)
+        ask = Ask.in_float32(Context(), len(jaxpr.outvars), arguments)
         half, planner = self.choose.half, Planner(self.choose)
         emitter = Emitter(planner, half, RULES, recompute, record=record)
         outs = emitter.emit(self.closed, arrays, ask)
