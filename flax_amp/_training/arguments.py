@@ -64,25 +64,25 @@ def check_options(
 ) -> Options:
     """Checks the arguments of `caller`."""
     check_function(loss_fn, f"{caller}: loss_fn")
+    retries = check_count(redo_on_nan, f"{caller}: {redo_on_nan=}", "of retries", 0)
+    seen = f"{caller}: {accum_steps=}"
     return Options(
         caller=caller,
         loss_fn=loss_fn,
         precision=check_amp_options(loss_fn, caller, precision, amp_policy),
         amp_policy=amp_policy,
-        redo_on_nan=check_retries(redo_on_nan, caller),
-        accum_steps=check_count(
-            accum_steps, f"{caller}: {accum_steps=}", "of micro-batches"
-        ),
+        redo_on_nan=retries,
+        accum_steps=check_count(accum_steps, seen, "of micro-batches"),
         **others,
     )
 
 
 def check_amp_options(
-    fn: UserFn, caller: str, word: Any, amp_policy: Any
+    fn: UserFn, caller: str, precision: Any, amp_policy: Any
 ) -> Precision | None:
-    """Returns the long form of a word that a step got, after checking its options."""
+    """Returns the long word for a precision, after checking the options of a step."""
     Policy(amp_policy)  # a wrong one fails where the step is made
-    given = dict(precision=word, amp_policy=amp_policy)
+    given = dict(precision=precision, amp_policy=amp_policy)
     names = [name for name, value in given.items() if value is not None]
     if names and is_rewritten(fn):
         raise ValueError(
@@ -90,7 +90,9 @@ def check_amp_options(
             f"and {', '.join(names)} is given, too; expected one of them. Pass the "
             "option to amp."
         )
-    return None if word is None else long_word(word, f"{caller}: precision")
+    if precision is None:
+        return None
+    return long_word(precision, f"{caller}: precision")
 
 
 def check_type(value: object, types: Any, name: str, expected: str) -> None:
@@ -104,20 +106,13 @@ def check_count(value: Any, seen: str, what: str, least: int = 1) -> int:
 
     `seen` is the argument with its value for the message, `what` is what it counts.
     """
+    # jaxamp annotates `redo_on_nan` as a bool, which is an integer.
     with contextlib.suppress(TypeError):
-        count = operator.index(value)
-        if count >= least and not isinstance(value, bool):
+        if (count := operator.index(value)) >= least:
             return count
     raise ValueError(
         f"{seen}; expected an integer of at least {least}, the number {what}."
     )
-
-
-def check_retries(redo_on_nan: Any, caller: str) -> int:
-    """Returns `redo_on_nan` as an integer, or raises an error that names `caller`."""
-    # The signature of jaxamp annotates this argument as a bool.
-    given = int(redo_on_nan) if isinstance(redo_on_nan, bool) else redo_on_nan
-    return check_count(given, f"{caller}: {redo_on_nan=}", "of retries", least=0)
 
 
 def check_function(fn: Any, name: str) -> None:
@@ -192,10 +187,10 @@ def describe(value: Any) -> str:
     return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"
 
 
-def differences(old: PyTree, new: PyTree, describe: Callable[[Any], Any]) -> list[str]:
-    """Lists the leaves that only one tree has, or whose descriptions differ."""
+def differences(old: PyTree, new: PyTree, key: Callable[[Any], Any]) -> list[str]:
+    """Lists the leaves that only one tree has, or whose keys differ."""
     before, after = (
-        {keystr(path): describe(leaf) for path, leaf in tree_leaves_with_path(tree)}
+        {keystr(path): key(leaf) for path, leaf in tree_leaves_with_path(tree)}
         for tree in (old, new)
     )
     return [

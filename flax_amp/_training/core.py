@@ -55,8 +55,8 @@ def run_step(
     """Returns the state after one step, and its metrics."""
     # `amp` is inside of `value_and_grad`: gradients are those of float32 parameters.
     # XLA drops a cast of stored bfloat16 that is followed by one back.
-    word = options.precision or state.precision
-    loss_fn = in_precision(pure_loss(options, state), word, options.amp_policy)
+    precision = options.precision or state.precision
+    loss_fn = in_precision(pure_loss(options, state), precision, options.amp_policy)
     params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
     inputs = params, state.variables, fold_in(state.rngs, state.step)
 

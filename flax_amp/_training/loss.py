@@ -69,7 +69,10 @@ def with_name_of(fn: UserFn, pure: Any) -> UserFn:
 
 
 def in_precision(
-    pure: UserFn, word: Precision, policy: PolicyEntries | None, recompute: bool = True
+    pure: UserFn,
+    precision: Precision,
+    policy: PolicyEntries | None,
+    recompute: bool = True,
 ) -> UserFn:
     """Returns `amp(pure)`, or `pure` if that calls what is `amp(...)` already.
 
@@ -77,7 +80,7 @@ def in_precision(
     """
     if is_rewritten(pure):
         return pure
-    out: UserFn = amp(pure, precision=word, amp_policy=policy, recompute=recompute)
+    out: UserFn = amp(pure, precision=precision, amp_policy=policy, recompute=recompute)
     return out
 
 

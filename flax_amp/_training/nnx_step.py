@@ -135,10 +135,10 @@ def _check(options: Options, model: Any, optimizer: Any) -> None:
     check_type(model, nnx.Module, "train_step: model", expected)
     expected = "a flax_amp.AmpOptimizer, made with AmpOptimizer(model, tx)."
     check_type(optimizer, nnx.Optimizer, "train_step: optimizer", expected)
-    word = options.precision or _word_of(optimizer)
+    precision = options.precision or _precision_of(optimizer)
     if isinstance(optimizer, AmpOptimizer):
-        warn_if_unscaled(word, pure(optimizer.scaler), stacklevel=4)
-    elif needs_scale(word):
+        warn_if_unscaled(precision, pure(optimizer.scaler), stacklevel=4)
+    elif needs_scale(precision):
         raise TypeError(
             "train_step: the optimizer has no loss scaler, without which gradients "
             "below 6e-8 become zero in float16; expected a flax_amp.AmpOptimizer. Make "
@@ -146,7 +146,7 @@ def _check(options: Options, model: Any, optimizer: Any) -> None:
         )
 
 
-def _word_of(optimizer: nnx.Optimizer) -> Precision:
+def _precision_of(optimizer: nnx.Optimizer) -> Precision:
     return optimizer.precision if isinstance(optimizer, AmpOptimizer) else "bf16-mixed"
 
 
@@ -234,7 +234,7 @@ def _read(objects: nnx.Dict) -> _ObjectsState:
         _ObjectsState,
         **arrays,
         scaler=pure(optimizer.scaler) if is_amp else no_scaler(),
-        precision=_word_of(optimizer),
+        precision=_precision_of(optimizer),
         objects=objects,
     )
 

@@ -14,7 +14,7 @@ from flax_amp._training.arguments import (
     AxisName,
     PyTree,
     UserFn,
-    check_retries,
+    check_count,
     check_type,
     describe,
 )
@@ -78,7 +78,7 @@ def dynamic_scale_value_and_grad(
     """
     caller = "dynamic_scale_value_and_grad"
     # Here, not in the call: an error then points to the line that passed the argument.
-    retries = check_retries(redo_on_nan, caller)
+    retries = check_count(redo_on_nan, f"{caller}: {redo_on_nan=}", "of retries", 0)
     check_type(fun, Callable, f"{caller}: fun", "a function that returns a loss.")
     if "holomorphic" in kwargs:
         raise TypeError(

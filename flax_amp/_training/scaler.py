@@ -90,23 +90,23 @@ def no_scaler() -> Scaler:
     return static_scaler(1.0)
 
 
-def first_scaler(word: Precision) -> Scaler:
+def first_scaler(precision: Precision) -> Scaler:
     """Returns the scaler with which a run of a precision starts."""
-    return init_scaler() if needs_scale(word) else no_scaler()
+    return init_scaler() if needs_scale(precision) else no_scaler()
 
 
-def needs_scale(word: Precision) -> bool:
+def needs_scale(precision: Precision) -> bool:
     """Whether gradients need a loss scale; bfloat16 has the range of float32."""
-    return read_precision(word)[0] == jnp.float16
+    return read_precision(precision)[0] == jnp.float16
 
 
-def warn_if_unscaled(word: Precision, scaler: Scaler, stacklevel: int) -> None:
+def warn_if_unscaled(precision: Precision, scaler: Scaler, stacklevel: int) -> None:
     """Warns of a run in float16 whose scale is at most 1 and never moves.
 
     It waits for the scaler on the device. Traced values tell nothing.
     """
     factor = scaler.get("adjust_factor")
-    if isinstance(factor, jax.core.Tracer | None) or not needs_scale(word):
+    if isinstance(factor, jax.core.Tracer | None) or not needs_scale(precision):
         return
     if np.all((np.asarray(scaler["scaler"]) <= 1) & (np.asarray(factor) == 1)):
         warnings.warn(

@@ -172,7 +172,7 @@ def make_train_step(
     return _guarded(jax.jit(train_step, **settings), options.precision, donate)
 
 
-def _guarded(jitted: Any, word: Precision | None, donates: bool) -> Any:
+def _guarded(jitted: Any, precision: Precision | None, donates: bool) -> Any:
     """Returns a jitted step that checks a state unless its last call returned it."""
     is_first, last = True, None  # a reference to what the last call returned
 
@@ -182,7 +182,8 @@ def _guarded(jitted: Any, word: Precision | None, donates: bool) -> Any:
         if last is None or last() is not state:
             if is_first and isinstance(state, AmpTrainState):
                 is_first = isinstance(state.step, jax.core.Tracer)
-                warn_if_unscaled(word or state.precision, state.scaler, stacklevel=3)
+                used = precision or state.precision
+                warn_if_unscaled(used, state.scaler, stacklevel=3)
             if donates:
                 state = copy_aliases(state, (batch, args))
         try:
@@ -243,9 +244,9 @@ def make_eval_step(
 
         # As in a training step: other numbers in each step, the same ones in a rerun.
         rngs = fold_in(state.rngs, state.step)
-        word = given or state.precision
+        used = given or state.precision
         named = with_name_of(fn, pure)
-        function = in_precision(named, word, amp_policy, recompute=False)
+        function = in_precision(named, used, amp_policy, recompute=False)
         params = jax.tree.map(_tree.float32_if_bfloat16, state.params)
         return function(params, state.variables, batch, rngs, *args)
 

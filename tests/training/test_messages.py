@@ -112,9 +112,6 @@ TABLE = {
         "^make_nnx_train_step: accum_steps=1.5; expected": later(
             make_nnx_train_step, sum_loss, accum_steps=1.5
         ),
-        "accum_steps=True; expected": later(
-            make_train_step, linear_loss, accum_steps=True
-        ),
         "redo_on_nan=-1; expected": later(make_train_step, linear_loss, redo_on_nan=-1),
         "redo_on_nan=1.5": later(dynamic_scale_grad, linear_loss, redo_on_nan=1.5),
         "state_shardings with jit=False": later(
