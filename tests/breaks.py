@@ -303,6 +303,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         (
             "nnx.update(self.objects, self.rest)",
             "pass",
+            "training/test_side_by_side.py",
+        ),
+        (
+            'held: dict[str, Any] = {"step": self.step}',
+            "held: dict[str, Any] = {}",
             "training/test_nnx_step.py::test_equals_the_step_on_a_state",
         ),
     ],

@@ -54,8 +54,8 @@ def make_nnx_train_step(
     """Makes a training step that updates a model and its optimizer in place.
 
     It does what the step of `make_train_step` does. A step that is not finite changes
-    neither model nor optimizer, not even the optimizer's `step`: only the scaler and
-    the counters of skipped steps of a `flax_amp.AmpOptimizer`.
+    neither model nor optimizer, but for the optimizer's `step`, which counts skipped
+    steps, too, and the scaler and the counters of a `flax_amp.AmpOptimizer`.
 
     Args:
       loss_fn: `loss_fn(model, batch, *args)`, which returns a scalar float loss.
@@ -193,9 +193,8 @@ def _adapted(options: Options, objects: nnx.Dict) -> Options:
 class _ObjectsState(AmpTrainState):
     """A model, the modules beside it and their optimizer as a state, for one step.
 
-    `params` and `variables` are of the modules, `opt_state` and `scaler` of the
-    optimizer. `rest` is what else that holds: the number of its updates, and what a
-    subclass adds.
+    `params` and `variables` are of the modules, `step`, `opt_state` and `scaler` of the
+    optimizer. `rest` is what else that holds, such as what a subclass adds.
     """
 
     rest: PyTree
@@ -218,8 +217,10 @@ class _ObjectsState(AmpTrainState):
         nnx.update(self.objects.modules, self.variables)
         nnx.update(self.objects, self.rest)
         nnx.update(optimizer.opt_state, nnx.state(self.opt_state))
+        held: dict[str, Any] = {"step": self.step}
         if isinstance(optimizer, AmpOptimizer):
-            nnx.update(optimizer, {"scaler": self.scaler})
+            held["scaler"] = self.scaler
+        nnx.update(optimizer, held)
 
 
 def _read(objects: nnx.Dict) -> _ObjectsState:
@@ -248,9 +249,11 @@ def _arrays_of(objects: nnx.Dict) -> dict[str, Any]:
     graphdef, params, variables = split_model(modules, lambda path, _: path in trained)
 
     def is_rest(path: Any, _: Any) -> bool:
-        return path[0] == "optimizer" and path[1] not in ("opt_state", "scaler")
+        fields = ("step", "opt_state", "scaler")
+        return path[0] == "optimizer" and path[1] not in fields
 
     return dict(
+        step=pure(optimizer.step),
         graphdef=graphdef,
         params=params,
         variables=variables,

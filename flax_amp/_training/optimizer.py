@@ -18,7 +18,7 @@ from flax.nnx.training.optimizer import OptState
 from jax.tree_util import DictKey, tree_flatten_with_path
 
 from flax_amp import _tree
-from flax_amp._training.arguments import Array, PyTree
+from flax_amp._training.arguments import Array, PyTree, describe
 from flax_amp._training.scaler import check_scaler, first_scaler
 from flax_amp.optim._optimizer import INJECTED, Optimizer, pure, update_state
 from flax_amp.optim._small_state import (
@@ -126,6 +126,9 @@ def skipping(tx: Any, params: PyTree) -> tuple[Any, ...]:
     They are one, except for a pytree optimizer, and have one structure of states. An
     `optax.apply_if_finite` skips already.
     """
+    if not hasattr(tx, "init"):
+        told = "expected an optimizer, such as optax.adamw(3e-4)."
+        raise TypeError(f"tx is {describe(tx)}; {told}")
     if not isinstance(tx, Optimizer):
         made = jax.eval_shape(tx.init, _floats(params))
         if not isinstance(made, optax.ApplyIfFiniteState):
@@ -180,7 +183,7 @@ class AmpOptimizer(nnx.Optimizer):
     on.
 
     Attributes:
-      step: the number of updates.
+      step: the number of steps, skipped ones included.
       opt_state: of Variables, otherwise as `AmpTrainState.opt_state`.
       scaler: the loss scaler: a dict of four Variables, as from `flax_amp.init_scaler`.
       precision: the long word, which the step follows. It is static, and no part of a

@@ -52,7 +52,8 @@ def migrate(
 
     What the checkpoint has not of `rngs`, scaler and counts of skipped steps stays as
     it is in the target. Of a target that is a dict, only the fields that it has are
-    read: `migrate("run", {"params": state.params})`.
+    read: `migrate("run", {"params": state.params})`. Of NNX objects that were saved as
+    `(model, optimizer)`, `migrate("run", (model,))` reads the model.
 
     Args:
       source: the directory of a manager, the folder of one tree that Orbax wrote, a
@@ -85,8 +86,10 @@ def migrate(
     where, leaves = _read(source, step)
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
     saved = _as_in_target(saved, wanted)
-    if isinstance(target, dict):
-        saved = {name: x for name, x in saved.items() if name.split("/")[0] in target}
+    is_one_object = _trees.is_nnx(target) and len(tuple(target)) == 1  # type: ignore[arg-type]
+    if isinstance(target, dict) or is_one_object:
+        fields = target if isinstance(target, dict) else {"0"}
+        saved = {name: x for name, x in saved.items() if name.split("/")[0] in fields}
     stays |= {name for name in wanted.keys() - saved.keys() if _may_stay(name)}
     values = {n: _convert(x, wanted[n]) for n, x in saved.items() if n in wanted}
     problems = [

@@ -47,7 +47,8 @@ def step_of(state: Any, name: str) -> Any:
     raise TypeError(
         f"{name} is a {type(state).__name__}; expected an AmpTrainState, or NNX "
         "objects with an nnx.Optimizer among them: (model, optimizer). Save other "
-        "trees with manager.save(step, args=orbax.checkpoint.args.StandardSave(tree))."
+        "trees with manager.save(step, args=orbax.checkpoint.args.StandardSave(tree)), "
+        "and read a part of a state with checkpoint.migrate."
     )
 
 

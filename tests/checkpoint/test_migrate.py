@@ -145,6 +145,9 @@ def test_into_and_out_of_nnx_objects(tmp_path):
     params = nnx.state(pair(2)[0], nnx.Param)
     params = checkpoint.migrate(tmp_path, {"p": params}, rename={"net": "p"})["p"]
     assert_identical(nnx.to_pure_dict(params), nnx.to_pure_dict(tree["net"]))
+    alone, _ = pair(3)
+    checkpoint.migrate(tmp_path, (alone,), rename={"net": "0"})
+    assert_identical(nnx.to_pure_dict(nnx.state(alone)), nnx.to_pure_dict(tree["net"]))
 
 
 def test_parameters_only_and_a_new_head(image):

@@ -281,7 +281,7 @@ def test_a_plain_optimizer_of_nnx():
             assert int(optimizer.opt_state.notfinite_count[...]) == 1
         else:
             assert set(found[0]) == {"loss", "grads_finite", "scaler", "grad_norm"}
-        assert int(optimizer.step[...]) == 2
+        assert int(optimizer.step[...]) == 5
 
 
 def test_in_a_scan():

@@ -197,6 +197,7 @@ TABLE = {
         "model together with params": created(model=linear_objects()[0]),
         "got wrt=.* without model": created(wrt=nnx.LoRAParam),
         "rngs is .*; expected a dict": created(rngs=jax.random.key(0)),
+        r"tx is float32\[\]; expected an optimizer": created(tx=1e-3),
         "state is a dict; expected an AmpTrainState, an AmpOptimizer": later(
             check_progress, {}
         ),
