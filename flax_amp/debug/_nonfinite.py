@@ -358,7 +358,8 @@ _NO_POLICY = (
     "flax_amp.compare_precision tells which modules have the largest errors."
 )
 _REMEDIES = {
-    "log": "keep its operand above 0, as in jnp.log(jnp.maximum(x, 1e-6))",
+    "log": "keep its operand above 0, as jax.nn.log_softmax does for log(softmax(x)), "
+    "or with jnp.log(jnp.maximum(x, 1e-6))",
     "div": "keep the divisor away from 0, as in x / jnp.maximum(y, 1e-6)",
     "rsqrt": "add an epsilon to its operand",
     "sqrt": "keep its operand above 0",

@@ -19,7 +19,14 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, evaluate
-from flax_amp._rewriter.primitives import Kind, Trait, has, is_matrix_product, kind_of
+from flax_amp._rewriter.primitives import (
+    Kind,
+    Trait,
+    bodies,
+    has,
+    is_matrix_product,
+    kind_of,
+)
 from flax_amp._rewriter.roles import Role
 from flax_amp._rewriter.stored import stored_p
 from flax_amp._tree import fill, pick
@@ -351,8 +358,9 @@ def _origins(jaxpr: Jaxpr, operands: Sequence[Any], start: Location) -> list[Any
 
 def _called(eqn: Eqn) -> Jaxpr | None:
     """Returns the body of what is known to be a call, with the same results."""
-    if eqn.primitive.name in ("while", "pallas_call"):
+    if eqn.primitive.name == "while":
         return None
-    body = next(iter(jaxprs_in_params(eqn.params)), None)
+    # With their constants, which `jaxprs_in_params` of JAX leaves out.
+    body = next(iter(bodies(eqn)), None)
     jaxpr = None if body is None else _compat.open_jaxpr(body)[0]
     return body if jaxpr and len(jaxpr.outvars) == len(eqn.outvars) else None

@@ -255,3 +255,27 @@ def test_rounded_numbers_that_a_loss_reads(behind):
     assert "the loss  reads bf16: " in str(found)
     # Of a result that is no loss there is nothing to tell.
     assert not explain(lambda w, x: x @ w)(W, X).loss_reads
+
+
+def test_what_a_loss_closes_over_is_no_obstacle():
+    """JAX traces it as a constant of a body."""
+    x, w = jnp.ones((24, 16)), jnp.ones((16, 32))
+    found = explain(lambda w: ((x @ w) ** 2).mean())(w)
+    given = explain(lambda w, x: ((x @ w) ** 2).mean())(w, x)
+    assert found.totals.stored == given.totals.stored and not found.notes
+
+
+def test_matmuls_in_fp8_are_no_problem():
+    in_fp8 = {jax.lax.dot_general_p: flax_amp.use_fp8(emulate=True)}
+    policy = flax_amp.default_amp_policy | in_fp8
+    sizes = [(4096, 4096), (4096, 4096), (4096, 8)]
+    ws = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.float32)
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    found = explain(loss, amp_policy=policy, backward=False)(ws, x)
+    assert "in fp8    " in str(found) and not found.problems
