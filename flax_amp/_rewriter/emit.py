@@ -316,13 +316,7 @@ class _Run:
     def _stays_half(self, node: Node) -> bool:
         """Whether a move, a sum of two or a bias stays in half precision."""
         eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
-        others = []  # in float32
-        has_half = False
-        for v, read in zip(eqn.invars, self.plan.reads[node], strict=True):
-            if is_float32(v):
-                is_half = read and self.arrays[read].dtype == self.emitter.half
-                has_half |= bool(is_half)
-                others += [] if is_half else [v]
+        others, has_half = self._in_float32(node)
         is_read = not self.plan.flow.for_products.isdisjoint(eqn.outvars)
         if not has_half or not (is_read or name == "gather"):
             return False
@@ -334,6 +328,14 @@ class _Run:
         are_biases &= all(v.aval.shape for v in others)
         is_sum = name == "add" or (name == "add_any" and not others)
         return role is Role.ARITHMETIC and is_sum and are_biases
+
+    def _in_float32(self, node: Node) -> tuple[list[Atom], bool]:
+        """Returns the operands that are in float32, and whether another is half."""
+        pairs = zip(node.eqn.invars, self.plan.reads[node], strict=True)
+        floats = [(v, read) for v, read in pairs if is_float32(v)]
+        half = self.emitter.half
+        others = [v for v, x in floats if not (x and self.arrays[x].dtype == half)]
+        return others, len(others) < len(floats)
 
     def _fits(self, v: Atom, eqn: Eqn) -> bool:
         """Whether a move may read a float32 operand rounded beside one that is half."""

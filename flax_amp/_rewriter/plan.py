@@ -122,30 +122,17 @@ class Planner(Flows):
 
 def _plan(flow: Flow, ask: Ask) -> Plan:
     """Returns the plan of a program."""
-    outvars, rounded = flow.program.outvars, ask.uses.rounded
     arguments, numbers = _arguments(flow.program, ask)
     after_product = _after_product(flow, ask)
-    # What is read as it leaves its region: by anything, and by arithmetic.
-    leaving, later = set(flagged(outvars, rounded)), set()
-    for node in flow.nodes:
-        read = [read.v for read in node.reads if read and not read.is_unrounded]
-        leaving.update(read)
-        later.update(read if node.is_light else [])
+    leaving, later = _read_outside(flow, ask)
     why_float32 = _why_float32(flow, leaving, after_product)
     border = {v for v, why in why_float32.items() if not why}
     residuals = border & _residuals(flow, later, after_product)
     # Who gets a result, such as the next step of a loop, gets it as it was.
-    residuals -= set(flagged(outvars, [not half for half in rounded]))
+    unrounded_results = [not is_half for is_half in ask.uses.rounded]
+    residuals -= set(flagged(flow.program.outvars, unrounded_results))
     unrounded_inside = border - residuals
-
-    def as_it_is(read: Read | None) -> Read | None:
-        return read and Read(read.v, read.is_unrounded and read.v in unrounded_inside)
-
-    reads = {node: list(map(as_it_is, node.reads)) for node in flow.nodes}
-    results = [
-        None if isinstance(v, Literal) else as_it_is(Read(v, not half))
-        for v, half in zip(outvars, rounded, strict=True)
-    ]
+    reads, results = _reads(flow, unrounded_results, unrounded_inside)
     stored = _stored(flow, border, later, residuals)
     pieces = _pieces(flow.nodes, reads, results)
     order = [node for piece in pieces for node in piece.nodes]
@@ -155,6 +142,33 @@ def _plan(flow: Flow, ask: Ask) -> Plan:
         *(flow, why_float32, unrounded_inside, arguments, after_product, numbers),
         *(stored, reads, results, pieces, last),
     )
+
+
+def _read_outside(flow: Flow, ask: Ask) -> tuple[set[Var], set[Var]]:
+    """Returns what is read as it leaves its region: by anything, and by arithmetic."""
+    leaving = set(flagged(flow.program.outvars, ask.uses.rounded))
+    by_arithmetic: set[Var] = set()
+    for node in flow.nodes:
+        read = [read.v for read in node.reads if read and not read.is_unrounded]
+        leaving.update(read)
+        by_arithmetic.update(read if node.is_light else [])
+    return leaving, by_arithmetic
+
+
+def _reads(
+    flow: Flow, unrounded_results: Sequence[bool], unrounded_inside: set[Var]
+) -> tuple[dict[Node, Reads], Reads]:
+    """Returns how each equation reads its operands, and how the results are read."""
+
+    def as_it_is(read: Read | None) -> Read | None:
+        return read and Read(read.v, read.is_unrounded and read.v in unrounded_inside)
+
+    reads = {node: list(map(as_it_is, node.reads)) for node in flow.nodes}
+    results = [
+        None if isinstance(v, Literal) else as_it_is(Read(v, is_unrounded))
+        for v, is_unrounded in zip(flow.program.outvars, unrounded_results, strict=True)
+    ]
+    return reads, results
 
 
 def _why_float32(
