@@ -35,11 +35,7 @@ COMMANDS = {
 _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "tpu": {"--target": dict(choices=[*compiled.TPUS], default="v5e")},
     "gpu-aot": {"--target": dict(choices=[*compiled.GPUS], default="h200")},
-    "fp8": {
-        "--target": dict(
-            choices=[*compiled.TPUS, "h200", compiled.CHIPS], default="tpu7x"
-        )
-    },
+    "fp8": {"--target": dict(choices=[*compiled.TPUS, "h200"], default="tpu7x")},
     "gpu": {
         "--platform": dict(default="cuda", help="cpu tries the command out"),
         "--rounds": dict(type=int, default=30, help="turns of each variant"),
@@ -49,14 +45,12 @@ _FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "--seed": dict(type=int, default=0, help="of batches, faults and kills"),
     },
     "corpus": {
-        "--only": dict(default="", help="parts of SOURCE/NAME, as A,B"),
-        "--out": dict(default="", help="the page; by default only if all are run"),
+        "--only": dict(default="", help="parts of PACKAGE/NAME, as A,B"),
     },
     "convergence": {
         "--tasks": dict(default="", help="some of the tasks, as A,B"),
         "--ways": dict(default="", help="some of the precisions, as A,B"),
         "--seeds": dict(type=int, default=3, help="float32 may have more"),
-        "--out": dict(default="", help="where the runs are kept"),
     },
     "step": {"--rounds": dict(type=int, default=100, help="turns of each way")},
 }

@@ -1,7 +1,7 @@
 """What runs in fp8: in the jaxpr of a step, and in the program that XLA makes of it.
 
 A GPU that is not here has no estimate of a time. Its roofline stands for it: the sum
-over kernels of the time for their bytes or for their products, whichever is longer.
+over kernels of the time for their bytes or for their matmuls, whichever is longer.
 """
 
 import math
@@ -17,16 +17,16 @@ from flax_amp.debug._place import places
 
 Figures = dict[str, Any]
 
-# Of an H200, per second: bytes, and operations of dense products by the narrowest
+# Of an H200, per second: bytes, and operations of dense matmuls by the narrowest
 # dtype of their factors, as its data sheet tells them
 _BYTES = 4.8e12
 _OPERATIONS = {8: 1979e12, 16: 989e12, 32: 494e12}
 
 
 def products(step: Any, *shapes: Any) -> Figures:
-    """Returns how many products a step has: in fp8, and others that have no fp8 factor.
+    """Returns how many matmuls a step has: in fp8, and others that have no fp8 factor.
 
-    Those in a loop count as often as it turns, those of a kernel of Pallas not at all.
+    Those in a loop count as often as it runs, those of a kernel of Pallas not at all.
     """
     found: Counter[str] = Counter()
     for place in places(jax.make_jaxpr(step)(*shapes)):
@@ -43,7 +43,7 @@ def products(step: Any, *shapes: Any) -> Figures:
 def compiled(text: str, on_gpu: bool) -> Figures:
     """Returns the figures of a program, from its text.
 
-    `fp8_dots` are products of two factors in fp8; `launches` the kernels without those
+    `fp8_dots` are matmuls of two factors in fp8; `launches` the kernels without those
     that are no fusion and make one number, of which a TPU has many; `roofline_ms` is
     `None` for a TPU.
     """
@@ -68,7 +68,7 @@ def _is_scalar(instruction: Instruction) -> bool:
     )
 
 
-# --- products and their operations ---------------------------------------------------
+# --- matmuls and their operations ----------------------------------------------------
 
 
 def _is_dot(instruction: Instruction) -> bool:
@@ -95,7 +95,7 @@ def _seconds(kernel: Instruction) -> float:
 
 
 def _operations(dot: Instruction) -> int:
-    """Returns the operations of a product: two for each term."""
+    """Returns the operations of a matmul: two for each term."""
     found = re.search(
         r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', dot.attributes
     )

@@ -5,8 +5,8 @@ own `cost_analysis` does not. It also counts an asynchronous copy twice; here it
 once.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -86,61 +86,45 @@ def collective_kind(instruction: Instruction) -> str:
     return kind if kind in _COLLECTIVES else ""
 
 
-def collectives(module: Module) -> Iterator[tuple[Instruction, int]]:
-    """Yields the collectives, and how often they run.
+def _exchanged(module: Module) -> list[dict[str, Any]]:
+    """Returns the bytes that one device sends or receives, by collective and dtype.
 
     A TPU splits an asynchronous collective over several fusions of one channel, which
     count once.
     """
+    moved: Counter[tuple[str, str]] = Counter()
     seen = set()
     for instruction, count in module.instructions(fused=True):
         kind = collective_kind(instruction)
         channel = kind, instruction.find(r"channel_id=(\d+)") or instruction
-        if kind and channel not in seen:
-            seen.add(channel)
-            yield instruction, count
-
-
-def _exchanged(module: Module) -> list[dict[str, Any]]:
-    """Returns the bytes that one device sends or receives, by collective and dtype.
-
-    `bytes` are those of a run, `text_bytes` count each instruction once.
-    """
-    moved: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for instruction, count in collectives(module):
+        if not kind or channel in seen:
+            continue
+        seen.add(channel)
         read = [shape for o in instruction.operands for shape in o.shapes]
         for shape in max(read, _results(instruction), key=_unpadded):
-            total = moved[collective_kind(instruction), shape.dtype]
-            total[0] += count * shape.bytes
-            total[1] += shape.bytes
+            moved[kind, shape.dtype] += count * shape.bytes
     return [
-        {"kind": kind, "dtype": dtype, "bytes": in_run, "text_bytes": in_text}
-        for (kind, dtype), (in_run, in_text) in sorted(moved.items())
+        {"kind": kind, "dtype": dtype, "bytes": total}
+        for (kind, dtype), total in sorted(moved.items())
     ]
 
 
 # Bytes: operands and results of what is run by itself, padded to tiles as layouts say,
-# in memory of any kind. Of an operand that a fusion only slices, the slices count; of
-# one that it updates in place, the update.
+# in memory of any kind. Of an operand that is only sliced, the slices count; of one
+# that is updated in place, the update.
 
 
 def bytes_accessed(instruction: Instruction) -> int:
     """Returns the bytes that one run of a scheduled instruction reads and writes."""
-    opcode, operands = instruction.opcode, instruction.operands
-    results = _results(instruction)
-    if opcode in FUSIONS:
-        return _read_by_fusion(instruction) + _written_by_fusion(instruction, results)
-    if opcode in ("slice-start", "dynamic-slice-start"):
-        return sum(_part(s, operands[0].shapes[0]) for s in results) + _size(results)
-    if opcode in _SLICES:
-        read = _part(instruction.shapes[0], operands[0].shapes[0])
-        return read + _size(instruction.shapes) + _sizes(operands[1:])
-    if opcode == "dynamic-update-slice":
-        return 2 * _size(operands[1].shapes) + _sizes(operands[2:])
-    if opcode == "scatter":
-        arrays = len(operands) // 2
-        return 3 * _sizes(operands[arrays + 1 :]) + _size(operands[arrays].shapes)
-    return _size(results) + _sizes(operands)
+    operands, results = instruction.operands, _results(instruction)
+    written = _written(instruction, results)
+    if instruction.opcode in ("slice-start", "dynamic-slice-start"):
+        return written + sum(_part(shape, operands[0].shapes[0]) for shape in results)
+    return written + sum(
+        _read_by(instruction, position, shape)
+        for position, operand in enumerate(operands)
+        for shape in operand.shapes
+    )
 
 
 def _results(instruction: Instruction) -> list[Shape]:
@@ -152,18 +136,39 @@ def _results(instruction: Instruction) -> list[Shape]:
     return [*instruction.shapes]
 
 
-def _read_by_fusion(fusion: Instruction) -> int:
+def _read_by(user: Instruction, position: int, whole: Shape) -> int:
+    """Returns the bytes of an operand that an instruction reads."""
+    opcode = user.opcode
+    if opcode in FUSIONS:
+        return _read(user.fused.parameters[position], whole)
+    if opcode in _SLICES and position == 0:
+        return _part(user.shapes[0], whole)
+    if opcode == "dynamic-update-slice" and position == 0:
+        return 0
+    if opcode == "scatter" and position < len(user.operands) // 2:
+        return _part(user.operands[-1].shapes[0], whole)
+    return whole.padded_bytes
+
+
+def _read(value: Instruction, whole: Shape) -> int:
+    """Returns the bytes of a fusion's parameter that the fusion reads."""
+    if value is value.computation.root:
+        return whole.padded_bytes
     total = 0
-    for value, operand in zip(fusion.fused.parameters, fusion.operands, strict=False):
-        for whole in operand.shapes[:1]:
-            total += min(whole.padded_bytes, _read(value, whole))
-    return total
+    for user in value.users():
+        if user.opcode in VIEWS:
+            total += _read(user, whole)
+        else:
+            total += _read_by(user, user.operands.index(value), whole)
+    return min(total, whole.padded_bytes)
 
 
-def _written_by_fusion(fusion: Instruction, results: list[Shape]) -> int:
-    makers = fusion.makers()
+def _written(instruction: Instruction, results: list[Shape]) -> int:
+    makers = [instruction] * len(results)
+    if instruction.opcode in FUSIONS:
+        makers = instruction.makers()
     if len(makers) != len(results):
-        return _size(results)
+        return sum(shape.padded_bytes for shape in results)
     total = 0
     for maker, result in zip(makers, results, strict=True):
         if maker.opcode in ("dynamic-update-slice", "scatter"):
@@ -174,38 +179,8 @@ def _written_by_fusion(fusion: Instruction, results: list[Shape]) -> int:
     return total
 
 
-def _read(value: Instruction, whole: Shape) -> int:
-    """Returns the bytes of a fusion's parameter that the fusion reads."""
-    if value is value.computation.root:
-        return whole.padded_bytes
-    total = 0
-    for user in value.users():
-        position = user.operands.index(value)
-        if user.opcode in VIEWS:
-            total += _read(user, whole)
-        elif user.opcode in _SLICES and position == 0:
-            total += _part(user.shapes[0], whole)
-        elif user.opcode == "dynamic-update-slice" and position == 0:
-            pass
-        elif user.opcode == "scatter" and position < len(user.operands) // 2:
-            total += _part(user.operands[-1].shapes[0], whole)
-        elif user.opcode in FUSIONS:
-            total += _read(user.fused.parameters[position], whole)
-        else:
-            return whole.padded_bytes
-    return total
-
-
 def _part(part: Shape, whole: Shape) -> int:
     return min(part.padded_bytes, whole.padded_bytes)
-
-
-def _size(shapes: Iterable[Shape]) -> int:
-    return sum(shape.padded_bytes for shape in shapes)
-
-
-def _sizes(instructions: Iterable[Instruction]) -> int:
-    return sum(_size(instruction.shapes) for instruction in instructions)
 
 
 def _unpadded(shapes: Iterable[Shape]) -> int:

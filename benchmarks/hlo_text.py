@@ -1,8 +1,8 @@
 """Reads the text of an optimised HLO module: computations, calls and loop trips.
 
 The text is what `jax.stages.Compiled.as_text` gives for a TPU, a GPU or a CPU. An
-instruction runs as often as the loops around it turn. The text tells how often a loop
-turns either outright (`known_trip_count` on GPU and CPU) or by its condition (TPU).
+instruction runs as often as the loops around it. The text tells how often a loop
+runs either outright (`known_trip_count` on GPU and CPU) or by its condition (TPU).
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ import functools
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _LEAF = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^{}]*)\})?")
@@ -134,11 +134,9 @@ class Computation:
     root: Instruction = dataclasses.field(init=False)
 
     @functools.cached_property
-    def users(self) -> dict[Instruction, list[Instruction]]:
+    def users(self) -> Mapping[Instruction, list[Instruction]]:
         """The users of each instruction."""
-        users: dict[Instruction, list[Instruction]] = {
-            instruction: [] for instruction in self.instructions.values()
-        }
+        users: defaultdict[Instruction, list[Instruction]] = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
                 users[operand].append(instruction)
@@ -196,7 +194,7 @@ def parse(text: str) -> Module:
 
     Raises:
       ValueError: if there is no entry computation, or the text does not tell how often
-        a loop turns.
+        a loop runs.
     """
     module: dict[str, Computation] = {}
     entry = current = None
@@ -224,7 +222,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def trips(loop: Instruction) -> int:
-    """Returns how often a while loop turns.
+    """Returns how often the body of a while loop runs.
 
     Without a known count, it must be a loop that counts up from a constant to a
     constant: its condition compares an element of the carried tuple with a limit.
@@ -233,7 +231,7 @@ def trips(loop: Instruction) -> int:
         return int(known)
     carried, root = loop.operands[0], loop.called["condition"][0].root
     test = root.fused.root if root.opcode == "fusion" else root
-    unknown = f"the text does not tell how often the loop {loop.name} turns"
+    unknown = f"the text does not tell how often the loop {loop.name} runs"
     direction = test.find(r"direction=L([TE])\b")
     if carried.opcode != "tuple" or not direction:
         raise ValueError(unknown)

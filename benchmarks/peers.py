@@ -18,7 +18,9 @@ Loss = Callable[..., tuple[Any, PyTree]]
 
 def jmp_loss(loss: Loss, dtype: DTypeLike) -> Loss:
     """jmp: parameters and inputs are cast at the top of the loss, without a scaler."""
-    policy = _load("jmp", "jmp").Policy(jnp.float32, dtype, jnp.float32)
+    import jmp
+
+    policy = jmp.Policy(jnp.float32, dtype, jnp.float32)
 
     def cast_loss(params, others, batch):
         params, batch = policy.cast_to_compute((params, batch))
@@ -39,7 +41,8 @@ def load_jaxamp() -> Any:
     `Primitive.get_bind_params` used to return `(subfuns, params)` and now returns
     `params`. jaxamp 0.0.4 gets the one line changed that calls it.
     """
-    jaxamp = _load("jaxamp", "jaxamp")
+    import jaxamp
+
     module = importlib.import_module("jaxamp._amp")
     if "corrected" not in vars(module):
         text = inspect.getsource(module.amp_eval_jaxpr)
@@ -56,7 +59,7 @@ def mpx_gradients(loss: Loss, dtype: DTypeLike) -> Callable[..., tuple[Any, ...]
     loss, other variables, gradients, whether they are finite, and the new scaler, which
     is a counter and a scale.
     """
-    mpx = _load("mpx", "mixed-precision-for-JAX")
+    import mpx  # mixed-precision-for-JAX
 
     def gradients(params, others, scaler, batch):
         def with_aux(params, batch):
@@ -71,11 +74,3 @@ def mpx_gradients(loss: Loss, dtype: DTypeLike) -> Callable[..., tuple[Any, ...]
         return value, new_others, grads, finite, (new.counter, new.loss_scaling)
 
     return gradients
-
-
-def _load(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        text = f"{package}: not installed ({error}); pip install {package}"
-        raise ImportError(text) from error

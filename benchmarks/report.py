@@ -92,19 +92,21 @@ def _summary(found: Sequence[Results]) -> str:
 
 def _section(results: Results) -> list[str]:
     """Returns the title, the note, the runs and the tables of a file of results."""
-    section, models = SECTIONS[results.command], list(results.models())
+    section, rows, without = SECTIONS[results.command], [], []
+    for model, cells in results.models():
+        for label, figures in cells.items():
+            if "error" in figures:
+                why = f"`{figures['error']}`"
+                without.append(f"- No figures for {model} {label}: {why}")
+            else:
+                rows.append([model, label, *section.row(label, cells)])
     size = ", tiny sizes" if results.size == "tiny" else ""
-    without = [
-        f"- No figures for {model} {label}: `{figures['error']}`"
-        for model, cells in models
-        for label, figures in cells.items()
-        if "error" in figures
-    ]
+    header = ["model", "variant", *(column.title for column in section.columns)]
     return [
         f"## {section.title} ({results.target}{size})",
         section.note,
         _runs(results),
-        markdown_table(section.header(), section.rows(models)),
+        markdown_table(header, rows),
         "\n".join(without),
         *_collectives(results),
     ]

@@ -43,10 +43,7 @@ class Request:
     def cells(self, models: Iterable[str], names: Iterable[str]) -> Cells:
         """Returns the variants of each model that are asked for and can be made here.
 
-        A model whose hand-set form has no softmax in half precision has no
-        `smcast_bf16`.
-
-        `models` and `names` are the command's own choice.
+        Without softmax in half precision a hand-set model has no `smcast_bf16`.
         """
         missing = {v: variants.reason_missing(v) for v in self.variants or names}
         for name, why in missing.items():
@@ -61,36 +58,45 @@ class Request:
 
     def label(self, variant: str) -> str:
         """Returns the name of a variant together with its options."""
-        options = self.options_of(variant)
-        listed = ",".join(f"{key}={value}" for key, value in options.items())
+        options = self._options_of(variant).items()
+        listed = ",".join(f"{key}={value}" for key, value in options)
         return f"{variant}[{listed}]" if listed else variant
 
     def training(self, variant: str, model: str) -> Training:
         """Makes the training of a cell, with its options."""
-        options = self.options_of(variant)
+        options = self._options_of(variant)
         return variants.training(variant, model, self.size, **options)
 
-    def options_of(self, variant: str) -> dict[str, Any]:
-        """Returns the options of a variant: those of flax_amp take all, others none."""
-        return dict(self.options) if variant.startswith("amp_") else {}
+    def _options_of(self, variant: str) -> Mapping[str, Any]:
+        """Returns all options for a variant of flax_amp, and none for others."""
+        return self.options if variant.startswith("amp_") else {}
 
 
 Measure = Callable[[str, list[str]], Iterable[tuple[str, Figures]]]
 
 
-def run_cells(asked: Request, results: Results, cells: Cells, measure: Measure) -> None:
-    """Measures cells, and writes and prints the figures of each as soon as they exist.
+def run_cells(
+    asked: Request,
+    command: str,
+    target: str,
+    models: Iterable[str],
+    variants: Iterable[str],
+    measure: Measure,
+) -> None:
+    """Measures the cells asked for; writes and prints each as soon as it exists.
 
-    To `resume` leaves out those that were measured with what is here now.
+    `models` and `variants` are the command's own choice. To `resume` leaves out what
+    was measured with what is here now.
     """
-    section = SECTIONS[results.command]
-    for model, names in cells:
+    results = Results.open(asked.folder, command, target, asked.size)
+    for model, names in asked.cells(models, variants):
         if asked.resume:
             names = [n for n in names if not results.has(model, asked.label(n))]
         for name, figures in measure(model, names) if names else ():
             label = asked.label(name)
             results.put(model, label, figures)
-            print(f"{model:17}{label:24} {section.line(figures)}", flush=True)
+            line = SECTIONS[command].line(figures)
+            print(f"{model:17}{label:24} {line}", flush=True)
             free_memory()
 
 

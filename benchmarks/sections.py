@@ -2,12 +2,11 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Figures = Mapping[str, Any]
 Cells = Mapping[str, Figures]  # by variant
-Models = Iterable[tuple[str, Cells]]  # by model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +32,17 @@ class Column:
         value = self.value(figures)
         if value is None or isinstance(value, str):
             return value or ""
-        return f"{value:.{self.digits}f}" + self.ratios_text(figures, baselines)
-
-    def ratios_text(self, figures: Figures, baselines: Sequence[Figures]) -> str:
-        """Returns the ratios to the baselines in brackets, if there are any."""
-        ratios = [self.ratio_to(figures, baseline) for baseline in baselines]
-        texts = [f"{ratio:.2f}" for ratio in ratios if ratio is not None]
-        return f" ({', '.join(texts)})" if texts else ""
+        ratios = [self.ratio_to(figures, other) for other in baselines]
+        told = ", ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+        return self._number(value, figures) + (f" ({told})" if told else "")
 
     def ratio_to(self, figures: Figures, baseline: Figures) -> float | None:
         """Returns the ratio of the value to a baseline's, where there is one."""
-        if not self.ratio:
-            return None
         value, other = self.value(figures), self.value(baseline)
-        return None if value is None or not other else value / other
+        return value / other if self.ratio and value is not None and other else None
+
+    def _number(self, value: Any, figures: Figures) -> str:
+        return f"{value:.{self.digits}f}"
 
 
 class EstimatedTime(Column):
@@ -55,14 +51,10 @@ class EstimatedTime(Column):
     def value(self, figures: Figures) -> Any:
         return figures.get("estimated_ms") or figures.get("estimated_mcycles")
 
-    def text(self, figures: Figures, baselines: Sequence[Figures] = ()) -> str:
-        if self.value(figures) is None:
-            return ""
+    def _number(self, value: Any, figures: Figures) -> str:
         unit = "ms" if figures.get("estimated_ms") else "Mcycles"
         unknown = figures.get("unknown_cycles")
-        value = f"{self.value(figures):.{self.digits}f} {unit}"
-        value += f" and {unknown} unknown" if unknown else ""
-        return value + self.ratios_text(figures, baselines)
+        return f"{value:.3f} {unit}" + (f" and {unknown} unknown" if unknown else "")
 
 
 class PairedRatio(Column):
@@ -101,45 +93,33 @@ class Section:
 
     def line(self, figures: Figures) -> str:
         """Returns the figures of a cell in one line, or why there are none."""
-        if "error" in figures:
-            return figures["error"]
         texts = [(column.title, column.text(figures)) for column in self.columns]
-        return "  ".join(f"{title} {text}" for title, text in texts if text)
+        told = "  ".join(f"{title} {text}" for title, text in texts if text)
+        return figures.get("error", told)
 
-    def header(self) -> list[str]:
-        """Returns the titles of the columns."""
-        return ["model", "variant", *(column.title for column in self.columns)]
-
-    def rows(self, models: Models) -> list[list[str]]:
-        """Returns the rows of the cells that have figures."""
-        rows = []
-        for model, cells in models:
-            for label, figures in cells.items():
-                if "error" not in figures:
-                    others = self._compared_with(label, cells)
-                    texts = [column.text(figures, others) for column in self.columns]
-                    rows.append([model, label, *texts])
-        return rows
+    def row(self, label: str, cells: Cells) -> list[str]:
+        """Returns the texts of a variant that has figures."""
+        others = self._compared_with(label, cells)
+        return [column.text(cells[label], others) for column in self.columns]
 
     def ratios(self, title: str, label: str, cells: Cells) -> list[float]:
         """Returns the ratios in one column of a variant to its baselines."""
-        figures = cells.get(label, {"error": "not measured"})
-        if "error" in figures:
+        if not _has_figures(label, cells):
             return []
         column = next(column for column in self.columns if column.title == title)
         others = self._compared_with(label, cells)
-        found = [column.ratio_to(figures, other) for other in others]
+        found = [column.ratio_to(cells[label], other) for other in others]
         return [ratio for ratio in found if ratio is not None]
 
     def _compared_with(self, label: str, cells: Cells) -> list[Figures]:
         """Returns the figures of a variant's baselines that can be compared."""
-        others = [cells.get(name, {"error": "none"}) for name in self.baselines(label)]
+        names = [name for name in self.baselines(label) if _has_figures(name, cells)]
         run = cells[label]["run"]
-        return [
-            other
-            for other in others
-            if "error" not in other and (other["run"] == run or not self.timed)
-        ]
+        return [cells[n] for n in names if cells[n]["run"] == run or not self.timed]
+
+
+def _has_figures(label: str, cells: Cells) -> bool:
+    return label in cells and "error" not in cells[label]
 
 
 def _quartiles(samples: Sequence[float]) -> str:
@@ -165,7 +145,7 @@ _PEAK = Column("peak MB", "peak_mb", ratio=True)
 _CONVERTS = Column("converts", "converts")
 _KERNELS = Column("kernels", "kernels", ratio=True)
 _TPU = (
-    EstimatedTime("est. time", "", 3, ratio=True),
+    EstimatedTime("est. time", "", ratio=True),
     _GB,
     _TEMP,
     _PEAK,

@@ -1,6 +1,5 @@
 """The softmax of an expert's hand-set model: scores in float32, probabilities back."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,6 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from benchmarks.models import problem
 
@@ -32,9 +30,8 @@ def in_float32(loss: Loss, seen: Callable[[], None] = lambda: None) -> Loss:
         return wide.astype(scores.dtype)
 
     def changed(*args: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for module in (jax.nn, nn, nnx):
-                stack.enter_context(mock.patch.object(module, "softmax", cast))
+        replaced = functools.partial(mock.patch.object, attribute="softmax", new=cast)
+        with replaced(jax.nn), replaced(nn):
             return loss(*args)
 
     return changed

@@ -1,8 +1,8 @@
-"""Times: of work that takes turns, and of the stages before a step runs."""
+"""Work that takes turns, and steps that are timed."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,20 +25,22 @@ def in_turns(
     return [each[warm_up:] for each in found]
 
 
-class Lowering(NamedTuple):
-    """A lowered step; `cpu_s` is processor time, which other work disturbs least."""
+class Running:
+    """A compiled step on a device; `told` is what its last call returned with a carry.
 
-    lowered: jax.stages.Lowered
-    trace_s: float
-    lower_s: float
-    cpu_s: float
+    It donates its carry.
+    """
 
+    def __init__(self, step: Callable[..., Any], carry: Any, batch: Any) -> None:
+        self._carry, self._batch = carry, batch
+        self.told: Any = None
+        jitted = jax.jit(step, donate_argnums=0)
+        self.compiled = jitted.lower(carry, batch).compile()
 
-def lower(jitted: Any, *args: Any) -> Lowering:
-    """Traces and lowers a jitted function for its arguments, or for their shapes."""
-    start, cpu = time.perf_counter(), time.thread_time()
-    traced = jitted.trace(*args)
-    traced_at = time.perf_counter()
-    lowered = traced.lower()
-    end, cpu_end = time.perf_counter(), time.thread_time()
-    return Lowering(lowered, traced_at - start, end - traced_at, cpu_end - cpu)
+    def seconds(self, steps: int = 1) -> float:
+        """Takes steps and waits for the device; returns the seconds."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._carry, self.told = self.compiled(self._carry, self._batch)
+        jax.block_until_ready((self._carry, self.told))
+        return time.perf_counter() - began

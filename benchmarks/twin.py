@@ -1,7 +1,7 @@
-"""The twin of a program: what a cast of its products alone does to it.
+"""The twin of a program: what a cast of its matmuls alone does to it.
 
 It is what an expert would write by hand, and is compared with `amp`. The operands of
-each product are rounded to half precision, their product is added up in float32 and
+each matmul are rounded to half precision, their product is added up in float32 and
 rounded once; all else is float32, as the program has it. So are the derivatives.
 """
 
@@ -9,8 +9,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxprs_in_params
 
 from benchmarks.products import PRODUCTS, in_float32, is_float, with_products
@@ -18,20 +20,28 @@ from flax_amp import _compat
 
 
 def cast_products(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """Returns a function of arrays with its products in half precision.
+    """Returns a function of arrays with its matmuls in half precision.
 
-    Cast is each product of float32 operands for which the program asks no precision.
+    Cast is each matmul of float32 operands for which the program asks no precision.
     Inner products are sums, and outer products multiplications: they stay in float32.
+    In the derivative an outer product is cast, too: it is that of a matrix times a
+    vector. So are matmuls in rules of JAX, such as that of a QR decomposition.
 
     Args:
-      fun: the function, in float32.
+      fun: the function, in float32, to floats.
       dtype: the half precision.
     """
-    return with_products(fun, functools.partial(_cast, dtype=dtype))
+
+    def twin(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        flat = lambda *leaves: fun(*jax.tree.unflatten(tree, leaves))  # noqa: E731
+        return _with_derivative(flat, dtype)(*leaves)
+
+    return twin
 
 
 def count_cast(closed: Any) -> int:
-    """Returns how many products of a jaxpr are cast, each time that they run."""
+    """Returns how many matmuls of a jaxpr are cast, each time that they run."""
     count = 0
     for eqn in _compat.open_jaxpr(closed)[0].eqns:
         count += eqn.primitive.name in PRODUCTS and _is_cast(eqn)
@@ -41,36 +51,69 @@ def count_cast(closed: Any) -> int:
     return count
 
 
-def _cast(eqn: Any, operands: Sequence[Any], dtype: Any) -> Any:
-    if not _is_cast(eqn):
+def _with_derivative(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """Casts the matmuls of a function of arrays, and those of its derivative."""
+    cast = functools.partial(_cast, dtype=dtype)
+    cast_outer = functools.partial(cast, outer=True)
+    function = jax.custom_vjp(with_products(fun, cast))
+
+    def forward(*leaves: Any) -> Any:
+        # A rule may refuse derivatives by what nobody differentiates by.
+        mask = [x.perturbed and is_float(x.value) for x in leaves]
+
+        def of_some(*some: Any) -> Any:
+            chosen = iter(some)
+            pairs = zip(mask, leaves, strict=True)
+            return fun(*(next(chosen) if by else x.value for by, x in pairs))
+
+        some = [x.value for by, x in zip(mask, leaves, strict=True) if by]
+        outs, pull = with_products(functools.partial(jax.vjp, of_some), cast)(*some)
+
+        def backward(pull: Any, cotangents: Any) -> Any:
+            wide = jax.tree.map(_array, cotangents)
+            found = with_products(lambda f, cts: f(cts), cast_outer)(pull, wide)
+            found = iter(found)
+            return tuple(next(found) if by else None for by in mask)
+
+        return outs, jax.tree_util.Partial(backward, pull)
+
+    function.defvjp(forward, lambda pull, cts: pull(cts), symbolic_zeros=True)
+    return function
+
+
+def _array(cotangent: Any) -> Any:
+    is_zero = isinstance(cotangent, SymbolicZero)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+
+
+def _cast(eqn: Any, operands: Sequence[Any], dtype: Any, outer: bool = False) -> Any:
+    if not _is_cast(eqn, outer):
         return None
     low = [_rounded(x, dtype) if is_float(x) else x for x in operands]
     return _rounded(in_float32(eqn, low), dtype).astype(jnp.float32)
 
 
 def _rounded(x: Any, dtype: Any) -> Any:
-    """Returns a float32 array in half; its cotangent is in half as well.
-
-    The barrier keeps XLA from skipping the rounding.
-    """
+    """Returns a float32 array in half; the barrier keeps XLA from skipping that."""
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def _is_cast(eqn: Any) -> bool:
+def _is_cast(eqn: Any, outer: bool = False) -> bool:
     default = lax.Precision.DEFAULT
     floats = (*eqn.invars[:2], *eqn.outvars)
     return (
         all(v.aval.dtype == jnp.float32 for v in floats)
         and eqn.params["precision"] in (None, default, (default, default))
-        and _is_matrix_product(eqn)
+        and _is_matrix_product(eqn, outer)
     )
 
 
-def _is_matrix_product(eqn: Any) -> bool:
-    """Whether it is neither a sum nor a multiplication."""
+def _is_matrix_product(eqn: Any, outer: bool) -> bool:
+    """Whether it is neither a sum nor a multiplication, unless that is asked for."""
     if eqn.primitive.name != "dot_general":
         return True
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
     has_terms = any(shapes[0][axis] > 1 for axis in contracted)
-    return has_terms and max(map(len, shapes)) > len(contracted) + len(batch)
+    free = [len(shape) > len(contracted) + len(batch) for shape in shapes]
+    return any(free) if has_terms else outer and all(free)

@@ -170,14 +170,14 @@ def _scaled(
 
 
 def _flax_fp8(model: str, size: str) -> Training:
-    """A hand-set model whose Dense layers in bfloat16 have the products of Flax in fp8.
+    """A hand-set model whose Dense layers in bfloat16 have the matmuls of Flax in fp8.
 
     Their statistics become what their gradients are, as in Flax's `TrainState`. The
     router of experts is in float32 and stays so.
     """
     task = problem(model, size, _BF16)
 
-    def set_products(call, args, kwargs, context):
+    def set_matmuls(call, args, kwargs, context):
         layer = context.module
         if isinstance(layer, nn.Dense | nn.DenseGeneral) and layer.dtype == _BF16:
             # A module refuses to be changed.
@@ -186,7 +186,7 @@ def _flax_fp8(model: str, size: str) -> Training:
 
     def in_fp8(function):
         def changed(*args):
-            with nn.intercept_methods(set_products):
+            with nn.intercept_methods(set_matmuls):
                 return function(*args)
 
         return changed
@@ -263,14 +263,14 @@ def _amp_step(
 
 _BF16, _F16 = jnp.bfloat16, jnp.float16
 _partial = functools.partial
+_amp = _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16)
+_bf16_step = _partial(_amp_step, dtype=_BF16, scaling=False)
+_small_step = _partial(_bf16_step, tx=optim.small_state(OPTIMIZER))
 
 
-# The device that a step is compiled for is not asked whether it has such products.
-_IN_FP8 = flax_amp.use_fp8(emulate=False)
-
-
-def _everywhere(recipe: Any) -> dict[Any, Any]:
-    """Returns a policy of all scopes: its products run in fp8 at any size."""
+def _everywhere(emulate: bool) -> dict[Any, Any]:
+    """Returns a policy of all scopes: their matmuls run in fp8 at any size."""
+    recipe: Any = flax_amp.use_fp8(emulate=emulate)
     return flax_amp.default_amp_policy | {"*": recipe}
 
 
@@ -278,40 +278,22 @@ _BUILDERS: dict[str, Callable[..., Training]] = {
     "float32": _of_loss,
     "hand_bf16": _partial(_of_loss, dtype=_BF16),
     "smcast_bf16": _partial(_of_loss, dtype=_BF16, wrap=softmax.in_float32),
-    "amp_bf16": _partial(_of_loss, wrap=flax_amp.amp, compute_dtype=_BF16),
+    "amp_bf16": _amp,
     "twin_bf16": _partial(_of_loss, wrap=_partial(cast_products, dtype=_BF16)),
-    "amp_fp8": _partial(
-        _of_loss, wrap=flax_amp.amp, compute_dtype=_BF16, matmul_dtype=_IN_FP8
-    ),
-    "amp_fp8_all": _partial(
-        _of_loss,
-        wrap=flax_amp.amp,
-        compute_dtype=_BF16,
-        amp_policy=_everywhere(_IN_FP8),
-    ),
+    # The device that a step is compiled for is not asked whether it has such matmuls.
+    "amp_fp8": _partial(_amp, matmul_dtype=flax_amp.use_fp8(emulate=False)),
+    "amp_fp8_all": _partial(_amp, amp_policy=_everywhere(emulate=False)),
     "flax_fp8": _flax_fp8,
-    "amp_step_bf16": _partial(_amp_step, dtype=_BF16, scaling=False),
-    "amp_small_moments": _partial(
-        _amp_step, dtype=_BF16, scaling=False, tx=optim.small_state(OPTIMIZER)
-    ),
-    "amp_small_state": _partial(
-        _amp_step,
-        dtype=_BF16,
-        scaling=False,
-        tx=optim.small_state(OPTIMIZER),
-        param_dtype=_BF16,
-    ),
+    "amp_step_bf16": _bf16_step,
+    "amp_small_moments": _small_step,
+    "amp_small_state": _partial(_small_step, param_dtype=_BF16),
     "jmp_bf16": _partial(_of_loss, wrap=_partial(peers.jmp_loss, dtype=_BF16)),
     "mpx_bf16": _mpx,
     "jaxamp_bf16": _partial(_of_loss, wrap=_partial(peers.jaxamp_loss, dtype=_BF16)),
     "hand_fp16": _partial(_scaled, dtype=_F16),
     "amp_fp16": _partial(_amp_step, dtype=_F16, scaling=True),
     # For gradients alone, whose numbers are those of hardware
-    "amp_fp8_emulated": _partial(
-        _of_loss,
-        wrap=flax_amp.amp,
-        amp_policy=_everywhere(flax_amp.use_fp8(emulate=True)),
-    ),
+    "amp_fp8_emulated": _partial(_amp, amp_policy=_everywhere(emulate=True)),
 }
 NAMES = tuple(_BUILDERS)
 # Steps with a state in bfloat16

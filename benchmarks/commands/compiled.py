@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from benchmarks import fp8, hlo, request
 from benchmarks.request import Figures, Request
-from benchmarks.results import Results
 from benchmarks.variants import Training
 
 CHIPS = "v5e:16x16"
@@ -48,37 +47,32 @@ Compile = Callable[[Training], jax.stages.Compiled]
 
 def run_tpu(asked: Request, target: str = "v5e") -> None:
     """Compiles every cell for a TPU."""
-    cells = asked.cells(request.MODELS, request.BFLOAT16)
-    _run(asked, "tpu", target, cells, _for_one(tpu_devices(target)))
+    chosen = request.MODELS, request.BFLOAT16
+    _run(asked, "tpu", target, *chosen, _for_one(tpu_devices(target)))
 
 
 def run_gpu(asked: Request, target: str = "h200") -> None:
     """Compiles every cell for a GPU."""
-    cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
-    _run(asked, "gpu-aot", target, cells, _for_one(_gpu(target)))
+    chosen = request.MODELS, request.BFLOAT16 + request.FLOAT16
+    _run(asked, "gpu-aot", target, *chosen, _for_one(_gpu(target)))
 
 
 def run_mesh(asked: Request) -> None:
     """Compiles every variant for 256 chips of a TPU v5e, and tells its collectives."""
-    cells = asked.cells(("gpt_fsdp",), _MESH_VARIANTS)
-    _run(asked, "mesh", CHIPS, cells, _for_chips())
+    _run(asked, "mesh", CHIPS, ("gpt_fsdp",), _MESH_VARIANTS, _for_chips())
 
 
 def run_fp8(asked: Request, target: str = "tpu7x") -> None:
-    """Compiles products in fp8 beside those in bfloat16."""
-    if target == CHIPS:
-        models, build = ["gpt_fsdp"], _for_chips()
-    else:
-        is_gpu = target in GPUS
-        devices = _gpu(target) if is_gpu else tpu_devices(target)
-        models, build = _FP8_MODELS, _for_one(devices)
-    cells = asked.cells(models, ("amp_bf16", *request.FP8))
+    """Compiles matmuls in fp8 beside those in bfloat16."""
+    is_gpu = target in GPUS
 
     def figures(training: Training, compiled: jax.stages.Compiled) -> Figures:
         made = fp8.products(training.step, *training.shapes())
-        return made | fp8.compiled(compiled.as_text() or "", target in GPUS)
+        return made | fp8.compiled(compiled.as_text() or "", is_gpu)
 
-    _run(asked, "fp8", target, cells, build, figures)
+    build = _for_one(_gpu(target) if is_gpu else tpu_devices(target))
+    chosen = _FP8_MODELS, ("amp_bf16", *request.FP8)
+    _run(asked, "fp8", target, *chosen, build, figures)
 
 
 def _for_chips() -> Compile:
@@ -168,7 +162,8 @@ def _run(
     asked: Request,
     command: str,
     target: str,
-    cells: Any,
+    models: Sequence[str],
+    variants: Sequence[str],
     build: Compile,
     more: Callable[..., Figures] = lambda *_: {},
 ) -> None:
@@ -184,5 +179,4 @@ def _run(
         for name in names:
             yield name, request.guarded(figures, name, model)
 
-    results = Results.open(asked.folder, command, target, asked.size)
-    request.run_cells(asked, results, cells, measure)
+    request.run_cells(asked, command, target, models, variants, measure)

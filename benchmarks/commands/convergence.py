@@ -3,7 +3,6 @@
 Every run is written when it ends.
 """
 
-import pathlib
 import sys
 
 import jax
@@ -17,19 +16,11 @@ from benchmarks.request import Request
 from benchmarks.show import write_page
 
 
-def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
-    """Writes convergence.json, convergence.md and a figure.
+def run(asked: Request, tasks: str, ways: str, seeds: int) -> None:
+    """Writes convergence.json, convergence.md and a figure; exits with 1 if one is out.
 
-    Args:
-      asked: folder of the request, and whether to keep the runs that are there.
-      tasks: some of the tasks, separated by commas; empty for all.
-      ways: some of the precisions, likewise.
-      seeds: of a precision; float32 may have more. With none, the page is made of what
-        is there.
-      out: another folder.
-
-    Raises:
-      SystemExit: if a run is out, see `convergence/run.py`.
+    Without names of `tasks` and `ways`, separated by commas, it runs all of them;
+    without `seeds` it makes the page of what is there.
     """
     # Most of the time is compiling. Excess precision would hide roundings.
     request.on_cpu(
@@ -37,16 +28,15 @@ def run(asked: Request, tasks: str, ways: str, seeds: int, out: str) -> None:
         "--xla_allow_excess_precision=false",
         "--xla_cpu_use_fusion_emitters=false",
     )
-    folder = pathlib.Path(out or asked.folder)
-    results = training.Results.open(folder / "convergence.json")
+    results = training.Results.open(asked.folder / "convergence.json")
     for task in tasks.split(",") if tasks else TASKS:
         for way in ways.split(",") if ways else WAYS:
             least = TASKS[task].seeds if way == "float32" and seeds else 0
             numbers = range(max(least, seeds))
             done = [x for x in numbers if asked.resume and results.has(task, way, x)]
             _run(results, task, way, [x for x in numbers if x not in done])
-    write_page(folder / "convergence.md", page.page(results))
-    page.draw(results, folder / "convergence.png")
+    write_page(asked.folder / "convergence.md", page.page(results))
+    page.draw(results, asked.folder / "convergence.png")
     outside = page.outside(results)
     print(f"{len(outside)} runs out: {', '.join(outside)}")
     sys.exit(bool(outside))
@@ -56,6 +46,4 @@ def _run(results: training.Results, name: str, way: str, seeds: list[int]) -> No
     for seed, figures in training.train(TASKS[name], WAYS[way], seeds):
         results.put(name, way, seed, figures)
         print(f"{name} {way} {seed}: {page.told(figures)}", flush=True)
-    if seeds and WAYS[way].precision != "32-true":
-        results.put_share(name, way, training.low_share(TASKS[name], WAYS[way]))
     jax.clear_caches()

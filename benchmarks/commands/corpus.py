@@ -5,33 +5,25 @@ The figures of each program are kept in `corpus.partial` as soon as they are the
 """
 
 import json
-import pathlib
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import environment, request
-from benchmarks.corpus import functions, libraries, solvers, table, transformers_models
+from benchmarks import environment, request, results
+from benchmarks.corpus import table
+from benchmarks.corpus.case import Case
 from benchmarks.corpus.measure import HALVES, measure
-from benchmarks.corpus.program import Case
+from benchmarks.corpus.programs import all_programs
 from benchmarks.request import Request
 from benchmarks.show import write_page
 
-# The solvers, which take long to trace, come last.
-_FILES = (functions, libraries, transformers_models, solvers)
 
+def run(asked: Request, only: str) -> None:
+    """Writes corpus.md into the folder of results, of all programs or of `only` some.
 
-def run(asked: Request, only: str, out: str) -> None:
-    """Writes corpus.md into the folder of results.
-
-    Args:
-      asked: folder of the request, and whether to resume.
-      only: parts of names, separated by commas; empty for all programs.
-      out: another place for the page; without it, the page is written if all are run.
-
-    Raises:
-      SystemExit: if a program fails under amp or returns other dtypes.
+    A page of some is not written among the results of all. The exit code is 1 if a
+    program fails under amp or returns other dtypes.
     """
     # Compiling takes most of the time. Excess precision would hide roundings.
     request.on_cpu(
@@ -41,7 +33,8 @@ def run(asked: Request, only: str, out: str) -> None:
         "--xla_cpu_use_fusion_emitters=false",
     )
     partial, versions = asked.folder / "corpus.partial", environment.versions()
-    rows = _read(partial, versions) if asked.resume else {}
+    kept = json.loads(partial.read_text()) if asked.resume and partial.exists() else {}
+    rows = kept["rows"] if kept.get("versions") == versions else {}
     made = all_programs()
     chosen = [key for key in made if any(part in key for part in only.split(","))]
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -52,29 +45,13 @@ def run(asked: Request, only: str, out: str) -> None:
             partial.write_text(json.dumps(kept, indent=1))
             print(f"{number}/{len(chosen)} {key}: {_told(rows[key])}", flush=True)
             request.free_memory()
-    if out or not only:
-        path = pathlib.Path(out or asked.folder / "corpus.md")
-        write_page(path, table.page({key: rows[key] for key in made if key in rows}))
-    failed = [key for key, row in rows.items() if row["problems"]]
-    print(f"{len(rows)} programs, {len(failed)} with problems")
+    found = {key: rows[key] for key in made if key in rows}
+    if not only or asked.folder != results.FOLDER:
+        write_page(asked.folder / "corpus.md", table.page(found))
+    failed = [key for key, row in found.items() if row["problems"]]
+    print(f"{len(found)} programs, {len(failed)} with problems")
     if failed:
         sys.exit(f"with problems: {', '.join(failed)}")
-
-
-def all_programs() -> dict[str, Callable[[], Case]]:
-    """Returns what makes each program, by package and name."""
-    return {
-        f"{source}/{name}": make
-        for file in _FILES
-        for source, programs in file.TABLES.items()
-        for name, make in programs().items()
-    }
-
-
-def _read(partial: pathlib.Path, versions: dict[str, str]) -> dict[str, Any]:
-    """Returns the rows that were measured with the same versions and sources."""
-    kept = json.loads(partial.read_text()) if partial.exists() else {}
-    return kept["rows"] if kept.get("versions") == versions else {}
 
 
 def _told(row: dict[str, Any]) -> str:

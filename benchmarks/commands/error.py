@@ -2,7 +2,7 @@
 
 XLA may skip a rounding to half precision between two operations that it fuses. Here it
 is told not to, so that what is compared is the rounding that a program asks for. And
-every product of half-precision arrays adds in float32 and is rounded once, whatever the
+every matmul of half-precision arrays adds in float32 and is rounded once, whatever the
 CPU would do (`exact`).
 """
 
@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks import request
 from benchmarks.exact import with_exact_products
 from benchmarks.request import Figures, Request
-from benchmarks.results import Results
 
 SEEDS = 8  # of weights and batches
 _VARIANTS = (
@@ -32,16 +31,14 @@ PyTree = Any
 def run(asked: Request) -> None:
     """Compares the gradients of every cell with the float32 model's."""
     request.on_cpu(_EXACT)
-    asked = dataclasses.replace(asked, size="tiny")
+    tiny = dataclasses.replace(asked, size="tiny")
 
     def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
-        samples = _reference(asked, model)
+        samples = _reference(tiny, model)
         for name in names:
-            yield name, request.guarded(_figures, asked, model, name, samples)
+            yield name, request.guarded(_figures, tiny, model, name, samples)
 
-    results = Results.open(asked.folder, "error", "cpu")
-    cells = asked.cells(request.MODELS, _VARIANTS)
-    request.run_cells(asked, results, cells, measure)
+    request.run_cells(asked, "error", "cpu", request.MODELS, _VARIANTS, measure)
 
 
 def relative_error(grads: PyTree, reference: PyTree) -> float:

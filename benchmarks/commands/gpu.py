@@ -8,22 +8,17 @@ idle.
 import functools
 import math
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from benchmarks import hlo, models, request
 from benchmarks.request import Figures, Request
-from benchmarks.results import Results
-from benchmarks.timing import in_turns
-from benchmarks.variants import Training
+from benchmarks.timing import Running, in_turns
 
 _WARM_UP = 10  # steps; a loss scale finds its size in them
 _TURN_S = 0.1
-
-PyTree = Any
 
 
 def run(asked: Request, platform: str = "cuda", rounds: int = 30) -> None:
@@ -34,12 +29,11 @@ def run(asked: Request, platform: str = "cuda", rounds: int = 30) -> None:
     except RuntimeError as error:
         sys.exit(f"error: no device of the platform {platform}: {error}")
 
-    def measure(model: str, names: list[str]) -> Iterator[tuple[str, Figures]]:
-        yield from time_model(asked, model, names, rounds).items()
+    def measure(model: str, names: list[str]) -> Iterable[tuple[str, Figures]]:
+        return time_model(asked, model, names, rounds).items()
 
-    results = Results.open(asked.folder, "gpu", device, asked.size)
-    cells = asked.cells(request.MODELS, request.BFLOAT16 + request.FLOAT16)
-    request.run_cells(asked, results, cells, measure)
+    chosen = request.MODELS, request.BFLOAT16 + request.FLOAT16
+    request.run_cells(asked, "gpu", device, *chosen, measure)
 
 
 def time_model(
@@ -50,51 +44,36 @@ def time_model(
     keys = jax.random.split(jax.random.key(0))
     variables = jax.device_get(jax.jit(task.init)(keys[0]))  # the same for all of them
     batch = jax.jit(task.batch)(keys[1])
-    found: dict[str, Figures] = {}
-    running: dict[str, _Running] = {}
+    running: dict[str, Running] = {}
 
     def start(name: str) -> Figures:
-        running[name] = _Running(asked.training(name, model), variables, batch)
-        return running[name].figures
+        training = asked.training(name, model)
+        carry = training.start(jax.device_put(variables))
+        running[name] = Running(training.step, carry, batch)
+        return _first_figures(running[name])
 
-    for name in names:
-        found[name] = request.guarded(start, name)
+    found = {name: request.guarded(start, name) for name in names}
 
     def turn(name: str) -> None:
         if "error" not in found[name]:
-            found[name] = request.guarded(running[name].turn)
+            found[name] = request.guarded(_turn, running[name], found[name])
 
     in_turns([functools.partial(turn, name) for name in names], rounds, warm_up=0)
     return found
 
 
-class _Running:
-    """A compiled variant on the device, and its figures."""
+def _first_figures(running: Running) -> Figures:
+    memory: Any = running.compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    running.seconds(_WARM_UP)
+    burst = math.ceil(_TURN_S / (running.seconds(3) / 3))
+    found = hlo.measure(running.compiled) | {"peak_mb": held / 1e6, "step_ms": []}
+    return found | {"burst": max(1, min(1000, burst))}
 
-    def __init__(self, training: Training, variables: PyTree, batch: PyTree):
-        self._carry = training.start(jax.device_put(variables))
-        self._batch = batch
-        jitted = jax.jit(training.step, donate_argnums=0)
-        self._step = jitted.lower(self._carry, batch).compile()
-        memory: Any = self._step.memory_analysis()
-        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-        held += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-        self._seconds(_WARM_UP)
-        burst = math.ceil(_TURN_S / (self._seconds(3) / 3))
-        self.figures = hlo.measure(self._step) | {"peak_mb": held / 1e6, "step_ms": []}
-        self.figures["burst"] = max(1, min(1000, burst))
 
-    def turn(self) -> Figures:
-        """Times a burst of steps; returns the figures."""
-        seconds = self._seconds(self.figures["burst"])
-        self.figures["step_ms"].append(1e3 * seconds / self.figures["burst"])
-        self.figures["loss"] = float(self._loss)
-        return self.figures
-
-    def _seconds(self, steps: int) -> float:
-        """Takes steps and waits for the device; returns the seconds."""
-        start = time.perf_counter()
-        for _ in range(steps):
-            self._carry, self._loss = self._step(self._carry, self._batch)
-        jax.block_until_ready((self._carry, self._loss))
-        return time.perf_counter() - start
+def _turn(running: Running, figures: Figures) -> Figures:
+    """Times a burst of steps; returns the figures with its milliseconds."""
+    ms = 1e3 * running.seconds(figures["burst"]) / figures["burst"]
+    times = [*figures["step_ms"], ms]
+    return figures | {"step_ms": times, "loss": float(running.told)}

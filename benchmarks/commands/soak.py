@@ -21,74 +21,60 @@ _SAVE_EVERY = {"full": 50, "tiny": 10}
 _LONGEST = {"full": 120, "tiny": 4}  # saves of one process
 
 
-def truncate(path: pathlib.Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 0x10]) + content[middle + 1 :]
 
 
-def empty(path: pathlib.Path) -> None:
-    path.write_bytes(b"")
-
-
-def flip(path: pathlib.Path, at: float = 0.5) -> None:
-    """Flips a bit, at so much of the length of a file."""
-    content = bytearray(path.read_bytes())
-    if content:
-        content[int(at * (len(content) - 1))] ^= 0x10
-    path.write_bytes(content)
-
-
-DAMAGE: dict[str, Callable[[pathlib.Path], None]] = {
-    "truncated": truncate,
-    "emptied": empty,
-    "flipped": flip,
-    "deleted": pathlib.Path.unlink,
+# What becomes of the bytes of a file, which is not empty
+_DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "emptied": lambda content: b"",
+    "flipped": _flipped,
+    "deleted": lambda content: None,
 }
 
 
 def run(asked: Request, steps: int, seed: int) -> None:
-    """Writes soak.md into the folder of results.
-
-    Args:
-      asked: size and folder of the request.
-      steps: the length of the run.
-      seed: of the batches, the kills and the damage.
-
-    Raises:
-      SystemExit: if a check fails.
-    """
-    chance, history = random.Random(seed), History(seed)
+    """Writes soak.md into the folder of results; exits with 1 if a check fails."""
+    chance, history, number = random.Random(seed), History(seed), 0
     with tempfile.TemporaryDirectory() as name:
-        folder, number = pathlib.Path(name), 0
+        folder = pathlib.Path(name)
         (folder / "steps").mkdir()
         while len(history.rows) < steps:
-            damaged = bool(number) and _damage(folder / "steps", chance, history)
-            newest, record = max(complete(folder)), folder / f"{number}.jsonl"
+            damaged = bool(number) and _damage(folder, chance, history)
+            newest, record = max(_complete(folder)), folder / f"{number}.jsonl"
             longest = _LONGEST[asked.size] if chance.random() < 0.15 else 6
-            saves = chance.randint(1, longest)
-            _process(folder, record, [seed, steps, _SAVE_EVERY[asked.size]], saves)
+            settings = [seed, steps, _SAVE_EVERY[asked.size]]
+            _process(folder, record, settings, chance.randint(1, longest))
             history.add(record, newest, damaged)
             told = dict(history.problems) or "no problem"
             print(f"{number}: step {len(history.rows)}, {told}", flush=True)
             number += 1
-    write_page(asked.folder / "soak.md", page(history))
+    write_page(asked.folder / "soak.md", _page(history))
     if history.problems:
         sys.exit(f"failed: {dict(history.problems)}")
 
 
-def complete(folder: pathlib.Path) -> list[int]:
+def _complete(folder: pathlib.Path) -> list[int]:
     """Returns the steps that are complete, and 0."""
     names = [path.name for path in (folder / "steps").iterdir()]
-    return [0, *(int(name) for name in names if name.isdecimal())]
+    return sorted([0, *(int(name) for name in names if name.isdecimal())])
 
 
-def _damage(steps: pathlib.Path, chance: random.Random, history: History) -> bool:
+def _damage(folder: pathlib.Path, chance: random.Random, history: History) -> bool:
     """Damages a file of the newest step, sometimes and if there is one before it."""
-    newest = sorted(complete(steps.parent))
-    if len(newest) < 3 or chance.random() < 0.7:
+    steps = _complete(folder)
+    if len(steps) < 3 or chance.random() < 0.7:
         return False
-    files = sorted(p for p in (steps / str(newest[-1])).rglob("*") if p.is_file())
-    kind = chance.choice([*DAMAGE])
-    DAMAGE[kind](chance.choice(files))
+    found = (folder / "steps" / str(steps[-1])).rglob("*")
+    files = sorted(path for path in found if path.is_file() and path.stat().st_size)
+    kind, file = chance.choice([*_DAMAGE]), chance.choice(files)
+    content = _DAMAGE[kind](file.read_bytes())
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
     history.counts[f"files {kind}"] += 1
     return True
 
@@ -120,24 +106,13 @@ def _process(
         sys.exit(f"a process of the run failed: {process.returncode}")
 
 
-def page(history: History) -> str:
-    """Returns the page in Markdown."""
-    rows = [
-        [
-            name,
-            text,
-            f"{len(history.problems[name])} problems"
-            if history.problems.get(name)
-            else "holds",
-            str(history.counts[f"checked: {text}"]),
-        ]
-        for name, text in CHECKS.items()
-    ]
-    counts = [
-        [what, str(count)]
-        for what, count in sorted(history.counts.items())
-        if not what.startswith("checked")
-    ]
+def _page(history: History) -> str:
+    rows = []
+    for name, text in CHECKS.items():
+        found = len(history.problems[name]) if name in history.problems else 0
+        verdict = f"{found} problems" if found else "holds"
+        rows.append([name, text, verdict, str(history.checked[name])])
+    counts = [[what, str(count)] for what, count in sorted(history.counts.items())]
     scales = [row["scale"] for row in history.rows]
     slopes = ", ".join(f"{x:.2f}" for x in history.slopes) or "too few saves to tell"
     return f"""# Soak

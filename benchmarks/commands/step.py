@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flax_amp
 from benchmarks import hlo
@@ -24,12 +26,13 @@ from benchmarks.commands import compiled
 from benchmarks.models import problem
 from benchmarks.request import Request
 from benchmarks.show import made_by, markdown_table, write_page
-from benchmarks.timing import in_turns
+from benchmarks.timing import Running, in_turns
 
 PyTree = Any
 
 LAYERS = (3, 25)  # 20 and 152 leaves with Adam, and 8 of the guard
 CALLS = 20  # in a burst
+DEVICES = (1, 8)  # this processor counts as so many
 
 
 class Guarded(TrainState):
@@ -82,19 +85,15 @@ def guarded(loss: Any, state: Any, batch: PyTree) -> tuple[Any, PyTree]:
 
 
 def run(asked: Request, rounds: int) -> None:
-    """Writes step.md into the folder of results.
-
-    Args:
-      asked: folder and size of the request.
-      rounds: turns of each way.
-    """
+    """Writes step.md into the folder of results."""
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(DEVICES))
     has_tpu = importlib.util.find_spec("libtpu") is not None
     targets = ("v5e", "tpu7x") if has_tpu else ()
     tasks = list(_tasks(asked.size))
     wholes = [row for task in tasks for row in _whole(task, targets, rounds // 5)]
     header = ["program", "step", "ms", *(f"{t}, Mcycles" for t in targets), "GB"]
-    calls = [row for layers in LAYERS for row in _calls(layers, rounds)]
+    calls = [row for n in DEVICES for x in LAYERS for row in _calls(x, n, rounds)]
     text = f"""# What `make_train_step` adds to a step by hand
 
 {made_by()}.
@@ -109,26 +108,26 @@ step by hand.
 {markdown_table(header, wholes)}
 
 The same in Python: an MLP of {" and ".join(map(str, LAYERS))} layers, 8 wide, computes
-next to nothing. Processor time of the calling thread for a call, in bursts of {CALLS},
-in turns; the least of the bursts.
+next to nothing. Its state lies on each device, its batch is split. Processor time of
+the calling thread for a call, in bursts of {CALLS}, in turns; the least of the bursts.
 
-{markdown_table(["step", "leaves", "µs", "to guarded"], calls, words=1)}
+{markdown_table(["step", "devices", "leaves", "µs", "to guarded"], calls, words=1)}
 """
     write_page(asked.folder / "step.md", text)
 
 
 def _tasks(size: str) -> Iterator[_Task]:
     for layers, width in ((2, 16),) if size == "tiny" else ((16, 512), (3, 4096)):
-        params, batch, loss = _mlp(layers, width)
-        count = sum(x.size for x in jax.tree.leaves(params)) / 1e6
-        yield _Task(f"MLP, {count:.2g} M parameters, batch 16", loss, params, batch)
+        task = _mlp(layers, width)
+        count = sum(x.size for x in jax.tree.leaves(task.params)) / 1e6
+        yield task._replace(name=f"MLP, {count:.2g} M parameters, batch 16")
     vit = problem("vit_s16", size)
     params = vit.init(jax.random.key(0))["params"]
     batch = jax.tree.map(lambda x: x[:16], vit.batch(jax.random.key(1)))
     yield _Task("ViT, batch 16", lambda p, b: vit.loss(p, {}, b)[0], params, batch)
 
 
-def _mlp(layers: int, width: int) -> tuple[PyTree, PyTree, Any]:
+def _mlp(layers: int, width: int) -> _Task:
     names = [f"layer_{i:02}" for i in range(layers)]
     kernel = jax.random.normal(jax.random.key(0), (width, width)) / width**0.5
     params = {name: {"kernel": kernel, "bias": jnp.zeros(width)} for name in names}
@@ -140,91 +139,75 @@ def _mlp(layers: int, width: int) -> tuple[PyTree, PyTree, Any]:
             x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
         return ((x - batch["y"]) ** 2).mean()
 
-    return params, batch, loss_fn
+    return _Task("", loss_fn, params, batch)
 
 
-def _ways(task: _Task, **options: Any) -> dict[str, tuple[Any, Callable[[], PyTree]]]:
-    """Returns each step, and what makes its first state."""
+def _ways(task: _Task, jit: bool) -> dict[str, tuple[Any, PyTree]]:
+    """Returns each step with its first state, which it may donate."""
     tx = optax.adam(1e-3)
     lowered = flax_amp.amp(task.loss)
 
     def start(cls: Any, **more: Any) -> PyTree:
         state = cls.create(apply_fn=None, params=task.params, tx=tx, **more)
-        return jax.tree.map(jnp.array, state)  # which the step may donate
+        return jax.tree.map(jnp.array, state)
 
-    zero = jnp.int32(0)
-    guard = dict(scaler=flax_amp.no_scaler(), in_a_row=zero, total=zero)
+    def by_hand(step: Any) -> Any:
+        step = functools.partial(step, lowered)
+        return jax.jit(step, donate_argnums=0) if jit else step
+
+    guard: Any = dict(in_a_row=jnp.int32(0), total=jnp.int32(0))
+    guard |= dict(scaler=flax_amp.no_scaler(), last_finite=jnp.array(True))
     return {
-        "plain, by hand": (
-            functools.partial(plain, lowered),
-            functools.partial(start, TrainState),
-        ),
-        "guarded, by hand": (
-            functools.partial(guarded, lowered),
-            functools.partial(start, Guarded, last_finite=jnp.array(True), **guard),
-        ),
+        "plain, by hand": (by_hand(plain), start(TrainState)),
+        "guarded, by hand": (by_hand(guarded), start(Guarded, **guard)),
         "`make_train_step`": (
-            flax_amp.make_train_step(task.loss, **options),
-            functools.partial(start, flax_amp.AmpTrainState),
+            flax_amp.make_train_step(task.loss, jit=jit),
+            start(flax_amp.AmpTrainState),
         ),
     }
 
 
 def _whole(task: _Task, targets: tuple[str, ...], rounds: int) -> list[list[str]]:
     ways = _ways(task, jit=False)
-    steps = [_Timed(step, start(), task.batch) for step, start in ways.values()]
-    ms = [statistics.median(found) * 1e3 for found in in_turns(steps, rounds)]
-    figures = [ms]
-    for target in targets:
-        devices = compiled.tpu_devices(target)
-        figures.append(
-            [
-                _figures(step, (start, task.batch), devices)["estimated_mcycles"]
-                for step, start in ways.values()
-            ]
-        )
-    figures.append([step.gb_accessed for step in steps])
+    cycles = [
+        [_cycles(*way, task.batch, compiled.tpu_devices(t)[0]) for way in ways.values()]
+        for t in targets
+    ]
+    steps = [Running(*way, task.batch) for way in ways.values()]
+    times = in_turns([step.seconds for step in steps], rounds)
+    ms = [statistics.median(found) * 1e3 for found in times]
+    gb = [hlo.measure(step.compiled)["gb_accessed"] for step in steps]
+    figures = [ms, *cycles, gb]
     cells = [[f"{x:.3g} ({x / of[1]:.3f})" for x in of] for of in figures]
     return [[task.name, name, *row] for name, *row in zip(ways, *cells, strict=True)]
 
 
-class _Timed:
-    """A compiled step; each call gives the seconds of one."""
-
-    def __init__(self, step: Any, state: PyTree, batch: PyTree) -> None:
-        self._state, self._batch = state, batch
-        self._step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-        self.gb_accessed = hlo.figures(self._step.as_text() or "")["gb_accessed"]
-
-    def __call__(self) -> float:
-        begin = time.perf_counter()
-        self._state, _ = self._step(self._state, self._batch)
-        jax.block_until_ready(self._state)
-        return time.perf_counter() - begin
+def _cycles(step: Any, state: PyTree, batch: PyTree, device: jax.Device) -> float:
+    shapes = jax.eval_shape(lambda *args: args, state, batch)
+    one = jax.sharding.SingleDeviceSharding(device)
+    made = compiled.compile_for(step, shapes, one)
+    return hlo.measure(made)["estimated_mcycles"]
 
 
-def _figures(step: Any, args: Any, devices: Any) -> dict[str, Any]:
-    start, batch = args
-    shapes = jax.eval_shape(start), jax.eval_shape(lambda: batch)
-    one = jax.sharding.SingleDeviceSharding(devices[0])
-    return hlo.figures(compiled.compile_for(step, shapes, one).as_text() or "")
-
-
-def _calls(layers: int, rounds: int) -> list[list[str]]:
+def _calls(layers: int, devices: int, rounds: int) -> list[list[str]]:
     """Returns a row for each step: what a call of it costs, and its ratio."""
-    params, batch, loss = _mlp(layers, 8)
-    ways = _ways(_Task("", loss, params, batch))
-    states = [start() for _, start in ways.values()]
-    steps = [
-        step if name.startswith("`") else jax.jit(step, donate_argnums=0)
-        for name, (step, _) in ways.items()
-    ]
+    mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
+    everywhere, split = (NamedSharding(mesh, P(*axes)) for axes in ((), ("data",)))
+    task = _mlp(layers, 8)
+    task = task._replace(
+        params=jax.device_put(task.params, everywhere),
+        batch=jax.device_put(task.batch, split),
+    )
+    ways = {
+        name: (step, jax.device_put(state, everywhere))
+        for name, (step, state) in _ways(task, jit=True).items()
+    }
     gc.freeze()  # a full collection would fall into some bursts and not into others
-    bursts = [_burst(*each, batch) for each in zip(steps, states, strict=True)]
+    bursts = [_burst(*way, task.batch) for way in ways.values()]
     us = [min(found) * 1e6 for found in in_turns(bursts, rounds)]
-    leaves = [len(jax.tree.leaves(state)) for state in states]
+    leaves = [len(jax.tree.leaves(state)) for _, state in ways.values()]
     return [
-        [name, str(count), f"{each:.0f}", f"{each / us[1]:.2f}"]
+        [name, str(devices), str(count), f"{each:.0f}", f"{each / us[1]:.2f}"]
         for name, count, each in zip(ways, leaves, us, strict=True)
     ]
 

@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from benchmarks.convergence.task import Carry, Program, PyTree, Way, supervised
@@ -13,6 +14,7 @@ from benchmarks.models import base, small
 from examples.digits import data as digits
 
 BATCH = 64
+_IMAGE = np.zeros((1, 8, 8, 1), np.float32)
 
 
 def _load() -> dict[str, PyTree]:
@@ -28,10 +30,6 @@ def _sample(data: PyTree, key: jax.Array) -> PyTree:
 def _adam(rate: float, steps: int) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-
-
-def _accuracy(logits: Any, labels: jax.Array) -> jax.Array:
-    return jnp.mean(logits.argmax(-1) == labels)
 
 
 class ResBlock(nn.Module):
@@ -63,7 +61,7 @@ class ResNet(nn.Module):
     dtype: base.DType = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         x = nn.Conv(8, (3, 3), use_bias=False, dtype=self.dtype)(x)
         for features, stride in ((8, 1), (16, 2), (32, 2)):
             x = ResBlock(features, stride, train, self.dtype)(x)
@@ -71,55 +69,33 @@ class ResNet(nn.Module):
 
 
 def resnet(way: Way, steps: int) -> Program:
-    model, reference = ResNet(way.dtype), ResNet()
-
-    def create(key):
-        variables = model.init(key, jnp.zeros((1, 8, 8, 1)), train=False)
-        return dict(
-            params=variables["params"],
-            variables={"batch_stats": variables["batch_stats"]},
-            tx=_adam(3e-3, steps),
-        )
-
-    def loss_fn(params, batch, *, state):
-        variables = {"params": params, **state.variables}
+    def loss(model, variables, batch):
         logits, updates = model.apply(
             variables, batch["image"], train=True, mutable=["batch_stats"]
         )
-        loss = base.cross_entropy(logits, batch["label"])
-        return loss, {"variables": updates}
+        return base.cross_entropy(logits, batch["label"]), updates
 
-    def evaluate(state, data):
-        variables = {"params": state.params, **state.variables}
-        logits = reference.apply(variables, data["test"]["image"], train=False)
-        return _accuracy(logits, data["test"]["label"])
+    def accuracy(model, variables, batch):
+        logits = model.apply(variables, batch["image"])
+        return jnp.mean(logits.argmax(-1) == batch["label"])
 
-    return supervised(way, _load(), create, loss_fn, _sample, evaluate)
+    tx = _adam(3e-3, steps)
+    return supervised(way, ResNet, [_IMAGE], tx, _load(), _sample, loss, accuracy)
 
 
 def lstm(way: Way, steps: int) -> Program:
     """Predicts each of the 64 pixels, of 17 shades, from those before it."""
-    model, reference = (small.LSTM(48, 17, dtype) for dtype in (way.dtype, None))
 
-    def pixels(image):
-        return jnp.round(16 * jnp.reshape(image, (-1, 64))).astype(jnp.int32)
+    def bits(model, variables, batch):
+        pixels = jnp.reshape(batch["image"], (-1, 64))
+        text = jnp.round(16 * pixels).astype(jnp.int32)
+        logits = model.apply(variables, text[:, :-1])
+        return base.cross_entropy(logits, text[:, 1:]) / jnp.log(2.0), {}
 
-    def create(key):
-        variables = model.init(key, jnp.zeros((1, 63), jnp.int32))
-        return dict(params=variables["params"], tx=_adam(1e-2, steps))
-
-    def bits(module, params, image):
-        text = pixels(image)
-        logits = module.apply({"params": params}, text[:, :-1])
-        return base.cross_entropy(logits, text[:, 1:]) / jnp.log(2.0)
-
-    def loss_fn(params, batch, *, state):
-        return bits(model, params, batch["image"]), {}
-
-    def evaluate(state, data):
-        return bits(reference, state.params, data["test"]["image"])
-
-    return supervised(way, _load(), create, loss_fn, _sample, evaluate)
+    config, tx = base.config(width=48, vocab=17), _adam(1e-2, steps)
+    model = functools.partial(small.LSTM, config)
+    text = np.zeros((1, 63), np.int32)
+    return supervised(way, model, [text], tx, _load(), _sample, bits)
 
 
 class UNet(nn.Module):
@@ -153,7 +129,6 @@ class UNet(nn.Module):
 
 def diffusion(way: Way, steps: int) -> Program:
     """Predicts the noise in a digit, at all levels of noise."""
-    model, reference = UNet(way.dtype), UNet()
 
     def noisy(image, key):
         keys = jax.random.split(key)
@@ -167,22 +142,16 @@ def diffusion(way: Way, steps: int) -> Program:
         keys = jax.random.split(key)
         return noisy(_sample(data, keys[0])["image"], keys[1])
 
-    def create(key):
-        variables = model.init(key, jnp.zeros((1, 8, 8, 1)), jnp.zeros((1,)))
-        return dict(params=variables["params"], tx=_adam(3e-3, steps))
+    def error(model, variables, batch):
+        found = model.apply(variables, batch["x"], batch["time"])
+        return jnp.mean(jnp.square(found - batch["noise"])), {}
 
-    def error(module, params, batch):
-        found = module.apply({"params": params}, batch["x"], batch["time"])
-        return jnp.mean(jnp.square(found - batch["noise"]))
+    def metric(model, variables, batch):
+        batch = noisy(jnp.asarray(batch["image"]), jax.random.key(0))
+        return error(model, variables, batch)[0]
 
-    def loss_fn(params, batch, *, state):
-        return error(model, params, batch), {}
-
-    def evaluate(state, data):
-        batch = noisy(jnp.asarray(data["test"]["image"]), jax.random.key(0))
-        return error(reference, state.params, batch)
-
-    return supervised(way, _load(), create, loss_fn, sample, evaluate)
+    inputs, tx = [_IMAGE, np.zeros(1, np.float32)], _adam(3e-3, steps)
+    return supervised(way, UNet, inputs, tx, _load(), sample, error, metric)
 
 
 class Generator(nn.Module):
@@ -251,28 +220,20 @@ def gan(way: Way, steps: int) -> Program:
         keys = jax.random.split(key)
         tx = optax.adam(optax.linear_schedule(2e-3, 0.0, steps), b1=0.5)
         made = make.init(keys[0], jnp.zeros((1, 16)))["params"]
-        judging = judge.init(keys[1], jnp.zeros((1, 8, 8, 1)))["params"]
+        judging = judge.init(keys[1], _IMAGE)["params"]
         return {
             "generator": way.state(params=made, tx=tx),
             "discriminator": way.state(params=judging, tx=tx),
         }
 
-    def batches(carry, data, key):
-        keys = jax.random.split(key, 3)
+    def step(carry: Carry, data, key):
+        keys, judged = jax.random.split(key, 3), carry["discriminator"]
         z = jax.random.normal(keys[0], (2, BATCH, 16))
         real = _sample(data, keys[1])["image"]
         fake = draw(carry["generator"], z[0])
-        return {
-            "discriminator": {"real": real, "fake": fake},
-            "generator": {"z": z[1], "judge": carry["discriminator"].params},
-        }
-
-    def step(carry: Carry, data, key):
-        batch = batches(carry, data, key)
-        judged, _ = step_judge(carry["discriminator"], batch["discriminator"])
-        made, _ = step_make(
-            carry["generator"], batch["generator"] | {"judge": judged.params}
-        )
+        judged, _ = step_judge(judged, {"real": real, "fake": fake})
+        batch = {"z": z[1], "judge": judged.params}
+        made, _ = step_make(carry["generator"], batch)
         return {"generator": made, "discriminator": judged}
 
     def evaluate(carry, data):
@@ -280,5 +241,4 @@ def gan(way: Way, steps: int) -> Program:
         fake = Generator().apply({"params": carry["generator"].params}, z)
         return energy_distance(fake, data["test"]["image"])
 
-    losses = {"discriminator": judge_loss, "generator": make_loss}
-    return Program(_load(), start, step, evaluate, losses, batches)
+    return Program(_load(), start, step, evaluate)

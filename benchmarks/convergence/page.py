@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.convergence.run import EVALUATIONS, LAST, Results, Run, Spread, final
+from benchmarks.convergence.run import (
+    EVALUATIONS,
+    LAST,
+    Results,
+    Run,
+    final,
+    is_in,
+    limit,
+)
 from benchmarks.convergence.task import PATIENCE, WAYS
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.show import can_draw, drawn, legend_below, markdown_table
@@ -67,8 +75,7 @@ where training ends, not how long it takes.
 ## Runs
 
 Metrics of the seeds 0, 1, ... in order; **bold** is out. With two states, both are
-listed: discriminator, generator. `low` is the share of the FLOPs of matmuls and
-convolutions that run in half precision or in fp8.
+listed: discriminator, generator.
 
 {_run_table(results)}
 """
@@ -81,7 +88,7 @@ def outside(results: Results) -> list[str]:
         for task in _tasks(results)
         for way in _judged()
         for seed, end in results.ends(task, way).items()
-        if not _spread(results, task).holds(end)
+        if not is_in(TASKS[task], _float32(results, task), end)
     ]
 
 
@@ -97,11 +104,11 @@ def _judged() -> list[str]:
 
 def _tasks(results: Results) -> list[str]:
     """Returns the tasks that have enough float32 runs for a spread."""
-    return [task for task in TASKS if len(results.ends(task, "float32")) > 1]
+    return [task for task in TASKS if len(_float32(results, task)) > 1]
 
 
-def _spread(results: Results, task: str) -> Spread:
-    return Spread(TASKS[task], list(results.ends(task, "float32").values()))
+def _float32(results: Results, task: str) -> list[float]:
+    return [*results.ends(task, "float32").values()]
 
 
 def _made(results: Results) -> str:
@@ -117,10 +124,10 @@ def _task_table(results: Results) -> str:
     header = "task | model and data | metric | steps | seeds | float32 | sd | is in"
     rows = []
     for name in _tasks(results):
-        task, spread = TASKS[name], _spread(results, name)
-        limit = f"{'≥' if task.higher else '≤'} {spread.limit:.4g}"
-        counts = [str(task.steps), str(len(spread.finals))]
-        figures = [f"{spread.mean:.4g}", f"{spread.deviation:.2g}", limit]
+        task, ends = TASKS[name], _float32(results, name)
+        counts = [str(task.steps), str(len(ends))]
+        figures = [f"{statistics.fmean(ends):.4g}", f"{statistics.stdev(ends):.2g}"]
+        figures += [f"{'≥' if task.higher else '≤'} {limit(task, ends):.4g}"]
         rows.append([name, task.title, task.metric, *counts, *figures])
     return markdown_table(header.split(" | "), rows, words=3)
 
@@ -128,7 +135,7 @@ def _task_table(results: Results) -> str:
 def _run_table(results: Results) -> str:
     header = (
         "task | precision | ends of the seeds | mean | float32, same seeds | in | "
-        "skipped updates | final scale | low"
+        "skipped updates | final scale"
     )
     rows = [
         _row(results, task, way)
@@ -140,21 +147,20 @@ def _run_table(results: Results) -> str:
 
 
 def _row(results: Results, task: str, way: str) -> list[str]:
-    spread, ends = _spread(results, task), results.ends(task, way)
+    float32, ends = results.ends(task, "float32"), results.ends(task, way)
     runs = list(results.runs[task][way].values())
-    texts = [f"{x:.4g}" if spread.holds(x) else f"**{x:.4g}**" for x in ends.values()]
+    holds = [is_in(TASKS[task], [*float32.values()], end) for end in ends.values()]
+    pairs = zip(ends.values(), holds, strict=True)
+    texts = [f"{end:.4g}" if fine else f"**{end:.4g}**" for end, fine in pairs]
     row = [task, way, ", ".join(texts), _mean(ends.values())]
     if way == "float32":
-        return [*row, *[""] * 5]
-    float32 = results.ends(task, "float32")
-    share = results.shares.get(task, {}).get(way, ())
+        return [*row, *[""] * 4]
     return [
         *row,
         _mean(float32[seed] for seed in ends if seed in float32),
-        f"{sum(map(spread.holds, ends.values()))} of {len(ends)}",
+        f"{sum(holds)} of {len(ends)}",
         _each(runs, "skipped") if any(any(run["skipped"]) for run in runs) else "0",
         _each(runs, "scale") if way == "float16" else "",
-        " and ".join(f"{x:.2f}" for x in share),
     ]
 
 

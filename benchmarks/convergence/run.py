@@ -3,7 +3,6 @@
 One JSON file holds all of them:
 
 {"made": [{"command": ..., "date": ..., "machine": ..., "versions": ...}],
- "shares": {"gan": {"float16": [1.0, 1.0]}},
  "runs": {"gan": {"float16": {"0": {"made": 0, "curve": [...], ...}}}}}
 """
 
@@ -19,7 +18,7 @@ import jax
 
 import flax_amp
 from benchmarks import environment
-from benchmarks.convergence.task import Carry, Program, Task, Way
+from benchmarks.convergence.task import Carry, Task, Way
 from benchmarks.results import write_json
 
 LAST = 5  # evaluations that are averaged
@@ -52,7 +51,7 @@ def train(
             carry = step(carry, data, key, index)
             if (index + 1) % every == 0:
                 curve.append(float(f"{float(evaluate(carry, data)):.5g}"))
-        states = [carry[name] for name in program.losses]
+        states = [x for x in carry.values() if isinstance(x, flax_amp.AmpTrainState)]
         yield (
             seed,
             {
@@ -65,38 +64,19 @@ def train(
         )
 
 
-def explained(program: Program, way: Way) -> Iterator[flax_amp.debug.Explanation]:
-    """Yields what `explain` tells of the forward pass of each state."""
-    key = jax.random.key(0)
-    carry = jax.eval_shape(program.start, key)
-    batches = jax.eval_shape(program.batches, carry, program.data, key)
-    options: Any = dict(amp_policy=way.amp_policy, backward=False)
-    for name, loss_fn in program.losses.items():
-        yield flax_amp.explain(carry[name], loss_fn, batches[name], **options)
-
-
-def low_share(task: Task, way: Way) -> list[float]:
-    """Returns the share of FLOPs of matmuls in half or fp8, for each state."""
-    shares = []
-    for told in explained(task.make(way, task.steps), way):
-        low = [row for row in told.equations if row.is_low or row.is_in_fp8]
-        shares.append(round(sum(row.flops for row in low) / told.totals.flops, 4))
-    return shares
-
-
 @dataclasses.dataclass
 class Results:
     """What was run, in memory and on disk; the file is written after every run."""
 
     path: pathlib.Path
     made: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    shares: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
     runs: dict[str, dict[str, dict[str, Run]]] = dataclasses.field(default_factory=dict)
+    _own: int | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def open(cls, path: pathlib.Path) -> "Results":
         found = json.loads(path.read_text()) if path.exists() else {}
-        return cls(path, *(found.get(key) or type_() for key, type_ in _KEPT.items()))
+        return cls(path, **found)
 
     def has(self, task: str, way: str, seed: int) -> bool:
         """Returns whether a run is there, made with the versions that are here."""
@@ -105,33 +85,17 @@ class Results:
         return run is not None and self.made[run["made"]]["versions"] == here
 
     def put(self, task: str, way: str, seed: int, run: Run) -> None:
-        run = {"made": self._here(), **run}
+        if self._own is None:
+            self._own = len(self.made)
+            self.made.append(environment.this_run())
+        run = {"made": self._own, **run}
         self.runs.setdefault(task, {}).setdefault(way, {})[str(seed)] = run
-        self._write()
-
-    def put_share(self, task: str, way: str, shares: list[float]) -> None:
-        self.shares.setdefault(task, {})[way] = shares
-        self._write()
+        write_json(self.path, {"made": self.made, "runs": self.runs})
 
     def ends(self, task: str, way: str) -> dict[str, float]:
         """Returns the metric at the end of each run, by seed."""
         runs = self.runs.get(task, {}).get(way, {})
         return {seed: final(run["curve"]) for seed, run in runs.items()}
-
-    def _here(self) -> int:
-        """Returns the index of an entry of `made` for this process."""
-        here = environment.this_run()
-        same = [here | {"date": made["date"]} == made for made in self.made]
-        if True not in same:
-            self.made.append(here)
-            same.append(True)
-        return same.index(True)
-
-    def _write(self) -> None:
-        write_json(self.path, {key: getattr(self, key) for key in _KEPT})
-
-
-_KEPT: dict[str, type] = {"made": list, "shares": dict, "runs": dict}
 
 
 def final(curve: Sequence[float]) -> float:
@@ -139,31 +103,17 @@ def final(curve: Sequence[float]) -> float:
     return statistics.fmean(curve[-LAST:])
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Where the float32 runs of a task end, and how far from them another may.
+def limit(task: Task, ends: Sequence[float]) -> float:
+    """Returns the worst end that is in, from those of the float32 runs.
 
     The margin is three standard deviations of one run, or the resolution of the metric
     if that is more.
     """
+    margin = max(_DEVIATIONS * statistics.stdev(ends), task.resolution)
+    return statistics.fmean(ends) + (-margin if task.higher else margin)
 
-    task: Task
-    finals: Sequence[float]
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.finals)
-
-    @property
-    def deviation(self) -> float:
-        return statistics.stdev(self.finals)
-
-    @property
-    def limit(self) -> float:
-        """The worst end that is inside."""
-        margin = max(_DEVIATIONS * self.deviation, self.task.resolution)
-        return self.mean - margin if self.task.higher else self.mean + margin
-
-    def holds(self, end: float) -> bool:
-        """Returns whether an end is inside; it may be better, not worse. NaN is not."""
-        return end >= self.limit if self.task.higher else end <= self.limit
+def is_in(task: Task, ends: Sequence[float], end: float) -> bool:
+    """Returns whether an end is in; it may be better, not worse. NaN is not."""
+    worst = limit(task, ends)
+    return end >= worst if task.higher else end <= worst

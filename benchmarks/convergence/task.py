@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +53,7 @@ class Way:
     def train_step(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """Makes `step(state, batch) -> (state, metrics)`, to be called inside of jit.
 
-        `loss_fn(params or model, batch, *, state)` returns `(loss, aux)`.
+        `loss_fn(params, batch, *, state)` returns `(loss, aux)`.
         """
         if self.precision == "32-true":
             return functools.partial(_plain_step, loss_fn)
@@ -68,7 +68,7 @@ class Way:
         return flax_amp.make_eval_step(fn, **options)
 
 
-# The models are too small for products in fp8 to pay, and a CPU has none.
+# The models are too small for matmuls in fp8 to pay, and a CPU has none.
 _FP8 = flax_amp.default_amp_policy | {"*": flax_amp.use_fp8(emulate=True)}
 WAYS = {
     "float32": Way(),
@@ -84,13 +84,8 @@ WAYS = {
 def _plain_step(
     loss_fn: Callable[..., Any], state: flax_amp.AmpTrainState, batch: PyTree
 ) -> tuple[flax_amp.AmpTrainState, dict[str, jax.Array]]:
-    def of_params(params: PyTree) -> Any:
-        model = params
-        if state.graphdef is not None:
-            model = state.replace(params=params).merge_model()
-        return loss_fn(model, batch, state=state)
-
-    (loss, aux), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
+    grad = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, aux), grads = grad(state.params, batch, state=state)
     variables = aux.get("variables", state.variables)
     return state.apply_gradients(grads=grads, variables=variables), {"loss": loss}
 
@@ -103,16 +98,12 @@ class Program(NamedTuple):
       start: `start(key) -> carry`.
       step: `step(carry, data, key) -> carry`, one step with a key of its own.
       evaluate: `evaluate(carry, data) -> metric`, in float32.
-      losses: the loss function of each state.
-      batches: `batches(carry, data, key)`, the batch of each state.
     """
 
     data: PyTree
     start: Callable[[jax.Array], Carry]
     step: Callable[[Carry, PyTree, jax.Array], Carry]
     evaluate: Callable[[Carry, PyTree], jax.Array]
-    losses: dict[str, Callable[..., Any]]
-    batches: Callable[[Carry, PyTree, jax.Array], dict[str, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,35 +132,49 @@ class Task:
 
 def supervised(
     way: Way,
+    model: Callable[..., Any],
+    inputs: Sequence[Any],
+    tx: Any,
     data: PyTree,
-    create: Callable[[jax.Array], dict[str, Any]],
-    loss_fn: Callable[..., Any],
     sample: Callable[[PyTree, jax.Array], PyTree],
-    evaluate: Callable[[Any, PyTree], jax.Array],
+    loss: Callable[..., tuple[jax.Array, PyTree]],
+    metric: Callable[..., jax.Array] | None = None,
 ) -> Program:
     """Makes the program of one model that learns from batches.
 
     Args:
       way: the precision.
-      data: all arrays.
-      create: `create(key)` returns what `AmpTrainState.create` takes.
-      loss_fn: the loss of `make_train_step`, with `aux`.
+      model: `model(dtype=None)` makes the Linen module.
+      inputs: what the module is initialized with.
+      tx: the optimizer.
+      data: all arrays, "train" and "test".
       sample: `sample(data, key)` draws a batch.
-      evaluate: `evaluate(state, data)` measures, in float32.
+      loss: `loss(module, variables, batch)` returns the loss, and the collections that
+        change.
+      metric: `metric(module, variables, data["test"])`, by default the loss.
     """
+    trained, reference = model(dtype=way.dtype), model()
+
+    def loss_fn(params: PyTree, batch: PyTree, *, state: Any) -> Any:
+        value, updates = loss(trained, {"params": params, **state.variables}, batch)
+        return value, {"variables": updates}
+
     train_step = way.train_step(loss_fn)
 
     def start(key: jax.Array) -> Carry:
-        return {"model": way.state(**create(key))}
+        variables = dict(trained.init(key, *inputs))
+        params, _ = variables.pop("params"), variables.pop("losses", None)
+        return {"model": way.state(params=params, variables=variables, tx=tx)}
 
     def step(carry: Carry, data: PyTree, key: jax.Array) -> Carry:
         state, _ = train_step(carry["model"], sample(data, key))
         return {"model": state}
 
-    def measure(carry: Carry, data: PyTree) -> jax.Array:
-        return evaluate(carry["model"], data)
+    def evaluate(carry: Carry, data: PyTree) -> jax.Array:
+        state = carry["model"]
+        variables = {"params": state.params, **state.variables}
+        if metric is None:
+            return loss(reference, variables, data["test"])[0]
+        return metric(reference, variables, data["test"])
 
-    def batches(carry: Carry, data: PyTree, key: jax.Array) -> dict[str, PyTree]:
-        return {"model": sample(data, key)}
-
-    return Program(data, start, step, measure, {"model": loss_fn}, batches)
+    return Program(data, start, step, evaluate)

@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -21,7 +22,6 @@ def char_moe(way: Way, steps: int) -> Program:
     sizes = dict(width=64, layers=2, heads=4, length=32, batch=16)
     options = dict(experts=4, chosen=2, capacity=1.25, tied=False)
     config = base.config(**sizes, **options, vocab=text.VOCABULARY)
-    model, reference = (moe.MoE(config, dtype) for dtype in (way.dtype, None))
     settings = char_lm_config.get_config()
     settings.update(length=config.length, eval_windows=128, max_chars=1_000_000)
     train, test = text.load(settings)
@@ -36,28 +36,24 @@ def char_moe(way: Way, steps: int) -> Program:
         ]
         return {"input": rows[:, :-1], "target": rows[:, 1:]}
 
-    def bits(module, params, batch):
-        logits, sown = module.apply(
-            {"params": params}, batch["input"], mutable="losses"
-        )
+    def bits(model, variables, batch):
+        logits, sown = model.apply(variables, batch["input"], mutable="losses")
         balance = sum(jax.tree.leaves(sown))  # of a router, if there is one
         return base.cross_entropy(logits, batch["target"]) / jnp.log(2.0), balance
 
-    def create(key):
-        variables = model.init(key, jnp.zeros((1, config.length), jnp.int32))
-        schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 10, steps)
-        clip = optax.clip_by_global_norm(1.0)
-        tx = optax.chain(clip, optax.adamw(schedule, weight_decay=0.1))
-        return dict(params=variables["params"], tx=tx)
-
-    def loss_fn(params, batch, *, state):
-        loss, balance = bits(model, params, batch)
+    def loss(model, variables, batch):
+        loss, balance = bits(model, variables, batch)
         return loss + 0.01 * balance, {}
 
-    def evaluate(state, data):
-        return bits(reference, state.params, data["test"])[0]
+    def metric(*args):
+        return bits(*args)[0]
 
-    return supervised(way, data, create, loss_fn, sample, evaluate)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, steps // 10, steps)
+    clip = optax.clip_by_global_norm(1.0)
+    tx = optax.chain(clip, optax.adamw(schedule, weight_decay=0.1))
+    model = functools.partial(moe.MoE, config)
+    inputs = [np.zeros((1, config.length), np.int32)]
+    return supervised(way, model, inputs, tx, data, sample, loss, metric)
 
 
 class ActorCritic(nn.Module):
@@ -156,26 +152,20 @@ def ppo(way: Way, steps: int) -> Program:
         state = way.state(params=params, tx=tx)
         return {"model": state, "x": _first(keys[1], _ENVIRONMENTS)}
 
-    def collect(carry, key):
-        state = carry["model"]
-        x, told = _rollout(functools.partial(play, state), carry["x"], key)
-        told["advantage"] = _advantages(told, play(state, x)[1])
-        told["goal"] = told["advantage"] + told["value"]
-        return x, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told)
-
-    def minibatches(told, key):
-        order = jax.random.permutation(key, _ENVIRONMENTS * _LENGTH).reshape(4, -1)
-        return jax.tree.map(lambda a: a[order], told)
-
     def step(carry: Carry, data, key):
         """Plays, then learns from what it played: four times all, in quarters."""
-        keys = jax.random.split(key, 5)
-        x, told = collect(carry, keys[0])
+        state, keys = carry["model"], jax.random.split(key, 5)
+        x, told = _rollout(functools.partial(play, state), carry["x"], keys[0])
+        told["advantage"] = _advantages(told, play(state, x)[1])
+        told["goal"] = told["advantage"] + told["value"]
+        told = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), told)
 
         def epoch(state, key):
-            return lax.scan(train_step, state, minibatches(told, key))[0], None
+            order = jax.random.permutation(key, _ENVIRONMENTS * _LENGTH).reshape(4, -1)
+            batches = jax.tree.map(lambda a: a[order], told)
+            return lax.scan(train_step, state, batches)[0], None
 
-        return {"model": lax.scan(epoch, carry["model"], keys[1:])[0], "x": x}
+        return {"model": lax.scan(epoch, state, keys[1:])[0], "x": x}
 
     def evaluate(carry, data):
         """Returns how long a pole stays up, 500 steps at most."""
@@ -193,11 +183,7 @@ def ppo(way: Way, steps: int) -> Program:
         begin = _first(key, 256), jnp.ones(256, bool)
         return lax.scan(body, begin, jnp.arange(_LIMIT))[1].sum()
 
-    def batches(carry, data, key):
-        told = minibatches(collect(carry, key)[1], key)
-        return {"model": jax.tree.map(lambda a: a[0], told)}
-
-    return Program((), start, step, evaluate, {"model": loss_fn}, batches)
+    return Program((), start, step, evaluate)
 
 
 _ACCURACY: Any = dict(higher=True, resolution=1 / 360)  # one test image

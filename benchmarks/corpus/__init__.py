@@ -1,1 +1,1 @@
-"""Programs that nobody here wrote, run under amp: `python -m benchmarks.corpus`."""
+"""Programs that nobody here wrote, run under amp: `python -m benchmarks corpus`."""

@@ -1,13 +1,16 @@
-"""The Flax models of transformers at a tiny size, with the dtype that they take."""
+"""The Flax models of transformers at a tiny size, with the dtype that they take.
 
-import functools
+A row gives the class, the kind of its inputs, and how it differs from its family.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.corpus.program import Case, Loss, Programs, rows
+from benchmarks.corpus.case import Case, Kind, Loss, total
 
 _NEW_CLIP = jnp.clip
 
@@ -53,70 +56,13 @@ _FAMILIES: dict[str, Any] = {
     ),
 }
 
-# The model without `Flax`, its kind, and how it differs from its family.
-_MODELS = """
-AlbertModel AlbertForMaskedLM ElectraModel ElectraForPreTraining: (
-    "text", TEXT | dict(embedding_size=16))
-BertModel BertForMaskedLM BertForSequenceClassification BertForQuestionAnswering
-    RobertaForMaskedLM RobertaModel RobertaPreLayerNormForMaskedLM
-    XLMRobertaForMaskedLM: ("text", TEXT)
-BertForCausalLM: ("text", TEXT | dict(is_decoder=True))
-BigBirdModel: ("text", TEXT | dict(attention_type="original_full"))
-BigBirdForMaskedLM: ("long", TEXT | dict(block_size=4, num_random_blocks=1))
-BloomForCausalLM: ("text", dict(vocab_size=99, hidden_size=32, n_layer=2, n_head=4))
-DistilBertModel DistilBertForMaskedLM: (
-    "text", dict(vocab_size=99, dim=32, hidden_dim=64, n_layers=2, n_heads=4))
-GPT2LMHeadModel: ("text", GPT)
-GPT2Model: ("text", GPT | dict(scale_attn_by_inverse_layer_idx=True))
-GPTJForCausalLM: ("text", GPT | dict(rotary_dim=4))
-GPTNeoForCausalLM: ("text", dict(vocab_size=99, hidden_size=32, num_layers=2,
-    num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4,
-    max_position_embeddings=64))
-GemmaForCausalLM LlamaForCausalLM LlamaModel: ("text", GROUPED)
-MistralForCausalLM: ("text", GROUPED | dict(sliding_window=4))
-OPTForCausalLM: ("text", dict(vocab_size=99, hidden_size=32, num_hidden_layers=2,
-    num_attention_heads=4, ffn_dim=64, max_position_embeddings=64,
-    word_embed_proj_dim=32))
-RoFormerForMaskedLM: ("text", TEXT | dict(embedding_size=32))
-XGLMForCausalLM: ("text", dict(vocab_size=99, d_model=32, num_layers=2,
-    attention_heads=4, ffn_dim=64, max_position_embeddings=64))
-T5ForConditionalGeneration MT5ForConditionalGeneration: ("seq2seq", T5)
-T5EncoderModel: ("text", T5)
-LongT5ForConditionalGeneration: ("seq2seq", T5 | dict(local_radius=3))
-BartForConditionalGeneration BlenderbotForConditionalGeneration
-    BlenderbotSmallForConditionalGeneration MBartForConditionalGeneration MarianMTModel
-    PegasusForConditionalGeneration: ("seq2seq", SEQ)
-BartForSequenceClassification: ("classify", SEQ | dict(eos_token_id=98))
-WhisperForConditionalGeneration WhisperForAudioClassification: ("audio", WHISPER)
-Wav2Vec2Model Wav2Vec2ForCTC: ("wave", WAVE)
-ViTModel ViTForImageClassification Dinov2Model CLIPVisionModel: ("image", IMAGE)
-BeitModel: ("image", IMAGE | dict(vocab_size=99))
-BeitForImageClassification: (
-    "image", IMAGE | dict(vocab_size=99, use_relative_position_bias=True))
-ResNetModel: ("image", CONV)
-ResNetForImageClassification: ("image", CONV | dict(layer_type="bottleneck"))
-RegNetModel: ("image", CONV | dict(layer_type="y", groups_width=8))
-CLIPModel: ("both", CLIP)
-CLIPTextModel: ("text", TEXT | dict(eos_token_id=98))
-"""
 
-
-def _transformers() -> Programs:
-    return {
-        name: functools.partial(_case, name, *eval(code, dict(_FAMILIES)))
-        for name, code in rows(_MODELS)
-    }
-
-
-TABLES = {"transformers": _transformers}
-
-
-def _case(name: str, kind: str, config: dict[str, Any]) -> Case:
+def _case(make: Callable[[], tuple[Any, str, dict[str, Any]]]) -> Case:
     import transformers
 
     transformers.logging.set_verbosity_error()
     jnp.clip = _clip  # type: ignore[assignment]
-    cls = getattr(transformers, f"Flax{name}")
+    cls, kind, config = make()
     settings = cls.config_class(**config)
     inputs = _inputs(kind)
     model = cls(settings, seed=0, _do_init=False, **_shape(kind))
@@ -136,10 +82,8 @@ def _clip(x: Any, min: Any = None, max: Any = None, **old: Any) -> Any:
 
 def _loss(model: Any) -> Loss:
     def loss(params: Any, inputs: Any) -> Any:
-        found = model(**inputs, params=params)
-        leaves = [x for x in jax.tree.leaves(found.to_tuple()) if x.size]
-        wide = [x.astype(jnp.float32) for x in leaves]
-        return sum(jnp.mean(jnp.log1p(x**2)) for x in wide)
+        leaves = jax.tree.leaves(model(**inputs, params=params).to_tuple())
+        return total([x for x in leaves if x.size])
 
     return loss
 
@@ -152,9 +96,8 @@ def _inputs(kind: str) -> dict[str, Any]:
         return {"pixel_values": image}
     if kind == "both":
         return {"pixel_values": image, "input_ids": ids}
-    if kind in ("seq2seq", "classify"):
-        ids[:, -1] = 98  # the end
     if kind == "seq2seq":
+        ids[:, -1] = 98  # the end
         return {"input_ids": ids, "decoder_input_ids": ids[:, :8]}
     if kind == "audio":
         features = rng.normal(size=(2, 8, 32)).astype(np.float32)
@@ -168,3 +111,6 @@ def _shape(kind: str) -> dict[str, Any]:
     """Returns the shape that a model is initialized with, where its default is big."""
     shapes: dict[str, Any] = {"audio": (1, 8, 32), "wave": (1, 400)}
     return {"input_shape": shapes[kind]} if kind in shapes else {}
+
+
+TRANSFORMERS = Kind("", _case, _FAMILIES)

@@ -4,23 +4,27 @@ import importlib
 
 from benchmarks.models.base import DType, Problem
 
-NAMES = tuple(
-    """
-    vit_s16 gpt_scan gpt_scan_noremat resnet50 lstm llama moe bert t5 mamba
-    convnext efficientnet unet gat dit swin mlp llama_4k gpt_fsdp
-    """.split()
-)
-# To try a command out, wide enough for fp8, and for 256 chips.
+# By name: the module, and what makes the problem in it
+_HOMES = {
+    "vit_s16": "vit.problem",
+    "gpt_scan": "gpt.problem",
+    "gpt_scan_noremat": "gpt.noremat",
+    "resnet50": "resnet.problem",
+    "lstm": "small.lstm",
+    **{
+        name: f"{name}.problem"
+        for name in """
+            llama moe bert t5 mamba convnext efficientnet unet gat dit swin
+            """.split()
+    },
+    # To try a command out, wide enough for fp8, and for 256 chips
+    "mlp": "small.mlp",
+    "llama_4k": "llama.wide",
+    "gpt_fsdp": "gpt.fsdp",
+}
+NAMES = tuple(_HOMES)
 OTHERS = NAMES[-3:]
 SIZES = ("full", "tiny")
-# The modules of several models; every other one is named after its model.
-_HOMES = {
-    "vit_s16": "vit",
-    "resnet50": "resnet",
-    "mlp": "small",
-    "lstm": "small",
-    "llama_4k": "llama",
-} | dict.fromkeys(("gpt_scan", "gpt_scan_noremat", "gpt_fsdp"), "gpt")
 
 
 def problem(name: str, size: str = "full", dtype: DType = None) -> Problem:
@@ -31,10 +35,7 @@ def problem(name: str, size: str = "full", dtype: DType = None) -> Problem:
       size: "full" for the tables; "tiny" has as many leaves and runs on a CPU.
       dtype: that of every layer of a hand-set model; `None` leaves the model as it is.
     """
-    if name not in NAMES or size not in SIZES:
-        raise ValueError(
-            f"problem: got {name!r}, {size!r}; expected one of {NAMES} and of {SIZES}."
-        )
-    module = importlib.import_module(f"{__name__}.{_HOMES.get(name, name)}")
-    made: Problem = module.problem(name, size, dtype)
+    module, function = _HOMES[name].split(".")
+    home = importlib.import_module(f"{__name__}.{module}")
+    made: Problem = getattr(home, function)(size, dtype)
     return made

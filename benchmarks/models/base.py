@@ -17,8 +17,6 @@ PyTree = Any
 DType = DTypeLike | None
 Batch = dict[str, Any]
 Config = Any  # what `config` returns; each model has sizes of its own
-Loss = Callable[[jax.Array, jax.Array], jax.Array]
-MakeBatch = Callable[[jax.Array], Batch]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Problem:
 
     init: Callable[[jax.Array], dict[str, PyTree]]
     loss: Callable[[PyTree, PyTree, Batch], tuple[jax.Array, PyTree]]
-    batch: MakeBatch
+    batch: Callable[[jax.Array], Batch]
 
     def shapes(self) -> tuple[PyTree, PyTree, Batch]:
         """Returns the shapes and dtypes of what the loss takes."""
@@ -48,14 +46,11 @@ def config(**sizes: Any) -> Config:
     return collections.namedtuple("Config", sizes)(**sizes)
 
 
-def sizes(
-    names: str, full: tuple[Any, ...], tiny: tuple[Any, ...]
-) -> dict[str, Config]:
-    """Returns the two configurations of a model, whose sizes have these names."""
-    found = {"full": full, "tiny": tiny}
+def sizes(names: str, **sizes: tuple[Any, ...]) -> dict[str, Config]:
+    """Returns configurations of a model, "full" and "tiny", with these names."""
     return {
         size: config(**dict(zip(names.split(), values, strict=True)))
-        for size, values in found.items()
+        for size, values in sizes.items()
     }
 
 
@@ -83,7 +78,7 @@ def squared_error(predicted: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def scan(layer: Any, length: int) -> Any:
-    """Scans a Linen layer, whose second argument is the same for all turns."""
+    """Scans a Linen layer, whose second argument is the same for all layers."""
     return nn.scan(
         layer,
         variable_axes={"params": 0, OVERWRITE_WITH_GRADIENT: 0},
@@ -93,43 +88,37 @@ def scan(layer: Any, length: int) -> Any:
     )
 
 
-def linen(model: nn.Module, batch: MakeBatch, loss_of: Loss = cross_entropy) -> Problem:
-    """Makes the problem of a Linen model, which gets the inputs as one argument.
-
-    `loss_of(outputs, labels)` is its loss. The model may have other collections, and
-    may sow terms of the loss into "losses".
-    """
-
-    def init(key):
-        shapes = jax.eval_shape(batch, key)["inputs"]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        variables = dict(model.init(key, zeros))
-        variables.pop("losses", None)
-        return variables
-
-    def loss(params, others, batch):
-        outputs, updates = model.apply(
-            {"params": params, **others}, batch["inputs"], mutable=[*others, "losses"]
-        )
-        value = loss_of(outputs, batch["labels"])
-        if sown := jax.tree.leaves(updates.get("losses")):
-            value = value + 0.01 * sum(sown)
-        return value, {name: updates[name] for name in others}
-
-    return Problem(init, loss, batch)
-
-
 def problem_of(
     model: Callable[[Config, DType], nn.Module],
     sizes: dict[str, Config],
     batch: Callable[[Config, jax.Array], Batch],
-    loss_of: Loss = cross_entropy,
-) -> Callable[[str, str, DType], Problem]:
-    """Returns what makes the problem of a Linen model, and its data, of their sizes."""
+    loss_of: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy,
+) -> Callable[[str, DType], Problem]:
+    """Returns what makes the problem of a Linen model, and its data, of a size.
 
-    def problem(_: str, size: str, dtype: DType) -> Problem:
-        config = sizes[size]
-        return linen(model(config, dtype), functools.partial(batch, config), loss_of)
+    The model gets the inputs as one argument, and `loss_of(outputs, labels)` is its
+    loss. It may have other collections, and may sow terms of the loss into "losses".
+    """
+
+    def problem(size: str, dtype: DType) -> Problem:
+        module, data = model(sizes[size], dtype), functools.partial(batch, sizes[size])
+
+        def init(key):
+            shapes = jax.eval_shape(data, key)["inputs"]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            variables = dict(module.init(key, zeros))
+            variables.pop("losses", None)
+            return variables
+
+        def loss(params, others, batch):
+            variables, changed = {"params": params, **others}, [*others, "losses"]
+            outputs, updates = module.apply(variables, batch["inputs"], mutable=changed)
+            value = loss_of(outputs, batch["labels"])
+            if sown := jax.tree.leaves(updates.get("losses")):
+                value = value + 0.01 * sum(sown)
+            return value, {name: updates[name] for name in others}
+
+        return Problem(init, loss, data)
 
     return problem
 

@@ -1,6 +1,5 @@
 """A GPT in Linen that scans its layers, with `nn.remat` or without."""
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -11,18 +10,20 @@ from jax.sharding import PartitionSpec
 from benchmarks.models import base
 from benchmarks.models.vit import Block
 
-# Whether layers are computed again, and whether the last one is the embedding
-RUN: dict[str, Any] = dict(remat=True, tied=True)
-FULL: dict[str, Any] = dict(
-    width=768, layers=12, heads=12, vocab=50304, length=1024, batch=8
+# `remat`: layers are computed again; `tied`: the head is the embedding.
+NAMES = "width heads vocab length batch layers remat tied"
+SIZES = base.sizes(
+    NAMES,
+    full=(768, 12, 50304, 1024, 8, 12, True, True),
+    tiny=(48, 4, 128, 32, 4, 12, True, True),
 )
-TINY: dict[str, Any] = dict(width=48, heads=4, vocab=128, length=32, batch=4)
-LAYERS: dict[str, dict[str, Any]] = {
-    "gpt_scan": {},
-    "gpt_scan_noremat": dict(remat=False),
-    # For 256 chips: a sequence for each.
-    "gpt_fsdp": dict(width=1024, layers=8, heads=16, batch=256),
-}
+NOREMAT = {size: config._replace(remat=False) for size, config in SIZES.items()}
+# For 256 chips: a sequence for each.
+FSDP = base.sizes(
+    NAMES,
+    full=(1024, 16, 50304, 1024, 256, 8, True, True),
+    tiny=(48, 4, 128, 32, 4, 8, True, True),
+)
 
 
 def over_chips(x: jax.Array) -> jax.Array:
@@ -67,8 +68,6 @@ class GPT(base.Module):
         return layers(config.heads, self.dtype)(x, mask)[0]
 
 
-def problem(name, size, dtype):
-    tiny = TINY if size == "tiny" else {}
-    config = base.config(**(RUN | FULL | LAYERS[name] | tiny))
-    data = functools.partial(base.texts, config)
-    return base.linen(GPT(config, dtype), data)
+problem = base.problem_of(GPT, SIZES, base.texts)
+noremat = base.problem_of(GPT, NOREMAT, base.texts)
+fsdp = base.problem_of(GPT, FSDP, base.texts)

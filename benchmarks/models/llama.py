@@ -3,8 +3,6 @@
 `llama_4k` has layers as wide as those of Llama 3 8B.
 """
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,22 +10,14 @@ import jax.numpy as jnp
 from benchmarks.models import base
 from benchmarks.models.gpt import over_chips
 
+NAMES = "width hidden heads kv_heads vocab length layers batch"
 SIZES = base.sizes(
-    "width hidden heads kv_heads vocab length layers batch",
+    NAMES,
     full=(1024, 2816, 16, 4, 32000, 1024, 12, 4),
     tiny=(48, 128, 4, 2, 128, 32, 12, 4),
 )
 
-WIDE = base.config(
-    width=4096,
-    hidden=14336,
-    heads=32,
-    kv_heads=8,
-    vocab=32000,
-    length=2048,
-    layers=4,
-    batch=8,
-)
+WIDE = SIZES | base.sizes(NAMES, full=(4096, 14336, 32, 8, 32000, 2048, 4, 8))
 
 
 class RMSNorm(nn.Module):
@@ -114,6 +104,5 @@ class Llama(base.Module):
         return nn.Dense(config.vocab, use_bias=False, dtype=dtype)(RMSNorm(dtype)(x))
 
 
-def problem(name, size, dtype):
-    config = WIDE if name == "llama_4k" and size == "full" else SIZES[size]
-    return base.linen(Llama(config, dtype), functools.partial(base.texts, config))
+problem = base.problem_of(Llama, SIZES, base.texts)
+wide = base.problem_of(Llama, WIDE, base.texts)

@@ -1,6 +1,6 @@
 """A decoder whose MLPs are mixtures of experts, in Linen, as public ones are written.
 
-Tokens go to their experts by products with one-hot matrices, each expert up to its
+Tokens go to their experts by matmuls with one-hot matrices, each expert up to its
 capacity (Switch, GShard), and the router sows a term of the loss that spreads them.
 """
 

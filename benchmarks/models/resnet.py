@@ -38,27 +38,20 @@ class Bottleneck(nn.Module):
         return nn.relu(x + y)
 
 
-class ResNet(nn.Module):
+class ResNet(base.Module):
     """ResNet-50, version 1.5."""
-
-    width: int
-    classes: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        dtype = self.dtype
-        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False, dtype=dtype)(x)
+        width, dtype = self.config.width, self.dtype
+        x = nn.Conv(width, (7, 7), (2, 2), use_bias=False, dtype=dtype)(x)
         x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=dtype)(x)
         x = nn.max_pool(nn.relu(x), (3, 3), (2, 2), padding="SAME")
         for stage, blocks in enumerate(STAGES):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
-                x = Bottleneck(self.width * 2**stage, stride, dtype)(x)
-        return nn.Dense(self.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
+                x = Bottleneck(width * 2**stage, stride, dtype)(x)
+        return nn.Dense(self.config.classes, dtype=dtype)(jnp.mean(x, axis=(1, 2)))
 
 
-def problem(name, size, dtype):
-    config = SIZES[size]
-    model = ResNet(config.width, config.classes, dtype)
-    return base.linen(model, functools.partial(base.images, config))
+problem = base.problem_of(ResNet, SIZES, base.images)

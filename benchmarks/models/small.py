@@ -1,6 +1,4 @@
-"""`mlp`, nothing but matrix products, and `lstm`, a language model over `nn.RNN`."""
-
-import functools
+"""`mlp`, nothing but matmuls, and `lstm`, a language model over `nn.RNN`."""
 
 import flax.linen as nn
 import jax
@@ -19,40 +17,31 @@ LSTM_SIZES = base.sizes(
 )
 
 
-class MLP(nn.Module):
+class MLP(base.Module):
     """Three hidden layers of one width, and a head."""
-
-    width: int
-    classes: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(3):
-            x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
-        return nn.Dense(self.classes, dtype=self.dtype)(x)
+            x = nn.relu(nn.Dense(self.config.width, dtype=self.dtype)(x))
+        return nn.Dense(self.config.classes, dtype=self.dtype)(x)
 
 
-class LSTM(nn.Module):
+class LSTM(base.Module):
     """Embedding, two LSTM layers, and a head."""
-
-    width: int
-    vocab: int
-    dtype: base.DType = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab, self.width, dtype=self.dtype)(tokens)
+        width, vocab, dtype = self.config.width, self.config.vocab, self.dtype
+        x = nn.Embed(vocab, width, dtype=dtype)(tokens)
         for _ in range(2):
-            x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
-        return nn.Dense(self.vocab, dtype=self.dtype)(x)
+            x = nn.RNN(nn.OptimizedLSTMCell(width, dtype=dtype))(x)
+        return nn.Dense(vocab, dtype=dtype)(x)
 
 
-def problem(name, size, dtype):
-    if name == "mlp":
-        config = MLP_SIZES[size]
-        mlp = MLP(config.width, config.classes, dtype)
-        return base.linen(mlp, lambda key: base.vectors(config, key, config.width))
-    config = LSTM_SIZES[size]
-    lstm = LSTM(config.width, config.vocab, dtype)
-    return base.linen(lstm, functools.partial(base.texts, config))
+def _vectors(config: base.Config, key: jax.Array) -> base.Batch:
+    return base.vectors(config, key, config.width)
+
+
+mlp = base.problem_of(MLP, MLP_SIZES, _vectors)
+lstm = base.problem_of(LSTM, LSTM_SIZES, base.texts)

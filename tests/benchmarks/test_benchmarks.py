@@ -1,6 +1,6 @@
 """`benchmarks/`: models and variants build, commands run, the report renders."""
 
-import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import models, report, request, softmax, variants
+from benchmarks import models, report, request, results, softmax, variants
 from benchmarks.commands import compiled, error, gpu, host, step
 from benchmarks.request import Request
 from benchmarks.results import Results, read_all
@@ -114,49 +114,31 @@ def test_results_are_merged_and_resumed(tmp_path, monkeypatch):
     assert not second.has("mlp", "float32")  # other versions are measured again
 
 
-def test_the_report(tmp_path, monkeypatch):
-    moved = {"kind": "all-gather", "dtype": "bf16", "bytes": 8e6, "text_bytes": 1e6}
-    plain = {"run": 0, "estimated_ms": 2, "temp_mb": 100, "collectives": [moved]}
-    cells = {
-        "hand_bf16": plain,
-        "smcast_bf16": plain | {"estimated_ms": 4},
-        "amp_bf16": plain | {"estimated_ms": 1},
-        "jmp_bf16": {"run": 0, "error": "XlaRuntimeError: no room"},
-    }
-    cycles = {"estimated_ms": None, "estimated_mcycles": 6.0, "unknown_cycles": 2}
-    times = {
-        "hand_fp16": {"run": 0, "temp_mb": 1, "step_ms": [1.0, 2.0, 3.0]},
-        "amp_fp16": {"run": 0, "temp_mb": 1, "step_ms": [1.0, 1.0, 3.0]},
-        "amp_fp16[a=1]": {"run": 1, "temp_mb": 1, "step_ms": [1.0, 1.0]},
-    }
-    errors = {
-        "hand_bf16": {"run": 0, "errors": [0.02, 0.04]},
-        "amp_bf16": {"run": 0, "errors": [0.01, 0.04]},
-    }
-    run = {"command": "C", "date": "D", "machine": "M", "versions": {"jax": "0.12"}}
-    for command, target, of_model in (
-        ("tpu", "v5e", cells),
-        ("tpu", "tpu7x", {"amp_bf16": plain | cycles}),
-        ("gpu", "NVIDIA H200", times),
-        ("error", "cpu", errors),
-    ):
-        content = {"command": command, "target": target, "size": "full"}
-        content |= {"runs": [run] * 2, "cells": {"mlp": of_model}}
-        (tmp_path / f"{command}-{target[:4]}.json").write_text(json.dumps(content))
-    (tmp_path / "convergence.json").write_text('{"made": [], "runs": {}}')  # not read
+def test_the_page_of_the_repository_is_made_of_its_figures(tmp_path, monkeypatch):
+    for path in results.FOLDER.glob("*.json"):
+        shutil.copy(path, tmp_path)
     monkeypatch.setattr(report.plots, "can_draw", lambda: False)
     report.run(Request(folder=tmp_path))
-    text = (tmp_path / "README.md").read_text()
-    assert "| mlp | amp_bf16 | 1.000 ms (0.50, 0.25) |" in text
-    assert "| mlp | amp_bf16 | 6.000 Mcycles and 2 unknown |" in text
-    assert "- No figures for mlp jmp_bf16: `XlaRuntimeError: no room`" in text
-    assert "| mlp | amp_fp16 | 1.000 (0.50) | 1.000 to 3.000 | 1 (1.00) |" in text
-    assert "| mlp | amp_fp16[a=1] | 1.000 | 1.000 to 1.000 | 1 |" in text  # other run
-    assert "| mlp | amp_bf16 | 8.0 |" in text  # collectives
-    assert "| mlp | amp_bf16 | 2.500 ± 1.500 | 0.750 ± 0.250 | 2 |" in text
-    assert "`C`, D, M; jax 0.12" in text
+    made, there = (f / "README.md" for f in (tmp_path, results.FOLDER))
+    assert made.read_text() == there.read_text(), "run `python -m benchmarks report`"
     with pytest.raises(SystemExit, match="no results"):
         report.run(Request(folder=tmp_path / "none"))
+
+
+def test_what_is_compared():
+    """Times with those of the same run, float16 with float16, and no failures."""
+    times = {
+        "hand_fp16": {"run": 0, "step_ms": [1.0, 2.0, 3.0]},
+        "amp_fp16": {"run": 0, "step_ms": [1.0, 1.0, 3.0]},
+        "amp_fp16[a=1]": {"run": 1, "step_ms": [1.0, 1.0]},
+        "amp_bf16": {"run": 0, "step_ms": [3.0]},
+        "hand_bf16": {"run": 0, "error": "no room"},
+    }
+    gpu = SECTIONS["gpu"]
+    assert gpu.row("amp_fp16", times)[:2] == ["1.000 (0.50)", "1.000 to 3.000"]
+    assert gpu.row("amp_fp16[a=1]", times)[0] == "1.000"
+    assert gpu.ratios("ms", "amp_bf16", times) == []
+    assert gpu.line(times["hand_bf16"]) == "no room"
 
 
 @pytest.mark.slow
@@ -169,6 +151,7 @@ class TestCommands:
         asked = Request(("mlp",), ("amp_bf16", "amp_fp16"), folder=tmp_path)
         error.run(asked)
         (found,) = read_all(tmp_path)
+        assert found.size == "full"  # the models are tiny; the report shows it
         wrong, in_float16 = (found.cells["mlp"][v]["errors"][0] for v in asked.variants)
         assert 0 < in_float16 < wrong < 0.3
 

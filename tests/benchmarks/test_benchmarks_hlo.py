@@ -1,5 +1,7 @@
 """The reader of HLO text behind `benchmarks/`, on written and on compiled modules."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,102 +12,12 @@ from benchmarks.hlo_text import parse
 
 pytestmark = pytest.mark.once
 
+HERE = pathlib.Path(__file__).parent
 # A loop as a TPU prints it: the trip count only in the condition, layouts with tiles,
 # a dot as a convolution, a residual stacked in place, an asynchronous copy.
-TPU = """
-HloModule jit_step, is_scheduled=true, num_partitions=4
-
-%fused_dot (a: f32[64,128], b: bf16[128,32]) -> bf16[64,32] {
-  %a = f32[64,128]{1,0:T(8,128)} parameter(0)
-  %narrow = bf16[64,128]{1,0:T(8,128)(2,1)} convert(%a)
-  %b = bf16[128,32]{1,0:T(8,128)(2,1)} parameter(1)
-  ROOT %dot = bf16[64,32]{1,0:T(8,128)(2,1)} convolution(%narrow, %b), dim_labels=bf_io->bf, metadata={op_name="jit(step)/while/body/dot_general"}
-}
-
-%fused_stack (stack: bf16[5,64,32], new: bf16[64,32], at: s32[]) -> bf16[5,64,32] {
-  %stack = bf16[5,64,32]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %new = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(1)
-  %slice = bf16[1,64,32]{2,1,0:T(8,128)(2,1)} bitcast(%new)
-  %at = s32[]{:T(128)} parameter(2)
-  %zero = s32[]{:T(128)} constant(0)
-  ROOT %update = bf16[5,64,32]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%stack, %slice, %at, %zero, %zero)
-}
-
-%body (carry: (s32[], f32[64,128], bf16[128,32], bf16[5,64,32])) -> (s32[], f32[64,128], bf16[128,32], bf16[5,64,32]) {
-  %carry = (s32[]{:T(128)}, f32[64,128]{1,0:T(8,128)}, /*index=2*/bf16[128,32]{1,0:T(8,128)(2,1)}, bf16[5,64,32]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%carry), index=0
-  %x = f32[64,128]{1,0:T(8,128)} get-tuple-element(%carry), index=1
-  %w = bf16[128,32]{1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=2
-  %y = bf16[5,64,32]{2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=3
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i, %one)
-  %product = bf16[64,32]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w), kind=kOutput, calls=%fused_dot, backend_config={"window_config":{"estimated_cycles":"1000"}}
-  %stacked = bf16[5,64,32]{2,1,0:T(8,128)(2,1)} fusion(%y, %product, %i), kind=kLoop, calls=%fused_stack, backend_config={"window_config":{"estimated_cycles":"500"}}
-  ROOT %out = (s32[]{:T(128)}, f32[64,128]{1,0:T(8,128)}, bf16[128,32]{1,0:T(8,128)(2,1)}, bf16[5,64,32]{2,1,0:T(8,128)(2,1)}) tuple(%next, %x, %w, %stacked)
-}
-
-%condition (carry.1: (s32[], f32[64,128], bf16[128,32], bf16[5,64,32])) -> pred[] {
-  %carry.1 = (s32[]{:T(128)}, f32[64,128]{1,0:T(8,128)}, bf16[128,32]{1,0:T(8,128)(2,1)}, bf16[5,64,32]{2,1,0:T(8,128)(2,1)}) parameter(0)
-  %i.1 = s32[]{:T(128)} get-tuple-element(%carry.1), index=0
-  %limit = s32[]{:T(128)} constant(5)
-  ROOT %less = pred[]{:T(512)} compare(%i.1, %limit), direction=LT
-}
-
-ENTRY %main (p0: f32[64,128], p1: bf16[128,32]) -> bf16[5,64,32] {
-  %p0 = f32[64,128]{1,0:T(8,128)} parameter(0), metadata={op_name="p[\\'x\\']"}
-  %p1 = bf16[128,32]{1,0:T(8,128)(2,1)} parameter(1)
-  %start = s32[]{:T(128)} constant(0)
-  %room = bf16[5,64,32]{2,1,0:T(8,128)(2,1)} custom-call(), custom_call_target="AllocateBuffer"
-  %copy-start = (f32[64,128]{1,0:T(8,128)S(1)}, f32[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p0)
-  %copy-done = f32[64,128]{1,0:T(8,128)S(1)} copy-done(%copy-start)
-  %init = (s32[]{:T(128)}, f32[64,128]{1,0:T(8,128)S(1)}, bf16[128,32]{1,0:T(8,128)(2,1)}, bf16[5,64,32]{2,1,0:T(8,128)(2,1)}) tuple(%start, %copy-done, %p1, %room)
-  %loop = (s32[]{:T(128)}, f32[64,128]{1,0:T(8,128)S(1)}, bf16[128,32]{1,0:T(8,128)(2,1)}, bf16[5,64,32]{2,1,0:T(8,128)(2,1)}) while(%init), condition=%condition, body=%body
-  %result = bf16[5,64,32]{2,1,0:T(8,128)(2,1)} get-tuple-element(%loop), index=3
-  ROOT %wide = f32[5,64,32]{2,1,0:T(8,128)} convert(%result), metadata={op_name="jit(step)/convert_element_type"}, backend_config={"window_config":{"estimated_cycles":"2500"}}
-}
-"""  # noqa: E501
-
+TPU = (HERE / "tpu.hlo").read_text()
 # As a GPU prints it: a known trip count, an asynchronous fusion and collective, cuBLAS.
-GPU = """
-HloModule jit_step, is_scheduled=true
-
-%add (l: f32[], r: f32[]) -> f32[] {
-  %l = f32[] parameter(0)
-  %r = f32[] parameter(1)
-  ROOT %sum = f32[] add(%l, %r)
-}
-
-%wrapped (v: f32[256]) -> bf16[256] {
-  %v = f32[256]{0} parameter(0)
-  ROOT %cast = bf16[256]{0} convert(%v)
-}
-
-%body (c: (s32[], bf16[64,32], bf16[32,64], f32[256])) -> (s32[], bf16[64,32], bf16[32,64], f32[256]) {
-  %c = (s32[], bf16[64,32]{1,0}, bf16[32,64]{1,0}, f32[256]{0}) parameter(0)
-  %n = s32[] get-tuple-element(%c), index=0
-  %a = bf16[64,32]{1,0} get-tuple-element(%c), index=1
-  %b = bf16[32,64]{1,0} get-tuple-element(%c), index=2
-  %g = f32[256]{0} get-tuple-element(%c), index=3
-  %gemm = (bf16[64,64]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-  %fusion-start = ((f32[256]{0}), bf16[256]{0}, u32[]) fusion-start(%g), kind=kLoop, calls=%wrapped
-  %fusion-done = bf16[256]{0} fusion-done(%fusion-start)
-  %all-reduce-start = bf16[256]{0} all-reduce-start(%fusion-done), channel_id=1, replica_groups={{0,1}}, to_apply=%add
-  %all-reduce-done = bf16[256]{0} all-reduce-done(%all-reduce-start)
-  %all-gather-start = (f32[256]{0}, f32[512]{0}) all-gather-start(%g), channel_id=2, dimensions={0}
-  %all-gather-done = f32[512]{0} all-gather-done(%all-gather-start)
-  ROOT %t = (s32[], bf16[64,32]{1,0}, bf16[32,64]{1,0}, f32[256]{0}) tuple(%n, %a, %b, %g)
-}
-
-%condition (d: (s32[], bf16[64,32], bf16[32,64], f32[256])) -> pred[] {
-  %d = (s32[], bf16[64,32]{1,0}, bf16[32,64]{1,0}, f32[256]{0}) parameter(0)
-  ROOT %yes = pred[] constant(true)
-}
-
-ENTRY %main (p: (s32[], bf16[64,32], bf16[32,64], f32[256])) -> (s32[], bf16[64,32], bf16[32,64], f32[256]) {
-  %p = (s32[], bf16[64,32]{1,0}, bf16[32,64]{1,0}, f32[256]{0}) parameter(0)
-  ROOT %w = (s32[], bf16[64,32]{1,0}, bf16[32,64]{1,0}, f32[256]{0}) while(%p), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
-}
-"""  # noqa: E501
+GPU = (HERE / "gpu.hlo").read_text()
 
 
 def test_figures_of_a_tpu():
@@ -144,8 +56,8 @@ def test_figures_of_a_gpu():
         "converts": 3,
         "kernels": 3 * 4,  # cuBLAS, a fusion and two collectives
         "collectives": [
-            dict(kind="all-gather", dtype="f32", bytes=3 * 2048, text_bytes=2048),
-            dict(kind="all-reduce", dtype="bf16", bytes=3 * 512, text_bytes=512),
+            dict(kind="all-gather", dtype="f32", bytes=3 * 2048),
+            dict(kind="all-reduce", dtype="bf16", bytes=3 * 512),
         ],
     }
 
@@ -178,8 +90,8 @@ def test_products_of_a_step_are_counted():
 def test_what_cannot_be_counted_is_an_error():
     known = ', backend_config={"known_trip_count":{"n":"3"}}'
     for text, message in {
-        GPU.replace(known, ""): "how often the loop w turns",
-        TPU.replace("constant(5)", "parameter(1)"): "how often the loop loop turns",
+        GPU.replace(known, ""): "how often the loop w runs",
+        TPU.replace("constant(5)", "parameter(1)"): "how often the loop loop runs",
         "HloModule empty": "no ENTRY",
     }.items():
         with pytest.raises(ValueError, match=message):
