@@ -2,8 +2,8 @@
 
 XLA fuses, and fused code rounds otherwise. Here each equation runs by itself, without
 a compiler around it: two programs with the same equations have the same results, bit
-for bit. The same interpreter gives the reference in float64, and the error that a
-program has in which each single equation rounds its results to half precision.
+for bit. The same interpreter gives the error that a program has in which each single
+equation rounds its results to half precision.
 """
 
 import dataclasses
@@ -17,9 +17,6 @@ from jax.extend.core import Literal
 from flax_amp import _compat
 
 _CALLS = ("jaxpr", "call_jaxpr", "call")  # parameters that hold the body of a call
-# Primitives with dtypes of their own.
-_FIXED = "callback random bitcast threefry scatter".split()
-_WIDE = {"float32": np.float64, "complex64": np.complex128}
 _KEYS = jax.dtypes.prng_key
 
 
@@ -32,13 +29,11 @@ class Interpreter:
     """Evaluates jaxprs.
 
     Attributes:
-      wide: whether float32 becomes float64.
       half: the dtype to which each float32 result is rounded, if there is one.
       seed: of the further noise of each rounding.
       bits: the random bits that were drawn, in order.
     """
 
-    wide: bool = False
     half: Any = None
     seed: int = 0
     bits: list[Any] = dataclasses.field(default_factory=list)
@@ -47,24 +42,14 @@ class Interpreter:
         self._rng = np.random.default_rng(self.seed)
 
     def __call__(self, closed, args):
-        if not self.wide:
-            return self._closed(closed, args)
-        with jax.enable_x64(True):
-            return self._closed(closed, list(map(self._as_wide, args)))
-
-    def _as_wide(self, x):
-        dtype = _WIDE.get(str(getattr(x, "dtype", ""))) if self.wide else None
-        return x if dtype is None else np.asarray(x, dtype)
-
-    def _closed(self, closed, args):
         jaxpr, consts = _compat.open_jaxpr(closed)
-        env = dict(zip(jaxpr.constvars, map(self._as_wide, consts), strict=True))
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= zip(jaxpr.invars, args, strict=True)
 
         def read(atom):
             if not isinstance(atom, Literal):
                 return env[atom]
-            return self._as_wide(np.asarray(atom.val, atom.aval.dtype))
+            return np.asarray(atom.val, atom.aval.dtype)
 
         for eqn in jaxpr.eqns:
             outs = self._equation(eqn, [read(v) for v in eqn.invars])
@@ -80,30 +65,16 @@ class Interpreter:
         if name == "cond":
             branches = params["branches"]
             index = np.clip(int(args[0]), 0, len(branches) - 1)
-            return self._closed(branches[index], args[1:])
+            return self(branches[index], args[1:])
         for body in (params[key] for key in _CALLS if key in params):
-            return self._closed(body, args)
+            return self(body, args)
         return self._bind(eqn, args)
 
     def _bind(self, eqn, args):
-        name, params = eqn.primitive.name, eqn.params
-        if self.wide and any(word in name for word in _FIXED):
-            pairs = zip(args, eqn.invars, strict=True)
-            args = [
-                np.asarray(x, np.float32) if _is_float32(v.aval) else x
-                for x, v in pairs
-            ]
-        elif self.wide:
-            params = {
-                key: np.dtype(np.float64) if _is_dtype32(value) else value
-                for key, value in params.items()
-            }
-        outs = _compat.bind(eqn, args, params)
-        if name == "random_bits":
+        outs = _compat.bind(eqn, args, eqn.params)
+        if eqn.primitive.name == "random_bits":
             self.bits.append(np.asarray(outs[0]))
-        if self.half is not None:
-            return [self._rounded(x) for x in outs]
-        return list(map(self._as_wide, outs)) if self.wide else outs
+        return outs if self.half is None else list(map(self._rounded, outs))
 
     def _rounded(self, x):
         if not _is_float32(x):
@@ -123,7 +94,7 @@ class Interpreter:
         order = range(length)
         rows = []
         for i in reversed(order) if params["reverse"] else order:
-            outs = self._closed(params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
+            outs = self(params["jaxpr"], [*consts, *carry, *(x[i] for x in xs)])
             carry = outs[:num_carry]
             rows.append(outs[num_carry:])
         if params["reverse"]:
@@ -134,14 +105,10 @@ class Interpreter:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = args[:first], args[first : first + second]
         carry = args[first + second :]
-        while np.any(on := self._closed(params["cond_jaxpr"], [*of_cond, *carry])[0]):
-            outs = self._closed(params["body_jaxpr"], [*of_body, *carry])
+        while np.any(on := self(params["cond_jaxpr"], [*of_cond, *carry])[0]):
+            outs = self(params["body_jaxpr"], [*of_body, *carry])
             carry = [_choose(on, *pair) for pair in zip(outs, carry, strict=True)]
         return carry
-
-
-def _is_dtype32(value):
-    return isinstance(value, np.dtype | type) and value in (np.float32, jnp.float32)
 
 
 def _is_key(x):

@@ -30,6 +30,7 @@ _EXTRA_ARGS = {
     "polyak_sgd": ("value",),
     "sophia": ("obj_fn",),
 }
+_NEEDED = inspect.Parameter.empty
 _NO_SCHEDULES = {
     "optimistic_adam",
     "rprop",
@@ -40,25 +41,15 @@ _NO_SCHEDULES = {
 
 
 class Case(NamedTuple):
-    """An optimizer, made by plain optax or by `flax_amp.optim` from equal arguments.
-
-    Attributes:
-      name: of the function that makes it.
-      plain: makes it from a learning rate, with optax.
-      pytree: makes it from a learning rate, with `flax_amp.optim`.
-      extra_args: the names of what its update asks for.
-      rate: whether it has a learning rate at all.
-      schedules: whether that may be a schedule.
-      per_example: whether its gradients have a leading axis of examples.
-    """
+    """An optimizer, made by plain optax or by `flax_amp.optim` from equal arguments."""
 
     name: str
-    plain: Callable[[Any], optax.GradientTransformationExtraArgs]
-    pytree: Callable[[Any], optim.Optimizer]
-    extra_args: tuple[str, ...] = ()
-    rate: bool = True
-    schedules: bool = True
-    per_example: bool = False
+    plain: Callable[[Any], optax.GradientTransformationExtraArgs]  # from a rate
+    pytree: Callable[[Any], optim.Optimizer]  # from a rate
+    extra_args: tuple[str, ...] = ()  # that its update asks for
+    rate: bool = True  # whether it has one
+    schedules: bool = True  # whether the rate may be one
+    per_example: bool = False  # whether its gradients have an axis of examples
 
 
 def names() -> list[str]:
@@ -95,7 +86,7 @@ def case(name: str) -> Case:
         given = {
             name: arguments[name](space)
             for name, parameter in parameters.items()
-            if name in arguments and (name == "key" or _is_needed(parameter))
+            if name in arguments and (name == "key" or parameter.default is _NEEDED)
         }
         if "learning_rate" in parameters:
             given["learning_rate"] = rate
@@ -117,10 +108,6 @@ class _PlainNames:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(optim, name).wrapped_factory
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty
 
 
 def _plain(build: Callable[[Any, Any], Any]) -> Any:
@@ -190,14 +177,9 @@ def inputs(case: Case, params: PyTree) -> tuple[PyTree, dict[str, Any]]:
 
 
 class Training(NamedTuple):
-    """A training, whatever the state is of which it is made.
+    """A training, whatever the state is of which it is made."""
 
-    Attributes:
-      init: parameters -> state.
-      step: parameters, state -> the next of both.
-    """
-
-    init: Callable[[PyTree], Any]
+    init: Callable[[PyTree], Any]  # of the state from parameters
     step: Callable[[PyTree, Any], tuple[PyTree, Any]]
 
 

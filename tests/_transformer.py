@@ -71,18 +71,13 @@ def unrolled(p, x, body=block):
     return jnp.mean(x**2)
 
 
-def scanned(p, x, body=block):
-    return jnp.mean(lax.scan(lambda x, p: (body(p, x), None), x, p)[0] ** 2)
+def scanned(p, x):
+    return jnp.mean(lax.scan(lambda x, p: (block(p, x), None), x, p)[0] ** 2)
 
 
 def branched(p, x):
     x = lax.cond(x.sum() < 1e6, lambda: block(layer(p, 0), x), lambda: x)
     return jnp.mean(x**2)
-
-
-def mapped(p, x):
-    out = jax.vmap(lambda row: block(layer(p, 0), row[None])[0])(x)
-    return jnp.mean(out**2)
 
 
 def sharded(p, x):
@@ -94,9 +89,7 @@ CONTEXTS = {
     "straight": unrolled,
     "scan": scanned,
     "jit": lambda p, x: unrolled(p, x, jax.jit(block)),
-    "remat": lambda p, x: unrolled(p, x, jax.checkpoint(block)),
     "cond": branched,
-    "vmap": mapped,
     "shard_map": sharded,
 }
 

@@ -51,6 +51,12 @@ def rows(family: str, why: str, **calls: Any) -> None:
         ROWS[name] = Row(family, why, call, tuple(args))
 
 
+def of_lax(family: str, why: str, names: str, *args: Any) -> None:
+    """Adds rows of functions that have the names of their primitives."""
+    for name in names.split():
+        rows(family, why, **{name: (getattr(lax, name), *args)})
+
+
 def only_in(name: str, *versions: str) -> None:
     """Says that the public function gives a primitive in some versions of JAX only."""
     ROWS[name] = ROWS[name]._replace(versions=versions)
@@ -97,37 +103,23 @@ rows(
 
 # --- arithmetic and sums -------------------------------------------------------------
 
+LARGER = "the result may be much larger than the operand"
+of_lax(
+    ARITHMETIC,
+    LARGER,
+    "exp exp2 expm1 log log1p square rsqrt sinh cosh tan asin acos asinh atanh erf_inv "
+    "lgamma digamma bessel_i0e bessel_i1e",
+    A,
+)
+of_lax(ARITHMETIC, LARGER, "pow igamma igammac igamma_grad_a", A, B)
 rows(
     ARITHMETIC,
-    "the result may be much larger than the operand",
-    exp=(lax.exp, A),
-    exp2=(lax.exp2, A),
-    expm1=(lax.expm1, A),
-    log=(lax.log, A),
-    log1p=(lax.log1p, A),
+    LARGER,
     log2=(jnp.log2, A),
-    pow=(lax.pow, A, B),
     integer_pow=(lambda x: lax.integer_pow(x, 3), A),
-    square=(lax.square, A),
-    rsqrt=(lax.rsqrt, A),
-    sinh=(lax.sinh, A),
-    cosh=(lax.cosh, A),
-    tan=(lax.tan, A),
-    asin=(lax.asin, A),
-    acos=(lax.acos, A),
-    asinh=(lax.asinh, A),
     acosh=(lax.acosh, ABOVE_1),
-    atanh=(lax.atanh, A),
-    erf_inv=(lax.erf_inv, A),
-    lgamma=(lax.lgamma, A),
-    digamma=(lax.digamma, A),
     polygamma=(lambda x: lax.polygamma(lax.full_like(x, 1), x), A),
     zeta=(lax.zeta, ABOVE_1 + 1, B),
-    igamma=(lax.igamma, A, B),
-    igammac=(lax.igammac, A, B),
-    igamma_grad_a=(lax.igamma_grad_a, A, B),
-    bessel_i0e=(lax.bessel_i0e, A),
-    bessel_i1e=(lax.bessel_i1e, A),
     regularized_incomplete_beta=(lax.betainc, A, B, A),
     polynomial=(lambda x: jnp.polyval(np.ones(3, x.dtype), x), A),
 )
@@ -136,14 +128,12 @@ rows(
     "a long sum loses small terms",
     reduce_sum=(lambda x: x.sum(0), A),
     reduce_prod=(lambda x: x.prod(0), A),
-    cumsum=(lambda x: lax.cumsum(x), A),
-    cumprod=(lambda x: lax.cumprod(x), A),
-    cumlogsumexp=(lambda x: lax.cumlogsumexp(x), A),
     reduce_window_sum=(
         lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID"),
         A,
     ),
 )
+of_lax(SUM, "a long sum loses small terms", "cumsum cumprod cumlogsumexp", A)
 rows(
     SUM,
     "no kernels for halves, and conditioning needs the digits",
@@ -175,26 +165,13 @@ def max_pool(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "VALID")
 
 
+BETWEEN = "between two products nothing is rounded"
+of_lax(ARITHMETIC, BETWEEN, "tanh logistic erf erfc sin cos atan sqrt cbrt", A)
+of_lax(ARITHMETIC, BETWEEN, "floor ceil round", SIGNED)
+of_lax(ARITHMETIC, BETWEEN, "add sub mul div atan2", A, B)
 rows(
     ARITHMETIC,
-    "between two products nothing is rounded",
-    add=(lax.add, A, B),
-    sub=(lax.sub, A, B),
-    mul=(lax.mul, A, B),
-    div=(lax.div, A, B),
-    floor=(lax.floor, SIGNED),
-    ceil=(lax.ceil, SIGNED),
-    round=(lax.round, SIGNED),
-    tanh=(lax.tanh, A),
-    logistic=(lax.logistic, A),
-    erf=(lax.erf, A),
-    erfc=(lax.erfc, A),
-    sin=(lax.sin, A),
-    cos=(lax.cos, A),
-    atan=(lax.atan, A),
-    atan2=(lax.atan2, A, B),
-    sqrt=(lax.sqrt, A),
-    cbrt=(lax.cbrt, A),
+    BETWEEN,
     rem=(lax.rem, B, A),
     one_minus_square=(lambda x: jax.vjp(jnp.tanh, x)[1](x), A),
     add_any=(lambda x: jax.vjp(lambda x: jnp.sin(x) * x, x)[1](x), A),
@@ -214,6 +191,7 @@ def reduce_window(operation, init):
     return lambda x: lax.reduce_window(x, init, operation, (1, 2), (1, 1), "VALID")
 
 
+of_lax(MOVE, "moves data", "unstack stop_gradient optimization_barrier sort", A)
 rows(
     MOVE,
     "moves data: exact in any dtype",
@@ -233,50 +211,36 @@ rows(
     gather=(lambda x, i: (x.at[i].get(mode="clip"), x), A, np.int32([1])),
     scatter=(lambda x, y: x.at[0].set(y[1]), A, B),
     split=(lambda x: lax.split(x, (1, 2), 1), A),
-    unstack=(lambda x: lax.unstack(x), A),
     tile=(lambda x: lax.tile(x, (2, 1)), A),
     copy=(lambda x: jnp.array(x, copy=True), A),
     concatenate=(lambda x, y: jnp.concatenate([x, y]), A, B),
     pad=(lambda x: jnp.pad(x, 1), A),
     stack=(lambda x, y: lax.stack([x, y]), A, B),
     select_n=(jnp.where, BOOLS, A, B),
-    stop_gradient=(lax.stop_gradient, A),
-    optimization_barrier=(lax.optimization_barrier, A),
     name=(lambda x: jax.ad_checkpoint.checkpoint_name(x, "x"), A),
     device_put=(lambda x: jax.device_put(x, jax.devices()[0]), A),
-    sort=(lambda x: lax.sort(x), B),
     top_k=(lambda x: lax.top_k(x, 2)[0], B),
     approx_top_k=(lambda x: lax.approx_max_k(x, 2)[0], B),
 )
+CHOOSES = "chooses or compares: nothing is rounded"
+of_lax(MOVE, CHOOSES, "cummax cummin neg is_finite", B)
+of_lax(MOVE, CHOOSES, "abs sign", SIGNED)
+of_lax(MOVE, CHOOSES, "eq ne lt le gt ge max min", A, B)
 rows(
     MOVE,
-    "chooses or compares: nothing is rounded",
+    CHOOSES,
     reduce_max=(lambda x: x.max(1), B),
     reduce_min=(lambda x: x.min(1), B),
     reduce_window_max=(reduce_window(lax.max, -np.inf), B),
     reduce_window_min=(reduce_window(lax.min, np.inf), B),
-    cummax=(lambda x: lax.cummax(x), B),
-    cummin=(lambda x: lax.cummin(x), B),
     argmax=(lambda x: jnp.argmax(x, 1), B),
     argmin=(lambda x: jnp.argmin(x, 1), B),
-    eq=(lax.eq, A, B),
-    ne=(lax.ne, A, B),
-    lt=(lax.lt, A, B),
-    le=(lax.le, A, B),
-    gt=(lax.gt, A, B),
-    ge=(lax.ge, A, B),
-    is_finite=(lax.is_finite, A),
     le_to=(jnp.searchsorted, LINE, A),
-    neg=(lax.neg, A),
-    max=(lax.max, A, B),
-    min=(lax.min, A, B),
-    abs=(lax.abs, SIGNED),
-    sign=(lax.sign, SIGNED),
     clamp=(lax.clamp, A * 0.25, B, A + 0.125),
 )
 only_in("le_to", "0.10", "0.11")
-ROWS["scatter-max"] = Row(MOVE, "chooses", lambda x, y: x.at[0].max(y[1]), (A, B))
-ROWS["scatter-min"] = Row(MOVE, "chooses", lambda x, y: x.at[0].min(y[1]), (A, B))
+ROWS["scatter-max"] = Row(MOVE, CHOOSES, lambda x, y: x.at[0].max(y[1]), (A, B))
+ROWS["scatter-min"] = Row(MOVE, CHOOSES, lambda x, y: x.at[0].min(y[1]), (A, B))
 
 # --- opaque: numbers -----------------------------------------------------------------
 
@@ -299,15 +263,13 @@ rows(
     reduce_precision=(lambda x: lax.reduce_precision(x, 5, 3), A),
     nextafter=(lax.nextafter, A, B),
 )
+BITS = "works on integers and booleans"
+SHIFTS = "shift_left shift_right_arithmetic shift_right_logical"
+of_lax(OPAQUE, BITS, "population_count clz", INTEGERS)
+of_lax(OPAQUE, BITS, f"mulhi {SHIFTS}", INTEGERS, INTEGERS)
 rows(
     OPAQUE,
-    "works on integers and booleans",
-    population_count=(lax.population_count, INTEGERS),
-    clz=(lax.clz, INTEGERS),
-    mulhi=(lax.mulhi, INTEGERS, INTEGERS),
-    shift_left=(lax.shift_left, INTEGERS, INTEGERS),
-    shift_right_arithmetic=(lax.shift_right_arithmetic, INTEGERS, INTEGERS),
-    shift_right_logical=(lax.shift_right_logical, INTEGERS, INTEGERS),
+    BITS,
     reduce_and=(lambda x: lax.reduce_and(x, (0,)), INTEGERS),
     reduce_or=(lambda x: lax.reduce_or(x, (0,)), INTEGERS),
     reduce_xor=(lambda x: lax.reduce_xor(x, (0,)), INTEGERS),

@@ -4,6 +4,7 @@ And one for each that no public function gives, with the reason. The rows are ad
 the table of `_primitive_rows.py`.
 """
 
+import fnmatch
 import functools
 
 import jax
@@ -190,15 +191,30 @@ only_in("call_hi_primitive", "0.11", "0.12")
 ON_DEVICES = np.tile(LINE[:4], (8, 1))
 
 
-def on_devices(fn, in_spec=ROWS_OVER_DEVICES, out_spec=ROWS_OVER_DEVICES, **options):
-    return over_devices(fn, (in_spec,), out_spec, **options)
+def over(fn, in_spec=ROWS_OVER_DEVICES, out_spec=ROWS_OVER_DEVICES, **options):
+    """A function of the rows of an array, one on each device, and the array."""
+    return over_devices(fn, (in_spec,), out_spec, **options), ON_DEVICES
+
+
+def to_one(fn):
+    """The same, with a result that is equal on all devices."""
+    return over(fn, out_spec=P())
+
+
+def of_one(fn):
+    """The same, of an array that is equal on all devices."""
+    return over(fn, in_spec=P())
 
 
 # --- opaque: effects and memory ------------------------------------------------------
 
 
+def struct(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 def callback(kind):
-    return lambda x: kind(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return lambda x: kind(np.sin, struct(x), x)
 
 
 def with_ref(use):
@@ -218,29 +234,16 @@ rows(
     OPAQUE,
     "what is outside of the program sees float32",
     pure_callback=(
-        lambda x: jax.pure_callback(
-            np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
-        ),
+        lambda x: jax.pure_callback(np.sin, struct(x), x, vmap_method="sequential"),
         A,
     ),
     io_callback=(callback(jax.experimental.io_callback), A),
     debug_callback=(lambda x: jax.debug.callback(lambda x: None, x), A),
     debug_print=(lambda x: jax.debug.print("{}", x), A),
-    psend=(
-        on_devices(lambda x: (x, lax.psend(x, "data", [(0, 1)]))[0], check_vma=False),
-        ON_DEVICES,
-    ),
-    precv=(
-        on_devices(
-            lambda x: lax.precv(
-                lax.create_token(),
-                jax.ShapeDtypeStruct(x.shape, x.dtype),
-                "data",
-                [(0, 1)],
-            ),
-            check_vma=False,
-        ),
-        ON_DEVICES,
+    psend=over(lambda x: (x, lax.psend(x, "data", [(0, 1)]))[0], check_vma=False),
+    precv=over(
+        lambda x: lax.precv(lax.create_token(), struct(x), "data", [(0, 1)]),
+        check_vma=False,
     ),
     create_token=(lambda x: (x, lax.create_token())[0], A),
     after_all=(lambda x: (x, lax.after_all(lax.create_token()))[0], A),
@@ -249,10 +252,7 @@ rows(
         lambda x: jax.debug.inspect_array_sharding(x, callback=lambda s: None),
         A,
     ),
-    ffi_call=(
-        lambda x: jax.ffi.ffi_call("a", jax.ShapeDtypeStruct(x.shape, x.dtype))(x),
-        A,
-    ),
+    ffi_call=(lambda x: jax.ffi.ffi_call("a", struct(x))(x), A),
     check=(lambda x: checkify.check(x[0, 0] > 0, "{}", x), A),
 )
 rows(
@@ -274,10 +274,6 @@ to_varying, to_reduced, to_unreduced = (
     functools.partial(lax.pcast, axis_name="data", to=to)
     for to in ("varying", "reduced", "unreduced")
 )
-
-
-def unreduced(collective):
-    return on_devices(lambda x: collective(to_unreduced(x), "data"), out_spec=P())
 
 
 def unreduced_extreme(collective, reduction, kind):
@@ -304,33 +300,27 @@ def relaid(x):
 
 rows(
     SUM,
-    "a sum over devices",
-    psum=(on_devices(lambda x: lax.psum(x, "data"), check_vma=False), ON_DEVICES),
-    psum_invariant=(
-        on_devices(lambda x: lax.psum(x, "data"), out_spec=P()),
-        ON_DEVICES,
-    ),
-    reduce_scatter=(
-        on_devices(lambda x: lax.psum_scatter(x, "data", scatter_dimension=0), P()),
-        ON_DEVICES,
+    "a sum over devices, or on its way to be one",
+    psum=over(lambda x: lax.psum(x, "data"), check_vma=False),
+    psum_invariant=to_one(lambda x: lax.psum(x, "data")),
+    reduce_scatter=of_one(lambda x: lax.psum_scatter(x, "data", scatter_dimension=0)),
+    unreduced_psum=to_one(lambda x: lax.psum(to_unreduced(x), "data")),
+    unreduced_reduce_scatter=over(
+        lambda x: lax.psum_scatter(
+            to_unreduced(x.repeat(8, 0)), "data", scatter_dimension=0, tiled=True
+        )
     ),
 )
 rows(
     MOVE,
     "moves or chooses between devices",
-    all_gather=(on_devices(lambda x: lax.all_gather(x, "data")), ON_DEVICES),
-    all_to_all=(
-        on_devices(lambda x: lax.all_to_all(x, "data", 1, 0, tiled=True)),
-        np.tile(LINE[:4], (8, 2)),
-    ),
-    ppermute=(
-        on_devices(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])),
-        ON_DEVICES,
-    ),
-    pmax=(on_devices(lambda x: lax.pmax(x, "data"), out_spec=P()), ON_DEVICES),
-    pmin=(on_devices(lambda x: lax.pmin(x, "data"), out_spec=P()), ON_DEVICES),
-    pvary=(on_devices(lambda x: lax.pcast(x, "data", to="varying"), P()), ON_DEVICES),
-    pbroadcast=(on_devices(lambda x: lax.pbroadcast(x, ("data",), 0)), ON_DEVICES),
+    all_gather=over(lambda x: lax.all_gather(x, "data")),
+    all_to_all=over(lambda x: lax.all_to_all(jnp.tile(x, 2), "data", 1, 0, tiled=True)),
+    ppermute=over(lambda x: lax.ppermute(x, "data", [(0, 1), (1, 0)])),
+    pmax=to_one(lambda x: lax.pmax(x, "data")),
+    pmin=to_one(lambda x: lax.pmin(x, "data")),
+    pvary=of_one(to_varying),
+    pbroadcast=over(lambda x: lax.pbroadcast(x, ("data",), 0)),
     sharding_constraint=(
         lambda x: lax.with_sharding_constraint(
             x, jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -342,28 +332,17 @@ ragged = np.ones(8, np.int32)
 rows(
     MOVE,
     "moves or chooses between devices, experimental",
-    all_gather_invariant=(
-        on_devices(lambda x: lax.all_gather(x, "data", to="invarying"), out_spec=P()),
-        ON_DEVICES,
+    all_gather_invariant=to_one(lambda x: lax.all_gather(x, "data", to="invarying")),
+    all_gather_reduced=over(
+        lambda x: to_varying(lax.all_gather(x, "data", to="reduced"))
     ),
-    all_gather_reduced=(
-        on_devices(lambda x: to_varying(lax.all_gather(x, "data", to="reduced"))),
-        ON_DEVICES,
-    ),
-    preduced=(on_devices(lambda x: to_varying(to_reduced(x)), P()), ON_DEVICES),
-    reduced_vary_cast=(
-        on_devices(lambda x: to_varying(to_reduced(x)), P()),
-        ON_DEVICES,
-    ),
-    pbroadcast_dynamic=(
-        on_devices(lambda x: lax.pbroadcast(x, ("data",), jnp.int32(0))),
-        ON_DEVICES,
-    ),
-    ragged_all_to_all=(
-        on_devices(
-            lambda x: lax.ragged_all_to_all(x, x, *[ragged] * 4, axis_name="data")
-        ),
-        np.tile(ON_DEVICES, (8, 1)),
+    preduced=of_one(lambda x: to_varying(to_reduced(x))),
+    reduced_vary_cast=of_one(lambda x: to_varying(to_reduced(x))),
+    pbroadcast_dynamic=over(lambda x: lax.pbroadcast(x, ("data",), jnp.int32(0))),
+    ragged_all_to_all=over(
+        lambda x: lax.ragged_all_to_all(
+            y := x.repeat(8, 0), y, *[ragged] * 4, axis_name="data"
+        )
     ),
     xla_metadata_value=(lambda x: xla_metadata.set_xla_metadata(x, key="value"), A),
     unreduced_pmax=(unreduced_extreme(lax.pmax, lax.reduce_max, "max"), ON_DEVICES),
@@ -376,22 +355,9 @@ rows(
     relayout=(relaid, A),
 )
 rows(
-    SUM,
-    "a sum over devices, or on its way to be one",
-    unreduced_psum=(unreduced(lax.psum), ON_DEVICES),
-    unreduced_reduce_scatter=(
-        on_devices(
-            lambda x: lax.psum_scatter(
-                to_unreduced(x), "data", scatter_dimension=0, tiled=True
-            )
-        ),
-        np.tile(ON_DEVICES, (8, 1)),
-    ),
-)
-rows(
     OPAQUE,
     "the terms of a sum over devices",
-    vary_unreduced_cast=(unreduced(lax.psum), ON_DEVICES),
+    vary_unreduced_cast=to_one(lambda x: lax.psum(to_unreduced(x), "data")),
 )
 for name in ("reduced_vary_cast", "vary_unreduced_cast"):  # so JAX 0.10 and 0.11 say
     ROWS[f"{name}_p"] = ROWS[name]
@@ -402,68 +368,48 @@ rows(
         lambda x: lax.platform_dependent(x, cpu=jnp.exp, default=jnp.log),
         A,
     ),
-    axis_index=(on_devices(lambda x: lax.axis_index("data")[None]), ON_DEVICES),
+    axis_index=over(lambda x: lax.axis_index("data")[None]),
 )
 
 only_in("relayout", "0.12")
 
 # --- what no public function gives ---------------------------------------------------
 
-UNREACHABLE: dict[str, str] = {}
+UNREACHABLE = {  # the reason: names and patterns
+    "the asynchronous collectives have no public function yet": "*_start *_done",
+    "stands in lowered programs only, where another primitive is in the jaxpr": (
+        """eq_to lt_to geqp3 philox?x32 threefry4x32 iota_2x32_shape scaled_matmul
+        coo_spm? csr_spm? empty2 select_and_scatter dimension_size shape_assertion
+        dim_as_value"""
+    ),
+    "needs cuDNN while it is traced": "dot_product_attention_* cudnn_fusion rnn_?wd",
+    "JAX binds it inside of its transformations and leaves it in no jaxpr": (
+        """custom_lin call_hi_primitive_linearized unreachable zeros_like
+        custom_jvp_call_jaxpr stage"""
+    ),
+    "moves data between processes, outside of programs": (
+        "host_local_array_to_global_array global_array_to_host_local_array"
+    ),
+    "checks keys, and is in no program": "consume assert_consumed_value",
+    "private, without a public function": (
+        """with_memory_space_constraint call to_edtype from_edtype tie pin unpin
+        create_linear broadcast_to accum_grad_in_ref box_get box_set new_box log_extend
+        log_read new_log"""
+    ),
+}
 
 
-def unreachable(reason: str, names: str) -> None:
-    for name in names.split():
-        assert name not in UNREACHABLE, name
-        UNREACHABLE[name] = reason
+def is_unreachable(name: str) -> bool:
+    patterns = " ".join(UNREACHABLE.values()).split()
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-unreachable(
-    "the asynchronous collectives have no public function yet",
-    """all_gather_start all_gather_done all_gather_reduced_start all_to_all_start
-    all_to_all_done pbroadcast_start pbroadcast_done ppermute_start ppermute_done
-    psum_start psum_done psum_invariant_start reduce_scatter_start reduce_scatter_done
-    unreduced_psum_start unreduced_reduce_scatter_start""",
-)
-unreachable(
-    "stands in lowered programs only, where another primitive is in the jaxpr",
-    """eq_to lt_to geqp3 philox2x32 philox4x32 threefry4x32 iota_2x32_shape
-    scaled_matmul coo_spmm coo_spmv csr_spmm csr_spmv empty2 select_and_scatter
-    dimension_size shape_assertion dim_as_value""",
-)
-unreachable(
-    "needs cuDNN while it is traced",
-    """dot_product_attention_fwd dot_product_attention_fwd_wrapper
-    dot_product_attention_bwd dot_product_attention_bwd_wrapper
-    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-    dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper cudnn_fusion
-    rnn_fwd rnn_bwd""",
-)
-unreachable(
-    "JAX binds it inside of its transformations and leaves it in no jaxpr",
-    """custom_lin call_hi_primitive_linearized unreachable zeros_like
-    custom_jvp_call_jaxpr stage""",
-)
-unreachable(
-    "moves data between processes, outside of programs",
-    "host_local_array_to_global_array global_array_to_host_local_array",
-)
-unreachable("checks keys, and is in no program", "consume assert_consumed_value")
-unreachable(
-    "private, without a public function",
-    """with_memory_space_constraint call to_edtype from_edtype tie pin unpin
-    create_linear broadcast_to accum_grad_in_ref box_get box_set new_box
-    log_extend log_read new_log""",
-)
-
-# Named here, but not in each version of JAX.
+# They have a row, but are not in each version of JAX.
 OTHER_VERSIONS = set(
     """log2 one_minus_square pbroadcast_dynamic polynomial program_order
     reduced_vary_cast reduced_vary_cast_p relayout unreduced_pmax unreduced_pmin
-    vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
-    xla_metadata_value xla_metadata_call box_get box_set call closed_call log_extend
-    log_read new_box new_log pbroadcast_done pbroadcast_start psum_start
-    unreduced_psum_start unreduced_reduce_scatter_start""".split()
+    vary_unreduced_cast vary_unreduced_cast_p xla_metadata_value xla_metadata_call
+    closed_call""".split()
 )
 # Traced, but not run: there is no kernel for the CPU,
 NOT_RUN = set(
@@ -474,5 +420,3 @@ NOT_RUN = set(
     # ... or it gives other numbers each time.
     """rng_uniform empty empty_ref""".split()
 )
-# JAX cannot lower them.
-NOT_BATCHED = ("bcoo_extract",)

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from _twin_errors import normal
 from flax_amp import amp
 from helpers import assert_close, assert_identical, both_halves, relative_error
 
-KEYS = jax.random.split(jax.random.key(0), 5)
-X, TARGET = (jax.random.normal(key, (48, 16)) for key in KEYS[:2])
-QUERY, KEY, VALUE = (jax.random.normal(key, (16, 16)) for key in KEYS[2:])
+SHAPES = [(48, 16)] * 2 + [(16, 16)] * 3
+X, TARGET, QUERY, KEY, VALUE = normal(0, *SHAPES)
 KERNELS = [QUERY / 2, KEY / 2]
 LABELS = jnp.argmax(TARGET, axis=1)
 
 
-def attention(kernels, dtype=jnp.float32, softmax=jax.nn.softmax):
+def attention(softmax, kernels, dtype=jnp.float32):
     """By hand in `dtype`, with a softmax in float32."""
     x, value, query, key = (a.astype(dtype) for a in (X, X @ VALUE, *kernels))
     logits = ((x @ query) @ (x @ key).T).astype(jnp.float32) / 4
@@ -25,18 +25,11 @@ def attention(kernels, dtype=jnp.float32, softmax=jax.nn.softmax):
     return jnp.mean((attended.astype(jnp.float32) - TARGET) ** 2)
 
 
-def cross_entropy(kernels, dtype=jnp.float32, softmax=jax.nn.softmax):
+def cross_entropy(softmax, kernels, dtype=jnp.float32):
     """Of probabilities, by hand in `dtype`."""
     x, query, key = (a.astype(dtype) for a in (X, *kernels))
     logits = ((x @ query) @ key).astype(jnp.float32)
     return -jnp.mean(jnp.log(softmax(logits)[jnp.arange(48), LABELS] + 1e-20))
-
-
-def once_in_scan(fn):
-    def looped(kernels):
-        return lax.scan(lambda sum_, _: (sum_ + fn(kernels), None), 0.0, length=1)[0]
-
-    return looped
 
 
 def divided_by_sum(fn):
@@ -56,71 +49,46 @@ def fourth_power(x):
     return (x**2 + 1) ** 4
 
 
-ILL_CONDITIONED = {  # name: (softmax, how much larger than by hand the error may be)
-    "logsumexp": (by_logarithms, 1.4),
-    "exponentials in a jit": (divided_by_sum(jax.jit(below_maximum)), 1.4),
-    "fourth power": (divided_by_sum(fourth_power), 2.2),
-    "all in a jit": (jax.jit(divided_by_sum(fourth_power)), 2.2),
+def in_scan(fn):
+    def looped(kernels):
+        return lax.scan(lambda sum_, _: (sum_ + fn(kernels), None), 0.0, length=1)[0]
+
+    return looped
+
+
+# name: (loss, softmax, around the loss, how much larger than by hand the error may be)
+CASES = {
+    f"{loss.__name__}, {name}": (loss, softmax, around, 1.4)
+    for loss in (attention, cross_entropy)
+    for name, softmax, around in (
+        ("straight", jax.nn.softmax, lambda f: f),
+        ("scan", jax.nn.softmax, in_scan),
+        ("checkpoint", jax.checkpoint(jax.nn.softmax), jax.jit),
+    )
+}
+CASES |= {  # however exponentials are made, and nearly other functions that are summed
+    "logsumexp": (cross_entropy, by_logarithms, jax.jit, 1.4),
+    "a jit": (cross_entropy, divided_by_sum(jax.jit(below_maximum)), jax.jit, 1.4),
+    "powers": (cross_entropy, divided_by_sum(fourth_power), jax.jit, 2.2),
 }
 
-again = jax.checkpoint(jax.nn.softmax)
-WAYS = {
-    "straight": lambda fn: fn,
-    "jit": jax.jit,
-    "scan": once_in_scan,
-    "checkpoint": lambda fn: functools.partial(fn, softmax=again),
-}
 
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    """The error is that of a model cast by hand, some of whose roundings XLA skips.
 
-@functools.cache
-def gradients(fn, **options):
-    return jax.jit(jax.grad(functools.partial(fn, **options)))(KERNELS)
-
-
-def check(fn, way, bound=1.4):
-    """Checks that the error is that of a model cast by hand.
-
-    XLA skips some of the roundings of the latter.
+    XLA compiles as for a user. The error was two to four times as large where the
+    backward pass computed the softmax from logits as they were stored, and divided by a
+    sum of exponentials of others.
     """
-    step = jax.jit(jax.grad(amp(way(fn), compute_dtype=jnp.bfloat16)))
-    expected = gradients(fn)
-    by_hand = relative_error(gradients(fn, dtype=jnp.bfloat16), expected)
-    assert relative_error(step(KERNELS), expected) < bound * by_hand
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("fn", [attention, cross_entropy])
-def test_gradients(fn, way):
-    """XLA compiles as for a user.
-
-    The error was two to four times as large where the backward pass computed the
-    softmax from logits as they were stored, and divided by a sum of exponentials of
-    others.
-    """
-    check(fn, WAYS[way])
-
-
-@pytest.mark.parametrize("name", ILL_CONDITIONED)
-def test_ill_conditioned_functions(name):
-    """However exponentials are made, and nearly other functions that are summed."""
-    softmax, bound = ILL_CONDITIONED[name]
-    check(functools.partial(cross_entropy, softmax=softmax), jax.jit, bound)
-
-
-def of_segments(reduce, x):
-    segments = jnp.arange(x.shape[1]) % 4
-    return reduce(x.T, segments, num_segments=4).T[:, segments]
-
-
-def gated(kernels, softmax):
-    gates = softmax(X @ kernels[0])
-    return jnp.mean(jnp.sum(gates * (X @ kernels[1]), axis=1) ** 2)
-
-
-MAXIMA = {
-    "maximum": lambda x: x / jnp.abs(x).max(1, keepdims=True),
-    "of segments": lambda x: x / of_segments(jax.ops.segment_max, jnp.abs(x)),
-}
+    loss, softmax, around, bound = CASES[name]
+    fn = functools.partial(loss, softmax)
+    by_hand = functools.partial(fn, dtype=jnp.bfloat16)
+    expected, rounded, actual = (
+        jax.jit(jax.grad(f))(KERNELS) for f in (fn, by_hand, amp(around(fn)))
+    )
+    bound *= relative_error(rounded, expected)
+    assert relative_error(actual, expected) < bound
 
 
 @both_halves
@@ -134,8 +102,7 @@ def test_a_traced_derivative_finds_it(choose, dtype):
     def of_leaf(kernel):
         return jnp.mean((choose(X @ KEY, X + kernel[:1]) @ VALUE) ** 2)
 
-    for loss in (fn, of_leaf):
-        gradient = jax.grad(loss)
+    for gradient in map(jax.grad, (fn, of_leaf)):
         actual = jax.jit(amp(gradient, compute_dtype=dtype))(QUERY)
         assert_close(actual, jax.jit(gradient)(QUERY), dtype, gradient=True)
 
@@ -160,13 +127,18 @@ def test_a_traced_derivative_of_a_softmax(dtype):
     assert error < 8 * float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("name", MAXIMA)
-def test_maxima(name):
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_maxima(is_jitted):
     """A derivative finds the operand that equals the maximum."""
-    fn = functools.partial(gated, softmax=MAXIMA[name])
-    lowered = amp(jax.jit(fn), compute_dtype=jnp.bfloat16)
-    actual = jax.jit(jax.grad(lowered))(KERNELS)
-    assert_close(actual, gradients(fn), jnp.bfloat16, gradient=True)
+
+    def gated(kernels):
+        gates = X @ kernels[0]
+        gates = gates / jnp.abs(gates).max(1, keepdims=True)
+        return jnp.mean(jnp.sum(gates * (X @ kernels[1]), axis=1) ** 2)
+
+    lowered = amp(jax.jit(gated) if is_jitted else gated)
+    actual, expected = (jax.jit(jax.grad(f))(KERNELS) for f in (lowered, gated))
+    assert_close(actual, expected, jnp.bfloat16, gradient=True)
 
 
 def test_a_ref_enters_a_checkpoint():

@@ -15,21 +15,10 @@ from _transformer import exact_jit, keeps
 from flax_amp import amp
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-FLOAT = jnp.float32
 
 
-def struct(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def exported(function, *structs):
-    """The function as it comes back from a file, if files can be written here."""
-    done = export.export(jax.jit(function), platforms=PLATFORMS)(*structs)
-    try:
-        import flatbuffers  # noqa: F401
-    except ImportError:
-        return done
-    return export.deserialize(done.serialize())
+def struct(x, *shape):
+    return jax.ShapeDtypeStruct(shape or x.shape, x.dtype)
 
 
 def number(x):
@@ -45,20 +34,17 @@ def assert_exports(function, make, symbolic):
     def flat(*leaves):
         return jax.tree.leaves(function(*jax.tree.unflatten(treedef, leaves)))
 
-    done = exported(flat, *leaves)
-    assert done.platforms == PLATFORMS
+    done = export.export(jax.jit(flat), platforms=PLATFORMS)(*leaves)
+    done = export.deserialize(done.serialize())
     for size in (2, 6):
         args = make(size)
         found = exact_jit(done.call)(*jax.tree.leaves(args))
         expected = jax.tree.leaves(exact_jit(function)(*args))
-        for actual, desired in zip(found, expected, strict=True):
-            np.testing.assert_allclose(
-                # A compiler may add up the gradient of a bias in half or in float32.
-                number(actual),
-                number(desired),
-                rtol=2e-3,
-                atol=1e-5,
-            )
+        for actual, desired in zip(
+            map(number, found), map(number, expected), strict=True
+        ):
+            # A compiler may add up the gradient of a bias in half or in float32.
+            np.testing.assert_allclose(actual, desired, rtol=2e-3, atol=1e-5)
 
 
 def layers(w, x):
@@ -78,39 +64,14 @@ def branches(w, x):
 @pytest.mark.parametrize("function", [layers, rows, branches])
 def test_functions(function):
     """The function and its gradient, with a symbol for the batch and the length."""
-    batch, length = export.symbolic_shape("b, 2*s")
-    shape = (batch, length, 4)
-    w = normal(0, 4, 4)
-    lowered = amp(function, compute_dtype=jnp.bfloat16)
-
-    def make(size):
-        return w, normal(1, size, size, 4)
+    w, lowered = normal(0, 4, 4), amp(function)
 
     def both(w, x):
         return lowered(w, x), jax.grad(lambda w: squares(lowered(w, x)))(w)
 
-    assert_exports(both, make, (struct(w), jax.ShapeDtypeStruct(shape, FLOAT)))
-
-
-# --- the steps -----------------------------------------------------------------------
-
-
-def trained():
-    """A state, its batches, and a batch of which the size is a symbol."""
-    state = linen_state(
-        tx=optax.sgd(0.1)
-    )  # Adam divides gradients of zero by themselves
-
-    def make(size):
-        return state, make_batch(size=size)
-
-    # Even, so that two micro-batches split it.
-    size = 2 * export.symbolic_shape("half")[0]
-    batch = {
-        name: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
-        for name, x in make_batch().items()
-    }
-    return make, (jax.tree.map(struct, state), batch)
+    shape = *export.symbolic_shape("b, 2*s"), 4
+    make = lambda size: (w, normal(1, size, size, 4))  # noqa: E731
+    assert_exports(both, make, (struct(w), struct(w, *shape)))
 
 
 def predict(params, batch, state):
@@ -120,7 +81,9 @@ def predict(params, batch, state):
 
 def test_eval_step():
     """An evaluation step plans nothing to store, and exports."""
-    make, symbolic = trained()
-    step = flax_amp.make_eval_step(predict)
+    state, step = linen_state(tx=optax.sgd(0.1)), flax_amp.make_eval_step(predict)
+    make = lambda size: (state, make_batch(size=size))  # noqa: E731
+    (size,) = export.symbolic_shape("size")
+    batch = {name: struct(x, size, *x.shape[1:]) for name, x in make_batch().items()}
     assert not keeps(step, *make(2))
-    assert_exports(step, make, symbolic)
+    assert_exports(step, make, (jax.tree.map(struct, state), batch))

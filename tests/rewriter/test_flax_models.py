@@ -1,8 +1,6 @@
-"""Unmodified float32 Flax models under `amp`: what runs in which precision."""
+"""Unmodified Flax layers, losses and models under `amp`: what runs in which dtype."""
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,165 +17,167 @@ from helpers import (
     HALVES,
     MATMULS,
     assert_same_avals,
+    both_halves,
     dtypes_of,
-    equations,
-    jit,
+    equations_of,
     run_all,
 )
 from helpers import relative_error as error
 
 BATCH, LENGTH, WIDTH, CLASSES = 4, 8, 16, 5
+SEQUENCE = normal(0, BATCH, LENGTH, WIDTH)
+TOKENS = jnp.arange(BATCH * LENGTH).reshape(BATCH, -1) % CLASSES
 
 
-# --- Linen models --------------------------------------------------------------------
+def params_of(model, x):
+    return jax.eval_shape(model.init, jax.random.key(0), x)
 
 
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.gelu(nn.Dense(2 * WIDTH)(x))
-        return nn.Dense(WIDTH)(nn.LayerNorm()(x))
+def only_dtype(fn, *args, primitive=MATMULS):
+    """The one dtype of all float operands of some primitives."""
+    found = dtypes_of(fn, *args, primitive=primitive)
+    (name,) = {name for names in found for name in names if name != "int32"}
+    return name
+
+
+IN_FULL = (
+    "reduce_sum exp log log1p rsqrt integer_pow square logistic_grad erf_inv".split()
+)
+
+
+def assert_only_matmuls_in_half(fn, *args, dtype):
+    lowered = amp(fn, compute_dtype=dtype)
+    assert only_dtype(lowered, *args) == dtype.__name__
+    assert only_dtype(lowered, *args, primitive=tuple(IN_FULL)) == "float32"
+
+
+# --- layers and losses ---------------------------------------------------------------
+
+ROWS = jax.ShapeDtypeStruct((2, 3, 4), jnp.float32)
+WEIGHT = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+LAYERS = {
+    "Dense": nn.Dense(4),
+    "Conv": nn.Conv(4, (3,)),
+    "ConvTranspose": nn.ConvTranspose(4, (3,)),
+    "Einsum": nn.Einsum((4, 4), "...a,ab->...b"),
+    "BatchNorm": nn.BatchNorm(use_running_average=False),
+    "BatchNorm, running": nn.BatchNorm(use_running_average=True),
+    "LayerNorm": nn.LayerNorm(),
+    "GroupNorm": nn.GroupNorm(2),
+    "InstanceNorm": nn.InstanceNorm(),
+    "RMSNorm": nn.RMSNorm(),
+    "attention": nn.MultiHeadDotProductAttention(2),
+    "LSTM": nn.RNN(nn.LSTMCell(4)),
+    "OptimizedLSTM": nn.RNN(nn.OptimizedLSTMCell(4)),
+    "GRU": nn.RNN(nn.GRUCell(4)),
+    "MGU": nn.RNN(nn.MGUCell(4)),
+    "SimpleCell": nn.RNN(nn.SimpleCell(4)),
+    "bidirectional": nn.Bidirectional(nn.RNN(nn.GRUCell(4)), nn.RNN(nn.GRUCell(4))),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    """Matmuls are half, statistics float32, gradients as without `amp`."""
+    layer, dtype = LAYERS[name], HALVES[len(name) % 2]
+
+    def loss(variables, w, x):
+        out, _ = layer.apply(variables, x @ w, mutable=["batch_stats"])
+        return ((out[..., :4] @ w) ** 2).mean()
+
+    args = params_of(layer, ROWS), WEIGHT, ROWS
+    assert_only_matmuls_in_half(loss, *args, dtype=dtype)
+    grads = jax.eval_shape(jax.grad(amp(loss, compute_dtype=dtype)), *args)
+    assert_same_avals(grads, args[0])
+
+
+LOSSES = {
+    "cross entropy": lambda y: optax.softmax_cross_entropy_with_integer_labels(
+        y, jnp.zeros(y.shape[:-1], int)
+    ),
+    "binary": lambda y: optax.sigmoid_binary_cross_entropy(y, jnp.ones(y.shape)),
+    "squared": lambda y: optax.squared_error(y, jnp.ones(y.shape)),
+    "huber": lambda y: optax.huber_loss(y, jnp.ones(y.shape)),
+    "cosine": lambda y: optax.cosine_distance(y, jnp.ones(y.shape)),
+    "KL": lambda y: optax.kl_divergence(jax.nn.log_softmax(y), jnp.ones(y.shape) / 4),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    """Behind logits in half precision, everything is float32."""
+    fn = lambda x, w: LOSSES[name](x @ w).mean()  # noqa: E731
+    assert_only_matmuls_in_half(fn, ROWS, WEIGHT, dtype=HALVES[len(name) % 2])
+
+
+# --- models --------------------------------------------------------------------------
 
 
 class Block(nn.Module):
     """Pre-norm, as in a ViT or a GPT; it marks its stream."""
 
-    causal: bool = False
-
     @nn.compact
     def __call__(self, x, _=None):
-        mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
         y = nn.LayerNorm()(x)
-        y = nn.MultiHeadDotProductAttention(2)(y, y, mask=mask)
-        x = checkpoint_name(x + y, "stream")
-        x = checkpoint_name(x + Mlp()(nn.LayerNorm()(x)), "stream")
-        return (x, None) if self.causal else x
-
-
-class Vit(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(WIDTH)(x)
-        where = self.param("where", nn.initializers.normal(0.1), (LENGTH, WIDTH))
-        x = checkpoint_name(x + where[None], "stream")
-        for _ in range(2):
-            x = Block()(x)
-        return nn.Dense(CLASSES)(nn.LayerNorm()(x))
+        x = x + nn.MultiHeadDotProductAttention(2)(y, y, mask=mask)
+        x = checkpoint_name(x, "stream")
+        y = nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
+        return checkpoint_name(x + nn.Dense(WIDTH)(y), "stream"), None
 
 
 class Gpt(nn.Module):
-    """Scanned and rematerialized blocks over embedded tokens."""
+    """Blocks over embedded tokens, in a list or scanned and rematerialized."""
+
+    is_scanned: bool
 
     @nn.compact
     def __call__(self, tokens):
-        embed = nn.Embed(CLASSES, WIDTH)
-        block = nn.scan(
-            nn.remat(Block, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=3,
-        )
-        x, _ = block(causal=True)(embed(tokens), None)
+        embed, block = nn.Embed(CLASSES, WIDTH), nn.remat(Block, prevent_cse=False)
+        x = nn.Dense(WIDTH)(embed(tokens))
+        if self.is_scanned:
+            own = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+            x, _ = nn.scan(block, length=2, **own)()(x, None)
+        else:
+            x, _ = Block()(Block()(x)[0])
         return embed.attend(nn.LayerNorm()(x))
 
 
-class ResNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        norm = functools.partial(nn.BatchNorm, use_running_average=False)
-        conv = functools.partial(nn.Conv, WIDTH, (3, 3), use_bias=False)
-        x = nn.relu(norm()(conv()(x)))
-        for _ in range(2):
-            y = norm()(conv()(nn.relu(norm()(conv()(x)))))
-            x = nn.relu(checkpoint_name(x, "stream") + y)
-        return nn.Dense(CLASSES)(x.mean((1, 2)))
+def cross_entropy(logits):
+    labels = jnp.arange(logits[..., 0].size).reshape(logits.shape[:-1]) % CLASSES
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-class Case(NamedTuple):
-    model: Callable[..., nn.Module]
-    inputs: jax.Array
-    matmuls: int
-    streams: int | None  # marked values between blocks, if they must be low
-
-
-SEQUENCE = normal(0, BATCH, LENGTH, WIDTH)
-TOKENS = jnp.arange(BATCH * LENGTH).reshape(BATCH, -1) % CLASSES
-MODELS = {
-    "vit": Case(Vit, SEQUENCE, 18, 5),
-    "gpt": Case(Gpt, TOKENS, 9, 2),
-    "resnet": Case(ResNet, normal(0, BATCH, LENGTH, LENGTH, 3), 6, None),
-}
-
-
-def make_loss(model, inputs):
-    """Returns `loss(params)` with the new batch statistics as auxiliary output."""
-
-    def loss(params, state):
-        logits, updates = model.apply(
-            {"params": params, **state}, inputs, mutable=["batch_stats"]
-        )
-        logits = logits.astype(jnp.float32)
-        labels = jnp.arange(logits[..., 0].size).reshape(logits.shape[:-1]) % CLASSES
-        cost = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return cost.mean(), updates
-
-    return loss
-
-
-@functools.cache
-def setup(name):
-    case = MODELS[name]
-    variables = dict(jit(case.model().init)(jax.random.key(0), case.inputs))
-    return make_loss(case.model(), case.inputs), variables.pop("params"), variables
-
-
-def grad_of(loss):
-    return jax.value_and_grad(loss, has_aux=True)
-
-
-def marked(jaxpr, name):
-    """The dtypes of the values that `checkpoint_name` has given a name."""
-    return [
-        str(e.invars[0].aval.dtype)
-        for _, e in equations(jaxpr)
-        if e.primitive.name == "name" and e.params["name"] == name
-    ]
-
-
-def operands(jaxpr, primitives):
-    """The operand dtypes of each equation of some primitives."""
-    return [
-        {str(v.aval.dtype) for v in e.invars}
-        for _, e in equations(jaxpr)
-        if e.primitive.name in primitives
-    ]
-
-
-FULL_PRECISION = ("exp", "log", "rsqrt", "reduce_sum", "logistic_grad", "erf_inv")
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_structure(name):
-    """Matmuls and stream low; statistics, softmax and loss in float32; same avals."""
-    dtype = HALVES[len(name) % 2]
-    case, (loss, *args) = MODELS[name], setup(name)
-    lowered, half = amp(loss, compute_dtype=dtype), jnp.dtype(dtype).name
-    jaxpr = jax.make_jaxpr(lowered)(*args)
-    assert operands(jaxpr, MATMULS) == [{half}] * case.matmuls
-    if case.streams is not None:  # otherwise it is marked where it is computed
-        assert marked(jaxpr, "stream") == [half] * case.streams
-    full = operands(jaxpr, FULL_PRECISION)
-    assert full and set().union(*full) <= {"float32", "int32"}
-    grads, shapes = jax.make_jaxpr(grad_of(lowered), return_shape=True)(*args)
-    original, expected = jax.make_jaxpr(grad_of(loss), return_shape=True)(*args)
-    assert operands(grads, MATMULS) == [{half}] * len(operands(original, MATMULS))
-    assert_same_avals(shapes, expected)
+@both_halves
+@pytest.mark.parametrize("is_scanned, streams", [(False, 4), (True, 2)])
+def test_the_stream_of_a_model_is_half(is_scanned, streams, dtype):
+    model = Gpt(is_scanned)
+    loss = lambda params, x: cross_entropy(model.apply(params, x))  # noqa: E731
+    args = params_of(model, TOKENS), TOKENS
+    assert_only_matmuls_in_half(loss, *args, dtype=dtype)
+    lowered = amp(loss, compute_dtype=dtype)
+    found = equations_of(lowered, *args, primitive="name")
+    found = [e.invars[0].aval.dtype for e in found if e.params["name"] == "stream"]
+    assert found == [dtype] * streams
+    assert only_dtype(jax.grad(lowered), *args) == dtype.__name__
 
 
 def test_batch_statistics():
     """Running statistics are float32 and those of the float32 model."""
-    loss, *args = setup("resnet")
-    (_, expected), (_, actual) = run_all(loss, amp(loss))(*args)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = nn.BatchNorm(use_running_average=False)(nn.Conv(WIDTH, (3,))(x))
+            return x
+
+    variables = Net().init(jax.random.key(0), SEQUENCE)
+
+    def statistics(x):
+        return Net().apply(variables, x, mutable=["batch_stats"])[1]
+
+    expected, actual = run_all(statistics, amp(statistics))(SEQUENCE)
     assert_same_avals(actual, expected)
     assert {v.dtype for v in jax.tree.leaves(actual)} == {jnp.dtype(jnp.float32)}
     assert error(actual, expected) < 1e-2
@@ -187,23 +187,20 @@ def test_batch_statistics():
 
 
 class NnxNet(nnx.Module):
-    def __init__(self, rngs, attends=True):
+    def __init__(self, rngs):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.again = self.first  # shared
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
-        heads = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
-        self.attend = heads if attends else jnp.tanh
         self.last = nnx.List([nnx.Linear(WIDTH, CLASSES, rngs=rngs)])
 
     def __call__(self, x):
         x = self.drop(nnx.relu(self.norm(self.again(self.first(x)))))
-        return self.last[0](x + self.attend(x))
+        return self.last[0](x)
 
 
 def nnx_loss(model, x):
-    labels = jnp.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % CLASSES
-    return optax.softmax_cross_entropy_with_integer_labels(model(x), labels).mean()
+    return cross_entropy(model(x))
 
 
 def leaves(model):
@@ -214,21 +211,20 @@ def leaves(model):
     ]
 
 
-WRAPPERS = [
-    pytest.param(lambda fn: fn, id="plain", marks=pytest.mark.slow),
-    pytest.param(nnx.jit, id="jit"),
-    pytest.param(
-        lambda fn: nnx.jit(lambda m, x: nnx.value_and_grad(fn)(m, x)[0]),
-        id="jit_of_grad",
-    ),
-]
+WRAPPERS = {
+    "plain": lambda fn: fn,
+    "jit": nnx.jit,
+    "jit of grad": lambda fn: nnx.jit(lambda m, x: nnx.value_and_grad(fn)(m, x)[0]),
+}
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS)
-def test_nnx_mutations_reach_the_caller(wrap):
+@pytest.mark.parametrize(
+    "name", [pytest.param("plain", marks=pytest.mark.slow), "jit", "jit of grad"]
+)
+def test_nnx_mutations_reach_the_caller(name):
     """Statistics and random state after two calls are those of the float32 module."""
-    plain, lowered = (NnxNet(nnx.Rngs(0), attends=False) for _ in range(2))
-    expected_fn, actual_fn = wrap(nnx_loss), wrap(amp(nnx_loss))
+    plain, lowered = (NnxNet(nnx.Rngs(0)) for _ in range(2))
+    expected_fn, actual_fn = map(WRAPPERS[name], (nnx_loss, amp(nnx_loss)))
     before = leaves(plain)
     for _ in range(2):
         expected, actual = expected_fn(plain, SEQUENCE), actual_fn(lowered, SEQUENCE)
@@ -248,14 +244,11 @@ def test_nnx_gradients():
     """Float32 gradients of the module's own structure, matmuls in half."""
     graphdef, state = nnx.split(NnxNet(nnx.Rngs(0)))
     lowered = amp(nnx_loss, compute_dtype=jnp.float16)
-    value_and_grad = nnx.value_and_grad(lowered)
 
     def step(state, x):
-        return value_and_grad(nnx.merge(graphdef, state), x)
+        return nnx.value_and_grad(lowered)(nnx.merge(graphdef, state), x)
 
-    found = dtypes_of(step, state, SEQUENCE)
-    assert len(found) > 9
-    assert {d for row in found for d in row} == {"float16"}
+    assert only_dtype(step, state, SEQUENCE) == "float16"
     grads, expected = (
         nnx.jit(nnx.grad(loss))(NnxNet(nnx.Rngs(0)), SEQUENCE)
         for loss in (lowered, nnx_loss)
@@ -290,3 +283,40 @@ def test_nnx_structure_changes_are_refused():
 
     with pytest.raises(ValueError, match="changed the structure of its nnx.Module"):
         amp(grow)(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones(2))
+
+
+# --- casts, and what a platform gets -------------------------------------------------
+
+CASTS = {  # name: (function, casts of float32 down, casts up to float32)
+    "one matmul": (lambda x, w: x @ w, 2, 1),
+    "before arithmetic": (lambda x, w: jnp.tanh(jnp.exp(x @ w) + 1.0), 2, 1),
+    "two readers": (lambda x, w: jnp.tanh(y := x @ w) * jnp.exp(y), 2, 1),
+    "behind arithmetic": (lambda x, w: (jnp.tanh(jnp.exp(x)) * 2.0) @ w, 2, 1),
+    # The weight of both is cast at each use, so that its gradient adds up in float32;
+    # XLA makes one cast of the two.
+    "two matmuls": (lambda x, w: (x * 2) @ w + (x * 3) @ w, 4, 2),
+    "where": (lambda x, w: jnp.where(x > 0, x @ w, 0.0) + x, 2, 1),
+    "no matmul": (lambda x, w: jax.nn.softmax(x + w[0, 0]) * x, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_no_cast_is_in_vain(name):
+    fn, down, up = CASTS[name]
+    casts = ("convert_element_type", "flax_amp_saturate")
+    found = equations_of(amp(fn), WEIGHT, WEIGHT, primitive=casts)
+    pairs = [(e.invars[0].aval.dtype, e.outvars[0].aval.dtype) for e in found]
+    assert pairs.count((jnp.float32, jnp.bfloat16)) == down
+    assert pairs.count((jnp.bfloat16, jnp.float32)) == up
+
+
+@both_halves
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_matmuls_of_the_lowered_program(platform, dtype):
+    """Each matmul that a platform is handed has half operands, backward ones too."""
+    loss = lambda w, x: jnp.tanh(x @ w).sum()  # noqa: E731
+    grad = jax.jit(jax.grad(amp(loss, compute_dtype=dtype), (0, 1)))
+    text = grad.trace(WEIGHT, ROWS).lower(lowering_platforms=(platform,)).as_text()
+    found = re.findall(r"dot_general.*\(tensor<\S+x(\w+)>, tensor<\S+x(\w+)>\)", text)
+    name = {jnp.float16: "f16", jnp.bfloat16: "bf16"}[dtype]
+    assert found == [(name, name)] * 3

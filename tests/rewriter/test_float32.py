@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 from _programs import PROGRAMS, W, X, loss_of
 from flax_amp import amp, default_amp_policy
-from helpers import assert_all_in, assert_identical, rewritten_in_float32
+from helpers import assert_all_in, rewritten_in_float32
 
 identity = functools.partial(amp, compute_dtype=jnp.float32)
 
@@ -43,23 +42,6 @@ def test_the_function_runs_once_and_sees_its_arguments(count_traces):
     assert traces() == 1
 
 
-def test_modules_are_changed_in_place():
-    """Their structure may change as well: the function is called as it is."""
-
-    class Counting(nnx.Module):
-        def __init__(self):
-            self.count = nnx.Variable(jnp.zeros(()))
-
-    def call(model, x):
-        model.count[...] += x.sum()
-        model.seen = nnx.Variable(x)
-        return model.count[...] * 2
-
-    found, expected = Counting(), Counting()
-    assert_identical(identity(call)(found, X), call(expected, X))
-    assert_identical(nnx.to_pure_dict(nnx.state(found)), {"count": X.sum(), "seen": X})
-
-
 # --- policies that ask for another dtype ---------------------------------------------
 
 
@@ -88,7 +70,5 @@ def test_a_policy_may_ask_for_another_dtype(entries):
 def test_the_tests_of_the_rewriter_rewrite():
     """Their function for float32 is not the identity."""
     seen = []
-    lowered = rewritten_in_float32(lambda w, x: seen.append(x) or x @ w)
-    assert_all_in(lowered, W, X, dtype=jnp.float32, count=1)
-    lowered(W, X)
+    rewritten_in_float32(lambda w, x: seen.append(x) or x @ w)(W, X)
     assert isinstance(seen[-1], jax.core.Tracer)

@@ -13,7 +13,7 @@ import pytest
 from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import normal
+from _programs import normal, over_devices
 from flax_amp import (
     AmpTrainState,
     PolicyWarning,
@@ -39,9 +39,9 @@ from helpers import (
     MATMULS,
     assert_close,
     assert_identical,
-    dtypes_of,
     equations_of,
     relative_error,
+    run_all,
 )
 
 pytestmark = [
@@ -102,57 +102,43 @@ def test_numbers_are_rounded_with_the_least_exponent_that_fits(numbers, format_)
 
 # --- products ------------------------------------------------------------------------
 
-
-def rounded_by_numpy(x, format_, batch):
-    """Returns an array, scaled and rounded to a format and scaled back, in float64."""
-    x = np.asarray(x, np.float64)
-    axes = tuple(set(range(x.ndim)) - set(batch))
-    largest = np.abs(x).max(axes, keepdims=True)
-    scale = np.exp2(np.ceil(np.log2(largest / float(ml_dtypes.finfo(format_).max))))
-    return (x / scale).astype(format_).astype(np.float64) * scale
-
-
-PRODUCTS = {
-    "dense": ("bk,kn->bn", (16, 8), (8, 4)),
-    "heads": ("btk,khd->bthd", (5, 2, 8), (8, 2, 3)),
-    "experts in the middle": ("bek,ken->ebn", (5, 3, 8), (8, 3, 4)),
+PRODUCTS = {  # name: (shapes of two factors, dimension numbers)
+    "dense": ((16, 8), (8, 4), (((1,), (0,)), ((), ()))),
+    "experts in the middle": ((5, 3, 8), (8, 3, 4), (((2,), (0,)), ((1,), (1,)))),
 }
 products = pytest.mark.parametrize("name", PRODUCTS)
 
 
 def bound(name, emulate=True):
-    """Returns the primitive on one of the products, and its factors in bfloat16."""
-    spec, left, right = PRODUCTS[name]
-    a, b = (
-        normal(i, *shape).astype(jnp.bfloat16) for i, shape in ((1, left), (2, right))
-    )
-    einsum = functools.partial(jnp.einsum, spec)
-    (eqn,) = equations_of(einsum, a, b, primitive="dot_general")
+    """The primitive on one of the products, its factors, and the dimension numbers."""
+    *shapes, numbers = PRODUCTS[name]
+    factors = [normal(i, *shape).astype(jnp.bfloat16) for i, shape in enumerate(shapes)]
     bind = functools.partial(
         fp8_dot_p.bind,
-        dimension_numbers=eqn.params["dimension_numbers"],
+        dimension_numbers=numbers,
         formats=(FORWARD, FORWARD),
         dtype=jnp.dtype(jnp.bfloat16),
         emulate=emulate,
     )
-    is_swapped = eqn.invars[0].aval.shape != a.shape
-    return bind, *((b, a) if is_swapped else (a, b))
+    return jax.jit(bind), factors, numbers
 
 
-def exact(numbers, a, b):
-    """Returns a product in float64."""
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in (a, b)]
-        return np.asarray(lax.dot_general(*wide, numbers))
+def rounded_by_numpy(x, format_, batch):
+    """An array, scaled and rounded to a format and scaled back."""
+    x = np.asarray(x, np.float64)
+    axes = tuple(set(range(x.ndim)) - set(batch))
+    largest = np.abs(x).max(axes, keepdims=True)
+    scale = np.exp2(np.ceil(np.log2(largest / float(ml_dtypes.finfo(format_).max))))
+    return ((x / scale).astype(format_).astype(np.float64) * scale).astype(np.float32)
 
 
 @products
 def test_a_product_is_that_of_the_rounded_factors(name):
-    bind, *factors = bound(name)
-    numbers = bind.keywords["dimension_numbers"]
+    bind, factors, numbers = bound(name)
     pairs = zip(factors, numbers[1], strict=True)
     rounded = [rounded_by_numpy(x, FORWARD, batch) for x, batch in pairs]
-    assert relative_error(bind(*factors), exact(numbers, *rounded)) < 2.0**-8
+    expected = lax.dot_general(*rounded, numbers)
+    assert relative_error(bind(*factors), expected) < 2.0**-8
     # XLA for CPUs has products of 8-bit floats, which it computes in wider ones.
     real, *_ = bound(name, emulate=False)
     assert relative_error(real(*factors), bind(*factors)) < 2.0**-8
@@ -161,18 +147,17 @@ def test_a_product_is_that_of_the_rounded_factors(name):
 @products
 @pytest.mark.parametrize("i", [0, 1])
 def test_gradients_are_products_of_cotangents_in_the_wider_format(name, i):
-    bind, *factors = bound(name)
-    numbers = bind.keywords["dimension_numbers"]
+    bind, factors, numbers = bound(name)
     batch = numbers[1]
     y, pullback = jax.vjp(bind, *factors)
     g = normal(3, *y.shape).astype(y.dtype)
-    other = rounded_by_numpy(factors[1 - i], FORWARD, batch[1 - i]).astype(np.float32)
+    other = rounded_by_numpy(factors[1 - i], FORWARD, batch[1 - i])
 
     def plain(x):
         operands = (x, other) if i == 0 else (other, x)
         return lax.dot_general(*operands, numbers)
 
-    rounded = rounded_by_numpy(g, BACKWARD, range(len(batch[0]))).astype(np.float32)
+    rounded = rounded_by_numpy(g, BACKWARD, range(len(batch[0])))
     (expected,) = jax.vjp(plain, factors[i].astype(jnp.float32))[1](rounded)
     actual = pullback(g)[i]
     assert actual.dtype == factors[i].dtype
@@ -183,10 +168,10 @@ def test_gradients_are_products_of_cotangents_in_the_wider_format(name, i):
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (1, 1), (1, 0)], ids=str)
 def test_batching(name, mapped):
     """A product of two mapped factors is that of each pair."""
-    bind, *factors = bound(name)
-    pairs = list(zip(factors, mapped, strict=True))
+    bind, factors, _ = bound(name)
     stacked = [
-        x if axis is None else jnp.stack([x, 2 * x, -x], axis) for x, axis in pairs
+        x if axis is None else jnp.stack([x, 2 * x, -x], axis)
+        for x, axis in zip(factors, mapped, strict=True)
     ]
     each = []
     for k in range(3):
@@ -198,7 +183,7 @@ def test_batching(name, mapped):
 
 def test_gradients_read_8_bit_floats():
     """A weight in float32 gets a gradient in float32, rounded before."""
-    bind, x, w = bound("dense", emulate=False)
+    bind, (x, w), _ = bound("dense", emulate=False)
     y, pullback = jax.vjp(bind, x, w.astype(jnp.float32))
     dots = equations_of(pullback, y, primitive=NAME)
     assert [eqn.outvars[0].aval.dtype for eqn in dots] == [jnp.bfloat16] * 2
@@ -214,15 +199,14 @@ def test_gradients_read_8_bit_floats():
 def test_powers_of_two_out_of_range_meet_in_a_product():
     """`2**d * 2**e` is out of the range of float32 where the result is in it."""
     a, b = jnp.array([[1e30, 1.0]], jnp.bfloat16), jnp.array([[0.0], [1e20]])
-    numbers = (((1,), (0,)), ((), ()))
-    bind = functools.partial(bound("dense")[0], dimension_numbers=numbers)
+    bind, *_ = bound("dense")
     assert_close(bind(a * 1e-37, b * 1e-17), [[1e-37 * 1e3]], FORWARD)
     for factors in ((a, b), (0 * a, b * 1e18)):
         assert_identical(bind(*factors), jnp.zeros((1, 1), jnp.bfloat16))
 
 
 def test_a_number_that_is_not_finite_stays_in_its_row():
-    bind, x, w = bound("dense")
+    bind, (x, w), _ = bound("dense")
     found = bind(x.at[3, 2].set(jnp.nan).at[5, 1].set(-jnp.inf), w)
     is_bad = np.isnan(np.asarray(found, np.float32))
     assert is_bad.all(axis=1).tolist() == [i in (3, 5) for i in range(16)]
@@ -244,15 +228,12 @@ def loss(w, x):
     return jnp.sum(jnp.cos(network(w, x)))
 
 
-W, X = normal(4, 3, 8, 8) / 3, normal(5, 6, 8)
-MESH = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+W, X = normal(4, 3, 8, 8) / 3, normal(5, 8, 8)
 
 
-def over_devices(f):
-    def shard(w, x):
-        return lax.psum(f(w, x), "data")
-
-    return jax.shard_map(shard, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+def over_all_devices(f):
+    shard = lambda w, x: lax.psum(f(w, x), "data")  # noqa: E731
+    return over_devices(shard, (P(), P("data")), P())
 
 
 def scanned(w, x):
@@ -268,10 +249,7 @@ FUNCTIONS = {
     "straight": loss,
     "scan": scanned,
     "remat": rematted(jax.checkpoint_policies.checkpoint_dots),
-    "cond": lambda w, x: lax.cond(
-        x[0, 0] < 9, loss, lambda w, x: 0 * x.sum(), w, x
-    ),
-}  # fmt: skip
+}
 TRANSFORMS = {
     "value": lambda f: f,
     "grad": lambda f: jax.jit(jax.grad(f, (0, 1))),
@@ -283,7 +261,7 @@ TRANSFORMS = {
     "vmap of grad": lambda f: (
         lambda w, x: jax.vmap(jax.grad(f), (None, 0))(w, jnp.stack([x, x]))
     ),
-    "shard_map": lambda f: jax.grad(over_devices(f), (0,)),
+    "shard_map": lambda f: jax.grad(over_all_devices(f)),
 }
 
 
@@ -297,9 +275,8 @@ TRANSFORMS = {
 )
 def test_transforms(function, transform):
     f, around = FUNCTIONS[function], TRANSFORMS[transform]
-    x = jnp.concatenate([X, X[:2]]) if transform == "shard_map" else X
-    assert count(around(fp8(f)), W, x)[0], "no product in fp8"
-    error = relative_error(around(fp8(f))(W, x), around(f)(W, x))
+    assert count(around(fp8(f)), W, X)[0], "no product in fp8"
+    error = relative_error(*run_all(around(fp8(f)), around(f))(W, X))
     assert error < (0.4 if transform == "grad of grad" else 0.25)
 
 
@@ -317,10 +294,8 @@ def test_a_program_is_exported_for_other_devices(platform):
 def test_a_policy_for_dots_saves_products_in_fp8():
     """The backward pass then has two products for each, and otherwise three."""
     policies = jax.checkpoint_policies
-    found, expected = (
-        sum(count(jax.grad(fp8(rematted(policy))), W, X))
-        for policy in (policies.checkpoint_dots, policies.nothing_saveable)
-    )
+    dots, nothing = map(rematted, (policies.checkpoint_dots, policies.nothing_saveable))
+    found, expected = (sum(count(jax.grad(fp8(f)), W, X)) for f in (dots, nothing))
     assert found == expected - 2
 
 
@@ -354,13 +329,9 @@ def struct(*shape):
 def test_small_products_stay_in_half_precision(sizes, weight_first):
     m, k, n = sizes
     x, w = struct(m, k), struct(k, n)
-    fn, args = (lambda x, w: x @ w), (x, w)
-    if weight_first:
-        fn, args = (
-            (lambda w, x: lax.dot_general(w, x, (((0,), (1,)), ((), ())))),
-            (w, x),
-        )
-    (eqn,) = equations_of(fn, *args, primitive=MATMULS)
+    args, axes = ((w, x), (0, 1)) if weight_first else ((x, w), (1, 0))
+    dot = functools.partial(lax.dot_general, dimension_numbers=(axes, ((), ())))
+    (eqn,) = equations_of(dot, *args, primitive=MATMULS)
     is_weight, is_computed = [y is w for y in args], [y is x for y in args]
     decide = functools.partial(fp8_product, eqn, is_weight, is_computed)
     fits = FP8, args.index(w)
@@ -448,46 +419,26 @@ V, Y = normal(1, 3, 16, 16) / 4, normal(2, 8, 16)
 def test_arrays_with_explicit_shardings_stay_in_half_precision():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        y = jax.device_put(Y, P("data"))
-        policy = default_amp_policy | {"middle": FP8}
-        assert count(amp(mlp, amp_policy=policy), V, y)[0] == 0
-        assert "not in fp8: its sharding is explicit" in reasons(
-            mlp, V, y, policy=policy
-        )
+        args, policy = (V, jax.device_put(Y, P("data"))), {"middle": FP8}
+        found = reasons(mlp, *args, policy=default_amp_policy | policy)
+    assert "not in fp8: its sharding is explicit" in found
 
 
-KEY = default_amp_policy | {lax.dot_general_p: FP8}
-SCOPES = {  # name: (function, policy, how many products in fp8, and how many others)
-    "small, and the last one": (mlp, {"middle": FP8, "last": FP8}, (2, 1)),
-    "code that is stopped": (amp_stop(mlp), {"middle": FP8}, (0, 3)),
-}
-
-
-@pytest.mark.parametrize("name", SCOPES)
-def test_scopes(name):
-    fn, policy, expected = SCOPES[name]
-    assert count(amp(fn, amp_policy=default_amp_policy | policy), V, Y) == expected
-
-
-def test_a_scope_lowers_its_products_and_nothing_else():
-    """Other arithmetic inside is that of `amp`, not of a scope in half precision."""
-
-    def fn(w, x):
-        x = jnp.tanh(x @ w[0])
-        with jax.named_scope("norm"):
-            y = x @ w[1]
-            y = (y - y.mean(-1, keepdims=True)) / y.std(-1, keepdims=True)
-        return y @ w[2]
-
-    others = ("sub", "div", "mul", "reduce_sum", "sqrt", "tanh")
-    in_fp8 = amp(fn, amp_policy=default_amp_policy | {"norm": FP8})
-    found, plain = (dtypes_of(f, V, Y, primitive=others) for f in (in_fp8, amp(fn)))
-    assert found == plain and count(in_fp8, V, Y)[0] == 1
+def test_scopes():
+    """Of small matmuls and the last one, too, but not of code that is stopped."""
+    for fn, keys, expected in (
+        (mlp, ("middle", "last"), (2, 1)),
+        (amp_stop(mlp), ("middle",), (0, 3)),
+    ):
+        policy = default_amp_policy | dict.fromkeys(keys, FP8)
+        assert count(amp(fn, amp_policy=policy), V, Y) == expected
 
 
 def test_in_float32_nothing_is_rounded():
+    key = {lax.dot_general_p: FP8}
     clz = {lax.clz_p: jnp.bfloat16}  # makes `amp` rewrite what it need not
-    for policy in (KEY, KEY | clz):
+    for entries in (key, key | clz):
+        policy = default_amp_policy | entries
         fn = amp(mlp, compute_dtype=jnp.float32, amp_policy=policy)
         assert count(fn, V, Y) == (0, 3)
         assert_identical(fn(V, Y), mlp(V, Y))
@@ -526,10 +477,8 @@ REFUSED = (
 
 @pytest.mark.parametrize("platform, kind, capability, expected", DEVICES)
 def test_devices_with_fp8(platform, kind, capability, expected):
-    device = SimpleNamespace(
-        platform=platform, device_kind=kind, compute_capability=capability
-    )
-    assert has_fp8(device) == expected
+    of_device = dict(device_kind=kind, compute_capability=capability)
+    assert has_fp8(SimpleNamespace(platform=platform, **of_device)) == expected
 
 
 def test_a_device_without_fp8_is_refused():
@@ -549,11 +498,10 @@ def loss_fn(params, batch):
     return jnp.mean(jnp.square(mlp(params["w"], batch) - 1.0))
 
 
-def create(**options):
-    return AmpTrainState.create(params={"w": V}, tx=optax.adam(1e-2), **options)
-
-
 def test_a_state_in_fp8_steps_in_fp8():
+    create = functools.partial(
+        AmpTrainState.create, params={"w": V}, tx=optax.adam(1e-2)
+    )
     for word in ("fp8", "fp8-mixed"):
         state = create(precision=word)
         assert state.precision == "fp8-mixed" and state.scaler["scaler"] == 1.0

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import checkify, jet, sparse
-from jax.extend import linear_util
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 
@@ -70,12 +69,7 @@ def as_function(fn):
     return lambda *args: jaxpr_as_fun(jax.make_jaxpr(fn)(*args))(*args)[0]
 
 
-def as_wrapped(fn):
-    info = jax.api_util.debug_info("test", fn, (W, X), {})
-    return linear_util.wrap_init(fn, debug_info=info).call_wrapped
-
-
-ALL = (checked, keys_checked, without_dead_code, as_function, as_wrapped)
+ALL = (checked, keys_checked, without_dead_code, as_function)
 WITHOUT_RULES = (series, in_sparse)  # for a checkpoint
 
 

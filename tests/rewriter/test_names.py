@@ -13,7 +13,6 @@ from flax_amp import AmpTrainState, amp, make_nnx_train_step, make_train_step
 
 PARAMS = {"w": jnp.ones((2, 2))}
 BATCH = {"x": jnp.ones((2, 2)), "y": [jnp.ones(2)]}
-lower = functools.partial(amp, compute_dtype=jnp.bfloat16)
 
 
 class Model(nnx.Module):
@@ -50,10 +49,9 @@ def in_loop(params, batch):
 LOSSES = ((on_batch, "batch['x']"), (in_loop, "batch['y'][0]"))
 
 
-def linen_state():
-    return AmpTrainState.create(
-        params=PARAMS, tx=optax.sgd(0.1), precision="bf16-mixed"
-    )
+def linen_step(loss, **options):
+    state = AmpTrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+    make_train_step(loss, **options)(state, BATCH)
 
 
 def nnx_step(loss):
@@ -64,30 +62,20 @@ def nnx_step(loss):
 
 # name: the call, and what its parameters are called
 CALLS = {
-    "amp": (lambda f: lower(f)(PARAMS, BATCH), "params['w']"),
-    "by keyword": (lambda f: lower(f)(batch=BATCH, params=PARAMS), "params['w']"),
-    "partial": (lambda f: lower(functools.partial(f, PARAMS))(BATCH), None),
-    "grad": (lambda f: jax.grad(lower(f))(PARAMS, BATCH), "params['w']"),
-    "vmap": (
-        lambda f: jax.vmap(lower(f), (None, 0))(
-            PARAMS, jax.tree.map(lambda x: x[None], BATCH)
-        ),
-        "params['w']",
-    ),
-    "nnx": (lambda f: lower(f)(Model(), BATCH), "params.dense.kernel"),
-    "step": (lambda f: make_train_step(f)(linen_state(), BATCH), "params['w']"),
-    "accumulated": (
-        lambda f: make_train_step(f, accum_steps=2)(linen_state(), BATCH),
-        "params['w']",
-    ),
-    "nnx step": (nnx_step, "params['model']['dense']['kernel']"),
+    "amp": (lambda f: amp(f)(PARAMS, BATCH), "params['w']"),
+    "by keyword": (lambda f: amp(f)(batch=BATCH, params=PARAMS), "params['w']"),
+    "partial": (lambda f: amp(functools.partial(f, PARAMS))(BATCH), None),
+    "grad": (lambda f: jax.grad(amp(f))(PARAMS, BATCH), "params['w']"),
+    "nnx": (lambda f: amp(f)(Model(), BATCH), "params.dense.kernel"),
+    "step": (linen_step, "params['w']"),
+    "step, accumulated": (lambda f: linen_step(f, accum_steps=2), "params['w']"),
+    "step of nnx": (nnx_step, "params['model']['dense']['kernel']"),
 }
 
 
 def place_of(call):
     """A step calls the loss from a function with its name."""
-    is_step = "step" in call or call == "accumulated"
-    return "" if is_step else f"{__file__}:"
+    return "" if "step" in call else f"{__file__}:"
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -126,22 +114,20 @@ def test_other_signatures():
     def loss(*args, **kwargs):
         return float(kwargs["scale"][1]) * args[1]["x"].sum()
 
-    with pytest.raises(
-        jax.errors.ConcretizationTypeError, match=r"kwargs\['scale'\]\[1"
-    ):
-        lower(loss)(PARAMS, BATCH, scale=[jnp.ones(()), jnp.ones(())])
+    error = jax.errors.ConcretizationTypeError
+    with pytest.raises(error, match=r"kwargs\['scale'\]\[1"):
+        amp(loss)(PARAMS, BATCH, scale=[jnp.ones(()), jnp.ones(())])
 
     def same_name(x, /, **kwargs):
         return float(kwargs["x"].sum()) * x.sum()
 
     # JAX loses a name here.
-    with pytest.raises(jax.errors.ConcretizationTypeError, match="same_name at"):
-        lower(same_name)(jnp.ones(2), x=jnp.ones(2))
+    with pytest.raises(error, match="same_name at"):
+        amp(same_name)(jnp.ones(2), x=jnp.ones(2))
 
-    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"batch\['x'\]"):
-        lower(Callable())(PARAMS, BATCH)
+    class Callable:
+        def __call__(self, params, batch):
+            return on_batch(params, batch)
 
-
-class Callable:
-    def __call__(self, params, batch):
-        return on_batch(params, batch)
+    with pytest.raises(error, match=r"batch\['x'\]"):
+        amp(Callable())(PARAMS, BATCH)

@@ -1,4 +1,6 @@
-"""Range and digits that half precision must not spoil, and the products that use it."""
+"""Range and digits that half precision must not spoil: constants, masks, counts."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jax import lax
 
 from _programs import SIZE, W, X, normal
 from flax_amp import amp, default_amp_policy, use_compute_precision
+from flax_amp._rewriter.casts import cast_number, finfo
 from helpers import (
     HALVES,
     assert_close,
@@ -19,16 +22,20 @@ from helpers import (
     run_all,
 )
 
-KEY = jax.random.key(7)
+LOWEST = float(jnp.finfo(jnp.float32).min)
 EXACT = {  # name: (function, arguments); the result has the very bits of the original
-    "int8_dot_float_result": (
+    "integers": (
         lambda a: lax.dot(a, a, preferred_element_type=jnp.float32),
         (jnp.full((16, 16), 120, jnp.int8),),
     ),
-    "dropout_mask": (
-        lambda k, w: jax.random.bernoulli(k, 0.9, (w @ w).shape), (KEY, W)
+    "a quantized weight": (
+        lambda x, w: lax.dot(x, w, preferred_element_type=jnp.float32),
+        (X, jnp.full((SIZE, SIZE), 120, jnp.int8)),
     ),
-    "segment_sum": (
+    "a mask": (
+        lambda w: jax.random.bernoulli(jax.random.key(7), 0.9, (w @ w).shape), (W,)
+    ),
+    "a sum": (
         lambda x: jax.ops.segment_sum(x, jnp.zeros(5000, int), 1), (jnp.ones(5000),)
     ),
 }  # fmt: skip
@@ -39,31 +46,101 @@ EXACT = {  # name: (function, arguments); the result has the very bits of the or
 def test_exact(name):
     """What amp has no business with keeps its dtypes and every bit."""
     fn, args = EXACT[name]
-    lowered = amp(fn, compute_dtype=jnp.float16)
-    actual, expected = jit(lowered)(*args), jit(fn)(*args)
+    actual, expected = run_all(amp(fn, precision="fp16"), fn)(*args)
     assert_same_avals(actual, expected)
     assert_identical(actual, expected)
 
 
-# The same behind a matmul, where values arrive in half precision.
-IN_HALF = {
-    "square_of_300": lambda y: y**2 * 300.0**2,
-    "sum_of_70000": lambda y: jnp.sum(jnp.broadcast_to(y[None], (70_000, *y.shape))),
-    "norm": lambda y: jnp.linalg.norm(y * 300),
+# Sums, squares and norms of values that arrive in half precision are float32 ones, and
+# a small constant that half precision rounds away still prevents 0 / 0.
+BEHIND_A_MATMUL = {  # name: (function, what the matmul gives)
+    "square of 300": (lambda y: y**2 * 300.0**2, jnp.eye(2)),
+    "sum of 70000": (
+        lambda y: jnp.sum(jnp.broadcast_to(y[None], (70_000, *y.shape))), jnp.eye(2)
+    ),
+    "norm": (lambda y: jnp.linalg.norm(y * 300), jnp.eye(2)),
+    "divide": (lambda y: y / (jnp.abs(y) + 1e-12), jnp.zeros((2, 2))),
+    "rsqrt": (lambda y: y * lax.rsqrt(y + 1e-12), jnp.zeros((2, 2))),
+    "log": (lambda y: y * jnp.log(y + 1e-12), jnp.zeros((2, 2))),
+    "by a norm": (lambda y: y / (jnp.linalg.norm(y) + 1e-12), jnp.zeros((2, 2))),
+    "clip": (lambda y: jnp.log(jnp.clip(y, 1e-12, 1.0)) * 1e-2, jnp.zeros((2, 2))),
+}  # fmt: skip
+
+
+@both_halves
+@pytest.mark.parametrize("name", BEHIND_A_MATMUL)
+def test_arithmetic_on_half_values(name, dtype):
+    of, y = BEHIND_A_MATMUL[name]
+    fn = lambda w: of(w @ w)  # noqa: E731
+    assert_close(*run_all(amp(fn, compute_dtype=dtype), fn)(y), jnp.float32)
+
+
+# --- constants: a number is its bits, the sign of zero and NaN included --------------
+
+NUMBERS = {
+    "zero": [0.0] * 3,
+    "negative zero": [-0.0] * 3,
+    "nan": [np.nan] * 3,
+    "infinite": [-np.inf] * 3,
+    "mixed": [1e-40, -0.0, np.inf],
+}
+KINDS = {
+    "literal": lambda numbers: numbers[0],
+    "numpy": lambda numbers: np.array(numbers, np.float32),
+    "jnp": lambda numbers: jnp.array(numbers, jnp.float32),
+}
+PLACES = {
+    "straight": lambda f: f,
+    "jit": lambda f: lambda x: jax.jit(f)(x),
+    "scan": lambda f: lambda x: lax.scan(lambda c, x: (c, f(x[None])[0]), 0, x)[1],
+    "cond": lambda f: lambda x: lax.cond(x[0, 0] > 0, f, jnp.exp, x),
 }
 
 
-@pytest.mark.parametrize("name", IN_HALF)
-def test_long_sums_of_half_values(name):
-    """Sums, squares and norms of low-precision values are as in float32."""
-    fn = lambda w: IN_HALF[name](w @ w)  # noqa: E731
-    lowered = amp(fn, compute_dtype=HALVES[len(name) % 2])
-    assert_close(*run_all(lowered, fn)(jnp.eye(2)), jnp.float32)
+def at(constant, x):
+    """The angle of a point left of the origin: its sign is that of the constant."""
+    y = x @ jnp.eye(3)
+    return lax.atan2(jnp.broadcast_to(constant, y.shape).astype(y.dtype), -y)
 
 
-# --- range and guards ----------------------------------------------------------------
+def observed(y):
+    y = np.asarray(y, np.float32)
+    return np.where(np.isnan(y), 2, np.sign(y)).tolist()
 
-MASKS = {"finfo": float(jnp.finfo(jnp.float32).min), "inf": -jnp.inf}
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_signs_survive(name):
+    """Among low values, wherever the code stands, a constant keeps its sign."""
+    constants = {kind: make(NUMBERS[name]) for kind, make in KINDS.items()}
+
+    def everywhere(x):
+        return {
+            (kind, where): place(functools.partial(at, constant))(x)
+            for kind, constant in constants.items()
+            for where, place in PLACES.items()
+        }
+
+    x = jnp.arange(1.0, 7).reshape(2, 3)
+    expected, found = run_all(everywhere, amp(everywhere, precision="fp16"))(x)
+    observe = functools.partial(jax.tree.map, observed)
+    assert observe(found) == observe(expected)
+
+
+@both_halves
+@pytest.mark.parametrize(
+    "value", [-1e9, 1e30, -1e38, LOWEST, 3.0, 0.0, np.inf, -np.inf, np.nan]
+)
+def test_numbers_saturate(value, dtype):
+    """What is finite stays so; the rest is itself."""
+    limit = float(finfo(dtype).max)
+    is_large = np.isfinite(value) and abs(value) > limit
+    expected = np.copysign(limit / 2, value) if is_large else value
+    cast = cast_number(np.float32(value), dtype)
+    assert cast.dtype == dtype
+    np.testing.assert_allclose(np.asarray(cast, np.float64), expected, rtol=1e-2)
+
+
+# --- range ---------------------------------------------------------------------------
 
 
 def masked_rows(mask, masked):
@@ -81,38 +158,30 @@ def masked_rows(mask, masked):
 
 @both_halves
 @pytest.mark.parametrize("rows", ["some", "all"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [-1e9, LOWEST, -np.inf])
 def test_masks_give_no_nan(mask, rows, dtype):
     """Masked entries get probability 0; fully masked rows what float32 gives."""
     masked = jnp.tri(SIZE, k=-1, dtype=bool) | (rows == "all")
-    x, leaf = X[:SIZE] * 20, jnp.where(masked, MASKS[mask], 0.0)
-    fn = masked_rows(MASKS[mask], masked)
+    x, leaf = X[:SIZE] * 20, jnp.where(masked, mask, 0.0)
+    fn = masked_rows(mask, masked)
     actual, expected = run_all(amp(fn, compute_dtype=dtype), fn)(W, x, leaf)
     nans = lambda tree: [bool(jnp.isnan(v).any()) for v in jax.tree.leaves(tree)]  # noqa: E731
     assert nans(actual) == nans(expected)
     total = lambda w: sum(v.sum() for v in amp(fn, compute_dtype=dtype)(w, x, leaf)[2])  # noqa: E731
     grad = jit(jax.grad(total))(W)
-    if mask != "inf":
+    if mask != -np.inf:
         assert not nans(actual).count(True) and bool(jnp.isfinite(grad).all())
-        zero = jnp.where(masked, actual[0][0], 0.0)
-        assert rows == "all" or not zero.any()
+        zeros = [jnp.where(masked, p, 0.0) for p in actual[0]]
+        assert rows == "all" or not any(zero.any() for zero in zeros)
 
 
-GUARDS = {
-    "divide": lambda y: y / (jnp.abs(y) + 1e-12),
-    "rsqrt": lambda y: y * lax.rsqrt(y + 1e-12),
-    "log": lambda y: y * jnp.log(y + 1e-12),
-    "norm": lambda y: y / (jnp.linalg.norm(y) + 1e-12),
-    "clip_log": lambda y: jnp.log(jnp.clip(y, 1e-12, 1.0)) * 1e-2,
-}
-
-
-@pytest.mark.parametrize("name", GUARDS)
-def test_epsilons_still_guard(name):
-    """A small constant that half precision rounds away still prevents 0 / 0."""
-    fn = lambda w, x: GUARDS[name](x @ w)  # noqa: E731
-    zeros, lowered = jnp.zeros((2, 2)), amp(fn, compute_dtype=jnp.float16)
-    assert_close(*run_all(lowered, fn)(zeros, zeros), jnp.float16)
+def test_a_mask_is_finite_under_vmap():
+    """The rank of a mask does not matter."""
+    mask, q = jnp.full((2, 4), -1e9), jnp.ones((4, 4))
+    attention = amp(
+        lambda m: jax.nn.softmax(q @ q.T + m[None]) @ q, precision="16-mixed"
+    )
+    assert jnp.array_equal(jit(jax.vmap(attention))(mask), jnp.stack([q, q]))
 
 
 @both_halves
@@ -122,18 +191,38 @@ def test_what_overflows(dtype):
     def matrix(number):
         return jnp.zeros((2, 2)).at[0, 0].set(number)
 
-    one = matrix(1)
-    dot = amp(lambda w, x: x @ w, compute_dtype=dtype)
-    assert float(dot(matrix(jnp.inf), one)[0, 0]) == np.inf
-    assert float(dot(matrix(-jnp.inf), one)[0, 0]) == -np.inf
-    assert np.isnan(dot(matrix(jnp.nan), one)[0, 0])
-    masked = amp(
-        lambda w, x: jnp.where((y := x @ w) > 9, y, -3.4e38) @ w, compute_dtype=dtype
+    def first(fn, number):
+        return float(amp(fn, compute_dtype=dtype)(matrix(1), matrix(number))[0, 0])
+
+    dot = lambda w, x: x @ w  # noqa: E731
+    assert [first(dot, sign * jnp.inf) for sign in (1, -1)] == [np.inf, -np.inf]
+    assert np.isnan(first(dot, jnp.nan))
+    assert np.isfinite(
+        first(lambda w, x: jnp.where((y := x @ w) > 9, y, -3.4e38) @ w, 0.25)
     )
-    assert np.isfinite(masked(matrix(0.25), one)[0, 0])
-    overflow = amp(lambda w, x: (x @ w) @ w, compute_dtype=dtype)
     root = 300.0 if dtype == jnp.float16 else 2e19
-    assert float(overflow(matrix(root), one)[0, 0]) == np.inf
+    assert first(lambda w, x: (x @ x) @ w, root) == np.inf
+
+
+def test_a_tangent_that_overflows_is_seen():
+    def biased(b):
+        return (jnp.ones((4, 4)) @ jnp.eye(4) + b[None]) @ jnp.eye(4)
+
+    fn, b = amp(biased, precision="16-mixed"), jnp.ones(4)
+    _, tangent = jax.jvp(fn, (b,), (1e5 * b,))
+    assert not jnp.isfinite(tangent).any()
+
+
+def test_a_comparison_reads_its_number_as_it_is():
+    eye = jnp.eye(4)
+
+    def limited(h, limit):
+        return jnp.where(jnp.abs(h @ eye) < limit, h @ eye, 0) @ eye
+
+    for precision, number, limit in (("fp16", 40000.0, 1e9), ("bf16", 256.0, 257.0)):
+        h = jnp.full((4, 4), number)
+        lowered = amp(functools.partial(limited, limit=limit), precision=precision)
+        assert jnp.array_equal(lowered(h), h)
 
 
 SCATTERS = {
@@ -143,18 +232,18 @@ SCATTERS = {
 }
 
 
-@pytest.mark.parametrize("chosen", [None, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("chosen", [None, *HALVES])
 @pytest.mark.parametrize("name", SCATTERS)
 def test_scatters_of_low_values(name, chosen):
     """A scatter carries an update function that was traced in float32."""
-    policies = default_amp_policy | ({"here": chosen} if chosen else {})
+    policy = default_amp_policy | ({"here": chosen} if chosen else {})
 
     def fn(w, x):
         y = x @ w
         with jax.named_scope("here"):
             return SCATTERS[name](y)
 
-    lowered = amp(fn, compute_dtype=jnp.float16, amp_policy=policies)
+    lowered = amp(fn, compute_dtype=jnp.float16, amp_policy=policy)
     args = jnp.eye(2) * 0.3, jnp.array([[1.0, -2.0], [3.0, 0.5]])
     assert_close(*run_all(lowered, fn)(*args), jnp.bfloat16)
     if name != "at_apply":  # JAX has no derivative for it
@@ -162,35 +251,33 @@ def test_scatters_of_low_values(name, chosen):
         assert bool(jnp.isfinite(grads).all())
 
 
-# --- matrix products alone run in half precision -------------------------------------
+# --- inner and outer products of floats run in float32 -------------------------------
 
-COUNT = 3000  # bfloat16 has all integers up to 256, float16 up to 2048
 FULL, HALF = ("float32",) * 2, None
-FREQUENCIES = 1e4 ** (-jnp.arange(SIZE) / SIZE)
 
 
-def positions():
-    return jnp.arange(COUNT, dtype=jnp.float32)
+def fullest(w, x):
+    """A matmul of counts gives the slot of an expert; no two tokens may share one."""
+    chosen = jax.nn.one_hot((x @ w).argmax(-1), 2)
+    place = jnp.einsum("te,te->t", jnp.cumsum(chosen, 0) - 1, chosen)
+    slots = jax.nn.one_hot(place.astype(jnp.int32), len(x))
+    return jnp.einsum("te,tc->ec", chosen, slots).max()
 
 
 def test_slots_of_a_mixture_of_experts():
-    """A product of counts gives the index of a slot; two tokens must not share one."""
+    args = W[:, :2], normal(1, 1000, SIZE)  # bfloat16 has all integers up to 256
+    assert jit(amp(fullest))(*args) == 1
+    half = ("bfloat16",) * 2
+    assert dtypes_of(amp(fullest), *args) == [half, FULL, half]
 
-    def fullest(w, x):
-        chosen = jax.nn.one_hot((x @ w).argmax(-1), 2)
-        place = jnp.einsum("te,te->t", jnp.cumsum(chosen, 0) - 1, chosen)
-        slots = jax.nn.one_hot(place.astype(jnp.int32), COUNT)
-        return jnp.einsum("te,tc->ec", chosen, slots).max()
 
-    x = normal(1, COUNT, SIZE)
-    lowered = amp(fullest)
-    assert lowered(W[:, :2], x) == 1
-    found = dtypes_of(lowered, W[:, :2], x)
-    assert found == [("bfloat16",) * 2, FULL, ("bfloat16",) * 2]
+def positions():
+    return jnp.arange(3000, dtype=jnp.float32)
 
 
 def rotated(w, x):
-    angles = jnp.einsum("i,j->ij", positions(), FREQUENCIES)  # as rotary embeddings do
+    frequencies = 1e4 ** (-jnp.arange(SIZE) / SIZE)
+    angles = jnp.einsum("i,j->ij", positions(), frequencies)  # as rotary embeddings do
     return jnp.mean((jnp.sin(angles) @ w) ** 2) + jnp.mean((x @ w) ** 2)
 
 
@@ -209,8 +296,7 @@ def layers_with_one_input(w, x):
     return (narrow @ w[:1]) ** 2
 
 
-# name: function, dtypes of its products
-FLOATS = {
+FLOATS = {  # name: (function, dtypes of its matmuls)
     "angles": (rotated, [FULL, HALF, HALF]),
     "penalty of weights": (penalty, [FULL, FULL]),
     "of rows": (of_rows, [HALF, FULL]),
@@ -225,26 +311,15 @@ def test_inner_and_outer_products_of_floats(name):
     def loss(w, x):
         return jnp.sum(fn(w, x))
 
-    found = dtypes_of(amp(loss, compute_dtype=dtype), W, X)
+    lowered = amp(loss, compute_dtype=dtype)
+    found = dtypes_of(lowered, W, X)
     assert found == [dtypes or (dtype.__name__,) * 2 for dtypes in wanted]
-    actual = jit(jax.value_and_grad(amp(loss, compute_dtype=dtype)))(W, X)
-    expected = jit(jax.value_and_grad(loss))(W, X)
+    actual, expected = run_all(*map(jax.value_and_grad, (lowered, loss)))(W, X)
     assert_close(actual[0], expected[0], dtype)
     assert_close(actual[1], expected[1], dtype, gradient=True)
 
 
-def test_a_constant_out_of_range():
-    """It does not saturate, as it does not in a multiplication."""
-
-    def fn(w, x):
-        return jnp.einsum("i,j->ij", (x @ w)[0], jnp.full(3, 1e6))
-
-    lowered = amp(fn, compute_dtype=jnp.float16)
-    assert dtypes_of(lowered, W, X) == [("float16",) * 2, FULL]
-    assert_close(lowered(W, X), fn(W, X), jnp.float16)
-
-
-def test_a_scope_lowers_all_products():
+def test_a_scope_lowers_all_matmuls():
     def fn(w, x):
         with jax.named_scope("half"):
             y = jnp.einsum("i,j->ij", positions(), jnp.arange(3.0))

@@ -14,7 +14,6 @@ from jax import lax
 import flax_amp
 from _programs import WITHIN
 from flax_amp import PolicyWarning, amp, default_amp_policy
-from helpers import jit
 
 SIZE = 4
 W, X = jnp.eye(SIZE), jnp.ones((2, SIZE))
@@ -82,8 +81,6 @@ def test_a_key_that_matches_nothing(name):
 
 AROUND = {
     "call": lambda f: f(W, X),
-    "jit": lambda f: jax.jit(f)(W, X),
-    "vmap": lambda f: jax.vmap(f, (None, 0))(W, X),
     "scan": lambda f: lax.scan(lambda c, x: (c, f(c, x)), W, X),
     "nnx": lambda f: nnx.jit(nnx.grad(lambda w: f(w, X).sum()))(W),
 }
@@ -92,9 +89,8 @@ AROUND = {
 @pytest.mark.parametrize("name", AROUND)
 def test_it_points_to_the_line_of_the_user(name):
     """Not into JAX, Flax or this package."""
-    lowered = with_keys(scoped, "otter")
     with pytest.warns(PolicyWarning) as caught:
-        AROUND[name](lowered)
+        AROUND[name](with_keys(scoped, "otter"))
     assert {warning.filename for warning in caught} == {__file__}
 
 
@@ -137,19 +133,11 @@ class NnxParts(nnx.Module):
     def __call__(self, x):
         return self.body(x)
 
-    def direct(self, x):
-        return self.sampler(x)
-
-
-def initialized():
-    init = functools.partial(Parts().init, method="sample")
-    return jit(init)(jax.random.key(0), X)
-
 
 def test_a_part_that_is_not_called_here():
     """A policy serves training and evaluation, which call other parts."""
     model = Parts()
-    params = initialized()
+    params = model.init(jax.random.key(0), X, method="sample")
     assert warned(with_keys(model.apply, "*/sampler"), params, X) == []
     sample = lambda params, x: model.apply(params, x, method="sample")  # noqa: E731
     assert warned(with_keys(sample, "*/sampler", "*/body"), params, X) == []
@@ -164,49 +152,34 @@ def test_a_part_that_is_not_called_here():
 # --- programs without a product in half precision -------------------------------------
 
 
-NOTHING = {  # name: (policy, function, what the message says)
-    "without the default": ({"inner": jnp.float32}, scoped, "scope inner (1)"),
-    "by a primitive": (
-        default_amp_policy | {lax.dot_general_p: jnp.float32},
-        scoped,
-        "primitive dot_general (2)",
+NOTHING = {  # what the message says: policy
+    "scope inner (1)": {"inner": jnp.float32},
+    "primitive dot_general (2)": (
+        default_amp_policy | {lax.dot_general_p: jnp.float32}
     ),
 }
 
 
-@pytest.mark.parametrize("name", NOTHING)
-def test_a_policy_that_lowers_nothing(name):
-    policy, fn, said = NOTHING[name]
-    (message,) = warned(amp(fn, amp_policy=policy, compute_dtype=jnp.bfloat16), W, X)
-    assert (
-        "no matrix product or convolution of this program runs in bfloat16" in message
-    )
+@pytest.mark.parametrize("said", NOTHING)
+def test_a_policy_that_lowers_nothing(said):
+    (message,) = warned(amp(scoped, amp_policy=NOTHING[said]), W, X)
+    assert "no matrix product or convolution of this program runs in bf" in message
     assert said in message and "flax_amp.default_amp_policy | {" in message
 
 
-def product(w, x):
-    return x @ w
+IN_OTHER_DTYPES = [  # dtype of the batch, precision, the reason
+    ("float64", None, "float64 operand (1)"),
+    ("float32", "highest", "it asks for precision: precision="),
+]
 
 
-IN_OTHER_DTYPES = {  # name: (function, arguments, the reason)
-    "float64 batch": (
-        product, (np.eye(4, dtype="float32"), np.ones((2, 4))), "float64 operand (1)",
-    ),
-    "precision": (
-        functools.partial(jnp.dot, precision="highest"),
-        (np.eye(4, dtype="float32"), np.ones((4, 4), "float32")),
-        "it asks for precision: precision=",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", IN_OTHER_DTYPES)
-def test_products_in_other_dtypes(name):
-    fn, args, reason = IN_OTHER_DTYPES[name]
+@pytest.mark.parametrize("dtype, precision, reason", IN_OTHER_DTYPES)
+def test_matmuls_in_other_dtypes(dtype, precision, reason):
+    fn = functools.partial(jnp.dot, precision=precision)
+    args = np.ones((2, 4), dtype), np.eye(4, dtype="float32")
     with jax.enable_x64(True):
-        messages = warned(amp(fn), *args)
+        (message,) = warned(amp(fn), *args)
         assert warned(amp(fn, compute_dtype=jnp.float32), *args) == []
-    (message,) = messages
     assert f"runs in bfloat16 by amp: {reason}" in message
     assert "cast what is float64, leave out dtype=, precision=, pref" in message
 

@@ -20,7 +20,6 @@ from _transformer import (
     keeps,
     layer,
     scanned,
-    unrolled,
     weights,
 )
 from helpers import (
@@ -80,14 +79,6 @@ def test_effects_run_once_and_in_order(mode):
     assert seen == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss", [scanned, unrolled])
-def test_false_leaves_no_trace(mode, loss):
-    """Otherwise, what is stored is marked."""
-    found = keeps(bfloat16(loss, recompute=mode), weights(), inputs())
-    assert bool(found) == mode
-
-
 def test_a_jitted_block_is_traced_once(count_traces):
     """A jitted block that is called 24 times has few bodies."""
     body, traces = count_traces(block)
@@ -119,27 +110,28 @@ def residuals(fn, p, x):
     return [a for a in leaves if (a.shape, a.dtype) not in arguments]
 
 
+def stored(name, recompute):
+    """The stored avals of a context; with `recompute=False` nothing is marked."""
+    fn = bfloat16(CONTEXTS[name], recompute=recompute)
+    args = weights(2, LARGE["size"]), inputs(**LARGE)
+    assert bool(keeps(fn, *args)) == recompute
+    return residuals(fn, *args)
+
+
 @pytest.mark.parametrize("name", ["scan", "straight", "jit", "cond", "shard_map"])
 def test_memory(name):
-    """Much less is stored, everywhere."""
-    p, x = weights(2, LARGE["size"]), inputs(**LARGE)
-    never, found = (
-        sum(
-            a.size * a.dtype.itemsize
-            for a in residuals(bfloat16(CONTEXTS[name], recompute=mode), p, x)
-        )
-        for mode in MODES
-    )
-    assert found < 0.7 * never
+    """Much less is stored, everywhere.
 
-
-def test_no_large_float32_in_loops():
-    """Between the loops travel activations in half precision and small statistics."""
-    p, x = weights(3, LARGE["size"]), inputs(**LARGE)
-    found = residuals(bfloat16(scanned), p, x)
-    full = [a for a in found if a.dtype == jnp.float32 and a.ndim > 1]
-    assert all(math.prod(a.shape[1:]) < x.size for a in full), full
-    assert any(a.dtype == jnp.bfloat16 and a.size >= 3 * x.size for a in found)
+    Out of loops travel activations in half precision and small statistics.
+    """
+    never, found = (stored(name, mode) for mode in MODES)
+    bytes_of = lambda avals: sum(a.size * a.dtype.itemsize for a in avals)  # noqa: E731
+    assert bytes_of(found) < 0.7 * bytes_of(never)
+    if name == "scan":
+        size = math.prod(LARGE.values())
+        full = [a for a in found if a.dtype == jnp.float32 and a.ndim > 1]
+        assert all(math.prod(a.shape[1:]) < size for a in full), full
+        assert any(a.dtype == jnp.bfloat16 and a.size >= 2 * size for a in found)
 
 
 def test_a_relu_is_stored_once():
@@ -155,50 +147,33 @@ def test_a_relu_is_stored_once():
     assert [a.dtype for a in found] == [jnp.bfloat16] * 3
 
 
-# --- amp over amp --------------------------------------------------------------------
+# --- amp over amp, and values of every dtype between what is computed again ----------
 
 ARGS = normal(0, 4, 4) * 0.4, normal(0, 8, 4)
 
 
-def tuned(loss):
-    """The gradient through two checkpointed steps of gradient descent in a loop."""
-
-    def outer(w, x):
-        step = lambda w, _: (w - 0.1 * jax.grad(loss)(w, x), None)  # noqa: E731
-        return loss(lax.scan(jax.checkpoint(step), w, length=2)[0], x)
-
-    return jax.grad(outer)
-
-
 def test_amp_of_a_derivative_of_amp():
     """The primitives of the inner transformation pass through the outer one."""
+
+    def tuned(loss):
+        """The gradient through checkpointed steps of gradient descent in a loop."""
+
+        def outer(w, x):
+            step = lambda w, _: (w - 0.1 * jax.grad(loss)(w, x), None)  # noqa: E731
+            return loss(lax.scan(jax.checkpoint(step), w, length=2)[0], x)
+
+        return jax.grad(outer)
+
     loss = softmax_between_products
     actual = exact_jit(bfloat16(tuned(bfloat16(loss))))(*ARGS)
     expected = exact_jit(tuned(bfloat16(loss, recompute=False)))(*ARGS)
     assert relative_error(actual, expected) < 2e-2
 
 
-# --- values of every dtype between what is computed again ----------------------------
-
-
 def fourier(w, x):
     """A layer of a Fourier neural operator: complex weights for each frequency."""
     spectrum = jnp.fft.rfft(x, axis=0) @ lax.complex(w, 2 * w)
     return jax.nn.gelu(x @ w + jnp.fft.irfft(jnp.tanh(spectrum), len(x), axis=0)) @ w
-
-
-def float8(w, x):
-    """Quantized values up to the largest float8, and subnormal ones.
-
-    Cotangents are float8 too: a larger factor than 1e3 makes those of a second order
-    NaN, without amp as well.
-    """
-    h = jnp.tanh(x @ w)
-    large = jnp.clip(h * 1e3, -448, 448).astype(jnp.float8_e4m3fn)
-    product = large @ jnp.eye(4, dtype=jnp.float8_e4m3fn)
-    small = (h / 512).astype(jnp.float8_e4m3fn).astype(jnp.float32) * 512
-    h = jnp.sin(product.astype(jnp.float32) / 448) * jnp.tanh(small) * h
-    return jnp.sin(large.astype(jnp.float32) / 448) * h @ w
 
 
 def keys(w, x):
@@ -219,18 +194,14 @@ def in_dtype(dtype):
     return program
 
 
-FUNCTIONS = (fourier, float8, keys)
-PROGRAMS = {function.__name__: function for function in FUNCTIONS}
 DOUBLE = ("float64", "complex128")
+PROGRAMS = {"fourier": fourier, "keys": keys}
 PROGRAMS |= {name: in_dtype(name) for name in ("float16", *DOUBLE)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_other_dtypes(name):
-    """Both modes give the same, of the same types.
-
-    Cotangents of regions on both sides of float8 values add up in another order.
-    """
+    """Both modes give the same, of the same types."""
     loss, results = loss_of(PROGRAMS[name]), []
     with jax.enable_x64(name in DOUBLE):
         for mode in MODES:
@@ -240,25 +211,21 @@ def test_other_dtypes(name):
             results[0], jax.eval_shape(jax.value_and_grad(loss, (0, 1)), *ARGS)
         )
     never, found = results
-    assert relative_error(found, never) < (1e-2 if name == "float8" else 1e-5)
+    assert relative_error(found, never) < 1e-5
 
-
-# --- linear functions ----------------------------------------------------------------
 
 LINEAR = {
-    "product": lambda w, x: x @ w,
     "checkpoint": lambda w, x: jax.checkpoint(lambda x: (x @ w) @ w * 2)(x),
     "jit": lambda w, x: jax.jit(lambda x: jnp.concatenate([x @ w, x]))(x * 2),
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LINEAR)
-def test_linear_functions_are_transposed(name, mode):
+def test_linear_functions_are_transposed(name):
     """`jax.linear_transpose` of a transformed linear function, as of the plain one."""
     w, x = jnp.eye(4) / 2 + 0.25, jnp.arange(8.0).reshape(2, 4)
     f = functools.partial(LINEAR[name], w)
-    (actual,) = jax.linear_transpose(bfloat16(f, recompute=mode), x)(f(x))
+    (actual,) = jax.linear_transpose(bfloat16(f), x)(f(x))
     (expected,) = jax.linear_transpose(f, x)(f(x))
     assert actual.dtype == jnp.float32
     assert relative_error(actual, expected) < 1e-2

@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from _programs import over_devices
 from _structured import (
     CASES,
     POLICIES,
@@ -100,23 +99,6 @@ def test_parameters_are_kept():
         expected = params_of(fn, primitive)
         assert expected
         assert params_of(amp(fn, recompute=False), primitive) == expected
-
-
-def test_a_shard_map_has_the_dtypes_of_its_body():
-    """Parameters that are equal on all devices enter it through `pvary`."""
-
-    def layers(w, b, x):
-        for _ in range(2):
-            x = jnp.tanh(x @ w + b)
-        return x @ w
-
-    args = jnp.ones((4, 4)), jnp.ones((1, 4)), jnp.ones((16, 4))
-    mapped = over_devices(layers, (P(), P(), P("data")))
-    assert equations_of(amp(mapped), *args, primitive="pvary")
-    for primitive, dtype in dict(dot_general="bfloat16", tanh="float32").items():
-        found = dtypes_of(amp(mapped), *args, primitive=primitive)
-        assert found == dtypes_of(amp(layers), *args, primitive=primitive)
-        assert {name for names in found for name in names} == {dtype}
 
 
 SCOPED = {

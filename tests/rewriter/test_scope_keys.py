@@ -1,20 +1,32 @@
-"""Scope keys name modules, whatever calls them: every way of calling x every key."""
+"""Scope keys name modules, whatever calls them: every way of calling x every key.
+
+The calls of NNX modules leave scopes as those of Linen modules do, and nothing else.
+"""
 
 import fnmatch
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 from _programs import squares
-from flax_amp import amp, default_amp_policy, use_compute_precision
+from flax_amp import (
+    AmpTrainState,
+    amp,
+    default_amp_policy,
+    make_train_step,
+    use_compute_precision,
+    use_original_precision,
+)
 from helpers import MATMULS, jit, scoped_equations
 
-# Of policies that keep all products in float32.
-pytestmark = pytest.mark.filterwarnings("ignore:.*of this program runs in")
+# Some policies have no effect, or keep all matmuls in float32.
+pytestmark = pytest.mark.filterwarnings("ignore::flax_amp.PolicyWarning")
 
 SIZE, WORDS, LAYERS = 4, 6, 2
 TOKENS = jnp.arange(WORDS)[None]
@@ -127,36 +139,13 @@ def of_nnx():
     return lambda model: squares(model(TOKENS)), model, nnx.grad
 
 
-LIFTED = "remat remat_method jitted scanned mapped".split()
-BOTH = [
-    "embed",
-    "*/embed",
-    "*/embed.attend",
-    "*.attend",
-    *(f"*/{name}/d" for name in ("called", "encoded", *LIFTED)),
-    "*/encoded.encode",
-    "encoded.encode/d",
-    "*/remat_method.encode",
-    "[ce]*ed",
-    "*/d",
-]
-LINEN = [
-    *BOTH,
-    "LinenLM/embed",
-    "LinenLM.logits",
-    "called.encode/d",
-    "*/layers_1/d",
-    "LinenLM/layers_[01].encode",
-    "*/jitted_method.encode/d",
-    "odd.0/d",
-]
-NNX = [
-    *BOTH,
-    "NnxLM/embed",
-    "layers",
-    "*/layers/*/d",
-    "NnxLM/layers/[01].encode",
-]
+# One for each way of calling: the paths there come from JAX and Flax. How other keys
+# match them, `test_policy.py` tells.
+ENCODERS = "called encoded remat remat_method jitted scanned mapped".split()
+BOTH = [*(f"*/{name}/d" for name in ENCODERS), "*/encoded.encode"]
+BOTH += ["*/embed", "*/embed.attend", "[ce]*ed"]
+LINEN = [*BOTH, "LinenLM.logits", "*/layers_1/d", "*/jitted_method.encode/d", "odd.0/d"]
+NNX = [*BOTH, "layers", "*/layers/*/d", "NnxLM/layers/[01].encode"]
 
 
 def products(fn, *args):
@@ -176,27 +165,16 @@ def is_meant(key, path):
     return all(fnmatch.filter([*path, *plain], part) for part in wanted)
 
 
-# One for each way of calling: the paths there come from JAX and Flax. How other keys
-# match those paths has to do with neither, nor with the order of amp and grad.
-OF_CALLS = [key for key in BOTH if key.endswith("/d") and key != "*/d"]
-OF_CALLS += ["*/embed", "*/embed.attend", "*/encoded.encode"]
-
-
 @pytest.mark.parametrize(
     "setup, key",
-    [
-        pytest.param(setup, key, marks=() if key in OF_CALLS else pytest.mark.once)
-        for setup, keys in ((linen, LINEN), (of_nnx, NNX))
-        for key in keys
-    ],
+    [(setup, key) for setup, keys in ((linen, LINEN), (of_nnx, NNX)) for key in keys],
 )
 def test_keys_select_what_they_name(setup, key):
     """Forward and backward, and nothing else."""
     loss, target, grad = setup()
     policy = default_amp_policy | {key: jnp.float32}
     lower = functools.partial(amp, compute_dtype=jnp.bfloat16, amp_policy=policy)
-    orders = [lower(grad(loss)), grad(lower(loss))]
-    for fn in orders if key in OF_CALLS else orders[:1]:
+    for fn in (lower(grad(loss)), grad(lower(loss))):
         found = products(fn, target)
         full = [path for path, dtype in found if dtype == "float32"]
         low = [path for path, dtype in found if dtype == "bfloat16"]
@@ -216,3 +194,133 @@ def test_a_method_before_its_module_and_the_outermost_before_all(setup):
     model = {"*LM": jnp.float32}
     lowered = amp(loss, amp_policy=default_amp_policy | method | model)
     assert {dtype for _, dtype in products(grad(lowered), target)} == {"float32"}
+
+
+# --- the scopes of NNX modules: nothing of them stays --------------------------------
+
+
+class Model(nnx.Module):
+    """Encoders in a list."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([NnxEncoder(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+X = jnp.ones((2, SIZE))
+# Names are given where a policy asks for scopes.
+SCOPED = default_amp_policy | {"no such scope": use_original_precision}
+PATHS = [f"Model/layers/{i}/d" for i in range(LAYERS)]
+
+
+def mean(model, x):
+    return model(x).mean()
+
+
+def lowered(fn=mean, amp_policy=SCOPED):
+    return amp(fn, compute_dtype=jnp.bfloat16, amp_policy=amp_policy)
+
+
+def scopes(fn, *args):
+    """The scope of every matmul, in order, without methods."""
+    return ["/".join(path).replace(".encode", "") for path, _ in products(fn, *args)]
+
+
+def stack_layers(model, x):
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *model.layers)
+    return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0].mean()
+
+
+def choose(model, x):
+    layers = model.layers
+    return jax.lax.cond(x[0, 0] > 0, lambda: layers[0], lambda: layers[1])(x).mean()
+
+
+@pytest.mark.parametrize("fn", [stack_layers, choose])
+def test_code_that_needs_equal_modules_is_told_why_it_fails(fn):
+    calls = []
+
+    def counted(model, x):
+        calls.append(x)
+        return fn(model, x)
+
+    model = Model(nnx.Rngs(0))
+    with pytest.raises((ValueError, TypeError), match="different structures here"):
+        lowered(counted)(model, X)
+    assert len(calls) == 1
+    assert_untouched(model, nnx.graphdef(Model(nnx.Rngs(0))))
+    lowered(fn, default_amp_policy)(model, X)
+
+    state = AmpTrainState.create(model=model, tx=optax.sgd(0.1))
+    step = make_train_step(fn, amp_policy=SCOPED)
+    with pytest.raises((ValueError, TypeError), match="nnx.split"):
+        step(state, X)
+
+
+def assert_untouched(model, before):
+    assert nnx.graphdef(model) == before
+    for cls in (Model, NnxEncoder, nnx.Linear):
+        assert not hasattr(cls.__call__, "__wrapped__")
+
+
+def test_nothing_is_left_behind():
+    """In a model, its clone, one that is returned, and after an error."""
+
+    class UnusualError(Exception):
+        pass
+
+    def fail(model, x):
+        model(x)
+        raise UnusualError
+
+    model = Model(nnx.Rngs(0))
+    before = nnx.graphdef(model)
+    lowered()(model, X)
+    assert_untouched(model, before)
+    with pytest.raises(UnusualError) as caught:
+        lowered(fail)(model, X)
+    notes = getattr(caught.value, "__notes__", [])  # JAX may add one
+    assert not any("nnx.Module" in note for note in notes)
+    assert_untouched(model, before)
+    clone = lowered(lambda m, x: nnx.clone(m))(model, X)
+    assert nnx.graphdef(clone) == before
+    returned = lowered(lambda m, x: m.layers[0])(model, X)
+    assert nnx.graphdef(returned) == nnx.graphdef(model.layers[0])
+
+
+def test_other_threads_go_on_undisturbed():
+    """Two traces overlap, and a third thread uses the same classes without names."""
+    both_trace, plain_called = threading.Barrier(3), threading.Event()
+    found, errors = {}, []
+
+    def trace(name, other):
+        def fn(model, x):
+            both_trace.wait(timeout=60)
+            assert plain_called.wait(timeout=60)
+            return other(model(x))
+
+        try:
+            found[name] = scopes(lowered(fn), Model(nnx.Rngs(0)), X)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=trace, args=args)
+        for args in [("mean", jnp.mean), ("sum", jnp.sum)]
+    ]
+    for thread in threads:
+        thread.start()
+    both_trace.wait(timeout=60)
+    plain = scopes(mean, Model(nnx.Rngs(0)), X)
+    plain_called.set()
+    for thread in threads:
+        thread.join()
+
+    assert not errors
+    assert plain == [""] * LAYERS
+    assert found == {"mean": PATHS, "sum": PATHS}
+    assert not hasattr(Model.__call__, "__wrapped__")

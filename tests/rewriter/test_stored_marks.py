@@ -63,7 +63,6 @@ def test_it_changes_no_number(transform):
         (jax.checkpoint_policies.nothing_saveable, False),
         (lambda *args, **params: Recompute, False),
     ],
-    ids=["is_marked", "nothing", "Recompute"],
 )
 def test_policies_decide_whether_it_is_stored(policy, is_kept):
     """What is not stored is computed again: by a second cosine."""
@@ -94,12 +93,8 @@ def test_the_forward_pass_rounds(is_rounded):
 def barriers(fn, *args):
     """How many barriers there are in a function compiled for each platform."""
     traced = jax.jit(fn).trace(*args)
-    return {
-        platform: traced.lower(lowering_platforms=(platform,))
-        .as_text()
-        .count("optimization_barrier")
-        for platform in EVERYWHERE
-    }
+    lowered = {p: traced.lower(lowering_platforms=(p,)) for p in EVERYWHERE}
+    return {p: x.as_text().count("optimization_barrier") for p, x in lowered.items()}
 
 
 @pytest.mark.parametrize("platforms", [NOWHERE, ON_GPU, EVERYWHERE])
