@@ -463,7 +463,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "debug/test_nonfinite.py::test_a_bad_example_beside_another_fault",
         ),
     ],
-    "debug/_explain.py": [
+    "debug/_problems.py": [
         (
             '_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")',
             '_OF_LOSS = ("float32: a scalar",)',

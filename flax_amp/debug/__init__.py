@@ -12,8 +12,8 @@ from flax_amp.debug._compare import Comparison as Comparison
 from flax_amp.debug._compare import GradientErrors as GradientErrors
 from flax_amp.debug._compare import Setting as Setting
 from flax_amp.debug._compare import compare_precision as compare_precision
+from flax_amp.debug._explain import Explanation as Explanation
 from flax_amp.debug._explain import explain as explain
-from flax_amp.debug._explanation import Explanation as Explanation
 from flax_amp.debug._measure import Figures as Figures
 from flax_amp.debug._measure import Measurement as Measurement
 from flax_amp.debug._measure import measure as measure

@@ -5,11 +5,14 @@ what the step of `make_train_step` takes; or as `tool((model, optimizer), loss_f
 batch, *args)` for `make_nnx_train_step`. The other ways become the first one here.
 """
 
+import contextlib
 import dataclasses
 import functools
+import glob
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, Unpack, overload
 
 import jax
@@ -26,7 +29,7 @@ from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._rewriter.transform import Options as OfAmp
-from flax_amp._training.arguments import check_function, declared_keywords
+from flax_amp._training.arguments import declared_keywords
 from flax_amp._training.loss import check_loss, fold_in
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
@@ -70,11 +73,10 @@ class Tool(Protocol[R_co]):
     ) -> Callable[..., R_co]: ...
 
 
-def tool(ask: Callable[..., Callable[["Call"], R]], *, runs: bool = True) -> Tool[R]:
-    """Makes a tool from a function of what is asked, and of the tool's own options.
+def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
+    """Makes a tool from a function of the user's call, and of the tool's own options.
 
-    That function returns another one, which answers the question for a call of the
-    user's function. Unless it `runs` the program, arguments may be shapes.
+    Unless it `runs` the program, arguments may be shapes.
     """
     own = set(inspect.signature(ask).parameters)
 
@@ -82,7 +84,7 @@ def tool(ask: Callable[..., Callable[["Call"], R]], *, runs: bool = True) -> Too
     def call(fun: Any, /, *step: Any, **options: Any) -> Any:
         of_tool = {name: options.pop(name) for name in own & options.keys()}
         asked = Asked.read(ask.__name__, fun, step, **options)
-        return asked.answer(ask(asked, **of_tool), runs)
+        return asked.answer(functools.partial(ask, **of_tool), runs)
 
     made: Any = call
     # Those of `ask` are about other arguments.
@@ -119,53 +121,33 @@ class Asked:
         recompute: bool = True,
     ) -> "Asked":
         """Checks the arguments of a tool."""
-        if not isinstance(recompute, bool):
-            raise TypeError(f"{caller}: {recompute=}; expected True or False.")
-        asked = cls.about(caller, fun, step)
-        word = precision or getattr(asked.holder, "precision", None) or "bf16-mixed"
-        given = default_amp_policy if amp_policy is None else amp_policy
-        dtype, entries = read_options(word, compute_dtype, matmul_dtype, given)
-        Policy(entries)  # checks it
-        recompute = recompute and dtype != jnp.float32
-        of_amp = dict(dtype=dtype, entries=entries, recompute=recompute)
-        has_own = amp_policy is not None
-        return dataclasses.replace(asked, **of_amp, has_own_policy=has_own)
-
-    @classmethod
-    def about(cls, caller: str, fun: Any, step: Sequence[Any]) -> "Asked":
-        """Returns what is asked about, without options."""
         is_pair = isinstance(fun, tuple) and len(fun) == 2
         is_pair = is_pair and isinstance(fun[0], nnx.Module)
         is_trained = is_pair or isinstance(fun, AmpTrainState)
-        if not (len(step) >= 2 if is_trained else callable(fun) and not step):
+        # What is trained comes with a batch, and a function with nothing.
+        loss_fn, *given = step if is_trained and step else (fun, *step)
+        if not callable(loss_fn) or bool(given) != is_trained:
             got = ", ".join(type(x).__name__ for x in (fun, *step))
             raise TypeError(
                 f"{caller}: got {got}; expected {caller}(loss_fn)(*args), "
                 f"{caller}(state, loss_fn, batch, *args) with an AmpTrainState, or "
                 f"{caller}((model, optimizer), loss_fn, batch, *args)."
             )
-        loss_fn, *rest = step if is_trained else (fun,)
         refuse_rewritten(f"{caller}: {_name(loss_fn)}", loss_fn)
-        if not is_trained:
-            return cls(caller, fun)
-        check_function(loss_fn, f"{caller}: loss_fn")
-        # The batch comes last, as in most functions: a report names its examples.
-        batch, *args = rest
-        if is_pair:
-            model, optimizer = fun
-            names: tuple[str, ...] = "model", "args", "batch"
-            given: tuple[Any, ...] = model, args, batch
-            wrt = getattr(optimizer, "wrt", nnx.Param)
-            return cls(caller, _of_model(loss_fn), given, names, optimizer, wrt)
-        check_not_deleted(caller, "state", fun)
-        # As the loss of a step sees them.
-        first = jax.tree.map(_tree.float32_if_bfloat16, fun.params)
-        paths = set(flatten_dict(first)) if isinstance(first, dict) else set()
-        is_nnx = fun.graphdef is not None
-        first = nnx.merge(fun.graphdef, first, fun.variables) if is_nnx else first
-        names = "model" if is_nnx else "params", "state", "args", "batch"
-        call, given = _of_state(loss_fn, is_nnx), (first, fun, args, batch)
-        return cls(caller, call, given, names, fun, lambda p, _: p in paths)
+        check_not_deleted(caller, "state", fun if is_trained else None)
+        of_step = _of_step(fun, loss_fn, *given) if is_trained else {"fun": fun}
+        word = precision or getattr(of_step.get("holder"), "precision", "bf16-mixed")
+        entries: Any = default_amp_policy if amp_policy is None else amp_policy
+        dtype, entries = read_options(word, compute_dtype, matmul_dtype, entries)
+        Policy(entries)  # checks it
+        return cls(
+            caller,
+            **of_step,
+            dtype=dtype,
+            entries=entries,
+            recompute=recompute and dtype != jnp.float32,
+            has_own_policy=amp_policy is not None,
+        )
 
     @property
     def name(self) -> str:
@@ -180,29 +162,26 @@ class Asked:
     @property
     def scaler(self) -> dict[str, float]:
         """The numbers of the scaler; of a stack of states, the largest of each."""
-        return {k: float(np.max(x[...])) for k, x in scaler_of(self.holder).items()}
+        scaler = getattr(self.holder, "scaler", {})
+        return {k: float(np.max(x[...])) for k, x in scaler.items()}
 
-    def scale(self, given: Any) -> float:
+    def scale(self, given: Any = None) -> float:
         """Returns the factor of the loss: as given, or that of the scaler, or 1."""
-        if given is None:
-            check_concrete(self.caller, scaler_of(self.holder))
-            given = self.scaler.get("scaler", 1.0)
-        is_number = not isinstance(given, bool | str)
-        scale = float(np.max(given)) if is_number else math.nan
-        if not 0 < scale < math.inf:
+        scale = self.scaler.get("scaler", 1.0) if given is None else given
+        if not 0 < np.max(scale) < math.inf:
             raise ValueError(
                 f"{self.caller}: scale is {given!r}; expected a positive number, by "
                 "which the loss is multiplied. Leave it out for that of the state."
             )
-        return scale
+        return float(np.max(scale))
 
     def answer(self, use: Callable[["Call"], Any], runs: bool) -> Any:
         """Returns a function of the user's arguments, or its result if all is known."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            check_not_deleted(self.where, "args", (args, kwargs))
+            check_not_deleted(self.where, "args", (*args, kwargs))
             if runs:
-                check_concrete(self.where, (args, kwargs))
+                _check_values(self.where, (args, kwargs))
                 with Console(stderr=True).status(f"{self.where} ..."):
                     return self._with_names(use, args, kwargs)
             found: list[Any] = []
@@ -232,18 +211,7 @@ class Asked:
         return dataclasses.replace(found, notes=(_NO_NAMES, *found.notes))
 
 
-def _name(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
-def scaler_of(holder: Any) -> Mapping[str, Any]:
-    """Returns the scaler of a state or an optimizer; empty if it has none."""
-    scaler = getattr(holder, "scaler", None)
-    scaler = scaler[...] if isinstance(scaler, nnx.Variable) else scaler
-    return scaler if isinstance(scaler, Mapping) else {}
-
-
-def check_concrete(caller: str, tree: Any) -> None:
+def _check_values(caller: str, tree: Any) -> None:
     """Raises a TypeError if a tool that runs a program gets arrays without values."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
@@ -254,26 +222,50 @@ def check_concrete(caller: str, tree: Any) -> None:
             )
 
 
-# --- the loss of a step as a function ------------------------------------------------
+def _name(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
-def _of_model(loss_fn: Loss) -> Loss:
-    def call(model: Any, args: Any, batch: Any) -> Any:
-        return loss_fn(model, batch, *args)
+def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, Any]:
+    """Returns the loss of a step as a function, its arguments, and what they are.
 
-    call.__name__ = _name(loss_fn)
-    return call
+    The batch comes last, as in most functions: a report names its examples.
+    """
+    if isinstance(trained, AmpTrainState):
+        state, holder = trained, trained
+        graphdef: Any = state.graphdef
+        is_nnx = graphdef is not None
+        # As the loss of a step sees them.
+        first = jax.tree.map(_tree.float32_if_bfloat16, state.params)
+        wrt = nnx.filterlib.PathIn(*flatten_dict(first)) if is_nnx else None
+        first = nnx.merge(graphdef, first, state.variables) if is_nnx else first
+    else:
+        first, holder = trained
+        state, wrt, is_nnx = None, holder.wrt, True
 
-
-def _of_state(loss_fn: Loss, is_nnx: bool) -> Loss:
-    def call(first: Any, state: AmpTrainState, args: Any, batch: Any) -> Any:
+    def call(first: Any, state: Any, args: Any, batch: Any) -> Any:
+        if state is None:
+            return loss_fn(first, batch, *args)
         state = state if is_nnx else state.replace(params=first)
         offered = {"state": state, "rngs": fold_in(state.rngs, state.step)}
         keywords = {name: offered[name] for name in declared_keywords(loss_fn)}
         return loss_fn(first, batch, *args, **keywords)
 
     call.__name__ = _name(loss_fn)
-    return call
+    given = first, state, args, batch
+    names = "model" if is_nnx else "params", "state", "args", "batch"
+    return dict(fun=call, args=given, names=names, holder=holder, wrt=wrt)
+
+
+@contextlib.contextmanager
+def with_float32(
+    entries: PolicyEntries, paths: Sequence[str]
+) -> Iterator[PolicyEntries]:
+    """Gives a policy with modules in float32, of which `amp` does not warn."""
+    with warnings.catch_warnings():
+        if paths:
+            warnings.simplefilter("ignore")
+        yield {**entries, **dict.fromkeys(map(glob.escape, paths), jnp.float32)}
 
 
 # --- calls as functions of arrays ----------------------------------------------------
@@ -289,7 +281,7 @@ class Call(FunctionalCall):
         super().__init__(
             asked.fun, args, kwargs, open_scopes=open_scopes, caller=asked.where
         )
-        self._wrt, self._names = asked.wrt, asked.names
+        self.asked = asked
         self._is_array = [_tree.is_array(x) for x in self.inputs]
         self.arrays = _tree.pick(self.inputs, self._is_array)
         self.paths = self._paths()
@@ -313,18 +305,14 @@ class Call(FunctionalCall):
 
     def _paths(self) -> list[str]:
         args, kwargs = self._rebuilt(nnx.to_pure_dict)
-        try:
-            parameters = self._names or inspect.signature(self.fun).parameters
-        except (TypeError, ValueError):  # some builtins have no signature
-            parameters = ()
-        names = list(parameters)[: len(args)]
-        names += [*map(str, range(len(names), len(args))), *kwargs]
-        paths: dict[int, str] = {}
-        for name, value in zip(names, (*args, *kwargs.values()), strict=True):
-            for path, index in jax.tree_util.tree_leaves_with_path(value):
-                own = jax.tree_util.keystr(path, simple=True, separator="/")
-                if isinstance(index, int):
-                    paths.setdefault(index, f"{name}/{own}".rstrip("/"))
+        if self.asked.names:
+            named = dict(zip(self.asked.names, args, strict=True))
+        else:
+            named = inspect.signature(self.fun).bind(*args, **kwargs).arguments
+        paths = {
+            index: jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, index in jax.tree_util.tree_leaves_with_path(dict(named))
+        }
         every = [paths.get(i, "") for i in range(len(self.inputs))]
         return _tree.pick(every, self._is_array)
 
@@ -357,7 +345,7 @@ class Call(FunctionalCall):
         """
 
         def params(state: nnx.State) -> Any:
-            return nnx.to_pure_dict(nnx.filter_state(state, self._wrt))
+            return nnx.to_pure_dict(nnx.filter_state(state, self.asked.wrt))
 
         first = set(jax.tree.leaves(self._rebuilt(params)[0][:1]))
         every = [i in first and _tree.is_inexact(x) for i, x in enumerate(self.inputs)]

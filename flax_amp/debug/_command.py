@@ -6,12 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.debug._compare import compare_precision
-from flax_amp.debug._explain import explain
-from flax_amp.debug._explanation import ONLY
+from flax_amp.debug._explain import ONLY, explain
 from flax_amp.debug._measure import measure
 from flax_amp.debug._nonfinite import find_nonfinite
 from flax_amp.debug._report import show
@@ -29,52 +28,46 @@ returns what is asked about, with the loss before amp:
   {}
 For explain and measure, arrays may be shapes (jax.ShapeDtypeStruct, jax.eval_shape).
 """.format("\n  ".join(_FORMS))
+_PRECISION = dict(choices=get_args(Precision), help="by default that of the state")
 _SCALE = dict(type=float, help="of the loss; by default that of the state")
 
 
-class _Command(NamedTuple):
-    """A command: what it tells, its tool, the tool's options, and what exits with 1."""
-
-    text: str
-    tool: Any
-    options: dict[str, dict[str, Any]]
-    is_bad: Callable[[Any], bool] = lambda found: False
-
-
-_COMMANDS = {
-    "explain": _Command(
+# What a command tells, its tool, the tool's options, and which results exit with 1.
+_COMMANDS: dict[str, tuple[str, Any, dict[str, Any], Callable[[Any], bool]]] = {
+    "explain": (
         "tell which module runs in which dtype, and why; exit with 1 for a problem",
         explain,
-        {},
+        {"precision": _PRECISION},
         lambda found: bool(found.problems),
     ),
-    "nonfinite": _Command(
+    "nonfinite": (
         "name what made an inf or a NaN; exit with 1 if there is one",
         find_nonfinite,
-        {"scale": _SCALE},
+        {"precision": _PRECISION, "scale": _SCALE},
         lambda found: found.verdict != "nothing",
     ),
-    "compare": _Command(
+    "compare": (
         "compare gradients with those in float32; exit with 1 if they differ too much",
         compare_precision,
         {
+            "precision": _PRECISION,
             "scale": _SCALE,
             "remedies": dict(type=int, default=3, help="modules in float32 (3)"),
         },
         lambda found: found.as_it_is.gradient_error > found.threshold,
     ),
-    "measure": _Command(
+    "measure": (
         "time steps in float32, bfloat16 and float16 on this device",
         measure,
         {"turns": dict(type=int, default=20, help="steps in each dtype (20)")},
+        lambda found: False,
     ),
 }
-_PRECISION = dict(choices=get_args(Precision), help="by default that of the state")
 
 
 def add_commands(commands: Any) -> None:
     """Adds the commands to the parsers of all commands."""
-    for name, (text, _, own, _) in _COMMANDS.items():
+    for name, (text, _, options, _) in _COMMANDS.items():
         command = commands.add_parser(
             name,
             help=text,
@@ -83,7 +76,6 @@ def add_commands(commands: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("target", metavar="MODULE[:FUNCTION]", help="see below")
-        options = own if name == "measure" else {"precision": _PRECISION} | own
         for option, given in options.items():
             command.add_argument(f"--{option}", **given)
         if name == "explain":
@@ -92,15 +84,14 @@ def add_commands(commands: Any) -> None:
             command.add_argument("--html", type=Path, metavar="FILE", help="of a page")
         else:  # which runs the program on the device that is here
             command.set_defaults(platforms=None)
-        command.set_defaults(run=_run, name=name, options=tuple(options))
+        command.set_defaults(run=_run, name=name)
 
 
 def _run(args: argparse.Namespace) -> int:
     """Returns the exit code; prints one line for an error, and returns 2."""
-    command = _COMMANDS[args.name]
-    options = {name: getattr(args, name) for name in args.options}
+    _, tool, options, is_bad = _COMMANDS[args.name]
     try:
-        found = _call(command.tool, args.target, **options)
+        found = _call(tool, args.target, **{k: getattr(args, k) for k in options})
         shown = (args.depth, args.only) if args.name == "explain" else ()
         parts = list(found._parts(*shown))
         if getattr(args, "html", None):
@@ -113,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
         print(message, file=sys.stderr)
         return 2
     show(parts)
-    return int(command.is_bad(found))
+    return int(is_bad(found))
 
 
 def _call(tool: Any, target: str, **options: Any) -> Any:
@@ -131,11 +122,7 @@ def _function(target: str) -> Callable[[], Any]:
     """Returns the function that a target names."""
     module, _, name = target.partition(":")
     name = name or "to_explain"
-    if os.sep in module:
-        module = os.path.relpath(module)
-        if module.startswith(".."):
-            here = os.getcwd()
-            raise ValueError(f"it is outside of {here}; expected a module, or a path.")
+    module = os.path.relpath(module) if os.sep in module else module
     sys.path.insert(0, "")  # which `python -m` does
     found = importlib.import_module(module.removesuffix(".py").replace(os.sep, "."))
     function = getattr(found, name, None)

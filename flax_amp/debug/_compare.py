@@ -2,16 +2,17 @@
 
 The program runs in both precisions on the same arguments. If the gradients differ by
 more than roundings make, it runs again with remedies. Which modules have to be in
-float32 is found by halving: of those that together are enough, the half that still is,
-and so on. The deepest ones come first, so that a part of a module is found before it.
+float32 is found by leaving out: from all of them, first halves, then quarters, and so
+on, as long as the rest is enough. Those on top go first, so that a part of a module is
+found before it.
 """
 
 import dataclasses
+import functools
 import glob
 import math
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +24,10 @@ from flax_amp import _tree
 from flax_amp._compat import Array, evaluate
 from flax_amp._rewriter.transform import rewrite
 from flax_amp._training.arguments import check_count
-from flax_amp.debug._call import Asked, Call, Loss, tool
-from flax_amp.debug._place import LineScopes
+from flax_amp.debug._call import Call, Loss, tool, with_float32
+from flax_amp.debug._place import with_line_scopes
 from flax_amp.debug._record import Recorder, Totals
-from flax_amp.debug._report import (
-    Part,
-    Report,
-    percent,
-    plural,
-    policy_text,
-    table,
-)
+from flax_amp.debug._report import Part, Report, percent, plural, policy_text, table
 from flax_amp.policy import Policy, PolicyEntries, without_fp8
 
 # Gradients are as wrong as half precision makes them if their error is at most this
@@ -151,8 +145,8 @@ def _error(value: float) -> str:
 
 @tool
 def compare_precision(
-    asked: Asked, *, scale: float | None = None, remedies: int = 3
-) -> Callable[[Call], Comparison]:
+    call: Call, *, scale: float | None = None, remedies: int = 3
+) -> Comparison:
     """Compares a loss and its gradients in half precision with those in float32.
 
     It tells the error of the loss and of the gradients of each group of parameters. If
@@ -191,84 +185,98 @@ def compare_precision(
     """
     seen = f"compare_precision: {remedies=}"
     check_count(remedies, seen, "of modules to try in float32", least=0)
-    factor = asked.scale(scale)
-    return lambda call: _Search(asked, call, factor).comparison(remedies)
+    return _Search(call, call.asked.scale(scale)).comparison(remedies)
 
 
-class _Difference(NamedTuple):
-    """How an array differs from its counterpart in float32."""
+def _differences(found: Sequence[Array], exact: Sequence[Array]) -> Array:
+    """Returns float64[n, 3]: norm of the error, norm and largest magnitude in float32.
 
-    distance: Any  # L2 norm; infinite if an element is lost that is finite in float32
-    reference: Any  # the norm of the counterpart
-    largest: Any  # its largest magnitude
+    Norms are L2. That of an array that has lost a finite element is infinite.
+    """
+    rows = []
+    for pair in zip(found, exact, strict=True):
+        # As float64: no square overflows or becomes zero.
+        x, y = (np.asarray(a).astype(np.complex128).ravel() for a in pair)
+        known = np.isfinite(y)
+        lost = (known & ~np.isfinite(x)).any()
+        x, y = x[known], y[known]
+        error = math.inf if lost else np.linalg.norm(x - y)
+        rows.append((error, np.linalg.norm(y), np.abs(y).max(initial=0)))
+    return np.array(rows)
 
 
-def _difference(x: Array, reference: Array) -> _Difference:
-    # As float64: no square overflows or becomes zero.
-    x, y = (np.asarray(a).astype(np.complex128) for a in (x, reference))
-    known = np.isfinite(y)
-    lost = (known & ~np.isfinite(x)).any()
-    x, y = np.where(known, x, 0), np.where(known, y, 0)
-    distance = math.inf if lost else np.linalg.norm((x - y).ravel())
-    return _Difference(distance, np.linalg.norm(y.ravel()), np.abs(y).max(initial=0))
-
-
-def _relative(found: Sequence[_Difference]) -> float:
+def _relative(differences: Array) -> float:
     """Returns the relative L2 error of several arrays."""
-    distance = math.hypot(*(one.distance for one in found))
-    reference = math.hypot(*(one.reference for one in found))
-    if not distance:
+    error, exact, _ = map(float, np.linalg.norm(differences, axis=0))
+    if not error:
         return 0.0
-    return distance / reference if reference else math.inf
-
-
-class _Run(NamedTuple):
-    """What a run of the program has shown."""
-
-    setting: Setting
-    loss: float
-    gradients: tuple[GradientErrors, ...]
-    low_paths: set[str]  # of the modules that compute in half precision
+    return error / exact if exact else math.inf
 
 
 class _Search:
     """Compares a program, and looks for what makes its gradients more exact."""
 
-    def __init__(self, asked: Asked, call: Call, scale: float):
-        self._asked, self._call, self._scale = asked, call, scale
-        self._lines = LineScopes()
+    def __init__(self, call: Call, scale: float):
+        self._asked, self._call, self._scale = call.asked, call, scale
         closed = jax.make_jaxpr(lambda *xs: call.loss(xs)[0])(*call.arrays)
-        closed = self._lines(closed)
-        self._loss: Loss = lambda arrays: evaluate(closed, arrays)
-        self._reference = self._gradients(self._loss, 1.0)
-        self._threshold = _USUAL * float(jnp.finfo(asked.dtype).eps)
+        self._lines: dict[str, str] = {}  # those that scopes stand for
+        self._loss = functools.partial(evaluate, with_line_scopes(closed, self._lines))
+        self._exact = self._gradients(self._loss, 1.0)
+        self._enough = _USUAL * float(jnp.finfo(call.asked.dtype).eps)  # an error
         self._runs: dict[frozenset[str], Setting] = {}
         self._notes: list[str] = []
 
+    def comparison(self, most: int) -> Comparison:
+        """Returns what is found, with remedies of up to so many modules."""
+        asked, threshold = self._asked, self._enough
+        first, loss, errors, paths = self._run("as it is", asked.entries, self._scale)
+        groups = self._by_group(errors)
+        self._error = first.gradient_error
+        is_bad = most > 0 and self._error > threshold
+        # The forward pass does not see the scale.
+        largest = errors[:, 2].max() if math.isfinite(loss) else math.inf
+        remedies = self._remedies(most, largest, paths) if is_bad else ()
+        return Comparison(
+            name=asked.name,
+            compute_dtype=asked.dtype.name,
+            loss=(float(self._exact[0]), loss),
+            gradients=groups,
+            threshold=threshold,
+            as_it_is=first,
+            remedies=tuple(remedies),
+            own_policy=asked.has_own_policy,
+            notes=tuple(self._notes),
+        )
+
     def _run(
         self, name: str, entries: PolicyEntries, scale: float, paths: Sequence[str] = ()
-    ) -> _Run:
-        """Runs the program in half precision, with modules in float32."""
-        keys = map(glob.escape, paths)
-        policy = Policy({**entries, **dict.fromkeys(keys, jnp.float32)})
+    ) -> tuple[Setting, float, Array, set[str]]:
+        """Runs the program in half precision, with modules in float32.
+
+        It returns the loss, the differences of the gradients, and the modules that
+        compute in half precision as well.
+        """
         asked, recorder = self._asked, Recorder()
-        low = rewrite(self._loss, policy, asked.dtype, asked.recompute, recorder)
-        with warnings.catch_warnings():
-            if paths:  # the policy is not the user's
-                warnings.simplefilter("ignore")
+        with with_float32(entries, paths) as tried:
+            policy = Policy(tried)
+            low = rewrite(self._loss, policy, asked.dtype, asked.recompute, recorder)
             loss, gradients = self._gradients(low, scale)
-        exact, references = self._reference
-        errors = list(map(_difference, gradients, references))
-        loss_error = _relative([_difference(loss, exact)])
+        exact, references = self._exact
+        errors = _differences(gradients, references)
+        loss_error = _relative(_differences([loss], [exact]))
         # No step is taken if the loss is lost, whatever the gradients are.
-        error = max(_relative(errors), loss_error if loss_error == math.inf else 0.0)
-        lines = tuple(filter(None, map(self._line, paths)))
-        modules = tuple(glob.escape(path) for path in paths if not self._line(path))
-        rows = [visit.row for visit in recorder.visits()]
-        share = Totals.of(rows).low_share
-        setting = Setting(name, scale, modules, lines, loss_error, error, share)
-        low_paths = {row.path for row in rows if row.is_low}
-        return _Run(setting, float(loss), self._by_group(errors, scale), low_paths)
+        is_lost = loss_error == math.inf
+        rows = [visit.row for visit in recorder.visits]
+        setting = Setting(
+            name=name,
+            scale=scale,
+            keys=tuple(glob.escape(x) for x in paths if not self._line(x)),
+            lines=tuple(filter(None, map(self._line, paths))),
+            loss_error=loss_error,
+            gradient_error=math.inf if is_lost else _relative(errors),
+            low_share=Totals.of(rows).low_share,
+        )
+        return setting, float(loss), errors, {row.path for row in rows if row.is_low}
 
     def _gradients(self, loss: Loss, scale: float) -> Any:
         """Returns a loss and its gradients, without the scale."""
@@ -282,56 +290,47 @@ class _Search:
         (value,), gradients = run(jnp.float32(scale), self._call.arrays)
         return value, gradients
 
-    def _by_group(
-        self, errors: Sequence[_Difference], scale: float
-    ) -> tuple[GradientErrors, ...]:
-        groups: dict[str, list[_Difference]] = defaultdict(list)
+    def _by_group(self, errors: Array) -> tuple[GradientErrors, ...]:
+        groups = defaultdict(list)
         paths = _tree.pick(self._call.paths, self._call.trained())
-        for path, error in zip(paths, errors, strict=True):
+        for path, row in zip(paths, errors, strict=True):
             parts = path.split("/")  # the leaves of one module are a group
-            groups["/".join(parts[:-1] if len(parts) > 2 else parts)].append(error)
-        found = [
-            GradientErrors(path, _relative(g), float(max(x.largest for x in g)) * scale)
-            for path, g in groups.items()
-        ]
+            groups["/".join(parts[:-1] if len(parts) > 2 else parts)].append(row)
+        found = []
+        for path, rows in groups.items():
+            largest = float(max(row[2] for row in rows)) * self._scale
+            found.append(GradientErrors(path, _relative(np.array(rows)), largest))
         return tuple(sorted(found, key=lambda group: -group.error))
+
+    def _line(self, path: str) -> str:
+        """Returns the line that a path stands for; empty for that of a module."""
+        return self._lines.get(path.rpartition("/")[2], "")
 
     # --- remedies --------------------------------------------------------------------
 
-    def comparison(self, most: int) -> Comparison:
-        """Returns what is found, with remedies of up to so many modules."""
-        asked, threshold = self._asked, self._threshold
-        first = self._run("as it is", asked.entries, self._scale)
-        self._error = first.setting.gradient_error
-        is_bad = most > 0 and self._error > threshold
-        return Comparison(
-            name=asked.name,
-            compute_dtype=asked.dtype.name,
-            loss=(float(self._reference[0]), first.loss),
-            gradients=first.gradients,
-            threshold=threshold,
-            as_it_is=first.setting,
-            remedies=tuple(self._remedies(first, most) if is_bad else ()),
-            own_policy=asked.has_own_policy,
-            notes=tuple(self._notes),
-        )
+    def _remedies(
+        self, most: int, largest: float, low_paths: set[str]
+    ) -> Iterator[Setting]:
+        """Runs what may help, until something is enough.
 
-    def _remedies(self, first: _Run, most: int) -> Iterator[Setting]:
-        """Runs what may help, until something is enough."""
+        At most so many modules are in float32. The largest gradient is infinite if the
+        loss is not finite.
+        """
         entries, tried = self._asked.entries, []
         if Policy(entries).fp8_recipes:
             tried.append(("without fp8", without_fp8(entries), self._scale))
-        scale = self._fitting_scale(first)
-        if scale != self._scale:
-            tried.append((f"loss scale {scale:.8g}", entries, scale))
+        if self._asked.dtype == jnp.float16 and 0 < largest < math.inf:
+            fitting = min(2.0 ** math.floor(math.log2(_TARGET / largest)), 2.0**24)
+            if fitting != self._scale:
+                tried.append((f"loss scale {fitting:.8g}", entries, fitting))
         for name, policy, scale in tried:
-            run = self._run(name, policy, scale).setting
+            run, *_ = self._run(name, policy, scale)
             yield run
-            if run.gradient_error <= self._threshold:
+            if run.gradient_error <= self._enough:
                 return
             if scale != self._scale and run.gradient_error < self._error:
                 self._scale, self._error = scale, run.gradient_error
-        modules = self._modules(first.low_paths)
+        modules = self._fewest(low_paths)
         if not modules:
             self._notes.append("neither modules nor lines in float32 are enough")
         elif len(modules) > most:
@@ -341,51 +340,28 @@ class _Search:
             groups = [[path] for path in modules] + [modules] * (len(modules) > 1)
             yield from map(self._in_float32, groups)
 
-    def _fitting_scale(self, first: _Run) -> float:
-        """Returns the largest power of two at which all gradients fit into float16."""
-        largest = max(group.largest for group in first.gradients) / self._scale
-        # The forward pass does not see the scale.
-        is_known = math.isfinite(first.loss) and 0 < largest < math.inf
-        if self._asked.dtype != jnp.float16 or not is_known:
-            return self._scale
-        return min(2.0 ** math.floor(math.log2(_TARGET / largest)), 2.0**24)
-
-    def _modules(self, paths: set[str]) -> list[str]:
-        """Returns the fewest modules that have to be in float32, if that helps.
-
-        Args:
-          paths: the modules that compute in half precision; all else is as in float32.
-        """
-        modules = {f"{path}/" for path in paths if path}
-
+    def _fewest(self, low_paths: set[str]) -> list[str]:
+        """Returns the fewest modules that have to be in float32, if that helps."""
+        modules = {f"{path}/" for path in low_paths if path}
         # With a key for all that is there, nothing would be left in half.
         parts = [x for x in modules if not all(y.startswith(x) for y in modules)]
         found = [path.rstrip("/") for path in parts]
-        found = sorted(found, key=lambda path: (-path.count("/"), path))
+        found = sorted(found, key=lambda path: (path.count("/"), path))
         best = self._in_float32(found).gradient_error if found else math.inf
         # There may be another fault, outside of modules.
-        self._threshold = max(self._threshold, 2 * best)
-        if self._threshold >= self._error / 2:
+        self._enough = max(self._enough, 2 * best)
+        if self._enough >= self._error / 2:
             return []
-        return self._fewest([], found)
-
-    def _fewest(self, fixed: list[str], paths: list[str]) -> list[str]:
-        """Returns the fewest of some modules that are enough together with others."""
-        if len(paths) == 1:
-            return paths
-        left, right = paths[: len(paths) // 2], paths[len(paths) // 2 :]
-        for half in (left, right):
-            if self._is_enough([*fixed, *half]):
-                return self._fewest(fixed, half)
-        # It takes some of both.
-        found = self._fewest([*fixed, *left], right)
-        return [*self._fewest([*fixed, *found], left), *found]
-
-    def _is_enough(self, paths: list[str]) -> bool:
-        """Whether modules in float32 are enough; after many runs none is any more."""
-        if len(self._runs) >= _MAX_RUNS and frozenset(paths) not in self._runs:
-            return False
-        return self._in_float32(paths).gradient_error <= self._threshold
+        size = len(found)
+        while size > 1:
+            size = (size + 1) // 2
+            for part in [found[i : i + size] for i in range(0, len(found), size)]:
+                rest = [path for path in found if path not in part]
+                if not rest or len(self._runs) >= _MAX_RUNS:
+                    continue
+                if self._in_float32(rest).gradient_error <= self._enough:
+                    found = rest
+        return found
 
     def _in_float32(self, paths: Sequence[str]) -> Setting:
         """Runs the program with modules in float32, once for the same ones."""
@@ -393,10 +369,6 @@ class _Search:
         if key not in self._runs:
             first = self._line(paths[0]) or paths[0]
             name = f"{first if len(paths) == 1 else f'all {len(paths)}'} in float32"
-            run = self._run(name, self._asked.entries, self._scale, paths)
-            self._runs[key] = run.setting
+            run, *_ = self._run(name, self._asked.entries, self._scale, paths)
+            self._runs[key] = run
         return self._runs[key]
-
-    def _line(self, path: str) -> str:
-        """Returns the line that a path stands for; empty for that of a module."""
-        return self._lines.sources.get(path.rpartition("/")[2], "")

@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, overload
 
@@ -28,6 +29,7 @@ _PRECISIONS: dict[str, Precision] = {
     "bfloat16": "bf16-mixed",
     "float16": "16-mixed",
 }
+_Program = tuple[Callable[[], Any], tuple[Any, ...]]  # made anew for each trace
 _HEADERS = ("trace + lower, s", "compile, s", "step, ms", "temporary, MB")
 _ON_A_CPU = (
     "On a CPU, XLA emulates half precision. Only the seconds of tracing and lowering",
@@ -136,25 +138,32 @@ def measure(fun: Any, /, *step: Any, turns: int = 20, **options: Any) -> Any:
       (['float32', 'bfloat16', 'float16'], True)
     """
     turns = check_count(turns, f"measure: {turns=}", "of steps to time")
-    asked = Asked.about("measure", fun, step)
+    asked = Asked.read("measure", fun, step)
     state = fun if isinstance(fun, AmpTrainState) else None
 
     def measured(*args: Any, **kwargs: Any) -> Measurement:
         # Inside of a trace a new array is traced, even if no argument is.
-        leaves = [*jax.tree.leaves((args, kwargs)), jnp.zeros(())]
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        leaves = jax.tree.leaves((args, kwargs))
+        if any(isinstance(x, jax.core.Tracer) for x in (*leaves, jnp.zeros(()))):
             raise RuntimeError("measure: expected a call outside of jax.jit: it runs.")
         check_not_deleted("measure", "args", args)
-        programs = {}
-        for name, precision in _PRECISIONS.items():
-            if state is not None:
-                loss_fn, *given = step
-                program = _train_step(state, loss_fn, given, options, precision)
-            else:
-                program = _gradient(asked, args, kwargs, options, precision)
-            programs[name] = program
-        found = _measured(asked.name, programs, turns)
-        return dataclasses.replace(found, state_mb=_state_mb(state) if state else None)
+        programs = {
+            name: _gradient(asked, args, kwargs, options, precision)
+            if state is None
+            else _train_step(state, *step, options=options, precision=precision)
+            for name, precision in _PRECISIONS.items()
+        }
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        times = 0 if is_abstract else turns
+        figures, devices = _figures(programs, times)
+        return Measurement(
+            name=asked.name,
+            platform=devices[0].platform,
+            devices=f"{len(devices)} x {devices[0].device_kind}",
+            turns=times,
+            figures=figures,
+            state_mb=None if state is None else _state_mb(state),
+        )
 
     return measured if asked.args is None else measured(*asked.args)
 
@@ -168,49 +177,50 @@ def _state_mb(state: AmpTrainState) -> tuple[float, float]:
     return params, every - params
 
 
-class _Program:
-    """A function, made anew for each trace, that is compiled and run."""
-
-    def __init__(self, make: Callable[[], Any], *args: Any) -> None:
-        self.make, self.args = make, args
-        self.trace_s = self.step_s = math.inf
-
-    def trace(self) -> None:
+def _figures(
+    programs: dict[str, _Program], turns: int
+) -> tuple[dict[str, Figures], list[Any]]:
+    """Compiles and runs programs; returns what they take, and the devices."""
+    trace_s, step_ms = defaultdict(list), defaultdict(list)
+    lowered, compiled, compile_s = {}, {}, {}
+    for name in [*programs] * 2:  # the first trace of all also warms Python up
+        make, args = programs[name]
         # What is jitted inside of the loss has traces of its own.
         jax.clear_caches()
         gc.collect()
         start = time.thread_time()
-        self.lowered = self.make().trace(*self.args).lower()
-        self.trace_s = min(self.trace_s, time.thread_time() - start)
-
-    def compile(self) -> None:
+        lowered[name] = make().trace(*args).lower()
+        trace_s[name].append(time.thread_time() - start)
+    for name in programs:
         start = time.perf_counter()
-        self.compiled = self.lowered.compile()
-        self.compile_s = time.perf_counter() - start
-
-    def run(self) -> None:
+        compiled[name] = lowered[name].compile()
+        compile_s[name] = time.perf_counter() - start
+    for name in [*programs] * (turns and turns + 1):  # the first step takes longer
+        make, args = programs[name]
         # The step deletes the state that it is given.
-        args = jax.block_until_ready(jax.tree.map(_tree.own, self.args))
+        given = jax.block_until_ready(jax.tree.map(_tree.own, args))
         start = time.perf_counter()
-        out = jax.block_until_ready(self.compiled(*args))
-        self.step_s = min(self.step_s, time.perf_counter() - start)
-        if isinstance(self.args[0], AmpTrainState):
+        out = jax.block_until_ready(compiled[name](*given))
+        step_ms[name].append(1e3 * (time.perf_counter() - start))
+        if isinstance(args[0], AmpTrainState):
             # A run searches for its scale once, and not in every step.
             scaler = jax.device_get(out[0].scaler)
-            self.args = (self.args[0].replace(scaler=scaler), *self.args[1:])
-
-    def figures(self) -> Figures:
-        memory = self.compiled.memory_analysis()
-        return Figures(
-            trace_s=self.trace_s,
-            compile_s=self.compile_s,
-            step_ms=None if self.step_s == math.inf else 1e3 * self.step_s,
+            programs[name] = make, (args[0].replace(scaler=scaler), *args[1:])
+    figures = {}
+    for name, program in compiled.items():
+        memory = program.memory_analysis()
+        figures[name] = Figures(
+            trace_s=min(trace_s[name]),
+            compile_s=compile_s[name],
+            step_ms=min(step_ms[name], default=None),
             temp_mb=None if memory is None else memory.temp_size_in_bytes / 1e6,
         )
+    shardings = jax.tree.leaves(compiled["float32"].input_shardings)
+    return figures, [*set().union(*(x.device_set for x in shardings))]
 
 
 def _train_step(
-    state: Any, loss_fn: Any, given: Any, options: Any, precision: Precision
+    state: Any, loss_fn: Any, *given: Any, options: Any, precision: Precision
 ) -> _Program:
     """Returns the step of `make_train_step` in a precision."""
     if precision != state.precision:
@@ -225,10 +235,8 @@ def _train_step(
             out = loss_fn(*args, **kwargs)
         return out if isinstance(out, tuple) else (out, {})
 
-    def make() -> Any:
-        return make_train_step(with_aux, jit=True, **options)
-
-    return _Program(make, state, *given)
+    make = functools.partial(make_train_step, with_aux, jit=True, **options)
+    return make, (state, *given)
 
 
 def _gradient(
@@ -244,32 +252,4 @@ def _gradient(
         return call.gradients(rewrite(call.loss))(1.0, call.arrays)
 
     run, arrays = on_arrays(gradient, args, kwargs, asked.where)
-    return _Program(lambda: jax.jit(lambda arrays: run(arrays)), arrays)
-
-
-def _measured(name: str, programs: dict[str, _Program], turns: int) -> Measurement:
-    every = [*programs.values()]
-    leaves = jax.tree.leaves([program.args for program in every])
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        turns = 0
-    for program in every * 2:  # the first trace of all also warms Python up
-        program.trace()
-    for dtype, program in programs.items():
-        try:
-            program.compile()
-            if turns:
-                program.run()  # the first step takes longer
-        except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(f"measure: in {dtype}: {error}") from error
-    for program in every * turns:
-        program.run()
-    shardings = jax.tree.leaves(every[0].compiled.input_shardings)
-    devices = set().union(*(sharding.device_set for sharding in shardings))
-    first = next(iter(devices))
-    return Measurement(
-        name=name,
-        platform=first.platform,
-        devices=f"{len(devices)} x {first.device_kind}",
-        turns=turns,
-        figures={dtype: program.figures() for dtype, program in programs.items()},
-    )
+    return lambda: jax.jit(lambda arrays: run(arrays)), (arrays,)

@@ -1,24 +1,21 @@
 """`find_nonfinite`: which equation made an inf or a NaN, why, and what to do."""
 
 import bisect
-import contextlib
 import dataclasses
 import glob
 import math
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from flax_amp import _tree
-from flax_amp._compat import Array, Jaxpr
+from flax_amp._compat import Array
 from flax_amp._rewriter.transform import rewrite
 from flax_amp._training.arguments import first_of as first_words
-from flax_amp.debug._call import Asked, Call, tool
+from flax_amp.debug._call import Call, tool, with_float32
 from flax_amp.debug._report import Report, is_half, plural, policy_text
 from flax_amp.debug._run import Cause, Finding, Runner, first_of, is_finite, kinds
 from flax_amp.policy import Policy, PolicyEntries, default_amp_policy, without_fp8
@@ -96,9 +93,7 @@ def _words(examples: tuple[int, ...]) -> str:
 
 
 @tool
-def find_nonfinite(
-    asked: Asked, *, scale: Any = None
-) -> Callable[[Call], NonfiniteReport]:
+def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
     """Finds the equation that made the inf or the NaN in a loss or its gradient.
 
     The program that `amp` emits runs once, outside of `jit`, one equation after the
@@ -135,60 +130,25 @@ def find_nonfinite(
       >>> found.verdict, found.finding.path, found.finding.text
       ('mathematics', 'head', 'log(0) = -inf')
     """
-    factor = asked.scale(scale)
-
-    def use(call: Call) -> NonfiniteReport:
-        with jax.debug_nans(False), jax.debug_infs(False), _mesh_of(call.arrays):
-            return _Search(asked, call, factor).report()
-
-    return use
-
-
-def _mesh_of(arrays: Any) -> Any:
-    """Returns the context in which a mesh with explicit axes can be used."""
-    for leaf in arrays:
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        if mesh is not None and AxisType.Explicit in mesh.axis_types:
-            return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
-
-
-class _Program(NamedTuple):
-    """A traced program: a function of the scale and the arrays."""
-
-    closed: Jaxpr
-    names: list[str]  # of its results
-    backward: bool  # whether it computes the gradient
-    compiled: dict[Any, Any]  # what its runs have compiled
-
-
-class _Fault(NamedTuple):
-    """The first cause that reaches a result, and the results that are not finite."""
-
-    cause: Cause
-    reached: tuple[str, ...]
-
-    @property
-    def is_backward(self) -> bool:
-        return self.cause.finding is not None and self.cause.finding.backward
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return _Search(call, call.asked.scale(scale)).report()
 
 
 class _Search:
     """Finds the cause of one inf or NaN."""
 
-    def __init__(self, asked: Asked, call: Call, scale: float):
-        self._asked, self._call, self._scale = asked, call, scale
-        self._trained = call.trained()
-        self._limited: dict[str, None] = {}
+    def __init__(self, call: Call, scale: float):
+        self._asked, self._call, self._scale = call.asked, call, scale
+        trained = call.trained()
+        self._wrt = _tree.pick(call.paths, trained)
         # Training writes the first argument, or the state; the rest is data.
         arguments = [path.split("/")[0] for path in call.paths]
-        first = arguments[self._trained.index(True)]
+        first = arguments[trained.index(True)]
         self._is_batch = [a not in (first, "state") for a in arguments]
         is_last = [a == arguments[-1] != first for a in arguments]
         sizes = [x.shape[0] for x in _tree.pick(call.arrays, is_last) if x.ndim]
         self._batch_size = max(sizes, key=sizes.count, default=None)
-        of_training = _tree.pick(call.arrays, self._trained)
-        self._trained_shapes = {x.shape for x in of_training}
+        self._trained_shapes = {x.shape for x in _tree.pick(call.arrays, trained)}
         # Additive masks of the batch hold -inf. An argument of the program has the
         # next number: the scale is the first.
         self._faults = {
@@ -204,76 +164,73 @@ class _Search:
         found = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
         return tuple(map(int, found[:_MAX_EXAMPLES]))
 
-    def _trace(self, compute_dtype: Any, policy: PolicyEntries) -> list[_Program]:
+    def _programs(self, compute_dtype: Any, policy: PolicyEntries) -> list[Runner]:
         """Traces the loss in a precision, and the loss with its gradient."""
-        call = self._call
         # Recomputation changes no number. In float32 nothing changes, but the rules of
         # custom derivatives get their own source lines.
-        rewritten = rewrite(call.loss, Policy(policy), jnp.dtype(compute_dtype))
-
-        gradients = call.gradients(rewritten)
+        loss = rewrite(self._call.loss, Policy(policy), jnp.dtype(compute_dtype))
 
         def forward(scale: Array, *arrays: Array) -> Any:
-            return rewritten(list(arrays))[:2]
+            return loss(list(arrays))[:2]
 
         def backward(scale: Array, *arrays: Array) -> Any:
-            (loss, updates, _), grads = gradients(scale, arrays)
-            return loss, updates, grads
+            (value, updates, _), gradients = self._call.gradients(loss)(scale, arrays)
+            return value, updates, gradients
 
-        def trace(fun: Callable[..., Any], last: list[str]) -> _Program:
-            closed = jax.make_jaxpr(fun)(jnp.float32(1), *call.arrays)
-            updated = ["updated variables"] * (len(closed.out_avals) - 1 - len(last))
-            return _Program(closed, ["loss", *updated, *last], bool(last), {})
+        given = jnp.float32(1), *self._call.arrays
+        return [
+            Runner(jax.make_jaxpr(fun)(*given), fun is backward, self._examples)
+            for fun in (forward, backward)
+        ]
 
-        wrt = [f"gradient of {path}" for path in _tree.pick(call.paths, self._trained)]
-        return [trace(forward, []), trace(backward, wrt)]
-
-    def _run(self, programs: list[_Program], scale: float) -> _Fault | None:
+    def _run(self, programs: list[Runner], scale: float) -> Cause | None:
         """Runs the forward pass and, only if that is finite, the gradient."""
         arrays = [jnp.float32(scale), *self._call.arrays]
         names = ["the scale", *self._call.paths]
+        wrt = [f"gradient of {path}" for path in self._wrt]
         for program in programs:
-            runner = Runner(program.compiled, program.backward, self._examples)
-            values = runner.start(program.closed, arrays, names, self._faults)
-            self._limited |= runner.limited
+            values = program(arrays, names, self._faults)
+            last = wrt if program.backward else []
+            updated = ["updated variables"] * (len(values) - 1 - len(last))
+            results = zip(["loss", *updated, *last], values, strict=True)
             if cause := first_of([value.cause for value in values]):
-                found = zip(program.names, values, strict=True)
-                reached = dict.fromkeys(name for name, value in found if value.cause)
-                return _Fault(cause, tuple(reached))
+                reached = dict.fromkeys(name for name, value in results if value.cause)
+                return cause._replace(reached=tuple(reached))
         return None
 
     def report(self) -> NonfiniteReport:
         """Runs the loss until the cause is known."""
         asked, scale = self._asked, self._scale
-        programs = self._trace(asked.dtype, asked.entries)
+        programs = self._programs(asked.dtype, asked.entries)
         fault = self._run(programs, scale)
         if fault is None:
-            notes = (_LIMITED.format(what, asked.dtype) for what in self._limited)
+            limited = dict.fromkeys(what for run in programs for what in run.limited)
+            notes = (_LIMITED.format(what, asked.dtype) for what in limited)
             return self._make("nothing", _NOTHING, notes=tuple(notes))
-        if fault.cause.arguments & self._faults:
+        if fault.arguments & self._faults:
             return self._make("inputs", "", fault)
         if self._is_of_scale(programs, fault):
             return self._make("scale", self._advice_for_scale(programs), fault)
         if asked.dtype != jnp.float32:
-            in_float32 = self._run(self._trace(jnp.float32, default_amp_policy), scale)
+            programs = self._programs(jnp.float32, default_amp_policy)
+            in_float32 = self._run(programs, scale)
             if in_float32 is None:
                 return self._precision(fault)
             fault = in_float32  # what no precision fixes
         return self._make("mathematics", _advice(fault), fault)
 
-    def _is_of_scale(self, programs: list[_Program], fault: _Fault) -> bool:
+    def _is_of_scale(self, programs: list[Runner], fault: Cause) -> bool:
         """Whether a lower scale fixes a fault."""
         is_scaled = fault.is_backward and self._scale > 1
         return is_scaled and self._run(programs, 1.0) is None
 
     def _make(
-        self, verdict: Verdict, advice: str, fault: _Fault | None = None, **known: Any
+        self, verdict: Verdict, advice: str, fault: Cause | None = None, **known: Any
     ) -> NonfiniteReport:
         if fault is not None:
-            cause = fault.cause
-            known |= dict(finding=cause.finding, reached=fault.reached)
-            known |= dict(examples=cause.examples, inputs={})
-            for i in (number - 1 for number in sorted(cause.arguments)):
+            known |= dict(finding=fault.finding, reached=fault.reached)
+            known |= dict(examples=fault.examples, inputs={})
+            for i in (number - 1 for number in sorted(fault.arguments)):
                 path, x = self._call.paths[i], np.asarray(self._call.arrays[i])
                 bad, is_batch = ~np.isfinite(x), self._is_batch[i]
                 place = [*map(int, np.argwhere(bad)[0])] if x.ndim else ""
@@ -288,41 +245,38 @@ class _Search:
         dtype, name = self._asked.dtype.name, self._asked.name
         return NonfiniteReport(name, dtype, self._scale, verdict, advice, **known)
 
-    def _advice_for_scale(self, programs: list[_Program]) -> str:
+    def _advice_for_scale(self, programs: list[Runner]) -> str:
         """Tells at which lower scale the gradients are finite."""
         factor = self._asked.scaler.get("adjust_factor", 2.0)
         # With a scale of 1 they are finite.
         most = math.ceil(math.log(self._scale, factor))
         lower = [max(self._scale / factor**n, 1.0) for n in range(1, most + 1)]
-        i = bisect.bisect_left(
-            lower[:-1], True, key=lambda scale: self._run(programs, scale) is None
-        )
-        text = _SCALE.format(lower[i])
-        skips = _SEARCH.format(plural(i + 1, "step"))
-        return text + skips if self._asked.scaler else text
+        fits = lambda scale: self._run(programs, scale) is None  # noqa: E731
+        i = bisect.bisect_left(lower[:-1], True, key=fits)
+        skips = _SEARCH.format(plural(i + 1, "step")) if self._asked.scaler else ""
+        return _SCALE.format(lower[i]) + skips
 
-    def _precision(self, fault: _Fault) -> NonfiniteReport:
+    def _precision(self, fault: Cause) -> NonfiniteReport:
         """Tries a policy for the module at fault, then also for the next ones."""
         policy, dtype = self._asked.entries, self._asked.dtype
         if Policy(policy).fp8_recipes:
-            in_half = self._trace(dtype, without_fp8(policy))
+            in_half = self._programs(dtype, without_fp8(policy))
             if self._run(in_half, self._scale) is None:
                 return self._make("precision", _FP8.format(dtype.name), fault)
         modules: list[str] = []
         left = fault
         for _ in range(_MAX_POLICIES):
-            path = left.cause.finding.path if left.cause.finding else ""
+            path = left.finding.path if left.finding else ""
             if path in ("", *modules):
                 break  # it is the victim of another one
             modules = [*(m for m in modules if not m.startswith(f"{path}/")), path]
-            keys = dict.fromkeys(map(glob.escape, modules), jnp.float32)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                programs = self._trace(dtype, {**policy, **keys})
+            with with_float32(policy, modules) as tried:
+                programs = self._programs(dtype, tried)
             now = self._run(programs, self._scale)
             if now is None or self._is_of_scale(programs, now):
+                keys = dict.fromkeys(map(glob.escape, modules), "float32")
                 text = _POLICY + policy_text(keys, self._asked.has_own_policy)
-                known: Any = dict(policy=dict.fromkeys(keys, "float32"))
+                known: Any = dict(policy=keys)
                 known["notes"] = () if now is None else (_SCALE_LEFT,)
                 return self._make("precision", text, fault, **known)
             left = now
@@ -374,9 +328,9 @@ _DERIVATIVE = (
 )
 
 
-def _advice(fault: _Fault) -> str:
+def _advice(fault: Cause) -> str:
     """Returns what to do about an equation that is not finite in float32 either."""
-    finding, remedy = fault.cause.finding, "look at the arguments"
+    finding, remedy = fault.finding, "look at the arguments"
     if finding and is_half(finding.dtype):
         return (
             f"The code itself computes in {finding.dtype} there: leave out that cast."

@@ -7,6 +7,7 @@ name.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
-from flax_amp._rewriter.primitives import bodies, traits_of
+from flax_amp._rewriter.primitives import traits_of
 from flax_amp._scope_paths import split_method
 
 _LIBRARIES = tuple(
@@ -79,30 +80,32 @@ def module_path(scopes: tuple[str, ...]) -> str:
 class Location(NamedTuple):
     """Where a jaxpr stands, or an equation."""
 
-    scopes: tuple[str, ...] = ()  # around it, those of the equation included
+    eqns: tuple[Eqn, ...] = ()  # those around it, and the equation, outermost first
     inside: tuple[str, ...] = ()  # loops and the like around it, outermost first
-    times: int = 1  # how often it runs
-    eqns: tuple[Eqn, ...] = ()  # the equation and those around it, innermost first
 
     @property
     def eqn(self) -> Eqn:
         """The equation; of a jaxpr, the one that holds it."""
-        return self.eqns[0]
+        return self.eqns[-1]
 
     @property
     def path(self) -> str:
         """The path of the module."""
-        return module_path(self.scopes)
+        return module_path(sum(map(scopes_of, self.eqns), ()))
+
+    @property
+    def times(self) -> int:
+        """How often it runs; what stands in a `while` counts once."""
+        return math.prod(x.params["length"] for x in self.eqns[:-1] if _is_scan(x))
 
     @property
     def source(self) -> str:
         """The line of the user's code; if it is not known, that of what is around."""
-        return next(filter(None, map(source_line, self.eqns)), "")
+        return next(filter(None, map(source_line, reversed(self.eqns))), "")
 
     def of(self, eqn: Eqn) -> "Location":
         """Returns the location of an equation in this jaxpr."""
-        scopes = self.scopes + scopes_of(eqn)
-        return self._replace(scopes=scopes, eqns=(eqn, *self.eqns))
+        return self._replace(eqns=(*self.eqns, eqn))
 
     def noted(self, note: str) -> "Location":
         """Returns the location of one iteration of a loop, or of one branch."""
@@ -113,11 +116,11 @@ class Location(NamedTuple):
         at, name = self.of(eqn), eqn.primitive.name
         if name == "jit":
             return at
-        if name != "scan":
-            return at.noted(name)
-        length = eqn.params["length"]
-        times = self.times * known_size(length, 1)
-        return at.noted(f"scan x{length}")._replace(times=times)
+        return at.noted(f"scan x{eqn.params['length']}" if _is_scan(eqn) else name)
+
+
+def _is_scan(eqn: Eqn) -> bool:
+    return eqn.primitive.name == "scan"
 
 
 _TOP = Location()
@@ -138,11 +141,6 @@ def places(
             yield from places(body, start.within(eqn), enter)
 
 
-def known_size(number: Any, unknown: int = 0) -> int:
-    """Returns a number, unless it is a symbol of `jax.export`."""
-    return number if isinstance(number, int) else unknown
-
-
 def source_line(eqn: Eqn) -> str:
     """Returns the line of the user's code that an equation comes from."""
     found = None
@@ -158,42 +156,34 @@ def source_line(eqn: Eqn) -> str:
     return f"{file if relative.startswith('..') else relative}:{line}"
 
 
-class LineScopes:
-    """Makes scopes of lines that stand outside of modules, for the keys of a policy.
+def with_line_scopes(
+    closed: Jaxpr, sources: dict[str, str], outer: tuple[str, ...] = ()
+) -> Jaxpr:
+    """Returns a jaxpr in which lines outside of modules have scopes, for a policy.
 
     y = mul x 3e4      at train.py:12, in no scope     =>     in the scope `train:12`
 
-    Attributes:
-      sources: the line that a scope stands for, `train.py:12`, by its name.
+    `sources` gets the line that a scope stands for, `train.py:12`, by its name.
     """
 
-    def __init__(self) -> None:
-        self.sources: dict[str, str] = {}
-
-    def __call__(self, closed: Jaxpr, outer: tuple[str, ...] = ()) -> Jaxpr:
-        """Returns an open or closed jaxpr with the scopes."""
-        jaxpr = _compat.open_jaxpr(closed)[0]
-        jaxpr = jaxpr.replace(eqns=[self._equation(eqn, outer) for eqn in jaxpr.eqns])
-        # Before JAX 0.12, a closed jaxpr holds an open one.
-        return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
-
-    def _equation(self, eqn: Eqn, outer: tuple[str, ...]) -> Eqn:
+    def scoped(eqn: Eqn) -> Eqn:
         scopes, line = outer + scopes_of(eqn), source_line(eqn)
-        if bodies(eqn):
-            name = traits_of(eqn).body
-            value = eqn.params[name]
-            if isinstance(value, tuple):
-                value = tuple(self(body, scopes) for body in value)
-            elif _compat.is_jaxpr(value):
-                value = self(value, scopes)
-            eqn = eqn.replace(params={**eqn.params, name: value})
+        if (name := traits_of(eqn).body) in eqn.params:
+            inside = functools.partial(with_line_scopes, sources=sources, outer=scopes)
+            inner = jax.tree.map(inside, eqn.params[name], is_leaf=_compat.is_jaxpr)
+            eqn = eqn.replace(params={**eqn.params, name: inner})
         if module_path(scopes) or not line:
             return eqn
         file, _, number = line.rpartition("/")[2].rpartition(":")
         # A name with a dot would be that of a method.
         name = f"{file.partition('.')[0]}:{number}"
-        self.sources[name] = line
+        sources[name] = line
         return _compat.with_scopes(eqn, (*_compat.scopes(eqn), _entry(name)))
+
+    jaxpr = _compat.open_jaxpr(closed)[0]
+    jaxpr = jaxpr.replace(eqns=list(map(scoped, jaxpr.eqns)))
+    # Before JAX 0.12, a closed jaxpr holds an open one.
+    return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
 
 
 @functools.cache

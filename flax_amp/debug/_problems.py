@@ -6,13 +6,13 @@ Findings with the same message are one problem: twelve layers whose matmuls ask 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from flax_amp import _compat
-from flax_amp._compat import Eqn
+from flax_amp._compat import Eqn, Jaxpr
 from flax_amp._rewriter.primitives import TRAITS, Kind, is_matrix_product, kind_of
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._place import is_derivative
@@ -48,6 +48,8 @@ _OWN = (
     "has factors in {0} without amp: its author set a dtype. Leave out dtype= or the "
     "cast to let the policy decide."
 )
+_CHOSEN = "chosen"  # what is no problem
+_OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on its way
 Finding = tuple[str, str]  # kind, message
 
 
@@ -97,39 +99,50 @@ def find_problems(
       half: the compute dtype.
     """
     found: dict[Finding, list[Equation]] = defaultdict(list)
-    chosen: dict[str, list[Equation]] = defaultdict(list)
     for visit in visits if half != jnp.float32 else ():
-        if who := _chosen_by(visit):
-            chosen[who].append(visit.row)
-            continue
         for finding in _findings(visit, half.name):
             found[finding].append(visit.row)
     problems = [Problem("policy", x.removeprefix("amp_policy: ")) for x in warnings]
-    problems += [_problem(*finding, rows) for finding, rows in found.items()]
-    problems.sort(key=lambda p: (KINDS.index(p.kind), -p.flops, -p.times))
     notes = []
-    for who, rows in chosen.items():
-        problem = _problem("", who, rows)
-        are = "is" if problem.times == 1 else "are"
-        products = f"{plural(problem.times, 'product')} {are} kept in float32 by {who}"
-        notes.append(f"{products}: {_modules(problem.paths)}")
+    for (kind, message), rows in found.items():
+        paths = dict.fromkeys(row.path for row in rows)
+        if len(paths) > 3:
+            paths = dict.fromkeys(map(without_numbers, paths))
+        times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
+        problem = Problem(kind, message, tuple(paths), rows[0].source, times, flops)
+        if kind != _CHOSEN:
+            problems.append(problem)
+            continue
+        are = f"{plural(times, 'product')} {'is' if times == 1 else 'are'}"
+        notes.append(f"{are} kept in float32 by {message}: {_modules(problem.paths)}")
+    problems.sort(key=lambda p: (KINDS.index(p.kind), -p.flops, -p.times))
     return problems, notes
 
 
-def _problem(kind: str, message: str, rows: Sequence[Equation]) -> Problem:
-    paths = dict.fromkeys(row.path for row in rows)
-    paths = dict.fromkeys(map(without_numbers, paths)) if len(paths) > 3 else paths
-    times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
-    return Problem(kind, message, tuple(paths), rows[0].source, times, flops)
+def _findings(visit: Visit, half: str) -> Iterator[Finding]:
+    row, is_product = visit.row, is_matrix_product(visit.eqn)
+    floats = list(dict.fromkeys(float_factors(row.before.operands)))
+    names = " and ".join(map(short, floats))
+    if is_product and floats and not row.is_low and (who := _chosen_by(visit)):
+        yield _CHOSEN, who
+        return
+    if is_product and row.is_low and is_derivative(visit.eqn):
+        yield "second derivative", _SECOND
+    if kind_of(row.primitive) is not Kind.PRODUCT:
+        if _is_unknown(visit):
+            yield "unknown primitive", _UNKNOWN.format(row.primitive)
+    elif is_product and any("complex" in dtype for dtype in floats):
+        yield "complex product", _COMPLEX.format(names, half)
+    elif any(map(is_half, floats)):
+        yield "own dtype", _OWN.format(names)
+    elif is_product and floats and not (row.is_low or row.is_in_fp8):
+        yield "float32 product", f"stays in {floats[0]}: {_why(visit, half)}"
 
 
 def _chosen_by(visit: Visit) -> str:
     """Returns who chose to keep a product in float32; empty if nobody did."""
-    row, decision = visit.row, visit.why.decision
-    floats = float_factors(row.before.operands)
-    if not is_matrix_product(visit.eqn) or row.is_low or not floats:
-        return ""
-    if row.reason == f"{decision.origin.value} {decision.key}":
+    decision = visit.why.decision
+    if visit.row.reason == f"{decision.origin.value} {decision.key}":
         # The policy that is the default lets all products run in half.
         if decision.key == "amp_stop":
             return "flax_amp.amp_stop"
@@ -147,23 +160,6 @@ def _asked(eqn: Eqn) -> str:
     names = [getattr(part, "name", str(part)) for part in parts]
     is_default = {*names} <= {"None", "DEFAULT"}
     return "" if is_default else "/".join(dict.fromkeys(names))
-
-
-def _findings(visit: Visit, half: str) -> Iterator[Finding]:
-    row, is_product = visit.row, is_matrix_product(visit.eqn)
-    floats = list(dict.fromkeys(float_factors(row.before.operands)))
-    names = " and ".join(map(short, floats))
-    if is_product and row.is_low and is_derivative(visit.eqn):
-        yield "second derivative", _SECOND
-    if kind_of(row.primitive) is not Kind.PRODUCT:
-        if _is_unknown(visit):
-            yield "unknown primitive", _UNKNOWN.format(row.primitive)
-    elif is_product and any("complex" in dtype for dtype in floats):
-        yield "complex product", _COMPLEX.format(names, half)
-    elif any(map(is_half, floats)):
-        yield "own dtype", _OWN.format(names)
-    elif is_product and floats and not row.is_low and not row.is_in_fp8:
-        yield "float32 product", f"stays in {floats[0]}: {_why(visit, half)}"
 
 
 def _is_unknown(visit: Visit) -> bool:
@@ -187,3 +183,25 @@ def _why(visit: Visit, half: str) -> str:
     if visit.why.decision.origin is Origin.DEFAULT:
         return f"no key of the policy names {visit.row.primitive}."
     return f"{visit.row.reason}."
+
+
+def loss_reads(visits: Iterable[Visit], closed: Jaxpr) -> tuple[str, ...]:
+    """Returns which half-precision results the arithmetic of a scalar loss reads."""
+    if [getattr(x, "shape", None) for x in closed.out_avals[:1]] != [()]:
+        return ()
+    rows: dict[Any, Equation] = {}
+    levels: dict[Any, int] = {}  # how many matmuls stand before a result
+    found: dict[str, None] = {}
+    for row, eqn, *_ in visits:
+        operands = [v for v in _compat.variables(eqn.invars) if v in rows]
+        level = max((levels[v] for v in operands), default=0)
+        for v in operands if row.result.startswith(_OF_LOSS) else ():
+            made = rows[v]
+            is_older = made.result.startswith("rounded") and levels[v] < level
+            if is_older or made.result == "half precision":
+                of = f" of {made.path}" if made.path else ""
+                found[f"{made.primitive}{of}, {made.source}"] = None
+        rows |= dict.fromkeys(eqn.outvars, row)
+        level += kind_of(eqn) is Kind.PRODUCT
+        levels |= dict.fromkeys(eqn.outvars, level)
+    return tuple(found)

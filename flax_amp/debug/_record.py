@@ -30,7 +30,7 @@ from flax_amp._rewriter.primitives import (
 from flax_amp._rewriter.roles import Role
 from flax_amp._rewriter.stored import stored_p
 from flax_amp._tree import fill, pick
-from flax_amp.debug._place import Location, known_size, places
+from flax_amp.debug._place import Location, places
 from flax_amp.debug._report import is_half, short
 
 # What they run is all that there is to tell about them.
@@ -38,8 +38,6 @@ CALLS = frozenset(
     """jit remat2 shard_map closed_call eval_jaxpr custom_jvp_call custom_vjp_call
     custom_vmap_call""".split()
 )
-_CAST = "convert_element_type"
-ADDED = "a cast by amp", "stored"  # reasons of rows that are no equations of the user
 # Their reason tells why they stay in float32.
 _IN_OWN_DTYPES = (Role.ORIGINAL, Role.CALLED, Role.PRECISE)
 
@@ -149,29 +147,22 @@ class Visit(NamedTuple):
 
 
 class Recorder:
-    """Collects what an emitter tells; an instance is its `record`."""
+    """Collects the rows of what an emitter tells; an instance is its `record`."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[Eqn, Any, Dtypes, Any]] = []
-        self._entered: set[int] = set()
+        self.visits: list[Visit] = []  # in the order in which they were emitted
+        self._entered: dict[int, Eqn] = {}  # by `id`, which others have if it is gone
 
     def __call__(
         self, eqn: Eqn, place: Any, operands: Any, results: Any, why: Any
     ) -> None:
         after = Dtypes(_dtypes(eqn.invars, operands), _dtypes(eqn.outvars, results))
-        self._events.append((eqn, place, after, why))
-        self._entered.update(map(id, place.around))
-
-    def visits(self) -> list[Visit]:
-        """Returns the equations, in the order in which they were emitted."""
-        found: list[Visit] = []
-        for eqn, place, after, why in self._events:
-            start = functools.reduce(Location.within, place.around, Location())
-            if eqn.primitive.name not in CALLS:
-                found.append(Visit(_row(start.of(eqn), after, why), eqn, why))
-            if id(eqn) not in self._entered and _may_enter(eqn):
-                found += _inside(eqn, start.within(eqn), after, why)
-        return found
+        start = functools.reduce(Location.within, place.around, Location())
+        self._entered |= {id(outer): outer for outer in place.around}
+        if eqn.primitive.name not in CALLS:
+            self.visits.append(Visit(_row(start.of(eqn), after, why), eqn, why))
+        if id(eqn) not in self._entered and _may_enter(eqn):
+            self.visits += _inside(eqn, start.within(eqn), after, why)
 
 
 def _may_enter(eqn: Eqn) -> bool:
@@ -258,7 +249,7 @@ def flops(eqn: Eqn) -> int:
     terms = [n for i, n in enumerate(right.shape) if i not in others]
     # A multiplication of complex numbers is four of real ones.
     each = 2 * 2 ** sum("complex" in dtype for dtype in factors)
-    return known_size(each * size * math.prod(terms))
+    return each * size * math.prod(terms)
 
 
 # --- the emitted program -------------------------------------------------------------
@@ -274,16 +265,17 @@ def casts(closed: Jaxpr, visits: Sequence[Visit]) -> list[Equation]:
         for row in called:
             if (row.primitive, row.path, row.source) == (name, at.path, at.source):
                 row.after = dtypes_of(at.eqn)
-        if name == _CAST:
+        if name == "convert_element_type":
             counts[at.path, at.source, dtypes_of(at.eqn)] += at.times
-    for row in (visit.row for visit in visits if visit.row.primitive == _CAST):
-        counts[row.path, row.source, row.before] -= row.times
+    for row in (visit.row for visit in visits):
+        if row.primitive == "convert_element_type":
+            counts[row.path, row.source, row.before] -= row.times
     found = []
     for (path, source, dtypes), count in counts.items():
-        before, after = dtypes.operands[0], dtypes.results[0]
+        (before, *_), (after, *_) = dtypes
         if count > 0 and before != after and "float" in before and "float" in after:
             is_down = jnp.dtype(after).itemsize <= jnp.dtype(before).itemsize
-            row = Equation(path, "cast", dtypes, dtypes, ADDED[0], source=source)
+            row = Equation(path, "cast", dtypes, dtypes, "a cast by amp", source=source)
             row.casts_down, row.casts_up = count * is_down, count * (not is_down)
             found.append(row)
     return found
@@ -312,13 +304,13 @@ def stored(
         return [x for x in jax.tree.leaves(pullback) if isinstance(x, jax.Array)]
 
     traced = jax.make_jaxpr(residuals)(*arrays)
-    atoms = _compat.open_jaxpr(traced)[0].outvars
     found: dict[Any, Equation] = {}
-    for atom, origin in zip(atoms, _origins(traced, arrays, Location()), strict=True):
+    outs = _compat.open_jaxpr(traced)[0].outvars
+    for atom, origin in zip(outs, _origins(traced, arrays, Location()), strict=True):
         if isinstance(origin, _Origin):
             at, aval = origin.at, atom.aval
             dtypes = Dtypes((), (str(aval.dtype),))
-            row = Equation(at.path, at.eqn.primitive.name, dtypes, dtypes, ADDED[1])
+            row = Equation(at.path, at.eqn.primitive.name, dtypes, dtypes, "stored")
             row.shape, row.source = "x".join(map(str, aval.shape)), at.source
             row.stored[str(aval.dtype)] = aval.size * aval.dtype.itemsize
             found[origin, aval.shape] = row
@@ -336,31 +328,21 @@ def _origins(jaxpr: Jaxpr, operands: Sequence[Any], start: Location) -> list[Any
     """Returns the origin of each result, or something else for what was given."""
 
     def run(eqn: Eqn, given: Sequence[Any]) -> Sequence[Any]:
+        name = eqn.primitive.name
         if eqn.primitive is stored_p:
             return [given[0]] * len(eqn.outvars)
-        if (body := _called(eqn)) is not None:
+        if (called := bodies(eqn)) and name not in ("while", "custom_linear_solve"):
+            body, at = called[0], start.within(eqn)
             inputs = _compat.open_jaxpr(body)[0].invars
             operands = list(given[len(given) - len(inputs) :])  # behind a predicate
-            at = start.within(eqn)
-            if eqn.primitive.name == "scan":
+            if name == "scan":
                 # What an iteration gets from the one before was made there, and is
                 # another array than what it makes itself.
                 first, count = _compat.scan_counts(eqn)
                 operands[first : first + count] = _origins(body, operands, at)[:count]
             return _origins(body, operands, at)
-        moves = has(eqn, Trait.LAYOUT) or eqn.primitive.name == "pvary"
-        if moves and not any(isinstance(x, _Origin) for x in given):
+        if has(eqn, Trait.LAYOUT) and not any(isinstance(x, _Origin) for x in given):
             return [None] * len(eqn.outvars)
         return [_Origin(start.of(eqn)) for _ in eqn.outvars]
 
     return list(evaluate(jaxpr, operands, run))
-
-
-def _called(eqn: Eqn) -> Jaxpr | None:
-    """Returns the body of what is known to be a call, with the same results."""
-    if eqn.primitive.name == "while":
-        return None
-    # With their constants, which `jaxprs_in_params` of JAX leaves out.
-    body = next(iter(bodies(eqn)), None)
-    jaxpr = None if body is None else _compat.open_jaxpr(body)[0]
-    return body if jaxpr and len(jaxpr.outvars) == len(eqn.outvars) else None

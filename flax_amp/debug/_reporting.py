@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from flax_amp._training.train_state import AmpTrainState
-from flax_amp.debug._call import Asked, Options, check_concrete
+from flax_amp.debug._call import Asked, Options
 from flax_amp.debug._nonfinite import NonfiniteReport, find_nonfinite
 
 _NOT_AGAIN = (
@@ -70,10 +70,9 @@ def report_nonfinite(
         nonlocal left
         if left <= 0:
             return train_step(*args)
-        check_concrete("report_nonfinite: the step", args)
         is_state = isinstance(args[0], AmpTrainState)
         holder, rest = args[0 if is_state else 1], args[1 if is_state else 2 :]
-        scale = Asked("report_nonfinite", loss_fn, holder=holder).scale(None)
+        scale = Asked("report_nonfinite", loss_fn, holder=holder).scale()
         out = train_step(*args)
         metrics = out[1] if is_state else out
         if metrics["grads_finite"]:

@@ -69,6 +69,12 @@ class Cause(NamedTuple):
     finding: Finding | None = None  # the equation or the constant, if it is one
     arguments: frozenset[int] = frozenset()  # that hold it, or have led to it
     examples: tuple[int, ...] = ()  # those of the batch that an equation made so
+    reached: tuple[str, ...] = ()  # the results that are not finite
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether an equation of the backward pass is at fault."""
+        return self.finding is not None and self.finding.backward
 
 
 class Value(NamedTuple):
@@ -92,45 +98,43 @@ def _value(x: Array, cause: Cause | None, name: str) -> Value:
 class Runner:
     """Runs a program on arrays."""
 
-    compiled: dict[Any, Any]  # what runs of the same program have compiled
+    closed: Jaxpr
     backward: bool  # whether its equations matter for gradients only
     examples: Callable[[Any], tuple[int, ...]]  # those marked in an array of bools
     # What held a number beyond the range of half that a cast has made finite.
     limited: dict[str, None] = dataclasses.field(default_factory=dict)
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
     numbers: Any = dataclasses.field(default_factory=itertools.count)
 
-    def start(
-        self, closed: Jaxpr, arrays: Sequence[Any], names: Any, faults: Container[int]
+    def __call__(
+        self, arrays: Sequence[Any], names: Any, faults: Container[int]
     ) -> list[Value]:
         """Returns the results; `faults` are arguments that should have been finite."""
         values = [
             _value(x, Cause((-1 if i in faults else 2, i), None, frozenset({i})), name)
             for i, (x, name) in enumerate(zip(arrays, names, strict=True))
         ]
-        return self._run(closed, values, Location())
+        return self._run(self.closed, values, Location())
 
     def _run(
         self, closed: Jaxpr, values: Sequence[Any], start: Location
     ) -> list[Value]:
         """Runs a jaxpr equation by equation."""
 
+        # A constant is looked at where it is read: only there it can do harm.
+        def lifted(atoms: Sequence[Atom], given: Any, at: Location) -> list[Value]:
+            pairs = zip(given, atoms, strict=True)
+            return [
+                x if isinstance(x, Value) else self._constant(x, atom, at)
+                for x, atom in pairs
+            ]
+
         def run(eqn: Eqn, operands: Sequence[Any]) -> list[Value]:
             at = start.of(eqn)
-            return self._equation(eqn, self._lifted(eqn.invars, operands, at), at)
+            return self._equation(eqn, lifted(eqn.invars, operands, at), at)
 
         outs = evaluate(closed, values, run)
-        return self._lifted(_compat.open_jaxpr(closed)[0].outvars, outs, start)
-
-    # A constant is looked at where it is read: only there it can do harm.
-    def _lifted(
-        self, atoms: Sequence[Atom], values: Sequence[Any], at: Location
-    ) -> list[Value]:
-        """Returns values, also for literals and constants, which have no cause yet."""
-        found = []
-        for atom, x in zip(atoms, values, strict=True):
-            value = x if isinstance(x, Value) else self._constant(x, atom, at)
-            found.append(value)
-        return found
+        return lifted(_compat.open_jaxpr(closed)[0].outvars, outs, start)
 
     def _constant(self, x: Any, atom: Atom, at: Location) -> Value:
         if isinstance(atom, Literal):

@@ -216,50 +216,41 @@ def arrays(w, x):
 
 
 WRONG = {
-    "no function": ((3,), {}, (), "got int; expected .*loss_fn"),
-    "a batch": ((arrays, X), {}, (), r"expected .*\(\(model, optimizer\), loss_fn, ba"),
-    "no batch": ((state_of, arrays), {}, (), "got AmpTrainState, function; expected"),
-    "no loss": ((state_of, 3, X), {}, (), "loss_fn is "),
-    "precision": ((arrays,), {"precision": "half"}, (), "expected one of 'bf16-mixed'"),
-    "dtype": ((arrays,), {"compute_dtype": jnp.int8}, (), "compute_dtype: got"),
-    "recompute": ((arrays,), {"recompute": "no"}, (), "recompute='no'; expected True"),
-    "policy": ((arrays,), {"amp_policy": 1}, (), "expected a dict"),
-    "option": ((arrays,), {"dtype": 1}, (), "unexpected keyword argument 'dtype'"),
+    "no function": ((3,), {}, "got int; expected .*loss_fn"),
+    "a batch": ((arrays, X), {}, r"expected .*\(\(model, optimizer\), loss_fn, batch"),
+    "no batch": ((state_of, arrays), {}, "got AmpTrainState, function; expected"),
+    "no loss": ((state_of, 3, X), {}, "got AmpTrainState, int, ArrayImpl; expected"),
+    "precision": ((arrays,), {"precision": "half"}, "expected one of 'bf16-mixed'"),
+    "policy": ((arrays,), {"amp_policy": 1}, "expected a dict"),
+    "option": ((arrays,), {"dtype": 1}, "unexpected keyword argument 'dtype'"),
 }
 RUN = {
-    "shapes": (
-        (arrays,),
-        {},
-        (jax.ShapeDtypeStruct((4, 4), X.dtype), X),
-        "a ShapeDtyp",
-    ),
-    "scale": ((arrays,), {"scale": 0.0}, (), "scale is 0.0; expected a positive"),
-    "no scale": ((arrays,), {"scale": True}, (), "scale is True; expected a positive"),
+    "scale": ((arrays,), {"scale": 0.0}, (W, X), "scale is 0.0; expected a positive"),
     "no floats": ((lambda n: n * 1.0,), {}, (3,), "has no float arrays"),
     "no scalar": ((jnp.matmul,), {}, (W, X.T), "expected a scalar float. Reduce"),
     "tuple": ((lambda w: (w.sum(), w, w),), {}, (W,), "expected a scalar float. Red"),
 }
 
 
-@pytest.mark.parametrize(
-    "tool, name",
-    [(tool, name) for tool in TOOLS for name in WRONG]
-    + [(tool, name) for tool in TOOLS[1:] for name in RUN],
-)
-def test_errors(tool, name):
-    given, options, args, message = (WRONG | RUN)[name]
+@pytest.mark.parametrize("given, options, message", WRONG.values(), ids=WRONG)
+def test_wrong_arguments(given, options, message):
     given = [x() if x is state_of else x for x in given]
-    with pytest.raises((TypeError, ValueError), match=message):
-        tool(*given, **options)(*args)
+    for tool in TOOLS:
+        with pytest.raises((TypeError, ValueError), match=message):
+            tool(*given, **options)
+
+
+@pytest.mark.parametrize("given, options, args, message", RUN.values(), ids=RUN)
+def test_what_cannot_be_run(given, options, args, message):
+    for tool in TOOLS[1:]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            tool(*given, **options)(*args)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_what_raises_and_what_is_traced(tool):
+def test_what_raises(tool):
     with pytest.raises(ZeroDivisionError):
         tool(lambda x: x / (1 // 0))(X)
-    if tool is not explain:
-        with pytest.raises(TypeError, match="got a .*Tracer among its arguments"):
-            jax.jit(tool(arrays))(W, X)
 
     def grow(model, x):
         model.more = nnx.Param(x)
@@ -280,17 +271,10 @@ def test_an_argument_that_a_step_has_deleted(tool):
 
 
 REWRITTEN = {
-    "amp": lambda: amp(arrays),
     "decorator": lambda: amp(compute_dtype=jnp.bfloat16)(arrays),
-    "float32": lambda: amp(arrays, compute_dtype=jnp.float32),
     "partial": lambda: functools.partial(amp(arrays)),
     "inside": lambda: lambda *args: amp(arrays)(*args) * 2,
-    "amp_stop": lambda: flax_amp.amp_stop(amp(arrays)),
-    "jit": lambda: jax.jit(amp(arrays)),
     "grad": lambda: jax.jit(jax.value_and_grad(amp(arrays))),
-    "vmap": lambda: jax.vmap(amp(arrays), (None, None), axis_size=2),
-    "checkpoint": lambda: jax.checkpoint(amp(arrays)),
-    "nnx.jit": lambda: nnx.jit(amp(arrays)),
     "step": lambda: flax_amp.make_train_step(arrays),
 }
 
@@ -304,4 +288,3 @@ def test_the_function_before_amp_is_asked_for(tool, name):
         tool(fun)(W, X)
     with pytest.raises(TypeError, match=match):
         tool(state_of(), fun, X)
-    assert not explain(amp(arrays).__wrapped__)(W, X).problems

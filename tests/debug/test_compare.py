@@ -269,7 +269,7 @@ def test_results_for_a_person_and_for_a_program(monkeypatch):
     assert saved["remedies"][-1]["keys"] == [*entry.keys]
     assert repr(found) == "<Comparison of loss: print it to read it>"
     with pytest.raises(ValueError, match="at least 0, the number of modules"):
-        compare_precision(kept, remedies=-1)
+        compare_precision(kept, remedies=-1)(X)
 
 
 def test_what_is_not_finite_and_what_has_no_errors():
@@ -309,10 +309,18 @@ def beside_a_module(w, x, size):
     return jnp.mean(jnp.tanh(y @ w) ** 2)
 
 
+def in_a_loop(w, x, size):
+    def step(h, _):
+        return jnp.tanh((kept(h * size) - kept(h * size - h)) @ w), None
+
+    return jnp.mean(jax.lax.scan(step, jnp.tanh(x @ w), length=3)[0] ** 2)
+
+
 LOST = {
     "centring": (centred, 1e4, "# rounded"),
     "decays": (decays, 1e-4, "# decays"),
     "beside a module": (beside_a_module, 500.0, "# kept"),
+    "in a loop": (in_a_loop, 500.0, "# kept"),
 }
 
 

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import warnings
 
 import flax.linen as nn
 import jax
@@ -181,15 +180,6 @@ def test_nothing_is_compiled_or_run():
     with jax.no_execution():
         explain(fun)(W, X)
     assert all(isinstance(x, jax.core.Tracer) for x in calls)
-
-
-def test_warnings_of_the_users_code_stay_warnings():
-    def fun(x):
-        warnings.warn("old", DeprecationWarning, stacklevel=1)
-        return x @ x.T
-
-    with pytest.warns(DeprecationWarning, match="old"):
-        assert not explain(fun)(X).problems
 
 
 # --- what became of results, and what a loss reads ------------------------------------

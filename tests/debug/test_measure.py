@@ -13,6 +13,7 @@ from flax import nnx
 import flax_amp
 from flax_amp import AmpTrainState, __main__
 from flax_amp.debug import Figures, Measurement, measure
+from helpers import assert_identical
 
 X = np.ones((4, 8), np.float32)  # of NumPy, as input pipelines give it
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -65,14 +66,6 @@ def to_explain():
     return plain, SHAPES
 
 
-def bits(tree):
-    leaves = jax.tree.leaves(tree)
-    return [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        for x in leaves
-    ]
-
-
 @pytest.fixture
 def programs(monkeypatch):
     """The text of each program that is compiled, by order."""
@@ -95,10 +88,10 @@ def products(text):
 @pytest.mark.once
 def test_a_state_stays_as_it_is(programs):
     state, loss_fn, batch = linen()
-    before = [np.array(x) for x in bits(state)]
+    before = jax.tree.map(jnp.copy, state)
     found = measure(state, loss_fn, batch, jnp.float32(2), turns=2)
     assert list(found.figures) == DTYPES and found.turns == 2
-    assert all(np.array_equal(x, y) for x, y in zip(before, bits(state), strict=True))
+    assert_identical(before, state)
     assert [*map(products, programs)] == TRACED
     assert all(row.step_ms > 0 and row.temp_mb for row in found.figures.values())
 
@@ -212,12 +205,10 @@ def test_table():
 ERRORS = {
     "turns": (lambda: measure(plain, turns=0), "measure: turns=0; expected an in"),
     "no function": (lambda: measure(W), "got dict; expected measure"),
-    "amp": (lambda: measure(flax_amp.amp(plain)), "already rewritten by amp"),
     "inside": (
         lambda: measure(nnx_state()[0], lambda m, x: flax_amp.amp(nnx_loss)(m, x), X),
         "calls a function that amp has rewritten",
     ),
-    "option": (lambda: measure(lambda w: plain(w, X), foo=2)(W), "argument 'foo'"),
     "of a step": (lambda: measure(*nnx_state(), foo=1), "argument 'foo'"),
     "no floats": (lambda: measure(lambda n: n + 1)(3), "has no float arrays"),
 }
@@ -238,17 +229,13 @@ def test_inside_of_a_trace():
             jax.jit(lambda w, call=call: str(call(w)))(W)
 
 
-def test_a_deleted_state(programs):
+def test_a_deleted_state():
     state, loss_fn, batch = nnx_state()
     flax_amp.make_train_step(loss_fn)(state, batch)
-    traced = len(programs)
-    for call, path in [
-        (lambda: measure(state, loss_fn, batch), r"state\.step"),
-        (lambda: measure(plain)(state.params, batch), r"args\[0\]\['bias'\]"),
-    ]:
-        with pytest.raises(RuntimeError, match=f"^measure: {path} was deleted"):
-            call()
-    assert len(programs) == traced
+    with pytest.raises(RuntimeError, match=r"^measure: state\.step was deleted"):
+        measure(state, loss_fn, batch)
+    with pytest.raises(RuntimeError, match=r"^measure: args\[0\].* was deleted"):
+        measure(plain)(state.params, batch)
 
 
 # --- the command ---------------------------------------------------------------------

@@ -60,6 +60,10 @@ def test_bytes_are_those_that_jax_keeps(name, around):
         found = explain(fun, **options)(w, x)
         assert without_scalars(found.totals.stored) == kept_by_jax(fun, w, x, **options)
         assert found.stored == found.totals.stored
+        # The trace of the gradient adds none.
+        assert (
+            found.equations == explain(fun, backward=False, **options)(w, x).equations
+        )
 
 
 def stored_in(found):
