@@ -102,7 +102,7 @@ class _Replaced:
 
             made = jax.make_jaxpr(run)(*map(_struct, jaxpr.invars))
             made = made if hasattr(body, "consts") else made.jaxpr
-            self.bodies[id(body)] = made, body  # which is alive as long as its id
+            self.bodies[id(body)] = made, body  # kept, so that no other has its id
         return self.bodies[id(body)][0]
 
 

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxprs_in_params
 
 from benchmarks.products import PRODUCTS, in_float32, is_float, with_products
-from flax_amp import _compat
+from flax_amp import _compat, _tree
 
 
 def cast_products(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
@@ -41,7 +41,11 @@ def cast_products(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
 
 
 def count_cast(closed: Any) -> int:
-    """Returns how many matmuls of a jaxpr are cast, each time that they run."""
+    """Returns how many matmuls of a jaxpr are cast.
+
+    The body of a scan counts as often as it runs, that of a `while` once, and all
+    branches of a `cond` are added up.
+    """
     count = 0
     for eqn in _compat.open_jaxpr(closed)[0].eqns:
         count += eqn.primitive.name in PRODUCTS and _is_cast(eqn)
@@ -58,22 +62,17 @@ def _with_derivative(fun: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     function = jax.custom_vjp(with_products(fun, cast))
 
     def forward(*leaves: Any) -> Any:
-        # A rule may refuse derivatives by what nobody differentiates by.
+        # Differentiate only by what is perturbed: a rule may refuse the rest.
         mask = [x.perturbed and is_float(x.value) for x in leaves]
-
-        def of_some(*some: Any) -> Any:
-            chosen = iter(some)
-            pairs = zip(mask, leaves, strict=True)
-            return fun(*(next(chosen) if by else x.value for by, x in pairs))
-
-        some = [x.value for by, x in zip(mask, leaves, strict=True) if by]
-        outs, pull = with_products(functools.partial(jax.vjp, of_some), cast)(*some)
+        values = [x.value for x in leaves]
+        of_some = lambda *some: fun(*_tree.fill(some, mask, values))  # noqa: E731
+        vjp = with_products(functools.partial(jax.vjp, of_some), cast)
+        outs, pull = vjp(*_tree.pick(values, mask))
 
         def backward(pull: Any, cotangents: Any) -> Any:
-            wide = jax.tree.map(_array, cotangents)
-            found = with_products(lambda f, cts: f(cts), cast_outer)(pull, wide)
-            found = iter(found)
-            return tuple(next(found) if by else None for by in mask)
+            cotangents = jax.tree.map(_array, cotangents)
+            found = with_products(lambda f, cts: f(cts), cast_outer)(pull, cotangents)
+            return tuple(_tree.fill(found, mask, [None] * len(mask)))
 
         return outs, jax.tree_util.Partial(backward, pull)
 

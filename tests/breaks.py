@@ -259,8 +259,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "_training/core.py": [
         (
-            "lambda carry: carry[1] & (carry[3] < retries),",
-            "lambda carry: carry[1],",
+            "lambda carry: (carry[0] < retries) & carry[1][1],",
+            "lambda carry: carry[1][1],",
             "training/test_scaled_grad.py::test_redo_stops_after_so_many_times",
         ),
         (

@@ -30,7 +30,7 @@ from benchmarks.timing import Running, in_turns
 
 PyTree = Any
 
-LAYERS = (3, 25)  # 20 and 152 leaves with Adam, and 8 of the guard
+LAYERS = (3, 25)  # 20 and 152 leaves with Adam, and 7 of the guard
 CALLS = 20  # in a burst
 DEVICES = (1, 8)  # this processor counts as so many
 

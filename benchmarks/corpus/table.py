@@ -22,7 +22,7 @@ def page(rows: dict[str, Row]) -> str:
     shares = {key: row.get("share") for key, row in rows.items()}
     wide = [key for key, x in shares.items() if x is not None and x < 0.995]
     versions = ", ".join(f"{name} {environment.version(name)}" for name in PACKAGES)
-    ran = [row for row in rows.values() if "share" in row]
+    ran = [row for row in rows.values() if all(f"{x}_error" in row for x in HALVES)]
     hand = [row for row in ran if row["twin"] == "hand-set"]
     told = [[key, why] for key, why in below.items()]
     kept = [
@@ -48,11 +48,12 @@ added up in float32, which XLA for the CPU does not always do.
 
 Errors are root mean squares over {DRAWS} draws of the numbers, ratios are geometric
 means. A program is not at its best if its ratio is above {WORSE} and more than two
-standard errors above 1, or if a matmul is in float32 that the twin casts.
+standard errors above 1, or if a matmul is in float32 that a cast of all matmuls would
+cast.
 
 ## Not at their best
 
-amp rounds the values between matmuls too, and the twin none.
+amp rounds the values between matmuls too; a twin whose matmuls are cast rounds none.
 
 {markdown_table(["program", "what"], told)}
 
@@ -71,7 +72,9 @@ def shortfalls(row: Row) -> str:
     found = [_cell(problem) for problem in row["problems"]]
     missing = row.get("low_in_twin", 0) - row.get("low", 0)
     if missing > 0:
-        found.append(f"{missing} matmuls in float32 that the twin casts")
+        found.append(
+            f"{missing} matmuls in float32 that a cast of all matmuls would cast"
+        )
     for name in HALVES:
         ratio, spread = row.get(f"{name}_ratio", 0.0), row.get(f"{name}_spread", 0.0)
         if ratio > max(WORSE, math.exp(2 * spread)):

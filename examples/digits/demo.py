@@ -25,7 +25,8 @@ from flax_amp import metrics
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_STEPS = 600
 KILL_AFTER = 350  # a step that is logged, between two checkpoints
-TINY_LOSS = "--config.loss_weight=1e-6"
+TINY = "float16, the loss times 1e-6"
+TINY_LOSS, UNSCALED = "--config.loss_weight=1e-6", "--config.loss_scaling=False"
 console = Console(highlight=False)
 
 
@@ -91,16 +92,15 @@ def main() -> int:
     half_precision = "--precision=16-mixed"
     killed_at = run(half, half_precision, kill_after=KILL_AFTER, overview=True)
     console.print(f"killed (SIGKILL) after step {killed_at}")
-    console.rule("float16, the same command again")
-    run(half, half_precision)
-    console.rule("bfloat16")
-    run(brain, "--precision=bf16-mixed")
-    console.rule("float32")
-    run(full, "--precision=32-true")
-    console.rule("float16, the loss times 1e-6, with loss scaling")
-    run(scaled, half_precision, TINY_LOSS)
-    console.rule("float16, the loss times 1e-6, without loss scaling")
-    run(unscaled, half_precision, TINY_LOSS, "--config.loss_scaling=False")
+    for title, folder, *flags in (
+        ("float16, the same command again", half, half_precision),
+        ("bfloat16", brain, "--precision=bf16-mixed"),
+        ("float32", full, "--precision=32-true"),
+        (f"{TINY}, with loss scaling", scaled, half_precision, TINY_LOSS),
+        (f"{TINY}, without", unscaled, half_precision, TINY_LOSS, UNSCALED),
+    ):
+        console.rule(title)
+        run(folder, *flags)
 
     # A row for each run, then what must hold.
     results = {

@@ -36,7 +36,7 @@ def _call(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
 
 
 def _checkpoint(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
-    """A checkpoint stays as it is: same policy and `prevent_cse`."""
+    """A checkpoint stays as it is: same `prevent_cse`, and same policy but for fp8."""
     # The backward pass reads the operands from memory.
     operands = [
         rounded(x) if is_float32(v) else x
@@ -98,18 +98,18 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
     closed, sizes = eqn.params["jaxpr"], _compat.scan_counts(eqn)
     consts, init, xs = split_list(operands, *sizes)
     start, count = len(consts), len(init)
-    _, states, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
-    *_, stacked = split_list(ask.arguments, *sizes)
-    halves = streams(emitter.planner, closed, ask.context, sizes, stacked)
+    _, carries, _ = split_list(_compat.open_jaxpr(closed)[0].invars, *sizes)
+    *_, xs_are_arguments = split_list(ask.arguments, *sizes)
+    is_stream = streams(emitter.planner, closed, ask.context, sizes, xs_are_arguments)
     rest = (False,) * len(xs)
     uses = Uses(
-        halves + ask.uses.for_products[count:], halves + ask.uses.rounded[count:]
+        is_stream + ask.uses.for_products[count:], is_stream + ask.uses.rounded[count:]
     )
     of_body = Ask(
         ask.context,
         uses,
-        arguments=(*ask.arguments[:start], *(False,) * count, *stacked),
-        after_product=(*(False,) * start, *halves, *rest),
+        arguments=(*ask.arguments[:start], *(False,) * count, *xs_are_arguments),
+        after_product=(*(False,) * start, *is_stream, *rest),
     )
 
     # The cotangents of what each step reads add up over the steps, in float32.
@@ -120,9 +120,9 @@ def _scan(emitter: Emitter, eqn: Eqn, operands: Arrays, ask: Ask) -> Arrays:
         known = emitter.cast_like(wide, eqn.invars[:start], is_half)
         found = emitter.emit(closed, (*known, *carry, *x), of_body)
         carry_out, ys = split_list(found, count)
-        return tuple(emitter.cast_like(carry_out, states, halves)), tuple(ys)
+        return tuple(emitter.cast_like(carry_out, carries, is_stream)), tuple(ys)
 
-    first = tuple(emitter.cast_like(_arrays(init), states, halves))
+    first = tuple(emitter.cast_like(_arrays(init), carries, is_stream))
     carry, ys = jax.lax.scan(body, first, tuple(xs), **_compat.scan_options(eqn))
     return [*carry, *ys]
 

@@ -148,7 +148,7 @@ class Emitter:
         """
         types = tuple(map(jax.typeof, operands))
         key = (closed, ask, types, self.is_straight, self.recompute)
-        # Each equation is told of, however often it runs.
+        # With `record`, no cached body is used, so that each call is recorded.
         if key not in self.cache or self.record is not None:
             function = functools.partial(self.emit, closed, ask=ask)
             self.cache[key] = jax.make_jaxpr(function)(list(operands))
@@ -289,34 +289,33 @@ class _Run:
     def _light(self, node: Node) -> tuple[Arrays, Arrays]:
         """Emits an equation of a region."""
         eqn, half = node.eqn, self.emitter.half
-        if half == jnp.float32:
-            operands = self._natural(node)
-        elif is_same_dtype(eqn):  # from float32 to float32
+        if half != jnp.float32 and is_same_dtype(eqn):  # from float32 to float32
             operands = self._natural(node)
             return operands, operands
-        elif self._is_stored_relu(eqn):
+        if half != jnp.float32 and self._is_stored_relu(eqn):
             operands = self._low(node)
             mark = functools.partial(self._mark, eqn.outvars[0])
             return operands, [_stored_relu(operands[0], mark)]
-        elif not self._stays_half(node):
-            operands = self._wide(node)
-        elif not repeats(eqn):
+        stays_half = half != jnp.float32 and self._stays_half(node)
+        if stays_half and not repeats(eqn):
             is_sum = node.choice.role is Role.ARITHMETIC
             operands = self._low(node, eqn.outvars[0].aval.shape if is_sum else None)
-        elif eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1:
-            operands, params = self._wide(node), eqn.params
-            onto = params["broadcast_dimensions"]
-            return operands, [spread(operands[0], params["shape"], onto, half)]
-        else:  # a gather, whose derivative adds up
-            operands = self._wide(node)
-            (wide,) = _compat.bind(eqn, operands, eqn.params)
-            return operands, [down(wide, half)]
-        return operands, _compat.bind(eqn, operands, eqn.params)
+            return operands, _compat.bind(eqn, operands, eqn.params)
+        operands = self._natural(node) if half == jnp.float32 else self._wide(node)
+        if (
+            stays_half
+            and eqn.primitive.name == "broadcast_in_dim"
+            and len(operands) == 1
+        ):
+            shape, onto = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+            return operands, [spread(operands[0], shape, onto, half)]
+        results = _compat.bind(eqn, operands, eqn.params)
+        return operands, [down(x, half) for x in results] if stays_half else results
 
     def _stays_half(self, node: Node) -> bool:
         """Whether a move, a sum of two or a bias stays in half precision."""
         eqn, role, name = node.eqn, node.choice.role, node.eqn.primitive.name
-        others, has_half = self._in_float32(node)
+        others, has_half = self._float32_operands(node)
         is_read = not self.plan.flow.for_products.isdisjoint(eqn.outvars)
         if not has_half or not (is_read or name == "gather"):
             return False
@@ -329,7 +328,7 @@ class _Run:
         is_sum = name == "add" or (name == "add_any" and not others)
         return role is Role.ARITHMETIC and is_sum and are_biases
 
-    def _in_float32(self, node: Node) -> tuple[list[Atom], bool]:
+    def _float32_operands(self, node: Node) -> tuple[list[Atom], bool]:
         """Returns the operands that are in float32, and whether another is half."""
         pairs = zip(node.eqn.invars, self.plan.reads[node], strict=True)
         floats = [(v, read) for v, read in pairs if is_float32(v)]
@@ -402,7 +401,7 @@ class _Run:
             x = x if is_marked else self._mark(v, x)
             self.arrays[Read(v, False)] = x
             if v in plan.unrounded_inside:
-                # Of what is half anyway, all read what is stored.
+                # If the result is half already, its own region reads what is stored.
                 is_half = getattr(unrounded, "dtype", None) == half
                 self.arrays[Read(v, True)] = x if is_half else unrounded
             found.append(x)
@@ -452,5 +451,5 @@ def _what_became(eqn: Eqn, plan: Plan, results: Arrays) -> str:
     v, is_half = eqn.outvars[0], results[0].dtype != jnp.float32
     if is_half and plan.is_border(v):
         return "rounded: a matmul reads it later"
-    why = plan.why_float32.get(v)  # nothing is said if all is float32
+    why = plan.why_float32.get(v)
     return "half precision" if is_half else f"float32: {why}" if why else "float32"

@@ -60,9 +60,11 @@ class Ask(NamedTuple):
     Attributes:
       context: where it stands.
       uses: what happens to its results.
-      arguments: which inputs are arguments of the whole program, moved at most.
+      arguments: which inputs are arguments or constants of the whole program, possibly
+        reshaped or transposed.
       after_product: which inputs come after a product. In a loop these are the streams
-        alone: nothing is rounded that was computed from the state of a recurrence.
+        alone: what is computed from the state of a recurrence is not rounded until a
+        product in the body comes between.
     """
 
     context: Context
@@ -72,7 +74,7 @@ class Ask(NamedTuple):
 
     @classmethod
     def in_float32(cls, context: Context, results: int, arguments: Flags) -> "Ask":
-        """Returns what is asked of a body that gives float32, for states of a loop."""
+        """Returns what is known of a body whose results all stay float32."""
         none = (False,) * results
         return cls(context, Uses(none, none), arguments, (False,) * len(arguments))
 
@@ -101,7 +103,8 @@ class Node:
       eqn: the equation.
       choice: how it runs.
       level: the number of products on the longest path to it.
-      has_product: whether a body of it has a product.
+      has_product: whether a body of it has a product, or something else that does not
+        run in its own dtypes.
       reads: how it reads its operands, whatever is rounded.
       uses: what happens to its results, if a body of it has a product.
     """
@@ -214,14 +217,25 @@ class Flows:
     def _flow(self, program: Program, context: Context, uses: Uses) -> Flow:
         """Sweeps backward: what a product reads later, what its own region reads."""
         found, region = self._levels(program, context)
-        later = set(flagged(program.outvars, uses.for_products))
+        for_products = set(flagged(program.outvars, uses.for_products))
         read_inside = set(flagged(program.outvars, [not half for half in uses.rounded]))
         nodes = []
         for node in reversed(found):
-            of_results, in_later, in_first, unrounded = self._asked(
-                node, later, read_inside
-            )
-            invars, level = node.eqn.invars, node.level
+            (invars, outvars), level = (node.eqn.invars, node.eqn.outvars), node.level
+            of_results, unrounded = None, (node.is_light,) * len(invars)
+            if node.has_product:
+                rounded = tuple(
+                    v in for_products and v not in read_inside for v in outvars
+                )
+                of_results = Uses(among(outvars, for_products), rounded)
+                asked, unrounded = self._operands(node.eqn, node.choice, of_results)
+                read = unrounded
+            else:
+                leads = not node.is_light or not for_products.isdisjoint(outvars)
+                asked = (leads,) * len(invars)
+                # A move asks of its operand what is asked of its result.
+                passes = _is_move(node) and read_inside.isdisjoint(outvars)
+                read = (False,) * len(invars) if passes else unrounded
             # As it was before a border it reads what is of its own region.
             reads: Reads = [
                 None
@@ -230,10 +244,9 @@ class Flows:
                 for v, is_unrounded in zip(invars, unrounded, strict=True)
             ]
             nodes.append(dataclasses.replace(node, reads=reads, uses=of_results))
-            later.update(flagged(invars, in_later))
-            first = flagged(invars, in_first)
-            read_inside.update(v for v in first if region[v] == level)
-        return Flow(program, nodes[::-1], later, read_inside)
+            for_products.update(flagged(invars, asked))
+            read_inside.update(v for v in flagged(invars, read) if region[v] == level)
+        return Flow(program, nodes[::-1], for_products, read_inside)
 
     def _levels(
         self, program: Program, context: Context
@@ -249,32 +262,6 @@ class Flows:
             region |= dict.fromkeys(eqn.outvars, level + (not node.is_light))
         return nodes, region
 
-    def _asked(
-        self, node: Node, later: set[Var], read_inside: set[Var]
-    ) -> tuple[Uses | None, Flags, Flags, Flags]:
-        """Returns what is asked of a node, given what is read behind it.
-
-        Returns:
-          What happens to its results, if a body of it has a product. Of its operands:
-          which ones a product reads, which ones arithmetic reads first, and which ones
-          it reads as they were before a border.
-        """
-        outvars, count = node.eqn.outvars, len(node.eqn.invars)
-        if node.has_product:
-            rounded = tuple(v in later and v not in read_inside for v in outvars)
-            uses = Uses(among(outvars, later), rounded)
-            for_products, first = self._operands(node.eqn, node.choice, uses)
-            return uses, for_products, first, first
-        leads = not later.isdisjoint(outvars)
-        # A move reads what it is asked for.
-        passes = _is_move(node) and read_inside.isdisjoint(outvars)
-        return (
-            None,
-            (leads or not node.is_light,) * count,
-            (node.is_light and not passes,) * count,
-            (node.is_light,) * count,
-        )
-
     def _operands(self, eqn: Eqn, choice: Choice, uses: Uses) -> tuple[Flags, Flags]:
         """Returns which operands a product reads, and which arithmetic reads first.
 
@@ -288,21 +275,21 @@ class Flows:
             return (True,) * count, (True,) * count
         if eqn.primitive.name == "scan":  # the next step reads what this one gives
             _, carried = _compat.scan_counts(eqn)
-            for_products = (True,) * carried + uses.for_products[carried:]
-            uses = uses._replace(for_products=for_products)
-        later, arithmetic = [False] * count, [False] * count
+            asked = (True,) * carried + uses.for_products[carried:]
+            uses = uses._replace(for_products=asked)
+        for_products, read_inside = [False] * count, [False] * count
         for body in bodies(eqn):
             flow = self.flow(body, choice.body_context, uses)
             # The index of a branch comes before the operands of the body.
-            first = count - len(flow.program.invars)
-            for i, v in enumerate(flow.program.invars, start=first):
-                later[i] |= v in flow.for_products
-                arithmetic[i] |= v in flow.read_inside
-        return tuple(later), tuple(arithmetic)
+            offset = count - len(flow.program.invars)
+            for i, v in enumerate(flow.program.invars, start=offset):
+                for_products[i] |= v in flow.for_products
+                read_inside[i] |= v in flow.read_inside
+        return tuple(for_products), tuple(read_inside)
 
 
 def is_apart(eqn: Eqn) -> bool:
-    """Whether no `jax.checkpoint` holds an equation that has no product inside."""
+    """Whether an equation without products is emitted outside of `jax.checkpoint`."""
     if _is_apart_itself(eqn):
         return True
     if kind_of(eqn) is not Kind.STRUCTURED:

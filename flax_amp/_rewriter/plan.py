@@ -38,7 +38,6 @@ from flax_amp._rewriter.roles import Role
 from flax_amp._rewriter.stored import NOWHERE, ON_GPU, ON_GPU_AND_TPU
 from flax_amp._rewriter.walk import walk
 
-_MAXIMUM = Trait.STORED | Trait.ILL_CONDITIONED
 # Whose results are never rounded where they leave a region.
 _NEVER_ROUNDED = (Role.ORIGINAL, Role.CALLED, Role.PRECISE, Role.OTHER)
 
@@ -82,7 +81,8 @@ class Plan(NamedTuple):
       why_float32: why a float32 variable is not rounded where it leaves its region;
         "" for one that is.
       unrounded_inside: those that are rounded, but read unrounded by their own region.
-      arguments: the variables that are arguments of the whole program, moved at most.
+      arguments: the variables that are arguments or constants of the whole program,
+        possibly reshaped or transposed.
       after_product: the variables that come after a product.
       numbers: the variables all of whose elements are one number.
       stored: the variables that the backward pass may store.
@@ -124,16 +124,16 @@ def _plan(flow: Flow, ask: Ask) -> Plan:
     """Returns the plan of a program."""
     arguments, numbers = _arguments(flow.program, ask)
     after_product = _after_product(flow, ask)
-    leaving, later = _read_outside(flow, ask)
+    leaving, read_by_later = _read_outside(flow, ask)
     why_float32 = _why_float32(flow, leaving, after_product)
     border = {v for v, why in why_float32.items() if not why}
-    residuals = border & _residuals(flow, later, after_product)
+    residual_sums = border & _residual_sums(flow, read_by_later, after_product)
     # Who gets a result, such as the next step of a loop, gets it as it was.
     unrounded_results = [not is_half for is_half in ask.uses.rounded]
-    residuals -= set(flagged(flow.program.outvars, unrounded_results))
-    unrounded_inside = border - residuals
+    residual_sums -= set(flagged(flow.program.outvars, unrounded_results))
+    unrounded_inside = border - residual_sums
     reads, results = _reads(flow, unrounded_results, unrounded_inside)
-    stored = _stored(flow, border, later, residuals)
+    stored = _stored(flow, border, read_by_later, residual_sums)
     pieces = _pieces(flow.nodes, reads, results)
     order = [node for piece in pieces for node in piece.nodes]
     kept = set(results)
@@ -212,7 +212,9 @@ def _why_float32(
     return why
 
 
-def _residuals(flow: Flow, later: set[Var], after_product: set[Var]) -> set[Var]:
+def _residual_sums(
+    flow: Flow, read_by_later: set[Var], after_product: set[Var]
+) -> set[Var]:
     """Returns the sums of two computed arrays that a later region reads.
 
     Their own region reads them rounded, too. It is a residual stream, `x + f(x)`: the
@@ -222,7 +224,7 @@ def _residuals(flow: Flow, later: set[Var], after_product: set[Var]) -> set[Var]
     for eqn in flow.program.eqns:
         terms = [v for v in variables(eqn.invars) if v in after_product]
         if eqn.primitive.name in ("add", "add_any") and len(terms) == 2:
-            found.update(later.intersection(eqn.outvars))
+            found.update(read_by_later.intersection(eqn.outvars))
     return found
 
 
@@ -252,7 +254,7 @@ def _after_product(flow: Flow, ask: Ask) -> set[Var]:
 
 
 def small_steps(program: Program) -> set[Var]:
-    """Returns the sums of unrolled small steps, and what they add to.
+    """Returns the sums of small steps, the steps, and what they are added to.
 
     Of `y = y + 1e-3 * f(y)`, a rounding of `y` to half precision would lose the step.
     """
@@ -282,7 +284,7 @@ def small_steps(program: Program) -> set[Var]:
 
 
 def _stored(
-    flow: Flow, border: set[Var], later: set[Var], residuals: set[Var]
+    flow: Flow, border: set[Var], read_by_later: set[Var], residual_sums: set[Var]
 ) -> dict[Var, Stored]:
     """Returns what the backward pass may store: results of products, border values."""
     by_arithmetic, ill = _readings(flow)
@@ -294,9 +296,9 @@ def _stored(
             if not is_product and v not in border:
                 continue
             has_barrier = v in flow.for_products and v in by_arithmetic
-            on_tpu = is_matmul or v in residuals
+            on_tpu = is_matmul or v in residual_sums
             platforms = ON_GPU_AND_TPU if on_tpu else ON_GPU
-            is_read = v in border and v in later
+            is_read = v in border and v in read_by_later
             stored[v] = Stored(
                 platforms if has_barrier else NOWHERE,
                 is_rounded=v in ill or is_read,
@@ -309,7 +311,7 @@ def _stored(
 def _readings(flow: Flow) -> tuple[set[Var], set[Var]]:
     """Returns what arithmetic reads, and what ill-conditioned arithmetic comes from.
 
-    The second are the variables of its own region that lead to an exponential, say.
+    The second are the variables from which arithmetic leads to an exponential, say.
     """
     by_arithmetic: set[Var] = set()
     ill: set[Var] = set()

@@ -33,7 +33,7 @@ class Role(enum.Enum):
 
     PRODUCT = "a product in half precision"
     HALF = "in half precision by a key of the policy"
-    ORIGINAL = "in its own dtypes by a key of the policy"
+    ORIGINAL = "in its own dtypes"
     CALLED = "by a user's precision function, or in a third dtype"
     MOVE = "a move"
     ARITHMETIC = "arithmetic"
@@ -128,7 +128,6 @@ class Chooser:
     def _role(self, eqn: Eqn, decision: Decision) -> tuple[Role, str]:
         """Returns the role of an equation without bodies, and why if no key says it."""
         kind, function = kind_of(eqn), decision.function
-        is_fp8 = isinstance(function, use_fp8)
         if has_update(eqn):
             return Role.ORIGINAL, "its update function is a float32 one"
         if function is use_original_precision or _is_in(function, jnp.float32):
@@ -136,14 +135,15 @@ class Chooser:
                 return Role.PRECISE, "" if decision.is_chosen else kind.value
             if decision.is_chosen:
                 return Role.ORIGINAL, ""
-        elif is_fp8 or function is use_compute_precision or _is_in(function, self.half):
-            if kind is Kind.PRODUCT or not is_fp8:
-                return self._in_half(eqn, kind, decision)
-        elif isinstance(function, InDtype) and not _is_castable(eqn):
+            return _BY_KIND[kind], kind.value
+        is_fp8 = isinstance(function, use_fp8)
+        if is_fp8 and kind is not Kind.PRODUCT:
+            return _BY_KIND[kind], kind.value
+        if is_fp8 or function is use_compute_precision or _is_in(function, self.half):
+            return self._in_half(eqn, kind, decision)
+        if isinstance(function, InDtype) and not _is_castable(eqn):
             return Role.ORIGINAL, f"{eqn.primitive.name} runs in its own dtypes only"
-        else:
-            return Role.CALLED, ""
-        return _BY_KIND[kind], kind.value
+        return Role.CALLED, ""
 
     def _in_half(self, eqn: Eqn, kind: Kind, decision: Decision) -> tuple[Role, str]:
         """Returns the role of an equation that the policy wants in half precision."""

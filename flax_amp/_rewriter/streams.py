@@ -7,7 +7,7 @@ the state of a recurrence, in which small terms add up, and stays float32:
     scan(lambda h, x: (tanh(h @ u + x), None), h, xs)             h is a state
     scan(lambda w, x: (w - .1 * (w @ x - 1) @ x.T, None), w, xs)  w is a state
 
-Layers and data look alike, as arguments that each step has for itself. What tells them
+Layers and data look alike, as slices of `xs` that are arguments. What tells them
 apart is that a gradient multiplies by its data twice: the error by what the prediction
 was multiplied by.
 """
@@ -64,8 +64,8 @@ class _Origin(NamedTuple):
     """What a variable in the body of a scan comes from.
 
     Attributes:
-      weight: which argument it is, of those that each step has for itself.
-      carry: the carry that it is, moved at most.
+      weight: which argument it is, of the slices of `xs`.
+      carry: the carry that it is, possibly reshaped or transposed.
       carries: those that it was computed from.
       products: pairs `(carry, argument)`: the argument multiplied it on the way.
       streams: those that occurred as `carry @ argument`.

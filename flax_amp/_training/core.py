@@ -116,17 +116,18 @@ def run_with_retries(
         arrays, static = _tree.partition(found, _tree.is_array)
         return new, falls, arrays
 
-    if not retries:
-        scaler, _, arrays = attempt(scaler)
-        return scaler, _tree.combine(arrays, static)
-    # The first pass stands before the loop, because its results give the carry its
-    # types, and under `shard_map` its varying axes. `jit` traces both at once.
-    attempt = jax.jit(attempt)
-    scaler, _, arrays, _ = jax.lax.while_loop(
-        lambda carry: carry[1] & (carry[3] < retries),
-        lambda carry: (*attempt(carry[0]), carry[3] + 1),
-        (*attempt(scaler), jnp.int32(0)),
-    )
+    if retries:
+        attempt = jax.jit(attempt)  # traced once for the first pass and the loop
+    # The first pass runs before the loop: its results give the carry its types, and
+    # under `shard_map` its varying axes.
+    last = attempt(scaler)
+    if retries:
+        _, last = jax.lax.while_loop(
+            lambda carry: (carry[0] < retries) & carry[1][1],
+            lambda carry: (carry[0] + 1, attempt(carry[1][0])),
+            (jnp.int32(0), last),
+        )
+    scaler, _, arrays = last
     return scaler, _tree.combine(arrays, static)
 
 

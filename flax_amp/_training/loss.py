@@ -52,8 +52,8 @@ def pure_loss(options: Options, state: AmpTrainState) -> UserFn:
             updates = _match_variables(variables, variables_of(target, params), name)
         else:
             updates = variables | _collections(metrics, variables, name)
-        # An array that is still the same object did not change. That is told here: what
-        # `amp` returns are other objects.
+        # An array that is still the same object did not change. This is compared here,
+        # inside of `amp`, which returns new objects.
         changed = jax.tree.map(
             lambda new, old: None if new is old else new, updates, variables
         )

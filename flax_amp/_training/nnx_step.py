@@ -31,7 +31,7 @@ from flax_amp._training.core import run_step
 from flax_amp._training.loss import with_name_of
 from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.scaler import needs_scale, no_scaler, warn_if_unscaled
-from flax_amp._training.step_call import copy_aliases, raise_refused
+from flax_amp._training.step_call import copy_aliases, reraise_with_path
 from flax_amp._training.train_state import AmpTrainState, bare_state, split_model
 from flax_amp.optim._optimizer import pure
 from flax_amp.optim._small_state import rounds_parameters
@@ -122,7 +122,7 @@ def make_nnx_train_step(
             metrics: Metrics = step(model, optimizer, batch, *args)
         except (RuntimeError, ValueError) as error:
             given = dict(model=model, optimizer=optimizer, batch=batch, args=args)
-            raise_refused(error, "train_step", **given)
+            reraise_with_path(error, "train_step", **given)
         last = weakref.ref(optimizer)
         return metrics
 
@@ -157,7 +157,7 @@ def _step(
     batch: PyTree,
     *args: PyTree,
 ) -> Metrics:
-    # Micro-batches split an nnx.Variable by itself, since it may hold examples.
+    # A bare nnx.Variable in the batch may hold examples, so it is split.
     in_batch = _WHOLE_NODES if options.accum_steps == 1 else (nnx.Pytree,)
     others, batch = _take_out(in_batch, batch)
     more_others, args = _take_out(_WHOLE_NODES, args)
@@ -269,7 +269,7 @@ def _as_nnx(objects: nnx.Dict, tree: PyTree) -> nnx.State:
     return state
 
 
-# What is no batch of examples: it is taken out of the inputs of a loss as it is.
+# Types that are replaced by placeholders in the inputs of a loss, and not split.
 _WHOLE_NODES = (nnx.Pytree, nnx.Variable)
 
 

@@ -35,7 +35,7 @@ def copy_aliases(donated: PyTree, others: PyTree) -> PyTree:
     return jax.tree.map(own, donated)
 
 
-def raise_refused(error: Exception, caller: str, **arguments: PyTree) -> NoReturn:
+def reraise_with_path(error: Exception, caller: str, **arguments: PyTree) -> NoReturn:
     """Raises the error of a step again; if JAX refused an array, it says where and why.
 
     What JAX refuses is a `RuntimeError` or a `ValueError`.

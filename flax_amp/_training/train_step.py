@@ -29,7 +29,7 @@ from flax_amp._training.arguments import (
 from flax_amp._training.core import run_step
 from flax_amp._training.loss import call_user_fn, fold_in, in_precision, with_name_of
 from flax_amp._training.scaler import warn_if_unscaled
-from flax_amp._training.step_call import copy_aliases, raise_refused
+from flax_amp._training.step_call import copy_aliases, reraise_with_path
 from flax_amp._training.train_state import (
     AmpTrainState,
     StateT,
@@ -94,8 +94,8 @@ def make_train_step(
       metrics_fn: `metrics_fn(state, grads, updates)`, which returns a dict of further
         metrics. It is traced into the step and runs in float32. `state` is the one
         before the update, `grads` are unscaled and averaged, before `tx`, and `updates`
-        is what is added to the float32 parameters. In a skipped step, both may hold
-        infs and NaNs.
+        are the new parameters minus the old ones, in float32. In a skipped step, both
+        may hold infs and NaNs.
       state_shardings: the shardings of the new state, as a state of shardings or as one
         sharding for all leaves. On a mesh, pass those that the state was created with:
         otherwise XLA chooses them, and may move a leaf that was replicated.
@@ -164,15 +164,16 @@ def make_train_step(
         )
     if not jit:
         return train_step
-    # A traced function does not see where its arguments lie, so it cannot constrain a
-    # new leaf to the sharding of the old one.
+    # Inside of `jit` the sharding of the old state is not known: the caller passes it.
     settings: dict[str, Any] = dict(donate_argnums=(0,) if donate else ())
     if state_shardings is not None:
         settings["out_shardings"] = (state_shardings, None)
-    return _guarded(jax.jit(train_step, **settings), options.precision, donate)
+    return _with_state_checks(
+        jax.jit(train_step, **settings), options.precision, donate
+    )
 
 
-def _guarded(jitted: Any, precision: Precision | None, donates: bool) -> Any:
+def _with_state_checks(jitted: Any, precision: Precision | None, donates: bool) -> Any:
     """Returns a jitted step that checks a state unless its last call returned it."""
     is_first, last = True, None  # a reference to what the last call returned
 
@@ -181,6 +182,7 @@ def _guarded(jitted: Any, precision: Precision | None, donates: bool) -> Any:
         nonlocal is_first, last
         if last is None or last() is not state:
             if is_first and isinstance(state, AmpTrainState):
+                # A traced call does not count as the first.
                 is_first = isinstance(state.step, jax.core.Tracer)
                 used = precision or state.precision
                 warn_if_unscaled(used, state.scaler, stacklevel=3)
@@ -189,7 +191,7 @@ def _guarded(jitted: Any, precision: Precision | None, donates: bool) -> Any:
         try:
             new, metrics = jitted(state, batch, *args)
         except (RuntimeError, ValueError) as error:
-            raise_refused(error, "train_step", state=state, batch=batch, args=args)
+            reraise_with_path(error, "train_step", state=state, batch=batch, args=args)
         last = weakref.ref(new)
         return new, metrics
 
@@ -220,8 +222,8 @@ def make_eval_step(
     Returns:
       `eval_step(state, batch, *args)`, or `eval_step(model, batch, *args)`, which
       returns what `fn` returns. It raises a TypeError if the state is neither an
-      `AmpTrainState` nor a module, and a ValueError if `fn` changes modules among its
-      inputs.
+      `AmpTrainState` nor a module, and, with `jit=True`, a ValueError if `fn` changes
+      modules among its inputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -262,6 +264,6 @@ def make_eval_step(
         try:
             return run(state, batch, *args)
         except (RuntimeError, ValueError) as error:
-            raise_refused(error, "eval_step", state=state, batch=batch, args=args)
+            reraise_with_path(error, "eval_step", state=state, batch=batch, args=args)
 
     return eval_step
