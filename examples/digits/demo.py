@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -67,10 +66,6 @@ def saved(workdir: pathlib.Path) -> list[int]:
     return [int(p.name) for p in workdir.glob("checkpoints/*") if p.name.isdigit()]
 
 
-def summary(workdir: pathlib.Path) -> dict[str, Any]:
-    return json.loads((workdir / "summary.json").read_text())
-
-
 def show(title: str, columns: list[str], rows: list[list[str]]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in columns:
@@ -85,8 +80,8 @@ def main() -> int:
     parser.add_argument("--workdir", type=pathlib.Path, default=ROOT / "runs")
     began = time.monotonic()
     work = parser.parse_args().workdir / time.strftime("demo-%Y%m%d-%H%M%S")
-    half, brain, full = (work / x for x in ("float16", "bfloat16", "float32"))
-    scaled, unscaled = work / "tiny_scaled", work / "tiny_unscaled"
+    names = "float16", "bfloat16", "float32", "tiny_scaled", "tiny_unscaled"
+    half, brain, full, scaled, unscaled = paths = [work / name for name in names]
 
     console.rule(f"float16, to be killed after step {KILL_AFTER}")
     half_precision = "--precision=16-mixed"
@@ -103,9 +98,8 @@ def main() -> int:
         run(folder, *flags)
 
     # A row for each run, then what must hold.
-    results = {
-        path.name: summary(path) for path in (half, brain, full, scaled, unscaled)
-    }
+    texts = {path.name: (path / "summary.json").read_text() for path in paths}
+    results = {name: json.loads(text) for name, text in texts.items()}
 
     def row(name: str, label: str, *more: str) -> list[str]:
         r = results[name]
