@@ -4,6 +4,7 @@ JAX reports misuse by the position of a flattened argument only. Nothing here wa
 the leaves of what the last step left, unless the call has failed.
 """
 
+import re
 from typing import Any, NoReturn
 
 import jax
@@ -12,6 +13,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from flax_amp import _tree
 from flax_amp._training.arguments import Array, PyTree
 
+# How the errors of JAX begin. That of a user's callback may hold the same words later.
+_DELETED = re.compile("Array has been deleted|INVALID_ARGUMENT: .*deleted or donated")
+_DONATED = re.compile("(INVALID_ARGUMENT: )?[^:]*(donate the same|previously donated)")
 _HINT = (
     "To keep an old state, as for early stopping or a teacher, copy it before the step "
     "(jax.tree.map(jnp.copy, state), or the same with nnx.state(model)), or make the "
@@ -40,10 +44,11 @@ def reraise_with_path(error: Exception, caller: str, **arguments: PyTree) -> NoR
 
     What JAX refuses is a `RuntimeError` or a `ValueError`.
     """
-    if "deleted" in str(error):
+    is_deleted, is_donated = (x.match(str(error)) for x in (_DELETED, _DONATED))
+    if is_deleted:
         for name, argument in arguments.items():
             check_not_deleted(caller, name, argument, error)
-    if "donate" in str(error):
+    if is_deleted or is_donated:
         raise ValueError(f"{caller}: {error}. {_HINT}") from error
     raise error
 

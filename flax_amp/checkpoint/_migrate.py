@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from flax_amp import _tree
 from flax_amp._training.scaler import HIGHEST, LOWEST
@@ -82,6 +83,12 @@ def migrate(
       >>> int(checkpoint.migrate(old, AmpTrainState.create(**new)).step)
       3
     """
+    if not _trees.is_nnx(target) and (inside := _tree.nodes(target, nnx.Pytree)):
+        raise TypeError(
+            f"checkpoint.migrate: the target holds a {type(inside[0]).__name__}; "
+            "expected a tuple of NNX objects, which are updated in place, such as "
+            "(model,), or a tree with nnx.state(model)."
+        )
     wanted = _by_name(_trees.leaves_of_target(target, "checkpoint.migrate"))
     where, leaves = _read(source, step)
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})

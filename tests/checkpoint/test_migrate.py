@@ -246,6 +246,12 @@ MESSAGES = [  # source, target, rename, message
     (".", ONE, {}, r"holds the steps \[\]"),
     *((x, ONE, {}, "cannot read a .*; expected a path") for x in (3, None, {}, b"")),
     (ONE, "target", {}, "the whole of the target is a"),
+    (
+        ONE,
+        lambda: {"m": nnx.Linear(2, 2, rngs=nnx.Rngs(0))},
+        {},
+        r"Linear; .*\(model,\)",
+    ),
     (TWO, ONE, {"0_": "w", "1_": "w"}, "two arrays have the name params/w"),
     (ONE, ONE, {"head": "x"}, "'head', which is in no path on disk; .*'params/w'"),
     (ONE, ONE, {"para": "x"}, "'para', which is in no path on disk"),

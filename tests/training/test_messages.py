@@ -336,6 +336,20 @@ def test_nothing_walks_over_what_the_last_step_returned(monkeypatch):
     raised(lambda: nnx_step(*linear_objects(), X), TypeError, "not callable")
 
 
+@pytest.mark.parametrize("told", ["the file was deleted", "donated"])
+def test_an_error_of_a_callback_is_the_users(told):
+    def fail(x):
+        raise RuntimeError(told)
+
+    def loss(params, x):
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        y = jax.pure_callback(fail, scalar, jax.lax.stop_gradient(x.sum()))
+        return (params["w"] * x).sum() + y
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        jax.block_until_ready(make_train_step(loss)(linear_state(), X))
+
+
 def test_arrays_that_jax_refuses():
     """The step says where they are, and what to do."""
     step = make_train_step(lambda p, x, t=0.0: (p["w"] * x).sum() + jnp.sum(t))
