@@ -5,6 +5,7 @@ for TPUs. Then what Python adds to each call: while an accelerator computes, Pyt
 to be done with the next one.
 """
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -87,7 +88,8 @@ def guarded(loss: Any, state: Any, batch: PyTree) -> tuple[Any, PyTree]:
 def run(asked: Request, rounds: int) -> None:
     """Writes step.md into the folder of results."""
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max(DEVICES))
+    with contextlib.suppress(RuntimeError):  # JAX runs already, with as many devices
+        jax.config.update("jax_num_cpu_devices", max(DEVICES))
     has_tpu = importlib.util.find_spec("libtpu") is not None
     targets = ("v5e", "tpu7x") if has_tpu else ()
     tasks = list(_tasks(asked.size))

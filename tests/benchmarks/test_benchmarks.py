@@ -175,7 +175,7 @@ class TestCommands:
         monkeypatch.setattr(step, "LAYERS", (1,))
         step.run(Request(size="tiny", folder=tmp_path), rounds=5)
         text = (tmp_path / "step.md").read_text()
-        assert text.count("| `make_train_step` | ") == 2 + 1
+        assert text.count("| `make_train_step` | ") == 2 + len(step.DEVICES)
 
 
 def test_fsdp_takes_the_largest_axis_that_divides():
