@@ -92,11 +92,7 @@ def migrate(
     wanted = _by_name(_trees.leaves_of_target(target, "checkpoint.migrate"))
     where, leaves = _read(source, step)
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
-    saved = _as_in_target(saved, wanted)
-    is_one_object = _trees.is_nnx(target) and len(tuple(target)) == 1  # type: ignore[arg-type]
-    if isinstance(target, dict) or is_one_object:
-        fields = target if isinstance(target, dict) else {"0"}
-        saved = {name: x for name, x in saved.items() if name.split("/")[0] in fields}
+    saved = _of_parts(_as_in_target(saved, wanted), target)
     stays |= {name for name in wanted.keys() - saved.keys() if _may_stay(name)}
     values = {n: _convert(x, wanted[n]) for n, x in saved.items() if n in wanted}
     problems = [
@@ -189,6 +185,23 @@ def _renamed(
             (f"/{name}/".replace(old, put).strip("/"), saved[name]) for name in names
         )
     return saved, stays
+
+
+def _of_parts(saved: Arrays, target: Any) -> Arrays:
+    """Returns the arrays of those fields, or of that NNX object, that a target has.
+
+    Of several objects on disk only the others are left out: `{"0/kernel": ...,
+    "1/step": ..., "batch_stats/mean": ...}` loses `1/step`, and no other surplus.
+    """
+
+    def is_asked(name: str) -> bool:
+        field = name.split("/")[0]
+        if isinstance(target, dict):
+            return field in target
+        return field == "0" or not field.isdigit()
+
+    is_part = isinstance(target, dict) or _trees.is_nnx(target) and not target[1:]
+    return {n: x for n, x in saved.items() if is_asked(n)} if is_part else saved
 
 
 def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:

@@ -31,6 +31,7 @@ from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._rewriter.transform import Options as OfAmp
 from flax_amp._training.arguments import declared_keywords
 from flax_amp._training.loss import check_loss, fold_in
+from flax_amp._training.optimizer import AmpOptimizer
 from flax_amp._training.step_call import check_not_deleted
 from flax_amp._training.train_state import AmpTrainState
 from flax_amp.policy import (
@@ -56,6 +57,10 @@ class Options(OfAmp, total=False):
     backward: bool  # of `explain`
     scale: float | None  # of `find_nonfinite` and `compare_precision`
     remedies: int  # of `compare_precision`
+
+
+# What has a precision and a scaler. Other optimizers may have such names for their own.
+_HOLDERS = AmpTrainState | AmpOptimizer
 
 
 class Tool(Protocol[R_co]):
@@ -136,7 +141,9 @@ class Asked:
         refuse_rewritten(f"{caller}: {_name(loss_fn)}", loss_fn)
         check_not_deleted(caller, "state", fun if is_trained else None)
         of_step = _of_step(fun, loss_fn, *given) if is_trained else {"fun": fun}
-        word = precision or getattr(of_step.get("holder"), "precision", "bf16-mixed")
+        holder: Any = of_step.get("holder")
+        own = holder.precision if isinstance(holder, _HOLDERS) else "bf16-mixed"
+        word = precision or own
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
         dtype, entries = read_options(word, compute_dtype, matmul_dtype, entries)
         Policy(entries)  # checks it
@@ -162,7 +169,7 @@ class Asked:
     @property
     def scaler(self) -> dict[str, float]:
         """The numbers of the scaler; of a stack of states, the largest of each."""
-        scaler = getattr(self.holder, "scaler", {})
+        scaler = self.holder.scaler if isinstance(self.holder, _HOLDERS) else {}
         return {k: float(np.max(x[...])) for k, x in scaler.items()}
 
     def scale(self, given: Any = None) -> float:
@@ -237,11 +244,11 @@ def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, A
         is_nnx = graphdef is not None
         # As the loss of a step sees them.
         first = jax.tree.map(_tree.float32_if_bfloat16, state.params)
-        wrt = nnx.filterlib.PathIn(*flatten_dict(first)) if is_nnx else None
+        wrt: Any = nnx.filterlib.PathIn(*flatten_dict(first)) if is_nnx else None
         first = nnx.merge(graphdef, first, state.variables) if is_nnx else first
     else:
         first, holder = trained
-        state, wrt, is_nnx = None, holder.wrt, True
+        state, wrt, is_nnx = None, getattr(holder, "wrt", nnx.Param), True
 
     def call(first: Any, state: Any, args: Any, batch: Any) -> Any:
         if state is None:

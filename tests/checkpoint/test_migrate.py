@@ -146,8 +146,15 @@ def test_into_and_out_of_nnx_objects(tmp_path):
     params = checkpoint.migrate(tmp_path, {"p": params}, rename={"net": "p"})["p"]
     assert_identical(nnx.to_pure_dict(params), nnx.to_pure_dict(tree["net"]))
     alone, _ = pair(3)
-    checkpoint.migrate(tmp_path, (alone,), rename={"net": "0"})
+    checkpoint.migrate(tmp_path, (alone,), rename=names)
     assert_identical(nnx.to_pure_dict(nnx.state(alone)), nnx.to_pure_dict(tree["net"]))
+
+
+def test_only_other_objects_are_left_out():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    linen = {"params": nnx.to_pure_dict(nnx.state(model)), "batch_stats": jnp.ones(2)}
+    with pytest.raises(ValueError, match="batch_stats: .* not in the target"):
+        checkpoint.migrate(linen, (model,), rename={"params": "0"})
 
 
 def test_parameters_only_and_a_new_head(image):

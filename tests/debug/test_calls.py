@@ -288,3 +288,15 @@ def test_the_function_before_amp_is_asked_for(tool, name):
         tool(fun)(W, X)
     with pytest.raises(TypeError, match=match):
         tool(state_of(), fun, X)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_optimizer_with_names_of_its_own(tool):
+    class Own(nnx.Optimizer):
+        def __init__(self, model):
+            super().__init__(model, optax.sgd(0.1), wrt=nnx.Param)
+            self.precision, self.scaler = "highest", "standard"
+
+    model = NNXModel()
+    for optimizer in (Own(model), optax.sgd(0.1)):
+        assert tool((model, optimizer), nnx_loss, X).compute_dtype == "bfloat16"
