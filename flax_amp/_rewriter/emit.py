@@ -288,25 +288,23 @@ class _Run:
 
     def _light(self, node: Node) -> tuple[Arrays, Arrays]:
         """Emits an equation of a region."""
-        eqn, half = node.eqn, self.emitter.half
-        if half != jnp.float32 and is_same_dtype(eqn):  # from float32 to float32
-            operands = self._natural(node)
+        eqn, half, operands = node.eqn, self.emitter.half, self._natural(node)
+        if half == jnp.float32:
+            return operands, _compat.bind(eqn, operands, eqn.params)
+        if is_same_dtype(eqn):  # from float32 to float32
             return operands, operands
-        if half != jnp.float32 and self._is_stored_relu(eqn):
+        if self._is_stored_relu(eqn):
             operands = self._low(node)
             mark = functools.partial(self._mark, eqn.outvars[0])
             return operands, [_stored_relu(operands[0], mark)]
-        stays_half = half != jnp.float32 and self._stays_half(node)
+        stays_half = self._stays_half(node)
         if stays_half and not repeats(eqn):
             is_sum = node.choice.role is Role.ARITHMETIC
             operands = self._low(node, eqn.outvars[0].aval.shape if is_sum else None)
             return operands, _compat.bind(eqn, operands, eqn.params)
-        operands = self._natural(node) if half == jnp.float32 else self._wide(node)
-        if (
-            stays_half
-            and eqn.primitive.name == "broadcast_in_dim"
-            and len(operands) == 1
-        ):
+        operands = self._wide(node)
+        is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(operands) == 1
+        if stays_half and is_broadcast:
             shape, onto = eqn.params["shape"], eqn.params["broadcast_dimensions"]
             return operands, [spread(operands[0], shape, onto, half)]
         results = _compat.bind(eqn, operands, eqn.params)
