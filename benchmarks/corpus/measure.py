@@ -88,7 +88,7 @@ def _products(case: Case, dtype: Any) -> dict[str, Any]:
     wide = [p for p in told.problems if p.kind == "float32 product"]
     low = [e for e in told.equations if e.primitive in PRODUCTS and e.is_low]
     return {
-        "share": told.totals.low_share,
+        "share": told.low_share,
         "wide_products": sorted({p.message for p in wide} | set(told.notes)),
         "low": sum(e.times for e in low),
         "low_in_twin": count_cast(jax.make_jaxpr(case.loss)(case.params, *case.args)),

@@ -49,9 +49,16 @@ def make_steps(config: ConfigDict) -> tuple[Callable[..., Any], Callable[..., An
     """Returns the training and the evaluation step, in the precision of the state."""
     loss_fn = make_loss_fn(config.loss_weight)
     train_step = flax_amp.make_train_step(loss_fn, has_aux=True)
-    if config.debug_overflow:
-        train_step = flax_amp.debug.report_nonfinite(train_step, loss_fn, limit=1)
     return train_step, flax_amp.make_eval_step(eval_fn)
+
+
+def explain_skipped(config: ConfigDict, state: Any, batch: Any) -> None:
+    """Prints why a step was skipped, unless only the scale was too large."""
+    loss_fn = make_loss_fn(config.loss_weight)
+    # The parameters are those that the step had.
+    found = flax_amp.find_nonfinite(state, loss_fn, batch)
+    if found.verdict != "scale":
+        print(found)
 
 
 def train_and_evaluate(
@@ -99,6 +106,8 @@ def train_and_evaluate(
             # for values only every `log_every` steps.
             state, reported = train_step(state, batch)
             window = window.add(reported)
+            if config.debug_overflow and not reported["grads_finite"]:
+                explain_skipped(config, state, batch)
             last = step == config.num_steps or should_stop(step)
 
             if last or step % config.log_every == 0:

@@ -249,8 +249,9 @@ class _Run:
                 params = with_result_dtype(params, half)
             return operands, _compat.bind(eqn, operands, params), reason
         if role is Role.CALLED:
-            operands = self._natural(node)
-            outs = call_precision_function(eqn, decision, half, operands)
+            operands, outs = call_precision_function(
+                eqn, decision, half, self._natural(node)
+            )
             known = (half, jnp.float32)  # A third dtype returns to float32.
             outs = [
                 jnp.asarray(x, jnp.float32)

@@ -9,8 +9,11 @@ from flax_amp.policy import Decision
 
 def call_precision_function(
     eqn: Eqn, decision: Decision, compute_dtype: DType, operands: Arrays
-) -> list[Array]:
-    """Binds an equation to what a user's function gives; an error says which one."""
+) -> tuple[list[Array], list[Array]]:
+    """Binds an equation to what a user's function gives; an error says which one.
+
+    It returns what the equation is bound to, and its results.
+    """
     function: Any = decision.function
     dtypes = [v.aval.dtype for v in eqn.invars]
     try:
@@ -28,4 +31,4 @@ def call_precision_function(
             "with operands of the same shapes."
         )
         raise
-    return outs
+    return list(invars), outs

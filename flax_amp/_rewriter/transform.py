@@ -117,8 +117,6 @@ def amp(
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute: got {recompute!r}; expected True or False.")
     is_identity = dtype == jnp.float32 and not policy.may_leave_float32
-    # In float32 there is nothing to save.
-    recompute = recompute and dtype != jnp.float32
 
     def transform(fun: Any) -> Any:
         # A class is a keyword forgotten, as in `amp(jnp.float16)`.
@@ -179,6 +177,7 @@ class TracedCall(NamedTuple):
         arguments = (True,) * len(jaxpr.invars)
         ask = Ask.in_float32(Context(), len(jaxpr.outvars), arguments)
         half, planner = self.choose.half, Planner(self.choose)
+        recompute &= half != jnp.float32  # where there is nothing to save
         emitter = Emitter(planner, half, RULES, recompute, record=record)
         outs = emitter.emit(self.closed, arrays, ask)
         if half != jnp.float32:

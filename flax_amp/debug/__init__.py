@@ -2,10 +2,9 @@
 
 `explain` tells which equation of which module runs in which dtype, what decided so, and
 what a person has to act on. `find_nonfinite` names the equation that made an inf or a
-NaN, and `report_nonfinite` does so for the steps that a run skips. `compare_precision`
-tells how far gradients are from those in float32, and what helps. `measure` tells what
-a step takes in each precision. Nothing here is needed for training, and nothing else in
-the package imports it. README.md in this folder says more.
+NaN. `compare_precision` tells how far gradients are from those in float32, and what
+helps. `measure` tells what a step takes in each precision. Nothing here is needed for
+training, and nothing else in the package imports it. See README.md in this folder.
 """
 
 from flax_amp.debug._compare import Comparison as Comparison
@@ -22,6 +21,4 @@ from flax_amp.debug._nonfinite import find_nonfinite as find_nonfinite
 from flax_amp.debug._problems import Problem as Problem
 from flax_amp.debug._record import Dtypes as Dtypes
 from flax_amp.debug._record import Equation as Equation
-from flax_amp.debug._record import Totals as Totals
-from flax_amp.debug._reporting import report_nonfinite as report_nonfinite
 from flax_amp.debug._run import Finding as Finding

@@ -5,14 +5,11 @@ what the step of `make_train_step` takes; or as `tool((model, optimizer), loss_f
 batch, *args)` for `make_nnx_train_step`. The other ways become the first one here.
 """
 
-import contextlib
 import dataclasses
 import functools
-import glob
 import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, Unpack, overload
 
 import jax
@@ -25,10 +22,12 @@ from rich.console import Console
 
 from flax_amp import _tree
 from flax_amp._compat import Array, DType
+from flax_amp._rewriter.fp8 import check_device
 from flax_amp._rewriter.nnx_bridge import FunctionalCall
 from flax_amp._rewriter.nnx_scopes import SCOPES_NOTE
 from flax_amp._rewriter.rewritten import only_before_amp, refuse_rewritten
 from flax_amp._rewriter.transform import Options as OfAmp
+from flax_amp._rewriter.transform import TracedCall, trace_call
 from flax_amp._training.arguments import declared_keywords
 from flax_amp._training.loss import check_loss, fold_in
 from flax_amp._training.optimizer import AmpOptimizer
@@ -57,10 +56,8 @@ class Options(OfAmp, total=False):
     backward: bool  # of `explain`
     scale: float | None  # of `find_nonfinite` and `compare_precision`
     remedies: int  # of `compare_precision`
-
-
-# What has a precision and a scaler. Other optimizers may have such names for their own.
-_HOLDERS = AmpTrainState | AmpOptimizer
+    turns: int  # of `measure`, as the next one
+    accum_steps: int
 
 
 class Tool(Protocol[R_co]):
@@ -89,7 +86,8 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
     def call(fun: Any, /, *step: Any, **options: Any) -> Any:
         of_tool = {name: options.pop(name) for name in own & options.keys()}
         asked = Asked.read(ask.__name__, fun, step, **options)
-        return asked.answer(functools.partial(ask, **of_tool), runs)
+        use = functools.partial(_use, asked, functools.partial(ask, **of_tool), runs)
+        return use if asked.args is None else use(*asked.args)
 
     made: Any = call
     # Those of `ask` are about other arguments.
@@ -98,11 +96,57 @@ def tool(ask: Callable[..., R], *, runs: bool = True) -> Tool[R]:
     return made
 
 
+def _use(
+    asked: "Asked", ask: Callable[..., Any], runs: bool, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Uses a tool on a call of the user's function."""
+    check_not_deleted(asked.where, "args", (*args, kwargs))
+    if runs:
+        kinds = jax.ShapeDtypeStruct | jax.core.Tracer
+        if any(isinstance(x, kinds) for x in jax.tree.leaves((args, kwargs))):
+            raise TypeError(
+                f"{asked.where}: expected arrays with values, outside of jax.jit: the "
+                "program is run. flax_amp.explain takes shapes."
+            )
+        with Console(stderr=True).status(f"{asked.where} ..."):
+            return _with_names(asked, ask, args, kwargs)
+    found: list[Any] = []
+    call = FunctionalCall(
+        lambda *args, **kwargs: found.append(_with_names(asked, ask, args, kwargs)),
+        *(args, kwargs),
+        caller=asked.where,
+    )
+    is_traced = [_tree.is_numeric(x) and hasattr(x, "dtype") for x in call.inputs]
+    # Inside of a trace nothing runs, and shapes are arrays.
+    jax.eval_shape(
+        lambda *arrays: call.function(_tree.fill(arrays, is_traced, call.inputs)),
+        *_tree.pick(call.inputs, is_traced),
+    )
+    return found[0]
+
+
+def _with_names(asked: "Asked", ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Uses a tool on a call in which each NNX module opens a scope.
+
+    Some code needs modules that equal each other, which their names prevent. It runs
+    without names, unless the policy has keys for them, and a note says so.
+    """
+    try:
+        return ask(Call(asked, args, kwargs, open_scopes=True))
+    except Exception as error:
+        is_of_names = SCOPES_NOTE in getattr(error, "__notes__", ())
+        if Policy(asked.entries).names_scopes or not is_of_names:
+            raise
+    found: Any = ask(Call(asked, args, kwargs, open_scopes=False))
+    return dataclasses.replace(found, notes=(_NO_NAMES, *found.notes))
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What a tool is asked about."""
 
-    caller: str  # the tool
+    where: str  # the tool and the function, for messages
+    name: str  # of the function
     fun: Loss  # the user's function of its arguments
     args: tuple[Any, ...] | None = None  # which are known already
     names: tuple[str, ...] | None = None  # of the arguments; else by its signature
@@ -112,6 +156,7 @@ class Asked:
     entries: PolicyEntries = dataclasses.field(default_factory=dict)
     recompute: bool = True
     has_own_policy: bool = False  # whether the user gave one
+    step: tuple[Any, ...] = ()  # the loss function, and what the step takes after it
 
     @classmethod
     def read(
@@ -138,99 +183,44 @@ class Asked:
                 f"{caller}(state, loss_fn, batch, *args) with an AmpTrainState, or "
                 f"{caller}((model, optimizer), loss_fn, batch, *args)."
             )
-        refuse_rewritten(f"{caller}: {_name(loss_fn)}", loss_fn)
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        refuse_rewritten(f"{caller}: {name}", loss_fn)
         check_not_deleted(caller, "state", fun if is_trained else None)
         of_step = _of_step(fun, loss_fn, *given) if is_trained else {"fun": fun}
-        holder: Any = of_step.get("holder")
-        own = holder.precision if isinstance(holder, _HOLDERS) else "bf16-mixed"
-        word = precision or own
+        # Other optimizers may have such a name for their own.
+        holder, has_own = of_step.get("holder"), AmpTrainState | AmpOptimizer
+        word = holder.precision if isinstance(holder, has_own) else "bf16-mixed"
         entries: Any = default_amp_policy if amp_policy is None else amp_policy
-        dtype, entries = read_options(word, compute_dtype, matmul_dtype, entries)
+        options = precision or word, compute_dtype, matmul_dtype
+        dtype, entries = read_options(*options, entries)
         Policy(entries)  # checks it
         return cls(
-            caller,
+            f"{caller}: {name}",
+            name,
             **of_step,
             dtype=dtype,
             entries=entries,
-            recompute=recompute and dtype != jnp.float32,
+            recompute=recompute,
             has_own_policy=amp_policy is not None,
+            step=tuple(step),
         )
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return _name(self.fun)
+    def scale(self, given: Any) -> float:
+        """Returns the factor of the loss: as given, or that of the scaler, or 1.
 
-    @property
-    def where(self) -> str:
-        """The tool and the function, for messages."""
-        return f"{self.caller}: {self.name}"
-
-    @property
-    def scaler(self) -> dict[str, float]:
-        """The numbers of the scaler; of a stack of states, the largest of each."""
-        scaler = self.holder.scaler if isinstance(self.holder, _HOLDERS) else {}
-        return {k: float(np.max(x[...])) for k, x in scaler.items()}
-
-    def scale(self, given: Any = None) -> float:
-        """Returns the factor of the loss: as given, or that of the scaler, or 1."""
-        scale = self.scaler.get("scaler", 1.0) if given is None else given
+        Of a stack of states, it is the largest one.
+        """
+        scale = given
+        if given is None and isinstance(self.holder, AmpTrainState | AmpOptimizer):
+            scale = self.holder.scaler["scaler"][...]
+        elif given is None:
+            return 1.0
         if not 0 < np.max(scale) < math.inf:
             raise ValueError(
-                f"{self.caller}: scale is {given!r}; expected a positive number, by "
+                f"{self.where}: scale is {scale!r}; expected a positive number, by "
                 "which the loss is multiplied. Leave it out for that of the state."
             )
         return float(np.max(scale))
-
-    def answer(self, use: Callable[["Call"], Any], runs: bool) -> Any:
-        """Returns a function of the user's arguments, or its result if all is known."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            check_not_deleted(self.where, "args", (*args, kwargs))
-            if runs:
-                _check_values(self.where, (args, kwargs))
-                with Console(stderr=True).status(f"{self.where} ..."):
-                    return self._with_names(use, args, kwargs)
-            found: list[Any] = []
-
-            def trace(*args: Any, **kwargs: Any) -> None:
-                found.append(self._with_names(use, args, kwargs))
-
-            # Inside of a trace nothing runs.
-            jax.eval_shape(*on_arrays(trace, args, kwargs, self.where))
-            return found[0]
-
-        return call if self.args is None else call(*self.args)
-
-    def _with_names(self, use: Callable[["Call"], Any], args: Any, kwargs: Any) -> Any:
-        """Calls `use` with the user's call, in which each NNX module opens a scope.
-
-        Some code needs modules that equal each other, which their names prevent. It
-        runs without names, unless the policy has keys for them, and a note says so.
-        """
-        try:
-            return use(Call(self, args, kwargs, open_scopes=True))
-        except Exception as error:
-            is_of_names = SCOPES_NOTE in getattr(error, "__notes__", ())
-            if Policy(self.entries).names_scopes or not is_of_names:
-                raise
-        found: Any = use(Call(self, args, kwargs, open_scopes=False))
-        return dataclasses.replace(found, notes=(_NO_NAMES, *found.notes))
-
-
-def _check_values(caller: str, tree: Any) -> None:
-    """Raises a TypeError if a tool that runs a program gets arrays without values."""
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
-            raise TypeError(
-                f"{caller} got a {type(leaf).__name__} among its arguments; expected "
-                "arrays with values, outside of jax.jit: the program is run. "
-                "flax_amp.explain takes shapes, and runs nothing."
-            )
-
-
-def _name(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, Any]:
@@ -258,21 +248,9 @@ def _of_step(trained: Any, loss_fn: Loss, batch: Any, *args: Any) -> dict[str, A
         keywords = {name: offered[name] for name in declared_keywords(loss_fn)}
         return loss_fn(first, batch, *args, **keywords)
 
-    call.__name__ = _name(loss_fn)
     given = first, state, args, batch
     names = "model" if is_nnx else "params", "state", "args", "batch"
     return dict(fun=call, args=given, names=names, holder=holder, wrt=wrt)
-
-
-@contextlib.contextmanager
-def with_float32(
-    entries: PolicyEntries, paths: Sequence[str]
-) -> Iterator[PolicyEntries]:
-    """Gives a policy with modules in float32, of which `amp` does not warn."""
-    with warnings.catch_warnings():
-        if paths:
-            warnings.simplefilter("ignore")
-        yield {**entries, **dict.fromkeys(map(glob.escape, paths), jnp.float32)}
 
 
 # --- calls as functions of arrays ----------------------------------------------------
@@ -309,6 +287,14 @@ class Call(FunctionalCall):
         found = (jax.tree.leaves(tree) for tree in ((updates, updated), aux))
         updates, others = (list(filter(_tree.is_array, leaves)) for leaves in found)
         return jnp.asarray(loss), updates, others
+
+    def trace_loss(self) -> TracedCall:
+        """Returns the loss as a function of the arrays, traced once for all runs."""
+        policy, dtype = Policy(self.asked.entries), self.asked.dtype
+        if dtype != jnp.float32:
+            check_device(policy.fp8_recipes)
+        of_arrays = FunctionalCall(self.loss, (self.arrays,), {})
+        return trace_call(of_arrays, policy, dtype)
 
     def _paths(self) -> list[str]:
         args, kwargs = self._rebuilt(nnx.to_pure_dict)
@@ -363,20 +349,3 @@ class Call(FunctionalCall):
                 "parameters, or a module, to differentiate with respect to."
             )
         return found
-
-
-def on_arrays(
-    fun: Callable[..., Any], args: Any, kwargs: Any, caller: str
-) -> tuple[Callable[[list[Any]], Any], list[Any]]:
-    """Returns a call as a function of a list of its arrays, and the list.
-
-    They may be abstract: inside of a trace of that function, `fun` gets tracers.
-    """
-    call = FunctionalCall(fun, args, kwargs, caller=caller)
-    kinds = jax.ShapeDtypeStruct
-    is_traced = [_tree.is_array(x) or isinstance(x, kinds) for x in call.inputs]
-
-    def run(arrays: list[Any]) -> Any:
-        return call.function(_tree.fill(arrays, is_traced, call.inputs))
-
-    return run, _tree.pick(call.inputs, is_traced)

@@ -26,7 +26,7 @@ _TARGET = """MODULE is a module, or the path of its file. It is imported: keep t
 under `if __name__ == "__main__":`. FUNCTION, by default to_explain, takes nothing and
 returns what is asked about, with the loss before amp:
   {}
-For explain and measure, arrays may be shapes (jax.ShapeDtypeStruct, jax.eval_shape).
+For explain, arrays may be shapes (jax.ShapeDtypeStruct, jax.eval_shape).
 """.format("\n  ".join(_FORMS))
 _PRECISION = dict(choices=get_args(Precision), help="by default that of the state")
 _SCALE = dict(type=float, help="of the loss; by default that of the state")
@@ -79,7 +79,6 @@ def add_commands(commands: Any) -> None:
         for option, given in options.items():
             command.add_argument(f"--{option}", **given)
         if name == "explain":
-            command.add_argument("--depth", type=int, help="levels of modules to show")
             command.add_argument("--only", choices=ONLY, help="a part of the report")
             command.add_argument("--html", type=Path, metavar="FILE", help="of a page")
         else:  # which runs the program on the device that is here
@@ -92,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     _, tool, options, is_bad = _COMMANDS[args.name]
     try:
         found = _call(tool, args.target, **{k: getattr(args, k) for k in options})
-        shown = (args.depth, args.only) if args.name == "explain" else ()
+        shown = (args.only,) if args.name == "explain" else ()
         parts = list(found._parts(*shown))
         if getattr(args, "html", None):
             args.html.write_text(found.to_html(), encoding="utf-8")

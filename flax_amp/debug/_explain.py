@@ -15,7 +15,7 @@ from rich.text import Text
 
 from flax_amp._rewriter.policy_warnings import PolicyWarning
 from flax_amp._rewriter.transform import trace_call
-from flax_amp._training.arguments import check_count, first_of
+from flax_amp._training.arguments import first_of
 from flax_amp.debug._call import Call, tool
 from flax_amp.debug._problems import (
     Problem,
@@ -23,14 +23,12 @@ from flax_amp.debug._problems import (
     loss_reads,
     without_numbers,
 )
-from flax_amp.debug._record import Equation, Recorder, Totals, casts, stored
+from flax_amp.debug._record import Equation, Recorder, low_share, stored_bytes
 from flax_amp.debug._report import (
-    Part,
+    Block,
     Report,
     amount,
     as_text,
-    bytes_text,
-    is_half,
     percent,
     plural,
     short,
@@ -49,72 +47,47 @@ class Explanation(Report):
     """What mixed precision does to a function, and why. Made by `flax_amp.explain`.
 
     It prints as a report, and shows itself as a page in a notebook.
-
-    Attributes:
-      name: the name of the function.
-      compute_dtype: the dtype of low-precision values.
-      equations: the equations of the function, as they are emitted.
-      added: the casts that `amp` puts in, and the arrays that the backward pass stores,
-        with their module and line.
-      problems: what a person has to act on, the most important first.
-      notes: what limits these figures, and what was chosen.
-      loss_reads: the half-precision results that the loss is computed from.
-      has_stored: whether it is known what the backward pass stores.
     """
 
-    name: str
-    compute_dtype: str
-    equations: tuple[Equation, ...]
-    added: tuple[Equation, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...] = ()
-    loss_reads: tuple[str, ...] = ()
-    has_stored: bool = False
+    compute_dtype: str  # the dtype of low-precision values
+    equations: tuple[Equation, ...]  # those of the function, as they are emitted
+    problems: tuple[Problem, ...]  # what a person has to act on, most important first
+    stored: dict[str, int] | None  # bytes for the backward pass, by dtype, if known
+    loss_reads: tuple[str, ...]  # half-precision results that the loss is made from
+    notes: tuple[str, ...] = ()  # what limits these figures
 
     @property
-    def totals(self) -> Totals:
-        """The sums over the whole function."""
-        return self.totals_of("")
+    def flops(self) -> int:
+        """The operations of all matmuls and convolutions."""
+        return sum(row.flops for row in self.equations)
 
     @property
-    def stored(self) -> Counter[str] | None:
-        """The bytes that the backward pass stores, by dtype; `None` if not known."""
-        return self.totals.stored if self.has_stored else None
+    def low_share(self) -> float | None:
+        """The share of these that run in half precision; `None` if there are none."""
+        return low_share(self.equations)
 
-    def totals_of(self, path: str) -> Totals:
-        """Returns the sums over a module and the modules inside: `GPT/Block_0`."""
-        rows = (*self.equations, *self.added)
-        inside = f"{path}/".lstrip("/")
-        return Totals.of(row for row in rows if f"{row.path}/".startswith(inside))
-
-    def report(self, *, depth: int | None = None, only: str | None = None) -> str:
+    def report(self, *, only: str | None = None) -> str:
         """Returns the report as text.
 
         Args:
-          depth: how many levels of modules to show. `None`: as many as fit a screen.
           only: `"problems"` to leave out the modules; `"equations"` for a list of all
             equations, with what each computes in and what becomes of its result.
 
         Raises:
-          ValueError: if `only` is something else, or `depth` is negative.
+          ValueError: if `only` is something else.
         """
-        return as_text(self._parts(depth, only))
+        return as_text(self._parts(only))
 
     def to_html(self) -> str:
         """Returns one page that needs nothing else, in which modules can be folded."""
         return _page(self)
 
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    _repr_html_ = to_html
 
-    def _parts(
-        self, depth: int | None = None, only: str | None = None
-    ) -> Iterator[Part]:
+    def _parts(self, only: str | None = None) -> Iterator[Block]:
         if only not in (None, *ONLY):
             expected = f"{' or '.join(map(repr, ONLY))}, or None"
             raise ValueError(f"report: got only={only!r}; expected {expected}.")
-        if depth is not None:
-            check_count(depth, f"report: got {depth=}", "of levels", least=0)
         if only == "equations":
             yield _equations(self)
             return
@@ -127,12 +100,12 @@ class Explanation(Report):
         headline = plural(count, "problem") if count else "No problems found."
         yield Text(f"\n{headline}", "bold red" if count else "green")
         for problem in self.problems:
-            title = problem.title(self.totals.flops)
+            title = problem.title(self.flops)
             yield Padding(Text(f"{title}: {problem.message}", "yellow"), (0, 0, 0, 2))
             yield Padding(Text(problem.where), (0, 0, 0, 4))
         if only is None:
             yield ""
-            yield _tree(self, depth)
+            yield _tree(self)
         yield from (Text(f"Note: {note}.") for note in self.notes)
 
 
@@ -142,8 +115,8 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
     Nothing is compiled or run, so abstract arguments do (`jax.ShapeDtypeStruct`, or
     what `jax.eval_shape` and `nnx.eval_shape` return). Modules of Linen and of NNX are
-    found by themselves. Figures are those of the forward pass; each product has two
-    more of its size in the backward pass.
+    found by themselves. Figures are those of the forward pass; each matmul has two more
+    of its size in the backward pass.
 
     It is called as `explain(fun)(*args)`, where `fun` is the function before `amp`; as
     `explain(state, loss_fn, batch, *args)` for the state and the loss of
@@ -175,11 +148,11 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
       >>> struct = jax.ShapeDtypeStruct
       >>> found = flax_amp.explain(loss)(
       ...     struct((64, 8), jnp.float32), struct((4, 64), jnp.float32))
-      >>> product = found.equations[0]
-      >>> print(product.path, product.primitive, product.before, "=>", product.after)
+      >>> matmul = found.equations[0]
+      >>> print(matmul.path, matmul.primitive, matmul.before, "=>", matmul.after)
       head dot_general f32 -> f32 => bf16 -> bf16
-      >>> product.reason, found.totals.casts_down, found.totals.low_share
-      ('primitive dot_general', 2, 1.0)
+      >>> matmul.reason, matmul.result, found.low_share
+      ('primitive dot_general', 'half precision', 1.0)
     """
     asked, recorder = call.asked, Recorder()
     with warnings.catch_warnings(record=True) as caught:
@@ -193,25 +166,22 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
     closed = jax.make_jaxpr(emitted)(*call.arrays)
     visits = tuple(recorder.visits)  # the gradient emits rules of derivatives again
-    added, notes, has_stored = casts(closed, visits), [], False
+    stored, notes = None, []
     if backward:
         try:
-            added += stored(closed, call.arrays, call.trained())
-            has_stored = True
+            stored = stored_bytes(closed, call.arrays, call.trained())
         except Exception as error:
             text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            what = f"what the backward pass stores is not known: {text}"
-            notes = [what.rstrip(":. ")]
-    problems, choices = find_problems(visits, messages, asked.dtype)
+            text = f"what the backward pass stores is not known: {text}"
+            notes = [text.rstrip(":. ")]
     return Explanation(
         name=asked.name,
         compute_dtype=asked.dtype.name,
         equations=tuple(visit.row for visit in visits),
-        added=tuple(added),
-        problems=tuple(problems),
-        notes=(*notes, *choices),
+        problems=tuple(find_problems(visits, messages, asked.dtype)),
+        stored=stored,
         loss_reads=loss_reads(visits, closed),
-        has_stored=has_stored,
+        notes=tuple(notes),
     )
 
 
@@ -220,33 +190,22 @@ def explain(call: Call, *, backward: bool = True) -> Explanation:
 
 def _totals(found: Explanation) -> Iterator[tuple[str, str]]:
     """Yields the figures of the whole function as words, with what they are about."""
-    totals, dtype = found.totals, short(found.compute_dtype)
-    share = percent(totals.low_flops, totals.flops)
-    matmuls = f"{amount(totals.flops)}FLOP forward, {share} in half precision"
-    yield "matmuls", matmuls if totals.flops else "none"
+    share = f"forward, {percent(found.low_share or 0, 1)} in half precision"
+    yield "matmuls", f"{amount(found.flops, 'FLOP')} {share}" if found.flops else "none"
     reasons = [row.reason for row in found.equations if row.flops]
     others = Counter(x.removeprefix(_NOT_IN_FP8) for x in reasons if _NOT_IN_FP8 in x)
     in_fp8 = sum(row.flops for row in found.equations if row.is_in_fp8)
     if in_fp8 or others:
         why = "; ".join(f"{reason} ({n})" for reason, n in others.most_common())
-        share = f"{in_fp8 / totals.flops:.0%} of them"
+        share = f"{in_fp8 / found.flops:.0%} of them"
         yield "in fp8", f"{share}, not: {why}" if why else share
-    yield (
-        "casts",
-        f"{totals.casts_down:,} to {dtype}, {totals.casts_up:,} to f32, "
-        f"in a program of {len(found.equations):,} equations",
-    )
     if found.loss_reads:
-        yield "the loss", f"reads {dtype}: {first_of(found.loss_reads, 2, '; ')}"
-    if found.has_stored:
-        text = _by_dtype(totals.stored)
+        rounded = first_of(found.loss_reads, 2, "; ")
+        yield "the loss", f"reads {short(found.compute_dtype)}: {rounded}"
+    if found.stored is not None:
+        sizes = [f"{amount(n, 'B')} {short(x)}" for x, n in found.stored.items()]
+        text = " + ".join(sizes) or "nothing"
         yield "stored", f"{text}, for the gradient of the first argument"
-
-
-def _by_dtype(sizes: Counter[str]) -> str:
-    """Returns numbers of bytes as words, the largest first."""
-    shown = (f"{bytes_text(n)} {short(d)}" for d, n in sizes.most_common(4) if n)
-    return " + ".join(shown) or "nothing"
 
 
 def _equations(found: Explanation) -> Table:
@@ -265,7 +224,7 @@ def _modules(found: Explanation) -> dict[tuple[str, ...], list[Equation]]:
     Twelve layers are one, `GPT/Block_*`. A module comes before those in it.
     """
     modules: dict[tuple[str, ...], list[Equation]] = {(): []}
-    for row in (*found.equations, *found.added):
+    for row in found.equations:
         path = tuple(filter(None, without_numbers(row.path).split("/")))
         for end in range(len(path) + 1):
             modules.setdefault(path[:end], []).append(row)
@@ -274,26 +233,20 @@ def _modules(found: Explanation) -> dict[tuple[str, ...], list[Equation]]:
     return {path: modules[path] for path in order}
 
 
-def _tree(found: Explanation, depth: int | None) -> Table:
+def _tree(found: Explanation) -> Table:
+    """Returns the modules, as many levels of them as fit a screen."""
     modules = _modules(found)
     levels = range(1, 1 + max(map(len, modules)))
-    if depth is None:  # as many as fit a screen
-        fit = (n for n in levels if sum(len(path) <= n for path in modules) <= _LINES)
-        depth = max(fit, default=1)
-    casts_to = f"casts to\n{short(found.compute_dtype)}/f32"
-    headers = ["\nmodule", "forward\nFLOP", "in\nhalf", casts_to]
-    headers += ["stored\nhalf", "stored\nother"] * found.has_stored
+    fit = (n for n in levels if sum(len(path) <= n for path in modules) <= _LINES)
+    depth = max(fit, default=1)
     shown = (item for item in modules.items() if len(item[0]) <= depth)
     cells = (_cells(found, path, rows) for path, rows in shown)
-    return table([*headers, "stays in\nfloat32"], cells, (len(headers),))
+    return table(["module", "FLOP", "in half", "stays in float32"], cells, (3,))
 
 
 def _cells(
     found: Explanation, path: tuple[str, ...], rows: list[Equation]
 ) -> list[str]:
-    totals = Totals.of(rows)
-    half = sum(n for dtype, n in totals.stored.items() if is_half(dtype))
-    sizes = map(bytes_text, (half, totals.stored.total() - half))
     stays = Counter(row.primitive for row in rows if row.stays_by_rule)
     name = found.name
     if path:
@@ -301,13 +254,12 @@ def _cells(
         names = {copy[-1] for copy in copies}
         name = names.pop() if len(names) == 1 else path[-1]
         name += f"  x{len(copies)}" if len(copies) > 1 else ""
+    share = low_share(rows)
     return [
         "  " * len(path) + name,
-        amount(totals.flops) if totals.flops else "",
-        percent(totals.low_flops, totals.flops),
-        f"{totals.casts_down}/{totals.casts_up}",
-        *(sizes if found.has_stored else ()),
-        " ".join(name for name, _ in stays.most_common(3)),
+        amount(sum(row.flops for row in rows), ""),
+        "" if share is None else percent(share, 1),
+        " ".join(name for name, _ in stays.most_common(5)),
     ]
 
 
@@ -318,20 +270,20 @@ _PAGE = """<!doctype html><meta charset=utf-8><title>{title}</title><style>
 .amp * {{ overflow-wrap: anywhere; white-space: pre-wrap }}
 </style><div class=amp><pre>{head}</pre>{modules}</div>
 """
+_MODULE = """<details style="margin-left:{depth}em"><summary>{name}</summary><ul>{items}
+</ul></details>"""
 
 
 def _page(found: Explanation) -> str:
     """Returns the page: the problems as text, and the equations of each module."""
     modules = []
     for path, rows in _modules(found).items():
-        name, flops, half, *_ = _cells(found, path, rows)
-        stored = f"{_by_dtype(Totals.of(rows).stored)} stored"
-        facts = [f"{flops}FLOP", f"{half} in half", stored] if flops else [stored]
-        summary = escape(f"{name.strip()}: {', '.join(facts)}")
+        name, flops, half, _ = _cells(found, path, rows)
+        summary = f"{name.strip()}: {flops}FLOP, {half} in half" if flops else name
         own = [row for row in rows if without_numbers(row.path) == "/".join(path)]
+        items = "".join(map(_item, own))
         modules.append(
-            f'<details style="margin-left:{len(path)}em"><summary>{summary}</summary>'
-            f"<ul>{''.join(map(_item, own))}</ul></details>"
+            _MODULE.format(depth=len(path), name=escape(summary.strip()), items=items)
         )
     title = escape(f"{found.name} in {found.compute_dtype}")
     head = escape(found.report(only="problems"))
@@ -340,7 +292,6 @@ def _page(found: Explanation) -> str:
 
 def _item(row: Equation) -> str:
     dtypes = dict.fromkeys((str(row.before), str(row.after)))
-    size = f"{amount(row.flops)}FLOP" if row.flops else bytes_text(row.stored.total())
-    what = f"{row.primitive} {row.shape}"
+    size, what = amount(row.flops, "FLOP"), f"{row.primitive} {row.shape}"
     facts = (what, size, " => ".join(dtypes), row.reason, row.result, row.source)
     return f"<li>{escape(' · '.join(filter(None, facts)))}</li>"

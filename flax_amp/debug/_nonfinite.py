@@ -1,10 +1,7 @@
 """`find_nonfinite`: which equation made an inf or a NaN, why, and what to do."""
 
-import bisect
 import dataclasses
-import glob
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -13,55 +10,55 @@ import numpy as np
 
 from flax_amp import _tree
 from flax_amp._compat import Array
-from flax_amp._rewriter.transform import rewrite
+from flax_amp._rewriter.roles import Chooser
 from flax_amp._training.arguments import first_of as first_words
-from flax_amp.debug._call import Call, tool, with_float32
-from flax_amp.debug._report import Report, is_half, plural, policy_text
+from flax_amp.debug._call import Call, tool
+from flax_amp.debug._report import Report, is_half, plural, remedy_text
 from flax_amp.debug._run import Cause, Finding, Runner, first_of, is_finite, kinds
-from flax_amp.policy import Policy, PolicyEntries, default_amp_policy, without_fp8
+from flax_amp.debug._trial import (
+    Part,
+    Trials,
+    candidates,
+    fewest,
+    keys_of,
+    lines_of,
+    with_float32,
+)
+from flax_amp.policy import Policy, default_amp_policy, without_fp8
 
 Verdict = Literal["nothing", "inputs", "scale", "precision", "mathematics"]
 
 _MAX_EXAMPLES = 64  # the most that are listed
-_MAX_POLICIES = 4  # policies tried for modules with faults
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NonfiniteReport(Report):
     """Where an inf or a NaN comes from. Made by `flax_amp.find_nonfinite`.
 
-    Attributes:
-      name: the name of the function.
-      compute_dtype: the dtype of low-precision values.
-      scale: the loss scale of this run.
-      verdict: the kind of the cause. `nothing`: loss, gradients and updated variables
-        are finite. `inputs`: an argument was not. `scale`: only the gradients are not,
-        and with a scale of 1 they are. `precision`: all is finite in float32.
-        `mathematics`: it is not.
-      advice: what to do.
-      finding: the equation, unless an argument alone is the cause. If it is
-        mathematics, it is that of a run in float32.
-      inputs: the arguments that hold an inf or a NaN and have led to it, by their path
-        (`batch/image`, `params/Dense_0/kernel`), with what they hold.
-      examples: the examples of the batch that have it, at most 64; empty if no axis is
-        known to be that of the batch.
-      reached: what is not finite: `loss`, `gradient of params/Dense_0/kernel`.
-      policy: the keys to add to the policy, `{"Block_3/attn": "float32"}`, with which a
-        run was finite; empty if none was found.
-      notes: what limits these statements.
+    The verdict is `nothing` if loss, gradients and updated variables are finite;
+    `inputs` if an argument was not; `scale` if only the gradients are not, and with a
+    scale of 1 they are; `precision` if all is finite in float32; else `mathematics`.
     """
 
-    name: str
-    compute_dtype: str
-    scale: float
+    compute_dtype: str  # the dtype of low-precision values
+    scale: float  # the loss scale of this run
     verdict: Verdict
-    advice: str
+    advice: str  # what to do
+    # The equation, unless an argument alone is the cause. If it is mathematics, it is
+    # that of a run in float32.
     finding: Finding | None = None
+    # The arguments that have led to it, by their path (`batch/image`), and what of inf
+    # and NaN they hold.
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The examples of the batch that have it, at most 64; empty if no axis is known to
+    # be that of the batch.
     examples: tuple[int, ...] = ()
-    reached: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()  # `loss`, `gradient of params/Dense_0/kernel`
+    # What to add to the policy, `{"Block_3/attn": "float32"}`, and lines outside of
+    # modules to put `amp_stop` around. With them, a run was finite.
     policy: dict[str, str] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what limits these statements
 
     def _parts(self) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"
@@ -100,7 +97,8 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
     other, each in its own dtype. An inf or a NaN counts only if it reaches the loss, a
     gradient or an updated variable, so masks of `-inf` are no false alarm. Further runs
     tell precision from mathematics, and try a policy that fixes it. It is called as
-    `flax_amp.explain`, with arrays that have values; a loss may return `(loss, aux)`.
+    `flax_amp.explain`, and takes its options, with arrays that have values; a loss may
+    return `(loss, aux)`.
 
     Sharp edges:
       XLA may compute fused code with more range than its dtypes have. Then a compiled
@@ -108,9 +106,6 @@ def find_nonfinite(call: Call, *, scale: Any = None) -> NonfiniteReport:
       again. The whole batch runs in one pass, also if the step splits it.
 
     Args:
-      fun: see `flax_amp.explain`, as for the other arguments.
-      *step: see there.
-      **options: see there.
       scale: what the loss is multiplied by; by default the scale of the state or the
         optimizer, or 1.
 
@@ -139,6 +134,7 @@ class _Search:
 
     def __init__(self, call: Call, scale: float):
         self._asked, self._call, self._scale = call.asked, call, scale
+        self._traced = call.trace_loss()
         trained = call.trained()
         self._wrt = _tree.pick(call.paths, trained)
         # Training writes the first argument, or the state; the rest is data.
@@ -164,14 +160,17 @@ class _Search:
         found = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
         return tuple(map(int, found[:_MAX_EXAMPLES]))
 
-    def _programs(self, compute_dtype: Any, policy: PolicyEntries) -> list[Runner]:
-        """Traces the loss in a precision, and the loss with its gradient."""
-        # Recomputation changes no number. In float32 nothing changes, but the rules of
-        # custom derivatives get their own source lines.
-        loss = rewrite(self._call.loss, Policy(policy), jnp.dtype(compute_dtype))
+    def _programs(self, choose: Chooser) -> list[Runner]:
+        """Returns the loss in a precision, and the loss with its gradient."""
+        traced = self._traced._replace(choose=choose)
+
+        def loss(arrays: Sequence[Array]) -> Any:
+            # Recomputation changes no number. In float32 nothing changes, but the rules
+            # of custom derivatives get their own source lines.
+            return traced.rebuild(traced.emit(arrays, recompute=False))[0]
 
         def forward(scale: Array, *arrays: Array) -> Any:
-            return loss(list(arrays))[:2]
+            return loss(arrays)[:2]
 
         def backward(scale: Array, *arrays: Array) -> Any:
             (value, updates, _), gradients = self._call.gradients(loss)(scale, arrays)
@@ -201,7 +200,7 @@ class _Search:
     def report(self) -> NonfiniteReport:
         """Runs the loss until the cause is known."""
         asked, scale = self._asked, self._scale
-        programs = self._programs(asked.dtype, asked.entries)
+        programs = self._programs(Chooser(Policy(asked.entries), asked.dtype))
         fault = self._run(programs, scale)
         if fault is None:
             limited = dict.fromkeys(what for run in programs for what in run.limited)
@@ -210,13 +209,14 @@ class _Search:
         if fault.arguments & self._faults:
             return self._make("inputs", "", fault)
         if self._is_of_scale(programs, fault):
-            return self._make("scale", self._advice_for_scale(programs), fault)
+            return self._make("scale", _SCALE, fault)
         if asked.dtype != jnp.float32:
-            programs = self._programs(jnp.float32, default_amp_policy)
-            in_float32 = self._run(programs, scale)
-            if in_float32 is None:
+            in_float32 = Chooser(Policy(default_amp_policy), jnp.dtype(jnp.float32))
+            programs = self._programs(in_float32)
+            left = self._run(programs, scale)
+            if left is None:
                 return self._precision(fault)
-            fault = in_float32  # what no precision fixes
+            fault = left  # what no precision fixes
         return self._make("mathematics", _advice(fault), fault)
 
     def _is_of_scale(self, programs: list[Runner], fault: Cause) -> bool:
@@ -245,43 +245,37 @@ class _Search:
         dtype, name = self._asked.dtype.name, self._asked.name
         return NonfiniteReport(name, dtype, self._scale, verdict, advice, **known)
 
-    def _advice_for_scale(self, programs: list[Runner]) -> str:
-        """Tells at which lower scale the gradients are finite."""
-        factor = self._asked.scaler.get("adjust_factor", 2.0)
-        # With a scale of 1 they are finite.
-        most = math.ceil(math.log(self._scale, factor))
-        lower = [max(self._scale / factor**n, 1.0) for n in range(1, most + 1)]
-        fits = lambda scale: self._run(programs, scale) is None  # noqa: E731
-        i = bisect.bisect_left(lower[:-1], True, key=fits)
-        skips = _SEARCH.format(plural(i + 1, "step")) if self._asked.scaler else ""
-        return _SCALE.format(lower[i]) + skips
-
     def _precision(self, fault: Cause) -> NonfiniteReport:
-        """Tries a policy for the module at fault, then also for the next ones."""
-        policy, dtype = self._asked.entries, self._asked.dtype
-        if Policy(policy).fp8_recipes:
-            in_half = self._programs(dtype, without_fp8(policy))
-            if self._run(in_half, self._scale) is None:
+        """Looks for the fewest parts that have to be in float32."""
+        entries, dtype = self._asked.entries, self._asked.dtype
+        if Policy(entries).fp8_recipes:
+            programs = self._programs(Chooser(Policy(without_fp8(entries)), dtype))
+            if self._run(programs, self._scale) is None:
                 return self._make("precision", _FP8.format(dtype.name), fault)
-        modules: list[str] = []
-        left = fault
-        for _ in range(_MAX_POLICIES):
-            path = left.finding.path if left.finding else ""
-            if path in ("", *modules):
-                break  # it is the victim of another one
-            modules = [*(m for m in modules if not m.startswith(f"{path}/")), path]
-            with with_float32(policy, modules) as tried:
-                programs = self._programs(dtype, tried)
-            now = self._run(programs, self._scale)
-            if now is None or self._is_of_scale(programs, now):
-                keys = dict.fromkeys(map(glob.escape, modules), "float32")
-                text = _POLICY + policy_text(keys, self._asked.has_own_policy)
-                known: Any = dict(policy=keys)
-                known["notes"] = () if now is None else (_SCALE_LEFT,)
-                return self._make("precision", text, fault, **known)
-            left = now
-        wider = _WIDER if dtype == jnp.float16 else ""
-        return self._make("precision", _NO_POLICY.format(wider), fault)
+        trials = Trials(self._call)
+
+        def is_enough(parts: Sequence[Part]) -> bool:
+            trial = trials.run(entries, 1.0, parts)  # the scaler lowers its scale
+            return all(map(is_finite, (trial.loss, *trial.gradients)))
+
+        finding = fault.finding
+        path, line = (finding.path, finding.source) if finding else ("", "")
+        own = Part(path, "" if path else line)
+        parts = candidates(trials.run(entries, 1.0).low)
+        # The part at fault may be the victim of another one, or the whole program.
+        tried = ([own] if own in parts else [], parts, [own])
+        found = next((some for some in tried if some and is_enough(some)), [])
+        found = fewest(found, is_enough)
+        programs = self._programs(with_float32(entries, dtype, found))
+        left = self._run(programs, self._scale)
+        if left is None or self._is_of_scale(programs, left):
+            keys, lines = keys_of(found), lines_of(found)
+            text = remedy_text(keys, lines, self._asked.has_own_policy)
+            notes = () if left is None else (_SCALE_LEFT,)
+            policy = dict.fromkeys(keys, "float32")
+            known: Any = dict(policy=policy, lines=lines, notes=notes)
+            return self._make("precision", "\n".join((_TRIED, *text)), fault, **known)
+        return self._make("precision", _NO_POLICY, fault)
 
 
 # --- what to do ----------------------------------------------------------------------
@@ -295,21 +289,21 @@ _WRITTEN = (
     "It was not finite before this step: restore an earlier checkpoint, and look for "
     "what wrote "
 )
-_SCALE = "Only the scale is too large: with {:g} the gradients are finite."
-_SEARCH = " Nothing is to be done: the scaler skips {} to get there."
-_POLICY = "In float32 it is finite. This policy was tried and fixes it:\n  amp_policy="
-_SCALE_LEFT = "with this policy only the scale is too large, which the scaler lowers"
+_SCALE = (
+    "Only the scale is too large: with a scale of 1 the gradients are finite. Nothing "
+    "is to be done, if a scaler lowers it."
+)
+_TRIED = "In float32 it is finite. This was tried and fixes it:"
+_SCALE_LEFT = "with this only the scale is too large, which the scaler lowers"
 _FP8 = (
     "In {0} without matmuls in fp8 it is finite. In fp8, numbers below about 1/300,000 "
     "of the largest of their array become zeros. Keep the layers before this one out "
     'of fp8, as in flax_amp.default_amp_policy | {{"*/layer": jnp.{0}}}, or leave out '
     "fp8."
 )
-_WIDER = "train with precision='bf16-mixed', which has the range of float32, "
 _NO_POLICY = (
-    "In float32 it is finite. Keep this code in float32 with flax_amp.amp_stop, {}or "
-    "lower its inputs (a norm before it, a clip, a smaller learning rate). "
-    "flax_amp.compare_precision tells which modules have the largest errors."
+    "In float32 it is finite, and no part of it in float32 is enough. Lower its inputs "
+    "(a norm before it, a clip, a smaller learning rate), or train with '32-true'."
 )
 _REMEDIES = {
     "log": "keep its operand above 0, as jax.nn.log_softmax does for log(softmax(x)), "

@@ -6,7 +6,6 @@ it is for the keys of a policy. A name with more dots, such as `eqx.nn.Linear`, 
 name.
 """
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -14,13 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax
-import jax
 import optax
 from jax.extend.core import jaxprs_in_params
 
 from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr
-from flax_amp._rewriter.primitives import traits_of
 from flax_amp._scope_paths import split_method
 
 _LIBRARIES = tuple(
@@ -154,40 +151,3 @@ def source_line(eqn: Eqn) -> str:
     file, line = found
     relative = os.path.relpath(file)
     return f"{file if relative.startswith('..') else relative}:{line}"
-
-
-def with_line_scopes(
-    closed: Jaxpr, sources: dict[str, str], outer: tuple[str, ...] = ()
-) -> Jaxpr:
-    """Returns a jaxpr in which lines outside of modules have scopes, for a policy.
-
-    y = mul x 3e4      at train.py:12, in no scope     =>     in the scope `train:12`
-
-    `sources` gets the line that a scope stands for, `train.py:12`, by its name.
-    """
-
-    def scoped(eqn: Eqn) -> Eqn:
-        scopes, line = outer + scopes_of(eqn), source_line(eqn)
-        if (name := traits_of(eqn).body) in eqn.params:
-            inside = functools.partial(with_line_scopes, sources=sources, outer=scopes)
-            inner = jax.tree.map(inside, eqn.params[name], is_leaf=_compat.is_jaxpr)
-            eqn = eqn.replace(params={**eqn.params, name: inner})
-        if module_path(scopes) or not line:
-            return eqn
-        file, _, number = line.rpartition("/")[2].rpartition(":")
-        # A name with a dot would be that of a method.
-        name = f"{file.partition('.')[0]}:{number}"
-        sources[name] = line
-        return _compat.with_scopes(eqn, (*_compat.scopes(eqn), _entry(name)))
-
-    jaxpr = _compat.open_jaxpr(closed)[0]
-    jaxpr = jaxpr.replace(eqns=list(map(scoped, jaxpr.eqns)))
-    # Before JAX 0.12, a closed jaxpr holds an open one.
-    return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
-
-
-@functools.cache
-def _entry(name: str) -> Any:
-    """Returns what JAX puts into the scopes of an equation for a `jax.named_scope`."""
-    traced = jax.make_jaxpr(jax.named_call(lambda x: x + 1, name=name))(0.0)
-    return _compat.scopes(_compat.open_jaxpr(traced)[0].eqns[0])[0]

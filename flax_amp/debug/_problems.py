@@ -4,10 +4,11 @@ Findings with the same message are one problem: twelve layers whose matmuls ask 
 `precision=HIGHEST` are one line, not twelve.
 """
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -17,7 +18,7 @@ from flax_amp._rewriter.primitives import TRAITS, Kind, is_matrix_product, kind_
 from flax_amp._training.arguments import first_of
 from flax_amp.debug._place import is_derivative
 from flax_amp.debug._record import Equation, Visit, float_factors
-from flax_amp.debug._report import is_half, plural, short
+from flax_amp.debug._report import is_half, short
 from flax_amp.policy import Origin
 
 # The most important first.
@@ -48,12 +49,11 @@ _OWN = (
     "has factors in {0} without amp: its author set a dtype. Leave out dtype= or the "
     "cast to let the policy decide."
 )
-_CHOSEN = "chosen"  # what is no problem
 _OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on its way
-Finding = tuple[str, str]  # kind, message
 
 
-class Problem(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Problem:
     """Something that a person has to act on, or to know."""
 
     kind: str  # a short name, such as `float32 product`
@@ -90,42 +90,34 @@ def without_numbers(path: str) -> str:
 
 def find_problems(
     visits: Sequence[Visit], warnings: Sequence[str], half: Any
-) -> tuple[list[Problem], list[str]]:
-    """Returns the problems, the most important first, and notes of what was chosen.
+) -> list[Problem]:
+    """Returns the problems, the most important first.
 
     Args:
       visits: the equations.
       warnings: the messages that `amp` gives for this function.
       half: the compute dtype.
     """
-    found: dict[Finding, list[Equation]] = defaultdict(list)
+    found: dict[tuple[str, str], list[Equation]] = defaultdict(list)
     for visit in visits if half != jnp.float32 else ():
-        for finding in _findings(visit, half.name):
-            found[finding].append(visit.row)
+        for kind_and_message in _findings(visit, half.name):
+            found[kind_and_message].append(visit.row)
     problems = [Problem("policy", x.removeprefix("amp_policy: ")) for x in warnings]
-    notes = []
     for (kind, message), rows in found.items():
         paths = dict.fromkeys(row.path for row in rows)
         if len(paths) > 3:
             paths = dict.fromkeys(map(without_numbers, paths))
         times, flops = sum(row.times for row in rows), sum(row.flops for row in rows)
-        problem = Problem(kind, message, tuple(paths), rows[0].source, times, flops)
-        if kind != _CHOSEN:
-            problems.append(problem)
-            continue
-        are = f"{plural(times, 'product')} {'is' if times == 1 else 'are'}"
-        notes.append(f"{are} kept in float32 by {message}: {_modules(problem.paths)}")
-    problems.sort(key=lambda p: (KINDS.index(p.kind), -p.flops, -p.times))
-    return problems, notes
+        place = tuple(paths), rows[0].source
+        problems.append(Problem(kind, message, *place, times, flops))
+    return sorted(problems, key=lambda p: (KINDS.index(p.kind), -p.flops, -p.times))
 
 
-def _findings(visit: Visit, half: str) -> Iterator[Finding]:
+def _findings(visit: Visit, half: str) -> Iterator[tuple[str, str]]:
+    """Yields the kind and the message of what is wrong with an equation."""
     row, is_product = visit.row, is_matrix_product(visit.eqn)
     floats = list(dict.fromkeys(float_factors(row.before.operands)))
     names = " and ".join(map(short, floats))
-    if is_product and floats and not row.is_low and (who := _chosen_by(visit)):
-        yield _CHOSEN, who
-        return
     if is_product and row.is_low and is_derivative(visit.eqn):
         yield "second derivative", _SECOND
     if kind_of(row.primitive) is not Kind.PRODUCT:
@@ -135,21 +127,18 @@ def _findings(visit: Visit, half: str) -> Iterator[Finding]:
         yield "complex product", _COMPLEX.format(names, half)
     elif any(map(is_half, floats)):
         yield "own dtype", _OWN.format(names)
-    elif is_product and floats and not (row.is_low or row.is_in_fp8):
+    elif is_product and floats and not (row.is_low or _is_chosen(visit)):
         yield "float32 product", f"stays in {floats[0]}: {_why(visit, half)}"
 
 
-def _chosen_by(visit: Visit) -> str:
-    """Returns who chose to keep a product in float32; empty if nobody did."""
+def _is_chosen(visit: Visit) -> bool:
+    """Whether the user, or JAX for its own numerics, has chosen a product's dtype."""
     decision = visit.why.decision
     if visit.row.reason == f"{decision.origin.value} {decision.key}":
         # The policy that is the default lets all products run in half.
-        if decision.key == "amp_stop":
-            return "flax_amp.amp_stop"
-        if decision.origin is not Origin.DEFAULT:
-            return f"your policy key {decision.key!r}"
+        return decision.key == "amp_stop" or decision.origin is not Origin.DEFAULT
     is_of_jax = _asked(visit.eqn) and _compat.is_numerics_of_jax(visit.eqn)
-    return "JAX's own numerics" if is_of_jax else ""
+    return bool(is_of_jax) or visit.row.is_in_fp8
 
 
 def _asked(eqn: Eqn) -> str:

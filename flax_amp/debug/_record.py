@@ -1,34 +1,24 @@
-"""Rows: what the emitter records of each equation, and what stands in its program.
+"""Rows: what the emitter records of each equation, and what the backward pass stores.
 
 The emitter calls a `Recorder` with each equation of the user's program, the arrays that
-it was bound to, and why. Casts, and what the backward pass stores, are read from the
-program that comes out: each of its equations has the scopes and the line of the user's
-equation that it belongs to.
+it was bound to, and why.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
-from flax_amp import _compat
 from flax_amp._compat import Eqn, Jaxpr, evaluate
-from flax_amp._rewriter.primitives import (
-    Kind,
-    Trait,
-    bodies,
-    has,
-    is_matrix_product,
-    kind_of,
-)
+from flax_amp._rewriter.primitives import Kind, is_matrix_product, kind_of
 from flax_amp._rewriter.roles import Role
-from flax_amp._rewriter.stored import stored_p
 from flax_amp._tree import fill, pick
 from flax_amp.debug._place import Location, places
 from flax_amp.debug._report import is_half, short
@@ -42,7 +32,8 @@ CALLS = frozenset(
 _IN_OWN_DTYPES = (Role.ORIGINAL, Role.CALLED, Role.PRECISE)
 
 
-class Dtypes(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
     """The dtypes of an equation's operands and of its results."""
 
     operands: tuple[str, ...]
@@ -50,13 +41,13 @@ class Dtypes(NamedTuple):
 
     def __str__(self) -> str:
         # Equal ones are written once: `bf16 -> f32`.
-        sides = (dict.fromkeys(map(short, side)) for side in self)
+        sides = (dict.fromkeys(map(short, x)) for x in (self.operands, self.results))
         return " -> ".join(",".join(side) or "()" for side in sides)
 
 
 @dataclasses.dataclass
 class Equation:
-    """One equation of the user's function, or casts, or an array that is stored.
+    """One equation of the user's function.
 
     All numbers are those of one call of the function: what stands in a loop is
     multiplied by the length of the loop.
@@ -67,20 +58,17 @@ class Equation:
     before: Dtypes  # as the user wrote it
     after: Dtypes  # under `amp`
     reason: str  # the rule or the policy key that decided what it computes in
-    result: str = ""  # what became of its result: `rounded: a matmul reads it later`
-    shape: str = ""  # of its first result, such as `8x1024x768`
-    times: int = 1  # how often it runs; the body of a `while` counts once
-    flops: int = 0  # of a matmul or a convolution
-    source: str = ""  # the line of the user's code, `file:line`
-    inside: tuple[str, ...] = ()  # loops and the like around it, outermost first
-    casts_down: int = 0  # of casts, how many are to a narrower float
-    casts_up: int = 0  # of casts, how many are to a wider float
-    stored: Counter[str] = dataclasses.field(default_factory=Counter)  # bytes by dtype
+    result: str  # what became of its result: `rounded: a matmul reads it later`
+    shape: str  # of its first result, such as `8x1024x768`
+    times: int  # how often it runs; the body of a `while` counts once
+    flops: int  # of a matmul or a convolution
+    source: str  # the line of the user's code, `file:line`
+    inside: tuple[str, ...]  # loops and the like around it, outermost first
 
     @property
     def computes_in(self) -> str:
         """The dtype that it computes in: that of its floats, as it reads them."""
-        operands, results = self.after
+        operands, results = self.after.operands, self.after.results
         floats = [dtype for dtype in (*operands, *results) if "float" in dtype]
         return next(iter((*floats, *results, *operands)), "")
 
@@ -98,40 +86,22 @@ class Equation:
         return self.reason.startswith("in fp8")
 
     @property
+    def low_flops(self) -> int:
+        """Its operations, if they run in half precision."""
+        return self.flops if self.is_low else 0
+
+    @property
     def stays_by_rule(self) -> bool:
         """Whether a rule keeps its result in float32: it is a sum, or a key says so."""
         is_sum = kind_of(self.primitive) is Kind.SUM
         is_key = self.result == f"float32: {self.reason}"
         return is_key or (is_sum and self.result.startswith("float32"))
 
-    @property
-    def low_flops(self) -> int:
-        """Its operations, if they run in half precision."""
-        return self.flops if self.is_low else 0
 
-
-@dataclasses.dataclass(frozen=True)
-class Totals:
-    """Sums over rows; the attributes are those of `Equation`."""
-
-    flops: int
-    low_flops: int
-    casts_down: int
-    casts_up: int
-    stored: Counter[str]
-
-    @classmethod
-    def of(cls, rows: Iterable[Equation]) -> "Totals":
-        """Returns the sums over rows."""
-        rows = list(rows)
-        names = ("flops", "low_flops", "casts_down", "casts_up")
-        sums = {name: sum(getattr(row, name) for row in rows) for name in names}
-        return cls(**sums, stored=sum((row.stored for row in rows), Counter()))
-
-    @property
-    def low_share(self) -> float | None:
-        """The share of products in half precision; `None` if there are none."""
-        return self.low_flops / self.flops if self.flops else None
+def low_share(rows: Sequence[Equation]) -> float | None:
+    """Returns the share of matmuls in half precision; `None` if there are none."""
+    flops = sum(row.flops for row in rows)
+    return sum(row.low_flops for row in rows) / flops if flops else None
 
 
 # --- the user's equations ------------------------------------------------------------
@@ -160,7 +130,10 @@ class Recorder:
         start = functools.reduce(Location.within, place.around, Location())
         self._entered |= {id(outer): outer for outer in place.around}
         if eqn.primitive.name not in CALLS:
-            self.visits.append(Visit(_row(start.of(eqn), after, why), eqn, why))
+            is_own = why.role in _IN_OWN_DTYPES and why.result.startswith("float32")
+            result = f"float32: {why.reason}" if is_own else why.result
+            row = _row(start.of(eqn), after, why.reason, result)
+            self.visits.append(Visit(row, eqn, why))
         if id(eqn) not in self._entered and _may_enter(eqn):
             self.visits += _inside(eqn, start.within(eqn), after, why)
 
@@ -177,33 +150,32 @@ def _inside(eqn: Eqn, start: Location, after: Dtypes, why: Any) -> list[Visit]:
     pairs = zip(dtypes_of(eqn).operands, after.operands, strict=True)
     float_ = next((y for x, y in pairs if x == "float32" and is_half(y)), "float32")
     found = []
-    for body in jaxprs_in_params(eqn.params):
-        for inner in places(body, start, _may_enter):
-            if inner.eqn.primitive.name in CALLS:
-                continue
-            sides = dtypes_of(inner.eqn)
-            own = (tuple(float_ if x == "float32" else x for x in xs) for xs in sides)
-            row = _row(inner, Dtypes(*own), why)
-            if why.role is Role.STRUCTURED:  # no key decided
-                row.reason = kind_of(inner.eqn).value
-            row.result = ""
-            found.append(Visit(row, inner.eqn, why, eqn))
+    walks = (places(x, start, _may_enter) for x in jaxprs_in_params(eqn.params))
+    for inner in itertools.chain.from_iterable(walks):
+        if inner.eqn.primitive.name in CALLS:
+            continue
+        # No key decided about what is inside of a loop.
+        is_loop = why.role is Role.STRUCTURED
+        reason = kind_of(inner.eqn).value if is_loop else why.reason
+        before = dtypes_of(inner.eqn)
+        sides = (before.operands, before.results)
+        own = (tuple(float_ if x == "float32" else x for x in xs) for xs in sides)
+        row = _row(inner, Dtypes(*own), reason, "")
+        found.append(Visit(row, inner.eqn, why, eqn))
     if found:
         found[-1].row.result = why.result
     return found
 
 
-def _row(at: Location, after: Dtypes, why: Any) -> Equation:
-    eqn, result = at.eqn, why.result
-    if why.role in _IN_OWN_DTYPES and result.startswith("float32"):
-        result = f"float32: {why.reason}"
+def _row(at: Location, after: Dtypes, reason: str, result: str) -> Equation:
+    eqn = at.eqn
     shapes = [getattr(v.aval, "shape", ()) for v in eqn.outvars] or [()]
     return Equation(
         path=at.path,
         primitive=eqn.primitive.name,
         before=dtypes_of(eqn),
         after=after,
-        reason=why.reason,
+        reason=reason,
         result=result,
         shape="x".join(map(str, shapes[0])),
         times=at.times,
@@ -252,47 +224,18 @@ def flops(eqn: Eqn) -> int:
     return each * size * math.prod(terms)
 
 
-# --- the emitted program -------------------------------------------------------------
-
-
-def casts(closed: Jaxpr, visits: Sequence[Visit]) -> list[Equation]:
-    """Returns rows for the casts of an emitted program, without the user's own."""
-    counts: Counter[tuple[str, str, Dtypes]] = Counter()
-    called = [visit.row for visit in visits if visit.why.role is Role.CALLED]
-    for at in places(closed):
-        name = at.eqn.primitive.name
-        # What a user's precision function has made of operands is read here, too.
-        for row in called:
-            if (row.primitive, row.path, row.source) == (name, at.path, at.source):
-                row.after = dtypes_of(at.eqn)
-        if name == "convert_element_type":
-            counts[at.path, at.source, dtypes_of(at.eqn)] += at.times
-    for row in (visit.row for visit in visits):
-        if row.primitive == "convert_element_type":
-            counts[row.path, row.source, row.before] -= row.times
-    found = []
-    for (path, source, dtypes), count in counts.items():
-        (before, *_), (after, *_) = dtypes
-        if count > 0 and before != after and "float" in before and "float" in after:
-            is_down = jnp.dtype(after).itemsize <= jnp.dtype(before).itemsize
-            row = Equation(path, "cast", dtypes, dtypes, "a cast by amp", source=source)
-            row.casts_down, row.casts_up = count * is_down, count * (not is_down)
-            found.append(row)
-    return found
-
-
-def stored(
+def stored_bytes(
     closed: Jaxpr, arrays: Sequence[Any], trained: Sequence[bool]
-) -> list[Equation]:
-    """Returns rows for the arrays that the backward pass of a program stores.
+) -> dict[str, int]:
+    """Returns the bytes that the backward pass of a program stores, by dtype.
 
-    JAX itself decides that: the gradient is traced, and what its forward pass hands to
-    its backward pass is counted. What the function was given is in memory anyway, and
-    is not counted, nor is what only moves its data, such as a transposed weight. The
+    JAX itself decides that: what the forward pass of `jax.vjp` hands to the backward
+    pass is counted, without arguments and constants, which are in memory anyway. The
     first result is the loss, if that is a scalar.
     """
+    sizes: Counter[str] = Counter()
 
-    def residuals(*arrays: Any) -> list[Any]:
+    def count(*arrays: Any) -> None:
         def loss(*chosen: Any) -> Any:
             outs = evaluate(closed, fill(chosen, trained, arrays))
             outs = [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -301,48 +244,10 @@ def stored(
         outs, pullback = jax.vjp(jax.jit(loss), *pick(arrays, trained))
         # Only its use tells whether there is one: a `while` has none.
         pullback(jax.tree.map(jnp.ones_like, outs))
-        return [x for x in jax.tree.leaves(pullback) if isinstance(x, jax.Array)]
+        leaves = {id(x): x for x in jax.tree.leaves(pullback)}
+        for key in leaves.keys() - set(map(id, arrays)):
+            if isinstance(x := leaves[key], jax.core.Tracer):
+                sizes[str(x.dtype)] += x.size * x.dtype.itemsize
 
-    traced = jax.make_jaxpr(residuals)(*arrays)
-    found: dict[Any, Equation] = {}
-    outs = _compat.open_jaxpr(traced)[0].outvars
-    for atom, origin in zip(outs, _origins(traced, arrays, Location()), strict=True):
-        if isinstance(origin, _Origin):
-            at, aval = origin.at, atom.aval
-            dtypes = Dtypes((), (str(aval.dtype),))
-            row = Equation(at.path, at.eqn.primitive.name, dtypes, dtypes, "stored")
-            row.shape, row.source = "x".join(map(str, aval.shape)), at.source
-            row.stored[str(aval.dtype)] = aval.size * aval.dtype.itemsize
-            found[origin, aval.shape] = row
-    return list(found.values())
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Origin:
-    """Where an array is made. Two of them are different arrays."""
-
-    at: Location
-
-
-def _origins(jaxpr: Jaxpr, operands: Sequence[Any], start: Location) -> list[Any]:
-    """Returns the origin of each result, or something else for what was given."""
-
-    def run(eqn: Eqn, given: Sequence[Any]) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if eqn.primitive is stored_p:
-            return [given[0]] * len(eqn.outvars)
-        if (called := bodies(eqn)) and name not in ("while", "custom_linear_solve"):
-            body, at = called[0], start.within(eqn)
-            inputs = _compat.open_jaxpr(body)[0].invars
-            operands = list(given[len(given) - len(inputs) :])  # behind a predicate
-            if name == "scan":
-                # What an iteration gets from the one before was made there, and is
-                # another array than what it makes itself.
-                first, count = _compat.scan_counts(eqn)
-                operands[first : first + count] = _origins(body, operands, at)[:count]
-            return _origins(body, operands, at)
-        if has(eqn, Trait.LAYOUT) and not any(isinstance(x, _Origin) for x in given):
-            return [None] * len(eqn.outvars)
-        return [_Origin(start.of(eqn)) for _ in eqn.outvars]
-
-    return list(evaluate(jaxpr, operands, run))
+    jax.eval_shape(count, *arrays)
+    return dict(sizes.most_common())

@@ -2,12 +2,11 @@
 
 import dataclasses
 import io
-import math
+import json
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -17,53 +16,34 @@ from rich.text import Text
 _WIDTH_BESIDE_NAMES = 58
 
 # What a report is made of. A string stays one line, and all else is wrapped.
-Part = str | Text | Table | Padding
+Block = str | Text | Table | Padding
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """The result of a tool: `print` it, or hand `to_dict()` to `json.dump`."""
 
     name: str  # of the user's function
 
-    def _parts(self) -> Iterable[Part]:
+    def _parts(self) -> Iterable[Block]:
         raise NotImplementedError
-
-    def report(self) -> str:
-        """Returns the report as text."""
-        return as_text(self._parts())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the attributes as dicts, lists, strings and numbers.
 
-        JSON has no infinity and no NaN: they are the strings `"inf"`, `"-inf"` and
-        `"nan"`, which `float` reads.
+        JSON has no infinity and no NaN: they are strings, which `float` reads.
         """
-        return as_data(self)
+        text = json.dumps(dataclasses.asdict(self))
+        return json.loads(text, parse_constant=str)
 
     def __str__(self) -> str:
-        return self.report()
+        return as_text(self._parts())
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.name}: print it to read it>"
 
 
-def as_data(value: Any) -> Any:
-    """Returns a value as dicts, lists, strings and numbers that JSON has."""
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        value = {field.name: getattr(value, field.name) for field in fields}
-    elif hasattr(value, "_asdict"):  # a NamedTuple
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {str(key): as_data(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [*map(as_data, value)]
-    value = value.item() if isinstance(value, np.generic) else value
-    is_number = not isinstance(value, float) or math.isfinite(value)
-    return value if is_number else str(value)
-
-
-def as_text(parts: Iterable[Part]) -> str:
+def as_text(parts: Iterable[Block]) -> str:
     """Returns a report as text, as wide as the terminal, from 80 to 120 columns."""
     file = io.StringIO()
     show(parts, file=file, width=_width(), color_system=None, force_jupyter=False)
@@ -74,7 +54,7 @@ def _width() -> int:
     return min(max(shutil.get_terminal_size((100, 40)).columns, 80), 120)
 
 
-def show(parts: Iterable[Part], **options: Any) -> None:
+def show(parts: Iterable[Block], **options: Any) -> None:
     """Prints a report on a console of rich, without reading markup in users' names."""
     console = Console(markup=False, emoji=False, highlight=False, **options)
     for part in parts:
@@ -107,18 +87,13 @@ def table(
 # --- words ---------------------------------------------------------------------------
 
 
-def amount(number: float) -> str:
-    """Returns a number with three digits and a prefix, for a unit: `262 G` or `5 `."""
+def amount(number: float, unit: str) -> str:
+    """Returns a number with three digits and a prefix, `262 GFLOP`, and "" for 0."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or prefix == "P":
             break
         number /= 1000
-    return f"{number:.3g} {prefix}"
-
-
-def bytes_text(count: int) -> str:
-    """Returns a number of bytes, `1.28 GB`; the empty string if there are none."""
-    return f"{amount(count)}B" if count else ""
+    return f"{number:.3g} {prefix}{unit}".rstrip() if number else ""
 
 
 def percent(part: float, whole: float) -> str:
@@ -135,8 +110,8 @@ def plural(count: int, noun: str) -> str:
 
 def short(dtype: str) -> str:
     """Returns a dtype as JAX writes it in jaxprs, `bf16` for `bfloat16`."""
-    names = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"))
-    for long, letter in (*names, ("complex", "c")):
+    names = dict(bfloat="bf", float="f", uint="u", int="i", complex="c")
+    for long, letter in names.items():
         if dtype.startswith(long):
             return letter + dtype.removeprefix(long)
     return dtype
@@ -147,8 +122,11 @@ def is_half(dtype: str) -> bool:
     return dtype.startswith(("bfloat16", "float16", "float8", "float6", "float4"))
 
 
-def policy_text(keys: Iterable[str], own: bool) -> str:
-    """Returns the code of a policy, the user's own or not, with modules in float32."""
-    entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
-    base = "your_policy" if own else "flax_amp.default_amp_policy"
-    return f"{base} | {{{entries}}}"
+def remedy_text(keys: Sequence[str], lines: Sequence[str], own: bool) -> Iterator[str]:
+    """Yields the code of a policy, the user's own or not, with parts in float32."""
+    if keys:
+        entries = ", ".join(f'"{key}": jnp.float32' for key in keys)
+        base = "your_policy" if own else "flax_amp.default_amp_policy"
+        yield f"  amp_policy={base} | {{{entries}}}"
+    if lines:
+        yield f"  flax_amp.amp_stop around {', '.join(lines)}"

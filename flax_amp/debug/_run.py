@@ -41,7 +41,8 @@ _CASTS = ("convert_element_type", "flax_amp_spread")
 _ELEMENTWISE_MOVES = "select_n max min clamp neg abs copy stop_gradient".split()
 
 
-class Finding(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Finding:
     """The equation that made an inf or a NaN."""
 
     path: str  # the module, or the scope, that it stands in

@@ -141,7 +141,7 @@ def test_each_fault_is_found_and_fixed(make, fault, dtype):
     assert before.gradient_error > found.threshold > 1.5 * remedy.gradient_error
     assert remedy.low_share < before.low_share == 1
     text = f'flax_amp.default_amp_policy | {{"{key}": jnp.float32}}'
-    assert found.policy == text and text in str(found)
+    assert text in str(found)
     policy = eval(text, {"flax_amp": flax_amp, "jnp": jnp})
     again = compare(amp_policy=policy)
     assert again.as_it_is.gradient_error == remedy.gradient_error
@@ -260,10 +260,10 @@ def test_results_for_a_person_and_for_a_program(monkeypatch):
     assert scale.scale == entry.scale < 2.0**20 and not scale.keys
     assert entry.keys == ("LinenNet/layer_1",)
     assert entry.gradient_error < 5e-3 < scale.gradient_error < math.inf
-    assert found.policy in str(found) and f"{scale.scale:.8g})" in str(found)
+    assert "LinenNet/layer_1" in str(found) and f"{scale.scale:.8g})" in str(found)
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
-        lines = found.report().splitlines()
+        lines = str(found).splitlines()
         assert max(map(len, lines)) <= columns and len(lines) < 40
     saved = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert saved["remedies"][-1]["keys"] == [*entry.keys]
@@ -277,7 +277,7 @@ def test_what_is_not_finite_and_what_has_no_errors():
     assert found.as_it_is.gradient_error == math.inf and not found.remedies
     saved = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert float(saved["gradients"][0]["error"]) == math.inf
-    assert saved["loss"][1] == "nan" and str(found).count(" inf") > 3
+    assert math.isnan(float(saved["loss"][1])) and str(found).count(" inf") > 3
     exact = net("offset", precision="32-true")
     assert exact.as_it_is.gradient_error == exact.as_it_is.loss_error == 0
 
@@ -330,7 +330,7 @@ def test_a_remedy_for_a_line_without_a_module(fun, number, mark):
     (wanted,) = [n for n, text in enumerate(lines, 1) if text.endswith(mark)]
     found = compare_precision(fun)(SQUARE, X, jnp.full((1, WIDTH), number))
     best = found.best
-    assert best is not None and not found.policy, str(found)
+    assert best is not None and not best.keys, str(found)
     assert f"tests/debug/test_compare.py:{wanted}" in best.lines, found
     assert best.gradient_error < 0.1 * found.as_it_is.gradient_error
     assert f"flax_amp.amp_stop around {best.lines[0]}" in str(found)

@@ -7,12 +7,10 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import flax_amp
 from flax_amp import explain
-from flax_amp.debug._report import as_data
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
 
@@ -59,7 +57,7 @@ def test_rows():
     assert "scan" in rows and "jit" not in rows
     unchanged = explain(fun, compute_dtype=jnp.float32)(W, X)
     assert all(row.before == row.after for row in unchanged.equations)
-    assert (unchanged.totals.casts_down, unchanged.totals.low_share) == (0, 0)
+    assert unchanged.low_share == 0
 
 
 # A convolution, groups and batches, complex factors and experts: FLOPs by hand.
@@ -81,22 +79,20 @@ FLOPS = {
 @pytest.mark.parametrize("fun, flops", FLOPS.values(), ids=FLOPS)
 def test_flops(fun, flops):
     found = explain(lambda x: fun() * x.sum().astype(int))(X)
-    assert found.totals.flops == flops
+    assert found.flops == flops
     if not flops:
-        assert found.totals.low_share is None
+        assert found.low_share is None
 
 
 def test_a_dict_for_json(found):
     data = json.loads(json.dumps(found.to_dict()))
     assert data["compute_dtype"] == "bfloat16" and data["name"] == "loss"
-    rows, totals = [*data["equations"], *data["added"]], found.totals
-    for name in ("flops", "casts_down", "casts_up"):
-        assert sum(row[name] for row in rows) == getattr(totals, name), name
-    stored = sum(sum(row["stored"].values()) for row in rows)
-    assert stored == totals.stored.total() > 0
-    assert rows[0].keys() >= {"before", "after", "reason", "source", "times"}
-    infinite = np.float32("inf"), np.float64("-inf"), jnp.bfloat16(2)
-    assert as_data({"x": infinite}) == {"x": ["inf", "-inf", 2.0]}
+    rows = data["equations"]
+    assert sum(row["flops"] for row in rows) == found.flops
+    assert data["stored"] == found.stored and min(found.stored.values()) > 0
+    assert rows[0].keys() >= {"reason", "source", "times"}
+    assert rows[0]["before"] == {"operands": ["float32"], "results": ["float32"]}
+    assert data["problems"][0]["kind"] == "float32 product"
 
 
 def test_the_report_folds_equal_layers(found):
@@ -114,15 +110,10 @@ def test_the_report_folds_equal_layers(found):
 
 
 def test_parts_of_the_report(found):
-    short = found.report(depth=0)
-    assert "  Model" not in short and "1 problem" in short
-    assert len(short) < len(found.report(depth=1)) < len(found.report(depth=9))
-    assert "stored\n" not in found.report(only="problems")
-    totals = found.totals
-    assert f"{totals.casts_down}/{totals.casts_up}" in found.report(depth=9)
-    for wrong in ({"only": "modules"}, {"depth": -1}):
-        with pytest.raises(ValueError, match="report: got"):
-            found.report(**wrong)
+    short = found.report(only="problems")
+    assert "  Model" not in short and "1 problem" in short and short in str(found)
+    with pytest.raises(ValueError, match="report: got only='modules'; expected 'pro"):
+        found.report(only="modules")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -140,7 +131,7 @@ def test_no_width_drops_figures(width, monkeypatch):
     lines = str(found).splitlines()
     assert max(map(len, lines)) <= width
     (head,) = (line for line in lines if line.startswith("  head"))
-    figures = ("512", "100 %", "1/1", "reduce_sum")
+    figures = ("512", "100 %", "reduce_sum")
     assert all(figure in head for figure in figures), head
     shown = re.sub(r"\s", "", str(found))
     assert ("with_a_long_name_[bold]" in shown) == (width == 120)
@@ -153,7 +144,7 @@ def test_the_page_has_everything_and_needs_nothing_else(found):
     text = html.unescape(page)
     assert " ".join(found.problems[0].message.split()) in " ".join(text.split())
     # An item for each equation, with its reasons, in the module that it stands in.
-    assert page.count("<li>") == len(found.equations) + len(found.added)
+    assert page.count("<li>") == len(found.equations)
     assert text.count("<summary") == text.count("</details>") > 3
     for row in found.equations:
         facts = " · ".join(filter(None, (row.reason, row.result, row.source)))
@@ -252,7 +243,7 @@ def test_what_a_loss_closes_over_is_no_obstacle():
     x, w = jnp.ones((24, 16)), jnp.ones((16, 32))
     found = explain(lambda w: ((x @ w) ** 2).mean())(w)
     given = explain(lambda w, x: ((x @ w) ** 2).mean())(w, x)
-    assert found.totals.stored == given.totals.stored and not found.notes
+    assert found.stored == given.stored and not found.notes
 
 
 def test_matmuls_in_fp8_are_no_problem():

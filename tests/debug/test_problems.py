@@ -109,31 +109,21 @@ def test_planted(name):
 
 
 KEEPS_PRODUCTS = {jax.lax.dot_general_p: flax_amp.use_original_precision}
-PRIMITIVE = "by your policy key 'dot_general': outside of any module"
 
 
 @pytest.mark.parametrize(
-    "fun, additions, note",
+    "fun, additions",
     [
-        (jax.named_call(inner, name="head"), {"head": jnp.float32}, "key 'head': head"),
-        (
-            jax.named_call(layers, name="head"),
-            {"*/Layer_*": jnp.float32},
-            "3 products are kept in float32 by your policy key '*/Layer_*': "
-            "head/Layer_0, head/Layer_1, head/Layer_2",
-        ),
-        (flax_amp.amp_stop(inner), {}, "by flax_amp.amp_stop: amp_stop"),
-        (flax_amp.amp_stop(jax.jit(inner)), {}, "by flax_amp.amp_stop: amp_stop"),
-        (inner, KEEPS_PRODUCTS, f"1 product is kept in float32 {PRIMITIVE}"),
+        (jax.named_call(inner, name="head"), {"head": jnp.float32}),
+        (flax_amp.amp_stop(jax.jit(inner)), {}),
+        (inner, KEEPS_PRODUCTS),
     ],
 )
-def test_what_the_user_chose_is_a_note(fun, additions, note):
+def test_what_the_user_chose_is_no_problem(fun, additions):
     policy = flax_amp.default_amp_policy | additions
     found = explain(fun, amp_policy=policy)(W, X)
     # That nothing at all runs in half is no choice.
-    assert {p.kind for p in found.problems} <= {"policy"}
-    assert found.notes[0].endswith(note), found.notes
-    assert not explain(fun, amp_policy=policy, compute_dtype="float32")(W, X).notes
+    assert {p.kind for p in found.problems} <= {"policy"} and not found.notes
 
 
 def test_random_numbers_and_callbacks_are_no_problem():
@@ -153,11 +143,10 @@ def test_random_numbers_and_callbacks_are_no_problem():
     ],
     ids="inv svd resize".split(),
 )
-def test_products_inside_of_jax_are_a_note(fun):
+def test_products_inside_of_jax_are_no_problem(fun):
     found = explain(fun)(W, X)
     assert "float32 product" not in {p.kind for p in found.problems}
-    assert any("kept in float32 by JAX's own numerics" in n for n in found.notes)
-    assert 0 < found.totals.low_flops < found.totals.flops
+    assert 0 < found.low_share < 1
 
 
 def test_equal_findings_are_one_problem():
