@@ -51,36 +51,36 @@ _TARGET = 2.0**14
 class GradientErrors:
     """How the gradients of a group of parameters differ from those in float32."""
 
-    path: str  # what the group has in common, such as `params/Dense_0`
-    error: float  # relative, L2; infinite if one is not finite that is in float32
-    largest: float  # the largest magnitude in float32, times the scale of the loss
+    path: str  #: what the group has in common, such as `params/Dense_0`
+    error: float  #: relative, L2; infinite if one is not finite that is in float32
+    largest: float  #: the largest magnitude in float32, times the scale of the loss
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """A run of the program."""
 
-    name: str  # what it is called
-    scale: float  # of the loss
-    keys: tuple[str, ...]  # the modules that are in float32, as keys of a policy
-    lines: tuple[str, ...]  # lines outside of modules in float32, as by `amp_stop`
-    loss_error: float  # relative
-    gradient_error: float  # relative, L2, of all gradients together
-    low_share: float | None  # of matmuls in half precision; `None` without matmuls
+    name: str  #: what it is called
+    scale: float  #: of the loss
+    keys: tuple[str, ...]  #: the modules that are in float32, as keys of a policy
+    lines: tuple[str, ...]  #: lines outside of modules in float32, as by `amp_stop`
+    loss_error: float  #: relative
+    gradient_error: float  #: relative, L2, of all gradients together
+    low_share: float | None  #: of matmuls in half precision; `None` without matmuls
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Comparison(Report):
     """How a program differs from itself in float32. Made by `compare_precision`."""
 
-    compute_dtype: str  # the dtype of low-precision values
-    loss: tuple[float, float]  # in float32 and in this precision
-    gradients: tuple[GradientErrors, ...]  # by group, the largest error first
-    threshold: float  # the error of the gradients from which on remedies are tried
-    as_it_is: Setting  # the program as it is
-    remedies: tuple[Setting, ...]  # without fp8, another scale, modules in float32
-    own_policy: bool  # whether the policy is the user's own
-    notes: tuple[str, ...] = ()  # what limits these figures
+    compute_dtype: str  #: the dtype of low-precision values
+    loss: tuple[float, float]  #: in float32 and in this precision
+    gradients: tuple[GradientErrors, ...]  #: by group, the largest error first
+    threshold: float  #: the error of the gradients from which on remedies are tried
+    as_it_is: Setting  #: the program as it is
+    remedies: tuple[Setting, ...]  #: without fp8, another scale, modules in float32
+    own_policy: bool  #: whether the policy is the user's own
+    notes: tuple[str, ...] = ()  #: what limits these figures
 
     @property
     def best(self) -> Setting | None:

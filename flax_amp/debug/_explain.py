@@ -49,12 +49,12 @@ class Explanation(Report):
     It prints as a report, and shows itself as a page in a notebook.
     """
 
-    compute_dtype: str  # the dtype of low-precision values
-    equations: tuple[Equation, ...]  # those of the function, as they are emitted
-    problems: tuple[Problem, ...]  # what a person has to act on, most important first
-    stored: dict[str, int] | None  # bytes for the backward pass, by dtype, if known
-    loss_reads: tuple[str, ...]  # half-precision results that the loss is made from
-    notes: tuple[str, ...] = ()  # what limits these figures
+    compute_dtype: str  #: the dtype of low-precision values
+    equations: tuple[Equation, ...]  #: those of the function, as they are emitted
+    problems: tuple[Problem, ...]  #: what a person has to act on, most important first
+    stored: dict[str, int] | None  #: bytes for the backward pass, by dtype, if known
+    loss_reads: tuple[str, ...]  #: half-precision results that the loss is made from
+    notes: tuple[str, ...] = ()  #: what limits these figures
 
     @property
     def flops(self) -> int:

@@ -32,20 +32,20 @@ _ON_A_CPU = "On a CPU, XLA emulates half precision: these times say nothing of a
 class Figures:
     """What a step takes in one dtype."""
 
-    compile_s: float  # seconds of tracing and compiling
-    step_ms: float  # from the call to the end, the least of all turns
-    temp_mb: float | None  # temporary memory on each device, if the backend tells
+    compile_s: float  #: seconds of tracing and compiling
+    step_ms: float  #: from the call to the end, the least of all turns
+    temp_mb: float | None  #: temporary memory on each device, if the backend tells
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Measurement(Report):
     """What `flax_amp.debug.measure` found. It prints as a table."""
 
-    platform: str  # of the devices, such as "gpu"
-    devices: str  # how many there are, and of which kind
-    turns: int  # how many steps in each dtype were timed
-    figures: dict[str, Figures]  # what a step takes, by the name of the dtype
-    notes: tuple[str, ...] = ()  # what limits these figures
+    platform: str  #: of the devices, such as "gpu"
+    devices: str  #: how many there are, and of which kind
+    turns: int  #: how many steps in each dtype were timed
+    figures: dict[str, Figures]  #: what a step takes, by the name of the dtype
+    notes: tuple[str, ...] = ()  #: what limits these figures
 
     def _parts(self) -> Iterator[Block]:
         yield f"{self.name} on {self.devices}, the least of {self.turns} turns"

@@ -40,25 +40,24 @@ class NonfiniteReport(Report):
     scale of 1 they are; `precision` if all is finite in float32; else `mathematics`.
     """
 
-    compute_dtype: str  # the dtype of low-precision values
-    scale: float  # the loss scale of this run
+    compute_dtype: str  #: the dtype of low-precision values
+    scale: float  #: the loss scale of this run
     verdict: Verdict
-    advice: str  # what to do
-    # The equation, unless an argument alone is the cause. If it is mathematics, it is
-    # that of a run in float32.
+    advice: str  #: what to do
+    #: The equation, unless an argument alone is the cause. If it is mathematics, it is
+    #: that of a run in float32.
     finding: Finding | None = None
-    # The arguments that have led to it, by their path (`batch/image`), and what of inf
-    # and NaN they hold.
+    #: The arguments that have led to it, by their path (`batch/image`), and what of inf
+    #: and NaN they hold.
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The examples of the batch that have it, at most 64; empty if no axis is known to
-    # be that of the batch.
+    #: The examples of the batch that have it, at most 64; empty if no axis is known to
+    #: be that of the batch.
     examples: tuple[int, ...] = ()
-    reached: tuple[str, ...] = ()  # `loss`, `gradient of params/Dense_0/kernel`
-    # What to add to the policy, `{"Block_3/attn": "float32"}`, and lines outside of
-    # modules to put `amp_stop` around. With them, a run was finite.
+    reached: tuple[str, ...] = ()  #: `loss`, `gradient of params/Dense_0/kernel`
+    #: The modules in float32 with which a run was finite, to add to the policy.
     policy: dict[str, str] = dataclasses.field(default_factory=dict)
-    lines: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # what limits these statements
+    lines: tuple[str, ...] = ()  #: lines outside of modules, likewise
+    notes: tuple[str, ...] = ()  #: what limits these statements
 
     def _parts(self) -> Iterator[str]:
         scale = "" if self.scale == 1 else f", scale {self.scale:g}"

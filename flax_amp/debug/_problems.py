@@ -56,12 +56,14 @@ _OF_LOSS = ("float32: no matmul reads it", "float32: a scalar")  # results on it
 class Problem:
     """Something that a person has to act on, or to know."""
 
-    kind: str  # a short name, such as `float32 product`
-    message: str  # what was found, and what can be done
-    paths: tuple[str, ...] = ()  # the modules; of more than three, with `*` for numbers
-    source: str = ""  # the line of the first equation
-    times: int = 0  # how often the equations run that it concerns
-    flops: int = 0  # of the matmuls among them
+    kind: str  #: a short name, such as `float32 product`
+    message: str  #: what was found, and what can be done
+    paths: tuple[
+        str, ...
+    ] = ()  #: the modules; of more than three, with `*` for numbers
+    source: str = ""  #: the line of the first equation
+    times: int = 0  #: how often the equations run that it concerns
+    flops: int = 0  #: of the matmuls among them
 
     def title(self, flops: int) -> str:
         """Its kind, how often it is met, and its share of so many FLOPs."""

@@ -53,28 +53,28 @@ class Equation:
     multiplied by the length of the loop.
     """
 
-    path: str  # the module, or the scope, that it stands in
+    path: str  #: the module, or the scope, that it stands in
     primitive: str
-    before: Dtypes  # as the user wrote it
-    after: Dtypes  # under `amp`
-    reason: str  # the rule or the policy key that decided what it computes in
-    result: str  # what became of its result: `rounded: a matmul reads it later`
-    shape: str  # of its first result, such as `8x1024x768`
-    times: int  # how often it runs; the body of a `while` counts once
-    flops: int  # of a matmul or a convolution
-    source: str  # the line of the user's code, `file:line`
-    inside: tuple[str, ...]  # loops and the like around it, outermost first
+    before: Dtypes  #: as the user wrote it
+    after: Dtypes  #: under `amp`
+    reason: str  #: the rule or the policy key that decided what it computes in
+    result: str  #: what became of its result, such as that a matmul reads it rounded
+    shape: str  #: of its first result, such as `8x1024x768`
+    times: int  #: how often it runs; the body of a `while` counts once
+    flops: int  #: of a matmul or a convolution
+    source: str  #: the line of the user's code, with its file
+    inside: tuple[str, ...]  #: loops and the like around it, outermost first
 
     @property
     def computes_in(self) -> str:
-        """The dtype that it computes in: that of its floats, as it reads them."""
+        """The dtype that it computes in, that of its floats as it reads them."""
         operands, results = self.after.operands, self.after.results
         floats = [dtype for dtype in (*operands, *results) if "float" in dtype]
         return next(iter((*floats, *results, *operands)), "")
 
     @property
     def is_low(self) -> bool:
-        """Whether an operand arrives in half precision; of a product, all factors."""
+        """Whether an operand arrives in half precision; of a matmul, both factors."""
         if kind_of(self.primitive) is Kind.PRODUCT:
             factors = float_factors(self.after.operands)
             return bool(factors) and all(map(is_half, factors))
@@ -82,7 +82,7 @@ class Equation:
 
     @property
     def is_in_fp8(self) -> bool:
-        """Whether it is a product whose factors are rounded to 8-bit floats."""
+        """Whether it is a matmul whose factors are rounded to 8-bit floats."""
         return self.reason.startswith("in fp8")
 
     @property
@@ -92,7 +92,7 @@ class Equation:
 
     @property
     def stays_by_rule(self) -> bool:
-        """Whether a rule keeps its result in float32: it is a sum, or a key says so."""
+        """Whether its result is float32 as that of a sum, or because a key says so."""
         is_sum = kind_of(self.primitive) is Kind.SUM
         is_key = self.result == f"float32: {self.reason}"
         return is_key or (is_sum and self.result.startswith("float32"))

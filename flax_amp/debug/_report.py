@@ -23,7 +23,7 @@ Block = str | Text | Table | Padding
 class Report:
     """The result of a tool: `print` it, or hand `to_dict()` to `json.dump`."""
 
-    name: str  # of the user's function
+    name: str  #: of the user's function
 
     def _parts(self) -> Iterable[Block]:
         raise NotImplementedError

@@ -45,18 +45,18 @@ _ELEMENTWISE_MOVES = "select_n max min clamp neg abs copy stop_gradient".split()
 class Finding:
     """The equation that made an inf or a NaN."""
 
-    path: str  # the module, or the scope, that it stands in
-    source: str  # the line of the user's code, `file:line`
-    backward: bool  # whether it makes only gradients not finite
-    inside: tuple[str, ...]  # the loops and branches around it, outermost first
-    primitive: str  # its name; of a constant of the program, `constant`
-    what: str  # as words: `exp`, `the cast to float16 of batch/image`
-    kind: str  # what it made: `inf`, `-inf` or `NaN`
-    dtype: str = ""  # of its result
-    operands: tuple[str, ...] = ()  # and its result: `f16[4,8] up to 57820`
-    bad: int = 0  # how many elements of the result it made so
-    size: int = 0  # how many there are
-    text: str = ""  # what elementwise arithmetic did, such as `log(0) = -inf`
+    path: str  #: the module, or the scope, that it stands in
+    source: str  #: the line of the user's code, with its file
+    backward: bool  #: whether it makes only gradients not finite
+    inside: tuple[str, ...]  #: the loops and branches around it, outermost first
+    primitive: str  #: its name, or `constant` for one of the program
+    what: str  #: in words, such as `the cast to float16 of batch/image`
+    kind: str  #: what it made, `inf`, `-inf` or `NaN`
+    dtype: str = ""  #: of its result
+    operands: tuple[str, ...] = ()  #: and its result, as `f16[4,8] up to 57820`
+    bad: int = 0  #: how many elements of the result it made so
+    size: int = 0  #: how many there are
+    text: str = ""  #: what elementwise arithmetic did, such as `log(0) = -inf`
 
 
 class Cause(NamedTuple):
@@ -157,21 +157,31 @@ class Runner:
             return self._run(branches[chosen], values[1:], inside)
         outs = self._whole(eqn, functools.partial(_compat.bind_in_context, eqn), values)
         if name == "flax_amp_spread" and is_finite(outs[0]):
-            most = float(jnp.finfo(outs[0].dtype).max)
-            if float(jnp.abs(values[0].array).max(initial=0)) > most:
-                self.limited[f"{values[0].name} ({at.path or at.source})"] = None
-        causes: list[Cause | None] = [None] * len(outs)
-        if not all(map(is_finite, outs)):
-            if name in ("scan", "while"):
-                in_loop = self._in_scan if name == "scan" else self._in_while
-                causes = in_loop(eqn, values, at)
-            causes = [
-                None if is_finite(x) else cause or self._cause(eqn, values, x, at)
-                for x, cause in zip(outs, causes, strict=True)
-            ]
+            self._note_limited(values[0], outs[0], at)
+        causes = self._causes(eqn, values, outs, at)
         is_moved = has(eqn, Trait.LAYOUT) and len(values) == 1
         made = values[0].name if is_moved else f"the result of {name}"
         return [Value(x, cause, made) for x, cause in zip(outs, causes, strict=True)]
+
+    def _note_limited(self, value: Value, result: Array, at: Location) -> None:
+        most = float(jnp.finfo(result.dtype).max)
+        if float(jnp.abs(value.array).max(initial=0)) > most:
+            self.limited[f"{value.name} ({at.path or at.source})"] = None
+
+    def _causes(
+        self, eqn: Eqn, values: Sequence[Value], outs: Sequence[Array], at: Location
+    ) -> list[Cause | None]:
+        """Returns the cause of each result that is not finite."""
+        causes: list[Cause | None] = [None] * len(outs)
+        loops = {"scan": self._in_scan, "while": self._in_while}
+        if all(map(is_finite, outs)):
+            return causes
+        if eqn.primitive.name in loops:
+            causes = loops[eqn.primitive.name](eqn, values, at)
+        return [
+            None if is_finite(x) else cause or self._cause(eqn, values, x, at)
+            for x, cause in zip(outs, causes, strict=True)
+        ]
 
     def _whole(self, key: Any, run: Any, values: Sequence[Value]) -> list[Array]:
         """Runs an equation or a body as a whole; bodies are compiled once for a key."""
