@@ -30,7 +30,6 @@ from flax_amp.debug._trial import (
     Part,
     Trial,
     Trials,
-    candidates,
     fewest,
     keys_of,
     lines_of,
@@ -207,18 +206,18 @@ class _Search:
         """Returns what is found, with remedies of up to so many modules."""
         asked, threshold = self._asked, self._enough
         first, trial = self._run("as it is", asked.entries, self._scale)
-        errors = _differences(trial.gradients, self._trials.exact_gradients)
+        errors = _differences(trial.gradients, self._trials.exact.gradients)
         groups = self._by_group(errors)
         self._error = first.gradient_error
         # The forward pass does not see the scale.
         largest = errors[:, 2].max() if math.isfinite(trial.loss) else math.inf
         remedies: Iterator[Setting] = iter(())
         if most > 0 and self._error > threshold:
-            remedies = self._remedies(most, largest, candidates(trial.low))
+            remedies = self._remedies(most, largest, self._trials.parts(asked.entries))
         return Comparison(
             name=asked.name,
             compute_dtype=asked.dtype.name,
-            loss=(float(self._trials.exact_loss), float(trial.loss)),
+            loss=(float(self._trials.exact.loss), float(trial.loss)),
             gradients=groups,
             threshold=threshold,
             as_it_is=first,
@@ -237,11 +236,11 @@ class _Search:
         """Runs the program in half precision, with parts of it in float32."""
         trials = self._trials
         trial = trials.run(entries, scale, parts)
-        loss_error = _relative(_differences([trial.loss], [trials.exact_loss]))
+        loss_error = _relative(_differences([trial.loss], [trials.exact.loss]))
         # No step is taken if the loss is lost, whatever the gradients are.
         error = math.inf
         if loss_error < math.inf:
-            error = _relative(_differences(trial.gradients, trials.exact_gradients))
+            error = _relative(_differences(trial.gradients, trials.exact.gradients))
         setting = Setting(
             name=name,
             scale=scale,

@@ -18,8 +18,6 @@ from flax_amp.debug._run import Cause, Finding, Runner, first_of, is_finite, kin
 from flax_amp.debug._trial import (
     Part,
     Trials,
-    candidates,
-    fewest,
     keys_of,
     lines_of,
     with_float32,
@@ -252,29 +250,39 @@ class _Search:
             if self._run(programs, self._scale) is None:
                 return self._make("precision", _FP8.format(dtype.name), fault)
         trials = Trials(self._call)
+        parts, notes = trials.parts(entries), tuple[str, ...]()
+        found: list[Part] = []
+        left: Cause | None = fault
+        # One fault may hide the next one.
+        while left and (part := _part_of(left)) in parts and part not in found:
+            found.append(part)
+            left, notes = self._left(found)
+        if left:  # it is the victim of another part, or a module of the whole program
+            found = trials.search(entries, parts) or trials.search(entries, [part])
+            left, notes = self._left(found)
+        if left:
+            return self._make("precision", _NO_POLICY, fault)
+        keys, lines = keys_of(found), lines_of(found)
+        text = remedy_text(keys, lines, self._asked.has_own_policy)
+        policy = dict.fromkeys(keys, "float32")
+        known: Any = dict(policy=policy, lines=lines, notes=notes)
+        return self._make("precision", "\n".join((_TRIED, *text)), fault, **known)
 
-        def is_enough(parts: Sequence[Part]) -> bool:
-            trial = trials.run(entries, 1.0, parts)  # the scaler lowers its scale
-            return all(map(is_finite, (trial.loss, *trial.gradients)))
-
-        finding = fault.finding
-        path, line = (finding.path, finding.source) if finding else ("", "")
-        own = Part(path, "" if path else line)
-        parts = candidates(trials.run(entries, 1.0).low)
-        # The part at fault may be the victim of another one, or the whole program.
-        tried = ([own] if own in parts else [], parts, [own])
-        found = next((some for some in tried if some and is_enough(some)), [])
-        found = fewest(found, is_enough)
-        programs = self._programs(with_float32(entries, dtype, found))
+    def _left(self, parts: Sequence[Part]) -> tuple[Cause | None, tuple[str, ...]]:
+        """Returns the fault that is left with parts in float32, and notes."""
+        choose = with_float32(self._asked.entries, self._asked.dtype, parts)
+        programs = self._programs(choose)
         left = self._run(programs, self._scale)
-        if left is None or self._is_of_scale(programs, left):
-            keys, lines = keys_of(found), lines_of(found)
-            text = remedy_text(keys, lines, self._asked.has_own_policy)
-            notes = () if left is None else (_SCALE_LEFT,)
-            policy = dict.fromkeys(keys, "float32")
-            known: Any = dict(policy=policy, lines=lines, notes=notes)
-            return self._make("precision", "\n".join((_TRIED, *text)), fault, **known)
-        return self._make("precision", _NO_POLICY, fault)
+        if left and self._is_of_scale(programs, left):
+            return None, (_SCALE_LEFT,)
+        return left, ()
+
+
+def _part_of(fault: Cause) -> Part:
+    """Returns the part of the program that a fault stands in."""
+    finding = fault.finding
+    path, line = (finding.path, finding.source) if finding else ("", "")
+    return Part(path, "" if path else line)
 
 
 # --- what to do ----------------------------------------------------------------------

@@ -37,7 +37,6 @@ class Trial(NamedTuple):
 
     loss: Array
     gradients: list[Array]  # without the scale
-    low: set[Part]  # what computes in half precision
     low_share: float | None  # of matmuls in half precision; `None` without matmuls
 
 
@@ -46,25 +45,53 @@ class Trials:
 
     def __init__(self, call: Call):
         self._call, self._traced = call, call.trace_loss()
-        exact = functools.partial(evaluate, self._traced.closed)
-        self.exact_loss, self.exact_gradients = self._gradients(exact, 1.0)
+
+    @functools.cached_property
+    def exact(self) -> Trial:
+        """The run in float32."""
+        loss = functools.partial(evaluate, self._traced.closed)
+        return self._trial(loss, 1.0, Recorder())
 
     def run(
         self, entries: PolicyEntries, scale: float, parts: Collection[Part] = ()
     ) -> Trial:
         """Runs the program in half precision, with parts of it in float32."""
-        asked, recorder = self._call.asked, Recorder()
+        recorder = Recorder()
+        return self._trial(self._in_half(entries, parts, recorder), scale, recorder)
+
+    def parts(self, entries: PolicyEntries) -> list[Part]:
+        """Returns what may be in float32, with modules on top first.
+
+        A key for all that is there would leave nothing in half.
+        """
+        recorder = Recorder()
+        jax.eval_shape(self._in_half(entries, (), recorder), self._call.arrays)
+        rows = [visit.row for visit in recorder.visits if visit.row.is_low]
+        low = {Part(row.path, "" if row.path else row.source) for row in rows}
+        paths = [f"{part.path}/" for part in low]
+        whole = {x for x in low if all(path.startswith(f"{x.path}/") for path in paths)}
+        parts = [part for part in low if part.line or part not in whole]
+        return sorted(parts, key=lambda part: (part.path.count("/"), part))
+
+    def search(self, entries: PolicyEntries, parts: list[Part]) -> list[Part]:
+        """Returns the fewest parts with which a run is finite; none if all are not."""
+
+        def is_finite(parts: Sequence[Part]) -> bool:
+            trial = self.run(entries, 1.0, parts)  # the scaler lowers its scale
+            arrays = trial.loss, *trial.gradients
+            return all(bool(jnp.isfinite(x).all()) for x in arrays)
+
+        return fewest(parts, is_finite) if parts and is_finite(parts) else []
+
+    def _in_half(
+        self, entries: PolicyEntries, parts: Collection[Part], recorder: Recorder
+    ) -> Loss:
+        asked = self._call.asked
         choose = with_float32(entries, asked.dtype, parts)
         traced = self._traced._replace(choose=choose)
-        loss, gradients = self._gradients(
-            lambda arrays: traced.emit(arrays, asked.recompute, recorder), scale
-        )
-        rows = [visit.row for visit in recorder.visits]
-        low = {Part(x.path, "" if x.path else x.source) for x in rows if x.is_low}
-        return Trial(loss, gradients, low, low_share(rows))
+        return lambda arrays: traced.emit(arrays, asked.recompute, recorder)
 
-    def _gradients(self, loss: Loss, scale: float) -> Any:
-        """Returns a loss and its gradients, without the scale."""
+    def _trial(self, loss: Loss, scale: float, recorder: Recorder) -> Trial:
         options: Any = {}
         if jax.default_backend() == "cpu":
             # A CPU computes halves in float32, where XLA would leave out the roundings
@@ -73,7 +100,7 @@ class Trials:
             options["xla_backend_optimization_level"] = 0  # each program runs once
         run = jax.jit(self._call.gradients(loss), compiler_options=options)
         (value, *_), gradients = run(jnp.float32(scale), self._call.arrays)
-        return value, gradients
+        return Trial(value, gradients, low_share([x.row for x in recorder.visits]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +133,6 @@ def keys_of(parts: Collection[Part]) -> tuple[str, ...]:
 def lines_of(parts: Collection[Part]) -> tuple[str, ...]:
     """Returns the lines among some parts."""
     return tuple(part.line for part in parts if part.line)
-
-
-def candidates(low: set[Part]) -> list[Part]:
-    """Returns what may be in float32, with modules on top first.
-
-    A key for all that is there would leave nothing in half.
-    """
-    paths = [f"{part.path}/" for part in low]
-    whole = {x for x in low if all(path.startswith(f"{x.path}/") for path in paths)}
-    parts = [part for part in low if part.line or part not in whole]
-    return sorted(parts, key=lambda part: (part.path.count("/"), part))
 
 
 def fewest(
