@@ -1,6 +1,6 @@
 """Trains the digits model with sixteen learning rates in one compiled step.
 
-    python -m examples.sweep [--plot sweep.svg]
+    python -m examples.sweep
 
 The optimizer is a pytree, and the peak of its learning rate is a leaf. So `jax.vmap`
 turns one state into sixteen, and one step into a step that trains all of them, each
@@ -8,8 +8,6 @@ with its own schedule, its own loss scale and its own skipped steps. The table m
 rate with the lowest loss on images that were held out. The loss decides, and not the
 accuracy, because the accuracies of good rates differ by a few images only.
 """
-
-import argparse
 
 import jax
 import jax.numpy as jnp
@@ -64,26 +62,7 @@ def train(peaks):
     return states, {**jax.device_get(found), "count": len(test["label"])}
 
 
-def plot(peaks, losses, best, path):
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.plot(peaks, losses, "o-")
-    axes.plot(peaks[best], losses[best], "o", ms=12, mfc="none", mec="C3", mew=2)
-    title = f"{len(peaks)} runs, one step; lowest loss at {peaks[best]:.1e}"
-    axes.set(xscale="log", yscale="log", xlabel="peak of the learning rate")
-    axes.set(ylabel="loss on held-out images", title=title)
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--plot", help="file for a plot of loss against learning rate")
-    arguments = parser.parse_args()
     states, found = train(PEAKS)
     skipped = jax.device_get(states.opt_state.total_notfinite)
     finite = np.where(np.isfinite(found["loss"]), found["loss"], np.inf)
@@ -98,8 +77,6 @@ def main():
         f"were held out, so one of them is {1 / found['count']:.2%} of the accuracy"
     )
     print(f"best: {PEAKS[best]:.1e}, by the loss")
-    if arguments.plot:
-        plot(PEAKS, found["loss"], best, arguments.plot)
 
 
 if __name__ == "__main__":

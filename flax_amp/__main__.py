@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.choices[args.command].error(f"unrecognized arguments: {words}")
     if args.platforms:
         jax.config.update("jax_platforms", args.platforms)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 
 from flax_amp import optim
-
-PyTree = Any
+from helpers import jit
 
 RATE = 0.01
 
@@ -22,21 +21,25 @@ _PARTS = {
     "normalize",
     "reduce_on_plateau",
 }
-_LINE_SEARCH = ("value", "grad", "value_fn")
 _EXTRA_ARGS = {
-    "lbfgs": _LINE_SEARCH,
+    "lbfgs": ("value", "grad", "value_fn"),
     "momo": ("value",),
     "momo_adam": ("value",),
     "polyak_sgd": ("value",),
     "sophia": ("obj_fn",),
 }
-_NEEDED = inspect.Parameter.empty
-_NO_SCHEDULES = {
-    "optimistic_adam",
-    "rprop",
-    "schedule_free_adamw",
-    "schedule_free_sgd",
-    "sm3",
+_NO_SCHEDULES = set(
+    "optimistic_adam rprop schedule_free_adamw schedule_free_sgd sm3".split()
+)
+_ARGUMENTS = {  # without defaults; made by optax or by `flax_amp.optim`
+    "base_optimizer": lambda space: space.sgd(0.1),
+    "optimizer": lambda space: space.sgd(0.1),
+    "adv_optimizer": lambda space: space.sgd(0.05),
+    "inner": lambda space: space.adam(0.1),
+    "key": lambda space: jax.random.key(0),
+    "l2_norm_clip": lambda space: 1.0,
+    "noise_multiplier": lambda space: 0.1,
+    "seed": lambda space: 0,
 }
 
 
@@ -52,50 +55,48 @@ class Case(NamedTuple):
     per_example: bool = False  # whether its gradients have an axis of examples
 
 
-def names() -> list[str]:
+def names():
     """Returns every optimizer that optax and optax.contrib export."""
-    found = [name for name in dir(optim) if _is_optimizer(name)]
-    return [n for n in found if n not in _PARTS and not n.startswith("scale_by_")]
+    return [
+        name
+        for name in dir(optim)
+        if name not in _PARTS and not name.startswith("scale_by_")
+        if module_of(name).endswith(".alias") or module_of(name).startswith("optax.con")
+    ]
 
 
-def _is_optimizer(name: str) -> bool:
+def module_of(name):
     factory = getattr(getattr(optim, name), "wrapped_factory", None)
-    module = getattr(factory, "__module__", "")
-    return module.endswith(".alias") or module.startswith("optax.contrib")
+    return getattr(factory, "__module__", "")
 
 
-def case(name: str) -> Case:
+class _Plain:
+    """optax and optax.contrib as one."""
+
+    def __getattr__(self, name):
+        return getattr(optim, name).wrapped_factory
+
+
+def case(name):
     """Returns the case of an optimizer, or of a composition."""
     if name in COMPOSED:
-        composed = COMPOSED[name]
-        return Case(name, _plain(composed), lambda rate: composed(optim, rate))
-    factory = getattr(optim, name).wrapped_factory
-    parameters = inspect.signature(factory).parameters
-    arguments: dict[str, Callable[[Any], Any]] = {
-        "base_optimizer": lambda space: space.sgd(0.1),
-        "optimizer": lambda space: space.sgd(0.1),
-        "adv_optimizer": lambda space: space.sgd(0.05),
-        "inner": lambda space: space.adam(0.1),
-        "key": lambda space: jax.random.key(0),
-        "l2_norm_clip": lambda space: 1.0,
-        "noise_multiplier": lambda space: 0.1,
-        "seed": lambda space: 0,
-    }
+        return _case_of(name, COMPOSED[name])
+    parameters = inspect.signature(getattr(optim, name).wrapped_factory).parameters
 
-    def build(space: Any, rate: Any) -> Any:
+    def build(space, rate):
         given = {
-            name: arguments[name](space)
-            for name, parameter in parameters.items()
-            if name in arguments and (name == "key" or parameter.default is _NEEDED)
+            name: make(space)
+            for name, make in _ARGUMENTS.items()
+            if name in parameters
+            and (name == "key" or parameters[name].default is inspect.Parameter.empty)
         }
         if "learning_rate" in parameters:
             given["learning_rate"] = rate
         return getattr(space, name)(**given)
 
-    return Case(
+    return _case_of(
         name,
-        _plain(build),
-        lambda rate: build(optim, rate),
+        build,
         extra_args=_EXTRA_ARGS.get(name, ()),
         rate="learning_rate" in parameters,
         schedules="learning_rate" in parameters and name not in _NO_SCHEDULES,
@@ -103,38 +104,31 @@ def case(name: str) -> Case:
     )
 
 
-class _PlainNames:
-    """optax and optax.contrib as one."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(optim, name).wrapped_factory
-
-
-def _plain(build: Callable[[Any, Any], Any]) -> Any:
-    def make(rate: Any) -> optax.GradientTransformationExtraArgs:
-        made = build(_PlainNames(), rate)
+def _case_of(name, build, **how):
+    def plain(rate):
+        made = build(_Plain(), rate)
         if isinstance(made, optax.MultiSteps):
             made = made.gradient_transformation()
         return optax.with_extra_args_support(made)
 
-    return make
+    return Case(name, plain, lambda rate: build(optim, rate), **how)
 
 
-def _is_matrix(params: PyTree) -> PyTree:
+def is_matrix(params):
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _labels(params: PyTree) -> PyTree:
+def labels(params):
     return jax.tree.map(lambda leaf: "a" if leaf.ndim > 1 else "b", params)
 
 
-COMPOSED: dict[str, Callable[[Any, Any], Any]] = {
+COMPOSED = {
     "chain(clip, adamw)": lambda space, rate: space.chain(
-        space.clip_by_global_norm(1.0), space.adamw(rate, mask=_is_matrix)
+        space.clip_by_global_norm(1.0), space.adamw(rate, mask=is_matrix)
     ),
-    "masked(adam)": lambda space, rate: space.masked(space.adam(rate), _is_matrix),
+    "masked(adam)": lambda space, rate: space.masked(space.adam(rate), is_matrix),
     "partition(adam, sgd)": lambda space, rate: space.partition(
-        {"a": space.adam(rate), "b": space.sgd(rate, momentum=0.9)}, _labels
+        {"a": space.adam(rate), "b": space.sgd(rate, momentum=0.9)}, labels
     ),
     "MultiSteps(adam)": lambda space, rate: space.MultiSteps(space.adam(rate), 2),
     "apply_if_finite(sgd)": lambda space, rate: space.apply_if_finite(
@@ -146,24 +140,20 @@ COMPOSED: dict[str, Callable[[Any, Any], Any]] = {
 # The problem
 
 
-def params_of(seed: int = 0, dtype: Any = jnp.float32) -> PyTree:
+def params_of():
     """Returns the parameters at the start."""
-    key = jax.random.key(seed)
-    return {
-        "w": jax.random.normal(key, (8, 4), dtype) / 2,
-        "b": jnp.full((4,), 0.1, dtype),
-    }
+    w = jax.random.normal(jax.random.key(0), (8, 4)) / 2
+    return {"w": w, "b": jnp.full(4, 0.1, jnp.float32)}
 
 
-def loss_of(params: PyTree, *_: Any, **__: Any) -> jax.Array:
+def loss_of(params, *_, **__):
     """Returns a loss that is smooth and not convex."""
-    dtype = params["w"].dtype
-    x = jnp.sin(jnp.arange(16 * 8, dtype=dtype).reshape(16, 8))
-    y = jnp.cos(jnp.arange(16 * 4, dtype=dtype).reshape(16, 4))
+    x = jnp.sin(jnp.arange(16.0 * 8).reshape(16, 8))
+    y = jnp.cos(jnp.arange(16.0 * 4).reshape(16, 4))
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"][None] - y) ** 2)
 
 
-def inputs(case: Case, params: PyTree) -> tuple[PyTree, dict[str, Any]]:
+def inputs(case, params):
     """Returns the gradients, and what else the update asks for."""
     value, grads = jax.value_and_grad(loss_of)(params)
     known = {"value": value, "grad": grads, "value_fn": loss_of, "obj_fn": loss_of}
@@ -173,20 +163,17 @@ def inputs(case: Case, params: PyTree) -> tuple[PyTree, dict[str, Any]]:
     return grads, extra
 
 
-# Training
-
-
 class Training(NamedTuple):
     """A training, whatever the state is of which it is made."""
 
-    init: Callable[[PyTree], Any]  # of the state from parameters
-    step: Callable[[PyTree, Any], tuple[PyTree, Any]]
+    init: Callable[[Any], Any]  # of the state from parameters
+    step: Callable[[Any, Any], tuple[Any, Any]]
 
 
-def ours(case: Case, rate: Any) -> Training:
+def ours(case, rate):
     """Returns the training with a pytree optimizer, which is its state."""
 
-    def step(params: PyTree, tx: Any) -> tuple[PyTree, Any]:
+    def step(params, tx):
         grads, extra = inputs(case, params)
         updates, tx = tx.update(grads, params, **extra)
         return optax.apply_updates(params, updates), tx
@@ -194,11 +181,11 @@ def ours(case: Case, rate: Any) -> Training:
     return Training(case.pytree(rate).init, step)
 
 
-def in_optax(case: Case, rate: Any) -> Training:
+def in_optax(case, rate):
     """Returns the training with plain optax."""
     tx = case.plain(rate)
 
-    def step(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    def step(params, state):
         grads, extra = inputs(case, params)
         updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
@@ -206,23 +193,21 @@ def in_optax(case: Case, rate: Any) -> Training:
     return Training(tx.init, step)
 
 
-def run(training: Training, steps: int) -> tuple[PyTree, Any]:
+def run(training, steps):
     """Returns parameters and state after some compiled steps."""
-    quick: Any = {"xla_backend_optimization_level": 0}
-    step, params = jax.jit(training.step, compiler_options=quick), params_of()
+    step, params = jit(training.step), params_of()
     state = training.init(params)
     for _ in range(steps):
         params, state = step(params, state)
     return params, state
 
 
-def distance(a: PyTree, b: PyTree) -> float:
+def distance(a, b):
     """Returns the relative L2 distance of two trees, 0 if all bits are equal."""
     pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
     as64 = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
     if all(np.array_equal(x, y, equal_nan=True) for x, y in as64):
         return 0.0
     difference = sum(float(np.sum((x - y) ** 2)) for x, y in as64)
-    return float(
-        np.sqrt(difference / max(sum(float(np.sum(y**2)) for _, y in as64), 1e-4))
-    )
+    size = max(sum(float(np.sum(y**2)) for _, y in as64), 1e-4)
+    return float(np.sqrt(difference / size))

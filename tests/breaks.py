@@ -408,7 +408,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "checkpoint/test_damage.py::test_an_outage_is_not_taken_for_damage",
         ),
     ],
-    "checkpoint/_save.py": [
+    "checkpoint/_state.py": [
         (
             "if manager.read_only:",
             "if False:",
@@ -431,7 +431,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         (
             "bounded = jnp.clip(x, -_LARGEST, _LARGEST)",
             "bounded = x",
-            "optim/test_small_state.py::test_no_finite_number_becomes_an_inf",
+            "optim/test_small_state.py"
+            "::test_what_bfloat16_has_stays_and_no_finite_number_becomes_an_inf",
         ),
         (
             "return _hash(_hash(index ^ (key * factor)) + key)",

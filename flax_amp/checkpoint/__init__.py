@@ -14,5 +14,5 @@ from flax_amp.checkpoint._manager import manager as manager
 from flax_amp.checkpoint._migrate import migrate as migrate
 from flax_amp.checkpoint._report import StepReport as StepReport
 from flax_amp.checkpoint._report import verify as verify
-from flax_amp.checkpoint._restore import restore as restore
-from flax_amp.checkpoint._save import save as save
+from flax_amp.checkpoint._state import restore as restore
+from flax_amp.checkpoint._state import save as save

@@ -1,20 +1,15 @@
 """What is damage and what is an outage: errors, and checksums of the files of a state.
 
-A step counts as damaged only if its files say so: then it is a
-`CorruptCheckpointError`. Without memory, permission, file descriptors or a connection
-the files may be intact, and another step is not what the user wants: then it is an
-`OSError`. Our list of checksums says what the files should be. A file that is not
-there, or differs, is damage; whatever else fails is an outage.
+A file that is not there, or is not what our list of checksums says, is damage: a
+`CorruptCheckpointError`, and another step is restored. Whatever else fails (memory,
+permission, a connection) is an outage: an `OSError`, as the files may be intact.
 
-Orbax checks the files that describe an array, but not the bytes of the array: it
-restores a flipped byte without a word. `write` runs in the background when Orbax has
-written a step and before it commits the step, so every committed step of our manager
-has a list of the size and the CRC-32 of each file:
+Orbax restores a flipped byte of an array without a word. So `write` lists the size and
+the CRC-32 of each file in the background, before Orbax commits a step:
 
     {"default/manifest.ocdbt": [114, 2745823021], ...}
 
-A CRC-32 recognizes each change within 32 bits, and misses another change with a
-probability of 2**-32. It guards against broken disks, not against malice.
+A CRC-32 guards against broken disks, not against malice.
 """
 
 import errno
@@ -55,7 +50,6 @@ def is_missing(error: BaseException) -> bool:
 
 
 def outage(error: BaseException) -> OSError:
-    """Returns the error that says that files could not be reached."""
     return OSError(
         f"checkpoint: the files could not be read: {reason_of(error)}; they may be "
         "intact all the same. Correct the cause and try again."

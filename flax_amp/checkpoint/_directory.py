@@ -7,7 +7,6 @@ file systems without `flock` have no lock, nor have buckets: an object in one wo
 still lock out others after a kill, and a lease needs a clock and a thread.
 """
 
-import operator
 import os
 import posixpath
 import re
@@ -39,11 +38,6 @@ def finish_saving(manager: Any) -> epath.Path:
 
 def directory_of(path: Any) -> epath.Path:
     """Returns an absolute path, or a folder in a bucket, which is listed anew."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"checkpoint: the directory is a {type(path).__name__}; expected a path or "
-            "a manager, before the state."
-        )
     text = os.fspath(path)
     if _REMOTE.match(text):
         return _in_bucket(text)
@@ -68,30 +62,13 @@ def _in_bucket(text: str) -> epath.Path:
             "as 'gs://bucket/folder', from which pathlib.Path takes one of the slashes "
             "away. Orbax saves to no other storage."
         )
-    try:
-        listings = epath.backend.fsspec_backend.fs(text).dircache
-    except ImportError as error:
-        raise ImportError(
-            f"checkpoint: {text} cannot be read without gcsfs ({error}); in a clone "
-            "of flax_amp, run: pip install '.[gcs]'"
-        ) from error
     # With this cache, nothing is seen of what TensorStore or another process writes
     # there. gcsfs has an option for it, but etils makes the file system.
+    listings = epath.backend.fsspec_backend.fs(text).dircache
     listings.use_listings_cache = False
     listings.clear()
     # A bucket has names and no folders: `a/../b` would be another name than `b`.
     return epath.Path("gs://" + posixpath.normpath(text.removeprefix("gs://")))
-
-
-def whole_number(value: Any, name: str, least: int) -> int:
-    """Returns an integer, or what an array of one integer holds, as an int."""
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} is {value!r}; expected an integer.") from error
-    if number < least:
-        raise ValueError(f"{name} is {number}; expected at least {least}.")
-    return number
 
 
 # The lock

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flax_amp._training.arguments import check_count
 from flax_amp.checkpoint import _damage, _directory, _steps
 from flax_amp.checkpoint._damage import (
     CheckpointSaveError,
@@ -27,7 +28,7 @@ from flax_amp.checkpoint._damage import (
     CorruptCheckpointError,
     reason_of,
 )
-from flax_amp.checkpoint._directory import directory_of, whole_number
+from flax_amp.checkpoint._directory import directory_of
 
 _NAMES = {"step_prefix", "step_format_fixed_length", "step_name_format"}
 _LEFTOVER = re.compile(rf"(0|[1-9][0-9]*){re.escape(_steps.HALF)}")
@@ -151,12 +152,9 @@ class Manager(ocp.CheckpointManager):
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("flax_amp: damaged steps moved")
         self.reload()
-        warnings.warn(
-            f"checkpoint.save: {self.directory}: the damaged steps {sorted(damaged)} "
-            "are renamed to <step>.damaged-<time>, to save step "
-            f"{step} of the run that went on from an older one.",
-            CheckpointWarning,
-            stacklevel=5,
+        self._warn(
+            f"the damaged steps {sorted(damaged)} are renamed to <step>.damaged-<time>"
+            f", to save step {step} of the run that went on from an older one."
         )
 
     def _is_intact(self, number: int) -> bool:
@@ -179,13 +177,15 @@ class Manager(ocp.CheckpointManager):
             if step in self._saved | _steps.restored[self.directory]:
                 return
             what = "which this run neither saved nor restored"
-        warnings.warn(
-            f"checkpoint.save: {self.directory} holds step {newest}, {what}; it stays, "
-            "and the state is not saved. Save a new run, or one that goes on from an "
-            "older step, into another directory.",
-            CheckpointWarning,
-            stacklevel=5,
+        self._warn(
+            f"it holds step {newest}, {what}; it stays, and the state is not saved. "
+            "Save a new run, or one that goes on from an older step, into another "
+            "directory."
         )
+
+    def _warn(self, text: str) -> None:
+        told = f"checkpoint.save: {self.directory}: {text}"
+        warnings.warn(told, CheckpointWarning, stacklevel=6)
 
     def _failure(self, error: Exception) -> CheckpointSaveError:
         """Returns the error that says that the last save failed, once."""
@@ -273,16 +273,19 @@ def manager(
       **options: further `orbax.checkpoint.CheckpointManagerOptions`.
 
     Raises:
-      TypeError: if a number is no integer, or the directory no path.
+      TypeError: if the directory is no path.
       ValueError: if an option is out of range or contradicts another, or if Orbax
         cannot save to the directory.
       NotADirectoryError: if the directory is a file, or a link that leads nowhere.
       ImportError: if the directory is in a bucket and gcsfs is not installed.
     """
     where = "checkpoint.manager"
-    interval = whole_number(save_interval_steps, f"{where}: save_interval_steps", 1)
+    interval = check_count(
+        save_interval_steps, f"{where}: {save_interval_steps=}", "of steps"
+    )
     if max_to_keep is not None:
-        max_to_keep = whole_number(max_to_keep, f"{where}: max_to_keep", 1)
+        seen = f"{where}: {max_to_keep=}"
+        max_to_keep = check_count(max_to_keep, seen, "of checkpoints")
     if named := sorted(options.keys() & _NAMES):
         raise ValueError(
             f"{where}: {', '.join(named)} given; expected steps under their plain "

@@ -43,24 +43,22 @@ def migrate(
     It is strict: an array without a counterpart, on either side, is an error that lists
     all of them. These have one without being asked:
 
-    - the state of an optimizer that is not in `optax.apply_if_finite`, as in a plain
-      `TrainState`, for a target where it is;
+    - the optimizer of a plain `TrainState`, which is not in `optax.apply_if_finite`;
     - Flax's `DynamicScale` in the field `dynamic_scale`, and a scaler of jaxamp that
       `rename` calls `scaler`, if the scaler of the target moves (float16);
-    - the collections of a Linen model that are fields of their own, such as
-      `batch_stats`, for `variables`;
+    - collections that are fields of their own, such as `batch_stats`, for `variables`;
     - another dtype, if no value changes by it: bfloat16 for float32, int64 for int32.
 
     What the checkpoint has not of `rngs`, scaler and counts of skipped steps stays as
-    it is in the target. Of a target that is a dict, only the fields that it has are
-    read: `migrate("run", {"params": state.params})`. Of NNX objects that were saved as
-    `(model, optimizer)`, `migrate("run", (model,))` reads the model.
+    it is in the target. Of a dict, or of NNX objects, only the fields or the objects
+    that the target has are read: `{"params": state.params}`, or `(model,)` of what was
+    saved as `(model, optimizer)`.
 
     Args:
       source: the directory of a manager, the folder of one tree that Orbax wrote, a
         `CheckpointManager`, or any tree of arrays in memory.
-      target: what to read into: an `AmpTrainState`, NNX objects, a plain `TrainState`,
-        or any tree, on whose devices the result lies. NNX objects are updated in place.
+      target: an `AmpTrainState`, NNX objects, which are updated in place, or any other
+        tree. The result lies on its devices.
       rename: for one or more whole names in the paths on disk, wherever they are, what
         to put in their place, one after the other: `{"Dense_0": "embed"}`. With `None`,
         what has them in its path is not read, and stays as it is in the target.
@@ -89,7 +87,8 @@ def migrate(
             "expected a tuple of NNX objects, which are updated in place, such as "
             "(model,), or a tree with nnx.state(model)."
         )
-    wanted = _by_name(_trees.leaves_of_target(target, "checkpoint.migrate"))
+    likes = _trees.leaves_of_target(target, "checkpoint.migrate")
+    wanted = _by_name(likes)
     where, leaves = _read(source, step)
     saved, stays = _renamed(_by_name(leaves), wanted, rename or {})
     saved = _of_parts(_as_in_target(saved, wanted), target)
@@ -112,10 +111,9 @@ def migrate(
             "disk to those of the target with rename={old: new}, and leave parts out "
             "with rename={name: None}."
         )
-    likes = ocp.tree.to_flat_dict(_trees.tree_of(target))  # with numbers as they are
     placed = {
-        path: _trees.place(values[name], likes[path])
-        for path, name in zip(likes, wanted, strict=True)
+        path: _trees.place(values[name], like)
+        for (path, like), name in zip(likes.items(), wanted, strict=True)
         if name not in stays
     }
     return _trees.replace_leaves(target, placed)
@@ -188,20 +186,19 @@ def _renamed(
 
 
 def _of_parts(saved: Arrays, target: Any) -> Arrays:
-    """Returns the arrays of those fields, or of that NNX object, that a target has.
+    """Returns the arrays of those fields, or of those NNX objects, that a target has.
 
-    Of several objects on disk only the others are left out: `{"0/kernel": ...,
-    "1/step": ..., "batch_stats/mean": ...}` loses `1/step`, and no other surplus.
+    For `(model,)`, whose only object is `0`, `1/step` is left out, and no other name.
     """
 
     def is_asked(name: str) -> bool:
-        field = name.split("/")[0]
+        field = name.partition("/")[0]
         if isinstance(target, dict):
             return field in target
-        return field == "0" or not field.isdigit()
+        is_object = field.isdigit() and _trees.is_nnx(target)
+        return not is_object or int(field) < len(target)
 
-    is_part = isinstance(target, dict) or _trees.is_nnx(target) and not target[1:]
-    return {n: x for n, x in saved.items() if is_asked(n)} if is_part else saved
+    return {name: x for name, x in saved.items() if is_asked(name)}
 
 
 def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
@@ -225,8 +222,8 @@ def _as_in_target(saved: Arrays, wanted: Arrays) -> Arrays:
         {key: of[name] for key, name in scaler.items() if name in of}
         for of in (wanted, found)
     )
-    moves = _trees.never_moves(own) in (None, bool(_trees.never_moves(theirs)))
-    if not moves or np.isnan(theirs.get("scaler", np.nan)).any():
+    is_nan = np.isnan(theirs.get("scaler", np.nan)).any()
+    if is_nan or not _trees.move_alike(theirs, own):
         # The precision was changed, or the scale is none: that of the target stays.
         return {name: x for name, x in found.items() if name not in scaler.values()}
     scale = theirs["scaler"].astype(np.float32)

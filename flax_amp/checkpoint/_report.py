@@ -3,10 +3,9 @@
 import argparse
 import contextlib
 import os
-import sys
 from typing import Any, NamedTuple
 
-from flax_amp.checkpoint import _steps, _trees
+from flax_amp.checkpoint import _steps
 from flax_amp.checkpoint._damage import (
     CorruptCheckpointError,
     IncompleteError,
@@ -23,7 +22,6 @@ class StepReport(NamedTuple):
       size: the size of its files, in bytes.
       problem: what is damaged; the empty string if nothing is.
       has_checksums: whether there are checksums; those of plain Orbax have none.
-      scaler: the values of its loss scaler, if they could be read.
       half_deleted: whether files are missing while a newer step is intact: its removal
         was interrupted.
     """
@@ -32,7 +30,6 @@ class StepReport(NamedTuple):
     size: int
     problem: str
     has_checksums: bool
-    scaler: dict[str, float]
     half_deleted: bool = False
 
 
@@ -50,8 +47,8 @@ def verify(manager: Any) -> list[StepReport]:
       ...     with checkpoint.manager(directory) as manager:
       ...         _ = checkpoint.save(manager, state)
       ...     (report,) = checkpoint.verify(directory)
-      >>> report.problem, report.has_checksums, report.scaler["scaler"]
-      ('', True, 1.0)
+      >>> report.problem, report.has_checksums
+      ('', True)
     """
     directory = finish_saving(manager)
     reports = [(step, _report(step)) for step in _steps.steps_in(directory)]
@@ -70,45 +67,33 @@ def _report(step: _steps.Step) -> StepReport:
     with contextlib.suppress(OSError):  # Another process may remove the step meanwhile.
         paths = [x for x in files_of(step.folder) if not os.path.islink(x)]
         size = sum(path.stat().length for path in paths)
-    report = StepReport(step.number, size, "", False, {})
+    report = StepReport(step.number, size, "", False)
     try:
         step.verify()
-        read = _trees.numpy_leaves(step.read(step.tree(), {}))
+        step.read(step.tree(), {})
     except (CorruptCheckpointError, OSError, ValueError) as error:
         is_incomplete = isinstance(error, IncompleteError)
         return report._replace(problem=str(error), half_deleted=is_incomplete)
-    scaler = {
-        key: float(read[path])
-        for key, path in _trees.scaler_in(read).items()
-        if read[path].shape == () and read[path].dtype.kind in "fiu"
-    }
-    return report._replace(has_checksums=step.has_checksums, scaler=scaler)
+    return report._replace(has_checksums=step.has_checksums)
 
 
 def add_checkpoint(commands: Any) -> None:
     """Adds the command `checkpoint` to the parsers of `python -m flax_amp`."""
-    command = commands.add_parser(
-        "checkpoint", help="list steps, sizes, scaler values and integrity"
-    )
+    command = commands.add_parser("checkpoint", help="list steps, sizes and integrity")
     command.add_argument("directory", help="a directory, or gs://bucket/folder")
     command.set_defaults(run=_checkpoint)
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    try:
-        reports = verify(args.directory)
-    except (ImportError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{'step':>8} {'MB':>10} {'scale':>12}  integrity")
+    reports = verify(args.directory)
+    print(f"{'step':>8} {'MB':>10}  integrity")
     for report in reports:
         state = "intact" if report.has_checksums else "readable, no checksums"
         if report.problem:
             state = f"DAMAGED: {report.problem}"
         if report.half_deleted:
             state = "half deleted, a newer step is intact"
-        scale = f"{report.scaler.get('scaler', 1):g}"
-        print(f"{report.step:8} {report.size / 1e6:10.3f} {scale:>12}  {state}")
+        print(f"{report.step:8} {report.size / 1e6:10.3f}  {state}")
     if not reports:
         print(f"no steps in {args.directory}")
     return int(any(report.problem and not report.half_deleted for report in reports))

@@ -1,8 +1,6 @@
 """The steps in a directory of checkpoints: where they are, and what each holds.
 
-`restore` and `migrate` try the steps with `newest_intact`, `verify` reads all of them,
-and each sees the arrays of a `Step` after the files of the step have been checked.
-Nothing here writes.
+Arrays are read after the files of their step have been checked. Nothing here writes.
 """
 
 import contextlib
@@ -18,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from flax_amp._training.arguments import check_count
 from flax_amp.checkpoint import _damage, _trees
 from flax_amp.checkpoint._damage import (
     ITEM,
@@ -28,7 +27,6 @@ from flax_amp.checkpoint._damage import (
     outage,
     reason_of,
 )
-from flax_amp.checkpoint._directory import whole_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +45,7 @@ restored: dict[epath.Path, set[int]] = defaultdict(set)
 
 
 def record_of(step: int, optimizer: list[str]) -> dict[str, Any]:
-    """Returns what the metadata of a step says about it."""
+    """Returns what the metadata of a step says about it; see `Step.record`."""
     return {_KEY: {"format": _FORMAT, "step": step, "optimizer": optimizer}}
 
 
@@ -154,7 +152,8 @@ def newest_intact(
 
     All processes must succeed. A warning names the damaged steps.
     """
-    number = None if wanted is None else whole_number(wanted, "checkpoint: step", 0)
+    seen = f"checkpoint: step={wanted!r}"
+    number = None if wanted is None else check_count(wanted, seen, "of a step", 0)
     damaged: dict[Step, str] = {}
     steps = _candidates(directory, number)
     while step := next((step for step in steps if step not in damaged), None):

@@ -37,6 +37,15 @@ def tree_of(state: Any) -> PyTree:
     return nnx.state(tuple(state)) if is_nnx(state) else state
 
 
+def as_array(leaf: Any) -> Any:
+    """Returns a Python number with the dtype that JAX gives it, which Orbax does not.
+
+    A type is compared, because `np.float64` is a float, too.
+    """
+    is_number = type(leaf) in (bool, int, float, complex)
+    return np.asarray(jnp.asarray(leaf)) if is_number else leaf
+
+
 def step_of(state: Any, name: str) -> Any:
     """Returns the step of a state, or raises a TypeError if it is no state."""
     if isinstance(state, AmpTrainState):
@@ -74,10 +83,15 @@ def scaler_in(leaves: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def never_moves(scaler: Mapping[str, Any]) -> bool | None:
-    """Whether a scale stays what it is; `None` if that is not known."""
-    factor = scaler.get("adjust_factor", jax.ShapeDtypeStruct((), "float32"))
-    return bool(np.all(np.asarray(factor) == 1)) if has_value(factor) else None
+def move_alike(saved: Mapping[str, Any], target: Mapping[str, Any]) -> bool:
+    """Whether two scales move, or none of them; so it is if nobody knows of the second.
+
+    A scaler of another program that has no factor moves.
+    """
+    abstract = jax.ShapeDtypeStruct((), "float32")
+    own, other = (of.get("adjust_factor", abstract) for of in (target, saved))
+    fixed = has_value(other) and bool(np.all(other == 1))
+    return not has_value(own) or bool(np.all(own == 1)) == fixed
 
 
 def has_value(leaf: Any) -> bool:
@@ -163,8 +177,7 @@ def leaves_of_target(target: Any, where: str) -> Leaves:
     """Returns the leaves of a target by path, each with a shape and a dtype."""
     found = {}
     for path, leaf in ocp.tree.to_flat_dict(tree_of(target)).items():
-        if type(leaf) in (bool, int, float, complex):  # np.float64 is a float, too
-            leaf = np.asarray(jnp.asarray(leaf))
+        leaf = as_array(leaf)
         if not (path and hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TypeError(
                 f"{where}: {'/'.join(path) or 'the whole'} of the target is a "
@@ -177,14 +190,12 @@ def leaves_of_target(target: Any, where: str) -> Leaves:
 
 
 def place(value: Any, like: Any) -> Any:
-    """Returns an array as `like` is: on its devices, or a number, or one of NumPy.
+    """Returns an array as `like` is: on its devices, or one of NumPy.
 
     It is one of Orbax on these devices, or of NumPy; of typed keys, their data. Orbax
     commits what it reads, and whether an array is committed is part of what a compiled
     step is looked up by: it would be compiled a second time after each restore.
     """
-    if isinstance(like, bool | int | float | complex):
-        return type(like)(value.item())
     if isinstance(like, np.ndarray | np.generic):
         return np.array(value, like.dtype)
     has_sharding = getattr(like, "sharding", None) is not None

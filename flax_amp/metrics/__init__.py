@@ -13,13 +13,12 @@ from flax_amp.metrics._log import create_writer as create_writer
 from flax_amp.metrics._log import read as read
 from flax_amp.metrics._plot import plot as plot
 from flax_amp.metrics._update import finite_by_leaf as finite_by_leaf
-from flax_amp.metrics._update import trained_norms as trained_norms
 
 if TYPE_CHECKING:
     from flax_amp.metrics._collection import StepMetrics as StepMetrics
 
 __all__ = ["MetricWriter", "StepMetrics", "create_writer", "finite_by_leaf", "plot"]
-__all__ += ["read", "trained_norms"]
+__all__ += ["read"]
 
 
 def __getattr__(name: str) -> Any:

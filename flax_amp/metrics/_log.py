@@ -23,8 +23,7 @@ _NUMBER = int | float | None
 class MetricWriter:
     """Writes the metrics of a run, with the methods of clu's `MetricWriter`.
 
-    Those for anything but numbers and hyper-parameters do nothing. clu's own classes
-    need TensorFlow.
+    Those for anything but numbers and hyper-parameters do nothing.
     """
 
     def __init__(self, path: Path | None, board: Any, terminal: str | None) -> None:
@@ -143,9 +142,8 @@ def read(run: str | os.PathLike[str]) -> dict[str, list[tuple[int, float]]]:
 
     Steps rise, in whatever order they were written. Of a step that was written twice,
     because a run was resumed without a `first_step`, the later value counts, and what
-    the earlier run wrote for later steps is dropped. `null` becomes NaN. A line that a
-    kill has cut is left out, and so is what is no number. `run` is the folder of the
-    run, or the file.
+    the earlier run wrote for later steps is dropped. NaN stands for `null`. `run` is
+    the folder of the run, or the file.
     """
     path = Path(run)
     found: dict[str, dict[int, float]] = {}

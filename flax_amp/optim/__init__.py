@@ -1,9 +1,5 @@
 """Pytree optimizers: every optimizer of optax as one object that holds its state.
 
-    tx = optim.adamw(learning_rate=3e-4).init(params)
-    updates, tx = tx.update(grads, params)
-    params = optax.apply_updates(params, updates)
-
 The functions are those of optax and `optax.contrib`, with their signatures. An argument
 is a leaf if and only if it is an array. A number given as `learning_rate` becomes one;
 everything else is static, as it is in optax. See the README of this folder.

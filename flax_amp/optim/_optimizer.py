@@ -86,19 +86,12 @@ class Optimizer(FactoryCall):
     ) -> tuple[PyTree, Self]:
         """Returns the updates, and the optimizer after them.
 
-        The parameters, and extra arguments such as `value`, are for the optimizers that
-        need them.
+        Some optimizers need the parameters, or extra arguments such as `value`.
         """
         if self.opt_state is None:
             raise RuntimeError(
                 f"{self._name}.update: it has no state; call tx = tx.init(params) "
                 "first. Inside of optax.chain and the like, pass tx.to_optax()."
-            )
-        of_params, of_state = _structure(params), _structure(self.opt_state)
-        if of_params == of_state != _structure(grads):
-            raise TypeError(
-                f"{self._name}.update: got grads and a state; expected "
-                "tx.update(grads, params). Where optax calls it, pass tx.to_optax()."
             )
         with self._explaining():
             tx = self.build()
@@ -189,10 +182,6 @@ def _count(opt_state: PyTree) -> Any:
     ends = [(jax.tree_util.keystr(path[-1:], simple=True), x) for path, x in named]
     counts += [x for wanted in _COUNTS for name, x in ends if name == wanted]
     return jnp.maximum(counts[0] - 1, 0) if counts else None
-
-
-def _structure(tree: PyTree) -> Any:  # mypy does not know the type
-    return jax.tree.structure(tree)
 
 
 def _strong(leaf: Any) -> Any:

@@ -190,11 +190,6 @@ def small_state(
     if isinstance(tx, Optimizer):
         wrapped = Optimizer(small_state, tx, dtype, rounding=rounding, where=where)
         return wrapped  # type: ignore[return-value]
-    if not (callable(getattr(tx, "init", None)) and hasattr(tx, "update")):
-        raise TypeError(
-            f"{name}: tx is a {type(tx).__name__}; expected an optimizer with init and "
-            "update, such as optax.adamw(3e-4)."
-        )
     if not isinstance(tx, optax.GradientTransformation):  # such as optax.MultiSteps
         tx = optax.GradientTransformation(tx.init, tx.update)
     made = _RoundingOptimizer(tx, rounding, where)

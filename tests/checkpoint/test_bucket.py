@@ -195,33 +195,3 @@ def test_other_storage_is_refused_in_one_line(path, tmp_path, monkeypatch, capsy
     assert __main__.main(["checkpoint", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not any(tmp_path.iterdir())
-
-
-def test_a_bucket_needs_gcsfs(monkeypatch, capsys):
-    def fs(path):
-        raise ImportError("Please install gcsfs to access Google Storage")
-
-    monkeypatch.setattr(epath.backend.fsspec_backend, "fs", fs)
-    message = r"gs://b/run .*in a clone of flax_amp, run: pip install '\.\[gcs\]'"
-    with pytest.raises(ImportError, match=message):
-        checkpoint.manager("gs://b/run")
-
-
-CLIENTS = {
-    "gcsfs.retry": lambda of: of.HttpError({"code": 503, "message": "busy"}),
-    "aiohttp": lambda of: of.ServerDisconnectedError(),
-    "google.auth.exceptions": lambda of: of.RefreshError("expired"),
-    "google.api_core.exceptions": lambda of: of.ServiceUnavailable("busy"),
-}
-
-
-@pytest.mark.parametrize("where", CLIENTS)
-def test_a_connection_that_fails_is_no_damage(where):
-    of = pytest.importorskip(where, reason="pip install -e .[dev]")
-
-    class Remote:
-        def read_bytes(self):
-            raise CLIENTS[where](of)
-
-    with pytest.raises(OSError, match="they may be intact all the same"):
-        _damage.read_file(Remote())

@@ -11,11 +11,11 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from _foreign import by_manager, by_standard_checkpointer, image_state, image_step, run
+from _foreign import by_manager, by_standard_checkpointer, image_state, run, trained
 from _models import changed, linen_state, make_batch, nnx_state, optimizer
-from flax_amp import AmpTrainState, checkpoint, init_scaler, no_scaler
+from flax_amp import AmpTrainState, checkpoint, init_scaler, no_scaler, optim
 from flax_amp._training.scaler import update_scaler
-from helpers import assert_identical
+from helpers import assert_identical, assert_same_avals
 
 pytestmark = pytest.mark.once
 
@@ -89,20 +89,16 @@ def test_a_scale_without_limits_is_brought_within_them(image, saved, expected):
 def test_between_float16_and_bfloat16(tmp_path, image):
     """The scale is what the new run was made with, and all else goes on."""
     half = linen_state(scaler=init_scaler(scaler=8, patience=9))
-    for old, new, moves in (
-        (half, linen_state(scaler=no_scaler()), "never moves"),
-        (linen_state(scaler=no_scaler()), half, "moves, unlike that on"),
-    ):
-        directory = tmp_path / moves
-        with checkpoint.manager(directory) as manager:
+    fixed = linen_state(scaler=no_scaler())
+    for i, (old, new) in enumerate([(half, fixed), (fixed, half)]):
+        with checkpoint.manager(tmp_path / str(i)) as manager:
             checkpoint.save(manager, old.replace(step=old.step + 3))
-        with pytest.warns(checkpoint.CheckpointWarning, match=moves) as told:
-            state = checkpoint.restore(directory, new)
+        with pytest.warns(checkpoint.CheckpointWarning, match="one moves and") as told:
+            state = checkpoint.restore(tmp_path / str(i), new)
         assert told[0].filename == __file__ and len(told) == 1
         assert int(state.step) == 3
         assert_identical(state.scaler, new.scaler)
-    state = checkpoint.migrate(image, linen_state(scaler=no_scaler()))
-    assert_identical(state.scaler, no_scaler())
+    assert_identical(checkpoint.migrate(image, fixed).scaler, fixed.scaler)
 
 
 # Names
@@ -157,37 +153,89 @@ def test_only_other_objects_are_left_out():
         checkpoint.migrate(linen, (model,), rename={"params": "0"})
 
 
-def test_parameters_only_and_a_new_head(image):
+def test_parameters_only(image):
     target = linen_state(tx=optax.sgd(0.1))
     found = checkpoint.migrate(image, {"params": target.params})
     assert_identical(found["params"], image.params)
-    names = {"Dense_1": None, "dynamic_scale": None}
-    state = checkpoint.migrate(image, linen_state(), rename=names)
-    assert_identical(state.params["Dense_0"], image.params["Dense_0"])
-    assert_identical(state.params["Dense_1"], linen_state().params["Dense_1"])
 
 
-def test_back_to_a_plain_state():
-    saved = run(linen_state(), 3)
-    target = image_state(dynamic_scale=DynamicScale())
-    counters = ("notfinite_count", "last_finite", "total_notfinite")
-    left_out = dict.fromkeys(("scaler", "dynamic_scale", "rngs", *counters))
-    names = {"variables/batch_stats": "batch_stats", "inner_state/1": "1"}
-    state = checkpoint.migrate(saved, target, rename={**names, **left_out})
-    assert_identical(state.params, saved.params)
-    assert_identical(state.opt_state, saved.opt_state.inner_state)
-    assert_identical(state.batch_stats, saved.variables["batch_stats"])
-    assert int(image_step(state, make_batch()).step) == 4
+def new_state(tx):
+    params = {"w": jnp.full((2, 3), 0.3), "b": jnp.ones(2)}
+    return AmpTrainState.create(params=params, tx=tx)
 
 
-def test_an_optimizer_with_another_wrapper():
-    saved = run(linen_state(), 4)
-    every_second = optax.MultiSteps(optimizer(), 2)
-    names = {"inner_state": "inner_state/inner_opt_state"}
-    names |= dict.fromkeys(("mini_step", "gradient_step", "acc_grads"))
-    state = checkpoint.migrate(saved, linen_state(tx=every_second), rename=names)
-    inner = state.opt_state.inner_state.inner_opt_state
-    assert_identical(inner, saved.opt_state.inner_state)
+def moved(tx):
+    state = new_state(tx)
+    return state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+
+def inner(state):
+    return state.opt_state.inner_state
+
+
+MOMENTUM, HALF = optax.sgd(0.1, momentum=0.5), jnp.bfloat16
+COUNTERS = ("notfinite_count", "last_finite", "total_notfinite")
+NOT_PLAIN = dict.fromkeys(("scaler", "dynamic_scale", "rngs", *COUNTERS))
+WRAPPED = {"inner_state": "inner_state/inner_opt_state"}
+WRAPPED |= dict.fromkeys(("mini_step", "gradient_step", "acc_grads"))
+SMALL = {"inner_state": "inner_state/inner_state", "roundings": None}
+RENAMES = {  # a checkpoint, a target, names, and what is equal in the result and in it
+    "a new head": (
+        trained,
+        linen_state,
+        {"Dense_1": None, "dynamic_scale": None},
+        lambda new, old: [(new.params["Dense_0"], old.params["Dense_0"])],
+    ),
+    "a plain state": (
+        lambda: run(linen_state(), 3),
+        lambda: image_state(dynamic_scale=DynamicScale()),
+        {"variables/batch_stats": "batch_stats", "inner_state/1": "1", **NOT_PLAIN},
+        lambda new, old: [
+            (new.opt_state, inner(old)),
+            (new.batch_stats, old.variables["batch_stats"]),
+        ],
+    ),
+    "MultiSteps": (
+        lambda: run(linen_state(), 4),
+        lambda: linen_state(tx=optax.MultiSteps(optimizer(), 2)),
+        WRAPPED,
+        lambda new, old: [(inner(new).inner_opt_state, inner(old))],
+    ),
+    "into optim": (
+        lambda: moved(optax.adam(0.1)),
+        lambda: new_state(optim.adam(0.3)),
+        {"inner_state": "inner_state/opt_state", "learning_rate": None},
+        lambda new, old: [
+            (inner(new).opt_state, inner(old)),
+            (new.hyperparams["learning_rate"], jnp.float32(0.3)),  # of the target
+        ],
+    ),
+    "out of optim": (
+        lambda: moved(optim.adam(0.3)),
+        lambda: new_state(optax.adam(0.1)),
+        {"inner_state/opt_state": "inner_state", "learning_rate": None},
+        lambda new, old: [(inner(new), inner(old).opt_state)],
+    ),
+    "into small_state": (
+        lambda: moved(MOMENTUM),
+        lambda: new_state(optim.small_state(MOMENTUM)),
+        SMALL,
+        lambda new, old: [(inner(new).inner_state[0].trace["w"].sum(), HALF(6))],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RENAMES)
+def test_names_lead_to_another_place(name):
+    saved, target, rename, pairs = RENAMES[name]
+    old, target = saved(), target()
+    new = checkpoint.migrate(old, target, rename=rename)
+    assert_same_avals(new, target)
+    assert int(new.step) == int(old.step)
+    for found, expected in pairs(new, old):
+        assert_identical(found, expected)
+    stays = "Dense_1" if name == "a new head" else None
+    assert_identical(new.params.get(stays), target.params.get(stays))
 
 
 # Where arrays lie, and as what

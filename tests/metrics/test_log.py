@@ -131,7 +131,7 @@ import sys
 sys.modules |= dict.fromkeys(["clu", "tensorboardX", "matplotlib"])
 import flax_amp
 from flax_amp import metrics
-flax_amp.AmpTrainState, metrics.trained_norms
+flax_amp.AmpTrainState, metrics.read
 for use, extra in [
     (lambda: metrics.StepMetrics, "logs"),
     (lambda: metrics.create_writer(sys.argv[1]), "logs"),

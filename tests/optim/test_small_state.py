@@ -18,7 +18,7 @@ from flax_amp import (
     optim,
 )
 from flax_amp.optim._small_state import key_of, random_bits, round_stochastically
-from helpers import assert_identical, assert_same_avals
+from helpers import assert_identical
 
 PARAMS = {"kernel": jnp.ones((16, 8)), "bias": jnp.zeros(8)}
 BATCH = jnp.linspace(-1.0, 1.0, 64).reshape(4, 16)
@@ -120,6 +120,7 @@ def test_the_loss_sees_float32_parameters():
     state = create()
     assert state.params["kernel"].dtype == jnp.bfloat16
     assert state.params["bias"].dtype == jnp.float32
+    assert "bfloat16" not in dtypes(create(tx=ADAM).opt_state)  # parameters alone
     make_eval_step(loss)(state, BATCH)
     make_train_step(loss, donate=False)(state, BATCH)
     assert seen == [{"float32"}, {"float32"}]
@@ -194,17 +195,15 @@ def test_roundings_are_unbiased(x):
             assert means.max() < 4.5 * error * np.sqrt(found.size / draws)
 
 
-@pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan])
-def test_what_bfloat16_has_stays(x):
+LARGEST = float(jnp.finfo(jnp.float32).max)  # bfloat16 has no number as large
+
+
+@pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, LARGEST])
+def test_what_bfloat16_has_stays_and_no_finite_number_becomes_an_inf(x):
     bits = jnp.full((1,), 0xFFFF, jnp.uint32)
     (found,) = round_stochastically(jnp.full(1, x, jnp.float32), bits)
-    np.testing.assert_array_equal(np.float32(found), np.float32(x))
-
-
-def test_no_finite_number_becomes_an_inf():
-    largest = jnp.full((1,), jnp.finfo(jnp.float32).max)
-    bits = jnp.full((1,), 0xFFFF, jnp.uint32)
-    assert jnp.isfinite(round_stochastically(largest, bits)).all()
+    bounded = float(jnp.finfo(jnp.bfloat16).max) if x == LARGEST else x
+    np.testing.assert_array_equal(np.float32(found), np.float32(bounded))
 
 
 @pytest.mark.parametrize(
@@ -276,12 +275,8 @@ def update(grads, state, params):
 def arguments():
     """Fixed gradients: a product would sum in another order on other devices."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    waves = (jnp.sin(jnp.arange(x.size) + 1.0) for x in PARAMS.values())
-    grads = {
-        name: wave.reshape(PARAMS[name].shape)
-        for name, wave in zip(PARAMS, waves, strict=True)
-    }
-    return grads, TX.init(params), params
+    wave = lambda x: jnp.sin(jnp.arange(x.size) + 1.0).reshape(x.shape)  # noqa: E731
+    return jax.tree.map(wave, PARAMS), TX.init(params), params
 
 
 @pytest.mark.parametrize("spec", [jax.P("data"), jax.P(None, "data")])
@@ -373,33 +368,18 @@ def test_derivatives_through_an_update_are_those_of_the_mean():
     assert jax.grad(after)(0.1, half) == -PARAMS["kernel"].size
 
 
-def test_migrate_from_float32_moments():
-    """By names; what would be rounded is refused."""
-    saved, target = create(tx=ADAM), create()
-    names = {"inner_state/inner_state": "inner_state/inner_state", "mu": None}
-    names |= {"nu": None}
-    read = checkpoint.migrate(saved, target, rename=names)
-    assert_same_avals(read, target)
-    names = {"inner_state": "inner_state/inner_state", "roundings": None}
-    with pytest.raises(ValueError, match=r"kernel: float32\[16, 8\] on disk, bfloat16"):
-        checkpoint.migrate(
-            plain_loop(1, tx=ADAM, param_dtype=jnp.float32), target, rename=names
-        )
-
-
 # Messages
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "text"),
     [
-        (dict(dtype=jnp.float16), ValueError, "dtype=.*float16.*; expected bfloat16"),
-        (dict(dtype=None), ValueError, "dtype=None; expected bfloat16"),
-        (dict(rounding="up"), ValueError, "rounding='up'; expected 'stochastic'"),
-        (dict(tx=3), TypeError, "tx is a int; expected an optimizer"),
+        (dict(dtype=jnp.float16), "dtype=.*float16.*; expected bfloat16"),
+        (dict(dtype=None), "dtype=None; expected bfloat16"),
+        (dict(rounding="up"), "rounding='up'; expected 'stochastic'"),
     ],
 )
-def test_wrong_arguments(options, error, text):
+def test_wrong_arguments(options, text):
     assert optim.small_state(optax.adam(1e-3), "bf16")
-    with pytest.raises(error, match=f"flax_amp.optim.small_state: .*{text}"):
-        optim.small_state(**{"tx": optax.adam(1e-3)} | options)
+    with pytest.raises(ValueError, match=f"flax_amp.optim.small_state: .*{text}"):
+        optim.small_state(optax.adam(1e-3), **options)

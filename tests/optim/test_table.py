@@ -186,20 +186,6 @@ def shard_map(case):
     return mapped, lambda: final(in_optax, case)(RATE)
 
 
-def masks(case):
-    """Masks of bools are static; of arrays, they are leaves, and no masks."""
-    mask = {"w": True, "b": False}
-    tx = optim.masked(case.pytree(RATE), mask)
-    assert tx.mask == mask
-    arrays = optim.masked(case.pytree(RATE), jax.tree.map(np.bool_, mask))
-    with pytest.raises(TypeError, match="Arrays: .*mask"):
-        jax.eval_shape(lambda tx: tx.init(params_of()), arrays)
-    masked = case._replace(
-        plain=lambda rate: optax.masked(case.plain(rate), mask), pytree=lambda _: tx
-    )
-    return lambda: final(ours, masked)(RATE), lambda: final(in_optax, masked)(RATE)
-
-
 def shapes(case):
     """Of `init` and of a step without values; no tracer stays in an optimizer."""
     training = ours(case, RATE)
@@ -245,7 +231,7 @@ def around(case):
 
 # Of every optimizer: trajectories, and shapes and dtypes under the transformations.
 LIGHT = [trajectory, static_trajectory, vmap, grad, scan, shard_map, shapes, copies]
-HEAVY = [schedule, replace, around, masks, checkpoint]
+HEAVY = [schedule, replace, around, checkpoint]
 
 
 @pytest.mark.parametrize("check", [*LIGHT, *HEAVY])

@@ -14,11 +14,9 @@ from _steps import (
     sum_loss,
 )
 from flax_amp import (
-    AmpTrainState,
     init_scaler,
     make_nnx_train_step,
     make_train_step,
-    metrics,
 )
 from helpers import assert_close, assert_identical
 
@@ -89,16 +87,3 @@ def test_an_nnx_model():
     after = nnx.state(model, nnx.Param)
     assert_identical(found["u"], jax.tree.map(jnp.subtract, after, before))
     assert_identical(found["before"], before)
-
-
-def test_norms_of_what_trains():
-    rules = {"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}
-    tx = optax.multi_transform(rules, {"w": "train", "b": "freeze"})
-    params = {"w": jnp.ones(3), "b": jnp.ones(3)}
-    state = AmpTrainState.create(params=params, tx=tx)
-    loss = lambda p, x: (p["w"] * x).sum() + 2 * (p["b"] * x).sum()  # noqa: E731
-    step = make_train_step(loss, metrics_fn=metrics.trained_norms)
-    _, found = step(state, jnp.ones(3))
-    assert float(found["trained_grad_norm"]) == pytest.approx(3**0.5)
-    assert float(found["grad_norm"]) == pytest.approx(15**0.5)
-    assert float(found["update_norm"]) == pytest.approx(0.1 * 3**0.5)

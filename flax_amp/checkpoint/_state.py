@@ -1,4 +1,4 @@
-"""Restoring a state: compare first, then read.
+"""A state to a directory, in the background, and back: compared first, then read.
 
 A restore never writes. Whatever fails, the state in hand and the files stay as they
 were. Orbax casts silently to the dtype of its target and leaves sharding to the target;
@@ -7,6 +7,7 @@ were. Orbax casts silently to the dtype of its target and leaves sharding to the
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -15,13 +16,110 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_amp import _tree
+from flax_amp._training.arguments import check_count
+from flax_amp._training.step_call import check_not_deleted
 from flax_amp.checkpoint import _steps, _trees
 from flax_amp.checkpoint._damage import CheckpointWarning
 from flax_amp.checkpoint._directory import finish_saving
+from flax_amp.checkpoint._manager import Manager
 from flax_amp.checkpoint._trees import Leaves, Path
 from flax_amp.optim._optimizer import INJECTED, Optimizer
 
 T = TypeVar("T")
+
+
+def save(
+    manager: Manager,
+    state: Any,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    force: bool = False,
+) -> bool:
+    """Saves a state under its own step, in the background.
+
+    The state may be donated to the next step as soon as this returns.
+
+    Args:
+      manager: the result of `checkpoint.manager`.
+      state: the `AmpTrainState` that the last step returned, or NNX objects:
+        `(model, optimizer)`. Of these, `nnx.state((model, optimizer))` is saved.
+      metrics: scalars to save with the state, for `best_metric`.
+      force: saves although `save_interval_steps` says not to.
+
+    Returns:
+      Whether the state was saved. It is not saved between intervals, nor if its step is
+      not newer than the newest intact checkpoint, whoever wrote that; a warning says so
+      if that may be a surprise. Newer steps that are damaged are renamed.
+
+    Raises:
+      ValueError, TypeError: if names would fall together on disk, if the `best_metric`
+        of the manager is missing, or if the manager only reads.
+      RuntimeError: if a step has deleted the state, or if another process saves into
+        the same directory.
+      CheckpointSaveError: if this state cannot be written, or if the save before it
+        failed in the background. Earlier checkpoints are as they were.
+
+    Example:
+      >>> import tempfile, optax, jax.numpy as jnp
+      >>> from flax_amp import AmpTrainState, checkpoint
+      >>> state = AmpTrainState.create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with checkpoint.manager(directory) as manager:
+      ...         saved = checkpoint.save(manager, state)
+      ...     restored = checkpoint.restore(directory, state)
+      >>> saved, restored.params["w"].tolist()
+      (True, [1.0, 1.0])
+    """
+    if not isinstance(manager, Manager):
+        raise TypeError(
+            f"checkpoint.save: the first argument is a {type(manager).__name__}; "
+            "expected a manager. Open one with checkpoint.manager(directory)."
+        )
+    if manager.read_only:
+        raise ValueError(
+            f"checkpoint.save: {manager.directory} was opened with read_only=True; "
+            "expected a manager that may write."
+        )
+    step = _step_of(state)
+    if not manager.is_due(step, force):
+        return False
+    tree = jax.tree.map(_trees.as_array, _trees.tree_of(state))
+    check_not_deleted("checkpoint.save", "state", tree)
+    _check_names(tree)
+    numbers = {name: float(value) for name, value in (metrics or {}).items()}
+    if manager.best_metric not in {None, *numbers}:
+        raise ValueError(
+            f"checkpoint.save: metrics has {sorted(numbers)}; expected the best_metric "
+            f"{manager.best_metric!r} of the manager."
+        )
+    return manager.save(
+        step,
+        args=ocp.args.StandardSave(tree),
+        metrics=numbers if metrics else None,
+        force=force,
+        # An item of our own would hold this and the checksums, but plain Orbax reads
+        # no step with a second item.
+        custom_metadata=_steps.record_of(step, _names_of_optimizers(state)),
+    )
+
+
+def _step_of(state: Any) -> int:
+    """Returns the step of a state; that of several runs, which `vmap` makes, is one."""
+    # Runs at one step are one checkpoint, so that nothing else has to know of a sweep.
+    steps = np.unique(_trees.step_of(state, "checkpoint.save: state"))
+    seen = f"checkpoint.save: the state's step is {steps.tolist()}"
+    one = steps[0] if len(steps) == 1 else steps
+    return check_count(one, seen, "of its step", 0)
+
+
+def _check_names(tree: Any) -> None:
+    """Raises an error if Orbax, which joins names with dots, would mix up leaves."""
+    names = Counter(".".join(path) for path in ocp.tree.to_flat_dict(tree))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(
+            f"checkpoint.save: {', '.join(twice)} would each be the name of several "
+            "arrays on disk; expected different names."
+        )
 
 
 def restore(manager: Any, target: T, *, step: Any = None) -> T:
@@ -94,15 +192,14 @@ def _read_arrays(step: _steps.Step, wanted: Mapping[Path, Any]) -> Leaves:
 def _fit_scaler(read: Leaves, wanted: Mapping[Path, Any]) -> Iterator[str]:
     """Leaves the scaler of the target as it is if it is of another kind."""
     scaler = _trees.scaler_in(wanted)
-    saved, here = (
-        _trees.never_moves({key: of[path] for key, path in scaler.items()})
-        for of in (read, wanted)
-    )
-    if None not in (saved, here) and saved != here:
+    both = ({key: of[x] for key, x in scaler.items()} for of in (read, wanted))
+    if not _trees.move_alike(*both):
         for path in scaler.values():
             del read[path]
-        how = "never moves" if here else "moves"
-        yield f"the scaler of the target is used: its scale {how}, unlike that on disk."
+        yield (
+            "the scaler of the target is used: of its scale and that on disk, one "
+            "moves and the other never does."
+        )
 
 
 # What the code has set
@@ -152,7 +249,7 @@ def _hyperparams(tree: Any) -> Iterator[Any]:
 
 def _another_optimizer(step: _steps.Step, target: Any) -> Iterator[str]:
     """Tells of another optimizer with the same arrays, as adam and adamax have."""
-    saved, here = step.record().get("optimizer"), names_of_optimizers(target)
+    saved, here = step.record().get("optimizer"), _names_of_optimizers(target)
     if saved is not None and saved != here:
         yield (
             f"the optimizer is {' and '.join(saved) or 'another'} on disk and "
@@ -161,7 +258,7 @@ def _another_optimizer(step: _steps.Step, target: Any) -> Iterator[str]:
         )
 
 
-def names_of_optimizers(state: Any) -> list[str]:
+def _names_of_optimizers(state: Any) -> list[str]:
     """Returns what updates a state, by name: of optax `scale_by_adam`, or `adam`."""
     nodes = _tree.nodes(_parts(state, "opt_state"), Optimizer)
     names = {node._name for node in nodes} | _scalings(_parts(state, "tx"), set())
